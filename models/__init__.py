@@ -1,0 +1,1 @@
+"""The from-scratch transformer that every stage is measured against."""

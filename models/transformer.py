@@ -1,0 +1,258 @@
+"""The canonical encoder-decoder transformer: the reference that every stage is measured against.
+
+State dict names are the canonical ones: `{enc,dec}.embed.weight`, `.pos`,
+`.emb_norm`, `.rel_bias.weight`, `.layers.{i}.{self,cross}.{q,k,v,o}`,
+`.layers.{i}.norm1..3`, `.layers.{i}.ffn.{fc1,fc2,gate}`, `.norm`; `out`.
+Inside, tokens lie in one axis, [rows · len, d_model].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from tfexport.config import StackConfig, TransformerConfig
+from tfexport.models.attention import MultiHeadAttention
+from tfexport.models.cache import Cache, ConcatCache, KeyValue
+from tfexport.models.layers import FeedForward, LayerNorm
+from tfexport.models.positions import RelativeBias, sinusoid_table
+
+Side = Literal["encoder", "decoder"]
+
+
+class Block(nn.Module):
+    """One layer: self-attention, in a decoder cross-attention, feed-forward, each with its norm."""
+
+    def __init__(self, config: TransformerConfig, side: Side) -> None:
+        """Create the sublayers of one `side`."""
+        super().__init__()
+        stack = _stack(config, side)
+
+        def attention() -> MultiHeadAttention:
+            return MultiHeadAttention(
+                config.d_model,
+                stack.num_heads,
+                config.d_k(side),
+                config.d_v(side),
+                scale=config.attention_scale,
+                bias=config.attention_bias,
+                dropout=config.dropout,
+            )
+
+        self.pre_norm = stack.norm_place == "pre"
+        self.residual_scale = config.residual_scale
+        self.dropout = nn.Dropout(config.dropout)
+        self.self = attention()
+        self.norm1 = LayerNorm(config)
+        self.norm2 = LayerNorm(config)
+        if side == "decoder":
+            self.cross = attention()
+            self.norm3 = LayerNorm(config)
+        self.ffn = FeedForward(config, stack.d_ff)
+
+    def residual(self, x: Tensor, norm: LayerNorm, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+        """Add `sublayer` to `x` [tokens, d_model], with the norm before it or after the sum."""
+        if self.pre_norm:
+            return self.residual_scale * x + self.dropout(sublayer(norm(x)))
+        return norm(self.residual_scale * x + self.dropout(sublayer(x)))  # type: ignore[no-any-return]
+
+
+class Stack(nn.Module):
+    """One side: embedding, positions, blocks and the optional norms around them."""
+
+    def __init__(self, config: TransformerConfig, side: Side, vocab: int, max_length: int) -> None:
+        """Create one `side` with random weights and, where wanted, a sinusoidal table."""
+        super().__init__()
+        stack = _stack(config, side)
+        self.embedding_scale = config.embedding_scale
+        self.embed = nn.Embedding(vocab, config.d_model)
+        # A parameter, so that it is saved and may be trained; frozen, because the paper's is fixed.
+        table = config.positions == "table"
+        self.pos = (
+            nn.Parameter(sinusoid_table(max_length, config.d_model), requires_grad=False) if table else None
+        )
+        self.emb_norm = LayerNorm(config) if config.embedding_norm else None
+        self.rel_bias = (
+            RelativeBias(
+                config.relative_buckets,
+                config.relative_max_distance,
+                stack.num_heads,
+                bidirectional=side == "encoder",
+            )
+            if config.relative_bias == "t5"
+            else None
+        )
+        self.dropout = nn.Dropout(config.dropout)
+        self.layers = nn.ModuleList(Block(config, side) for _ in range(stack.layers))
+        self.norm = LayerNorm(config) if stack.final_norm else None
+
+    def embed_tokens(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """Look up tokens and positions.
+
+        Args:
+            ids: int64 [rows, len].
+            positions: int64 [rows or 1, len].
+
+        Returns:
+            [rows · len, d_model].
+        """
+        x = self.embed(ids) * self.embedding_scale
+        if self.pos is not None:
+            x = x + self.pos[positions]
+        x = x.flatten(0, 1)
+        if self.emb_norm is not None:
+            x = self.emb_norm(x)
+        return self.dropout(x)  # type: ignore[no-any-return]
+
+    def finish(self, x: Tensor) -> Tensor:
+        """Apply the final norm, where there is one, to `x` [tokens, d_model]."""
+        return x if self.norm is None else self.norm(x)  # type: ignore[no-any-return]
+
+
+class Transformer(nn.Module):
+    """An encoder, a decoder and an output projection, or an encoder alone."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        """Create the model with random weights (Glorot; embeddings with variance 1/d_model)."""
+        super().__init__()
+        self.config = config
+        self.enc = Stack(config, "encoder", config.source_vocab, config.max_source_length)
+        self.dec: Stack | None = None
+        self.out: nn.Linear | None = None
+        if config.target_vocab is not None and config.max_target_length is not None:
+            self.dec = Stack(config, "decoder", config.target_vocab, config.max_target_length)
+            self.out = nn.Linear(config.d_model, config.target_vocab, bias=config.output_bias)
+        self._initialise()
+        if self.dec is not None and config.tie_embeddings:
+            self.dec.embed.weight = self.enc.embed.weight
+        if self.dec is not None and self.out is not None and config.tie_output:
+            self.out.weight = self.dec.embed.weight
+
+    def forward(self, source_ids: Tensor, source_mask: Tensor, target_ids: Tensor) -> Tensor:
+        """Compute the logits of every target position at once, as in training.
+
+        Targets are padded on the right, so that the causal mask alone keeps
+        padding from the tokens that count.
+
+        Args:
+            source_ids: int64 [batch, source_len].
+            source_mask: bool [batch, source_len], True = token, False = padding.
+            target_ids: decoder inputs, the labels shifted right behind the start
+                token, int64 [batch, target_len].
+
+        Returns:
+            Logits, float32 or wider, [batch, target_len, target_vocab].
+        """
+        hidden = self._decode(target_ids, source_mask, self.encode(source_ids, source_mask), self.empty_cache(target_ids))
+        return self._project(hidden).unflatten(0, target_ids.shape)
+
+    def hidden_states(self, source_ids: Tensor, source_mask: Tensor) -> Tensor:
+        """Encode the source.
+
+        Args:
+            source_ids: int64 [batch, source_len].
+            source_mask: bool [batch, source_len], True = token.
+
+        Returns:
+            [batch, source_len, d_model]; rows of padding are meaningless.
+        """
+        return self._encode(source_ids, source_mask).unflatten(0, source_ids.shape)
+
+    def encode(self, source_ids: Tensor, source_mask: Tensor) -> list[KeyValue]:
+        """Encode the source into what the decoder needs of it.
+
+        Args:
+            source_ids: int64 [batch, source_len].
+            source_mask: bool [batch, source_len], True = token.
+
+        Returns:
+            For each decoder layer the cross-attention's keys and values,
+            [batch, heads, source_len, …].
+        """
+        x = self._encode(source_ids, source_mask)
+        return [block.cross.key_value(x, source_ids.shape[0]) for block in self._decoder.layers]
+
+    def decode_step(
+        self, target_ids: Tensor, source_mask: Tensor, cross: Sequence[KeyValue], cache: Cache
+    ) -> Tensor:
+        """Run the decoder on the newest tokens.
+
+        Args:
+            target_ids: int64 [rows, target_len], rows = batch · beams.
+            source_mask: bool [batch, source_len].
+            cross: from `encode`.
+            cache: the self-attention's past; receives the new keys and values.
+
+        Returns:
+            Logits of the last position, float32 or wider, [rows, target_vocab].
+        """
+        hidden = self._decode(target_ids, source_mask, cross, cache)
+        return self._project(hidden.unflatten(0, target_ids.shape)[:, -1])
+
+    def empty_cache(self, target_ids: Tensor) -> ConcatCache:
+        """Return a cache without past for the rows and device of `target_ids` [rows, target_len]."""
+        heads, d_k, d_v = self.config.num_heads("decoder"), self.config.d_k("decoder"), self.config.d_v("decoder")
+        like = self._decoder.embed.weight
+        rows = target_ids.shape[0]
+        past = KeyValue(like.new_zeros(rows, heads, 0, d_k), like.new_zeros(rows, heads, 0, d_v))
+        return ConcatCache([past] * len(self._decoder.layers))
+
+    def _encode(self, source_ids: Tensor, source_mask: Tensor) -> Tensor:
+        rows, source_len = source_ids.shape
+        positions = torch.arange(source_len, device=source_ids.device)[None]
+        x = self.enc.embed_tokens(source_ids, positions)
+        mask = source_mask[:, None, None, :]
+        bias = None if self.enc.rel_bias is None else self.enc.rel_bias(positions, source_len)
+        for block in self.enc.layers:
+            x = block.residual(
+                x, block.norm1, lambda y, b=block: b.self(y, b.self.key_value(y, rows), mask, bias)
+            )
+            x = block.residual(x, block.norm2, block.ffn)
+        return self.enc.finish(x)
+
+    def _decode(self, target_ids: Tensor, source_mask: Tensor, cross: Sequence[KeyValue], cache: Cache) -> Tensor:
+        dec, rows = self._decoder, target_ids.shape[0]
+        positions, mask = cache.positions(target_ids), cache.mask(target_ids)
+        source = source_mask[:, None, None, :]
+        bias = None if dec.rel_bias is None else dec.rel_bias(positions, mask.shape[-1])
+        x = dec.embed_tokens(target_ids, positions)
+        for i, block in enumerate(dec.layers):
+
+            def attend_self(y: Tensor, i: int = i, block: Block = block) -> Tensor:
+                return block.self(y, cache.update(i, block.self.key_value(y, rows)), mask, bias)  # type: ignore[no-any-return]
+
+            def attend_source(y: Tensor, i: int = i, block: Block = block) -> Tensor:
+                return block.cross(y, cross[i], source)  # type: ignore[no-any-return]
+
+            x = block.residual(x, block.norm1, attend_self)
+            x = block.residual(x, block.norm2, attend_source)
+            x = block.residual(x, block.norm3, block.ffn)
+        return dec.finish(x)
+
+    def _project(self, x: Tensor) -> Tensor:
+        assert self.out is not None
+        logits = self.out(x)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32)) * self.config.logit_scale  # type: ignore[no-any-return]
+
+    @property
+    def _decoder(self) -> Stack:
+        assert self.dec is not None, "an encoder alone has no decoder"
+        return self.dec
+
+    def _initialise(self) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif isinstance(module, nn.Embedding):
+                nn.init.normal_(module.weight, std=self.config.d_model**-0.5)
+
+
+def _stack(config: TransformerConfig, side: Side) -> StackConfig:
+    stack = config.encoder if side == "encoder" else config.decoder
+    assert stack is not None
+    return stack

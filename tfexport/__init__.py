@@ -1,0 +1,1 @@
+"""Take a from-scratch encoder-decoder transformer from PyTorch to production."""

@@ -1,0 +1,312 @@
+"""Configurations of every stage: frozen, checked on creation, read from and written to JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+from tfexport.errors import ConfigError, raise_all
+
+NormPlace = Literal["pre", "post"]
+Norm = Literal["layernorm", "std", "rms"]
+Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
+FeedForward = Literal["mlp", "glu"]
+RelativeBias = Literal["none", "t5"]
+Positions = Literal["table", "none"]
+Precision = Literal["fp32", "fp16", "bf16"]
+Form = Literal["concat", "static"]
+
+CONCAT_OPSETS = (18, 19, 20)
+STATIC_OPSET = 24
+
+
+def _type_problem(name: str, value: object, kind: Any) -> str | None:
+    """Say what is wrong with `value` for the annotated type `kind`, or None."""
+    options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    for option in options:
+        if typing.get_origin(option) is Literal:
+            if value in typing.get_args(option) and not isinstance(value, bool):
+                return None
+        elif option is float:
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                return None if math.isfinite(value) else f"{name} is {value}, expected a finite number"
+        elif option is int:
+            if isinstance(value, int) and not isinstance(value, bool):
+                return None
+        elif typing.get_origin(option) is tuple:
+            item = typing.get_args(option)[0]
+            if isinstance(value, tuple) and not any(_type_problem(name, v, item) for v in value):
+                return None
+        elif isinstance(value, option):
+            return None
+    return f"{name} is {value!r}, expected {_spell(kind)}"
+
+
+def _spell(kind: Any) -> str:
+    if isinstance(kind, types.UnionType):
+        return " or ".join(_spell(option) for option in typing.get_args(kind))
+    if typing.get_origin(kind) is Literal:
+        return " or ".join(repr(value) for value in typing.get_args(kind))
+    if typing.get_origin(kind) is tuple:
+        return f"a list of {_spell(typing.get_args(kind)[0])}"
+    if kind is types.NoneType:
+        return "null"
+    return {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}.get(
+        kind.__name__, "an object"
+    )
+
+
+def _read(cls: type, data: object, prefix: str, problems: list[str]) -> Any:
+    """Build `cls` from a JSON object, appending every problem; None when there was one."""
+    if not isinstance(data, dict):
+        problems.append(f"{prefix.rstrip('.') or 'the file'} is {data!r}, expected an object")
+        return None
+    hints = typing.get_type_hints(cls)
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    before = len(problems)
+    problems += [f"unknown key {prefix}{key}" for key in data if key not in fields]
+    values: dict[str, Any] = {}
+    for name, field in fields.items():
+        if name not in data:
+            if field.default is dataclasses.MISSING:
+                problems.append(f"missing key {prefix}{name}")
+            continue
+        value, kind = data[name], hints[name]
+        options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+        nested = [option for option in options if dataclasses.is_dataclass(option)]
+        if nested and not (value is None and types.NoneType in options):
+            values[name] = _read(typing.cast(type, nested[0]), value, f"{prefix}{name}.", problems)
+            continue
+        if isinstance(value, list):
+            value = tuple(value)
+        problem = _type_problem(prefix + name, value, kind)
+        if problem:
+            problems.append(problem)
+        values[name] = value
+    if len(problems) > before:
+        return None
+    try:
+        return cls(**values)
+    except ConfigError as error:
+        problems.append(str(error))
+        return None
+
+
+class Config:
+    """What every configuration shares: strict reading, plain writing."""
+
+    @classmethod
+    def from_dict(cls, data: object, *, subject: str = "config.json") -> Self:
+        """Read a configuration strictly.
+
+        Args:
+            data: a decoded JSON object.
+            subject: named at the start of the error.
+
+        Raises:
+            ConfigError: lists every unknown, missing, wrongly typed and contradictory value.
+        """
+        problems: list[str] = []
+        config = _read(cls, data, "", problems)
+        raise_all(ConfigError, subject, problems)
+        return typing.cast(Self, config)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the configuration as JSON values."""
+        return dataclasses.asdict(typing.cast(Any, self))
+
+    def _check_types(self) -> list[str]:
+        hints = typing.get_type_hints(type(self))
+        found = (
+            _type_problem(name, getattr(self, name), kind)
+            for name, kind in hints.items()
+            if not name.startswith("_")
+        )
+        return [problem for problem in found if problem]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenIds(Config):
+    """Ids that decoding needs to know.
+
+    `start` is the decoder's first input. `pad` fills short rows of a batch and
+    is never attended to.
+    """
+
+    pad: int
+    start: int
+    eos: int
+    unk: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            ConfigError: an id is negative or no whole number.
+        """
+        problems = self._check_types() or [
+            f"{name} is {value}, expected 0 or more"
+            for name, value in dataclasses.asdict(self).items()
+            if value is not None and value < 0
+        ]
+        raise_all(ConfigError, "tokens", problems)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackConfig(Config):
+    """Sizes and norm placement of one side, encoder or decoder.
+
+    `d_k` and `d_v` are the width of one head's keys and values; None means
+    d_model / num_heads.
+    """
+
+    layers: int
+    num_heads: int
+    d_ff: int
+    norm_place: NormPlace
+    final_norm: bool
+    d_k: int | None = None
+    d_v: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            ConfigError: lists every value of a wrong type or range.
+        """
+        problems = self._check_types() or [
+            f"{name} is {value}, expected 1 or more"
+            for name in ("layers", "num_heads", "d_ff", "d_k", "d_v")
+            if (value := getattr(self, name)) is not None and value < 1
+        ]
+        raise_all(ConfigError, "stack", problems)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerConfig(Config):
+    """The canonical transformer: free sizes, ten switches and three scalars.
+
+    The switches are norm placement and final norm per side (in `encoder` and
+    `decoder`), `embedding_norm`, `norm`, `norm_eps`, `activation`,
+    `feed_forward`, `relative_bias`, `residual_scale` and `positions`.
+    `decoder` is None for an encoder alone.
+
+    `attention_scale` None means 1/sqrt(d_k). `tie_embeddings` shares one table
+    between encoder and decoder, `tie_output` uses the decoder's table as the
+    output projection. `max_source_length` and `max_target_length` are the rows
+    of the position tables, and the limits where there is no table.
+    """
+
+    d_model: int
+    source_vocab: int
+    max_source_length: int
+    encoder: StackConfig
+    decoder: StackConfig | None
+    tokens: TokenIds
+    target_vocab: int | None = None
+    max_target_length: int | None = None
+    embedding_norm: bool = False
+    norm: Norm = "layernorm"
+    norm_eps: float = 1e-5
+    activation: Activation = "relu"
+    feed_forward: FeedForward = "mlp"
+    relative_bias: RelativeBias = "none"
+    relative_buckets: int = 32
+    relative_max_distance: int = 128
+    residual_scale: float = 1.0
+    positions: Positions = "table"
+    embedding_scale: float = 1.0
+    attention_scale: float | None = None
+    logit_scale: float = 1.0
+    attention_bias: bool = True
+    feed_forward_bias: bool = True
+    norm_bias: bool = True
+    output_bias: bool = True
+    tie_embeddings: bool = False
+    tie_output: bool = False
+    dropout: float = 0.1
+
+    def __post_init__(self) -> None:
+        """Check each value and how they fit together.
+
+        Raises:
+            ConfigError: lists every problem.
+        """
+        problems = self._check_types() or [*self._size_problems(), *self._decoder_problems()]
+        raise_all(ConfigError, "model", problems)
+
+    def _size_problems(self) -> list[str]:
+        problems = [
+            f"{name} is {value}, expected 1 or more"
+            for name in (
+                "d_model",
+                "source_vocab",
+                "target_vocab",
+                "max_source_length",
+                "max_target_length",
+                "relative_max_distance",
+            )
+            if (value := getattr(self, name)) is not None and value < 1
+        ]
+        for side, stack in (("encoder", self.encoder), ("decoder", self.decoder)):
+            if stack and self.d_model % stack.num_heads and not (stack.d_k and stack.d_v):
+                problems.append(
+                    f"{side}.num_heads is {stack.num_heads}, which does not divide d_model {self.d_model}; "
+                    f"change one of them or give {side}.d_k and {side}.d_v"
+                )
+        if not 0 <= self.dropout < 1:
+            problems.append(f"dropout is {self.dropout}, expected 0 or more and below 1")
+        if self.norm_eps < 0:
+            problems.append(f"norm_eps is {self.norm_eps}, expected 0 or more")
+        if self.relative_bias == "t5" and self.relative_buckets < 4:
+            problems.append(f"relative_buckets is {self.relative_buckets}, expected 4 or more")
+        return problems
+
+    def _decoder_problems(self) -> list[str]:
+        problems: list[str] = []
+        vocabularies = [("source_vocab", self.source_vocab)]
+        if self.decoder is None:
+            needless = [name for name in ("target_vocab", "max_target_length") if getattr(self, name) is not None]
+            problems += [f"{name} is given but decoder is null; leave it out" for name in needless]
+            if self.tie_embeddings or self.tie_output:
+                problems.append("tie_embeddings and tie_output need a decoder; set both to false")
+        else:
+            missing = [name for name in ("target_vocab", "max_target_length") if getattr(self, name) is None]
+            problems += [f"missing key {name}, needed with a decoder" for name in missing]
+            if self.target_vocab is not None:
+                vocabularies.append(("target_vocab", self.target_vocab))
+                if self.tie_embeddings and self.source_vocab != self.target_vocab:
+                    problems.append(
+                        f"tie_embeddings needs equal vocabularies, got source_vocab {self.source_vocab} "
+                        f"and target_vocab {self.target_vocab}"
+                    )
+        source_side = ("pad", "unk")
+        for name, token in dataclasses.asdict(self.tokens).items():
+            vocabulary, size = vocabularies[0] if name in source_side else vocabularies[-1]
+            if token is not None and token >= size:
+                problems.append(f"tokens.{name} is {token}, expected below {vocabulary} {size}")
+        return problems
+
+    def num_heads(self, side: Literal["encoder", "decoder"]) -> int:
+        """Return the number of attention heads of one side."""
+        return self._stack(side).num_heads
+
+    def d_k(self, side: Literal["encoder", "decoder"]) -> int:
+        """Return the width of one head's queries and keys on one side."""
+        stack = self._stack(side)
+        return stack.d_k or self.d_model // stack.num_heads
+
+    def d_v(self, side: Literal["encoder", "decoder"]) -> int:
+        """Return the width of one head's values on one side."""
+        stack = self._stack(side)
+        return stack.d_v or self.d_model // stack.num_heads
+
+    def _stack(self, side: Literal["encoder", "decoder"]) -> StackConfig:
+        stack = self.encoder if side == "encoder" else self.decoder
+        if stack is None:
+            raise ConfigError("model: this is an encoder alone and has no decoder")
+        return stack

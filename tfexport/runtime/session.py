@@ -1,0 +1,185 @@
+"""What every backend offers: encode a source, step the decoder, reorder the rows.
+
+Only numpy arrays cross this line; the cache stays in the session's memory. A
+session may be shared between threads, a state belongs to one call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tfexport.errors import InputError
+from tfexport.spec import ModelSpec
+
+Ids = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The best next tokens of every row, best first; equal logits in order of id.
+
+    log p(token) = logits - log_normalizer. The arrays belong to the caller.
+
+    Attributes:
+        token_ids: int64 [rows, num_candidates].
+        logits: float32 [rows, num_candidates].
+        log_normalizer: float32 [rows], log Σ exp(logits) over the vocabulary.
+    """
+
+    token_ids: Ids
+    logits: Floats
+    log_normalizer: Floats
+
+
+class State(Protocol):
+    """One batch being decoded, owned by the session that made it.
+
+    Attributes:
+        batch: sources still being decoded.
+        rows: hypotheses, a multiple of batch.
+        past_len: tokens in the cache of every row.
+    """
+
+    batch: int
+    rows: int
+    past_len: int
+
+
+S = TypeVar("S", bound=State)
+
+
+class Session(Protocol[S]):
+    """A model on a backend.
+
+    Attributes:
+        spec: sizes, limits and token ids.
+        backend: "eager" or "ort".
+    """
+
+    spec: ModelSpec
+    backend: str
+
+    def encode(self, source_ids: Ids, source_mask: Mask) -> S:
+        """Encode a batch and make room for one row a source.
+
+        Args:
+            source_ids: int64 [batch, source_len], padded on the right.
+            source_mask: bool [batch, source_len], True = token.
+
+        Raises:
+            InputError: shapes, ids or lengths that the model cannot take.
+        """
+        ...
+
+    def step(self, state: S, target_ids: Ids, num_candidates: int) -> Candidates:
+        """Run the decoder on the newest tokens and grow the cache in place.
+
+        Args:
+            state: from `encode`; past_len grows by target_len.
+            target_ids: int64 [rows, target_len]; more than one for a prefix.
+            num_candidates: best tokens wanted a row, 1 … vocab.
+
+        Raises:
+            InputError: past_len + target_len is above the model's limit.
+        """
+        ...
+
+    def reorder(self, state: S, rows: Ids) -> None:
+        """Let row r continue what row rows[r] was, in place.
+
+        Args:
+            state: changed in place.
+            rows: int64 [new_rows]. Rows of one source stay side by side and
+                every source that stays has equally many; a source that no row
+                continues leaves the batch.
+
+        Raises:
+            InputError: rows that are out of range or mix sources.
+        """
+        ...
+
+    def hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats:
+        """Encode a batch with an encoder alone.
+
+        Args:
+            source_ids: int64 [batch, source_len], padded on the right.
+            source_mask: bool [batch, source_len], True = token.
+
+        Returns:
+            float32 [batch, source_len, d_model].
+        """
+        ...
+
+    def close(self) -> None:
+        """Free what the session holds; it cannot be used afterwards."""
+        ...
+
+
+def check_source(spec: ModelSpec, source_ids: Ids, source_mask: Mask) -> None:
+    """Refuse a source batch that would be computed wrongly or not at all.
+
+    Raises:
+        InputError: names the first of shape, length, padding or id that is wrong.
+    """
+    if source_ids.ndim != 2 or source_ids.dtype != np.int64 or source_ids.size == 0:
+        raise InputError(f"source_ids is {source_ids.dtype} {source_ids.shape}, expected int64 [batch, source_len]")
+    if source_mask.shape != source_ids.shape or source_mask.dtype != np.bool_:
+        raise InputError(
+            f"source_mask is {source_mask.dtype} {source_mask.shape}, expected bool {source_ids.shape} like source_ids"
+        )
+    if source_ids.shape[1] > spec.max_source_length:
+        raise InputError(
+            f"source has {source_ids.shape[1]} tokens, the limit is {spec.max_source_length}; "
+            "shorten it, or export with a larger --max-source-length if the model allows it"
+        )
+    if not source_mask[:, 0].all() or (source_mask[:, 1:] & ~source_mask[:, :-1]).any():
+        raise InputError("source_mask must begin with True in every row and be padded on the right only")
+    if source_ids.min() < 0 or source_ids.max() >= spec.source_vocab:
+        raise InputError(
+            f"source_ids reach from {source_ids.min()} to {source_ids.max()}, expected 0 … {spec.source_vocab - 1}"
+        )
+
+
+def check_target(spec: ModelSpec, state: State, target_ids: Ids, num_candidates: int) -> None:
+    """Refuse a step that would be computed wrongly or not at all.
+
+    Raises:
+        InputError: names the first of shape, length, id or count that is wrong.
+    """
+    if target_ids.ndim != 2 or target_ids.shape[0] != state.rows or target_ids.shape[1] < 1:
+        raise InputError(f"target_ids is {target_ids.shape}, expected [{state.rows}, target_len]")
+    if state.past_len + target_ids.shape[1] > spec.max_target_length:
+        raise InputError(
+            f"target has {state.past_len + target_ids.shape[1]} tokens, the limit is {spec.max_target_length}; "
+            "lower max_new_tokens, or export with a larger --max-target-length if the model allows it"
+        )
+    if target_ids.min() < 0 or target_ids.max() >= spec.vocab:
+        raise InputError(f"target_ids reach from {target_ids.min()} to {target_ids.max()}, expected 0 … {spec.vocab - 1}")
+    if not 1 <= num_candidates <= spec.vocab:
+        raise InputError(f"num_candidates is {num_candidates}, expected 1 … {spec.vocab}")
+
+
+def check_rows(state: State, rows: Ids) -> Ids:
+    """Refuse an order of rows that breaks the layout, and return the sources that stay.
+
+    Returns:
+        int64 [new_batch], indices into the old batch, one for each group of rows.
+
+    Raises:
+        InputError: rows out of range, mixed sources or unequal numbers of beams.
+    """
+    if rows.ndim != 1 or rows.size == 0 or rows.min() < 0 or rows.max() >= state.rows:
+        raise InputError(f"rows is {rows.tolist()}, expected indices 0 … {state.rows - 1}")
+    sources = rows // (state.rows // state.batch)
+    starts = np.flatnonzero(np.diff(sources, prepend=-1))
+    kept: Ids = sources[starts]
+    beams = rows.size // kept.size
+    if rows.size % kept.size or (starts != np.arange(kept.size) * beams).any() or np.unique(kept).size != kept.size:
+        raise InputError(f"rows {rows.tolist()} do not keep the beams of each source side by side and equally many")
+    return kept

@@ -1,0 +1,145 @@
+"""The graph contract: what goes into and comes out of each graph, by name, dtype and dimension.
+
+Dimensions carry the same name everywhere. `batch` counts sources, `rows` the
+hypotheses decoded for them: rows = batch · beams, the beams of one source side
+by side. `num_candidates` is how many best tokens a step returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from tfexport.config import Config, Form, Precision, TokenIds, TransformerConfig
+
+ENCODER = "encoder"
+DECODER: dict[Form, str] = {"concat": "decoder", "static": "decoder_static"}
+
+SOURCE_IDS = "source_ids"
+SOURCE_MASK = "source_mask"
+HIDDEN_STATES = "hidden_states"
+TARGET_IDS = "target_ids"
+CACHE_LENGTHS = "cache_lengths"
+NUM_CANDIDATES = "num_candidates"
+LOGITS = "logits"
+CANDIDATE_IDS = "candidate_ids"
+CANDIDATE_LOGITS = "candidate_logits"
+LOG_NORMALIZER = "log_normalizer"
+
+DType = Literal["int64", "bool", "float32", "float16", "bfloat16"]
+Dim = str | int
+FLOAT: dict[Precision, DType] = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec(Config):
+    """What every stage behind the graphs needs to know of a model.
+
+    For an encoder alone `vocab`, `layers`, `heads`, `head_dim`, `value_dim` and
+    `max_target_length` are 0.
+    """
+
+    d_model: int
+    source_vocab: int
+    max_source_length: int
+    tokens: TokenIds
+    precision: Precision
+    vocab: int = 0
+    layers: int = 0
+    heads: int = 0
+    head_dim: int = 0
+    value_dim: int = 0
+    max_target_length: int = 0
+
+    @property
+    def has_decoder(self) -> bool:
+        """Whether the model generates, or only encodes."""
+        return self.layers > 0
+
+    @classmethod
+    def of(cls, config: TransformerConfig, precision: Precision) -> ModelSpec:
+        """Derive the specification of a canonical transformer."""
+        shared = {
+            "d_model": config.d_model,
+            "source_vocab": config.source_vocab,
+            "max_source_length": config.max_source_length,
+            "tokens": config.tokens,
+            "precision": precision,
+        }
+        if config.decoder is None:
+            return cls(**shared)  # type: ignore[arg-type]
+        return cls(
+            **shared,  # type: ignore[arg-type]
+            vocab=config.target_vocab or 0,
+            layers=config.decoder.layers,
+            heads=config.decoder.num_heads,
+            head_dim=config.d_k("decoder"),
+            value_dim=config.d_v("decoder"),
+            max_target_length=config.max_target_length or 0,
+        )
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One input or output of a graph; a dimension is a name or a number."""
+
+    name: str
+    dtype: DType
+    shape: tuple[Dim, ...]
+
+
+@dataclass(frozen=True)
+class GraphSpec:
+    """Inputs and outputs of one graph, in order."""
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+
+def key_value_names(prefix: str, layers: int) -> list[str]:
+    """Name the caches of all layers: prefix_key.0, prefix_value.0, prefix_key.1, …"""
+    return [f"{prefix}_{part}.{layer}" for layer in range(layers) for part in ("key", "value")]
+
+
+def _key_values(spec: ModelSpec, prefix: str, rows: Dim, length: Dim) -> list[TensorSpec]:
+    dtype = FLOAT[spec.precision]
+    return [
+        TensorSpec(name, dtype, (rows, spec.heads, length, spec.head_dim if "_key." in name else spec.value_dim))
+        for name in key_value_names(prefix, spec.layers)
+    ]
+
+
+def encoder_graph(spec: ModelSpec) -> GraphSpec:
+    """Return the contract of `encoder.onnx`."""
+    source: Sequence[Dim] = ("batch", "source_len")
+    inputs = (TensorSpec(SOURCE_IDS, "int64", tuple(source)), TensorSpec(SOURCE_MASK, "bool", tuple(source)))
+    if spec.has_decoder:
+        return GraphSpec(inputs, tuple(_key_values(spec, "cross", "batch", "source_len")))
+    return GraphSpec(inputs, (TensorSpec(HIDDEN_STATES, "float32", (*source, spec.d_model)),))
+
+
+def decoder_graph(spec: ModelSpec, form: Form) -> GraphSpec:
+    """Return the contract of `decoder.onnx` (concat) or `decoder_static.onnx` (static).
+
+    Caches go in as `past_*` and come out as `present_*`. The concat form returns
+    them longer by target_len; the static form writes the new tokens at
+    `cache_lengths` into buffers of `capacity`, and one buffer serves as both.
+    """
+    inputs = [
+        TensorSpec(TARGET_IDS, "int64", ("rows", "target_len")),
+        TensorSpec(SOURCE_MASK, "bool", ("batch", "source_len")),
+        *_key_values(spec, "cross", "batch", "source_len"),
+        *_key_values(spec, "past", "rows", "past_len" if form == "concat" else "capacity"),
+    ]
+    if form == "static":
+        inputs.append(TensorSpec(CACHE_LENGTHS, "int64", ("rows",)))
+    inputs.append(TensorSpec(NUM_CANDIDATES, "int64", (1,)))
+    outputs = [
+        TensorSpec(LOGITS, "float32", ("rows", spec.vocab)),
+        TensorSpec(CANDIDATE_IDS, "int64", ("rows", "num_candidates")),
+        TensorSpec(CANDIDATE_LOGITS, "float32", ("rows", "num_candidates")),
+        TensorSpec(LOG_NORMALIZER, "float32", ("rows", 1)),
+        *_key_values(spec, "present", "rows", "past_len + target_len" if form == "concat" else "capacity"),
+    ]
+    return GraphSpec(tuple(inputs), tuple(outputs))
