@@ -6,6 +6,7 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 
 def sinusoid_table(length: int, d_model: int) -> Tensor:
@@ -47,7 +48,7 @@ class RelativeBias(nn.Module):
             [rows or 1, heads, target_len, key_len].
         """
         keys = torch.arange(key_len, device=positions.device)
-        return self.weight[self._bucket(keys - positions[:, :, None])].permute(0, 3, 1, 2)
+        return F.embedding(self._bucket(keys - positions[:, :, None]), self.weight).permute(0, 3, 1, 2)
 
     def _bucket(self, distance: Tensor) -> Tensor:
         buckets, offset = self.buckets, torch.zeros_like(distance)

@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from tfexport.config import StackConfig, TransformerConfig
 from tfexport.models.attention import MultiHeadAttention
@@ -101,7 +102,7 @@ class Stack(nn.Module):
         """
         x = self.embed(ids) * self.embedding_scale
         if self.pos is not None:
-            x = x + self.pos[positions]
+            x = x + F.embedding(positions, self.pos)
         x = x.flatten(0, 1)
         if self.emb_norm is not None:
             x = self.emb_norm(x)
@@ -126,10 +127,16 @@ class Transformer(nn.Module):
             self.dec = Stack(config, "decoder", config.target_vocab, config.max_target_length)
             self.out = nn.Linear(config.d_model, config.target_vocab, bias=config.output_bias)
         self._initialise()
-        if self.dec is not None and config.tie_embeddings:
-            self.dec.embed.weight = self.enc.embed.weight
-        if self.dec is not None and self.out is not None and config.tie_output:
-            self.out.weight = self.dec.embed.weight
+        self._tie()
+
+    @classmethod
+    def unfilled(cls, config: TransformerConfig) -> Transformer:
+        """Allocate a model without values; the caller fills every parameter, tied ones once."""
+        with torch.device("meta"):
+            model = cls(config)
+        model.to_empty(device="cpu")
+        model._tie()
+        return model
 
     def forward(self, source_ids: Tensor, source_mask: Tensor, target_ids: Tensor) -> Tensor:
         """Compute the logits of every target position at once, as in training.
@@ -241,6 +248,12 @@ class Transformer(nn.Module):
     def _decoder(self) -> Stack:
         assert self.dec is not None, "an encoder alone has no decoder"
         return self.dec
+
+    def _tie(self) -> None:
+        if self.dec is not None and self.config.tie_embeddings:
+            self.dec.embed.weight = self.enc.embed.weight
+        if self.dec is not None and self.out is not None and self.config.tie_output:
+            self.out.weight = self.dec.embed.weight
 
     def _initialise(self) -> None:
         for module in self.modules():

@@ -1,0 +1,1 @@
+"""From a PyTorch model to ONNX graphs: trace, append selection, share weights, check the contract."""

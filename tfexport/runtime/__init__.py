@@ -1,0 +1,1 @@
+"""Sessions: a model on a backend, behind one interface."""

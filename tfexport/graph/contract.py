@@ -1,0 +1,68 @@
+"""Check a written graph: ONNX's own checker, shape inference, and the contract of `tfexport.spec`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+
+from tfexport.errors import GraphError, raise_all
+from tfexport.spec import GraphSpec, TensorSpec
+
+# Attributes and inputs of Attention that some runtimes drop without a word and then compute something else.
+FORBIDDEN_ATTENTION_INPUTS = 4
+
+
+def check_graph(path: Path, contract: GraphSpec) -> None:
+    """Refuse a graph that is not valid ONNX or not what the contract says.
+
+    Args:
+        path: of the graph, its external data beside it.
+        contract: inputs and outputs that it must have, in order.
+
+    Raises:
+        GraphError: lists every difference.
+    """
+    try:
+        onnx.checker.check_model(str(path), full_check=True)
+        model = onnx.load(str(path), load_external_data=False)
+    except Exception as error:
+        raise GraphError(f"{path.name}: not valid ONNX: {str(error).strip().splitlines()[0]}") from error
+    problems: list[str] = []
+    for kind, found, wanted in (
+        ("input", model.graph.input, contract.inputs),
+        ("output", model.graph.output, contract.outputs),
+    ):
+        spelled = [_spell(_read(value)) for value in found]
+        expected = [_spell(tensor) for tensor in wanted]
+        problems += [f"{kind} {text} is not in the contract" for text in spelled if text not in expected]
+        problems += [f"{kind} {text} is missing" for text in expected if text not in spelled]
+        if not problems and spelled != expected:
+            problems.append(f"{kind}s are out of order")
+    problems += _attention_problems(model)
+    raise_all(GraphError, path.name, problems)
+
+
+def _read(value: onnx.ValueInfoProto) -> TensorSpec:
+    tensor = value.type.tensor_type
+    name = onnx.TensorProto.DataType.Name(tensor.elem_type).lower()
+    dtype = {"float": "float32"}.get(name, name)
+    shape = tuple(dim.dim_param if dim.HasField("dim_param") else dim.dim_value for dim in tensor.shape.dim)
+    return TensorSpec(value.name, dtype, shape)  # type: ignore[arg-type]
+
+
+def _spell(tensor: TensorSpec) -> str:
+    return f"{tensor.name} {tensor.dtype} [{', '.join(map(str, tensor.shape))}]"
+
+
+def _attention_problems(model: onnx.ModelProto) -> list[str]:
+    problems = []
+    for node in model.graph.node:
+        if node.op_type != "Attention":
+            continue
+        causal = any(attribute.name == "is_causal" and attribute.i for attribute in node.attribute)
+        if causal or len(node.output) > 1 or any(node.input[FORBIDDEN_ATTENTION_INPUTS:]):
+            problems.append(
+                f"Attention {node.name} uses is_causal, past and present or nonpad_kv_seqlen; give it a mask instead"
+            )
+    return problems

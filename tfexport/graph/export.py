@@ -1,0 +1,134 @@
+"""From a model directory or a preset to a verified bundle: the way through the house, read aloud."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib.metadata
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from tfexport.bundle import Bundle, create_bundle
+from tfexport.config import ExportConfig, TransformerConfig
+from tfexport.errors import BackendError, ConfigError, ParityError, raise_all
+from tfexport.graph.write import write_graphs
+from tfexport.models.directory import load_model
+from tfexport.models.presets import build_preset
+from tfexport.models.transformer import Transformer
+from tfexport.spec import FLOAT, ModelSpec
+from tfexport.tokenizer import Tokenizer
+from tfexport.verify import Stages, VerifyConfig, verify_stages
+
+PRESET = "preset:"
+TOKENIZER = "tokenizer.json"
+
+
+def export_bundle(
+    source: str,
+    output: Path,
+    config: ExportConfig,
+    *,
+    verify: bool = True,
+    force: bool = False,
+    report: Callable[[str], None] = lambda line: None,
+) -> Bundle:
+    """Export a model as a bundle.
+
+    Args:
+        source: a model directory, or "preset:NAME" for seeded random weights.
+        output: directory to create.
+        config: precision, forms, opset and limits.
+        verify: compare every stage with the eager model before anything appears at `output`.
+        force: replace a bundle that is there; it stays whole until the new one is.
+        report: told what happens, a line at a time.
+
+    Returns:
+        The bundle, opened.
+
+    Raises:
+        ConfigError: the model cannot be had this way.
+        CheckpointError: weights are missing, damaged or do not fit.
+        GraphError: the model does not trace.
+        BackendError: the precision cannot be verified on this machine.
+        ParityError: a stage says something else than the eager model; nothing is written.
+        BundleError: the bundle cannot be written.
+    """
+    if verify and config.precision == "bf16":
+        raise BackendError(
+            "onnx: bf16 cannot be verified here, ONNX Runtime has no bfloat16 kernels on the CPU; "
+            "use --precision fp16, or --no-verify to export for TensorRT unverified"
+        )
+    report(f"loading {source}")
+    model, tokenizer = _load(source, config.seed)
+    model = _shorten(model, config)
+    spec = ModelSpec.of(model.config, config.precision)
+    if tokenizer is not None:
+        Tokenizer.load(tokenizer, spec)
+    with create_bundle(output, force=force) as builder:
+        graphs = write_graphs(
+            _cast(model, spec), spec, builder.path, forms=config.forms, opset=config.opset, report=report
+        )
+        if tokenizer is not None:
+            (builder.path / TOKENIZER).write_bytes(tokenizer.read_bytes())
+        parity = None
+        if verify:
+            report("verifying")
+            paths = {name: graph.path for name, graph in graphs.items()}
+            result = verify_stages(Stages(model, paths, spec), VerifyConfig.quick(), report=report)
+            if not result.passed:
+                raise ParityError("onnx: " + "; ".join(result.problems()))
+            parity = result
+        builder.finish(
+            spec=spec,
+            config=model.config,
+            graphs={name: (graph.path.name, graph.contract, graph.opset) for name, graph in graphs.items()},
+            versions=_versions(),
+            parity=parity and parity.to_dict(),
+        )
+    return builder.bundle
+
+
+def _load(source: str, seed: int) -> tuple[Transformer, Path | None]:
+    if source.startswith(PRESET):
+        return build_preset(source.removeprefix(PRESET), seed), None
+    directory = Path(source)
+    tokenizer = directory / TOKENIZER
+    return load_model(directory), tokenizer if tokenizer.exists() else None
+
+
+def _shorten(model: Transformer, config: ExportConfig) -> Transformer:
+    """Limit the lengths, and cut the position tables to them."""
+    old, limits, problems = model.config, {}, []
+    for name in ("max_source_length", "max_target_length"):
+        wanted, most = getattr(config, name), getattr(old, name)
+        if wanted is None:
+            continue
+        if most is None:
+            problems.append(f"{name} is {wanted}, but the model is an encoder alone; leave it out")
+        elif wanted > most and old.positions == "table":
+            problems.append(f"{name} is {wanted}, above the model's position table of {most}; ask for {most} or less")
+        else:
+            limits[name] = wanted
+    raise_all(ConfigError, "export", problems)
+    if not limits:
+        return model
+    new: TransformerConfig = dataclasses.replace(old, **limits)
+    with torch.device("meta"):
+        short = Transformer(new)
+    state = model.state_dict()
+    for side, rows in (("enc", new.max_source_length), ("dec", new.max_target_length)):
+        if f"{side}.pos" in state:
+            state[f"{side}.pos"] = state[f"{side}.pos"][:rows]
+    short.load_state_dict(state, assign=True)
+    return short.eval()
+
+
+def _cast(model: Transformer, spec: ModelSpec) -> nn.Module:
+    return copy.deepcopy(model).to(getattr(torch, FLOAT[spec.precision]))
+
+
+def _versions() -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in ("tfexport", "torch", "onnx", "onnxscript")}

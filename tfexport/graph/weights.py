@@ -1,0 +1,82 @@
+"""One weight file for all graphs: safetensors, which ONNX reads as external data.
+
+The file holds every parameter once, under its name in the model, so that the
+eager model can be rebuilt from it; graphs point into it by offset.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import onnx_ir as ir
+import torch
+from safetensors.torch import save_file
+
+# Shapes and scalars stay in the graph, where runtimes fold them.
+INLINE_BYTES = 1024
+
+Digest = tuple[str, tuple[int, ...], bytes]
+
+
+def write_weights(path: Path, parameters: Mapping[str, torch.Tensor], graphs: Iterable[ir.Model]) -> None:
+    """Write the weight file and let the graphs refer to it.
+
+    Args:
+        path: of the file, beside which the graphs will lie.
+        parameters: of the model, by name, without tied duplicates.
+        graphs: changed in place: initializers that equal a parameter, or that
+            are large, become references into the file.
+    """
+    names: dict[Digest, str] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    for name, parameter in parameters.items():
+        tensors[name] = parameter.detach().contiguous()
+        names.setdefault(_digest_torch(tensors[name]), name)
+    external: list[tuple[ir.Value, str]] = []
+    for graph in graphs:
+        for value in graph.graph.initializers.values():
+            tensor = value.const_value
+            assert tensor is not None
+            digest = _digest(tensor)
+            if digest not in names:
+                if tensor.nbytes < INLINE_BYTES:
+                    value.const_value = ir.tensor(tensor.numpy(), dtype=tensor.dtype, name=value.name)
+                    continue
+                names[digest] = f"constant.{digest[2].hex()[:16]}"
+                tensors[names[digest]] = torch.from_numpy(tensor.numpy().copy())
+            external.append((value, names[digest]))
+    save_file(tensors, path)
+    offsets = _offsets(path)
+    for value, name in external:
+        tensor = value.const_value
+        assert tensor is not None
+        begin, end = offsets[name]
+        value.const_value = ir.ExternalTensor(
+            path.name, begin, end - begin, tensor.dtype, shape=tensor.shape, name=value.name or "", base_dir=path.parent
+        )
+
+
+def _digest(tensor: ir.TensorProtocol) -> Digest:
+    return tensor.dtype.name, tuple(map(int, tensor.shape)), hashlib.sha256(tensor.tobytes()).digest()
+
+
+def _digest_torch(tensor: torch.Tensor) -> Digest:
+    dtype = {torch.float32: "FLOAT", torch.float16: "FLOAT16", torch.bfloat16: "BFLOAT16"}[tensor.dtype]
+    raw = tensor.view(torch.uint8) if tensor.dim() else tensor[None].view(torch.uint8)
+    return dtype, tuple(tensor.shape), hashlib.sha256(raw.numpy()).digest()
+
+
+def _offsets(path: Path) -> dict[str, tuple[int, int]]:
+    """Read where each tensor lies in a safetensors file (https://huggingface.co/docs/safetensors: format)."""
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+    return {
+        name: (8 + length + entry["data_offsets"][0], 8 + length + entry["data_offsets"][1])
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }

@@ -1,0 +1,169 @@
+"""The reference backend: the canonical transformer itself, in PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tfexport.errors import BackendError
+from tfexport.models.cache import ConcatCache, KeyValue
+from tfexport.models.transformer import Transformer
+from tfexport.runtime.session import Candidates, Floats, Ids, Mask, check_rows, check_source, check_target
+from tfexport.spec import ModelSpec
+
+
+@dataclass
+class EagerState:
+    """A batch being decoded; the tensors lie on the model's device.
+
+    Attributes:
+        batch: sources still being decoded.
+        rows: hypotheses, a multiple of batch.
+        past_len: tokens in the cache of every row.
+        source_mask: bool [batch, source_len].
+        cross: a layer's keys and values of the source, [batch, heads, source_len, …].
+        past: a layer's keys and values so far, [rows, heads, past_len, …].
+    """
+
+    batch: int
+    rows: int
+    past_len: int
+    source_mask: Tensor
+    cross: list[KeyValue]
+    past: list[KeyValue]
+
+
+class EagerSession:
+    """A `Transformer` in PyTorch, on whatever device its weights are.
+
+    It holds the model and no state of its own, so threads may share it. The
+    model is put into eval mode and must not be changed while the session lives.
+    """
+
+    backend = "eager"
+
+    def __init__(self, model: Transformer, spec: ModelSpec | None = None) -> None:
+        """Take a model; `spec` None means that of its configuration in fp32."""
+        self.spec = spec or ModelSpec.of(model.config, "fp32")
+        self._model: Transformer | None = model.eval()
+        self._device = next(model.parameters()).device
+
+    @torch.inference_mode()
+    def encode(self, source_ids: Ids, source_mask: Mask) -> EagerState:
+        """Encode a batch and make room for one row a source.
+
+        Args:
+            source_ids: int64 [batch, source_len], padded on the right.
+            source_mask: bool [batch, source_len], True = token.
+
+        Raises:
+            InputError: shapes, ids or lengths that the model cannot take.
+            BackendError: the model is an encoder alone, or the session is closed.
+        """
+        model = self._open()
+        if not self.spec.has_decoder:
+            raise BackendError("encode: this model is an encoder alone and cannot generate; use hidden_states")
+        check_source(self.spec, source_ids, source_mask)
+        ids, mask = self._tensor(source_ids), self._tensor(source_mask)
+        batch = source_ids.shape[0]
+        return EagerState(batch, batch, 0, mask, model.encode(ids, mask), model.empty_cache(ids).past)
+
+    @torch.inference_mode()
+    def step(self, state: EagerState, target_ids: Ids, num_candidates: int) -> Candidates:
+        """Run the decoder on the newest tokens and grow the cache in place.
+
+        Args:
+            state: from `encode`; past_len grows by target_len.
+            target_ids: int64 [rows, target_len]; more than one for a prefix.
+            num_candidates: best tokens wanted a row, 1 … vocab.
+
+        Raises:
+            InputError: past_len + target_len is above the model's limit.
+            BackendError: the session is closed.
+        """
+        model = self._open()
+        check_target(self.spec, state, target_ids, num_candidates)
+        cache = ConcatCache(state.past)
+        logits = model.decode_step(self._tensor(target_ids), state.source_mask, state.cross, cache).float()
+        state.past = cache.present
+        state.past_len += target_ids.shape[1]
+        token_ids = _best(logits, num_candidates)
+        return Candidates(
+            token_ids.cpu().numpy(),
+            logits.gather(1, token_ids).cpu().numpy(),
+            logits.logsumexp(1).cpu().numpy(),
+        )
+
+    @torch.inference_mode()
+    def reorder(self, state: EagerState, rows: Ids) -> None:
+        """Let row r continue what row rows[r] was, in place.
+
+        Args:
+            state: changed in place.
+            rows: int64 [new_rows], the beams of each source that stays side by side.
+
+        Raises:
+            InputError: rows that are out of range or mix sources.
+        """
+        kept = check_rows(state, rows)
+        state.past = _take(state.past, self._tensor(rows))
+        # Sources may come in any order, so their number alone does not tell whether they moved.
+        if not np.array_equal(kept, np.arange(state.batch)):
+            sources = self._tensor(kept)
+            state.cross = _take(state.cross, sources)
+            state.source_mask = state.source_mask.index_select(0, sources)
+        state.batch, state.rows = kept.size, rows.size
+
+    @torch.inference_mode()
+    def hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats:
+        """Encode a batch with an encoder alone.
+
+        Args:
+            source_ids: int64 [batch, source_len], padded on the right.
+            source_mask: bool [batch, source_len], True = token.
+
+        Returns:
+            float32 [batch, source_len, d_model].
+
+        Raises:
+            InputError: shapes, ids or lengths that the model cannot take.
+            BackendError: the model has a decoder, or the session is closed.
+        """
+        model = self._open()
+        if self.spec.has_decoder:
+            raise BackendError("hidden_states: this model has a decoder; only an encoder alone gives hidden states")
+        check_source(self.spec, source_ids, source_mask)
+        hidden = model.hidden_states(self._tensor(source_ids), self._tensor(source_mask))
+        array: Floats = hidden.float().cpu().numpy()
+        return array
+
+    def close(self) -> None:
+        """Let go of the model; the session cannot be used afterwards."""
+        self._model = None
+
+    def _open(self) -> Transformer:
+        if self._model is None:
+            raise BackendError("eager: this session is closed; create a new one")
+        return self._model
+
+    def _tensor(self, array: Ids | Mask) -> Tensor:
+        return torch.tensor(array, device=self._device)
+
+
+def _best(logits: Tensor, k: int) -> Tensor:
+    """Return the ids of the k best of `logits` [rows, vocab], equal ones in order of id, int64 [rows, k]."""
+    values, ids = logits.topk(k)
+    # topk picks among equals as it likes, so where the last place is contested only a stable sort will do.
+    if ((logits >= values[:, -1:]).sum(1) > k).any():
+        return logits.sort(dim=1, descending=True, stable=True).indices[:, :k]
+    ids = ids.sort(dim=1).values
+    order = logits.gather(1, ids).sort(dim=1, descending=True, stable=True).indices
+    return ids.gather(1, order)
+
+
+def _take(caches: Sequence[KeyValue], rows: Tensor) -> list[KeyValue]:
+    return [KeyValue(cache.key.index_select(0, rows), cache.value.index_select(0, rows)) for cache in caches]
