@@ -9,7 +9,7 @@ Inside, tokens lie in one axis, [rows · len, d_model].
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +57,7 @@ class Block(nn.Module):
     def residual(self, x: Tensor, norm: LayerNorm, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
         """Add `sublayer` to `x` [tokens, d_model], with the norm before it or after the sum."""
         if self.pre_norm:
-            return self.residual_scale * x + self.dropout(sublayer(norm(x)))
+            return self.residual_scale * x + self.dropout(sublayer(norm(x)))  # type: ignore[no-any-return]
         return norm(self.residual_scale * x + self.dropout(sublayer(x)))  # type: ignore[no-any-return]
 
 
@@ -72,9 +72,7 @@ class Stack(nn.Module):
         self.embed = nn.Embedding(vocab, config.d_model)
         # A parameter, so that it is saved and may be trained; frozen, because the paper's is fixed.
         table = config.positions == "table"
-        self.pos = (
-            nn.Parameter(sinusoid_table(max_length, config.d_model), requires_grad=False) if table else None
-        )
+        self.pos = nn.Parameter(sinusoid_table(max_length, config.d_model), requires_grad=False) if table else None
         self.emb_norm = LayerNorm(config) if config.embedding_norm else None
         self.rel_bias = (
             RelativeBias(
@@ -108,9 +106,14 @@ class Stack(nn.Module):
             x = self.emb_norm(x)
         return self.dropout(x)  # type: ignore[no-any-return]
 
+    @property
+    def blocks(self) -> Sequence[Block]:
+        """The layers in order, with their type."""
+        return cast("Sequence[Block]", self.layers)
+
     def finish(self, x: Tensor) -> Tensor:
         """Apply the final norm, where there is one, to `x` [tokens, d_model]."""
-        return x if self.norm is None else self.norm(x)  # type: ignore[no-any-return]
+        return x if self.norm is None else self.norm(x)
 
 
 class Transformer(nn.Module):
@@ -153,8 +156,9 @@ class Transformer(nn.Module):
         Returns:
             Logits, float32 or wider, [batch, target_len, target_vocab].
         """
-        hidden = self._decode(target_ids, source_mask, self.encode(source_ids, source_mask), self.empty_cache(target_ids))
-        return self._project(hidden).unflatten(0, target_ids.shape)
+        cross = self.encode(source_ids, source_mask)
+        hidden = self._decode(target_ids, source_mask, cross, self.empty_cache(target_ids))
+        return self._project(hidden).unflatten(0, target_ids.shape)  # type: ignore[no-any-return, no-untyped-call]
 
     def hidden_states(self, source_ids: Tensor, source_mask: Tensor) -> Tensor:
         """Encode the source.
@@ -166,7 +170,7 @@ class Transformer(nn.Module):
         Returns:
             [batch, source_len, d_model]; rows of padding are meaningless.
         """
-        return self._encode(source_ids, source_mask).unflatten(0, source_ids.shape)
+        return self._encode(source_ids, source_mask).unflatten(0, source_ids.shape)  # type: ignore[no-any-return, no-untyped-call]
 
     def encode(self, source_ids: Tensor, source_mask: Tensor) -> list[KeyValue]:
         """Encode the source into what the decoder needs of it.
@@ -180,11 +184,9 @@ class Transformer(nn.Module):
             [batch, heads, source_len, …].
         """
         x = self._encode(source_ids, source_mask)
-        return [block.cross.key_value(x, source_ids.shape[0]) for block in self._decoder.layers]
+        return [block.cross.key_value(x, source_ids.shape[0]) for block in self._decoder.blocks]
 
-    def decode_step(
-        self, target_ids: Tensor, source_mask: Tensor, cross: Sequence[KeyValue], cache: Cache
-    ) -> Tensor:
+    def decode_step(self, target_ids: Tensor, source_mask: Tensor, cross: Sequence[KeyValue], cache: Cache) -> Tensor:
         """Run the decoder on the newest tokens.
 
         Args:
@@ -197,7 +199,7 @@ class Transformer(nn.Module):
             Logits of the last position, float32 or wider, [rows, target_vocab].
         """
         hidden = self._decode(target_ids, source_mask, cross, cache)
-        return self._project(hidden.unflatten(0, target_ids.shape)[:, -1])
+        return self._project(hidden.unflatten(0, target_ids.shape)[:, -1])  # type: ignore[no-untyped-call]
 
     def empty_cache(self, target_ids: Tensor) -> ConcatCache:
         """Return a cache without past for the rows and device of `target_ids` [rows, target_len]."""
@@ -213,10 +215,12 @@ class Transformer(nn.Module):
         x = self.enc.embed_tokens(source_ids, positions)
         mask = source_mask[:, None, None, :]
         bias = None if self.enc.rel_bias is None else self.enc.rel_bias(positions, source_len)
-        for block in self.enc.layers:
-            x = block.residual(
-                x, block.norm1, lambda y, b=block: b.self(y, b.self.key_value(y, rows), mask, bias)
-            )
+        for block in self.enc.blocks:
+
+            def attend_self(y: Tensor, block: Block = block) -> Tensor:
+                return block.self(y, block.self.key_value(y, rows), mask, bias)  # type: ignore[no-any-return]
+
+            x = block.residual(x, block.norm1, attend_self)
             x = block.residual(x, block.norm2, block.ffn)
         return self.enc.finish(x)
 
@@ -226,7 +230,7 @@ class Transformer(nn.Module):
         source = source_mask[:, None, None, :]
         bias = None if dec.rel_bias is None else dec.rel_bias(positions, mask.shape[-1])
         x = dec.embed_tokens(target_ids, positions)
-        for i, block in enumerate(dec.layers):
+        for i, block in enumerate(dec.blocks):
 
             def attend_self(y: Tensor, i: int = i, block: Block = block) -> Tensor:
                 return block.self(y, cache.update(i, block.self.key_value(y, rows)), mask, bias)  # type: ignore[no-any-return]
