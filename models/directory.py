@@ -1,0 +1,188 @@
+"""Model directories: config.json, model.safetensors and, where there is text, tokenizer.json."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from tfexport.config import TransformerConfig
+from tfexport.errors import CheckpointError, ConfigError, raise_all
+from tfexport.models.transformer import Transformer
+from tfexport.staging import locked, publish, recover, temporary
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+TOKENIZER = "tokenizer.json"
+
+_DTYPES = ("F32", "F16", "BF16", "F64")
+_PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
+# A zip archive, as torch.save writes it today, and a bare pickle of protocol 2 to 5, as it wrote before.
+_PICKLE_STARTS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+_PICKLE_REMEDY = (
+    "a pickle, which can run any code when opened; convert it to safetensors: "
+    "torch.load(weights_only=True), then safetensors.torch.save_file"
+)
+_MAX_LISTED = 8
+
+
+class TensorInfo(NamedTuple):
+    """What the header of a safetensors file says of one tensor; dtype in its own spelling, like "F32"."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def load_model(path: Path | str) -> Transformer:
+    """Read a model directory; nothing in it is ever unpickled.
+
+    Weights stored as float16, bfloat16 or float64 become float32.
+
+    Args:
+        path: directory with config.json and model.safetensors.
+
+    Returns:
+        The model in eval mode, float32, on the CPU; it owns its memory.
+
+    Raises:
+        CheckpointError: a file is missing, damaged or a pickle; the weights do
+            not fit the configuration (all of them listed) or are not finite.
+        ConfigError: config.json has wrong values, all of them listed.
+    """
+    directory = Path(path)
+    _check_files(directory)
+    try:
+        config = TransformerConfig.from_dict(_parse((directory / CONFIG).read_bytes()))
+        return _read_weights(directory / WEIGHTS, config)
+    except OSError as error:
+        raise CheckpointError(f"{directory} cannot be read: {error.strerror or error}") from error
+
+
+def save_model(model: Transformer, path: Path | str, tokenizer: Path | None = None) -> None:
+    """Write a model directory, which appears whole or not at all.
+
+    Args:
+        model: its parameters are stored in their dtype, tied ones once.
+        path: directory to create; its parents are created too.
+        tokenizer: a tokenizer.json to copy into it.
+
+    Raises:
+        CheckpointError: the directory exists and is not empty, or cannot be written.
+        BundleError: another process is writing it.
+    """
+    target = Path(path).absolute()
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise CheckpointError(f"{path} exists and is not an empty directory; remove it or choose another name")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with locked(target):
+            recover(target)
+            with temporary(target) as folder:
+                _write(model, folder, tokenizer)
+                publish(folder, target)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}") from error
+
+
+def check_weights(found: Mapping[str, TensorInfo], config: TransformerConfig, subject: str = WEIGHTS) -> None:
+    """Compare names, shapes and dtypes of stored tensors with what a configuration needs.
+
+    Args:
+        found: the stored tensors by name.
+        config: of the model to fill.
+        subject: named at the start of the error.
+
+    Raises:
+        CheckpointError: lists missing, unexpected, wrongly shaped and wrongly typed tensors.
+    """
+    with torch.device("meta"):
+        expected = {name: tuple(p.shape) for name, p in Transformer(config).named_parameters()}
+    problems = [f"missing {name} {list(shape)}" for name, shape in expected.items() if name not in found]
+    problems += [f"unexpected {name} {list(info.shape)}" for name, info in found.items() if name not in expected]
+    for name, shape in expected.items():
+        if name in found and found[name].shape != shape:
+            problems.append(f"{name} is {list(found[name].shape)}, expected {list(shape)}")
+        if name in found and found[name].dtype not in _DTYPES:
+            problems.append(f"{name} is {found[name].dtype}, expected {', '.join(_DTYPES)}")
+    raise_all(CheckpointError, f"{subject} does not fit {CONFIG}", _capped(problems))
+
+
+def _capped(items: Sequence[str]) -> list[str]:
+    more = len(items) - _MAX_LISTED
+    return [*items[:_MAX_LISTED], *([f"and {more} more"] if more > 0 else [])]
+
+
+def _check_files(directory: Path) -> None:
+    if directory.suffix in _PICKLE_SUFFIXES and directory.is_file():
+        raise CheckpointError(f"{directory} is {_PICKLE_REMEDY}")
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is not a model directory; expected one with {CONFIG} and {WEIGHTS}")
+    problems = [] if (directory / CONFIG).is_file() else [f"{CONFIG} is missing"]
+    if not (directory / WEIGHTS).is_file():
+        pickles = sorted(file.name for file in directory.iterdir() if file.suffix in _PICKLE_SUFFIXES)
+        problems.append(f"{WEIGHTS} is missing" + (f", and {pickles[0]} is {_PICKLE_REMEDY}" if pickles else ""))
+    raise_all(CheckpointError, str(directory), problems)
+
+
+def _parse(raw: bytes) -> Any:
+    """Read JSON; a key given twice is an error, where Python would keep the last."""
+    duplicates: list[str] = []
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        duplicates.extend(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        return dict(pairs)
+
+    try:
+        data = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{CONFIG} is not JSON: {error}") from error
+    raise_all(ConfigError, CONFIG, [f"key {key} is given twice, expected once" for key in duplicates])
+    return data
+
+
+def _read_weights(path: Path, config: TransformerConfig) -> Transformer:
+    try:
+        with safe_open(path, "pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118, no mapping
+            found = {name: TensorInfo(part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+            check_weights(found, config, str(path))
+            model = Transformer.unfilled(config)
+            _fill(model, file, path)
+    except SafetensorError as error:
+        with path.open("rb") as head:
+            is_pickle = head.read(4).startswith(_PICKLE_STARTS)
+        reason = _PICKLE_REMEDY if is_pickle else f"damaged or cut short ({error}); copy or convert it again"
+        raise CheckpointError(f"{path} is {reason}") from error
+    return model.eval()
+
+
+def _fill(model: Transformer, file: Any, path: Path) -> None:
+    not_finite = []
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(file.get_tensor(name))
+            if not parameter.isfinite().all():
+                not_finite.append(name)
+    if not_finite:
+        raise CheckpointError(
+            f"{path} holds NaN or infinity, as float32, in {', '.join(_capped(not_finite))}; "
+            "take a checkpoint from before the training diverged"
+        )
+
+
+def _write(model: Transformer, folder: Path, tokenizer: Path | None) -> None:
+    config, weights = folder / CONFIG, folder / WEIGHTS
+    config.write_text(json.dumps(model.config.to_dict(), indent=2) + "\n", encoding="utf-8")
+    tensors = {name: parameter.detach().contiguous() for name, parameter in model.named_parameters()}
+    save_file(tensors, weights, metadata={"format": "pt"})
+    # safetensors makes files that only their owner can read.
+    weights.chmod(config.stat().st_mode & 0o777)
+    if tokenizer is not None:
+        shutil.copyfile(tokenizer, folder / TOKENIZER)
