@@ -1,0 +1,391 @@
+"""The tokenizer wrapper, against tokenizers trained or put together here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tokenizers
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from tfexport.config import TokenIds
+from tfexport.errors import BackendError, BundleError, InputError
+from tfexport.spec import ModelSpec
+from tfexport.tokenizer import Tokenizer
+
+SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
+TOKENS = TokenIds(pad=0, start=1, eos=2, unk=3)
+CHARACTERS = sorted(
+    set("Dienstag, 3. März 2026 mardi 3 mars 火曜日年月 الثلاثاء ٣ مارس вторник марта อังคาร <>/-0123456789")
+)
+CORPUS = [
+    "the quick brown fox jumps over the lazy dog",
+    "der schnelle braune Fuchs springt über den faulen Hund",
+    "быстрая коричневая лиса перепрыгивает через ленивую собаку",
+    "素早い茶色の狐がのろまな犬を飛び越える",
+]
+
+
+def spec_of(inner: tokenizers.Tokenizer, **changes: object) -> ModelSpec:
+    size = inner.get_vocab_size(with_added_tokens=True)
+    spec = ModelSpec(
+        d_model=8, source_vocab=size, max_source_length=64, tokens=TOKENS, precision="fp32",
+        vocab=size, layers=1, heads=1, head_dim=8, value_dim=8, max_target_length=16,
+    )  # fmt: skip
+    return replace(spec, **changes)  # type: ignore[arg-type]
+
+
+def wrap(inner: tokenizers.Tokenizer, folder: Path, **changes: object) -> Tokenizer:
+    inner.save(str(folder / "tokenizer.json"))
+    return Tokenizer.load(folder / "tokenizer.json", spec_of(inner, **changes))
+
+
+def characters() -> tokenizers.Tokenizer:
+    """Characters, as models/dates has them."""
+    inner = tokenizers.Tokenizer(
+        models.WordLevel({token: i for i, token in enumerate(SPECIAL + CHARACTERS)}, unk_token="<unk>")
+    )
+    inner.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex("[\u200e\u200f]"), "")])
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    inner.decoder = decoders.Fuse()
+    inner.add_special_tokens(SPECIAL)
+    return inner
+
+
+def byte_pairs() -> tokenizers.Tokenizer:
+    """Byte-level byte-pair encoding with an end token, as most models have it."""
+    inner = tokenizers.Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    inner.train_from_iterator(
+        CORPUS,
+        trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False),
+    )
+    inner.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 2)])
+    return inner
+
+
+def character_pairs(**model: object) -> tokenizers.Tokenizer:
+    """Byte-pair encoding of plain characters without an unknown token."""
+    inner = tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2, "€": 3}, [("a", "b")], **model))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    return inner
+
+
+@pytest.fixture
+def dates(tmp_path: Path) -> Tokenizer:
+    return wrap(characters(), tmp_path)
+
+
+@pytest.fixture(scope="module")
+def shared_dates(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return wrap(characters(), tmp_path_factory.mktemp("dates"))
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> Tokenizer:
+    return wrap(byte_pairs(), tmp_path)
+
+
+# ---- both ways
+
+
+@pytest.mark.parametrize("text", ["Dienstag, 3. März 2026", "火曜日3月", "الثلاثاء ٣ مارس", "вторник 3 марта", "อังคาร"])
+def test_characters_are_ids_of_the_vocabulary(dates: Tokenizer, text: str) -> None:
+    normal = normalizers.NFKC().normalize_str(text)
+    assert dates.encode([text]) == [[len(SPECIAL) + CHARACTERS.index(c) for c in normal]]
+
+
+@given(text=st.text(CHARACTERS, min_size=1, max_size=64).filter(lambda text: not text.isspace()))
+@settings(max_examples=200, deadline=None)
+def test_vocabulary_characters_come_back(shared_dates: Tokenizer, text: str) -> None:
+    normal = normalizers.NFKC().normalize_str(text)
+    assume(len(normal) <= 64)
+    assert shared_dates.decode(shared_dates.encode([text])[0]) == normal
+
+
+@pytest.mark.parametrize(
+    "text", [*CORPUS, "naïve café 🙂 ٣ مارس", "tab\there", "nul\0byte", "\u202eright to left", "a\u0301\u0302"]
+)
+def test_byte_pairs_come_back(tmp_path: Path, text: str) -> None:
+    tokenizer = wrap(byte_pairs(), tmp_path, max_source_length=200)
+    assert tokenizer.decode(tokenizer.encode([text])[0]) == text
+
+
+def test_sources_end_as_the_file_says_and_targets_do_not(words: Tokenizer) -> None:
+    (source,) = words.encode(["the fox"])
+    assert source[-1] == TOKENS.eos
+    assert words.encode_target("the fox") == source[:-1]
+
+
+def test_decode_leaves_out_special_tokens_even_if_the_file_does_not_mark_them(tmp_path: Path) -> None:
+    inner = tokenizers.Tokenizer(
+        models.WordLevel({"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3, "a": 4}, unk_token="<unk>")
+    )
+    inner.decoder = decoders.Fuse()
+    assert wrap(inner, tmp_path).decode([1, 4, 4, 2, 0]) == "aa"
+
+
+# ---- what the file may not do
+
+
+def test_padding_truncation_and_dropout_of_the_file_are_off(tmp_path: Path) -> None:
+    inner = byte_pairs()
+    inner.enable_padding(length=50)
+    inner.enable_truncation(3)
+    expected = wrap(byte_pairs(), tmp_path).encode(["the lazy dog", "Hund"])
+    inner.model.dropout = 0.9
+    tokenizer = wrap(inner, tmp_path)
+    assert json.loads((tmp_path / "tokenizer.json").read_text())["model"]["dropout"] == pytest.approx(0.9)
+    assert len(expected[0]) > 3
+    assert [tokenizer.encode(["the lazy dog", "Hund"]) for _ in range(5)] == [expected] * 5
+
+
+def test_typed_special_tokens_are_characters(dates: Tokenizer, words: Tokenizer) -> None:
+    (typed,) = dates.encode(["<s>3</s>"])
+    assert not {TOKENS.start, TOKENS.eos} & set(typed)
+    assert dates.decode(typed) == "<s>3</s>"
+    for special in SPECIAL:
+        (typed,) = words.encode([f"fox {special} dog"])
+        assert not {0, 1, 2, 3} & set(typed[:-1])
+        assert words.decode(typed) == f"fox {special} dog"
+
+
+def test_a_special_token_that_the_vocabulary_holds_whole_is_unknown(tmp_path: Path) -> None:
+    inner = tokenizers.Tokenizer(
+        models.Unigram(
+            [("<pad>", 0.0), ("<s>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("a", -1.0), ("b", -1.0)], unk_id=3
+        )
+    )
+    inner.add_special_tokens(SPECIAL)
+    inner.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 2)])
+    raw = tokenizers.Tokenizer.from_str(inner.to_str())
+    raw.encode_special_tokens = True
+    assert raw.encode("a</s>b").ids == [4, 2, 5, 2], "the library alone gives the end token away"
+    assert wrap(inner, tmp_path).encode(["a</s>b"]) == [[4, 3, 5, 2]]
+
+
+def test_a_special_token_without_unknown_token_is_refused(tmp_path: Path) -> None:
+    inner = tokenizers.Tokenizer(models.WordLevel({"<pad>": 0, "<s>": 1, "</s>": 2, "a": 3}))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = wrap(inner, tmp_path, tokens=replace(TOKENS, unk=None))
+    with pytest.raises(InputError, match=r"^input: text 1 has '</s>', which has a special meaning; leave it out$"):
+        tokenizer.encode(["a </s>"])
+
+
+# ---- texts that cannot be said
+
+
+def test_every_bad_text_is_named_at_once(dates: Tokenizer) -> None:
+    texts = ["3. März", "", " \t\n\u3000", "3" * 65, "\ud800", "3" * 10_001, "☃☃", 7, "2026"]
+    with pytest.raises(InputError) as caught:
+        dates.encode(texts)  # type: ignore[arg-type]
+    assert str(caught.value) == (
+        "input of 9 texts: text 2 is empty; leave it out; text 3 is white space only; leave it out; "
+        "text 4 has 65 tokens, the limit is 64; shorten it; "
+        "text 5 has '\\ud800' at character 0, which is not valid Unicode; read it as UTF-8; "
+        "text 6 has 10001 characters, the limit is 10000; split it; "
+        "text 7 has no character that the vocabulary knows; give a text that the model was trained for; "
+        "text 8 is int, expected a text"
+    )
+
+
+def test_many_bad_texts_are_counted(dates: Tokenizer) -> None:
+    with pytest.raises(InputError, match=r"text 20 is empty; leave it out; and 80 texts more$"):
+        dates.encode([""] * 100)
+
+
+@pytest.mark.parametrize(("texts", "message"), [([], "there is no text"), ("3. März", "expected a list of texts")])
+def test_no_list_of_texts(dates: Tokenizer, texts: list[str], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        dates.encode(texts)
+
+
+def test_the_limit_counts_the_special_tokens(tmp_path: Path) -> None:
+    length = len(wrap(byte_pairs(), tmp_path).encode(["the lazy dog"])[0])
+    assert wrap(byte_pairs(), tmp_path, max_source_length=length).encode(["the lazy dog"])
+    with pytest.raises(InputError, match=f"text 1 has {length} tokens, the limit is {length - 1}; shorten it"):
+        wrap(byte_pairs(), tmp_path, max_source_length=length - 1).encode(["the lazy dog"])
+
+
+def test_the_limit_of_characters_grows_with_the_model(tmp_path: Path) -> None:
+    tokenizer = wrap(characters(), tmp_path, max_source_length=200)
+    with pytest.raises(InputError, match="20001 characters, the limit is 20000"):
+        tokenizer.encode(["3" * 20_001])
+    with pytest.raises(InputError, match="20000 tokens, the limit is 200"):
+        tokenizer.encode(["3" * 20_000])
+
+
+@pytest.mark.parametrize("text", ["3" * 1_000_000, "a" + "\u0301" * 100_000], ids=["a megabyte", "combining marks"])
+def test_huge_texts_are_refused_before_they_are_read(dates: Tokenizer, text: str) -> None:
+    started = time.perf_counter()
+    with pytest.raises(InputError, match="the limit is 10000; split it"):
+        dates.encode([text])
+    assert time.perf_counter() - started < 0.1
+
+
+def test_combining_marks_below_the_limit_take_no_time(words: Tokenizer, dates: Tokenizer) -> None:
+    started = time.perf_counter()
+    for tokenizer in (words, dates):
+        with pytest.raises(InputError, match="tokens, the limit is 64"):
+            tokenizer.encode(["3" + "\u0301\u0323" * 4_999])
+    assert time.perf_counter() - started < 2
+
+
+def test_unknown_among_known_characters_is_unknown(dates: Tokenizer) -> None:
+    (ids,) = dates.encode(["3☃🙂\0\u202e"])
+    assert ids == [len(SPECIAL) + CHARACTERS.index("3"), 3, 3, 3, 3]
+
+
+def test_what_the_normalizer_drops_alone_is_nothing(dates: Tokenizer) -> None:
+    assert dates.encode(["\u200e3\u200f"]) == dates.encode(["3"])
+    with pytest.raises(InputError, match="no character that the vocabulary knows"):
+        dates.encode(["\u200e\u200f"])
+
+
+@pytest.mark.parametrize("text", ["aéb", "a☃ b", "é", "x€", "€x€"])
+def test_characters_that_byte_pairs_would_drop_are_refused(tmp_path: Path, text: str) -> None:
+    inner = character_pairs()
+    assert "".join(inner.encode(text).tokens) != "".join(text.split()), "the library alone drops it"
+    tokenizer = wrap(inner, tmp_path, tokens=TokenIds(pad=0, start=0, eos=0, unk=None))
+    with pytest.raises(InputError, match=r"has '[é☃x]', which the vocabulary lacks and would drop"):
+        tokenizer.encode([text])
+    with pytest.raises(InputError, match=r"^prefix has '"):
+        tokenizer.encode_target(text)
+
+
+@pytest.mark.parametrize("unknown", [None, 0])
+def test_an_unknown_id_of_the_model_alone_keeps_nothing_from_being_dropped(tmp_path: Path, unknown: int | None) -> None:
+    tokenizer = wrap(character_pairs(), tmp_path, tokens=TokenIds(pad=0, start=0, eos=0, unk=unknown))
+    with pytest.raises(InputError, match="would drop"):
+        tokenizer.encode(["béb"])
+
+
+@given(text=st.text("ab€é☃ x", min_size=1, max_size=12).filter(lambda text: not text.isspace()))
+@settings(max_examples=200, deadline=None)
+@pytest.mark.parametrize(
+    "model", [{}, {"end_of_word_suffix": "€"}, {"continuing_subword_prefix": "x"}], ids=["plain", "suffix", "prefix"]
+)
+def test_byte_pairs_drop_nothing_unsaid(model: dict[str, str], text: str) -> None:
+    """Refused exactly when the library's tokens spell less than the text."""
+    inner = tokenizers.Tokenizer(
+        models.BPE({"<pad>": 0, "a": 1, "b": 2, "a€": 3, "é€": 4, "xa": 5, "xé": 6, "☃": 7, "€": 8}, [], **model)
+    )
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    spec = spec_of(inner, tokens=TokenIds(pad=0, start=0, eos=0))
+    tokenizer = Tokenizer(inner, json.loads(inner.to_str())["model"], spec)
+    kept = sum(len(inner.encode(word).tokens) for word in text.split())
+    lengths = sum(map(len, text.split()))  # no merges: one token a character
+    if kept == lengths:
+        assert len(tokenizer.encode([text])[0]) == lengths
+    else:
+        with pytest.raises(InputError, match="would drop"):
+            tokenizer.encode([text])
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        models.WordLevel({"<pad>": 0, "a": 1}),
+        models.Unigram([("<pad>", 0.0), ("a", 0.0)]),
+        models.BPE({"<pad>": 0, "a": 1}, [], unk_token="<gone>"),
+    ],
+    ids=["WordLevel", "Unigram", "BPE"],
+)
+def test_a_library_error_about_unknown_characters_is_one_line(tmp_path: Path, model: object) -> None:
+    inner = tokenizers.Tokenizer(model)
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = wrap(inner, tmp_path, tokens=TokenIds(pad=0, start=0, eos=0))
+    with pytest.raises(InputError, match=r"^input of 2 texts: text 2 (cannot be encoded|has 'z')") as caught:
+        tokenizer.encode(["a", "z"])
+    assert "\n" not in str(caught.value)
+
+
+def test_prefixes_are_checked_and_leave_room_for_a_token(dates: Tokenizer) -> None:
+    assert dates.encode_target("2026-03-03") == dates.encode(["2026-03-03"])[0]
+    assert len(dates.encode_target("3" * 15)) == 15
+    with pytest.raises(InputError, match=r"^prefix has 16 tokens, the limit is 15; shorten it$"):
+        dates.encode_target("3" * 16)
+    with pytest.raises(InputError, match=r"^prefix is empty; leave it out$"):
+        dates.encode_target("")
+
+
+# ---- files that do not fit
+
+
+def test_more_tokens_than_the_model_are_refused_for_both_sides(tmp_path: Path) -> None:
+    size = characters().get_vocab_size()
+    with pytest.raises(BundleError) as caught:
+        wrap(characters(), tmp_path, source_vocab=size - 1, vocab=size - 2)
+    assert str(caught.value) == (
+        f"{tmp_path / 'tokenizer.json'}: ids reach to {size - 1}, but the model's source_vocab is {size - 1}; "
+        f"ids reach to {size - 1}, but the model's target_vocab is {size - 2}; "
+        "use the tokenizer that the model was trained with"
+    )
+    encoder = {"vocab": 0, "layers": 0, "heads": 0, "head_dim": 0, "value_dim": 0, "max_target_length": 0}
+    assert wrap(characters(), tmp_path, **encoder).encode(["3"])
+    assert wrap(characters(), tmp_path, source_vocab=size + 8, vocab=size + 8).encode(["3"])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [b"", b"{", b"[]", b"{}", b'{"model": {"type": "Nothing"}}', b"\xff\xfe", b"[" * 100_000, b'{"version": "9"}'],
+    ids=["empty", "cut", "list", "no model", "foreign model", "no UTF-8", "deep", "version"],
+)
+def test_damaged_files_are_refused_in_one_line(tmp_path: Path, damage: bytes) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(damage)
+    with pytest.raises(BundleError, match=r"is no tokenizer.json \(.*\); save the tokenizer again$") as caught:
+        Tokenizer.load(path, spec_of(characters()))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match=r"cannot read .*tokenizer\.json: No such file"):
+        Tokenizer.load(tmp_path / "tokenizer.json", spec_of(characters()))
+
+
+def test_the_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(BackendError, match="run: pip install tokenizers"):
+        Tokenizer.load(tmp_path / "tokenizer.json", spec_of(characters()))
+
+
+# ---- sharing
+
+
+def test_threads_share_a_tokenizer(words: Tokenizer) -> None:
+    texts = [[f"{text[i : i + 12]} {i}"] for text in CORPUS for i in range(15)]
+    expected = [words.encode(text) for text in texts]
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(5):
+            assert list(pool.map(words.encode, texts)) == expected
+
+
+def test_forking_afterwards_warns_of_nothing(tmp_path: Path) -> None:
+    inner = byte_pairs()
+    wrap(inner, tmp_path)
+    spec = spec_of(inner).to_dict()
+    program = f"""
+import os
+from pathlib import Path
+from tfexport.spec import ModelSpec
+from tfexport.tokenizer import Tokenizer
+tokenizer = Tokenizer.load(Path({str(tmp_path / "tokenizer.json")!r}), ModelSpec.from_dict({spec!r}))
+tokenizer.encode(["the fox"] * 200)
+child = os.fork()
+tokenizer.encode(["the dog"] * 200)
+if child:
+    assert os.waitpid(child, 0)[1] == 0
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (run.returncode, run.stderr) == (0, "")
