@@ -1,1 +1,46 @@
-"""Take a from-scratch encoder-decoder transformer from PyTorch to production."""
+"""Take a from-scratch encoder-decoder transformer from PyTorch to production.
+
+Public names load on first use, so that importing the package costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tfexport.config import DecodeConfig as DecodeConfig
+    from tfexport.errors import BackendError as BackendError
+    from tfexport.errors import BundleError as BundleError
+    from tfexport.errors import CheckpointError as CheckpointError
+    from tfexport.errors import ConfigError as ConfigError
+    from tfexport.errors import GraphError as GraphError
+    from tfexport.errors import InputError as InputError
+    from tfexport.errors import ParityError as ParityError
+    from tfexport.errors import TfexportError as TfexportError
+    from tfexport.model import Model as Model
+    from tfexport.model import Result as Result
+    from tfexport.model import load as load
+
+_HOME = {
+    "load": "model",
+    "Model": "model",
+    "Result": "model",
+    "DecodeConfig": "config",
+    "TfexportError": "errors",
+    "BackendError": "errors",
+    "BundleError": "errors",
+    "CheckpointError": "errors",
+    "ConfigError": "errors",
+    "GraphError": "errors",
+    "InputError": "errors",
+    "ParityError": "errors",
+}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from its module (PEP 562)."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'tfexport' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"tfexport.{_HOME[name]}"), name)

@@ -11,10 +11,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tfexport.bundle import Bundle, create_bundle
-from tfexport.config import ExportConfig, TransformerConfig
+from tfexport.bundle import PARITY, Bundle, create_bundle
+from tfexport.config import ExportConfig
 from tfexport.errors import BackendError, ConfigError, ParityError, raise_all
 from tfexport.graph.write import write_graphs
+from tfexport.manifest import render
 from tfexport.models.directory import load_model
 from tfexport.models.presets import build_preset
 from tfexport.models.transformer import Transformer
@@ -76,18 +77,13 @@ def export_bundle(
         parity = None
         if verify:
             report("verifying")
-            paths = {name: graph.path for name, graph in graphs.items()}
-            result = verify_stages(Stages(model, paths, spec), VerifyConfig.quick(), report=report)
-            if not result.passed:
-                raise ParityError("onnx: " + "; ".join(result.problems()))
-            parity = result
-        builder.finish(
-            spec=spec,
-            config=model.config,
-            graphs={name: (graph.path.name, graph.contract, graph.opset) for name, graph in graphs.items()},
-            versions=_versions(),
-            parity=parity and parity.to_dict(),
-        )
+            paths = {name: builder.path / graph.file for name, graph in graphs.items()}
+            found = verify_stages(Stages(model, paths, spec), VerifyConfig.quick(), report=report)
+            if not found.passed:
+                raise ParityError("onnx: " + "; ".join(found.problems()))
+            (builder.path / PARITY).write_bytes(render(found.to_dict()))
+            parity = found.summary()
+        builder.finish(spec=spec, config=model.config, graphs=graphs, versions=_versions(), parity=parity)
     return builder.bundle
 
 
@@ -100,7 +96,7 @@ def _load(source: str, seed: int) -> tuple[Transformer, Path | None]:
 
 
 def _shorten(model: Transformer, config: ExportConfig) -> Transformer:
-    """Limit the lengths, and cut the position tables to them."""
+    """Limit the lengths and cut the position tables to them, in place."""
     old, limits, problems = model.config, {}, []
     for name in ("max_source_length", "max_target_length"):
         wanted, most = getattr(config, name), getattr(old, name)
@@ -115,15 +111,11 @@ def _shorten(model: Transformer, config: ExportConfig) -> Transformer:
     raise_all(ConfigError, "export", problems)
     if not limits:
         return model
-    new: TransformerConfig = dataclasses.replace(old, **limits)
-    with torch.device("meta"):
-        short = Transformer(new)
-    state = model.state_dict()
-    for side, rows in (("enc", new.max_source_length), ("dec", new.max_target_length)):
-        if f"{side}.pos" in state:
-            state[f"{side}.pos"] = state[f"{side}.pos"][:rows]
-    short.load_state_dict(state, assign=True)
-    return short.eval()
+    model.config = dataclasses.replace(old, **limits)
+    for stack, rows in ((model.enc, model.config.max_source_length), (model.dec, model.config.max_target_length)):
+        if stack is not None and stack.pos is not None:
+            stack.pos = nn.Parameter(stack.pos[:rows].clone(), requires_grad=False)
+    return model
 
 
 def _cast(model: Transformer, spec: ModelSpec) -> nn.Module:

@@ -16,9 +16,6 @@ import onnx_ir as ir
 import torch
 from safetensors.torch import save_file
 
-# Shapes and scalars stay in the graph, where runtimes fold them.
-INLINE_BYTES = 1024
-
 Digest = tuple[str, tuple[int, ...], bytes]
 
 
@@ -28,8 +25,8 @@ def write_weights(path: Path, parameters: Mapping[str, torch.Tensor], graphs: It
     Args:
         path: of the file, beside which the graphs will lie.
         parameters: of the model, by name, without tied duplicates.
-        graphs: changed in place: initializers that equal a parameter, or that
-            are large, become references into the file.
+        graphs: changed in place: initializers that equal a parameter become
+            references into the file; constants stay in the graph.
     """
     names: dict[Digest, str] = {}
     tensors: dict[str, torch.Tensor] = {}
@@ -42,14 +39,10 @@ def write_weights(path: Path, parameters: Mapping[str, torch.Tensor], graphs: It
             tensor = value.const_value
             assert tensor is not None
             digest = _digest(tensor)
-            if digest not in names:
-                if tensor.nbytes < INLINE_BYTES:
-                    value.const_value = ir.tensor(tensor.numpy(), dtype=tensor.dtype, name=value.name)
-                    continue
-                names[digest] = f"constant.{digest[2].hex()[:16]}"
-                tensors[names[digest]] = torch.from_numpy(tensor.numpy().copy())
-            external.append((value, names[digest]))
+            if digest in names:
+                external.append((value, names[digest]))
     save_file(tensors, path)
+    path.chmod(0o644)  # safetensors makes files that only their owner can read
     offsets = _offsets(path)
     for value, name in external:
         tensor = value.const_value

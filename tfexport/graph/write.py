@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import onnx_ir as ir
@@ -15,22 +14,8 @@ from tfexport.graph.contract import check_graph
 from tfexport.graph.select import append_selection
 from tfexport.graph.trace import trace_decoder, trace_encoder
 from tfexport.graph.weights import write_weights
+from tfexport.manifest import GraphEntry
 from tfexport.spec import DECODER, ENCODER, WEIGHTS, GraphSpec, ModelSpec, decoder_graph, encoder_graph
-
-
-@dataclass(frozen=True)
-class WrittenGraph:
-    """A graph on disk.
-
-    Attributes:
-        path: of the ONNX file.
-        contract: its inputs and outputs.
-        opset: of the ONNX standard.
-    """
-
-    path: Path
-    contract: GraphSpec
-    opset: int
 
 
 def write_graphs(
@@ -41,7 +26,7 @@ def write_graphs(
     forms: Sequence[Form],
     opset: int,
     report: Callable[[str], None],
-) -> dict[str, WrittenGraph]:
+) -> dict[str, GraphEntry]:
     """Trace, append selection, share weights, write and check.
 
     Args:
@@ -53,7 +38,7 @@ def write_graphs(
         report: told what happens, a line at a time.
 
     Returns:
-        The graphs by their name in the contract.
+        What the manifest says of each graph, by its name in the contract.
 
     Raises:
         GraphError: the model does not trace, or a graph breaks the contract.
@@ -75,7 +60,7 @@ def write_graphs(
         path = directory / f"{name}.onnx"
         _save(graph, path)
         check_graph(path, contract)
-        written[name] = WrittenGraph(path, contract, graph_opset)
+        written[name] = GraphEntry(file=path.name, opset=graph_opset, spec=contract)
     return written
 
 

@@ -167,3 +167,21 @@ def _best(logits: Tensor, k: int) -> Tensor:
 
 def _take(caches: Sequence[KeyValue], rows: Tensor) -> list[KeyValue]:
     return [KeyValue(cache.key.index_select(0, rows), cache.value.index_select(0, rows)) for cache in caches]
+
+
+@torch.inference_mode()
+def full_logits(model: Transformer, source_ids: Ids, source_mask: Mask, target_ids: Ids) -> Floats:
+    """Compute every position at once, without a cache: what the model was trained as.
+
+    Args:
+        model: on the CPU, in eval mode.
+        source_ids: int64 [batch, source_len].
+        source_mask: bool [batch, source_len].
+        target_ids: int64 [batch, target_len].
+
+    Returns:
+        Logits, float32 [batch, target_len, vocab].
+    """
+    inputs = (torch.from_numpy(array) for array in (source_ids, source_mask, target_ids))
+    logits: Floats = model(*inputs).float().numpy()
+    return logits

@@ -1,0 +1,61 @@
+"""Say what is in one ONNX file, whoever wrote it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+from tfexport.errors import GraphError
+
+
+def describe_graph(path: Path) -> dict[str, Any]:
+    """Read inputs, outputs, operators and weight files of a graph; the weights themselves stay on disk.
+
+    Args:
+        path: an ONNX file.
+
+    Returns:
+        JSON values: `opsets` by domain, `ir_version`, `operators` with their number, most frequent first,
+        `weight_files`, and `inputs` and `outputs` as objects with `name`, `dtype` and `shape`.
+
+    Raises:
+        GraphError: the file cannot be read or is no ONNX model.
+    """
+    try:
+        model = onnx.load(str(path), load_external_data=False)
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise GraphError(f"{path}: is not an ONNX model ({reason}); export it again") from error
+    if not model.opset_import:
+        raise GraphError(f"{path}: is not an ONNX model (it names no opset); export it again")
+    # Up to IR version 3 weights count among the inputs.
+    weights = {initializer.name for initializer in model.graph.initializer}
+    operators = Counter(f"{node.domain}.{node.op_type}" if node.domain else node.op_type for node in model.graph.node)
+    return {
+        "ir_version": model.ir_version,
+        "opsets": {entry.domain or "ai.onnx": entry.version for entry in model.opset_import},
+        "operators": dict(sorted(operators.items(), key=lambda item: (-item[1], item[0]))),
+        "weight_files": sorted(
+            {
+                entry.value
+                for initializer in model.graph.initializer
+                for entry in initializer.external_data
+                if entry.key == "location"
+            }
+        ),
+        "inputs": [_tensor(value) for value in model.graph.input if value.name not in weights],
+        "outputs": [_tensor(value) for value in model.graph.output],
+    }
+
+
+def _tensor(value: onnx.ValueInfoProto) -> dict[str, Any]:
+    tensor = value.type.tensor_type
+    dtype = onnx.TensorProto.DataType.Name(tensor.elem_type).lower()
+    return {
+        "name": value.name,
+        "dtype": {"float": "float32", "double": "float64"}.get(dtype, dtype),
+        "shape": [dim.dim_param or (dim.dim_value if dim.HasField("dim_value") else "?") for dim in tensor.shape.dim],
+    }

@@ -1,0 +1,272 @@
+"""A loaded bundle: text in, text out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, get_args
+
+import numpy as np
+
+from tfexport.bundle import open_bundle
+from tfexport.config import Backend, DecodeConfig, Form
+from tfexport.decode.batch import decode
+from tfexport.decode.result import FinishReason, Hypothesis
+from tfexport.decode.stream import stream
+from tfexport.errors import ConfigError, InputError
+from tfexport.runtime.open import open_session
+from tfexport.runtime.session import Floats, Session
+from tfexport.spec import ModelSpec
+from tfexport.tokenizer import Tokenizer
+
+TOKENIZER = "tokenizer.json"
+Pooling = Literal["mean", "cls"]
+# What a byte-level tokenizer decodes the first bytes of a character to.
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One text that was generated.
+
+    Attributes:
+        text: decoded, without special tokens.
+        token_ids: the prefix and what was generated, a final end-of-sequence token included.
+        score: log-probability of the generated tokens over their number to the power of length_penalty.
+        finish_reason: "eos", or "length" when the limit came first.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    score: float
+    finish_reason: FinishReason
+
+
+def load(
+    path: str | PathLike[str],
+    *,
+    backend: Backend = "auto",
+    form: Form | None = None,
+    threads: int | None = None,
+) -> Model:
+    """Open a bundle, check every byte of it and load it on a backend.
+
+    Args:
+        path: of the bundle.
+        backend: "auto" takes ONNX Runtime, and PyTorch where that is not installed.
+        form: of the decoder graph; None takes static, or concat where it is the only one.
+        threads: for one call on the CPU; None means one for each core.
+
+    Raises:
+        BundleError: the bundle is missing, damaged, or lacks the form.
+        BackendError: the backend is not installed or cannot run the bundle.
+        ConfigError: an argument is none of those allowed.
+    """
+    for name, value, allowed in (("backend", backend, get_args(Backend)), ("form", form, (None, *get_args(Form)))):
+        if value not in allowed:
+            raise ConfigError(f"load: {name} is {value!r}, expected one of {', '.join(map(repr, allowed))}")
+    if threads is not None and threads < 1:
+        raise ConfigError(f"load: threads is {threads}, expected 1 or more")
+    bundle = open_bundle(Path(path))
+    has_tokenizer = TOKENIZER in bundle.manifest.files
+    tokenizer = Tokenizer.load(bundle.file(TOKENIZER), bundle.manifest.spec) if has_tokenizer else None
+    return Model(open_session(bundle, backend, form=form, threads=threads), tokenizer)
+
+
+class Model:
+    """A model on a backend, safe to share between threads.
+
+    Attributes:
+        session: the backend's.
+        tokenizer: None where the bundle has none; then only ids go in and out.
+    """
+
+    def __init__(self, session: Session[Any], tokenizer: Tokenizer | None) -> None:
+        """Wrap a session, which `close` closes."""
+        self.session, self.tokenizer = session, tokenizer
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Sizes, limits and token ids."""
+        return self.session.spec
+
+    def generate(
+        self,
+        texts: Sequence[str],
+        *,
+        prefixes: Sequence[str] | None = None,
+        batch_size: int = 32,
+        on_progress: Callable[[int], None] | None = None,
+        **options: Any,
+    ) -> list[Result]:
+        """Generate for every text.
+
+        Args:
+            texts: at least one; no result depends on the others.
+            prefixes: what each result begins with; empty for nothing.
+            batch_size: texts decoded at once.
+            on_progress: called after each batch with the number of texts it had.
+            options: fields of `DecodeConfig`, named and meant as in Hugging Face `generate`.
+
+        Returns:
+            num_return_sequences results a text, in the order of the texts, best first.
+
+        Raises:
+            ConfigError: options that are unknown, out of range or contradictory.
+            InputError: lists every text that the model cannot take.
+            BackendError: the backend failed.
+        """
+        config, tokenizer = _options(options), self._need_tokenizer()
+        sources = tokenizer.encode(_texts("texts", texts))
+        starts = None if prefixes is None else [tokenizer.encode_target(p) if p else [] for p in prefixes]
+        found = decode(self.session, sources, config, prefixes=starts, batch_size=batch_size, on_progress=on_progress)
+        return [
+            Result(tokenizer.decode(best.token_ids), best.token_ids, best.score, best.finish_reason)
+            for hypotheses in found
+            for best in hypotheses
+        ]
+
+    def generate_ids(
+        self,
+        sources: Sequence[Sequence[int]],
+        *,
+        prefixes: Sequence[Sequence[int]] | None = None,
+        batch_size: int = 32,
+        on_progress: Callable[[int], None] | None = None,
+        **options: Any,
+    ) -> list[list[Hypothesis]]:
+        """Generate from token ids, without a tokenizer.
+
+        Args:
+            sources: token ids of each text, special tokens included.
+            prefixes: token ids that each result begins with, without the start token.
+            batch_size: texts decoded at once.
+            on_progress: called after each batch with the number of texts it had.
+            options: fields of `DecodeConfig`.
+
+        Returns:
+            For each source its num_return_sequences hypotheses, best first.
+
+        Raises:
+            ConfigError: options that are unknown, out of range or contradictory.
+            InputError: lists every source that the model cannot take.
+            BackendError: the backend failed.
+        """
+        return decode(
+            self.session, sources, _options(options), prefixes=prefixes, batch_size=batch_size, on_progress=on_progress
+        )
+
+    def stream(self, text: str, *, prefix: str = "", **options: Any) -> Iterator[str]:
+        """Generate for one text and hand out pieces as they come.
+
+        Args:
+            text: to generate for.
+            prefix: what the result begins with; handed out first.
+            options: fields of `DecodeConfig`; one result without beams.
+
+        Returns:
+            Pieces that together are what `generate` gives.
+
+        Raises:
+            ConfigError: options that are unknown, out of range or contradictory.
+            InputError: the model cannot take the text, or beams are asked for.
+            BackendError: the backend failed.
+        """
+        tokenizer = self._need_tokenizer()
+        (source,) = tokenizer.encode(_texts("text", [text]))
+        tokens = stream(
+            self.session, source, _options(options), prefix=tokenizer.encode_target(prefix) if prefix else ()
+        )
+        return _pieces(tokenizer, tokens)
+
+    def embed(
+        self, texts: Sequence[str], *, pooling: Pooling = "mean", normalize: bool = True, batch_size: int = 32
+    ) -> Floats:
+        """Encode texts to one vector each, with an encoder alone.
+
+        Args:
+            texts: at least one.
+            pooling: "mean" over a text's tokens, or "cls", the first token's.
+            normalize: divide by the Euclidean norm.
+            batch_size: texts encoded at once.
+
+        Returns:
+            float32 [texts, d_model].
+
+        Raises:
+            ConfigError: an unknown pooling.
+            InputError: lists every text that the model cannot take.
+            BackendError: the bundle has a decoder, or the backend failed.
+        """
+        if pooling not in get_args(Pooling):
+            raise ConfigError(f"embed: pooling is {pooling!r}, expected 'mean' or 'cls'")
+        sources = self._need_tokenizer().encode(_texts("texts", texts))
+        vectors = np.empty((len(sources), self.spec.d_model), np.float32)
+        order = sorted(range(len(sources)), key=lambda index: len(sources[index]))
+        for first in range(0, len(order), batch_size):
+            rows = order[first : first + batch_size]
+            vectors[rows] = self._pool([sources[row] for row in rows], pooling)
+        if normalize:
+            vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.finfo(np.float32).tiny)
+        return vectors
+
+    def close(self) -> None:
+        """Free the backend's memory; the model cannot be used afterwards."""
+        self.session.close()
+
+    def __enter__(self) -> Self:
+        """Return the model itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the model."""
+        self.close()
+
+    def _pool(self, sources: Sequence[Sequence[int]], pooling: Pooling) -> Floats:
+        lengths = np.array([len(source) for source in sources])
+        mask = np.arange(lengths.max()) < lengths[:, None]
+        ids = np.full(mask.shape, self.spec.tokens.pad, np.int64)
+        ids[mask] = np.concatenate(sources)
+        hidden = self.session.hidden_states(ids, mask)
+        if pooling == "cls":
+            return hidden[:, 0]
+        mean: Floats = (hidden * mask[:, :, None]).sum(1) / lengths[:, None].astype(np.float32)
+        return mean
+
+    def _need_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise InputError("this bundle has no tokenizer; use generate_ids, or put tokenizer.json into the model directory")
+        return self.tokenizer
+
+
+def _options(options: dict[str, Any]) -> DecodeConfig:
+    return DecodeConfig.from_dict(options, subject="decoding")
+
+
+def _texts(name: str, texts: Sequence[str]) -> list[str]:
+    if isinstance(texts, str):
+        raise InputError(f"{name} is one text, expected a list of texts; write [text]")
+    if not texts:
+        raise InputError(f"{name} is empty, expected at least one text")
+    return list(texts)
+
+
+def _pieces(tokenizer: Tokenizer, tokens: Iterator[int]) -> Iterator[str]:
+    seen: list[int] = []
+    given = ""
+    for token in tokens:
+        seen.append(token)
+        text = tokenizer.decode(seen)
+        if text.endswith(INCOMPLETE) or not text.startswith(given):
+            continue
+        if len(text) > len(given):
+            yield text[len(given) :]
+            given = text
+    rest = tokenizer.decode(seen)[len(given) :]
+    if rest:
+        yield rest

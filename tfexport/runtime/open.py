@@ -1,0 +1,102 @@
+"""From a bundle to a session: choose the backend, import it only then."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tfexport.bundle import Bundle
+from tfexport.config import Backend, Form
+from tfexport.errors import BackendError, BundleError
+from tfexport.runtime.session import Session
+from tfexport.spec import DECODER, WEIGHTS, ModelSpec
+
+if TYPE_CHECKING:
+    from tfexport.models.transformer import Transformer
+
+REMEDY = {
+    "eager": "pip install 'tfexport[export]'",
+    "ort": "pip install 'tfexport[cpu]' (or [gpu], never both)",
+}
+
+
+def open_session(bundle: Bundle, backend: Backend, *, form: Form | None, threads: int | None) -> Session[Any]:
+    """Open a bundle on a backend.
+
+    Args:
+        bundle: opened and checked.
+        backend: "auto" takes ONNX Runtime, and PyTorch where that is not installed.
+        form: of the decoder; None takes static, or concat where it is the only one.
+        threads: for one call on the CPU; None means one for each core.
+
+    Raises:
+        BackendError: the backend is not installed or cannot run this bundle.
+        BundleError: the bundle lacks the form, or what the backend needs.
+    """
+    if backend == "auto":
+        backend = "ort" if _installed("onnxruntime") or not _installed("torch") else "eager"
+    if backend == "eager":
+        return _open_eager(bundle, form)
+    spec = bundle.manifest.spec
+    graphs = {name: bundle.file(graph.file) for name, graph in bundle.manifest.graphs.items()}
+    return open_ort(graphs, spec, _choose_form(bundle, form), threads)
+
+
+def open_ort(
+    graphs: Mapping[str, Path], spec: ModelSpec, form: Form | None, threads: int | None = None
+) -> Session[Any]:
+    """Open graphs in ONNX Runtime; `form` None means an encoder alone.
+
+    Raises:
+        BackendError: ONNX Runtime is not installed, or cannot load or run the graphs.
+    """
+    _need("ort", "onnxruntime")
+    from tfexport.runtime.ort import OrtSession
+
+    return OrtSession(graphs, spec, form, threads)
+
+
+def load_eager_model(bundle: Bundle) -> Transformer:
+    """Rebuild the eager model from a bundle's weight file, in float32.
+
+    Raises:
+        BackendError: PyTorch is not installed.
+        BundleError: the bundle holds graphs only.
+    """
+    _need("eager", "torch")
+    if bundle.manifest.config is None:
+        raise BundleError(f"{bundle.path}: holds graphs only, no eager model; use --backend ort")
+    from tfexport.models.directory import load_weights
+
+    return load_weights(bundle.file(WEIGHTS), bundle.manifest.config)
+
+
+def _open_eager(bundle: Bundle, form: Form | None) -> Session[Any]:
+    if form is not None:
+        raise BackendError(f"eager: form {form} belongs to graphs; leave it out")
+    model = load_eager_model(bundle)
+    from tfexport.runtime.eager import EagerSession
+
+    return EagerSession(model, bundle.manifest.spec)
+
+
+def _choose_form(bundle: Bundle, form: Form | None) -> Form | None:
+    graphs = bundle.manifest.graphs
+    if not bundle.manifest.spec.has_decoder:
+        return None
+    if form is None:
+        return "static" if DECODER["static"] in graphs else "concat"
+    if DECODER[form] not in graphs:
+        raise BundleError(f"{bundle.path}: has no {form} form; export it with --forms concat,static")
+    return form
+
+
+def _need(backend: str, module: str) -> None:
+    if not _installed(module):
+        raise BackendError(f"{backend}: {module} is not installed; {REMEDY[backend]}")
+
+
+def _installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None

@@ -1,0 +1,211 @@
+"""The ladder: eager full ↔ eager cached ↔ concat ↔ static, at the bundle's precision, then whole decodes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from tfexport.bundle import Bundle, open_bundle
+from tfexport.config import Config, Form
+from tfexport.errors import BundleError, ConfigError, raise_all
+from tfexport.models.directory import load_model
+from tfexport.models.transformer import Transformer
+from tfexport.runtime.eager import EagerSession, full_logits
+from tfexport.runtime.open import load_eager_model, open_ort
+from tfexport.runtime.session import Floats, Session
+from tfexport.spec import DECODER, ModelSpec
+from tfexport.verify.numbers import Batch, compare, random_batches, random_sources, step_logits
+from tfexport.verify.report import Decodes, Numbers, Report
+from tfexport.verify.texts import METHODS, batch_mates, compare_decodes, decode_best
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyConfig(Config):
+    """How much is tried.
+
+    `samples` random sequences are decoded for each form and method, and at most
+    as many compared in numbers.
+    """
+
+    samples: int = 100
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            ConfigError: lists every problem.
+        """
+        problems = self._check_types()
+        if not problems and not 1 <= self.samples <= 1_000_000:
+            problems.append(f"samples is {self.samples}, expected 1 to 1,000,000")
+        if not problems and self.seed < 0:
+            problems.append(f"seed is {self.seed}, expected 0 or more")
+        raise_all(ConfigError, "verify", problems)
+
+    @classmethod
+    def quick(cls) -> Self:
+        """Return what every export tries."""
+        return cls(samples=24)
+
+
+@dataclass(frozen=True)
+class Stages:
+    """What is compared.
+
+    Attributes:
+        model: the eager reference, float32.
+        graphs: path of each graph by its name in the contract.
+        spec: of the bundle, with its precision and limits.
+        reference: the eager model in words.
+    """
+
+    model: Transformer
+    graphs: Mapping[str, Path]
+    spec: ModelSpec
+    reference: str = "the eager model"
+
+
+def verify_bundle(
+    path: Path, *, against: Path | None = None, config: VerifyConfig | None = None, report: Tell = lambda line: None
+) -> Report:
+    """Climb the ladder for a bundle.
+
+    Args:
+        path: of the bundle.
+        against: model directory of the reference; None takes the bundle's own
+            weights, which for fp16 and bf16 are the rounded ones.
+        config: how much is tried.
+        report: told what happens, a line at a time.
+
+    Raises:
+        BundleError: the bundle is damaged, or carries no eager model and `against` is None.
+        ConfigError: `against` is another model.
+    """
+    bundle = open_bundle(path)
+    model = load_eager_model(bundle) if against is None else _reference(bundle, against)
+    rounded = against is None and bundle.manifest.spec.precision != "fp32"
+    words = "the eager model" + (f" with the bundle's {bundle.manifest.spec.precision} weights" if rounded else "")
+    graphs = {name: bundle.file(graph.file) for name, graph in bundle.manifest.graphs.items()}
+    return verify_stages(Stages(model, graphs, bundle.manifest.spec, words), config or VerifyConfig(), report=report)
+
+
+def verify_stages(stages: Stages, config: VerifyConfig, *, report: Tell = lambda line: None) -> Report:
+    """Compare every stage with the eager model, first in numbers, then in whole decodes.
+
+    Args:
+        stages: the reference and the graphs.
+        config: how much is tried.
+        report: told what happens, a line at a time.
+
+    Raises:
+        BackendError: a graph does not load or run here.
+    """
+    spec, rng = stages.spec, np.random.default_rng(config.seed)
+    eager = EagerSession(stages.model, dataclasses.replace(spec, precision="fp32"))
+    batches = random_batches(spec, min(config.samples, 64), rng)
+    sources = random_sources(spec, config.samples, rng)
+    with _sessions(stages) as sessions:
+        if not spec.has_decoder:
+            found = (_hidden_states(eager, sessions[0][1], batches, spec, report),)
+            return Report(stages.reference, config.samples, config.seed, found, ())
+        numbers = _numbers(stages.model, eager, sessions, batches, report)
+        decodes = _decodes(eager, sessions, sources, numbers[1:], report)
+    return Report(stages.reference, config.samples, config.seed, tuple(numbers), tuple(decodes))
+
+
+def _reference(bundle: Bundle, against: Path) -> Transformer:
+    model, theirs = load_model(against), bundle.manifest.config
+    if theirs is None:
+        raise BundleError(f"{bundle.path}: holds no canonical model, so {against} cannot be its reference")
+    ours, expected = model.config.to_dict(), theirs.to_dict()
+    lengths = ("max_source_length", "max_target_length")
+    differing = [key for key in expected if key not in lengths and ours[key] != expected[key]]
+    raise_all(
+        ConfigError,
+        f"{against} is not the model of this bundle",
+        [f"{key} is {ours[key]}, the bundle has {expected[key]}" for key in differing],
+    )
+    return model
+
+
+@contextmanager
+def _sessions(stages: Stages) -> Iterator[list[tuple[str, Session[Any]]]]:
+    forms: Sequence[Form | None] = [form for form, name in DECODER.items() if name in stages.graphs] or [None]
+    sessions: list[tuple[str, Session[Any]]] = []
+    try:
+        for form in forms:
+            sessions.append((f"ort {form or 'encoder'}", open_ort(stages.graphs, stages.spec, form)))
+        yield sessions
+    finally:
+        for _, session in sessions:
+            session.close()
+
+
+def _hidden_states(
+    eager: EagerSession, session: Session[Any], batches: Sequence[Batch], spec: ModelSpec, report: Tell
+) -> Numbers:
+    report("comparing hidden states")
+
+    def valid(array: Floats, batch: Batch) -> Floats:
+        return array * batch.source_mask[:, :, None]
+
+    expected = [valid(eager.hidden_states(b.source_ids, b.source_mask), b) for b in batches]
+    got = [valid(session.hidden_states(b.source_ids, b.source_mask), b) for b in batches]
+    return compare("ort encoder", expected, got, spec.precision)
+
+
+def _numbers(
+    model: Transformer,
+    eager: EagerSession,
+    sessions: Sequence[tuple[str, Session[Any]]],
+    batches: Sequence[Batch],
+    report: Tell,
+) -> list[Numbers]:
+    report("comparing logits: eager full and cached")
+    full = [full_logits(model, b.source_ids, b.source_mask, b.target_ids)[:, b.prefill - 1 :] for b in batches]
+    rungs = [compare("eager cached", full, [step_logits(eager, batch) for batch in batches], "fp32")]
+    for stage, session in sessions:
+        report(f"comparing logits: {stage}")
+        got = [step_logits(session, batch) for batch in batches]
+        rungs.append(compare(stage, full, got, session.spec.precision))
+    return rungs
+
+
+def _decodes(
+    eager: EagerSession,
+    sessions: Sequence[tuple[str, Session[Any]]],
+    sources: Sequence[Sequence[int]],
+    numbers: Sequence[Numbers],
+    report: Tell,
+) -> list[Decodes]:
+    rungs = []
+    for method, num_beams in METHODS.items():
+        report(f"decoding {len(sources)} sequences, {method}: eager")
+        expected = decode_best(eager, sources, num_beams, 8)
+        for (stage, session), number in zip(sessions, numbers, strict=True):
+            report(f"decoding {len(sources)} sequences, {method}: {stage}")
+            got = decode_best(session, sources, num_beams, 8)
+            rungs.append(
+                compare_decodes(
+                    stage,
+                    method,
+                    eager,
+                    sources,
+                    expected,
+                    got,
+                    noise=number.worst,
+                    must_be_exact=session.spec.precision == "fp32",
+                )
+            )
+    for (stage, session), number in zip(sessions, numbers, strict=True):
+        rungs.append(batch_mates(stage, session, sources[:64], number.worst, eager))
+    return rungs

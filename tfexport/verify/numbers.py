@@ -1,0 +1,102 @@
+"""The numbers of a stage beside those of the eager model, position by position."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tfexport.config import Precision
+from tfexport.runtime.session import Floats, Ids, Mask, Session
+from tfexport.spec import ModelSpec
+from tfexport.verify.report import TOLERANCE, Numbers
+
+LONGEST_SOURCE, LONGEST_TARGET = 48, 24
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Random sequences of mixed lengths, padded on the right.
+
+    Attributes:
+        source_ids: int64 [batch, source_len].
+        source_mask: bool [batch, source_len].
+        target_ids: decoder inputs behind the start token, int64 [batch, target_len].
+        prefill: how many target tokens go in at the first step.
+    """
+
+    source_ids: Ids
+    source_mask: Mask
+    target_ids: Ids
+    prefill: int
+
+
+def random_sources(spec: ModelSpec, count: int, rng: np.random.Generator) -> list[list[int]]:
+    """Draw sources of every length up to 48 or the model's limit, without pad and end tokens."""
+    longest = min(LONGEST_SOURCE, spec.max_source_length)
+    allowed = np.setdiff1d(np.arange(spec.source_vocab), [spec.tokens.pad, spec.tokens.eos, spec.tokens.start])
+    return [rng.choice(allowed, rng.integers(1, longest + 1)).tolist() for _ in range(count)]
+
+
+def random_batches(spec: ModelSpec, count: int, rng: np.random.Generator) -> list[Batch]:
+    """Draw `count` sequences in batches of 1 to 8."""
+    batches = []
+    while count > 0:
+        size = min(count, int(rng.integers(1, 9)))
+        ids, mask = pad(random_sources(spec, size, rng), spec.tokens.pad)
+        target_len = int(rng.integers(1, min(LONGEST_TARGET, spec.max_target_length) + 1)) if spec.has_decoder else 1
+        target = rng.integers(0, max(spec.vocab, 1), (size, target_len))
+        target[:, 0] = spec.tokens.start
+        batches.append(Batch(ids, mask, target, int(rng.integers(1, target_len + 1))))
+        count -= size
+    return batches
+
+
+def pad(sources: Sequence[Sequence[int]], pad_id: int) -> tuple[Ids, Mask]:
+    """Pad sources on the right to int64 and bool [batch, source_len]."""
+    longest = max(map(len, sources))
+    ids = np.full((len(sources), longest), pad_id, np.int64)
+    for row, source in zip(ids, sources, strict=True):
+        row[: len(source)] = source
+    return ids, np.arange(longest) < np.array([len(source) for source in sources])[:, None]
+
+
+def step_logits(session: Session[Any], batch: Batch) -> Floats:
+    """Feed the target through a session: a prefix at once, then token by token.
+
+    Returns:
+        Logits of every position from the prefix's last on, float32 [batch, target_len - prefill + 1, vocab].
+    """
+    state = session.encode(batch.source_ids, batch.source_mask)
+    steps, position = [], 0
+    for end in range(batch.prefill, batch.target_ids.shape[1] + 1):
+        candidates = session.step(state, batch.target_ids[:, position:end], session.spec.vocab)
+        logits = np.empty_like(candidates.logits)
+        np.put_along_axis(logits, candidates.token_ids, candidates.logits, 1)
+        steps.append(logits)
+        position = end
+    return np.stack(steps, 1)
+
+
+def compare(stage: str, expected: Sequence[Floats], got: Sequence[Floats], precision: Precision) -> Numbers:
+    """Find the worst difference over batches.
+
+    Args:
+        stage: named in the result.
+        expected: of the eager model, one array a batch.
+        got: of the stage, equal shapes; NaN counts as the worst.
+        precision: chooses the tolerance.
+    """
+    worst, place = -1.0, "nowhere"
+    scale = max(float(np.abs(array).max()) for array in expected)
+    for number, (left, right) in enumerate(zip(expected, got, strict=True)):
+        difference = np.abs(left - right)
+        index = np.unravel_index(int(np.argmax(difference)), difference.shape)  # argmax stops at the first NaN
+        here = float(difference[index])
+        if here != here or here > worst:
+            worst, place = here, f"batch {number}, row {index[0]}, position {index[1]}, entry {index[2]}"
+        if here != here:
+            break
+    return Numbers(stage, worst / scale, worst, TOLERANCE[precision], place)

@@ -1,0 +1,149 @@
+"""What verification found, as values, as JSON and as lines for a terminal."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from tfexport.config import Precision
+
+# Largest error of a logit, as a share of the largest logit: one table for all stages.
+# float32 rounds to 6e-8 and accumulates to about 1e-6 over a deep model; float16 and bfloat16 keep 11 and 8 bits.
+TOLERANCE: dict[Precision, float] = {"fp32": 2e-5, "fp16": 2e-2, "bf16": 1e-1}
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """One rung: the numbers of a stage beside those of the eager model.
+
+    Attributes:
+        stage: what was compared, such as "eager cached" or "ort static".
+        error: worst |difference|, as a share of the largest |value|; NaN when the stage gave NaN.
+        worst: worst |difference| itself.
+        tolerance: limit of `error`.
+        place: where the worst difference is.
+    """
+
+    stage: str
+    error: float
+    worst: float
+    tolerance: float
+    place: str
+
+    @property
+    def passed(self) -> bool:
+        """Whether the error is within the tolerance; NaN is not."""
+        return self.error <= self.tolerance
+
+    def problem(self) -> str | None:
+        """Say what failed, or None."""
+        if self.passed:
+            return None
+        if self.error != self.error:
+            return f"{self.stage} gives NaN at {self.place}"
+        return f"{self.stage} differs by {self.error:.1e} of the largest value at {self.place}, the limit is {self.tolerance:.0e}"
+
+
+@dataclass(frozen=True)
+class Decodes:
+    """One rung: whole decodes of a stage beside those of the eager model.
+
+    Attributes:
+        stage: such as "ort static".
+        method: "greedy", "beam 4", or "batch mates" (alone against padded batches, the same stage).
+        sequences: decoded.
+        exact: equal token for token.
+        ties: not equal, but where the two part the eager model itself prefers neither: its
+            margin is below what the stage's measured error can turn.
+        first: the first difference, in words; None when there is none.
+        must_be_exact: whether anything but exact and ties fails; only reported otherwise.
+    """
+
+    stage: str
+    method: str
+    sequences: int
+    exact: int
+    ties: int
+    first: str | None
+    must_be_exact: bool
+
+    @property
+    def passed(self) -> bool:
+        """Whether every sequence is equal or a tie, or only reported."""
+        return not self.must_be_exact or self.exact + self.ties == self.sequences
+
+    def problem(self) -> str | None:
+        """Say what failed, or None."""
+        if self.passed:
+            return None
+        different = self.sequences - self.exact - self.ties
+        return f"{self.stage}, {self.method}: {different} of {self.sequences} sequences differ; first: {self.first}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """All rungs of the ladder.
+
+    Attributes:
+        reference: what the eager model was, in words.
+        samples: random sequences for each rung.
+        seed: they were drawn with.
+        numbers: rungs that compare numbers.
+        decodes: rungs that compare texts.
+    """
+
+    reference: str
+    samples: int
+    seed: int
+    numbers: tuple[Numbers, ...]
+    decodes: tuple[Decodes, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every rung passed."""
+        return all(rung.passed for rung in (*self.numbers, *self.decodes))
+
+    def problems(self) -> list[str]:
+        """Say what failed, one entry a rung."""
+        return [problem for rung in (*self.numbers, *self.decodes) if (problem := rung.problem())]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON values; NaN becomes null."""
+        report = dataclasses.asdict(self)
+        for rung, values in zip(
+            (*self.numbers, *self.decodes), (*report["numbers"], *report["decodes"]), strict=True
+        ):
+            values["passed"] = rung.passed
+        for values in report["numbers"]:
+            for key in ("error", "worst"):
+                values[key] = values[key] if values[key] == values[key] else None
+        return {**report, "passed": self.passed}
+
+    def summary(self) -> dict[str, Any]:
+        """Return the few facts that a manifest carries."""
+        return {
+            "passed": self.passed,
+            "reference": self.reference,
+            "samples": self.samples,
+            "seed": self.seed,
+            "worst_error": max(rung.error for rung in self.numbers),
+            "sequences": sum(rung.sequences for rung in self.decodes),
+            "exact": sum(rung.exact for rung in self.decodes),
+            "ties": sum(rung.ties for rung in self.decodes),
+        }
+
+    def lines(self) -> list[str]:
+        """Lay the report out for a terminal."""
+        rows = [("stage", "check", "result", "")]
+        for number in self.numbers:
+            mark = "✓" if number.passed else "✗"
+            rows.append((number.stage, "logits", f"{number.error:.1e} ≤ {number.tolerance:.0e}", mark))
+        for decode in self.decodes:
+            result = f"{decode.exact}/{decode.sequences} exact" + (f", {decode.ties} ties" if decode.ties else "")
+            mark = "✓" if decode.exact + decode.ties == decode.sequences else "·" if decode.passed else "✗"
+            rows.append((decode.stage, decode.method, result, mark))
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        verdict = f"parity with {self.reference}: " + ("passed" if self.passed else "FAILED")
+        return [*table, *(f"✗ {problem}" for problem in self.problems()), verdict]
