@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import sys
 import types
 import typing
 from dataclasses import dataclass
@@ -19,6 +19,7 @@ RelativeBias = Literal["none", "t5"]
 Positions = Literal["table", "none"]
 Precision = Literal["fp32", "fp16", "bf16"]
 Form = Literal["concat", "static"]
+Backend = Literal["auto", "eager", "ort"]
 
 CONCAT_OPSETS = (18, 19, 20)
 STATIC_OPSET = 24
@@ -26,14 +27,13 @@ STATIC_OPSET = 24
 
 def _type_problem(name: str, value: object, kind: Any) -> str | None:
     """Say what is wrong with `value` for the annotated type `kind`, or None."""
-    options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
-    for option in options:
+    for option in _options(kind):
         if typing.get_origin(option) is Literal:
             if value in typing.get_args(option) and not isinstance(value, bool):
                 return None
         elif option is float:
             if isinstance(value, int | float) and not isinstance(value, bool):
-                return None if math.isfinite(value) else f"{name} is {value}, expected a finite number"
+                return None if abs(value) <= sys.float_info.max else f"{name} is {value}, expected a finite number"
         elif option is int:
             if isinstance(value, int) and not isinstance(value, bool):
                 return None
@@ -46,9 +46,15 @@ def _type_problem(name: str, value: object, kind: Any) -> str | None:
     return f"{name} is {value!r}, expected {_spell(kind)}"
 
 
+def _options(kind: Any) -> tuple[Any, ...]:
+    """Return the members of a union, and any other type alone."""
+    is_union = typing.get_origin(kind) in (types.UnionType, typing.Union)
+    return typing.get_args(kind) if is_union else (kind,)
+
+
 def _spell(kind: Any) -> str:
-    if isinstance(kind, types.UnionType):
-        return " or ".join(_spell(option) for option in typing.get_args(kind))
+    if len(_options(kind)) > 1:
+        return " or ".join(_spell(option) for option in _options(kind))
     if typing.get_origin(kind) is Literal:
         return " or ".join(repr(value) for value in typing.get_args(kind))
     if typing.get_origin(kind) is tuple:
@@ -76,7 +82,7 @@ def _read(cls: type, data: object, prefix: str, problems: list[str]) -> Any:
                 problems.append(f"missing key {prefix}{name}")
             continue
         value, kind = data[name], hints[name]
-        options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+        options = _options(kind)
         nested = [option for option in options if dataclasses.is_dataclass(option)]
         if nested and not (value is None and types.NoneType in options):
             values[name] = _read(typing.cast(type, nested[0]), value, f"{prefix}{name}.", problems)
@@ -310,3 +316,136 @@ class TransformerConfig(Config):
         if stack is None:
             raise ConfigError("model: this is an encoder alone and has no decoder")
         return stack
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig(Config):
+    """How a model becomes graphs.
+
+    `opset` is that of the encoder and the concat form; the static form needs 24.
+    The two lengths limit what the bundle takes, at most what the model can;
+    None means as much as it can. `seed` draws the weights of a preset.
+    """
+
+    precision: Precision = "fp32"
+    forms: tuple[Form, ...] = ("concat", "static")
+    opset: int = 18
+    max_source_length: int | None = None
+    max_target_length: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            ConfigError: lists every problem.
+        """
+        problems = self._check_types()
+        if not problems:
+            if self.opset not in CONCAT_OPSETS:
+                problems.append(f"opset is {self.opset}, expected {CONCAT_OPSETS[0]} to {CONCAT_OPSETS[-1]}")
+            if not self.forms or len(set(self.forms)) != len(self.forms):
+                problems.append(f"forms is {', '.join(self.forms) or 'empty'}, expected concat, static or both, once each")
+            problems += [
+                f"{name} is {value}, expected 1 or more"
+                for name in ("max_source_length", "max_target_length")
+                if (value := getattr(self, name)) is not None and value < 1
+            ]
+        raise_all(ConfigError, "export", problems)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeConfig(Config):
+    """How text is generated; names, meaning and defaults are those of Hugging Face `generate`.
+
+    `max_new_tokens` None means as many as the model takes. Beams and samples
+    exclude one another. With `do_sample`, `num_return_sequences` samples are
+    drawn independently; `seed`, the place of the text in the call and the number
+    of the sample determine each.
+    """
+
+    max_new_tokens: int | None = None
+    min_new_tokens: int = 0
+    num_beams: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    no_repeat_ngram_size: int = 0
+    repetition_penalty: float = 1.0
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 50
+    top_p: float = 1.0
+    num_return_sequences: int = 1
+    forced_bos_token_id: int | None = None
+    suppress_tokens: tuple[int, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check each value and how they fit together.
+
+        Raises:
+            ConfigError: lists every problem.
+        """
+        problems = self._check_types() or [*self._range_problems(), *self._contradictions()]
+        raise_all(ConfigError, "decoding", problems)
+
+    def _range_problems(self) -> list[str]:
+        lowest = {
+            "max_new_tokens": 1,
+            "min_new_tokens": 0,
+            "no_repeat_ngram_size": 0,
+            "top_k": 0,
+            "forced_bos_token_id": 0,
+            "seed": 0,
+        }
+        between = {
+            "num_beams": (1, 64),
+            "num_return_sequences": (1, 64),
+            "length_penalty": (-10, 10),
+            "repetition_penalty": (0.01, 100),
+            "temperature": (0.01, 100),
+        }
+        problems = [
+            f"{name} is {value}, expected {low} or more"
+            for name, low in lowest.items()
+            if (value := getattr(self, name)) is not None and value < low
+        ]
+        problems += [
+            f"{name} is {value}, expected {low} to {high}"
+            for name, (low, high) in between.items()
+            if not low <= (value := getattr(self, name)) <= high
+        ]
+        if not 0 < self.top_p <= 1:
+            problems.append(f"top_p is {self.top_p}, expected above 0 and up to 1")
+        problems += [f"suppress_tokens has {token}, expected 0 or more" for token in self.suppress_tokens if token < 0]
+        return problems
+
+    def _contradictions(self) -> list[str]:
+        problems = [
+            f"{name} is {getattr(self, name)} but do_sample is false; set do_sample to true or leave {name} out"
+            for name in ("temperature", "top_k", "top_p")
+            if not self.do_sample and getattr(self, name) != getattr(DecodeConfig, name)
+        ]
+        problems += [
+            f"{name} is {getattr(self, name)!r} but num_beams is 1; set num_beams to 2 or more or leave {name} out"
+            for name in ("length_penalty", "early_stopping")
+            if self.num_beams == 1 and getattr(self, name) != getattr(DecodeConfig, name)
+        ]
+        if self.do_sample and self.num_beams > 1:
+            problems.append(f"do_sample with num_beams {self.num_beams}; set num_beams to 1 or do_sample to false")
+        elif not self.do_sample and self.num_return_sequences > self.num_beams:
+            problems.append(
+                f"num_return_sequences is {self.num_return_sequences} but num_beams is {self.num_beams}; "
+                f"set num_beams to {self.num_return_sequences} or do_sample to true"
+            )
+        if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
+            problems.append(
+                f"min_new_tokens is {self.min_new_tokens} but max_new_tokens is {self.max_new_tokens}; "
+                "lower the one or raise the other"
+            )
+        if self.forced_bos_token_id is not None:
+            if self.forced_bos_token_id in self.suppress_tokens:
+                problems.append(f"forced_bos_token_id {self.forced_bos_token_id} is in suppress_tokens; take it out")
+            if self.max_new_tokens == 1:
+                problems.append("forced_bos_token_id takes the only new token; set max_new_tokens to 2 or more")
+        return problems

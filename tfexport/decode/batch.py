@@ -1,0 +1,55 @@
+"""Decode many texts: check, sort into batches, search, put back in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tfexport.config import DecodeConfig
+from tfexport.decode.beam import beam_search
+from tfexport.decode.greedy import greedy_search
+from tfexport.decode.request import Batch, batches, check_requests
+from tfexport.decode.result import Hypothesis
+from tfexport.errors import InputError
+from tfexport.runtime.session import S, Session
+
+
+def decode(
+    session: Session[S],
+    sources: Sequence[Sequence[int]],
+    config: DecodeConfig,
+    *,
+    prefixes: Sequence[Sequence[int]] | None = None,
+    batch_size: int = 32,
+    on_progress: Callable[[int], None] | None = None,
+) -> list[list[Hypothesis]]:
+    """Generate for every source; no result depends on the others or on `batch_size`.
+
+    Args:
+        session: any backend.
+        sources: token ids of each text.
+        config: how to generate.
+        prefixes: token ids that each text's hypotheses begin with, without the
+            start token; empty for none.
+        batch_size: texts decoded at once; each takes num_beams or
+            num_return_sequences rows.
+        on_progress: called after each batch with the number of texts it had.
+
+    Returns:
+        For each source its hypotheses: one, the num_return_sequences best beams,
+        or as many samples.
+
+    Raises:
+        InputError: lists every text or setting that the model cannot take.
+        BackendError: the backend failed, or the model gave numbers that are none.
+    """
+    if batch_size < 1:
+        raise InputError(f"batch_size is {batch_size}, expected 1 or more")
+    search = beam_search if config.num_beams > 1 else greedy_search
+    results: list[list[Hypothesis]] = [[] for _ in sources]
+    for group in batches(check_requests(session.spec, sources, config, prefixes), batch_size):
+        found = search(session, Batch.of(group, config, session.spec), config)
+        for request, hypotheses in zip(group, found, strict=True):
+            results[request.text] = hypotheses
+        if on_progress:
+            on_progress(len(group))
+    return results

@@ -1,0 +1,76 @@
+"""Drawing tokens at random, reproducibly."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tfexport.config import DecodeConfig
+from tfexport.decode.request import Batch
+from tfexport.runtime.session import Floats, Ids
+
+Probabilities = NDArray[np.float64]
+
+
+class Sampler:
+    """Draws from the distribution that temperature, top_k and top_p leave.
+
+    Each row has a generator of its own, seeded with (seed, text, sample), and
+    takes one number a token: what is drawn depends on no other row.
+
+    Attributes:
+        wanted: how many candidates it draws from at most.
+    """
+
+    def __init__(self, config: DecodeConfig, batch: Batch, vocab: int) -> None:
+        """Seed the rows of `batch`, in which each text stands num_return_sequences times."""
+        self.wanted = config.top_k or vocab
+        self._config = config
+        samples = np.arange(len(batch.texts)) % config.num_return_sequences
+        self._generators = [
+            np.random.default_rng((config.seed, int(text), int(sample)))
+            for text, sample in zip(batch.texts, samples, strict=True)
+        ]
+
+    def draw(self, rows: Ids, log_probs: Floats) -> tuple[Ids, Floats]:
+        """Draw a candidate for each of some rows.
+
+        Args:
+            rows: rows of the batch, int64 [running].
+            log_probs: of their candidates, float32 [running, num_candidates], best first.
+
+        Returns:
+            The column drawn, int64 [running], and the logarithm of the
+            probability it was drawn with, float32 [running].
+        """
+        probabilities = distribution(log_probs[:, : self.wanted], self._config)
+        cumulative = probabilities.cumsum(1)
+        draws = np.array([self._generators[row].random() for row in rows])
+        columns: Ids = (cumulative > draws[:, None] * cumulative[:, -1:]).argmax(1)
+        return columns, np.log(probabilities[np.arange(len(rows)), columns]).astype(np.float32)
+
+
+def distribution(log_probs: Floats, config: DecodeConfig) -> Probabilities:
+    """Return what a sample is drawn from.
+
+    Temperature, top_k and top_p apply in this order, as in Hugging Face
+    `generate`. Of equal candidates at the k-th place, the lowest ids stay.
+
+    Args:
+        log_probs: of the top_k best candidates, up to a constant, float32
+            [rows, num_candidates], best first.
+        config: temperature and top_p are read.
+
+    Returns:
+        float64 [rows, num_candidates], each row sums to 1.
+    """
+    scaled = log_probs.astype(np.float64) / config.temperature
+    weights = np.exp(scaled - scaled[:, :1])
+    probabilities: Probabilities = weights / weights.sum(1, keepdims=True)
+    if config.top_p < 1:
+        tail = probabilities[:, ::-1].cumsum(1)[:, ::-1]
+        dropped = tail <= 1 - config.top_p
+        dropped[:, 0] = False
+        probabilities = np.where(dropped, 0, probabilities)
+        probabilities /= probabilities.sum(1, keepdims=True)
+    return probabilities
