@@ -1,0 +1,189 @@
+"""The promises of the layout: imports run one way, heavy libraries stay in their rooms, public names are documented."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import tfexport
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Each room and what it may import besides itself.
+BASE = {"errors"}
+CONTRACT = {*BASE, "config", "spec"}
+STORE = {*CONTRACT, "manifest", "staging", "bundle"}
+RUNTIME = {*STORE, "models", "runtime"}
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "config": BASE,
+    "spec": {*BASE, "config"},
+    "lines": BASE,
+    "staging": BASE,
+    "manifest": CONTRACT,
+    "bundle": {*CONTRACT, "manifest", "staging"},
+    "tokenizer": CONTRACT,
+    "models": {*CONTRACT, "staging"},
+    "runtime": {*STORE, "models"},
+    "decode": {*CONTRACT, "runtime.session"},
+    "model": {*RUNTIME, "decode", "tokenizer"},
+    "verify": {*RUNTIME, "decode", "tokenizer", "model"},
+    "graph": {*STORE, "models", "tokenizer", "verify"},
+    "inspect": {*STORE, "graph.describe"},
+    "doctor": BASE,
+    "cli": {*CONTRACT, "lines", "graph.export", "model", "verify", "inspect", "doctor"},
+    "": {*BASE, "config", "model"},
+}
+# Each library that is not the standard one and where it may be imported, late or not.
+FENCES: dict[str, set[str]] = {
+    "numpy": set(ALLOWED)
+    - {"cli", "doctor", "inspect", "lines", "errors", "config", "spec", "manifest", "staging", "bundle", ""},
+    "torch": {"models", "graph", "checkpoint", "runtime.eager"},
+    "onnx": {"graph"},
+    "onnx_ir": {"graph"},
+    "onnxscript": {"graph"},
+    "onnxruntime": {"runtime.ort", "runtime.ort_cache"},
+    "click": {"cli"},
+    "tokenizers": {"tokenizer"},
+    "safetensors": {"models", "graph", "checkpoint"},
+}
+HEAVY = (
+    "torch",
+    "onnx",
+    "onnx_ir",
+    "onnxscript",
+    "onnxruntime",
+    "numpy",
+    "click",
+    "tokenizers",
+    "safetensors",
+    "tensorrt",
+)
+
+
+@cache
+def modules() -> dict[str, ast.Module]:
+    """Parse every module, by its name after `tfexport.`."""
+    found = {}
+    for folder, prefix in ((ROOT / "tfexport", ""), (ROOT / "models", "models.")):
+        for path in folder.rglob("*.py"):
+            parts = path.relative_to(folder).with_suffix("").parts
+            name = (prefix + ".".join(parts)).removesuffix("__init__").removesuffix(".")
+            found[name] = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    return found
+
+
+def imports(name: str) -> Iterator[tuple[str, int]]:
+    """List what a module imports anywhere in it, with the line; `from a import b` is a.b where that is a module."""
+    for node in ast.walk(modules()[name]):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name}:{node.lineno}: relative import"
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                is_module = full.removeprefix("tfexport.") in modules()
+                yield (full if is_module else str(node.module)), node.lineno
+
+
+def inside(name: str, rooms: set[str]) -> bool:
+    """Say whether a module is one of `rooms` or lies in one; "" is the package's own file alone."""
+    return any(name == room or (room and name.startswith(room + ".")) for room in rooms)
+
+
+def own_imports(name: str) -> Iterator[tuple[str, int]]:
+    for target, line in imports(name):
+        if target.partition(".")[0] == "tfexport":
+            yield target.removeprefix("tfexport").removeprefix("."), line
+
+
+def test_every_module_has_a_room() -> None:
+    assert {name.partition(".")[0] for name in modules()} == set(ALLOWED)
+
+
+@pytest.mark.parametrize("name", sorted(modules()))
+def test_imports_run_one_way(name: str) -> None:
+    room = name.partition(".")[0]
+    wrong = [
+        f"tfexport.{name}:{line} imports tfexport.{target}"
+        for target, line in own_imports(name)
+        if not inside(target, {*ALLOWED[room], room})
+    ]
+    assert not wrong
+
+
+def test_there_is_no_cycle() -> None:
+    graph = {name: {target for target, _ in own_imports(name)} - {name} for name in modules()}
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError and names the cycle
+
+
+@pytest.mark.parametrize("name", sorted(modules()))
+def test_libraries_stay_in_their_rooms(name: str) -> None:
+    for target, line in imports(name):
+        library = target.partition(".")[0]
+        if library != "tfexport" and library not in sys.stdlib_module_names:
+            assert library in FENCES, f"tfexport.{name}:{line} imports {library}, which no room may"
+            assert inside(name, FENCES[library]), f"tfexport.{name}:{line} imports {library}"
+
+
+def test_the_tables_can_fail() -> None:
+    """The checks see late imports, and know a room from one whose name it begins with."""
+    assert ("graph.export", True) in {(target, line > 30) for target, line in own_imports("cli")}
+    assert inside("runtime.ort", {"runtime.ort"})
+    assert not inside("runtime.ort_cache", {"runtime.ort"})
+    assert not inside("models.layers", {"model", ""})
+
+
+def loaded_by(statement: str) -> set[str]:
+    code = f"import sys, json; {statement}; print(json.dumps([name for name in sys.modules if '.' not in name]))"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    return set(json.loads(done.stdout))
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    assert not loaded_by("import tfexport") & set(HEAVY)
+
+
+def test_importing_the_command_line_loads_click_alone() -> None:
+    assert loaded_by("import tfexport.cli") & set(HEAVY) == {"click"}
+
+
+def test_a_deployment_machine_needs_neither_torch_nor_onnx() -> None:
+    loaded = loaded_by("import tfexport; tfexport.load; import tfexport.inspect, tfexport.runtime.ort")
+    assert "onnxruntime" in loaded
+    assert not loaded & {"torch", "onnx", "onnx_ir", "onnxscript", "safetensors"}
+
+
+def test_public_names_can_be_had_and_are_listed() -> None:
+    assert len(tfexport.__all__) > 5
+    assert all(getattr(tfexport, name).__name__ == name for name in tfexport.__all__)
+    assert {"load", "Model", "TfexportError"} <= set(tfexport.__all__)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'laod'"):
+        _ = tfexport.laod
+
+
+@pytest.mark.parametrize("name", sorted(modules()))
+def test_everything_public_has_a_docstring(name: str) -> None:
+    def missing(body: list[ast.stmt], prefix: str) -> Iterator[str]:
+        for node in body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+                decorators = {ast.unparse(decorator) for decorator in node.decorator_list}
+                if not ast.get_docstring(node) and "override" not in decorators:
+                    yield prefix + node.name
+                if isinstance(node, ast.ClassDef):
+                    yield from missing(node.body, f"{node.name}.")
+
+    tree = modules()[name]
+    assert ast.get_docstring(tree), f"tfexport.{name} has none"
+    assert not list(missing(tree.body, ""))

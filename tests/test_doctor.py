@@ -1,0 +1,130 @@
+"""What `doctor` finds: in this environment, and in environments broken on purpose."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+
+from tfexport import doctor
+from tfexport.doctor import ADD_MODEL, Backend, diagnose
+
+DISTRIBUTION = """\
+Metadata-Version: 2.1
+Name: {name}
+Version: 1.0
+"""
+
+
+def test_the_probe_model_is_valid_and_adds() -> None:
+    onnx.checker.check_model(onnx.load_from_string(ADD_MODEL), full_check=True)
+    session = onnxruntime.InferenceSession(ADD_MODEL, providers=["CPUExecutionProvider"])
+    x = np.array([3, -0.5], np.float32)
+    assert session.run(None, {"x": x})[0].tolist() == [6, -1]
+
+
+def test_both_backends_work_here() -> None:
+    found = diagnose()
+    assert {(b.name, b.device) for b in found.backends if not b.problem} >= {("eager", "cpu"), ("ort", "cpu")}
+    assert found.works
+    versions = {library.name: library.version for library in found.libraries}
+    assert versions["numpy"] == np.__version__
+    assert versions["onnxruntime"] == onnxruntime.__version__
+    assert "pytest" not in versions
+    assert json.loads(json.dumps(found.to_dict()))["works"] is True
+
+
+def test_a_missing_library_comes_with_the_line_that_installs_it() -> None:
+    assert importlib.util.find_spec("tensorrt") is None
+    line = next(line for line in diagnose().lines() if line.startswith("  tensorrt "))
+    assert line.split(maxsplit=1)[1] == "not installed    pip install 'tfexport[trt]'"
+
+
+def in_environment(folder: Path) -> dict[str, Any]:
+    """Diagnose in a process that finds the modules of `folder` before all others."""
+    code = "import json; from tfexport.doctor import diagnose; print(json.dumps(diagnose().to_dict()))"
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def whats(found: dict[str, Any]) -> str:
+    return "\n".join(f"{problem['what']} → {problem['fix']}" for problem in found["problems"])
+
+
+def test_two_distributions_of_onnxruntime_are_found(tmp_path: Path) -> None:
+    info = tmp_path / "onnxruntime_gpu-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(DISTRIBUTION.format(name="onnxruntime-gpu"))
+    (info / "top_level.txt").write_text("onnxruntime\n")
+    (tmp_path / "torch.py").write_text("raise ImportError")  # the real one takes seconds
+    (info / "RECORD").write_text("onnxruntime/__init__.py,,\n")
+    found = in_environment(tmp_path)
+    assert "onnxruntime and onnxruntime-gpu are installed together" in whats(found)
+    assert "pip uninstall -y onnxruntime onnxruntime-gpu && pip install 'tfexport[cpu]'" in whats(found)
+    # It is also older than what tfexport asks for.
+    assert "onnxruntime-gpu is 1.0, expected 1.23 or newer" in whats(found)
+
+
+def test_a_module_that_an_uninstall_left_hollow_is_found(tmp_path: Path) -> None:
+    (tmp_path / "onnxruntime" / "capi").mkdir(parents=True)
+    (tmp_path / "onnxruntime" / "__init__.py").touch()
+    found = in_environment(tmp_path)
+    ort = next(backend for backend in found["backends"] if backend["name"] == "ort")
+    assert ort["problem"] == "hollow: the module is there, its library is not"
+    assert "→ pip uninstall -y onnxruntime onnxruntime-gpu && pip install --force-reinstall 'tfexport[cpu]'" in whats(
+        found
+    )
+    assert found["works"] is True  # PyTorch still does
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ("raise ImportError('libcudart.so.13: cannot open')", "ImportError: libcudart.so.13: cannot open"),
+        ("import os; os.kill(os.getpid(), 11)", "crashed with signal 11"),
+        ("import sys; sys.exit(3)", "exit code 3"),
+    ],
+)
+def test_a_library_that_fails_or_crashes_is_told_and_nothing_works(tmp_path: Path, body: str, problem: str) -> None:
+    for module in ("onnxruntime", "torch"):
+        (tmp_path / f"{module}.py").write_text(body)
+    found = in_environment(tmp_path)
+    assert {backend["problem"] for backend in found["backends"]} == {problem}
+    assert found["works"] is False
+    assert "no backend works" in whats(found)
+
+
+def test_a_provider_that_falls_back_counts_as_broken(tmp_path: Path) -> None:
+    """ONNX Runtime takes the CPU without an error where CUDA does not load."""
+    (tmp_path / "torch.py").write_text("raise ImportError")
+    (tmp_path / "onnxruntime.py").write_text(
+        """
+import numpy
+set_default_logger_severity = lambda level: None
+get_available_providers = lambda: ["CUDAExecutionProvider", "CPUExecutionProvider"]
+class InferenceSession:
+    def __init__(self, model, providers): pass
+    def get_providers(self): return ["CPUExecutionProvider"]
+    def run(self, names, feeds): return [feeds["x"] * 2]
+"""
+    )
+    backends = {(b["name"], b["device"]): b["problem"] for b in in_environment(tmp_path)["backends"]}
+    assert backends["ort", "cpu"] == ""
+    assert backends["ort", "cuda"].startswith("asked for CUDAExecutionProvider, got ['CPUExecutionProvider']")
+
+
+def test_a_probe_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_PROBES", {"ort": ("onnxruntime", "cpu", ["import time; time.sleep(60)"])})
+    monkeypatch.setattr(doctor, "_TIMEOUT_S", 0.5)
+    assert diagnose().backends == (Backend("ort", "cpu", "no answer within 0.5 s"),)

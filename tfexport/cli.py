@@ -1,0 +1,314 @@
+"""The command line: each command opens, makes one call into the library and prints."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
+
+import click
+
+from tfexport.config import CONCAT_OPSETS, Backend, DecodeConfig, ExportConfig
+from tfexport.errors import InputError, ParityError, TfexportError
+
+if TYPE_CHECKING:
+    from tfexport.model import Pooling
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+EXIT_ERROR, EXIT_PARITY, EXIT_INTERRUPTED = 1, 2, 130
+# The extra that brings a module which tfexport imports only when it is needed.
+_EXTRAS = {"torch": "export", "onnx": "export", "onnx_ir": "export", "onnxscript": "export", "safetensors": "export"}
+_DECODE_HELP = {
+    "max_new_tokens": "Most tokens to generate; as many as the model takes when not given.",
+    "min_new_tokens": "Fewest tokens before the text may end.",
+    "num_beams": "Beams of beam search; 1 is greedy.",
+    "length_penalty": "Exponent of the length in a beam's score; above 0 prefers longer texts.",
+    "early_stopping": "End beams at num-beams texts (true), when better is unlikely (false) or impossible (never).",
+    "no_repeat_ngram_size": "Never repeat a sequence of so many tokens; 0 allows it.",
+    "repetition_penalty": "Divide the score of tokens that are there already; 1 changes nothing.",
+    "do_sample": "Draw tokens at random instead of taking the best.",
+    "temperature": "Flatten (above 1) or sharpen (below 1) what is drawn from.",
+    "top_k": "Draw from so many best tokens; 0 from all.",
+    "top_p": "Draw from the fewest best tokens that have this probability together.",
+    "num_return_sequences": "Texts to return for each input, best first.",
+    "forced_bos_token_id": "Id that every text begins with.",
+    "suppress_tokens": "Ids never to generate, such as 3,17.",
+    "seed": "Of sampling; the same seed draws the same texts.",
+}
+
+
+class _Commands(click.Group):
+    """All commands, and the one place where an error becomes one line and an exit code."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a command and exit: 0, 1 for an error, 2 when parity fails and for nothing else, 130 on Ctrl-C."""
+        try:
+            code = super().main(*args, **{**kwargs, "standalone_mode": False})
+        except TfexportError as error:
+            click.echo(f"error: {error}", err=True)
+            code = EXIT_PARITY if isinstance(error, ParityError) else EXIT_ERROR
+        except ModuleNotFoundError as error:
+            extra = _EXTRAS.get((error.name or "").partition(".")[0])
+            if extra is None:
+                raise
+            click.echo(
+                f"error: this needs {error.name}, which is not installed; pip install 'tfexport[{extra}]'", err=True
+            )
+            code = EXIT_ERROR
+        except click.ClickException as error:
+            error.show()
+            code = EXIT_ERROR
+        except click.Abort:
+            click.echo("interrupted", err=True)
+            code = EXIT_INTERRUPTED
+        sys.exit(code)
+
+
+class _List(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.4
+    """Values separated by commas."""
+
+    def __init__(self, item: click.ParamType) -> None:  # type: ignore[type-arg]
+        self.item = item
+        self.name = f"{item.name},…"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
+        if isinstance(value, tuple):
+            return value
+        return tuple(self.item.convert(part.strip(), param, ctx) for part in value.split(",") if part.strip())
+
+
+_PATH = click.Path(path_type=Path)
+_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def _decode_options(command: F) -> F:
+    """Add one option for each field of DecodeConfig, with its default."""
+    for field in reversed(dataclasses.fields(DecodeConfig)):
+        name, default = "--" + field.name.replace("_", "-"), field.default
+        kind: Any = int if default is None else type(default)
+        more: dict[str, Any] = {"type": kind, "default": default}
+        if field.name == "early_stopping":
+            more = {"type": click.Choice(["true", "false", "never"]), "default": "false", "callback": _early_stopping}
+        elif kind is tuple:
+            more = {"type": _List(click.INT), "default": default, "show_default": False}
+        elif kind is bool:
+            more = {"is_flag": True}
+        command = click.option(name, help=_DECODE_HELP[field.name], **more)(command)
+    return command
+
+
+def _early_stopping(_context: click.Context, _parameter: click.Parameter, value: str) -> bool | str:
+    return {"true": True, "false": False}.get(value, value)
+
+
+def _text_options(command: F) -> F:
+    """Add what every command takes that reads texts and runs a bundle."""
+    for add in (
+        click.option("--batch-size", type=click.IntRange(min=1), default=32, help="Texts to run together."),
+        click.option(
+            "--backend", type=click.Choice(["auto", "eager", "ort"]), default="auto", help="What runs the bundle."
+        ),
+        click.option(
+            "--output", type=_PATH, help="File to write, whole or not at all; standard output when not given."
+        ),
+        click.option(
+            "--input", "source", type=click.File("rb"), help="File with one text a line; - is standard input."
+        ),
+        click.argument("texts", nargs=-1, metavar="[TEXT]..."),
+        click.argument("bundle", type=_PATH),
+    ):
+        command = add(command)
+    return command
+
+
+@click.group(cls=_Commands, context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="tfexport")
+def main() -> None:
+    """Take a from-scratch encoder-decoder transformer from PyTorch to production."""
+
+
+@main.command()
+@click.argument("source")
+@click.option("--output", type=_PATH, required=True, help="Bundle directory to make.")
+@click.option(
+    "--precision", type=click.Choice(["fp32", "fp16", "bf16"]), default=ExportConfig.precision, help="Of the weights."
+)
+@click.option(
+    "--forms",
+    type=_List(click.Choice(["concat", "static"])),
+    default=",".join(ExportConfig.forms),
+    help="Of the decoder: concat is portable, static is fast.",
+)
+@click.option(
+    "--opset",
+    type=click.IntRange(CONCAT_OPSETS[0], CONCAT_OPSETS[-1]),
+    default=ExportConfig.opset,
+    help="Of the encoder and the concat form.",
+)
+@click.option("--max-source-length", type=int, help="Most source tokens; the model's limit when not given.")
+@click.option("--max-target-length", type=int, help="Most target tokens; the model's limit when not given.")
+@click.option("--seed", default=ExportConfig.seed, help="Of a preset's random weights.")
+@click.option("--verify/--no-verify", default=True, help="Compare every stage with PyTorch before writing.")
+@click.option("--force", is_flag=True, help="Replace a bundle that is there, once the new one is whole.")
+def onnx(source: str, output: Path, verify: bool, force: bool, **config: Any) -> None:
+    """Export SOURCE as a bundle of ONNX graphs.
+
+    SOURCE is a model directory (config.json, model.safetensors, optional tokenizer.json) or preset:NAME.
+    """
+    settings = ExportConfig(**config)
+    from tfexport.graph.export import export_bundle
+
+    bundle = export_bundle(source, output, settings, verify=verify, force=force, report=_report)
+    click.echo(f"{output}: {bundle.manifest.kind}, {settings.precision}, {'verified' if verify else 'not verified'}")
+
+
+@main.command()
+@_text_options
+@click.option("--prefix", help="Text that every output begins with.")
+@_json_option
+@_decode_options
+def generate(
+    bundle: Path,
+    texts: tuple[str, ...],
+    source: BinaryIO | None,
+    output: Path | None,
+    backend: Backend,
+    batch_size: int,
+    prefix: str | None,
+    as_json: bool,
+    **decode: Any,
+) -> None:
+    """Write what the model answers to each TEXT, one a line.
+
+    Without TEXT and --input it reads standard input. Several texts for one input are written as number of the
+    input, score and text, separated by tabs. A line break inside a text is written as a space, except with --json.
+    """
+    DecodeConfig(**decode)
+    inputs = _inputs(texts, source)
+    from tfexport.model import load
+
+    prefixes = None if prefix is None else [prefix] * len(inputs)
+    with load(bundle, backend=backend) as model, _lines_to(output) as write, _progress(len(inputs), batch_size) as tick:
+        if not model.spec.has_decoder:
+            raise InputError(f"{bundle}: is an encoder alone and generates no text; use tfexport embed {bundle}")
+        results = model.generate(inputs, prefixes=prefixes, batch_size=batch_size, on_progress=tick, **decode)
+        for number, result in enumerate(results):
+            index = number // decode["num_return_sequences"]
+            if as_json:
+                write(_json({"index": index, "input": inputs[index], **dataclasses.asdict(result)}))
+            else:
+                text = " ".join(result.text.splitlines())
+                write(text if decode["num_return_sequences"] == 1 else f"{index + 1}\t{result.score:z.4f}\t{text}")
+
+
+@main.command()
+@_text_options
+@click.option("--pooling", type=click.Choice(["mean", "cls"]), default="mean", help="How tokens become one vector.")
+@click.option("--normalize/--no-normalize", default=True, help="Scale every vector to length 1.")
+def embed(
+    bundle: Path,
+    texts: tuple[str, ...],
+    source: BinaryIO | None,
+    output: Path | None,
+    backend: Backend,
+    batch_size: int,
+    pooling: Pooling,
+    normalize: bool,
+) -> None:
+    """Write the vector of each TEXT with an encoder-only bundle, one JSON object a line."""
+    inputs = _inputs(texts, source)
+    from tfexport.model import load
+
+    with load(bundle, backend=backend) as model, _lines_to(output) as write:
+        vectors = model.embed(inputs, pooling=pooling, normalize=normalize, batch_size=batch_size)
+        for index, (text, vector) in enumerate(zip(inputs, vectors, strict=True)):
+            write(_json({"index": index, "input": text, "embedding": vector.tolist()}))
+
+
+@main.command()
+@click.argument("bundle", type=_PATH)
+@click.option("--against", type=_PATH, help="Model directory that the bundle was made from.")
+@click.option("--samples", default=100, help="Random sequences to decode for each form and method.")
+@click.option("--seed", default=0, help="Of the sequences.")
+@_json_option
+def verify(bundle: Path, against: Path | None, samples: int, seed: int, as_json: bool) -> None:
+    """Compare every stage of BUNDLE with PyTorch; exit with 2 when one differs."""
+    from tfexport.verify import VerifyConfig, verify_bundle
+
+    result = verify_bundle(bundle, against=against, config=VerifyConfig(samples=samples, seed=seed), report=_report)
+    _print(result.to_dict(), result.lines(), as_json)
+    click.get_current_context().exit(0 if result.passed else EXIT_PARITY)
+
+
+@main.command()
+@click.argument("path", type=_PATH)
+@_json_option
+def inspect(path: Path, as_json: bool) -> None:
+    """Show what a bundle, a model directory or an .onnx file holds."""
+    from tfexport.inspect import describe, inspect_path
+
+    found = inspect_path(path)
+    _print(found, describe(found), as_json)
+
+
+@main.command()
+@_json_option
+def doctor(as_json: bool) -> None:
+    """Show what is installed, which backends work and how to repair the rest; exit with 1 when none works."""
+    from tfexport.doctor import diagnose
+
+    found = diagnose()
+    _print(found.to_dict(), found.lines(), as_json)
+    click.get_current_context().exit(0 if found.works else EXIT_ERROR)
+
+
+def _inputs(texts: Sequence[str], source: BinaryIO | None) -> list[str]:
+    from tfexport.lines import read_lines
+
+    if texts and source:
+        raise click.UsageError("TEXT and --input were both given; choose one.")
+    if texts:
+        return list(texts)
+    if source is None and sys.stdin.isatty():
+        raise click.UsageError("No text was given; add TEXT, or --input FILE, or pipe one text a line.")
+    if source is None or source.name == "<stdin>":
+        return read_lines(sys.stdin.buffer, "standard input")
+    return read_lines(source, source.name)
+
+
+@contextmanager
+def _lines_to(output: Path | None) -> Iterator[Callable[[str], None]]:
+    from tfexport.lines import write_whole
+
+    if output is None:
+        yield click.echo
+    else:
+        with write_whole(output) as lines:
+            yield lines.append
+
+
+@contextmanager
+def _progress(length: int, batch_size: int) -> Iterator[Callable[[int], None] | None]:
+    """Show a bar on a terminal when there is more than one batch."""
+    if length <= batch_size or not sys.stderr.isatty():
+        yield None
+    else:
+        with click.progressbar(length=length, label="generating", file=sys.stderr) as bar:
+            yield bar.update
+
+
+def _report(line: str) -> None:
+    click.echo(line, err=True)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _print(value: Any, lines: Sequence[str], as_json: bool) -> None:
+    click.echo(json.dumps(value, ensure_ascii=False, indent=2) if as_json else "\n".join(lines))

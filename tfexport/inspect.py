@@ -1,0 +1,204 @@
+"""Say what a bundle, a model directory or a graph file holds."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tfexport.bundle import open_bundle
+from tfexport.config import TransformerConfig
+from tfexport.errors import CheckpointError, ConfigError, GraphError, InputError
+from tfexport.manifest import MANIFEST
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+
+
+def inspect_path(path: Path) -> dict[str, Any]:
+    """Describe what lies at `path`.
+
+    Args:
+        path: a bundle (a directory with manifest.json), a model directory (config.json, model.safetensors) or an
+            ONNX file (needs the onnx package).
+
+    Returns:
+        JSON values; `kind` is "bundle", "model" or "graph" and decides on the rest.
+
+    Raises:
+        InputError: there is nothing, or nothing known.
+        BundleError: the bundle is damaged.
+        ConfigError: the model's configuration is wrong.
+        CheckpointError: the model's weights are damaged.
+        GraphError: the file is no ONNX model, or the onnx package is missing.
+    """
+    if path.is_dir() and (path / MANIFEST).exists():
+        return _inspect_bundle(path)
+    if path.is_dir() and ((path / CONFIG).exists() or (path / WEIGHTS).exists()):
+        return _inspect_model(path)
+    if path.is_file() and path.suffix == ".onnx":
+        return _inspect_graph(path)
+    found = "is something else" if path.exists() else "does not exist"
+    raise InputError(
+        f"{path}: {found}, expected a bundle (a directory with {MANIFEST}), a model directory "
+        f"({CONFIG}, {WEIGHTS}) or an .onnx file"
+    )
+
+
+def describe(found: Mapping[str, Any]) -> list[str]:
+    """Write what `inspect_path` returned for the terminal, a line each."""
+    write = {"bundle": _bundle_lines, "model": _model_lines, "graph": _graph_lines}[found["kind"]]
+    return write(found)
+
+
+def _inspect_bundle(path: Path) -> dict[str, Any]:
+    bundle = open_bundle(path)
+    manifest = bundle.manifest.to_dict()
+    manifest["model"] = manifest.pop("kind")
+    sizes = [entry["bytes"] for entry in manifest["files"].values()]
+    return {"kind": "bundle", "path": str(path), "sha256": bundle.sha256, "bytes": sum(sizes), **manifest}
+
+
+def _inspect_model(path: Path) -> dict[str, Any]:
+    config = TransformerConfig.from_dict(_read_json(path / CONFIG), subject=str(path / CONFIG))
+    tensors = _safetensors_header(path / WEIGHTS)
+    files = {entry.name: entry for entry in sorted(path.iterdir()) if entry.is_file()}
+    return {
+        "kind": "model",
+        "path": str(path),
+        "parameters": sum(math.prod(tensor["shape"]) for tensor in tensors),
+        "config": config.to_dict(),
+        "tensors": tensors,
+        "files": {name: _file(entry) for name, entry in files.items()},
+    }
+
+
+def _inspect_graph(path: Path) -> dict[str, Any]:
+    if importlib.util.find_spec("onnx") is None:
+        raise GraphError(f"{path}: reading a graph needs the onnx package; pip install 'tfexport[export]'")
+    from tfexport.graph.describe import describe_graph
+
+    return {"kind": "graph", "path": str(path), **_file(path), **describe_graph(path)}
+
+
+def _file(path: Path) -> dict[str, Any]:
+    with path.open("rb") as stream:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
+
+
+def _read_json(path: Path) -> object:
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path}: is missing; a model directory has {CONFIG} and {WEIGHTS}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: is not JSON ({error}); correct it") from error
+
+
+def _safetensors_header(path: Path) -> list[dict[str, Any]]:
+    """Read name, dtype and shape of every tensor.
+
+    The format is an unsigned 64-bit little-endian length, a JSON object of that length, then the data.
+    """
+    if not path.exists():
+        raise CheckpointError(f"{path}: is missing; a model directory has {CONFIG} and {WEIGHTS}")
+    size = path.stat().st_size
+    with path.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        raw = stream.read(length) if 0 < length <= size - 8 else b""
+    try:
+        header = json.loads(raw)
+        header.pop("__metadata__", None)
+        tensors = [{"name": name, "dtype": t["dtype"], "shape": t["shape"]} for name, t in header.items()]
+        end = 8 + length + max((t["data_offsets"][1] for t in header.values()), default=0)
+    except (ValueError, AttributeError, KeyError, TypeError, IndexError) as error:
+        raise CheckpointError(f"{path}: is not a safetensors file, or its header is cut off; copy it again") from error
+    if end != size:
+        raise CheckpointError(f"{path}: has {size} bytes, its header describes {end}; copy it again")
+    return tensors
+
+
+def _bundle_lines(found: Mapping[str, Any]) -> list[str]:
+    spec, parity = found["spec"], found["parity"]
+    proof = "not verified" if parity is None else "verified" if parity["passed"] else "FAILED its verification"
+    lines = [
+        f"bundle {found['path']}: {found['model']}, {spec['precision']}, {_bytes(found['bytes'])}, {proof}",
+        f"  sha256 {found['sha256']}",
+        f"  made with {', '.join(f'{name} {version}' for name, version in found['versions'].items())}",
+        *("", "Sizes", *_table((name, value) for name, value in spec.items() if isinstance(value, int) and value)),
+    ]
+    for name, graph in found["graphs"].items():
+        lines += ["", f"Graph {name}: {graph['file']}, opset {graph['opset']}", *_tensor_table(graph)]
+    lines += ["", "Files", *_file_table(found["files"])]
+    if parity is not None:
+        lines += ["", "Parity", *_table((name, json.dumps(value)) for name, value in parity.items())]
+    return lines
+
+
+def _model_lines(found: Mapping[str, Any]) -> list[str]:
+    dtypes = Counter(tensor["dtype"] for tensor in found["tensors"])
+    written = ", ".join(f"{number} {dtype}" for dtype, number in dtypes.items())
+    return [
+        f"model {found['path']}: {found['parameters']:,} parameters, {len(found['tensors'])} tensors ({written})",
+        *("", "Configuration", *_table((name, json.dumps(value)) for name, value in found["config"].items())),
+        *("", "Tensors", *_table((t["name"], t["dtype"], _shape(t["shape"])) for t in found["tensors"])),
+        *("", "Files", *_file_table(found["files"])),
+    ]
+
+
+def _graph_lines(found: Mapping[str, Any]) -> list[str]:
+    opsets = ", ".join(f"{domain} {version}" for domain, version in found["opsets"].items())
+    return [
+        f"graph {found['path']}: {_bytes(found['bytes'])}, opset {opsets}, IR version {found['ir_version']}",
+        f"  sha256  {found['sha256']}",
+        f"  weights {', '.join(found['weight_files']) or 'inside'}",
+        *("", "Tensors", *_tensor_table(found)),
+        *("", "Operators", *_table(found["operators"].items())),
+    ]
+
+
+def _tensor_table(graph: Mapping[str, Any]) -> list[str]:
+    """List inputs and outputs; those that differ only in the layer's number share a line."""
+    groups: dict[tuple[str, str, str, str], list[str]] = {}
+    for side, tensors in (("in", graph["inputs"]), ("out", graph["outputs"])):
+        for tensor in tensors:
+            stem, _, layer = tensor["name"].partition(".")
+            groups.setdefault((side, stem, tensor["dtype"], _shape(tensor["shape"])), []).append(layer)
+    return _table(
+        (
+            side,
+            stem + (f".{layers[0]}" if layers[0] else "") + (f" … .{layers[-1]}" if layers[1:] else ""),
+            dtype,
+            shape,
+        )
+        for (side, stem, dtype, shape), layers in groups.items()
+    )
+
+
+def _file_table(files: Mapping[str, Any]) -> list[str]:
+    return _table((name, f"{file['bytes']:>13,} bytes", f"sha256 {file['sha256']}") for name, file in files.items())
+
+
+def _table(rows: Iterable[Sequence[object]]) -> list[str]:
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells
+    ]
+
+
+def _shape(shape: Iterable[object]) -> str:
+    return f"[{', '.join(map(str, shape))}]"
+
+
+def _bytes(number: int) -> str:
+    size, unit = float(number), "bytes"
+    for larger in ("kB", "MB", "GB"):
+        if size >= 1000:
+            size, unit = size / 1000, larger
+    return f"{number} bytes" if unit == "bytes" else f"{size:.1f} {unit}"

@@ -1,0 +1,99 @@
+"""Text files with one text a line: read strictly, written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from tfexport.errors import InputError, raise_all
+
+_BOM = b"\xef\xbb\xbf"
+_SHOWN = 10
+
+
+def read_lines(stream: BinaryIO, name: str) -> list[str]:
+    r"""Read one text a line, so that line n of the output answers line n of the input.
+
+    Lines end with \n or \r\n and nothing else; a byte order mark at the beginning is dropped.
+
+    Args:
+        stream: bytes, read to the end and left open.
+        name: of the file, for the error.
+
+    Raises:
+        InputError: there is no line, or lines are empty or not UTF-8; names all of them.
+    """
+    rows = stream.read().removeprefix(_BOM).split(b"\n")
+    if not rows[-1]:
+        rows.pop()
+    texts: list[str] = []
+    empty, broken = [], []
+    for number, row in enumerate(rows, 1):
+        try:
+            texts.append(row.removesuffix(b"\r").decode())
+        except UnicodeDecodeError:
+            broken.append(number)
+        else:
+            if not texts[-1].strip():
+                empty.append(number)
+    problems = []
+    if not rows:
+        problems.append("has no text, expected one text a line")
+    if broken:
+        problems.append(f"{_name(broken)} not UTF-8; convert the file, for example with iconv -t utf-8")
+    if empty:
+        problems.append(f"{_name(empty)} empty; remove them, so that input and output agree line by line")
+    raise_all(InputError, name, problems)
+    return texts
+
+
+def _name(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:_SHOWN]))
+    if len(numbers) == 1:
+        return f"line {shown} is"
+    more = f" and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else ""
+    return f"lines {shown}{more} are"
+
+
+@contextmanager
+def write_whole(path: Path) -> Iterator[list[str]]:
+    """Collect lines and put them under `path` when the block ends well, in one step.
+
+    That the place can be written to is found out on entry, before anything is computed. Something other than a
+    regular file, such as a pipe, is written to directly.
+
+    Args:
+        path: existing text there is replaced; a link is followed.
+
+    Yields:
+        A list to append lines to, each without its end.
+
+    Raises:
+        InputError: the file cannot be written; what was there is untouched.
+    """
+    path = path.resolve()
+    direct = path.exists() and not path.is_file()
+    draft = path if direct else path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    lines: list[str] = []
+    with _wrapped(path), draft.open("ab"):
+        pass
+    try:
+        yield lines
+        with _wrapped(path):
+            draft.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", newline="\n")
+            if not direct:
+                os.replace(draft, path)
+    finally:
+        if not direct:
+            draft.unlink(missing_ok=True)
+
+
+@contextmanager
+def _wrapped(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error.strerror}); choose another place") from error
