@@ -1,0 +1,46 @@
+"""Fixtures for the whole session."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+DATES = Path(__file__).resolve().parent.parent / "models" / "dates"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread_per_worker() -> None:
+    """Keep torch to one thread: the models are tiny and the workers already fill the cores."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], object]], Path]:
+    """Return a function that makes a path once for all workers: once(name, make) calls make(path) if it is missing."""
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+
+    def make_once(name: str, make: Callable[[Path], object]) -> Path:
+        with (root / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (root / name).exists():
+                make(root / name)
+        return root / name
+
+    return make_once
+
+
+@pytest.fixture(scope="session")
+def dates_bundle(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
+    """Export models/dates in fp32; not to be changed."""
+    from tfexport.config import ExportConfig
+    from tfexport.graph.export import export_bundle
+
+    return once("dates", lambda path: export_bundle(str(DATES), path, ExportConfig(), verify=False))

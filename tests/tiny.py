@@ -1,0 +1,108 @@
+"""Small canonical models and batches, seeded; every parameter is random, none is 0 or 1."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tfexport.config import StackConfig, TokenIds, TransformerConfig
+from tfexport.models.transformer import Transformer
+
+VOCAB = 31
+
+
+class Batch(NamedTuple):
+    """Uneven rows, padded on the right; the source is longer than the target."""
+
+    source_ids: Tensor
+    source_mask: Tensor
+    target_ids: Tensor
+
+
+def batch(*, vocab: int = VOCAB, source_len: int = 9, target_len: int = 7, seed: int = 0) -> Batch:
+    """Three rows of which the first is full; ids avoid 0, 1 and the last, which foreign models treat as padding."""
+    generator = torch.Generator().manual_seed(seed)
+    source = torch.randint(2, vocab - 1, (3, source_len), generator=generator)
+    target = torch.randint(2, vocab - 1, (3, target_len), generator=generator)
+    mask = torch.arange(source_len)[None] < torch.tensor([source_len, source_len // 2, 1])[:, None]
+    return Batch(source, mask, target)
+
+
+def config(
+    *, encoder: dict[str, Any] | None = None, decoder: dict[str, Any] | None = None, **changes: Any
+) -> TransformerConfig:
+    """Post-norm, without final norms; `encoder` and `decoder` change one side, the rest changes the whole."""
+    stack = StackConfig(layers=2, num_heads=4, d_ff=48, norm_place="post", final_norm=False)
+    base = TransformerConfig(
+        d_model=32,
+        source_vocab=VOCAB,
+        target_vocab=VOCAB,
+        max_source_length=24,
+        max_target_length=24,
+        encoder=replace(stack, **(encoder or {})),
+        decoder=replace(stack, **(decoder or {})),
+        tokens=TokenIds(pad=0, start=1, eos=2),
+        dropout=0.0,
+    )
+    return replace(base, **changes)
+
+
+def randomise(module: nn.Module, seed: int = 0) -> None:
+    """Fill every trainable parameter and every bias buffer; equal names get equal values, whatever else there is."""
+    bias_buffers = [(name, buffer) for name, buffer in module.named_buffers() if name.endswith("bias")]
+    trainable = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    with torch.no_grad():
+        for name, tensor in trainable + bias_buffers:
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed)
+            gain = name.endswith("weight") and tensor.dim() == 1
+            tensor.copy_(0.3 * torch.randn(tensor.shape, generator=generator, dtype=torch.float64) + gain)
+
+
+def model(config: TransformerConfig, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> Transformer:
+    """Build a randomised model in eval mode."""
+    built = Transformer(config)
+    randomise(built, seed)
+    return built.to(dtype).eval()
+
+
+# One of each kind that differs in the path of a token: positions, norms, biases, ties and head sizes.
+VARIANTS = {
+    "post": config(),
+    "pre-std": config(
+        encoder={"norm_place": "pre", "final_norm": True},
+        decoder={"norm_place": "pre", "final_norm": True},
+        norm="std",
+        norm_eps=1e-6,
+        embedding_scale=5.0,
+    ),
+    "t5": config(
+        encoder={"norm_place": "pre", "final_norm": True, "d_k": 6, "d_v": 10},
+        decoder={"norm_place": "pre", "final_norm": True, "d_k": 6, "d_v": 10},
+        norm="rms",
+        norm_bias=False,
+        feed_forward="glu",
+        activation="gelu_tanh",
+        relative_bias="t5",
+        relative_buckets=8,
+        relative_max_distance=16,
+        positions="none",
+        attention_scale=1.0,
+        logit_scale=0.2,
+        attention_bias=False,
+        feed_forward_bias=False,
+        output_bias=False,
+        tie_embeddings=True,
+        tie_output=True,
+    ),
+    "mixed": config(
+        encoder={"norm_place": "pre", "num_heads": 2, "layers": 1, "d_ff": 40},
+        decoder={"layers": 3},
+        embedding_norm=True,
+        residual_scale=0.8,
+        activation="silu",
+    ),
+}
