@@ -162,6 +162,8 @@ def create_bundle(output: Path, *, force: bool = False) -> Iterator[Builder]:
             manifest do not make a bundle. What was at `output` is still there.
     """
     target = Path(os.path.realpath(output))
+    if not target.name:
+        raise BundleError(f"output {output} is the root of the file system; choose a directory below it")
     with ExitStack() as stack:
         with _write_errors(output):
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -239,6 +241,8 @@ def _file_problems(root: Path, manifest: Manifest) -> list[str]:
         if name not in found:
             if not os.path.lexists(root / name):
                 problems.append(f"{name} is missing")
+            elif stat.S_ISDIR(os.lstat(root / name).st_mode):
+                problems.append(f"{name} is a directory, expected a plain file")
             continue
         size = os.lstat(root / name).st_size
         if size != entry.bytes:
