@@ -174,7 +174,9 @@ class Manifest:
         data = parse(raw)
         version = data.get("format_version")
         if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-            raise BundleError(f"format_version is {_short(version)}, expected {FORMAT_VERSION}; export it again")
+            raise BundleError(
+                f"{MANIFEST}: format_version is {_short(version)}, expected {FORMAT_VERSION}; export it again"
+            )
         if version > FORMAT_VERSION:
             raise BundleError(
                 f"it was made by a newer tfexport (format {version}, this one reads {FORMAT_VERSION}); "
