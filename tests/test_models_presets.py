@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from tfexport.errors import ConfigError
 from tfexport.models.cache import ConcatCache
 from tfexport.models.presets import PRESETS, build_preset, preset
 from tfexport.models.transformer import Transformer
+
+README = Path(__file__).resolve().parents[1] / "models" / "README.md"
 
 # Built in a moment; the others have the same code path and half a gigabyte of weights.
 SMALL = ("tiny", "notebook-003")
@@ -34,6 +37,24 @@ def test_names() -> None:
         "notebook-003",
         "notebook-004",
     )
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_readme_gives_the_sizes(name: str) -> None:
+    config = preset(name)
+    layers = " + ".join(str(stack.layers) for stack in (config.encoder, config.decoder) if stack)
+    vocabularies = dict.fromkeys(f"{size:,}" for size in (config.source_vocab, config.target_vocab) if size)
+    assert config.max_target_length in (config.max_source_length, None)
+    cells = (
+        f"`{name}`",
+        config.d_model,
+        layers,
+        config.encoder.num_heads,
+        config.encoder.d_ff,
+        " / ".join(vocabularies),
+        f"{config.max_source_length:,}",
+    )
+    assert f"| {' | '.join(map(str, cells))} |" in README.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("call", [preset, build_preset])
