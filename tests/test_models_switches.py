@@ -34,6 +34,7 @@ CHANGES: dict[str, tuple[TransformerConfig, dict[str, Any]]] = {
     "relative_buckets": (T5, {"relative_buckets": 6}),
     "relative_max_distance": (T5, {"relative_max_distance": 5}),
     "residual_scale": (BASE, {"residual_scale": 0.9}),
+    "residual_scale of pre-norm": (VARIANTS["pre-std"], {"residual_scale": 0.9}),
     "positions": (BASE, {"positions": "none"}),
     "embedding_scale": (BASE, {"embedding_scale": 1.1}),
     "attention_scale": (BASE, {"attention_scale": 1.0}),

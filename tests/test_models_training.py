@@ -33,6 +33,22 @@ def test_dropout_acts_in_training_only(name: str) -> None:
         assert not torch.allclose(model(*batch), model(*batch))
 
 
+@pytest.mark.parametrize("place", ["embedding", "residual", "feed-forward", "attention"])
+def test_dropout_acts_in_each_place(place: str) -> None:
+    torch.manual_seed(0)
+    batch, model = tiny.batch(), tiny.model(VARIANTS["post"]).train()
+    block = model.enc.blocks[0]
+    with torch.no_grad():
+        before = model(*batch)
+        if place == "attention":
+            block.self.dropout = 0.5
+        else:
+            {"embedding": model.enc.dropout, "residual": block.dropout, "feed-forward": block.ffn.dropout}[
+                place
+            ].p = 0.5
+        assert not torch.allclose(model(*batch), before)
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_gradients_reach_every_trainable_parameter(name: str) -> None:
     model = tiny.model(VARIANTS[name]).train()
