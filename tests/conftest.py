@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-DATES = Path(__file__).resolve().parent.parent / "models" / "dates"
+ROOT = Path(__file__).resolve().parent.parent
+DATES = ROOT / "models" / "dates"
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -83,6 +83,7 @@ class _List(click.ParamType):  # type: ignore[type-arg]  # not generic before cl
 
 
 _PATH = click.Path(path_type=Path)
+_INPUT = click.Path(exists=True, dir_okay=False, readable=True, allow_dash=True, path_type=Path)
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
@@ -116,9 +117,7 @@ def _text_options(command: F) -> F:
         click.option(
             "--output", type=_PATH, help="File to write, whole or not at all; standard output when not given."
         ),
-        click.option(
-            "--input", "source", type=click.File("rb"), help="File with one text a line; - is standard input."
-        ),
+        click.option("--input", "source", type=_INPUT, help="File with one text a line; - is standard input."),
         click.argument("texts", nargs=-1, metavar="[TEXT]..."),
         click.argument("bundle", type=_PATH),
     ):
@@ -175,7 +174,7 @@ def onnx(source: str, output: Path, verify: bool, force: bool, **config: Any) ->
 def generate(
     bundle: Path,
     texts: tuple[str, ...],
-    source: BinaryIO | None,
+    source: Path | None,
     output: Path | None,
     backend: Backend,
     batch_size: int,
@@ -213,7 +212,7 @@ def generate(
 def embed(
     bundle: Path,
     texts: tuple[str, ...],
-    source: BinaryIO | None,
+    source: Path | None,
     output: Path | None,
     backend: Backend,
     batch_size: int,
@@ -267,7 +266,7 @@ def doctor(as_json: bool) -> None:
     click.get_current_context().exit(0 if found.works else EXIT_ERROR)
 
 
-def _inputs(texts: Sequence[str], source: BinaryIO | None) -> list[str]:
+def _inputs(texts: Sequence[str], source: Path | None) -> list[str]:
     from tfexport.lines import read_lines
 
     if texts and source:
@@ -276,9 +275,10 @@ def _inputs(texts: Sequence[str], source: BinaryIO | None) -> list[str]:
         return list(texts)
     if source is None and sys.stdin.isatty():
         raise click.UsageError("No text was given; add TEXT, or --input FILE, or pipe one text a line.")
-    if source is None or source.name == "<stdin>":
+    if source is None or str(source) == "-":
         return read_lines(sys.stdin.buffer, "standard input")
-    return read_lines(source, source.name)
+    with source.open("rb") as stream:
+        return read_lines(stream, str(source))
 
 
 @contextmanager

@@ -20,7 +20,7 @@ def append_selection(model: ir.Model) -> None:
     graph = model.graph
     logits = graph.outputs[0]
     assert logits.name == LOGITS
-    count = ir.Input(NUM_CANDIDATES, ir.Shape([1]), ir.TensorType(ir.DataType.INT64))
+    count = ir.val(NUM_CANDIDATES, ir.DataType.INT64, [1])
     top = ir.Node("", "TopK", [logits, count], [ir.AttrInt64("axis", -1), ir.AttrInt64("sorted", 1)], num_outputs=2)
     axes = ir.Value(name="log_normalizer_axes", const_value=ir.tensor(np.array([-1], np.int64), name="log_normalizer_axes"))
     total = ir.Node("", "ReduceLogSumExp", [logits, axes], [ir.AttrInt64("keepdims", 1)])

@@ -1,0 +1,119 @@
+"""What a deployment machine gets: the wheel in an environment of its own, with the core and the cpu extra only."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+TEXT, ISO = "Dienstag, 3. März 2026", "2026-03-03"
+
+
+def test_every_folder_of_code_is_packaged() -> None:
+    folders = {path.parent.relative_to(ROOT) for path in (ROOT / "tfexport").rglob("__init__.py")}
+    expected = {".".join(folder.parts) for folder in folders} | {"tfexport.models"}
+    assert set(PROJECT["tool"]["setuptools"]["packages"]) == expected
+
+
+def test_the_core_brings_no_backend() -> None:
+    assert not [name for name in PROJECT["project"]["dependencies"] if name.startswith(("onnx", "torch"))]
+
+
+def test_what_is_declared_is_pinned() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [line.partition("==")[0].lower() for line in lines if "==" in line]
+    assert pins[0] == "torch"
+    extras = PROJECT["project"]["optional-dependencies"]
+    declared = [*PROJECT["project"]["dependencies"], *extras["export"], *extras["cpu"], *extras["dev"]]
+    assert {name.partition(">=")[0] for name in declared} <= set(pins)
+
+
+def run(*command: object) -> str:
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="session")
+def wheel(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
+    """Build the wheel as pip does for a user, from a copy: a build leaves files that the next one would pick up."""
+
+    def make(path: Path) -> None:
+        source = path.with_name("wheel-source")
+        for folder in ("tfexport", "models"):
+            shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        for name in ("pyproject.toml", "README.md", "LICENSE"):
+            shutil.copy(ROOT / name, source)
+        run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", path, source)
+
+    return next(once("wheel", make).glob("*.whl"))
+
+
+@pytest.fixture(scope="session")
+def deployed(once: Callable[[str, Callable[[Path], object]], Path], wheel: Path) -> Path:
+    """Return the bin folder of a fresh environment with the wheel and its cpu extra."""
+
+    def make(path: Path) -> None:
+        run(sys.executable, "-m", "venv", path)
+        run(path / "bin/pip", "install", "-q", "-c", ROOT / "constraints.txt", f"{wheel}[cpu]")
+
+    return once("deployed", make) / "bin"
+
+
+def test_the_wheel_holds_the_code_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        found = {name for name in archive.namelist() if ".dist-info/" not in name}
+        licensed = any(name.endswith("licenses/LICENSE") for name in archive.namelist())
+    own = {str(path.relative_to(ROOT)) for path in (ROOT / "tfexport").rglob("*.py")}
+    models = {f"tfexport/{path.relative_to(ROOT)}" for path in (ROOT / "models").glob("*.py")}
+    assert found == own | models | {"tfexport/py.typed"}
+    assert licensed
+
+
+def test_the_command_works_without_torch_and_onnx(deployed: Path, tmp_path: Path) -> None:
+    listed = {row["name"] for row in json.loads(run(deployed / "pip", "list", "--format", "json"))}
+    assert not listed & {"torch", "onnx", "onnxscript", "onnx-ir", "safetensors", "transformers"}
+    for module in ("torch", "onnx"):
+        code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is not None)"
+        run(deployed / "python", "-c", code)
+    assert "Commands:" in run(deployed / "tfexport", "--help")
+    found = json.loads(run(deployed / "tfexport", "doctor", "--json"))
+    assert [(b["name"], b["device"], b["problem"]) for b in found["backends"]] == [("ort", "cpu", "")]
+    assert found["problems"] == []
+
+
+def test_a_bundle_generates_without_torch_and_onnx(deployed: Path, dates_bundle: Path) -> None:
+    assert run(deployed / "tfexport", "generate", dates_bundle, TEXT, "--num-beams", "4") == f"{ISO}\n"
+    code = f"import tfexport; print(tfexport.load({str(dates_bundle)!r}).generate([{TEXT!r}])[0].text)"
+    assert run(deployed / "python", "-c", code) == f"{ISO}\n"
+    assert "encoder-decoder, fp32" in run(deployed / "tfexport", "inspect", dates_bundle)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "needs"),
+    [
+        (["onnx", "preset:tiny", "--output", "{tmp}/out"], "torch, which is not installed"),
+        (["inspect", "{bundle}/encoder.onnx"], "needs the onnx package"),
+        (["generate", "{bundle}", "x", "--backend", "eager"], "torch is not installed"),
+        (["verify", "{bundle}"], "torch, which is not installed"),
+    ],
+)
+def test_what_needs_the_export_extra_says_so(
+    deployed: Path, dates_bundle: Path, tmp_path: Path, arguments: list[str], needs: str
+) -> None:
+    command = [argument.format(tmp=tmp_path, bundle=dates_bundle) for argument in arguments]
+    done = subprocess.run([deployed / "tfexport", *command], capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert done.stderr.startswith("error: ")
+    assert needs in done.stderr
+    assert "pip install 'tfexport[export]'" in done.stderr
