@@ -60,7 +60,7 @@ def load_model(path: Path | str) -> Transformer:
     _check_files(directory)
     try:
         config = TransformerConfig.from_dict(_parse((directory / CONFIG).read_bytes()))
-        return _read_weights(directory / WEIGHTS, config)
+        return load_weights(directory / WEIGHTS, config)
     except OSError as error:
         raise CheckpointError(f"{directory} cannot be read: {error.strerror or error}") from error
 
@@ -147,7 +147,20 @@ def _parse(raw: bytes) -> Any:
     return data
 
 
-def _read_weights(path: Path, config: TransformerConfig) -> Transformer:
+def load_weights(path: Path, config: TransformerConfig) -> Transformer:
+    """Read a weight file for a known configuration; see `load_model`.
+
+    Args:
+        path: of a safetensors file with the canonical names.
+        config: of the model to fill.
+
+    Returns:
+        The model in eval mode, float32, on the CPU; it owns its memory.
+
+    Raises:
+        CheckpointError: the file is damaged or a pickle; the weights do not fit
+            the configuration (all of them listed) or are not finite.
+    """
     try:
         with safe_open(path, "pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118, no mapping

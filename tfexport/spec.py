@@ -13,6 +13,7 @@ from typing import Literal
 
 from tfexport.config import Config, Form, Precision, TokenIds, TransformerConfig
 
+WEIGHTS = "weights.safetensors"
 ENCODER = "encoder"
 DECODER: dict[Form, str] = {"concat": "decoder", "static": "decoder_static"}
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from tfexport.config import Precision
 from tfexport.runtime.session import Floats, Ids, Mask, Session
 from tfexport.spec import ModelSpec
-from tfexport.verify.report import TOLERANCE, Numbers
+from tfexport.verify.report import Numbers
 
 LONGEST_SOURCE, LONGEST_TARGET = 48, 24
 
@@ -80,14 +79,14 @@ def step_logits(session: Session[Any], batch: Batch) -> Floats:
     return np.stack(steps, 1)
 
 
-def compare(stage: str, expected: Sequence[Floats], got: Sequence[Floats], precision: Precision) -> Numbers:
+def compare(stage: str, expected: Sequence[Floats], got: Sequence[Floats], tolerance: float) -> Numbers:
     """Find the worst difference over batches.
 
     Args:
         stage: named in the result.
         expected: of the eager model, one array a batch.
         got: of the stage, equal shapes; NaN counts as the worst.
-        precision: chooses the tolerance.
+        tolerance: largest difference allowed, as a share of the largest value.
     """
     worst, place = -1.0, "nowhere"
     scale = max(float(np.abs(array).max()) for array in expected)
@@ -99,4 +98,4 @@ def compare(stage: str, expected: Sequence[Floats], got: Sequence[Floats], preci
             worst, place = here, f"batch {number}, row {index[0]}, position {index[1]}, entry {index[2]}"
         if here != here:
             break
-    return Numbers(stage, worst / scale, worst, TOLERANCE[precision], place)
+    return Numbers(stage, worst / scale, worst, tolerance, place)
