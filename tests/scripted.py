@@ -32,12 +32,14 @@ class ScriptedSession:
     """Answers with `script(source, history)` [vocab], where the history begins with the start token.
 
     Attributes:
+        encoded: shape of each source batch.
         steps: for each step the number of rows and of candidates asked for.
     """
 
     vocab: int
     script: Script
     max_target_length: int = 16
+    encoded: list[tuple[int, ...]] = field(default_factory=list)
     steps: list[tuple[int, int]] = field(default_factory=list)
     backend: str = "scripted"
 
@@ -58,6 +60,7 @@ class ScriptedSession:
 
     def encode(self, source_ids: Ids, source_mask: Mask) -> ScriptedState:
         check_source(self.spec, source_ids, source_mask)
+        self.encoded.append(source_ids.shape)
         sources = [tuple(ids[mask].tolist()) for ids, mask in zip(source_ids, source_mask, strict=True)]
         return ScriptedState(len(sources), len(sources), 0, sources, [()] * len(sources))
 
@@ -74,7 +77,7 @@ class ScriptedSession:
         return Candidates(
             token_ids,
             np.take_along_axis(logits, token_ids, 1).astype(np.float32),
-            np.log(np.exp(logits).sum(1)).astype(np.float32),
+            np.array([np.log(np.exp(row).sum()) for row in logits], np.float32),
         )
 
     def reorder(self, state: ScriptedState, rows: Ids) -> None:

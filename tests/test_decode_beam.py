@@ -85,6 +85,17 @@ def test_early_stopping(early_stopping: bool | str, steps: int, expected: tuple[
     assert (len(session.steps), found[0].token_ids) == (steps, expected)
 
 
+def test_never_judges_by_the_present_length_where_length_costs() -> None:
+    # After two tokens the places hold log .06 = -2.81 and log(.9 · .05) · 2 = -6.20; the running beam would score
+    # log(.9 · .6) · 16 = -9.86 at the limit, but scores log(.9 · .6) · 2 = -1.23 now and -2.17 with its end.
+    rows = {(): {3: 0.9, EOS: 0.06}, (3,): {5: 0.6, EOS: 0.05}, (3, 5): {EOS: 0.9}}
+    script = table(40, rows)
+    session = ScriptedSession(40, lambda source, history: script(source, history if history[1:] in rows else (START,)))
+    config = DecodeConfig(num_beams=2, max_new_tokens=16, early_stopping="never", length_penalty=-1.0)
+    best = decode(session, [[9]], config)[0][0]
+    assert (best.token_ids, best.score) == ((3, 5, EOS), pytest.approx(math.log(0.9 * 0.6 * 0.9) * 3))
+
+
 def test_enough_beams_find_the_best_of_all() -> None:
     vocab, length = 5, 3
     script = drawn(vocab, eos_bias=-99)
@@ -138,6 +149,12 @@ def test_fewer_hypotheses_where_bans_leave_fewer() -> None:
     assert [hypothesis.token_ids for hypothesis in found] == [(5,)]
     with pytest.raises(InputError, match="text 0 has no token to choose from after 0 new ones"):
         decode(ScriptedSession(6, drawn(6)), [[9]], replace(config, suppress_tokens=(0, 1, 2, 3, 4, 5)))
+
+
+def test_equal_scores_come_in_order_of_beam_and_id() -> None:
+    config = DecodeConfig(num_beams=10, num_return_sequences=10, max_new_tokens=2)
+    found = decode(ScriptedSession(40, lambda *_: np.zeros(40)), [[9]], replace(config, suppress_tokens=(EOS,)))[0]
+    assert [hypothesis.token_ids for hypothesis in found] == [(0, token) for token in (0, 1, *range(3, 11))]
 
 
 @given(sources=SOURCES, config=CONFIGS, batch_size=st.integers(1, 8), order=st.randoms())

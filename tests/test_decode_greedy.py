@@ -106,7 +106,8 @@ def test_banned_by_the_model_is_not_broken() -> None:
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 5, 1.0), (1.5, 0, 0.8), (2.0, 12, 0.5), (1.0, 3, 0.05)]
+    ("temperature", "top_k", "top_p"),
+    [(1.0, 0, 1.0), (0.7, 5, 1.0), (1.5, 0, 0.8), (2.0, 12, 0.5), (1.0, 3, 0.05), (1.0, 3, 1e-20)],
 )
 def test_samples_are_drawn_from_the_distribution_of_hugging_face(temperature: float, top_k: int, top_p: float) -> None:
     logits = np.random.default_rng(0).normal(size=(300, 20)).astype(np.float32) * 2
@@ -135,15 +136,22 @@ def test_samples_follow_their_probabilities() -> None:
             assert sample.log_prob == pytest.approx(math.log({3: 0.6, 4: 0.3, 5: 0.1}[sample.token_ids[0]]), abs=1e-5)
 
 
-@given(sources=SOURCES, batch_size=st.integers(1, 8), seed=st.integers(0, 99))
+@given(sources=SOURCES, batch_size=st.integers(1, 8), mate=st.integers(3, 99))
 @settings(max_examples=40, deadline=None)
-def test_a_sample_depends_on_seed_and_place_only(sources: list[list[int]], batch_size: int, seed: int) -> None:
+def test_a_sample_depends_on_seed_and_place_only(sources: list[list[int]], batch_size: int, mate: int) -> None:
     session = ScriptedSession(9, drawn(9))
-    found = decode(session, sources, SAMPLING, batch_size=batch_size)
-    assert found == decode(session, sources, SAMPLING)
+    found = decode(session, sources, SAMPLING)
+    assert_same(decode(session, sources, SAMPLING, batch_size=batch_size), found)
     # The last text in its place, behind other batch mates.
-    others = [[3 + seed]] * (len(sources) - 1)
-    assert found[-1] == decode(session, [*others, sources[-1]], SAMPLING, batch_size=3)[-1]
+    mates = [[mate]] * (len(sources) - 1)
+    assert_same(decode(session, [*mates, sources[-1]], SAMPLING, batch_size=3)[-1:], found[-1:])
+
+
+def assert_same(found: list[list[Hypothesis]], expected: list[list[Hypothesis]]) -> None:
+    """Compare ids exactly and scores but for the last bits, which numpy computes by place in the array."""
+    for samples, others in zip(found, expected, strict=True):
+        assert [sample.token_ids for sample in samples] == [sample.token_ids for sample in others]
+        np.testing.assert_allclose([sample.score for sample in samples], [sample.score for sample in others], rtol=1e-6)
 
 
 def test_samples_differ_between_seeds_texts_and_numbers() -> None:

@@ -84,6 +84,11 @@ def test_order_progress_and_nothing_to_do(session: ScriptedSession) -> None:
     assert decode(session, [], DecodeConfig()) == []
 
 
+def test_texts_of_like_length_go_together(session: ScriptedSession) -> None:
+    decode(session, [[3] * length for length in (1, 9, 2, 8, 5)], DecodeConfig(), batch_size=2)
+    assert session.encoded == [(2, 9), (2, 5), (1, 1)]
+
+
 def test_numpy_ids_are_ids(session: ScriptedSession) -> None:
     found = decode(session, [np.array([5, 6])], DecodeConfig(), prefixes=[np.array([3], np.int32)])  # type: ignore[list-item]
     assert found == decode(session, [[5, 6]], DecodeConfig(), prefixes=[[3]])
