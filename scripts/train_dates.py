@@ -18,7 +18,7 @@ from pathlib import Path
 import click
 import numpy as np
 import torch
-from dates_corpus import DAYS, FIRST, LAST, LOCALES, Example, Format, draw, formats, roughen
+from dates_corpus import FIRST, LAST, LOCALES, Example, Format, draw, formats, roughen
 from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from torch import Tensor
@@ -39,12 +39,10 @@ def build_tokenizer(forms: Sequence[Format], samples: int = 60_000) -> Tokenizer
     rng = np.random.default_rng(0)
     tokenizer = Tokenizer(models.WordLevel(unk_token="<unk>"))
     # NFKC turns typographic spaces and full-width digits into plain ones; direction marks say nothing.
-    tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.NFKC(), normalizers.Replace(Regex("[\u200e\u200f]"), "")]
-    )
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex("[\u200e\u200f]"), "")])
     texts = (draw(rng, tuple(forms), held_out_dates=False).text for _ in range(samples))
     seen = {c for text in texts for cased in (text, text.lower(), text.upper()) for c in cased}
-    normal = {c for c in tokenizer.normalizer.normalize_str("".join(sorted(seen)))}
+    normal = set(tokenizer.normalizer.normalize_str("".join(sorted(seen))))
     vocabulary = SPECIAL + sorted(normal | set("0123456789-"))
     tokenizer.model = models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token="<unk>")
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -163,7 +161,9 @@ def train(output: Path, steps: int, batch_size: int, peak: float, seed: int) -> 
     model.train()
     began, losses = time.monotonic(), []
     with click.progressbar(
-        range(first, steps), label="training", item_show_func=lambda _: f"loss {np.mean(losses[-50:]):.4f}" if losses else ""
+        range(first, steps),
+        label="training",
+        item_show_func=lambda _: f"loss {np.mean(losses[-50:]):.4f}" if losses else "",
     ) as bar:
         for step in bar:
             for group in optimizer.param_groups:
@@ -179,15 +179,25 @@ def train(output: Path, steps: int, batch_size: int, peak: float, seed: int) -> 
             if (step + 1) % 250 == 0 or step + 1 == steps:
                 minutes = spent + (time.monotonic() - began) / 60
                 exact, _ = accuracy(check, read_dates(model, tokenizer, check))
-                click.echo(f"\nstep {step + 1}: loss {np.mean(losses[-50:]):.4f}, held-out exact {exact:.2f} %, {minutes:.1f} min")
+                click.echo(
+                    f"\nstep {step + 1}: loss {np.mean(losses[-50:]):.4f}, held-out exact {exact:.2f} %, "
+                    f"{minutes:.1f} min"
+                )
                 model.train()
-                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1, "minutes": minutes}
+                state = {
+                    "model": model.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                    "step": step + 1,
+                    "minutes": minutes,
+                }
                 torch.save(state, checkpoint.with_suffix(".tmp"))
                 os.replace(checkpoint.with_suffix(".tmp"), checkpoint)
     return model.eval(), tokenizer, spent + (time.monotonic() - began) / 60
 
 
-def write_card(path: Path, seen: tuple[float, dict[str, float]], unseen: tuple[float, dict[str, float]], facts: str) -> None:
+def write_card(
+    path: Path, seen: tuple[float, dict[str, float]], unseen: tuple[float, dict[str, float]], facts: str
+) -> None:
     """Write the model card."""
     rows = "\n".join(
         f"| {locale} | {seen[1][locale]:.1f} | {f'{unseen[1][locale]:.1f}' if locale in unseen[1] else '–'} |"

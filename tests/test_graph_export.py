@@ -245,23 +245,27 @@ def test_a_model_that_does_not_trace_is_one_line() -> None:
 
 def test_the_contract_check_lists_every_difference(post: Path, tmp_path: Path) -> None:
     model = onnx.load(str(post / "decoder_static.onnx"), load_external_data=False)
-    model.graph.output[0].type.tensor_type.elem_type = onnx.TensorProto.FLOAT16
     model.graph.input[0].name = "tokens"
     for node in model.graph.node:
         for index, name in enumerate(node.input):
             node.input[index] = "tokens" if name == "target_ids" else name
         if node.op_type == "Attention" and node.input[3]:
-            node.attribute.append(onnx.helper.make_attribute("is_causal", 1))
+            next(attribute for attribute in node.attribute if attribute.name == "is_causal").i = 1
     (tmp_path / "weights.safetensors").write_bytes((post / "weights.safetensors").read_bytes())
     onnx.save(model, str(tmp_path / "decoder_static.onnx"))
     spec = open_bundle(post).manifest.spec
     with pytest.raises(GraphError) as caught:
         check_graph(tmp_path / "decoder_static.onnx", decoder_graph(spec, "static"))
     message = str(caught.value)
-    if "not valid ONNX" not in message:
-        assert "input tokens int64 [rows, target_len] is not in the contract" in message
-        assert "input target_ids int64 [rows, target_len] is missing" in message
-        assert "uses is_causal, past and present or nonpad_kv_seqlen" in message
+    assert "input tokens int64 [rows, target_len] is not in the contract" in message
+    assert "input target_ids int64 [rows, target_len] is missing" in message
+    assert "uses is_causal, past and present or nonpad_kv_seqlen" in message
+
+
+def test_a_graph_that_is_not_onnx_is_one_line(post: Path, tmp_path: Path) -> None:
+    (tmp_path / "decoder.onnx").write_bytes((post / "decoder.onnx").read_bytes()[:1000])
+    with pytest.raises(GraphError, match=r"^decoder\.onnx: not valid ONNX: "):
+        check_graph(tmp_path / "decoder.onnx", decoder_graph(open_bundle(post).manifest.spec, "concat"))
 
 
 def greedy_by_hand(bundle: Path, source: list[int], steps: int) -> Iterator[int]:

@@ -2,24 +2,49 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from tests import tiny
-from tfexport.config import TransformerConfig
+from tfexport.config import Form, TransformerConfig
 from tfexport.errors import BackendError, InputError
+from tfexport.graph.write import write_graphs
 from tfexport.models.transformer import Transformer
 from tfexport.runtime.eager import EagerSession
+from tfexport.runtime.ort import OrtSession
 from tfexport.runtime.session import Candidates, Ids, Mask, Session
+from tfexport.spec import ModelSpec
 
 MakeSession = Callable[[Transformer], Session]  # type: ignore[type-arg]
+Once = Callable[[str, Callable[[Path], object]], Path]
+
+
+def ort_session(model: Transformer, form: Form, once: Once) -> Session:  # type: ignore[type-arg]
+    """Export a model once for all workers and tests, and open it in ONNX Runtime."""
+    spec = ModelSpec.of(model.config, "fp32")
+    weights = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters()))
+    weights.update(json.dumps(model.config.to_dict()).encode())
+
+    def make(path: Path) -> None:
+        path.mkdir()
+        write_graphs(model, spec, path, forms=("concat", "static"), opset=18, report=lambda line: None)
+
+    graphs = {path.stem: path for path in once(f"graphs-{weights.hexdigest()[:16]}", make).glob("*.onnx")}
+    return OrtSession(graphs, spec, form if spec.has_decoder else None, threads=1)
+
+
 # A new backend is one line here: its name, and how a model becomes a session.
-BACKENDS: dict[str, MakeSession] = {
-    "eager": EagerSession,
+BACKENDS: dict[str, Callable[[Transformer, Once], Session]] = {  # type: ignore[type-arg]
+    "eager": lambda model, once: EagerSession(model),
+    "ort concat": lambda model, once: ort_session(model, "concat", once),
+    "ort static": lambda model, once: ort_session(model, "static", once),
 }
 ATOL = 2e-5
 CONFIGS = {
@@ -29,8 +54,8 @@ CONFIGS = {
 
 
 @pytest.fixture(params=BACKENDS)
-def make_session(request: pytest.FixtureRequest) -> MakeSession:
-    return BACKENDS[request.param]
+def make_session(request: pytest.FixtureRequest, once: Once) -> MakeSession:
+    return lambda model: BACKENDS[request.param](model, once)
 
 
 @pytest.fixture(params=CONFIGS)

@@ -36,7 +36,20 @@ _HOME = {
     "InputError": "errors",
     "ParityError": "errors",
 }
-__all__ = sorted(_HOME)
+__all__ = [
+    "BackendError",
+    "BundleError",
+    "CheckpointError",
+    "ConfigError",
+    "DecodeConfig",
+    "GraphError",
+    "InputError",
+    "Model",
+    "ParityError",
+    "Result",
+    "TfexportError",
+    "load",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 import types
 import typing
@@ -52,6 +53,11 @@ def _options(kind: Any) -> tuple[Any, ...]:
     return typing.get_args(kind) if is_union else (kind,)
 
 
+@functools.cache
+def _hints(cls: Any) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
 def _spell(kind: Any) -> str:
     if len(_options(kind)) > 1:
         return " or ".join(_spell(option) for option in _options(kind))
@@ -71,7 +77,7 @@ def _read(cls: type, data: object, prefix: str, problems: list[str]) -> Any:
     if not isinstance(data, dict):
         problems.append(f"{prefix.rstrip('.') or 'the file'} is {data!r}, expected an object")
         return None
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}
     before = len(problems)
     problems += [f"unknown key {prefix}{key}" for key in data if key not in fields]
@@ -126,11 +132,9 @@ class Config:
         return dataclasses.asdict(typing.cast(Any, self))
 
     def _check_types(self) -> list[str]:
-        hints = typing.get_type_hints(type(self))
+        hints = _hints(typing.cast(Any, type(self)))
         found = (
-            _type_problem(name, getattr(self, name), kind)
-            for name, kind in hints.items()
-            if not name.startswith("_")
+            _type_problem(name, getattr(self, name), kind) for name, kind in hints.items() if not name.startswith("_")
         )
         return [problem for problem in found if problem]
 
@@ -345,12 +349,16 @@ class ExportConfig(Config):
             if self.opset not in CONCAT_OPSETS:
                 problems.append(f"opset is {self.opset}, expected {CONCAT_OPSETS[0]} to {CONCAT_OPSETS[-1]}")
             if not self.forms or len(set(self.forms)) != len(self.forms):
-                problems.append(f"forms is {', '.join(self.forms) or 'empty'}, expected concat, static or both, once each")
+                problems.append(
+                    f"forms is {', '.join(self.forms) or 'empty'}, expected concat, static or both, once each"
+                )
             problems += [
                 f"{name} is {value}, expected 1 or more"
                 for name in ("max_source_length", "max_target_length")
                 if (value := getattr(self, name)) is not None and value < 1
             ]
+            if self.seed < 0:
+                problems.append(f"seed is {self.seed}, expected 0 or more")
         raise_all(ConfigError, "export", problems)
 
 

@@ -240,7 +240,9 @@ class Model:
 
     def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
-            raise InputError("this bundle has no tokenizer; use generate_ids, or put tokenizer.json into the model directory")
+            raise InputError(
+                "this bundle has no tokenizer; use generate_ids, or put tokenizer.json into the model directory"
+            )
         return self.tokenizer
 
 

@@ -99,7 +99,7 @@ class GraphSpec:
 
 
 def key_value_names(prefix: str, layers: int) -> list[str]:
-    """Name the caches of all layers: prefix_key.0, prefix_value.0, prefix_key.1, …"""
+    """Name the caches of all layers: prefix_key.0, prefix_value.0, prefix_key.1 and so on."""
     return [f"{prefix}_{part}.{layer}" for layer in range(layers) for part in ("key", "value")]
 
 

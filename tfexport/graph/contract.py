@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 import onnx
 
 from tfexport.errors import GraphError, raise_all
-from tfexport.spec import GraphSpec, TensorSpec
+from tfexport.spec import DType, GraphSpec, TensorSpec
 
 # Attributes and inputs of Attention that some runtimes drop without a word and then compute something else.
 FORBIDDEN_ATTENTION_INPUTS = 4
@@ -48,7 +49,7 @@ def _read(value: onnx.ValueInfoProto) -> TensorSpec:
     name = onnx.TensorProto.DataType.Name(tensor.elem_type).lower()
     dtype = {"float": "float32"}.get(name, name)
     shape = tuple(dim.dim_param if dim.HasField("dim_param") else dim.dim_value for dim in tensor.shape.dim)
-    return TensorSpec(value.name, dtype, shape)  # type: ignore[arg-type]
+    return TensorSpec(value.name, cast(DType, dtype), shape)
 
 
 def _spell(tensor: TensorSpec) -> str:

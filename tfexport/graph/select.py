@@ -22,9 +22,11 @@ def append_selection(model: ir.Model) -> None:
     assert logits.name == LOGITS
     count = ir.val(NUM_CANDIDATES, ir.DataType.INT64, [1])
     top = ir.Node("", "TopK", [logits, count], [ir.AttrInt64("axis", -1), ir.AttrInt64("sorted", 1)], num_outputs=2)
-    axes = ir.Value(name="log_normalizer_axes", const_value=ir.tensor(np.array([-1], np.int64), name="log_normalizer_axes"))
+    axes = ir.Value(
+        name="log_normalizer_axes", const_value=ir.tensor(np.array([-1], np.int64), name="log_normalizer_axes")
+    )
     total = ir.Node("", "ReduceLogSumExp", [logits, axes], [ir.AttrInt64("keepdims", 1)])
-    named = [
+    named: list[tuple[ir.Value, str, ir.DataType, str | int]] = [
         (top.outputs[1], CANDIDATE_IDS, ir.DataType.INT64, "num_candidates"),
         (top.outputs[0], CANDIDATE_LOGITS, ir.DataType.FLOAT, "num_candidates"),
         (total.outputs[0], LOG_NORMALIZER, ir.DataType.FLOAT, 1),

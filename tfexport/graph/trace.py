@@ -11,7 +11,7 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 from unittest import mock
 
 import onnx_ir as ir
@@ -44,9 +44,7 @@ class EncoderDecoder(Protocol):
         """Return each decoder layer's cross-attention keys and values, [batch, heads, source_len, …]."""
         ...
 
-    def decode_step(
-        self, target_ids: Tensor, source_mask: Tensor, cross: Sequence[KeyValue], cache: Cache
-    ) -> Tensor:
+    def decode_step(self, target_ids: Tensor, source_mask: Tensor, cross: Sequence[KeyValue], cache: Cache) -> Tensor:
         """Return the last position's logits, float32 [rows, vocab]; hand new keys and values to `cache`."""
         ...
 
@@ -77,7 +75,7 @@ class StaticCache:
         return self.present[-1]
 
     def _scatter(self, buffer: Tensor, new: Tensor) -> Tensor:
-        written = torch.onnx.ops.symbolic(
+        return torch.onnx.ops.symbolic(
             "TensorScatter",
             (buffer, new, self.cache_lengths),
             {"axis": 2, "mode": "linear"},
@@ -85,7 +83,6 @@ class StaticCache:
             shape=buffer.shape,
             version=STATIC_OPSET,
         )
-        return cast(Tensor, written)
 
 
 def fused_attend(
@@ -195,16 +192,22 @@ def _trace(
     try:
         with _quiet(), torch.no_grad():
             program = torch.onnx.export(
-                module, arguments, dynamo=True, opset_version=opset, dynamic_shapes=dynamic, optimize=True, verbose=False
+                module,
+                arguments,
+                dynamo=True,
+                opset_version=opset,
+                dynamic_shapes=dynamic,
+                optimize=True,
+                verbose=False,
             )
     except Exception as error:
-        reason = str(error).strip().splitlines()
+        reason = (str(error).strip().splitlines() or ["no reason given"])[0]
         raise GraphError(
-            f"{subject}: the model does not trace ({type(error).__name__}: {reason[0] if reason else 'no reason given'}); "
+            f"{subject}: the model does not trace ({type(error).__name__}: {reason}); "
             "remove branches on tensor values and Python state from encode and decode_step"
         ) from error
     assert program is not None
-    model = cast(ir.Model, program.model)
+    model = program.model
     _name(model, [specs[name] for group in groups for name in ([group] if isinstance(group, str) else group)], contract)
     return model
 
@@ -260,5 +263,3 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
-
-

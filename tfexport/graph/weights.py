@@ -49,18 +49,24 @@ def write_weights(path: Path, parameters: Mapping[str, torch.Tensor], graphs: It
         assert tensor is not None
         begin, end = offsets[name]
         value.const_value = ir.ExternalTensor(
-            path.name, begin, end - begin, tensor.dtype, shape=tensor.shape, name=value.name or "", base_dir=path.parent
+            path.name,
+            begin,
+            end - begin,
+            tensor.dtype,
+            shape=ir.Shape(tensor.shape.numpy()),
+            name=value.name or "",
+            base_dir=path.parent,
         )
 
 
 def _digest(tensor: ir.TensorProtocol) -> Digest:
-    return tensor.dtype.name, tuple(map(int, tensor.shape)), hashlib.sha256(tensor.tobytes()).digest()
+    return tensor.dtype.name, tuple(tensor.shape.numpy()), hashlib.sha256(tensor.tobytes()).digest()
 
 
 def _digest_torch(tensor: torch.Tensor) -> Digest:
     dtype = {torch.float32: "FLOAT", torch.float16: "FLOAT16", torch.bfloat16: "BFLOAT16"}[tensor.dtype]
     raw = tensor.view(torch.uint8) if tensor.dim() else tensor[None].view(torch.uint8)
-    return dtype, tuple(tensor.shape), hashlib.sha256(raw.numpy()).digest()
+    return dtype, tuple(tensor.shape), hashlib.sha256(raw.numpy().data).digest()
 
 
 def _offsets(path: Path) -> dict[str, tuple[int, int]]:

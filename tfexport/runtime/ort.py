@@ -102,10 +102,10 @@ class OrtSession:
         """
         if spec.precision == "bf16":
             raise BackendError(
-                "ort: ONNX Runtime has no bfloat16 kernels on the CPU; use a bundle exported with --precision fp32 or fp16"
+                "ort: ONNX Runtime has no bfloat16 kernels on the CPU; use a bundle exported with fp32 or fp16"
             )
         self.spec, self.form = spec, form
-        self._encoder = _load(graphs[ENCODER], threads)
+        self._encoder: ort.InferenceSession | None = _load(graphs[ENCODER], threads)
         self._decoder = None if form is None else _load(graphs[DECODER[form]], threads)
 
     def encode(self, source_ids: Ids, source_mask: Mask) -> OrtState:
@@ -127,8 +127,7 @@ class OrtSession:
             bound = self._bind(state, target_ids.shape[1], num_candidates)
         bound.target_ids[:] = target_ids
         bound.cache_lengths[:] = state.past_len
-        assert self._decoder is not None
-        _run(self._decoder, bound.io)
+        _run(_open(self._decoder), bound.io)
         state.past_len += target_ids.shape[1]
         state.binding = None if state.cache.advance(bound.io) else bound
         return Candidates(bound.token_ids.copy(), bound.logits.copy(), bound.log_normalizer[:, 0].copy())
@@ -156,23 +155,23 @@ class OrtSession:
 
     def close(self) -> None:
         """Free the graphs; the session cannot be used afterwards."""
-        del self._encoder, self._decoder
+        self._encoder = self._decoder = None
 
     def _run_encoder(self, source_ids: Ids, source_mask: Mask, outputs: list[str]) -> list[ort.OrtValue]:
-        io = self._encoder.io_binding()
+        encoder = _open(self._encoder)
+        io = encoder.io_binding()
         inputs = {SOURCE_IDS: ort_value(source_ids), SOURCE_MASK: ort_value(source_mask)}
         for name, value in inputs.items():
             io.bind_ortvalue_input(name, value)
         for name in outputs:
             io.bind_output(name)
-        _run(self._encoder, io)
+        _run(encoder, io)
         return list(io.get_outputs())
 
     def _bind(self, state: OrtState, target_len: int, num_candidates: int) -> _Binding:
-        assert self._decoder is not None
         rows = state.rows
         bound = _Binding(
-            self._decoder.io_binding(),
+            _open(self._decoder).io_binding(),
             source_mask=state.source_mask,
             num_candidates=np.array([num_candidates], np.int64),
             target_ids=np.empty((rows, target_len), np.int64),
@@ -192,11 +191,21 @@ class OrtSession:
             bound.io.bind_ortvalue_input(name, ort_value(array))
         for name, value in state.cross.items():
             bound.io.bind_ortvalue_input(name, value)
-        outputs = {CANDIDATE_IDS: bound.token_ids, CANDIDATE_LOGITS: bound.logits, LOG_NORMALIZER: bound.log_normalizer}
+        outputs: dict[str, NDArray[Any]] = {
+            CANDIDATE_IDS: bound.token_ids,
+            CANDIDATE_LOGITS: bound.logits,
+            LOG_NORMALIZER: bound.log_normalizer,
+        }
         for name, array in outputs.items():
             bound.io.bind_ortvalue_output(name, ort_value(array))
         state.cache.bind(bound.io)
         return bound
+
+
+def _open(session: ort.InferenceSession | None) -> ort.InferenceSession:
+    if session is None:
+        raise BackendError("ort: this session is closed; load the bundle again")
+    return session
 
 
 def _load(path: Path, threads: int | None) -> ort.InferenceSession:

@@ -160,7 +160,9 @@ def check_target(spec: ModelSpec, state: State, target_ids: Ids, num_candidates:
             "lower max_new_tokens, or export with a larger --max-target-length if the model allows it"
         )
     if target_ids.min() < 0 or target_ids.max() >= spec.vocab:
-        raise InputError(f"target_ids reach from {target_ids.min()} to {target_ids.max()}, expected 0 … {spec.vocab - 1}")
+        raise InputError(
+            f"target_ids reach from {target_ids.min()} to {target_ids.max()}, expected 0 … {spec.vocab - 1}"
+        )
     if not 1 <= num_candidates <= spec.vocab:
         raise InputError(f"num_candidates is {num_candidates}, expected 1 … {spec.vocab}")
 

@@ -146,8 +146,7 @@ def _sessions(stages: Stages) -> Iterator[list[tuple[str, Session[Any]]]]:
     forms: Sequence[Form | None] = [form for form, name in DECODER.items() if name in stages.graphs] or [None]
     sessions: list[tuple[str, Session[Any]]] = []
     try:
-        for form in forms:
-            sessions.append((f"ort {form or 'encoder'}", open_ort(stages.graphs, stages.spec, form)))
+        sessions.extend((f"ort {form or 'encoder'}", open_ort(stages.graphs, stages.spec, form)) for form in forms)
         yield sessions
     finally:
         for _, session in sessions:

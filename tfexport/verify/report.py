@@ -42,7 +42,10 @@ class Numbers:
             return None
         if self.error != self.error:
             return f"{self.stage} gives NaN at {self.place}"
-        return f"{self.stage} differs by {self.error:.1e} of the largest value at {self.place}, the limit is {self.tolerance:.0e}"
+        return (
+            f"{self.stage} differs by {self.error:.1e} of the largest value at {self.place}, "
+            f"the limit is {self.tolerance:.0e}"
+        )
 
 
 @dataclass(frozen=True)
@@ -100,20 +103,23 @@ class Report:
     decodes: tuple[Decodes, ...]
 
     @property
+    def rungs(self) -> tuple[Numbers | Decodes, ...]:
+        """All rungs, from the foot of the ladder up."""
+        return (*self.numbers, *self.decodes)
+
+    @property
     def passed(self) -> bool:
         """Whether every rung passed."""
-        return all(rung.passed for rung in (*self.numbers, *self.decodes))
+        return all(rung.passed for rung in self.rungs)
 
     def problems(self) -> list[str]:
         """Say what failed, one entry a rung."""
-        return [problem for rung in (*self.numbers, *self.decodes) if (problem := rung.problem())]
+        return [problem for rung in self.rungs if (problem := rung.problem())]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON values; NaN becomes null."""
         report = dataclasses.asdict(self)
-        for rung, values in zip(
-            (*self.numbers, *self.decodes), (*report["numbers"], *report["decodes"]), strict=True
-        ):
+        for rung, values in zip(self.rungs, (*report["numbers"], *report["decodes"]), strict=True):
             values["passed"] = rung.passed
         for values in report["numbers"]:
             for key in ("error", "worst"):

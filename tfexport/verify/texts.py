@@ -99,7 +99,12 @@ def batch_mates(stage: str, session: Session[Any], sources: Sources, noise: floa
     # Batches are sorted by length, so equal lengths would need no padding: a large batch holds all lengths.
     together = decode_best(session, sources, 1, 64)
     return compare_decodes(
-        stage, "batch mates", eager, sources, alone, together, noise=noise, must_be_exact=session.spec.precision == "fp32"
+        stage,
+        "batch mates",
+        eager,
+        sources,
+        alone,
+        together,
+        noise=noise,
+        must_be_exact=session.spec.precision == "fp32",
     )
-
-
