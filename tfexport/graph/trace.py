@@ -11,7 +11,7 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 from unittest import mock
 
 import onnx_ir as ir
@@ -201,15 +201,22 @@ def _trace(
                 verbose=False,
             )
     except Exception as error:
-        reason = (str(error).strip().splitlines() or ["no reason given"])[0]
         raise GraphError(
-            f"{subject}: the model does not trace ({type(error).__name__}: {reason}); "
+            f"{subject}: the model does not trace ({_root_cause(error)}); "
             "remove branches on tensor values and Python state from encode and decode_step"
         ) from error
     assert program is not None
     model = program.model
     _name(model, [specs[name] for group in groups for name in ([group] if isinstance(group, str) else group)], contract)
     return model
+
+
+def _root_cause(error: BaseException) -> str:
+    """Spell what lies under the exporter's own wrapping: type and first line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    reason = (str(error).strip().splitlines() or ["no reason given"])[0]
+    return f"{type(error).__name__}: {reason}"
 
 
 def _sample(tensor: TensorSpec) -> Tensor:
