@@ -8,6 +8,7 @@ alone); the exporter takes the protocol, not the class.
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import warnings
 from collections.abc import Iterator, Sequence
@@ -261,11 +262,12 @@ def _name(model: ir.Model, inputs: Sequence[TensorSpec], contract: GraphSpec) ->
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Keep the exporter's own reports from the user's terminal; what fails is raised."""
-    logger = logging.getLogger("torch.onnx")
+    logger = logging.getLogger("torch")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
+    nowhere = io.StringIO()
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
             warnings.simplefilter("ignore")
             yield
     finally:

@@ -15,14 +15,14 @@ from tfexport.spec import ModelSpec
 from tfexport.verify.numbers import pad
 from tfexport.verify.report import Decodes
 
-NEW_TOKENS = 16
+NEW_TOKENS = 12
 METHODS = {"greedy": 1, "beam 4": 4}
 Sources = Sequence[Sequence[int]]
 Tokens = tuple[int, ...]
 
 
 def decode_best(session: Session[Any], sources: Sources, num_beams: int, batch_size: int) -> list[Hypothesis]:
-    """Decode the best hypothesis of every source, at most 16 tokens long."""
+    """Decode the best hypothesis of every source, at most 12 tokens long."""
     limit = min(NEW_TOKENS, session.spec.max_target_length)
     config = DecodeConfig(num_beams=num_beams, max_new_tokens=limit)
     return [best[0] for best in decode(session, sources, config, batch_size=batch_size)]
