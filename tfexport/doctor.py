@@ -119,7 +119,9 @@ class Diagnosis:
             else f"  {library.name:<20} {'not installed':<16} {library.install}"
             for library in self.libraries
         ]  # fmt: skip
-        backends = [f"  {b.name:<6} {b.device:<13} {b.problem or 'works'}" for b in self.backends]
+        # A session on the GPU is found here, but OrtSession does not ask for one yet: better said than silent.
+        works = {"cpu": "works", "cuda": "works, but this version of tfexport generates on the CPU"}
+        backends = [f"  {b.name:<6} {b.device:<13} {b.problem or works[b.device]}" for b in self.backends]
         problems = [line for p in self.problems for line in (f"  {p.what}", f"    → {p.fix}")]
         return [
             f"tfexport {self.tfexport}, Python {self.python}, {self.system}",
