@@ -70,8 +70,8 @@ def formats() -> tuple[Format, ...]:
     """List every pattern of every locale that names a full year.
 
     Two-digit years are left out: between 1900 and 2100 they name two or three
-    dates. One pair of locale and pattern in twelve is held out, never a
-    locale's first four.
+    dates. A few pairs of locale and pattern are held out, never one of
+    a locale's first four patterns.
     """
     found = []
     for name in LOCALES:

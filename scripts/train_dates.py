@@ -24,9 +24,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from torch import Tensor
 from torch.nn import functional as F
 
-from tfexport.config import StackConfig, TokenIds, TransformerConfig
-from tfexport.models.cache import ConcatCache
+from tfexport.config import DecodeConfig, StackConfig, TokenIds, TransformerConfig
+from tfexport.decode.batch import decode
 from tfexport.models.transformer import Transformer
+from tfexport.runtime.eager import EagerSession
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
 TOKENS = TokenIds(pad=0, start=1, eos=2, unk=3)
@@ -96,26 +97,12 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
     return peak * 0.5 * (1 + math.cos(math.pi * (step - WARMUP_STEPS) / (steps - WARMUP_STEPS)))
 
 
-@torch.no_grad()
 def read_dates(model: Transformer, tokenizer: Tokenizer, examples: Sequence[Example]) -> list[str]:
-    """Decode greedily, in batches."""
-    model.eval()
-    read = []
-    for first in range(0, len(examples), 250):
-        chunk = examples[first : first + 250]
-        source, target, _ = make_batch(tokenizer, [e.text for e in chunk], [e.iso for e in chunk])
-        mask = source != TOKENS.pad
-        ids, cross = target[:, :1], model.encode(source, mask)
-        past, out = model.empty_cache(ids).past, []
-        for _ in range(12):
-            cache = ConcatCache(past)
-            ids = model.decode_step(ids, mask, cross, cache).argmax(-1, keepdim=True)
-            past = cache.present
-            out.append(ids)
-        for row in torch.cat(out, 1).tolist():
-            end = row.index(TOKENS.eos) if TOKENS.eos in row else len(row)
-            read.append(tokenizer.decode(row[:end]))
-    return read
+    """Decode greedily, in batches; leaves the model in eval mode."""
+    texts = [example.text for example in examples]
+    sources = [encoding.ids for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)]
+    found = decode(EagerSession(model), sources, DecodeConfig(), batch_size=250)
+    return [tokenizer.decode(list(best.token_ids)) for (best,) in found]
 
 
 def evaluation_set(forms: Sequence[Format], per_locale: int, seed: int) -> list[Example]:
@@ -224,7 +211,7 @@ The script is `scripts/train_dates.py`, the corpus `scripts/dates_corpus.py`.
 
 ## Exact match on held-out data, greedy, in per cent
 
-One date in twenty is held out, in every format; `{sum(form.held_out for form in formats())}` pairs of locale and
+One date in twenty is held out, in every format; {sum(form.held_out for form in formats())} pairs of locale and
 pattern are held out with all their dates.
 
 | locale | held-out dates | held-out dates in held-out formats |
