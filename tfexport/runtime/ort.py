@@ -216,7 +216,10 @@ def _load(path: Path, threads: int | None) -> ort.InferenceSession:
     try:
         return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:
-        raise BackendError(f"ort: {path.name} does not load: {_first_line(error)}") from error
+        raise BackendError(
+            f"ort: {path.name} does not load in onnxruntime {ort.__version__}, which must be 1.25 or newer: "
+            f"{_first_line(error)}"
+        ) from error
 
 
 def _run(session: ort.InferenceSession, io: ort.IOBinding) -> None:
