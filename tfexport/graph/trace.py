@@ -239,7 +239,10 @@ def _name(model: ir.Model, inputs: Sequence[TensorSpec], contract: GraphSpec) ->
     """Give inputs and outputs the names and dimensions of the contract, and drop what tells of this machine."""
     for values, specs in ((model.graph.inputs, inputs), (model.graph.outputs, contract.outputs)):
         if len(values) != len(specs):
-            raise GraphError(f"the traced graph has {len(values)} inputs or outputs, expected {len(specs)}")
+            raise GraphError(
+                f"the traced graph has {len(values)} inputs or outputs, expected {len(specs)}; "
+                "make the number of layers in the specification and in the model agree"
+            )
         for value, tensor in zip(values, specs, strict=True):
             value.name = tensor.name
             value.shape = ir.Shape(tensor.shape)

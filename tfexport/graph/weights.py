@@ -12,6 +12,7 @@ import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import numpy as np
 import onnx_ir as ir
 import torch
 from safetensors.torch import save_file
@@ -26,7 +27,8 @@ def write_weights(path: Path, parameters: Mapping[str, torch.Tensor], graphs: It
         path: of the file, beside which the graphs will lie.
         parameters: of the model, by name, without tied duplicates.
         graphs: changed in place: initializers that equal a parameter become
-            references into the file; constants stay in the graph.
+            references into the file, those that equal its transpose become
+            transposed references; constants stay in the graph.
     """
     names: dict[Digest, str] = {}
     tensors: dict[str, torch.Tensor] = {}
@@ -35,6 +37,7 @@ def write_weights(path: Path, parameters: Mapping[str, torch.Tensor], graphs: It
         names.setdefault(_digest_torch(tensors[name]), name)
     external: list[tuple[ir.Value, str]] = []
     for graph in graphs:
+        _unfold_transposes(graph.graph, names)
         for value in graph.graph.initializers.values():
             tensor = value.const_value
             assert tensor is not None
@@ -57,6 +60,30 @@ def write_weights(path: Path, parameters: Mapping[str, torch.Tensor], graphs: It
             name=value.name or "",
             base_dir=path.parent,
         )
+
+
+def _unfold_transposes(graph: ir.Graph, names: Mapping[Digest, str]) -> None:
+    """Take back what the exporter does to a linear map over three axes: it stores a transposed copy of the weight."""
+    for value in list(graph.initializers.values()):
+        folded = value.const_value
+        if folded is None or len(folded.shape) != 2 or _digest(folded) in names:
+            continue
+        stored = ir.tensor(np.ascontiguousarray(folded.numpy().T), dtype=folded.dtype)
+        if _digest(stored) not in names:
+            continue
+        name = value.name or ""
+        weight = ir.Value(
+            name=f"{name}_stored",
+            type=ir.TensorType(stored.dtype),
+            shape=ir.Shape(stored.shape.numpy()),
+            const_value=stored,
+        )
+        turn = ir.Node("", "Transpose", [weight], [ir.AttrInt64s("perm", [1, 0])], num_outputs=1)
+        del graph.initializers[name]
+        graph.register_initializer(weight)
+        value.replace_all_uses_with(turn.outputs[0])
+        turn.outputs[0].name, turn.outputs[0].type = name, ir.TensorType(folded.dtype)
+        graph.insert_before(graph[0], turn)
 
 
 def _digest(tensor: ir.TensorProtocol) -> Digest:

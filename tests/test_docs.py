@@ -1,0 +1,262 @@
+"""README and docs tell the truth: their programs run, their commands parse, their tables say what the code says."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import re
+import shlex
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import pytest
+from click.testing import CliRunner
+
+import tfexport
+from tests.conftest import DATES, ROOT
+from tfexport.cli import main
+from tfexport.config import DecodeConfig
+from tfexport.decode.result import Hypothesis
+from tfexport.errors import ConfigError
+from tfexport.manifest import Manifest
+from tfexport.model import Result
+from tfexport.spec import ModelSpec, decoder_graph, encoder_graph
+from tfexport.verify import Decodes, Numbers, Report, VerifyConfig
+from tfexport.verify.report import TOLERANCE
+
+DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+OTHERS = [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "models" / "README.md", DATES / "README.md"]
+NUMBER = re.compile(r"-?\d+\.\d+(?:e-?\d+)?")
+
+
+class Block(NamedTuple):
+    """A fenced block, and the text block right behind it: what it prints."""
+
+    name: str
+    language: str
+    text: str
+    prints: str | None
+
+
+def blocks(path: Path) -> Iterator[Block]:
+    source = path.read_text(encoding="utf-8")
+    fences = list(re.finditer(r"^```(\w*)\n(.*?)^```\n", source, re.MULTILINE | re.DOTALL))
+    for number, fence in enumerate(fences):
+        behind = fences[number + 1] if number + 1 < len(fences) else None
+        is_output = behind is not None and behind.start() == fence.end() and behind[1] == "text"
+        line = source.count("\n", 0, fence.start()) + 1
+        prints = behind[2] if behind is not None and is_output else None
+        yield Block(f"{path.name}:{line}", fence[1], fence[2], prints)
+
+
+def table(path: Path, header: str) -> list[list[str]]:
+    """Return the rows of the one table whose first column has this header."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    (start,) = (i for i, line in enumerate(lines) if line.startswith(f"| {header} |"))
+    found = []
+    for line in lines[start + 2 :]:
+        if not line.startswith("|"):
+            break
+        found.append([cell.strip() for cell in line.strip("|").split("|")])
+    return found
+
+
+def code(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+EVERY = [block for path in DOCS for block in blocks(path)]
+PROGRAMS = [block for block in EVERY if block.language == "python" and block.text.startswith(("import ", "from "))]
+COMMANDS = [
+    (block.name, line.removeprefix("$ "))
+    for block in EVERY
+    for line in block.text.splitlines()
+    if line.startswith("$ tfexport ")
+]
+INLINE = [
+    (path.name, text) for path in DOCS for text in re.findall(r"`(tfexport [^`\n]+)`", path.read_text(encoding="utf-8"))
+]
+
+
+@pytest.fixture
+def workplace(dates_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stand where a reader does who has run the first commands of the README."""
+    (tmp_path / "build").mkdir()
+    (tmp_path / "build" / "dates").symlink_to(dates_bundle)
+    (tmp_path / "models").symlink_to(ROOT / "models")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("block", PROGRAMS, ids=[block.name for block in PROGRAMS])
+def test_every_program_runs_and_prints_what_it_says(block: Block, workplace: Path) -> None:
+    printed = io.StringIO()
+    with warnings.catch_warnings(), contextlib.redirect_stdout(printed):
+        warnings.simplefilter("ignore", ResourceWarning)  # as Python does outside of tests
+        exec(compile(block.text, block.name, "exec"), {"__name__": "__main__"})
+    if block.prints is not None:
+        assert same(printed.getvalue(), block.prints)
+
+
+def test_the_programs_were_found() -> None:
+    found = {block.name.partition(":")[0] for block in PROGRAMS}
+    assert found >= {"README.md", "graphs.md", "generation.md", "your-own-module.md"}
+    assert not [b.name for b in EVERY if b.language == "python" and b not in PROGRAMS]
+    assert len([block for block in PROGRAMS if block.prints]) >= 4
+
+
+def test_the_decoders_without_tfexport_are_short() -> None:
+    for name, limit in (("README.md", 40), ("graphs.md", 50)):
+        (program,) = (b for b in PROGRAMS if b.name.startswith(name) and "import onnxruntime" in b.text)
+        assert "tfexport" not in program.text
+        assert len(program.text.splitlines()) <= limit
+
+
+def same(left: str, right: str) -> bool:
+    """Say whether two texts are equal but for the last digits of numbers."""
+    if NUMBER.split(left) != NUMBER.split(right):
+        return False
+    pairs = zip(NUMBER.findall(left), NUMBER.findall(right), strict=True)
+    return all(float(a) == pytest.approx(float(b), rel=0.01, abs=1e-4) for a, b in pairs)
+
+
+@pytest.mark.parametrize("name", sorted({name for name, _ in COMMANDS}))
+def test_generate_prints_what_is_shown(name: str, workplace: Path) -> None:
+    """A block of a terminal: what stands behind `$ tfexport generate …` is what it prints."""
+    (block,) = (block for block in EVERY if block.name == name)
+    for session in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
+        line, _, shown = session.partition("\n")
+        words = shlex.split(line)
+        if words[:2] == ["tfexport", "generate"] and shown:
+            result = CliRunner().invoke(main, words[1:])
+            assert (result.exit_code, result.stderr) == (0, "")
+            assert same(result.stdout, shown), f"{line} prints:\n{result.stdout}"
+
+
+@pytest.mark.parametrize(("name", "line"), [*COMMANDS, *INLINE])
+def test_every_command_line_parses(name: str, line: str) -> None:
+    words = shlex.split(line, comments=True)[1:]
+    if words[0].startswith("-"):  # of the group, such as --version
+        assert words[0] in {option for p in main.get_params(click.Context(main)) for option in p.opts}
+        return
+    command = main.commands[words[0]]
+    context = click.Context(command)
+    given, rest, _ = command.make_parser(context).parse_args([w for w in words[1:] if "…" not in w and "..." not in w])
+    assert not rest
+    for parameter in command.params:
+        if (
+            parameter.name in given
+            and isinstance(parameter, click.Option)
+            and not isinstance(parameter.type, click.Path)
+        ):
+            parameter.type_cast_value(context, given[parameter.name])
+
+
+def test_command_lines_were_found() -> None:
+    assert {line.split()[1] for _, line in COMMANDS} >= {"onnx", "generate", "verify", "embed", "inspect"}
+
+
+@pytest.mark.parametrize("name", sorted(main.commands))
+def test_every_command_and_option_is_in_the_docs(name: str) -> None:
+    text = "\n".join(path.read_text(encoding="utf-8") for path in DOCS)
+    assert f"tfexport {name}" in text
+    decoding = {row[0].strip("`") for row in table(ROOT / "docs" / "generation.md", "option")}
+    for option in main.commands[name].params:
+        if isinstance(option, click.Option) and option.name not in decoding:
+            for spelled in (*option.opts, *option.secondary_opts):
+                assert re.search(rf"{spelled}(?![\w-])", text), f"{spelled} of tfexport {name}"
+    shown = CliRunner().invoke(main, [name, "--help"])
+    assert shown.exit_code == 0
+
+
+def anchors(path: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", [*DOCS, *OTHERS], ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text(encoding="utf-8")):
+        if not target.startswith(("http://", "https://")):
+            file, _, anchor = target.partition("#")
+            linked = path.parent / file if file else path
+            assert linked.exists(), target
+            assert not anchor or anchor in anchors(linked), target
+
+
+def test_every_document_is_linked_from_another() -> None:
+    linked = {
+        (path.parent / target.partition("#")[0]).resolve()
+        for path in DOCS
+        for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text(encoding="utf-8"))
+    }
+    assert set(DOCS[1:]) <= linked
+
+
+OPTIONS = {row[0].strip("`"): row for row in table(ROOT / "docs" / "generation.md", "option")}
+
+
+def test_the_options_and_their_defaults_are_those_of_the_code() -> None:
+    spelled = {None: "none", False: "false", (): "()"}
+    expected = {}
+    for field in dataclasses.fields(DecodeConfig):
+        value: Any = field.default
+        expected[field.name] = spelled[value] if value is None or value is False or value == () else str(value)
+    assert {name: row[1] for name, row in OPTIONS.items()} == expected
+
+
+@pytest.mark.parametrize("name", sorted(name for name, row in OPTIONS.items() if "true" not in row[2]))
+def test_the_ranges_of_the_options_are_those_of_the_code(name: str) -> None:
+    shown = OPTIONS[name][2]
+    for wrong in (-1000, 1000) if " to " in shown else (-1,):
+        value: Any = (wrong,) if name == "suppress_tokens" else wrong
+        with pytest.raises(ConfigError, match=f"expected {re.escape(shown)}"):
+            DecodeConfig(**{name: value})
+
+
+def test_the_fields_of_results_are_those_of_the_code() -> None:
+    rows = table(ROOT / "docs" / "generation.md", "field")
+    for cls in (Result, Hypothesis):
+        shown = {row[0].strip("`") for row in rows if cls.__name__ in row[1] or row[1] == "both"}
+        assert shown == {field.name for field in dataclasses.fields(cls)}
+
+
+def test_the_errors_are_those_of_the_code() -> None:
+    shown = {row[0].strip("`") for row in table(ROOT / "docs" / "generation.md", "error")}
+    assert shown == {name for name in tfexport.__all__ if name.endswith("Error")} - {"TfexportError"}
+
+
+def test_the_manifest_is_that_of_the_code() -> None:
+    shown = [row[0].strip("`") for row in table(ROOT / "docs" / "bundle.md", "field")]
+    assert shown == [*(field.name for field in dataclasses.fields(Manifest)), "self_sha256"]
+
+
+def test_the_tolerances_are_those_of_the_code() -> None:
+    rows = table(ROOT / "docs" / "verification.md", "precision")
+    assert {row[0].strip("`"): float(row[1]) for row in rows} == TOLERANCE
+
+
+def test_the_numbers_of_the_ladder_are_those_of_the_code() -> None:
+    text = " ".join((ROOT / "docs" / "verification.md").read_text(encoding="utf-8").split())
+    default, quick = VerifyConfig(), VerifyConfig.quick()
+    assert f"`--samples` (default {default.samples}; an export tries {quick.samples})" in text
+    assert f"`--seed` (default {default.seed})" in text
+    for cls, name in ((Report, "report"), (Numbers, "numbers"), (Decodes, "decodes")):
+        for field in dataclasses.fields(cls):
+            assert re.search(rf"[`( ]{field.name}[`,)]", text), f"{field.name} of {name}"
+
+
+def test_the_graphs_have_the_names_that_are_shown(dates_bundle: Path) -> None:
+    text = (ROOT / "docs" / "graphs.md").read_text(encoding="utf-8")
+    spec = tfexport.load(dates_bundle).spec
+    alone = ModelSpec(d_model=8, source_vocab=9, max_source_length=9, tokens=spec.tokens, precision="fp32")
+    graphs = [encoder_graph(spec), decoder_graph(spec, "concat"), decoder_graph(spec, "static"), encoder_graph(alone)]
+    tensors = [tensor for graph in graphs for tensor in (*graph.inputs, *graph.outputs)]
+    for name in {tensor.name.replace(".0", ".{i}").replace(".1", ".{i}") for tensor in tensors}:
+        assert f"`{name}`" in text
+    for dim in {dim for tensor in tensors for dim in tensor.shape if isinstance(dim, str)}:
+        assert all(f"| `{part}` |" in text for part in dim.split(" + "))
