@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,13 +14,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from tfexport.config import TransformerConfig
-from tfexport.errors import CheckpointError, ConfigError, raise_all
+from tfexport.errors import CheckpointError, raise_all
 from tfexport.models.transformer import Transformer
+from tfexport.smallfile import plain_problem, read_json
 from tfexport.staging import locked, publish, recover, temporary
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 TOKENIZER = "tokenizer.json"
+MANIFEST = "manifest.json"
 
 _DTYPES = ("F32", "F16", "BF16", "F64")
 _PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
@@ -57,9 +59,9 @@ def load_model(path: Path | str) -> Transformer:
         ConfigError: config.json has wrong values, all of them listed.
     """
     directory = Path(path)
-    _check_files(directory)
     try:
-        config = TransformerConfig.from_dict(_parse((directory / CONFIG).read_bytes()))
+        _check_files(directory)
+        config = TransformerConfig.from_dict(read_json(directory / CONFIG, CONFIG))
         return load_weights(directory / WEIGHTS, config)
     except OSError as error:
         raise CheckpointError(f"{directory} cannot be read: {error.strerror or error}") from error
@@ -124,27 +126,14 @@ def _check_files(directory: Path) -> None:
         raise CheckpointError(f"{directory} is {_PICKLE_REMEDY}")
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a model directory; expected one with {CONFIG} and {WEIGHTS}")
-    problems = [] if (directory / CONFIG).is_file() else [f"{CONFIG} is missing"]
-    if not (directory / WEIGHTS).is_file():
+    if (directory / MANIFEST).is_file() and not (directory / CONFIG).exists():
+        raise CheckpointError(f"{directory} is a bundle; expected the model directory that it was made from")
+    problems = [f"{name} {problem}" for name in (CONFIG, WEIGHTS) if (problem := plain_problem(directory / name))]
+    if problems:
         pickles = sorted(file.name for file in directory.iterdir() if file.suffix in _PICKLE_SUFFIXES)
-        problems.append(f"{WEIGHTS} is missing" + (f", and {pickles[0]} is {_PICKLE_REMEDY}" if pickles else ""))
+        is_unconverted = pickles and not os.path.lexists(directory / WEIGHTS)
+        problems[-1] += f", and {pickles[0]} is {_PICKLE_REMEDY}" if is_unconverted else "; write it with save_model"
     raise_all(CheckpointError, str(directory), problems)
-
-
-def _parse(raw: bytes) -> Any:
-    """Read JSON; a key given twice is an error, where Python would keep the last."""
-    duplicates: list[str] = []
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        duplicates.extend(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        return dict(pairs)
-
-    try:
-        data = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{CONFIG} is not JSON: {error}") from error
-    raise_all(ConfigError, CONFIG, [f"key {key} is given twice, expected once" for key in duplicates])
-    return data
 
 
 def load_weights(path: Path, config: TransformerConfig) -> Transformer:
@@ -160,7 +149,9 @@ def load_weights(path: Path, config: TransformerConfig) -> Transformer:
     Raises:
         CheckpointError: the file is damaged or a pickle; the weights do not fit
             the configuration (all of them listed) or are not finite.
+        OSError: the file cannot be read.
     """
+    path.open("rb").close()  # the library calls a file missing that it may not read
     try:
         with safe_open(path, "pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118, no mapping

@@ -241,7 +241,7 @@ def test_no_directory(tmp_path: Path) -> None:
 
 
 def test_both_files_missing(tmp_path: Path) -> None:
-    expected = f"{tmp_path}: config.json is missing; model.safetensors is missing"
+    expected = f"{tmp_path}: config.json is missing; model.safetensors is missing; write it with save_model"
     assert error_of(lambda: load_model(tmp_path), CheckpointError) == expected
 
 

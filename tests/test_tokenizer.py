@@ -200,7 +200,7 @@ def test_every_bad_text_is_named_at_once(dates: Tokenizer) -> None:
 
 
 def test_many_bad_texts_are_counted(dates: Tokenizer) -> None:
-    with pytest.raises(InputError, match=r"text 20 is empty; leave it out; and 80 texts more$"):
+    with pytest.raises(InputError, match=r"text 20 is empty; leave it out; and 80 more$"):
         dates.encode([""] * 100)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from tfexport.config import CONCAT_OPSETS, Backend, DecodeConfig, ExportConfig
-from tfexport.errors import InputError, ParityError, TfexportError
+from tfexport.errors import InputError, ParityError, TfexportError, printable
 
 if TYPE_CHECKING:
     from tfexport.model import Pooling
@@ -23,6 +23,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 EXIT_ERROR, EXIT_PARITY, EXIT_INTERRUPTED = 1, 2, 130
 # The extra that brings a module which tfexport imports only when it is needed.
 _EXTRAS = {"torch": "export", "onnx": "export", "onnx_ir": "export", "onnxscript": "export", "safetensors": "export"}
+# `tfexport` alone shows its help; before click 8.2 that is no error.
+_NO_COMMAND: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())
 _DECODE_HELP = {
     "max_new_tokens": "Most tokens to generate; as many as the model takes when not given.",
     "min_new_tokens": "Fewest tokens before the text may end.",
@@ -61,12 +63,27 @@ class _Commands(click.Group):
             )
             code = EXIT_ERROR
         except click.ClickException as error:
-            error.show()
+            if isinstance(error, _NO_COMMAND):
+                error.show()
+            else:
+                click.echo(f"error: {_one_line(error)}", err=True)
+            code = EXIT_ERROR
+        except OSError as error:
+            if error.filename is not None:
+                raise
+            click.echo(f"error: standard output cannot be written: {error.strerror}; redirect it elsewhere", err=True)
             code = EXIT_ERROR
         except click.Abort:
             click.echo("interrupted", err=True)
             code = EXIT_INTERRUPTED
         sys.exit(code)
+
+
+def _one_line(error: click.ClickException) -> str:
+    """Spell wrong usage, and where the right one is written."""
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    advice = f" See {context.command_path} --help." if context else ""
+    return printable(" ".join(error.format_message().split()) + advice)
 
 
 class _List(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.4

@@ -10,7 +10,7 @@ import typing
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from tfexport.errors import ConfigError, raise_all
+from tfexport.errors import ConfigError, raise_all, shortened
 
 NormPlace = Literal["pre", "post"]
 Norm = Literal["layernorm", "std", "rms"]
@@ -21,6 +21,10 @@ Positions = Literal["table", "none"]
 Precision = Literal["fp32", "fp16", "bf16"]
 Form = Literal["concat", "static"]
 Backend = Literal["auto", "eager", "ort"]
+
+# Far above every model there is. What is larger is a slip or an attack: it would fill the memory before it fails.
+MAX_LAYERS = MAX_HEADS = 1_000
+MAX_SIZE = 10_000_000
 
 CONCAT_OPSETS = (18, 19, 20)
 STATIC_OPSET = 24
@@ -34,7 +38,11 @@ def _type_problem(name: str, value: object, kind: Any) -> str | None:
                 return None
         elif option is float:
             if isinstance(value, int | float) and not isinstance(value, bool):
-                return None if abs(value) <= sys.float_info.max else f"{name} is {value}, expected a finite number"
+                return (
+                    None
+                    if abs(value) <= sys.float_info.max
+                    else f"{name} is {shortened(value)}, expected a finite number"
+                )
         elif option is int:
             if isinstance(value, int) and not isinstance(value, bool):
                 return None
@@ -44,7 +52,17 @@ def _type_problem(name: str, value: object, kind: Any) -> str | None:
                 return None
         elif isinstance(value, option):
             return None
-    return f"{name} is {value!r}, expected {_spell(kind)}"
+    return f"{name} is {shortened(value)}, expected {_spell(kind)}"
+
+
+def size_problems(config: Config, *names: str, least: int = 1) -> list[str]:
+    """Say which of the sizes `names` of a configuration are out of range; those that are None are not given."""
+    most = {"layers": MAX_LAYERS, "num_heads": MAX_HEADS, "heads": MAX_HEADS}
+    return [
+        f"{name} is {shortened(value)}, expected {least} to {most.get(name, MAX_SIZE)}"
+        for name in names
+        if (value := getattr(config, name)) is not None and not least <= value <= most.get(name, MAX_SIZE)
+    ]
 
 
 def _options(kind: Any) -> tuple[Any, ...]:
@@ -75,12 +93,12 @@ def _spell(kind: Any) -> str:
 def _read(cls: type, data: object, prefix: str, problems: list[str]) -> Any:
     """Build `cls` from a JSON object, appending every problem; None when there was one."""
     if not isinstance(data, dict):
-        problems.append(f"{prefix.rstrip('.') or 'the file'} is {data!r}, expected an object")
+        problems.append(f"{prefix.rstrip('.') or 'the file'} is {shortened(data)}, expected an object")
         return None
     hints = _hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}
     before = len(problems)
-    problems += [f"unknown key {prefix}{key}" for key in data if key not in fields]
+    problems += [f"unknown key {prefix}{key[:80]}" for key in data if key not in fields]
     values: dict[str, Any] = {}
     for name, field in fields.items():
         if name not in data:
@@ -188,11 +206,7 @@ class StackConfig(Config):
         Raises:
             ConfigError: lists every value of a wrong type or range.
         """
-        problems = self._check_types() or [
-            f"{name} is {value}, expected 1 or more"
-            for name in ("layers", "num_heads", "d_ff", "d_k", "d_v")
-            if (value := getattr(self, name)) is not None and value < 1
-        ]
+        problems = self._check_types() or size_problems(self, "layers", "num_heads", "d_ff", "d_k", "d_v")
         raise_all(ConfigError, "stack", problems)
 
 
@@ -250,19 +264,16 @@ class TransformerConfig(Config):
         raise_all(ConfigError, "model", problems)
 
     def _size_problems(self) -> list[str]:
-        problems = [
-            f"{name} is {value}, expected 1 or more"
-            for name in (
-                "d_model",
-                "source_vocab",
-                "target_vocab",
-                "max_source_length",
-                "max_target_length",
-                "relative_max_distance",
-            )
-            if (value := getattr(self, name)) is not None and value < 1
-        ]
-        for side, stack in (("encoder", self.encoder), ("decoder", self.decoder)):
+        problems = size_problems(
+            self,
+            "d_model",
+            "source_vocab",
+            "target_vocab",
+            "max_source_length",
+            "max_target_length",
+            "relative_max_distance",
+        )
+        for side, stack in () if problems else (("encoder", self.encoder), ("decoder", self.decoder)):
             if stack and self.d_model % stack.num_heads and not (stack.d_k and stack.d_v):
                 problems.append(
                     f"{side}.num_heads is {stack.num_heads}, which does not divide d_model {self.d_model}; "
@@ -272,8 +283,8 @@ class TransformerConfig(Config):
             problems.append(f"dropout is {self.dropout}, expected 0 or more and below 1")
         if self.norm_eps < 0:
             problems.append(f"norm_eps is {self.norm_eps}, expected 0 or more")
-        if self.relative_bias == "t5" and self.relative_buckets < 4:
-            problems.append(f"relative_buckets is {self.relative_buckets}, expected 4 or more")
+        if self.relative_bias == "t5":
+            problems += size_problems(self, "relative_buckets", least=4)
         return problems
 
     def _decoder_problems(self) -> list[str]:
@@ -352,11 +363,7 @@ class ExportConfig(Config):
                 problems.append(
                     f"forms is {', '.join(self.forms) or 'empty'}, expected concat, static or both, once each"
                 )
-            problems += [
-                f"{name} is {value}, expected 1 or more"
-                for name in ("max_source_length", "max_target_length")
-                if (value := getattr(self, name)) is not None and value < 1
-            ]
+            problems += size_problems(self, "max_source_length", "max_target_length")
             if self.seed < 0:
                 problems.append(f"seed is {self.seed}, expected 0 or more")
         raise_all(ConfigError, "export", problems)

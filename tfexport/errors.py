@@ -16,9 +16,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+# Problems that one message names; a damaged file can have thousands.
+MAX_PROBLEMS = 20
+
 
 class TfexportError(Exception):
     """Root of the tree; the command line prints it as one line and exits with 1."""
+
+    def __init__(self, message: str) -> None:
+        """Keep `message` with what a terminal would not show as it is spelled out, such as a line break in a name."""
+        super().__init__(printable(message))
 
 
 class ConfigError(TfexportError):
@@ -49,8 +56,19 @@ class ParityError(TfexportError):
     """A stage says something else than the eager model; exit code 2."""
 
 
+def printable(text: str) -> str:
+    """Spell out every character that is no plain one: line breaks, control characters, text that runs backwards."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def shortened(value: object) -> str:
+    """Spell a value of any origin in 80 characters or a few more."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:80] + "…"
+
+
 def raise_all(error: type[TfexportError], subject: str, problems: Sequence[str]) -> None:
-    """Raise one error that lists every problem; do nothing when there is none.
+    """Raise one error that lists every problem, the first 20 in words; do nothing when there is none.
 
     Args:
         error: class to raise.
@@ -60,5 +78,7 @@ def raise_all(error: type[TfexportError], subject: str, problems: Sequence[str])
     Raises:
         TfexportError: of class `error`, when `problems` is not empty.
     """
+    hidden = len(problems) - MAX_PROBLEMS
     if problems:
-        raise error(f"{subject}: " + "; ".join(problems))
+        listed = [*problems[:MAX_PROBLEMS], *([f"and {hidden} more"] if hidden > 0 else [])]
+        raise error(f"{subject}: " + "; ".join(listed))

@@ -8,16 +8,19 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from operator import index
 from pathlib import Path
 from typing import Any
 
 from tfexport.bundle import open_bundle
 from tfexport.config import TransformerConfig
-from tfexport.errors import CheckpointError, ConfigError, GraphError, InputError
+from tfexport.errors import CheckpointError, GraphError, InputError
 from tfexport.manifest import MANIFEST
+from tfexport.smallfile import plain_problem, read_json
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
+_MAX_HEADER_BYTES = 100_000_000  # what the safetensors library itself takes
 
 
 def inspect_path(path: Path) -> dict[str, Any]:
@@ -31,19 +34,22 @@ def inspect_path(path: Path) -> dict[str, Any]:
         JSON values; `kind` is "bundle", "model" or "graph" and decides on the rest.
 
     Raises:
-        InputError: there is nothing, or nothing known.
+        InputError: there is nothing, nothing known, or it cannot be read.
         BundleError: the bundle is damaged.
         ConfigError: the model's configuration is wrong.
         CheckpointError: the model's weights are damaged.
         GraphError: the file is no ONNX model, or the onnx package is missing.
     """
-    if path.is_dir() and (path / MANIFEST).exists():
-        return _inspect_bundle(path)
-    if path.is_dir() and ((path / CONFIG).exists() or (path / WEIGHTS).exists()):
-        return _inspect_model(path)
-    if path.is_file() and path.suffix == ".onnx":
-        return _inspect_graph(path)
-    found = "is something else" if path.exists() else "does not exist"
+    try:
+        if path.is_dir() and (path / MANIFEST).exists():
+            return _inspect_bundle(path)
+        if path.is_dir() and ((path / CONFIG).exists() or (path / WEIGHTS).exists()):
+            return _inspect_model(path)
+        if path.is_file() and path.suffix == ".onnx":
+            return _inspect_graph(path)
+        found = "is something else" if path.exists() else "does not exist"
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from error
     raise InputError(
         f"{path}: {found}, expected a bundle (a directory with {MANIFEST}), a model directory "
         f"({CONFIG}, {WEIGHTS}) or an .onnx file"
@@ -65,7 +71,7 @@ def _inspect_bundle(path: Path) -> dict[str, Any]:
 
 
 def _inspect_model(path: Path) -> dict[str, Any]:
-    config = TransformerConfig.from_dict(_read_json(path / CONFIG), subject=str(path / CONFIG))
+    config = TransformerConfig.from_dict(read_json(path / CONFIG, str(path / CONFIG)), subject=str(path / CONFIG))
     tensors = _safetensors_header(path / WEIGHTS)
     files = {entry.name: entry for entry in sorted(path.iterdir()) if entry.is_file()}
     return {
@@ -91,32 +97,25 @@ def _file(path: Path) -> dict[str, Any]:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
 
 
-def _read_json(path: Path) -> object:
-    try:
-        return json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise ConfigError(f"{path}: is missing; a model directory has {CONFIG} and {WEIGHTS}") from error
-    except ValueError as error:
-        raise ConfigError(f"{path}: is not JSON ({error}); correct it") from error
-
-
 def _safetensors_header(path: Path) -> list[dict[str, Any]]:
     """Read name, dtype and shape of every tensor.
 
     The format is an unsigned 64-bit little-endian length, a JSON object of that length, then the data.
     """
-    if not path.exists():
-        raise CheckpointError(f"{path}: is missing; a model directory has {CONFIG} and {WEIGHTS}")
+    if problem := plain_problem(path):
+        raise CheckpointError(f"{path}: {problem}; a model directory has {CONFIG} and {WEIGHTS}")
     size = path.stat().st_size
     with path.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
-        raw = stream.read(length) if 0 < length <= size - 8 else b""
+        raw = stream.read(length) if 0 < length <= min(size - 8, _MAX_HEADER_BYTES) else b""
     try:
         header = json.loads(raw)
         header.pop("__metadata__", None)
-        tensors = [{"name": name, "dtype": t["dtype"], "shape": t["shape"]} for name, t in header.items()]
+        tensors = [
+            {"name": name, "dtype": t["dtype"], "shape": list(map(index, t["shape"]))} for name, t in header.items()
+        ]
         end = 8 + length + max((t["data_offsets"][1] for t in header.values()), default=0)
-    except (ValueError, AttributeError, KeyError, TypeError, IndexError) as error:
+    except (ValueError, AttributeError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise CheckpointError(f"{path}: is not a safetensors file, or its header is cut off; copy it again") from error
     if end != size:
         raise CheckpointError(f"{path}: has {size} bytes, its header describes {end}; copy it again")

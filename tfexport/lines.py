@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from tfexport.errors import InputError, raise_all
 
 _BOM = b"\xef\xbb\xbf"
 _SHOWN = 10
+_STREAM = re.compile(r"/dev/(?:std|fd/)(out|err|\d{1,4})")
 
 
 def read_lines(stream: BinaryIO, name: str) -> list[str]:
@@ -63,7 +65,7 @@ def write_whole(path: Path) -> Iterator[list[str]]:
     """Collect lines and put them under `path` when the block ends well, in one step.
 
     That the place can be written to is found out on entry, before anything is computed. Something other than a
-    regular file, such as a pipe, is written to directly.
+    regular file, such as a pipe or /dev/stdout, is written to directly.
 
     Args:
         path: existing text there is replaced; a link is followed.
@@ -74,21 +76,31 @@ def write_whole(path: Path) -> Iterator[list[str]]:
     Raises:
         InputError: the file cannot be written; what was there is untouched.
     """
+    lines: list[str] = []
+    if stream := _STREAM.fullmatch(str(path)):
+        # It may lead to a file that others write to as well, so that is continued, not replaced.
+        yield lines
+        with _wrapped(path), open({"out": 1, "err": 2}.get(stream[1]) or int(stream[1]), "wb", closefd=False) as out:
+            out.write(_encode(lines))
+        return
     path = path.resolve()
     direct = path.exists() and not path.is_file()
     draft = path if direct else path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    lines: list[str] = []
     with _wrapped(path), draft.open("ab"):
         pass
     try:
         yield lines
         with _wrapped(path):
-            draft.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", newline="\n")
+            draft.write_bytes(_encode(lines))
             if not direct:
                 os.replace(draft, path)
     finally:
         if not direct:
             draft.unlink(missing_ok=True)
+
+
+def _encode(lines: Sequence[str]) -> bytes:
+    return "".join(f"{line}\n" for line in lines).encode()
 
 
 @contextmanager

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tfexport.config import Config, Form, Precision, TokenIds, TransformerConfig
+from tfexport.config import Config, Form, Precision, TokenIds, TransformerConfig, size_problems
+from tfexport.errors import ConfigError, raise_all
 
 WEIGHTS = "weights.safetensors"
 ENCODER = "encoder"
@@ -52,6 +53,18 @@ class ModelSpec(Config):
     head_dim: int = 0
     value_dim: int = 0
     max_target_length: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the sizes.
+
+        Raises:
+            ConfigError: lists every size that no model has.
+        """
+        problems = self._check_types() or [
+            *size_problems(self, "d_model", "source_vocab", "max_source_length"),
+            *size_problems(self, "vocab", "layers", "heads", "head_dim", "value_dim", "max_target_length", least=0),
+        ]
+        raise_all(ConfigError, "spec", problems)
 
     @property
     def has_decoder(self) -> bool:

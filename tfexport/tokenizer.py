@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 MIN_CHARACTER_LIMIT = 10_000
 CHARACTERS_PER_TOKEN = 100
-MAX_PROBLEMS = 20
+MAX_BYTES = 256 * 1024 * 1024
 
 
 class Tokenizer:
@@ -56,12 +57,11 @@ class Tokenizer:
             import tokenizers
         except ImportError as error:
             raise BackendError("the package tokenizers is not installed; run: pip install tokenizers") from error
+        raw = _read(path)
         try:
-            text = path.read_text(encoding="utf-8")
+            text = raw.decode("utf-8")
             inner = tokenizers.Tokenizer.from_str(text)
             model = json.loads(text)["model"]
-        except OSError as error:
-            raise BundleError(f"cannot read {path}: {error.strerror}; check the file") from error
         except Exception as error:  # the library raises nothing more special
             reason = " ".join(str(error).split())
             raise BundleError(f"{path} is no tokenizer.json ({reason}); save the tokenizer again") from error
@@ -96,8 +96,6 @@ class Tokenizer:
                 encoded.append(self._encode(text, self._spec.max_source_length, special=True))
             except InputError as error:
                 problems.append(f"text {number} {error}")
-        if len(problems) > MAX_PROBLEMS:
-            problems[MAX_PROBLEMS:] = [f"and {len(problems) - MAX_PROBLEMS} texts more"]
         raise_all(InputError, f"input of {len(texts)} texts" if len(texts) > 1 else "input", problems)
         return encoded
 
@@ -175,6 +173,18 @@ def _unknown_id(inner: tokenizers.Tokenizer, model: dict[str, Any]) -> int | Non
     """Return the id that the tokenizer gives to what it does not know, None when it has none."""
     token, unknown = model.get("unk_token"), model.get("unk_id")
     return unknown if token is None else inner.token_to_id(token)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise BundleError(f"{path} is not a plain file; save the tokenizer again")
+        if status.st_size > MAX_BYTES:
+            raise BundleError(f"{path} has {status.st_size} bytes, the limit is {MAX_BYTES}; save the tokenizer again")
+        return path.read_bytes()
+    except OSError as error:
+        raise BundleError(f"cannot read {path}: {error.strerror}; check the file") from error
 
 
 def _check_vocabulary(inner: tokenizers.Tokenizer, spec: ModelSpec, path: Path) -> None:

@@ -13,8 +13,6 @@ from tfexport.errors import InputError, raise_all
 from tfexport.runtime.session import Ids, Mask
 from tfexport.spec import ModelSpec
 
-MAX_REPORTED = 20
-
 
 @dataclass(frozen=True)
 class Request:
@@ -105,17 +103,20 @@ def check_requests(
         raise InputError("decode: this model is an encoder alone and cannot generate; use its hidden states")
     if prefixes is not None and len(prefixes) != len(sources):
         raise InputError(f"decode: {len(prefixes)} prefixes for {len(sources)} texts; give one each, empty for none")
-    problems, requests = _setting_problems(spec, config), []
+    # What no text could do is said once, not for each text.
+    no_room = _room_problems(spec, 0, config)
+    problems, requests = [*_setting_problems(spec, config), *no_room], []
     forced = () if config.forced_bos_token_id is None else (config.forced_bos_token_id,)
     for text, source in enumerate(sources):
         prefix = () if prefixes is None else prefixes[text]
         found = _source_problems(spec, source) + _prefix_problems(spec, prefix, config)
+        if not no_room:
+            found += _room_problems(spec, len(prefix), config)
         problems += [f"text {text}: {problem}" for problem in found]
         if not problems:
             prompt = (spec.tokens.start, *map(int, prefix), *forced)
             requests.append(Request(text, tuple(map(int, source)), prompt))
-    hidden = len(problems) - MAX_REPORTED
-    raise_all(InputError, "decode", [*problems[:MAX_REPORTED], *([f"and {hidden} more"] if hidden > 0 else [])])
+    raise_all(InputError, "decode", problems)
     return requests
 
 
@@ -158,19 +159,21 @@ def _prefix_problems(spec: ModelSpec, prefix: Sequence[int], config: DecodeConfi
     forced = config.forced_bos_token_id is not None
     if forced and len(prefix):
         problems.append("a prefix and forced_bos_token_id exclude one another; put the token into the prefix")
-    room = _room(spec, len(prefix))
-    least = max(1 + forced, config.min_new_tokens)
-    if room < least:
-        problems.append(
-            f"a prefix of {len(prefix)} and {least} new tokens are above the limit of {spec.max_target_length}; "
-            "shorten the prefix or lower min_new_tokens"
-        )
-    elif config.max_new_tokens is not None and config.max_new_tokens > room:
-        problems.append(
-            f"max_new_tokens is {config.max_new_tokens}, but a prefix of {len(prefix)} leaves {room} "
-            f"of the limit {spec.max_target_length}; lower max_new_tokens to {room}"
-        )
     return problems
+
+
+def _room_problems(spec: ModelSpec, prefix_len: int, config: DecodeConfig) -> list[str]:
+    room = _room(spec, prefix_len)
+    least = max(1 + (config.forced_bos_token_id is not None), config.min_new_tokens)
+    if room < least:
+        given = f"a prefix of {prefix_len} and " if prefix_len else ""
+        remedy = "shorten the prefix or lower min_new_tokens" if prefix_len else "lower min_new_tokens"
+        return [f"{given}{least} new tokens are above the limit of {spec.max_target_length}; {remedy}"]
+    if config.max_new_tokens is not None and config.max_new_tokens > room:
+        left = f"but a prefix of {prefix_len} leaves {room} of the limit" if prefix_len else "above the limit of"
+        got = f"max_new_tokens is {config.max_new_tokens}, {left} {spec.max_target_length}"
+        return [f"{got}; lower max_new_tokens to {room}"]
+    return []
 
 
 def _id_problems(name: str, ids: Sequence[int], vocab: int) -> list[str]:

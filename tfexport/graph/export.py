@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib.metadata
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -92,7 +93,7 @@ def _load(source: str, seed: int) -> tuple[Transformer, Path | None]:
         return build_preset(source.removeprefix(PRESET), seed), None
     directory = Path(source)
     tokenizer = directory / TOKENIZER
-    return load_model(directory), tokenizer if tokenizer.exists() else None
+    return load_model(directory), tokenizer if os.path.lexists(tokenizer) else None
 
 
 def _shorten(model: Transformer, config: ExportConfig) -> Transformer:
