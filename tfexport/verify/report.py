@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import textwrap
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,9 +59,9 @@ class Decodes:
         method: "greedy", "beam 4", or "batch mates" (alone against padded batches, the same stage).
         sequences: decoded.
         exact: equal token for token.
-        ties: not equal, but where the two part the eager model itself prefers neither: its
-            margin is below what the stage's measured error can turn.
-        first: the first difference, in words; None when there is none.
+        ties: not equal, but what the eager model itself says when its logits are shaken by
+            twice the stage's measured error: rounding decides.
+        first: the first difference in words, one that is no tie before one that is; None when there is none.
         must_be_exact: whether anything but exact and ties fails; only reported otherwise.
     """
 
@@ -117,13 +119,13 @@ class Report:
         return [problem for rung in self.rungs if (problem := rung.problem())]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON values; NaN becomes null."""
+        """Return the report as JSON values; NaN and infinity become null."""
         report = dataclasses.asdict(self)
         for rung, values in zip(self.rungs, (*report["numbers"], *report["decodes"]), strict=True):
             values["passed"] = rung.passed
         for values in report["numbers"]:
             for key in ("error", "worst"):
-                values[key] = values[key] if values[key] == values[key] else None
+                values[key] = values[key] if math.isfinite(values[key]) else None
         return {**report, "passed": self.passed}
 
     def summary(self) -> dict[str, Any]:
@@ -152,4 +154,5 @@ class Report:
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
         table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         verdict = f"parity with {self.reference}: " + ("passed" if self.passed else "FAILED")
-        return [*table, *(f"✗ {problem}" for problem in self.problems()), verdict]
+        problems = [textwrap.wrap(f"✗ {problem}", 100, subsequent_indent="  ") for problem in self.problems()]
+        return [*table, *(line for lines in problems for line in lines), verdict]
