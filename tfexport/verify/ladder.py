@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -122,7 +123,9 @@ def verify_stages(stages: Stages, config: VerifyConfig, *, report: Tell = lambda
             found = (_hidden_states(eager, sessions[0][1], batches, spec, report),)
             return Report(stages.reference, config.samples, config.seed, found, ())
         numbers = _numbers(stages.model, eager, sessions, batches, report)
-        decodes = _decodes(eager, sessions, sources, numbers[2:], report)
+        # Nothing can be decoded from NaN, and the rung that gave it has failed already.
+        pairs = [pair for pair in zip(sessions, numbers[2:], strict=True) if math.isfinite(pair[1].error)]
+        decodes = _decodes(eager, pairs, sources, report) if pairs else []
     return Report(stages.reference, config.samples, config.seed, tuple(numbers), tuple(decodes))
 
 
@@ -192,16 +195,15 @@ def _numbers(
 
 def _decodes(
     eager: EagerSession,
-    sessions: Sequence[tuple[str, Session[Any]]],
+    stages: Sequence[tuple[tuple[str, Session[Any]], Numbers]],
     sources: Sequence[Sequence[int]],
-    numbers: Sequence[Numbers],
     report: Tell,
 ) -> list[Decodes]:
     rungs = []
     for method, num_beams in METHODS.items():
         report(f"decoding {len(sources)} sequences, {method}: eager")
         expected = decode_best(eager, sources, num_beams, 8)
-        for (stage, session), number in zip(sessions, numbers, strict=True):
+        for (stage, session), number in stages:
             report(f"decoding {len(sources)} sequences, {method}: {stage}")
             got = decode_best(session, sources, num_beams, 8)
             rungs.append(
@@ -218,7 +220,7 @@ def _decodes(
                 )
             )
     some = sources[: min(64, len(sources) // 2 + 1)]
-    for (stage, session), number in zip(sessions, numbers, strict=True):
+    for (stage, session), number in stages:
         report(f"decoding {len(some)} sequences alone and in batches: {stage}")
         rungs.append(batch_mates(stage, session, some, number.worst, eager))
     return rungs

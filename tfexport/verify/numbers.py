@@ -40,15 +40,21 @@ def random_sources(spec: ModelSpec, count: int, rng: np.random.Generator) -> lis
 
 
 def random_batches(spec: ModelSpec, count: int, rng: np.random.Generator) -> list[Batch]:
-    """Draw `count` sequences in batches of 1 to 8."""
-    batches = []
+    """Draw `count` sequences in batches of 1 to 8.
+
+    The first is as large and as long as can be and steps behind a short prefix, so that
+    padding and every place of the cache are tried however few sequences there are.
+    """
+    batches: list[Batch] = []
+    longest = min(LONGEST_TARGET, spec.max_target_length) if spec.has_decoder else 1
     while count > 0:
-        size = min(count, int(rng.integers(1, 9)))
+        size = min(count, int(rng.integers(1, 9)) if batches else 8)
         ids, mask = pad(random_sources(spec, size, rng), spec.tokens.pad)
-        target_len = int(rng.integers(1, min(LONGEST_TARGET, spec.max_target_length) + 1)) if spec.has_decoder else 1
+        target_len = int(rng.integers(1, longest + 1)) if batches else longest
         target = rng.integers(0, max(spec.vocab, 1), (size, target_len))
         target[:, 0] = spec.tokens.start
-        batches.append(Batch(ids, mask, target, int(rng.integers(1, target_len + 1))))
+        prefill = int(rng.integers(1, target_len + 1)) if batches else min(2, target_len)
+        batches.append(Batch(ids, mask, target, prefill))
         count -= size
     return batches
 
