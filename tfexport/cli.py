@@ -180,7 +180,8 @@ def onnx(source: str, output: Path, verify: bool, force: bool, **config: Any) ->
     from tfexport.graph.export import export_bundle
 
     bundle = export_bundle(source, output, settings, verify=verify, force=force, report=_report)
-    click.echo(f"{output}: {bundle.manifest.kind}, {settings.precision}, {'verified' if verify else 'not verified'}")
+    proof = "verified" if verify else "not verified"
+    click.echo(printable(f"{output}: {bundle.manifest.kind}, {settings.precision}, {proof}"))
 
 
 @main.command()
@@ -320,7 +321,7 @@ def _progress(length: int, batch_size: int) -> Iterator[Callable[[int], None] | 
 
 
 def _report(line: str) -> None:
-    click.echo(line, err=True)
+    click.echo(printable(line), err=True)
 
 
 def _json(value: Any) -> str:

@@ -15,7 +15,10 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
+
+from tfexport.errors import BundleError
 
 Digest = tuple[str, tuple[int, ...], bytes]
 
@@ -29,6 +32,9 @@ def write_weights(path: Path, parameters: Mapping[str, torch.Tensor], graphs: It
         graphs: changed in place: initializers that equal a parameter become
             references into the file, those that equal its transpose become
             transposed references; constants stay in the graph.
+
+    Raises:
+        BundleError: the disk is full.
     """
     names: dict[Digest, str] = {}
     tensors: dict[str, torch.Tensor] = {}
@@ -44,7 +50,12 @@ def write_weights(path: Path, parameters: Mapping[str, torch.Tensor], graphs: It
             digest = _digest(tensor)
             if digest in names:
                 external.append((value, names[digest]))
-    save_file(tensors, path)
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:  # what the library makes of an OSError
+        raise BundleError(
+            f"cannot write bundle: {path.name}: {error}; free some space or choose another output"
+        ) from error
     path.chmod(0o644)  # safetensors makes files that only their owner can read
     offsets = _offsets(path)
     for value, name in external:
