@@ -25,10 +25,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tfexport import staging
-from tfexport.bundle import Builder, Bundle, create_bundle, open_bundle, replace_parity
+from tfexport.bundle import Builder, Bundle, create_bundle, open_bundle
 from tfexport.config import StackConfig, TokenIds, TransformerConfig
 from tfexport.errors import BundleError
-from tfexport.manifest import GraphEntry, Manifest
+from tfexport.manifest import GraphEntry
 from tfexport.spec import ModelSpec, decoder_graph, encoder_graph
 
 CONFIG = TransformerConfig(
@@ -816,36 +816,10 @@ def test_a_reader_waits_for_no_writer_but_says_that_there_is_one(bundle: Path) -
     open_bundle(bundle)
 
 
-# ---- a new verification
-
-
-def test_parity_is_replaced_together(bundle: Path) -> None:
-    (bundle / "engines").mkdir()
-    (bundle / "engines" / "plan").write_bytes(b"x")
-    before = open_bundle(bundle)
-    after = replace_parity(before, {"passed": False, "rungs": [1.5]}, {"passed": False})
-    assert after == open_bundle(bundle)
-    assert after.manifest.parity == {"passed": False}
-    assert json.loads(after.file("parity.json").read_bytes()) == {"passed": False, "rungs": [1.5]}
-    assert (bundle / "engines" / "plan").read_bytes() == b"x"
-    changed = {name for name in CONTENT if after.manifest.files[name] != before.manifest.files[name]}
-    assert changed == {"parity.json"}
-    assert siblings(bundle) == []
-
-
-def test_parity_blesses_no_changed_bundle(bundle: Path) -> None:
-    opened = open_bundle(bundle)
-    (bundle / "encoder.onnx").write_bytes(b"Encoder")
-    with pytest.raises(BundleError, match=r"encoder\.onnx was changed"):
-        replace_parity(opened, {"passed": True}, {"passed": True})
-    make(bundle, CONTENT | {"weights.safetensors": b"new"}, force=True)
-    with pytest.raises(BundleError, match="was replaced meanwhile; open it again"):
-        replace_parity(opened, {"passed": True}, {"passed": True})
-    assert open_bundle(bundle).manifest.parity == FACTS["parity"]
-    assert siblings(bundle) == []
-
-
-def test_the_manifest_needs_a_verdict(bundle: Path) -> None:
-    with pytest.raises(BundleError, match=r"parity\.passed is None, expected true or false"):
-        replace_parity(open_bundle(bundle), {}, {})
-    assert Manifest.from_bytes((bundle / "manifest.json").read_bytes()).parity == FACTS["parity"]
+def test_the_manifest_needs_a_verdict(tmp_path: Path) -> None:
+    with (
+        pytest.raises(BundleError, match=r"parity\.passed is None, expected true or false"),
+        create_bundle(tmp_path / "bundle") as builder,
+    ):
+        fill(builder, parity={})
+    assert siblings(tmp_path / "bundle") == []

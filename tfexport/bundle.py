@@ -17,7 +17,6 @@ import dataclasses
 import errno
 import hashlib
 import os
-import shutil
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -28,7 +27,7 @@ from typing import Any
 from tfexport import staging
 from tfexport.config import TransformerConfig
 from tfexport.errors import BundleError, ConfigError, raise_all
-from tfexport.manifest import ENGINES, FORMAT_VERSION, MANIFEST, FileEntry, GraphEntry, Manifest, kind_of, parse, render
+from tfexport.manifest import ENGINES, FORMAT_VERSION, MANIFEST, FileEntry, GraphEntry, Manifest, kind_of, parse
 from tfexport.spec import ModelSpec
 
 TOKENIZER = "tokenizer.json"
@@ -179,39 +178,6 @@ def create_bundle(output: Path, *, force: bool = False) -> Iterator[Builder]:
             opened = open_bundle(builder.path)
             staging.publish(builder.path, target)
             builder.bundle = dataclasses.replace(opened, path=target)
-
-
-def replace_parity(bundle: Bundle, report: Mapping[str, Any], summary: Mapping[str, Any]) -> Bundle:
-    """Put a new verification into a bundle.
-
-    The bundle is copied and the copy takes its place, so that report and
-    manifest change together or not at all. Needs room for the copy.
-
-    Args:
-        bundle: as opened; must not have changed since.
-        report: the full report, for parity.json.
-        summary: a few facts for the manifest, `passed` among them.
-
-    Returns:
-        The bundle, opened again.
-
-    Raises:
-        BundleError: it was changed or cannot be written; it is as before.
-    """
-    manifest = bundle.manifest
-    with create_bundle(bundle.path, force=True) as builder:
-        shutil.copytree(bundle.path, builder.path, symlinks=True, dirs_exist_ok=True)
-        if open_bundle(builder.path).sha256 != bundle.sha256:
-            raise BundleError(f"bundle {bundle.path} was replaced meanwhile; open it again")
-        (builder.path / PARITY).write_bytes(render(dict(report)))
-        builder.finish(
-            spec=manifest.spec,
-            config=manifest.config,
-            graphs=manifest.graphs,
-            versions=manifest.versions,
-            parity=summary,
-        )
-    return open_bundle(bundle.path)
 
 
 def _read_manifest(root: Path, path: Path) -> bytes:

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, get_args
 
 import numpy as np
 
-from tfexport.bundle import open_bundle
+from tfexport.bundle import TOKENIZER, open_bundle
 from tfexport.config import Backend, DecodeConfig, Form
 from tfexport.decode.batch import decode
 from tfexport.decode.result import FinishReason, Hypothesis
@@ -22,7 +22,6 @@ from tfexport.runtime.session import Floats, Session
 from tfexport.spec import ModelSpec
 from tfexport.tokenizer import Tokenizer
 
-TOKENIZER = "tokenizer.json"
 Pooling = Literal["mean", "cls"]
 # What a byte-level tokenizer decodes the first bytes of a character to.
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"

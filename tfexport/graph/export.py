@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tfexport.bundle import PARITY, Bundle, create_bundle
+from tfexport.bundle import PARITY, TOKENIZER, Bundle, create_bundle
 from tfexport.config import ExportConfig
 from tfexport.errors import BackendError, ConfigError, ParityError, raise_all
 from tfexport.graph.write import write_graphs
@@ -25,7 +25,6 @@ from tfexport.tokenizer import Tokenizer
 from tfexport.verify import Stages, VerifyConfig, verify_stages
 
 PRESET = "preset:"
-TOKENIZER = "tokenizer.json"
 
 
 def export_bundle(

@@ -148,7 +148,9 @@ class Report:
             mark = "✓" if number.passed else "✗"
             rows.append((number.stage, "logits", f"{number.error:.1e} ≤ {number.tolerance:.0e}", mark))
         for decode in self.decodes:
-            result = f"{decode.exact}/{decode.sequences} exact" + (f", {decode.ties} ties" if decode.ties else "")
+            result = f"{decode.exact}/{decode.sequences} exact" + (
+                "" if not decode.ties else ", 1 tie" if decode.ties == 1 else f", {decode.ties} ties"
+            )
             mark = "✓" if decode.exact + decode.ties == decode.sequences else "·" if decode.passed else "✗"
             rows.append((decode.stage, decode.method, result, mark))
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
