@@ -85,7 +85,7 @@ def test_asks_for_no_more_candidates_than_it_needs() -> None:
 
 def test_bans_beyond_the_vocabulary_are_an_error() -> None:
     config = DecodeConfig(no_repeat_ngram_size=1, min_new_tokens=7, max_new_tokens=8)
-    with pytest.raises(InputError, match="text 0 has no token to choose from after 4 new ones"):
+    with pytest.raises(InputError, match="text 1 has no token to choose from after 4 new ones"):
         decode(ScriptedSession(6, drawn(6)), [[7]], config)
 
 
@@ -95,7 +95,7 @@ def test_broken_logits_name_their_text(bad: float, num_beams: int) -> None:
     def script(source: tuple[int, ...], history: tuple[int, ...]) -> np.ndarray:
         return np.full(6, bad) if source == (8,) and len(history) == 3 else np.array([0, 0, -9.0, 2, 1, 0])
 
-    with pytest.raises(BackendError, match="text 1 at new token 3"), np.errstate(all="ignore"):
+    with pytest.raises(BackendError, match="text 2 at new token 3"), np.errstate(all="ignore"):
         decode(ScriptedSession(6, script), [[7], [8], [9, 9]], DecodeConfig(num_beams=num_beams))
 
 

@@ -26,8 +26,8 @@ def refusal(session: ScriptedSession, *args: object, **kwargs: object) -> str:
 def test_every_bad_text_is_named(session: ScriptedSession) -> None:
     message = refusal(session, [[5], [], [5, 100], [-1], [1.5], [True], ["a"], [3] * 17], DecodeConfig())
     assert message == (
-        "decode: text 1: the source is empty, expected one token or more; "
-        "text 2: source has 100, expected ids 0 to 99; "
+        "decode: text 2: the source is empty, expected one token or more; "
+        "text 3: source has 100, expected ids 0 to 99; "
         "text 3: source has -1, expected ids 0 to 99; "
         "text 4: source has 1.5, expected ids 0 to 99; "
         "text 5: source has True, expected ids 0 to 99; "
@@ -38,14 +38,14 @@ def test_every_bad_text_is_named(session: ScriptedSession) -> None:
 
 def test_a_long_list_is_cut(session: ScriptedSession) -> None:
     message = refusal(session, [[]] * 1000, DecodeConfig())
-    assert message.endswith("text 19: the source is empty, expected one token or more; and 980 more")
+    assert message.endswith("text 20: the source is empty, expected one token or more; and 980 more")
 
 
 def test_limits_name_what_would_fit(session: ScriptedSession) -> None:
     config = DecodeConfig(max_new_tokens=14)
     message = refusal(session, [[5]] * 4, config, prefixes=[[], [3], [3, 4, 5], [3] * 16])
     assert message == (
-        "decode: text 2: max_new_tokens is 14, but a prefix of 3 leaves 13 of the limit 16; "
+        "decode: text 3: max_new_tokens is 14, but a prefix of 3 leaves 13 of the limit 16; "
         "lower max_new_tokens to 13; text 3: a prefix of 16 and 1 new tokens are above the limit of 16; "
         "shorten the prefix or lower min_new_tokens"
     )
@@ -57,7 +57,7 @@ def test_limits_name_what_would_fit(session: ScriptedSession) -> None:
 
 def test_prefixes(session: ScriptedSession) -> None:
     assert "1 prefixes for 2 texts" in refusal(session, [[5], [6]], DecodeConfig(), prefixes=[[3]])
-    assert "text 0: prefix has 12, expected ids 0 to 11" in refusal(session, [[5]], DecodeConfig(), prefixes=[[12]])
+    assert "text 1: prefix has 12, expected ids 0 to 11" in refusal(session, [[5]], DecodeConfig(), prefixes=[[12]])
     message = refusal(session, [[5]], DecodeConfig(forced_bos_token_id=4), prefixes=[[3]])
     assert "a prefix and forced_bos_token_id exclude one another" in message
 

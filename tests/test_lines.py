@@ -111,3 +111,11 @@ def test_a_full_disk_is_one_line() -> None:
     no_space = r"/dev/full: cannot be written \(No space left on device\)"
     with pytest.raises(InputError, match=no_space), write_whole(Path("/dev/full")) as lines:
         lines.append("x")
+
+
+def test_an_endless_stream_is_refused() -> None:
+    with (
+        Path("/dev/zero").open("rb") as endless,
+        pytest.raises(InputError, match="in.txt has more than 268435456 bytes"),
+    ):
+        read_lines(endless, "in.txt")

@@ -11,6 +11,8 @@ from typing import BinaryIO
 
 from tfexport.errors import InputError, raise_all
 
+# Bounds what a device or an endless pipe can take.
+MAX_BYTES = 256 * 1024 * 1024
 _BOM = b"\xef\xbb\xbf"
 _SHOWN = 10
 _STREAM = re.compile(r"/dev/(?:std|fd/)(out|err|\d{1,4})")
@@ -26,9 +28,12 @@ def read_lines(stream: BinaryIO, name: str) -> list[str]:
         name: of the file, for the error.
 
     Raises:
-        InputError: there is no line, or lines are empty or not UTF-8; names all of them.
+        InputError: there is too much or no line, or lines are empty or not UTF-8; names all of them.
     """
-    rows = stream.read().removeprefix(_BOM).split(b"\n")
+    raw = stream.read(MAX_BYTES + 1)
+    if len(raw) > MAX_BYTES:
+        raise InputError(f"{name} has more than {MAX_BYTES} bytes, the limit; split it")
+    rows = raw.removeprefix(_BOM).split(b"\n")
     if not rows[-1]:
         rows.pop()
     texts: list[str] = []

@@ -112,7 +112,7 @@ def check_requests(
         found = _source_problems(spec, source) + _prefix_problems(spec, prefix, config)
         if not no_room:
             found += _room_problems(spec, len(prefix), config)
-        problems += [f"text {text}: {problem}" for problem in found]
+        problems += [f"text {text + 1}: {problem}" for problem in found]
         if not problems:
             prompt = (spec.tokens.start, *map(int, prefix), *forced)
             requests.append(Request(text, tuple(map(int, source)), prompt))

@@ -65,7 +65,7 @@ class Rows(Generic[S]):
     def _check(self, found: Candidates) -> None:
         broken = np.isnan(found.logits).any(1) | ~np.isfinite(found.log_normalizer)
         if broken.any():
-            texts = ", ".join(map(str, np.unique(self.texts[broken])))
+            texts = ", ".join(map(str, np.unique(self.texts[broken]) + 1))
             raise BackendError(
                 f"decode: the model gave NaN or infinite logits for text {texts} at new token {self.num_new + 1}; "
                 "check its weights, or export with --precision fp32"
@@ -75,6 +75,6 @@ class Rows(Generic[S]):
 def nothing_left(text: int, num_new: int) -> InputError:
     """Say that every token of `text` is banned."""
     return InputError(
-        f"decode: text {text} has no token to choose from after {num_new} new ones; "
+        f"decode: text {text + 1} has no token to choose from after {num_new} new ones; "
         "relax suppress_tokens, no_repeat_ngram_size or min_new_tokens"
     )
