@@ -28,11 +28,11 @@ def test_every_bad_text_is_named(session: ScriptedSession) -> None:
     assert message == (
         "decode: text 2: the source is empty, expected one token or more; "
         "text 3: source has 100, expected ids 0 to 99; "
-        "text 3: source has -1, expected ids 0 to 99; "
-        "text 4: source has 1.5, expected ids 0 to 99; "
-        "text 5: source has True, expected ids 0 to 99; "
-        "text 6: source has a, expected ids 0 to 99; "
-        "text 7: the source has 17 tokens, the limit is 16; shorten it"
+        "text 4: source has -1, expected ids 0 to 99; "
+        "text 5: source has 1.5, expected ids 0 to 99; "
+        "text 6: source has True, expected ids 0 to 99; "
+        "text 7: source has a, expected ids 0 to 99; "
+        "text 8: the source has 17 tokens, the limit is 16; shorten it"
     )
 
 
@@ -46,7 +46,7 @@ def test_limits_name_what_would_fit(session: ScriptedSession) -> None:
     message = refusal(session, [[5]] * 4, config, prefixes=[[], [3], [3, 4, 5], [3] * 16])
     assert message == (
         "decode: text 3: max_new_tokens is 14, but a prefix of 3 leaves 13 of the limit 16; "
-        "lower max_new_tokens to 13; text 3: a prefix of 16 and 1 new tokens are above the limit of 16; "
+        "lower max_new_tokens to 13; text 4: a prefix of 16 and 1 new tokens are above the limit of 16; "
         "shorten the prefix or lower min_new_tokens"
     )
     assert "prefix of 3 and 14 new tokens" in refusal(

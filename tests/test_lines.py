@@ -116,6 +116,6 @@ def test_a_full_disk_is_one_line() -> None:
 def test_an_endless_stream_is_refused() -> None:
     with (
         Path("/dev/zero").open("rb") as endless,
-        pytest.raises(InputError, match="in.txt has more than 268435456 bytes"),
+        pytest.raises(InputError, match=r"in\.txt has more than 268435456 bytes"),
     ):
         read_lines(endless, "in.txt")
