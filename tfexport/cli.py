@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -71,6 +72,8 @@ class _Commands(click.Group):
         except OSError as error:
             if error.filename is not None:
                 raise
+            # What is left in the buffer would fail once more, with a trace, when Python exits.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             click.echo(f"error: standard output cannot be written: {error.strerror}; redirect it elsewhere", err=True)
             code = EXIT_ERROR
         except click.Abort:

@@ -102,7 +102,7 @@ class OrtSession:
         """
         if spec.precision == "bf16":
             raise BackendError(
-                "ort: ONNX Runtime has no bfloat16 kernels on the CPU; use a bundle exported with fp32 or fp16"
+                "ort: ONNX Runtime has no bfloat16 kernels on the CPU; use --backend eager, or export with fp32 or fp16"
             )
         self.spec, self.form = spec, form
         self._encoder: ort.InferenceSession | None = _load(graphs[ENCODER], threads)
