@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import click
 import ctranslate2
@@ -37,36 +38,36 @@ def array(tensor: Tensor) -> np.ndarray:
     return tensor.detach().float().numpy()
 
 
-def fill_linear(spec: common_spec.LinearSpec, *layers: object) -> None:
+def fill_linear(spec: common_spec.LinearSpec, *layers: Any) -> None:
     """Fill one linear layer with several, stacked."""
-    spec.weight = np.concatenate([array(layer.weight) for layer in layers])  # type: ignore[attr-defined]
-    if layers[0].bias is not None:  # type: ignore[attr-defined]
-        spec.bias = np.concatenate([array(layer.bias) for layer in layers])  # type: ignore[attr-defined]
+    spec.weight = np.concatenate([array(layer.weight) for layer in layers])
+    if layers[0].bias is not None:
+        spec.bias = np.concatenate([array(layer.bias) for layer in layers])
 
 
-def fill_norm(spec: common_spec.LayerNormSpec, norm: object) -> None:
+def fill_norm(spec: common_spec.LayerNormSpec, norm: Any) -> None:
     """Fill a layer norm."""
-    spec.gamma, spec.beta = array(norm.weight), array(norm.bias)  # type: ignore[attr-defined]
+    spec.gamma, spec.beta = array(norm.weight), array(norm.bias)
 
 
-def fill_attention(spec: object, attention: MultiHeadAttention, norm: object, *, is_cross: bool) -> None:
+def fill_attention(spec: Any, attention: MultiHeadAttention, norm: Any, *, is_cross: bool) -> None:
     """Fill an attention: query, key and value stacked, or key and value for cross-attention."""
     if is_cross:
-        fill_linear(spec.linear[0], attention.q)  # type: ignore[attr-defined]
-        fill_linear(spec.linear[1], attention.k, attention.v)  # type: ignore[attr-defined]
+        fill_linear(spec.linear[0], attention.q)
+        fill_linear(spec.linear[1], attention.k, attention.v)
     else:
-        fill_linear(spec.linear[0], attention.q, attention.k, attention.v)  # type: ignore[attr-defined]
-    fill_linear(spec.linear[-1], attention.o)  # type: ignore[attr-defined]
-    fill_norm(spec.layer_norm, norm)  # type: ignore[attr-defined]
+        fill_linear(spec.linear[0], attention.q, attention.k, attention.v)
+    fill_linear(spec.linear[-1], attention.o)
+    fill_norm(spec.layer_norm, norm)
 
 
-def fill_stack(spec: object, stack: Stack) -> None:
+def fill_stack(spec: Any, stack: Stack) -> None:
     """Fill an encoder or a decoder."""
-    embeddings = spec.embeddings  # type: ignore[attr-defined]
+    embeddings = spec.embeddings
     (embeddings[0] if isinstance(embeddings, list) else embeddings).weight = array(stack.embed.weight)
     assert stack.pos is not None
-    spec.position_encodings.encodings = array(stack.pos)  # type: ignore[attr-defined]
-    for layer, block in zip(spec.layer, stack.layers, strict=True):  # type: ignore[attr-defined]
+    spec.position_encodings.encodings = array(stack.pos)
+    for layer, block in zip(spec.layer, stack.layers, strict=True):
         assert isinstance(block, Block)
         norms = [block.norm1, block.norm2]
         fill_attention(layer.self_attention, block.self, norms.pop(0), is_cross=False)
