@@ -18,7 +18,7 @@ from tfexport.decode.result import FinishReason, Hypothesis
 from tfexport.decode.stream import stream
 from tfexport.errors import ConfigError, InputError
 from tfexport.runtime.open import open_session
-from tfexport.runtime.session import Floats, Session
+from tfexport.runtime.session import Floats, Session, pad_right
 from tfexport.spec import ModelSpec
 from tfexport.tokenizer import Tokenizer
 
@@ -227,14 +227,11 @@ class Model:
         self.close()
 
     def _pool(self, sources: Sequence[Sequence[int]], pooling: Pooling) -> Floats:
-        lengths = np.array([len(source) for source in sources])
-        mask = np.arange(lengths.max()) < lengths[:, None]
-        ids = np.full(mask.shape, self.spec.tokens.pad, np.int64)
-        ids[mask] = np.concatenate(sources)
+        ids, mask = pad_right(sources, self.spec.tokens.pad)
         hidden = self.session.hidden_states(ids, mask)
         if pooling == "cls":
             return hidden[:, 0]
-        mean: Floats = (hidden * mask[:, :, None]).sum(1) / lengths[:, None].astype(np.float32)
+        mean: Floats = (hidden * mask[:, :, None]).sum(1) / mask.sum(1, keepdims=True).astype(np.float32)
         return mean
 
     def _need_tokenizer(self) -> Tokenizer:

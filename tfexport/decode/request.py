@@ -10,7 +10,7 @@ import numpy as np
 
 from tfexport.config import DecodeConfig
 from tfexport.errors import InputError, raise_all
-from tfexport.runtime.session import Ids, Mask
+from tfexport.runtime.session import Ids, Mask, pad_right
 from tfexport.spec import ModelSpec
 
 
@@ -52,10 +52,7 @@ class Batch:
     @classmethod
     def of(cls, requests: Sequence[Request], config: DecodeConfig, spec: ModelSpec) -> Batch:
         """Pad the sources of `requests` and stack their prompts."""
-        lengths = np.array([len(request.source_ids) for request in requests])
-        mask = np.arange(lengths.max()) < lengths[:, None]
-        source_ids = np.full(mask.shape, spec.tokens.pad, np.int64)
-        source_ids[mask] = np.concatenate([request.source_ids for request in requests])
+        source_ids, mask = pad_right([request.source_ids for request in requests], spec.tokens.pad)
         num_forced = int(config.forced_bos_token_id is not None)
         prompts = np.array([request.prompt for request in requests], np.int64)
         return cls(

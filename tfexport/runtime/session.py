@@ -6,6 +6,7 @@ session may be shared between threads, a state belongs to one call.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -119,6 +120,23 @@ class Session(Protocol[S]):
     def close(self) -> None:
         """Free what the session holds; it cannot be used afterwards."""
         ...
+
+
+def pad_right(sources: Sequence[Sequence[int]], pad_id: int) -> tuple[Ids, Mask]:
+    """Lay sources out as a batch.
+
+    Args:
+        sources: token ids of each, at least one token.
+        pad_id: fills the short rows.
+
+    Returns:
+        source_ids int64 and source_mask bool, both [batch, source_len].
+    """
+    lengths = np.array([len(source) for source in sources])
+    mask = np.arange(lengths.max()) < lengths[:, None]
+    ids = np.full(mask.shape, pad_id, np.int64)
+    ids[mask] = np.concatenate([np.asarray(source, np.int64) for source in sources])
+    return ids, mask
 
 
 def check_source(spec: ModelSpec, source_ids: Ids, source_mask: Mask) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tfexport.runtime.session import Floats, Ids, Mask, Session
+from tfexport.runtime.session import Floats, Ids, Mask, Session, pad_right
 from tfexport.spec import ModelSpec
 from tfexport.verify.report import Numbers
 
@@ -49,7 +49,7 @@ def random_batches(spec: ModelSpec, count: int, rng: np.random.Generator) -> lis
     longest = min(LONGEST_TARGET, spec.max_target_length) if spec.has_decoder else 1
     while count > 0:
         size = min(count, int(rng.integers(1, 9)) if batches else 8)
-        ids, mask = pad(random_sources(spec, size, rng), spec.tokens.pad)
+        ids, mask = pad_right(random_sources(spec, size, rng), spec.tokens.pad)
         target_len = int(rng.integers(1, longest + 1)) if batches else longest
         target = rng.integers(0, max(spec.vocab, 1), (size, target_len))
         target[:, 0] = spec.tokens.start
@@ -57,15 +57,6 @@ def random_batches(spec: ModelSpec, count: int, rng: np.random.Generator) -> lis
         batches.append(Batch(ids, mask, target, prefill))
         count -= size
     return batches
-
-
-def pad(sources: Sequence[Sequence[int]], pad_id: int) -> tuple[Ids, Mask]:
-    """Pad sources on the right to int64 and bool [batch, source_len]."""
-    longest = max(map(len, sources))
-    ids = np.full((len(sources), longest), pad_id, np.int64)
-    for row, source in zip(ids, sources, strict=True):
-        row[: len(source)] = source
-    return ids, np.arange(longest) < np.array([len(source) for source in sources])[:, None]
 
 
 def step_logits(session: Session[Any], batch: Batch) -> Floats:

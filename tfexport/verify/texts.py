@@ -10,9 +10,8 @@ import numpy as np
 from tfexport.config import DecodeConfig
 from tfexport.decode.batch import decode
 from tfexport.decode.result import Hypothesis
-from tfexport.runtime.session import Session
+from tfexport.runtime.session import Session, pad_right
 from tfexport.spec import ModelSpec
-from tfexport.verify.numbers import pad
 from tfexport.verify.report import Decodes
 from tfexport.verify.shaken import ShakenSession
 
@@ -88,7 +87,7 @@ def _margin(eager: Session[Any], source: Sequence[int], left: Tokens, right: Tok
 def token_log_probs(eager: Session[Any], source: Sequence[int], tokens: Tokens) -> Any:
     """Score given tokens with a session, float64 [target_len]."""
     spec: ModelSpec = eager.spec
-    ids, mask = pad([source], spec.tokens.pad)
+    ids, mask = pad_right([source], spec.tokens.pad)
     state, token, found = eager.encode(ids, mask), spec.tokens.start, []
     for following in tokens:
         candidates = eager.step(state, np.array([[token]]), spec.vocab)
