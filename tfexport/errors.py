@@ -4,6 +4,7 @@ TfexportError
 ├── ConfigError      a configuration has unknown, missing or contradictory values
 ├── CheckpointError  weights are missing, damaged or do not fit their configuration
 ├── GraphError       a model could not be traced, or its graph breaks the contract
+├── EngineError      a graph could not be built into an engine, or an engine may not be used here
 ├── BundleError      a bundle is incomplete, altered, foreign or cannot be written
 ├── BackendError     a backend is not installed, not usable or failed while running
 ├── InputError       text or token ids that the model cannot take
@@ -38,6 +39,10 @@ class CheckpointError(TfexportError):
 
 class GraphError(TfexportError):
     """A model could not be traced, or its graph breaks the contract."""
+
+
+class EngineError(TfexportError):
+    """A graph could not be built into an engine, or an engine may not be used here."""
 
 
 class BundleError(TfexportError):
