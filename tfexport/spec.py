@@ -29,6 +29,11 @@ CANDIDATE_IDS = "candidate_ids"
 CANDIDATE_LOGITS = "candidate_logits"
 LOG_NORMALIZER = "log_normalizer"
 
+REORDER = "reorder"
+CACHE = "cache"
+ORDER = "order"
+REORDERED = "reordered"
+
 DType = Literal["int64", "bool", "float32", "float16", "bfloat16"]
 Dim = str | int
 FLOAT: dict[Precision, DType] = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -157,3 +162,13 @@ def decoder_graph(spec: ModelSpec, form: Form) -> GraphSpec:
         *_key_values(spec, "present", "rows", "past_len + target_len" if form == "concat" else "capacity"),
     ]
     return GraphSpec(tuple(inputs), tuple(outputs))
+
+
+def reorder_spec(precision: Precision) -> GraphSpec:
+    """Return the contract of the graph that copies rows of one cache tensor, viewed as [rows, width].
+
+    It belongs to no bundle: `tfexport.graph.reorder` makes it, and it serves every cache of every model.
+    """
+    dtype = FLOAT[precision]
+    inputs = (TensorSpec(CACHE, dtype, ("rows", "width")), TensorSpec(ORDER, "int64", ("new_rows",)))
+    return GraphSpec(inputs, (TensorSpec(REORDERED, dtype, ("new_rows", "width")),))

@@ -1,0 +1,39 @@
+"""The graph that copies rows of a cache on the device: one Gather, for beams that continue another beam."""
+
+from __future__ import annotations
+
+import onnx
+from onnx import helper
+
+from tfexport.config import Precision
+from tfexport.spec import CACHE, ORDER, REORDER, REORDERED, TensorSpec, reorder_spec
+
+# Those of the concat form: what takes that form takes this graph. IR 8 came with opset 18.
+_OPSET, _IR_VERSION = 18, 8
+
+
+def reorder_graph(precision: Precision) -> bytes:
+    """Make the graph of `tfexport.spec.reorder_spec`: reordered[r] = cache[order[r]].
+
+    Args:
+        precision: of the cache.
+
+    Returns:
+        A serialised ONNX model without weights, equal bytes for equal precision.
+    """
+    contract = reorder_spec(precision)
+    graph = helper.make_graph(
+        [helper.make_node("Gather", [CACHE, ORDER], [REORDERED], name=REORDER, axis=0)],
+        REORDER,
+        [_value(tensor) for tensor in contract.inputs],
+        [_value(tensor) for tensor in contract.outputs],
+    )
+    model = helper.make_model(
+        graph, opset_imports=[helper.make_opsetid("", _OPSET)], ir_version=_IR_VERSION, producer_name="tfexport"
+    )
+    return model.SerializeToString(deterministic=True)
+
+
+def _value(tensor: TensorSpec) -> onnx.ValueInfoProto:
+    dtype = {"float32": "float"}.get(tensor.dtype, tensor.dtype)
+    return helper.make_tensor_value_info(tensor.name, onnx.TensorProto.DataType.Value(dtype.upper()), tensor.shape)
