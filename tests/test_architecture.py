@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Each room and what it may import besides itself.
 BASE = {"errors"}
 CONTRACT = {*BASE, "config", "spec"}
-STORE = {*CONTRACT, "manifest", "staging", "bundle"}
+STORE = {*CONTRACT, "document", "manifest", "staging", "bundle"}
 RUNTIME = {*STORE, "models", "runtime"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
@@ -29,8 +29,9 @@ ALLOWED: dict[str, set[str]] = {
     "lines": BASE,
     "smallfile": BASE,
     "staging": BASE,
-    "manifest": CONTRACT,
-    "bundle": {*CONTRACT, "manifest", "staging"},
+    "document": BASE,
+    "manifest": {*CONTRACT, "document"},
+    "bundle": {*CONTRACT, "document", "manifest", "staging"},
     "tokenizer": CONTRACT,
     "models": {*CONTRACT, "smallfile", "staging"},
     # Building and driving engines share the bridge to the libraries and what is known of an engine, and nothing else.
@@ -65,6 +66,7 @@ FENCES: dict[str, set[str]] = {
         "errors",
         "config",
         "spec",
+        "document",
         "manifest",
         "staging",
         "bundle",

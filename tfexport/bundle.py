@@ -26,8 +26,9 @@ from typing import Any
 
 from tfexport import staging
 from tfexport.config import TransformerConfig
+from tfexport.document import parse
 from tfexport.errors import BundleError, ConfigError, raise_all
-from tfexport.manifest import ENGINES, FORMAT_VERSION, MANIFEST, FileEntry, GraphEntry, Manifest, kind_of, parse
+from tfexport.manifest import ENGINES, FORMAT_VERSION, MANIFEST, FileEntry, GraphEntry, Manifest, kind_of
 from tfexport.spec import ModelSpec
 
 TOKENIZER = "tokenizer.json"
@@ -266,7 +267,7 @@ def _check_output(target: Path, output: Path, force: bool) -> None:
         return
     advice = "--force replaces bundles only; choose another name or remove it yourself"
     try:
-        listed = parse(_read_manifest(target, output))
+        listed = parse(_read_manifest(target, output), MANIFEST, "export it again")
     except BundleError as error:
         raise BundleError(f"output {output} is no bundle; {advice}") from error
     if not isinstance(listed.get("files"), dict) or "format_version" not in listed:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import re
 import typing
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from tfexport.config import Config, TransformerConfig
-from tfexport.errors import BundleError, ConfigError, raise_all
+from tfexport.document import collect, read_fields, read_list, read_map, read_object, read_text, seal, unseal
+from tfexport.errors import ConfigError, raise_all, shortened
 from tfexport.spec import DECODER, ENCODER, Dim, DType, GraphSpec, ModelSpec, TensorSpec
 
 MANIFEST = "manifest.json"
@@ -21,7 +19,6 @@ ENGINES = "engines"
 FORMAT_VERSION = 1
 
 Kind = Literal["encoder-decoder", "encoder"]
-T = TypeVar("T")
 
 # Letters, digits, "_", "." and "-", not beginning with "." or "-": no "..", no absolute path, no drive, no
 # backslash, and nothing that two file systems could spell differently but for the case.
@@ -145,8 +142,7 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Write the manifest as JSON: sorted keys, its own sum as `self_sha256`."""
-        data = self.to_dict()
-        return render(data | {"self_sha256": _sum(data)})
+        return seal(self.to_dict())
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Manifest:
@@ -155,13 +151,7 @@ class Manifest:
         Raises:
             ConfigError: lists every unknown, missing, wrongly typed and contradictory value.
         """
-        names = [field.name for field in dataclasses.fields(cls)]
-        problems = [f"unknown key {key[:80]!r}" for key in data if key not in names]
-        problems += [f"missing key {name}" for name in names if name not in data]
-        readers = {name: read for name, read in _READERS.items() if name in data}
-        values = {name: _collect(problems, read, data[name]) for name, read in readers.items()}
-        raise_all(ConfigError, MANIFEST, problems)
-        return cls(**typing.cast(dict[str, Any], values))
+        return cls(**read_fields(data, _READERS, MANIFEST))
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> Manifest:
@@ -171,66 +161,12 @@ class Manifest:
             BundleError: not JSON, made by a newer version, or any byte was changed;
                 lists every wrong value.
         """
-        data = parse(raw)
-        version = data.get("format_version")
-        if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-            raise BundleError(
-                f"{MANIFEST}: format_version is {_short(version)}, expected {FORMAT_VERSION}; export it again"
-            )
-        if version > FORMAT_VERSION:
-            raise BundleError(
-                f"it was made by a newer tfexport (format {version}, this one reads {FORMAT_VERSION}); "
-                "upgrade with: pip install --upgrade tfexport"
-            )
-        claimed = data.pop("self_sha256", None)
-        try:
-            manifest = cls.from_dict(data)
-        except ConfigError as error:
-            raise BundleError(f"{error}; export it again") from error
-        if claimed != _sum(data) or render(data | {"self_sha256": claimed}) != raw:
-            raise BundleError(f"{MANIFEST} was changed; copy it again from its source or export it again")
-        return manifest
+        return unseal(raw, cls.from_dict, name=MANIFEST, format_version=FORMAT_VERSION, remedy="export it again")
 
 
 def kind_of(spec: ModelSpec) -> Kind:
     """Say what a model is: it generates, or only encodes."""
     return "encoder-decoder" if spec.has_decoder else "encoder"
-
-
-def render(data: dict[str, Any]) -> bytes:
-    """Write a JSON object so that equal objects give equal bytes."""
-    return (json.dumps(data, indent=2, sort_keys=True, allow_nan=False) + "\n").encode()
-
-
-def parse(raw: bytes) -> dict[str, Any]:
-    """Read a JSON object, more strictly than Python does by itself.
-
-    Raises:
-        BundleError: not UTF-8, not JSON, no object, a key twice, or NaN and Infinity.
-    """
-    try:
-        data = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise BundleError(f"{MANIFEST} is not JSON ({error}); export it again") from error
-    if not isinstance(data, dict):
-        raise BundleError(f"{MANIFEST} is {_short(data)}, expected an object; export it again")
-    return data
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    data = dict(pairs)
-    if len(data) != len(pairs):
-        counts = Counter(key for key, _ in pairs)
-        raise ValueError(f"duplicate key {counts.most_common(1)[0][0][:80]!r}")
-    return data
-
-
-def _refuse_constant(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON number")
-
-
-def _sum(data: dict[str, Any]) -> str:
-    return hashlib.sha256(render(data)).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,61 +182,35 @@ class _GraphHead(Config):
     opset: int
 
 
-def _collect(problems: list[str], read: Callable[..., T], *values: object) -> T | None:
-    try:
-        return read(*values)
-    except ConfigError as error:
-        problems.append(str(error))
-        return None
-
-
-def _read_object(value: object, name: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ConfigError(f"{name} is {_short(value)}, expected an object")
-    return value
-
-
-def _read_map(value: object, name: str, read: Callable[[object, str], T]) -> dict[str, T]:
-    problems: list[str] = []
-    entries = _read_object(value, name)
-    items = {key: _collect(problems, read, entry, f"{name}.{key[:80]}") for key, entry in entries.items()}
-    if problems:
-        raise ConfigError("; ".join(problems))
-    return typing.cast(dict[str, T], items)
-
-
 def _read_file(value: object, name: str) -> FileEntry:
     return FileEntry.from_dict(value, subject=name)
 
 
 def _read_graph(value: object, name: str) -> GraphEntry:
-    data = dict(_read_object(value, name))
+    data = dict(read_object(value, name))
     problems: list[str] = []
     inputs, outputs = (
-        _collect(problems, _read_tensors, data.pop(side, None), f"{name}.{side}") for side in ("inputs", "outputs")
+        collect(problems, read_tensors, data.pop(side, None), f"{name}.{side}") for side in ("inputs", "outputs")
     )
-    head = _collect(problems, lambda: _GraphHead.from_dict(data, subject=name))
+    head = collect(problems, lambda: _GraphHead.from_dict(data, subject=name))
     if inputs is None or outputs is None or head is None:
         raise ConfigError("; ".join(problems))
     return GraphEntry(file=head.file, opset=head.opset, spec=GraphSpec(inputs, outputs))
 
 
-def _read_tensors(value: object, name: str) -> tuple[TensorSpec, ...]:
-    if not isinstance(value, list):
-        raise ConfigError(f"{name} is {_short(value)}, expected a list")
-    tensors = (_Tensor.from_dict(item, subject=f"{name}[{i}]") for i, item in enumerate(value))
-    return tuple(TensorSpec(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors)
+def read_tensors(value: object, name: str) -> tuple[TensorSpec, ...]:
+    """Read the inputs or outputs of a graph; raises ConfigError."""
+    return read_list(value, name, _read_tensor)
 
 
-def _read_text(value: object, name: str) -> str:
-    if not isinstance(value, str):
-        raise ConfigError(f"{name} is {_short(value)}, expected a text")
-    return value
+def _read_tensor(value: object, name: str) -> TensorSpec:
+    tensor = _Tensor.from_dict(value, subject=name)
+    return TensorSpec(tensor.name, tensor.dtype, tensor.shape)
 
 
 def _read_kind(value: object) -> str:
     if value not in typing.get_args(Kind):
-        raise ConfigError(f"kind is {_short(value)}, expected {' or '.join(map(repr, typing.get_args(Kind)))}")
+        raise ConfigError(f"kind is {shortened(value)}, expected {' or '.join(map(repr, typing.get_args(Kind)))}")
     return typing.cast(str, value)
 
 
@@ -309,13 +219,8 @@ _READERS: dict[str, Callable[[Any], object]] = {
     "kind": _read_kind,
     "spec": lambda value: ModelSpec.from_dict(value, subject="spec"),
     "config": lambda value: None if value is None else TransformerConfig.from_dict(value, subject="config"),
-    "graphs": lambda value: _read_map(value, "graphs", _read_graph),
-    "files": lambda value: _read_map(value, "files", _read_file),
-    "versions": lambda value: _read_map(value, "versions", _read_text),
-    "parity": lambda value: None if value is None else _read_object(value, "parity"),
+    "graphs": lambda value: read_map(value, "graphs", _read_graph),
+    "files": lambda value: read_map(value, "files", _read_file),
+    "versions": lambda value: read_map(value, "versions", read_text),
+    "parity": lambda value: None if value is None else read_object(value, "parity"),
 }
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:80] + "…"

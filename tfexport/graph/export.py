@@ -14,9 +14,9 @@ from torch import nn
 
 from tfexport.bundle import PARITY, TOKENIZER, Bundle, create_bundle
 from tfexport.config import ExportConfig
+from tfexport.document import render
 from tfexport.errors import BackendError, ConfigError, ParityError, raise_all
 from tfexport.graph.write import write_graphs
-from tfexport.manifest import render
 from tfexport.models.directory import load_model
 from tfexport.models.presets import build_preset
 from tfexport.models.transformer import Transformer

@@ -1,0 +1,154 @@
+"""Documents: JSON objects that carry their own sum, read strictly and written always alike."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import typing
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from tfexport.errors import BundleError, ConfigError, raise_all, shortened
+
+T = TypeVar("T")
+
+
+def render(data: dict[str, Any]) -> bytes:
+    """Write a JSON object so that equal objects give equal bytes."""
+    return (json.dumps(data, indent=2, sort_keys=True, allow_nan=False) + "\n").encode()
+
+
+def parse(raw: bytes, name: str, remedy: str) -> dict[str, Any]:
+    """Read a JSON object, more strictly than Python does by itself.
+
+    Args:
+        raw: the bytes of the file.
+        name: of the file, for the error.
+        remedy: what to do about a damaged file, the last words of the error.
+
+    Raises:
+        BundleError: not UTF-8, not JSON, no object, a key twice, or NaN and Infinity.
+    """
+    try:
+        data = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise BundleError(f"{name} is not JSON ({error}); {remedy}") from error
+    if not isinstance(data, dict):
+        raise BundleError(f"{name} is {shortened(data)}, expected an object; {remedy}")
+    return data
+
+
+def seal(data: dict[str, Any]) -> bytes:
+    """Write a document: sorted keys, its own sum as `self_sha256`."""
+    return render(data | {"self_sha256": _sum(data)})
+
+
+def unseal(raw: bytes, read: Callable[[dict[str, Any]], T], *, name: str, format_version: int, remedy: str) -> T:
+    """Read what `seal` wrote.
+
+    Args:
+        raw: the bytes of the file.
+        read: makes the value from the object without its sum; its ConfigError lists what is wrong.
+        name: of the file, for the error.
+        format_version: newest that can be read.
+        remedy: what to do about a damaged file, the last words of the error.
+
+    Raises:
+        BundleError: not JSON, made by a newer version, or any byte was changed;
+            lists every wrong value.
+    """
+    data = parse(raw, name, remedy)
+    version = data.get("format_version")
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise BundleError(f"{name}: format_version is {shortened(version)}, expected {format_version}; {remedy}")
+    if version > format_version:
+        raise BundleError(
+            f"it was made by a newer tfexport (format {version}, this one reads {format_version}); "
+            "upgrade with: pip install --upgrade tfexport"
+        )
+    claimed = data.pop("self_sha256", None)
+    try:
+        value = read(data)
+    except ConfigError as error:
+        raise BundleError(f"{error}; {remedy}") from error
+    if claimed != _sum(data) or render(data | {"self_sha256": claimed}) != raw:
+        raise BundleError(f"{name} was changed; copy it again from its source or {remedy}")
+    return value
+
+
+def read_fields(data: Mapping[str, Any], readers: Mapping[str, Callable[[Any], object]], subject: str) -> Any:
+    """Read every value of an object with its own reader.
+
+    Args:
+        data: the object.
+        readers: by key; each raises ConfigError.
+        subject: named at the start of the error.
+
+    Returns:
+        The values by key, all of them.
+
+    Raises:
+        ConfigError: lists every unknown and missing key and what the readers say.
+    """
+    problems = [f"unknown key {key[:80]!r}" for key in data if key not in readers]
+    problems += [f"missing key {key}" for key in readers if key not in data]
+    values = {key: collect(problems, read, data[key]) for key, read in readers.items() if key in data}
+    raise_all(ConfigError, subject, problems)
+    return values
+
+
+def collect(problems: list[str], read: Callable[..., T], *values: object) -> T | None:
+    """Return what `read` makes of the values; on ConfigError None, and one problem more."""
+    try:
+        return read(*values)
+    except ConfigError as error:
+        problems.append(str(error))
+        return None
+
+
+def read_object(value: object, name: str) -> dict[str, Any]:
+    """Return an object, or raise ConfigError."""
+    if not isinstance(value, dict):
+        raise ConfigError(f"{name} is {shortened(value)}, expected an object")
+    return value
+
+
+def read_list(value: object, name: str, read: Callable[[object, str], T]) -> tuple[T, ...]:
+    """Read every item of a list; `read` gets its place as the second argument. Raises ConfigError."""
+    if not isinstance(value, list):
+        raise ConfigError(f"{name} is {shortened(value)}, expected a list")
+    return tuple(read(item, f"{name}[{i}]") for i, item in enumerate(value))
+
+
+def read_map(value: object, name: str, read: Callable[[object, str], T]) -> dict[str, T]:
+    """Read every value of an object; `read` gets its place as the second argument. Raises ConfigError."""
+    problems: list[str] = []
+    entries = read_object(value, name)
+    items = {key: collect(problems, read, entry, f"{name}.{key[:80]}") for key, entry in entries.items()}
+    if problems:
+        raise ConfigError("; ".join(problems))
+    return typing.cast(dict[str, T], items)
+
+
+def read_text(value: object, name: str) -> str:
+    """Return a text, or raise ConfigError."""
+    if not isinstance(value, str):
+        raise ConfigError(f"{name} is {shortened(value)}, expected a text")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data = dict(pairs)
+    if len(data) != len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        raise ValueError(f"duplicate key {counts.most_common(1)[0][0][:80]!r}")
+    return data
+
+
+def _refuse_constant(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON number")
+
+
+def _sum(data: dict[str, Any]) -> str:
+    return hashlib.sha256(render(data)).hexdigest()
