@@ -44,7 +44,7 @@ ALLOWED: dict[str, set[str]] = {
         "graph.memory",
         "graph.precision",
     },
-    "runtime": {*STORE, "models", "engine.flavour", "engine.cuda", "engine.manifest", "engine.load"},
+    "runtime": {*STORE, "models", "engine.flavour", "engine.log", "engine.cuda", "engine.manifest", "engine.load"},
     "decode": {*CONTRACT, "runtime.session"},
     "model": {*RUNTIME, "decode", "tokenizer"},
     "verify": {*RUNTIME, "decode", "tokenizer", "model"},

@@ -1,0 +1,162 @@
+"""From the bytes of a graph to a network that TensorRT computes as the graph says, or an error that names the node."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tfexport.engine.flavour import Flavour
+from tfexport.engine.log import Log, without_noise
+from tfexport.errors import EngineError, raise_all
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One input or output of a network.
+
+    Attributes:
+        name: as in the graph.
+        dtype: as the graph contract spells it.
+        shape: -1 where the size is free.
+        is_shape_input: its values, not only its sizes, decide shapes; it lives in host memory.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    is_shape_input: bool
+
+
+@dataclass(frozen=True)
+class Network:
+    """A parsed graph, with everything alive that it refers to.
+
+    Attributes:
+        definition: the `INetworkDefinition`.
+        builder: that made it.
+        parser: that filled it and owns its weights.
+        log: of both.
+        inputs: in order.
+        outputs: in order.
+        layers: how many layers there are of each type, by the name of the type.
+    """
+
+    definition: Any
+    builder: Any
+    parser: Any
+    log: Log
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    layers: Mapping[str, int]
+
+
+def parse_graph(flavour: Flavour, log: Log, graph: bytes, path: Path) -> Network:
+    """Parse a graph and make sure that it is computed as it says.
+
+    Attention in float32 is marked as decomposable, since there is no fused kernel for it.
+
+    Args:
+        flavour: to parse with.
+        log: of this flavour.
+        graph: a serialised ONNX model.
+        path: where the graph lies or would lie; its external data is found beside it.
+
+    Raises:
+        BackendError: this library parses on a GPU only, and there is none.
+        EngineError: lists every node that cannot be parsed, with the reason, and all attention that would be
+            computed wrongly.
+    """
+    subject = f"{flavour.target} {flavour.version}: {path.name}"
+    if not graph:
+        raise EngineError(f"{subject}: the graph is empty; export the bundle again")
+    builder = flavour.builder(log)
+    definition = _made(builder.create_network(flavour.strongly_typed()), subject, "network", log)
+    parser = _made(flavour.trt.OnnxParser(definition, log), subject, "parser", log)
+    is_parsed = parser.parse(graph, str(path))
+    errors = [parser.get_error(i) for i in range(parser.num_errors)]
+    if errors or not is_parsed:
+        problems = [_describe(error) for error in errors] or [log.reason()]
+        if any("Attention" in error.node_operator() for error in errors):
+            problems += _graph_problems(graph)  # they have the remedy, which the parser has not
+        raise_all(EngineError, f"{subject}: the graph cannot be parsed", problems)
+    if definition.num_outputs == 0:
+        raise EngineError(f"{subject}: the graph has no outputs; export the bundle again")
+    layers = [definition.get_layer(i) for i in range(definition.num_layers)]
+    attention = list(_attention(flavour, layers))
+    if attention:
+        problems = [problem for layer in attention if (problem := _causal_problem(layer))]
+        raise_all(EngineError, subject, problems + _graph_problems(graph))
+    for layer in attention:
+        # Only float32 lacks a fused kernel; elsewhere the mark would undo the fusion.
+        if layer.get_input(0).dtype == flavour.trt.DataType.FLOAT:
+            layer.decomposable = True
+    return Network(
+        definition=definition,
+        builder=builder,
+        parser=parser,
+        log=log,
+        inputs=tuple(_tensor(flavour, definition.get_input(i)) for i in range(definition.num_inputs)),
+        outputs=tuple(_tensor(flavour, definition.get_output(i)) for i in range(definition.num_outputs)),
+        layers=dict(sorted(Counter(layer.type.name for layer in layers).items())),
+    )
+
+
+def _made(thing: Any, subject: str, kind: str, log: Log) -> Any:
+    if thing is None:
+        raise EngineError(f"{subject}: no {kind} can be made: {log.reason()}")
+    return thing
+
+
+def _describe(error: Any) -> str:
+    """Spell a `ParserError`: node, operator and reason."""
+    node = " ".join(part for part in (error.node_operator(), repr(error.node_name())) if part.strip("'"))
+    reason = without_noise(error.desc()) or error.code().name
+    return f"{node}: {reason}" if node else reason
+
+
+def _tensor(flavour: Flavour, tensor: Any) -> Tensor:
+    return Tensor(tensor.name, flavour.dtype_name(tensor.dtype), tuple(tensor.shape), bool(tensor.is_shape_tensor))
+
+
+def _attention(flavour: Flavour, layers: list[Any]) -> Iterator[Any]:
+    """Find each `IAttention`; versions that have none of them refuse the operator in their parser."""
+    kind = getattr(flavour.trt.LayerType, "ATTENTION_INPUT", None)
+    for layer in layers:
+        if kind is not None and layer.type == kind:
+            # The network hands out plain layers; this is how the bindings turn one into what it is.
+            layer.__class__ = flavour.trt.IAttentionInputLayer
+            yield layer.attention
+
+
+def _graph_problems(graph: bytes) -> list[str]:
+    """Say which attention the parser reads otherwise than it is meant; what it drops, the network does not show."""
+    if importlib.util.find_spec("onnx") is None:
+        return ["the graph has attention, which cannot be checked without onnx; pip install 'tfexport[export]'"]
+    from tfexport.graph.trust import attention_problems
+
+    return attention_problems(graph)
+
+
+def _causal_problem(attention: Any) -> str | None:
+    """Refuse a causal mask of the library's own, which counts from the first key whatever a cache holds."""
+    if hasattr(attention, "causal_kind"):
+        kind = attention.causal_kind.name
+    else:  # TensorRT 10 knows one kind only
+        kind = "UPPER_LEFT" if attention.causal else "NONE"
+    if kind == "NONE":
+        return None
+    queries, keys = (attention.get_input(i).shape[2] for i in (0, 1))
+    if kind == "UPPER_LEFT" and queries == keys > 0:
+        return None
+    return (
+        f"Attention {attention.name!r} is causal ({kind}) over {_length(queries)} queries and {_length(keys)} keys, "
+        "which TensorRT aligns otherwise than ONNX does; give it a mask [batch, 1, target_len, len] instead"
+    )
+
+
+def _length(size: int) -> str:
+    return "any number of" if size < 0 else str(size)
