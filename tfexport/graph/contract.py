@@ -8,10 +8,8 @@ from typing import cast
 import onnx
 
 from tfexport.errors import GraphError, raise_all
+from tfexport.graph.trust import attention_problems
 from tfexport.spec import DType, GraphSpec, TensorSpec
-
-# Attributes and inputs of Attention that some runtimes drop without a word and then compute something else.
-FORBIDDEN_ATTENTION_INPUTS = 4
 
 
 def check_graph(path: Path, contract: GraphSpec) -> None:
@@ -40,7 +38,7 @@ def check_graph(path: Path, contract: GraphSpec) -> None:
         problems += [f"{kind} {text} is missing" for text in expected if text not in spelled]
         if not problems and spelled != expected:
             problems.append(f"{kind}s are out of order")
-    problems += _attention_problems(model)
+    problems += attention_problems(model)
     raise_all(GraphError, path.name, problems)
 
 
@@ -54,16 +52,3 @@ def _read(value: onnx.ValueInfoProto) -> TensorSpec:
 
 def _spell(tensor: TensorSpec) -> str:
     return f"{tensor.name} {tensor.dtype} [{', '.join(map(str, tensor.shape))}]"
-
-
-def _attention_problems(model: onnx.ModelProto) -> list[str]:
-    problems = []
-    for node in model.graph.node:
-        if node.op_type != "Attention":
-            continue
-        causal = any(attribute.name == "is_causal" and attribute.i for attribute in node.attribute)
-        if causal or len(node.output) > 1 or any(node.input[FORBIDDEN_ATTENTION_INPUTS:]):
-            problems.append(
-                f"Attention {node.name} uses is_causal, past and present or nonpad_kv_seqlen; give it a mask instead"
-            )
-    return problems
