@@ -31,7 +31,8 @@ def reorder_graph(precision: Precision) -> bytes:
     model = helper.make_model(
         graph, opset_imports=[helper.make_opsetid("", _OPSET)], ir_version=_IR_VERSION, producer_name="tfexport"
     )
-    return model.SerializeToString(deterministic=True)
+    raw: bytes = model.SerializeToString(deterministic=True)
+    return raw
 
 
 def _value(tensor: TensorSpec) -> onnx.ValueInfoProto:

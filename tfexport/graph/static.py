@@ -45,7 +45,8 @@ def fix_capacity(path: Path, capacity: int) -> bytes:
         )
     for dim in dims:
         dim.dim_value = capacity
-    return model.SerializeToString(deterministic=True)
+    raw: bytes = model.SerializeToString(deterministic=True)
+    return raw
 
 
 def _dims(graph: onnx.GraphProto) -> Iterator[onnx.TensorShapeProto.Dimension]:
