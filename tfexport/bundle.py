@@ -165,15 +165,15 @@ def create_bundle(output: Path, *, force: bool = False) -> Iterator[Builder]:
     if not target.name:
         raise BundleError(f"output {output} is the root of the file system; choose a directory below it")
     with ExitStack() as stack:
-        with _write_errors(output):
+        with write_errors(f"bundle {output}"):
             target.parent.mkdir(parents=True, exist_ok=True)
             stack.enter_context(staging.locked(target))
             staging.recover(target)
             _check_output(target, output, force)
             builder = Builder(stack.enter_context(staging.temporary(target)))
-        with _write_errors(output, builder.path):
+        with write_errors(f"bundle {output}", builder.path):
             yield builder
-        with _write_errors(output):
+        with write_errors(f"bundle {output}"):
             if not builder.is_finished:
                 raise BundleError(f"bundle {output} was not finished; call finish before the block ends")
             opened = open_bundle(builder.path)
@@ -193,7 +193,7 @@ def _read_manifest(root: Path, path: Path) -> bytes:
             f"tfexport onnx {path} --output BUNDLE"
         )
     status = os.lstat(root / MANIFEST)
-    problem = _plain_problem(MANIFEST, status)
+    problem = plain_problem(MANIFEST, status)
     if problem is None and status.st_size > MAX_MANIFEST_BYTES:
         problem = f"{MANIFEST} has {status.st_size} bytes, the limit is {MAX_MANIFEST_BYTES}"
     if problem:
@@ -232,14 +232,15 @@ def _scan(root: Path) -> tuple[set[str], list[str]]:
             if stat.S_ISDIR(status.st_mode):
                 if name != ENGINES:
                     folders.append(f"{name}/")
-            elif problem := _plain_problem(name, status):
+            elif problem := plain_problem(name, status):
                 problems.append(problem)
             else:
                 found.add(name)
     return found, sorted(problems)
 
 
-def _plain_problem(name: str, status: os.stat_result) -> str | None:
+def plain_problem(name: str, status: os.stat_result) -> str | None:
+    """Say why what has this status is no plain file of its own, or None."""
     if stat.S_ISLNK(status.st_mode):
         return f"{name!r} is a symbolic link, expected a plain file"
     if not stat.S_ISREG(status.st_mode):
@@ -282,16 +283,25 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 @contextmanager
-def _write_errors(output: Path, within: Path | None = None) -> Iterator[None]:
-    """Turn OSErrors of writing into BundleError; with `within` only those about that directory or a full disk."""
+def write_errors(what: str, within: Path | None = None, remedy: str = "choose another output") -> Iterator[None]:
+    """Turn OSErrors of writing into BundleError.
+
+    Args:
+        what: is being written, for the error.
+        within: with it only those about that directory, or a full disk.
+        remedy: where the disk is not full.
+
+    Raises:
+        BundleError: "cannot write", what, why and the remedy.
+    """
     try:
         yield
     except OSError as error:
         concerns_us = within is None or str(error.filename).startswith(str(within))
         if error.errno not in _NO_ROOM and not concerns_us:
             raise
-        remedy = "free some space or choose another output" if error.errno in _NO_ROOM else "choose another output"
-        raise BundleError(f"cannot write bundle {output}: {_cause(error)}; {remedy}") from error
+        remedy = "free some space or choose another output" if error.errno in _NO_ROOM else remedy
+        raise BundleError(f"cannot write {what}: {_cause(error)}; {remedy}") from error
 
 
 def _cause(error: OSError) -> str:

@@ -89,6 +89,13 @@ def restore(target: Path) -> None:
             recover(target)
 
 
+def aside(folder: Path) -> list[Path]:
+    """List the targets in `folder` that are missing because a writer was killed while replacing them."""
+    former = re.compile(r"\.(.+)\.old-[0-9a-f]{16}")
+    names = {match[1] for path in folder.iterdir() if (match := former.fullmatch(path.name))}
+    return [folder / name for name in sorted(names) if not os.path.lexists(folder / name)]
+
+
 @contextmanager
 def temporary(target: Path) -> Iterator[Path]:
     """Make an empty directory beside `target`, removed at the end unless published."""
