@@ -15,7 +15,7 @@ from typing import Any
 
 from tfexport.config import Form, Target
 from tfexport.engine.cuda import find_gpus, need_gpu
-from tfexport.engine.log import Log
+from tfexport.engine.log import Log, Speaker
 from tfexport.errors import BackendError, EngineError
 from tfexport.spec import DType
 
@@ -46,11 +46,13 @@ class Flavour:
         target: which one.
         trt: the module.
         version: its full version, such as "1.7.1.116".
+        speaker: the one logger that everything of this library gets, an `ILogger`.
     """
 
     target: Target
     trt: Any
     version: str
+    speaker: Speaker
 
     @property
     def builds_without_gpu(self) -> bool:
@@ -68,11 +70,14 @@ class Flavour:
         return "static" if self.updates_caches_in_place else "concat"
 
     def logger(self) -> Log:
-        """Make a logger of the library's own kind; keep it as long as anything that was made with it."""
-        return type("TensorRTLog", (Log, self.trt.ILogger), {})()
+        """Begin to listen to what the library says, to know the reason when something fails."""
+        return self.speaker.listen()
 
     def builder(self, log: Log) -> Any:
         """Make an `IBuilder`.
+
+        Args:
+            log: has the reason when it fails.
 
         Raises:
             BackendError: this library builds on a GPU, and there is none.
@@ -85,6 +90,9 @@ class Flavour:
     def runtime(self, log: Log) -> Any:
         """Make an `IRuntime`.
 
+        Args:
+            log: has the reason when it fails.
+
         Raises:
             BackendError: there is no GPU; without one the library takes the process down.
             EngineError: the library refuses.
@@ -94,7 +102,7 @@ class Flavour:
 
     def _make(self, cls: Any, log: Log) -> Any:
         try:
-            made = cls(log)
+            made = cls(self.speaker)
         except TypeError as error:  # what the bindings make of a null pointer
             raise EngineError(f"{self.target} {self.version}: {cls.__name__} cannot be made: {log.reason()}") from error
         if made is None:
@@ -201,4 +209,5 @@ def _import(target: Target) -> Flavour:
     missing = [part for part in parts if not hasattr(module, part)]
     if missing:
         raise BackendError(f"{target}: the module {name} is hollow, it has no {', '.join(missing)}; {repair}")
-    return Flavour(target, module, module.__version__)
+    speaker = type("TensorRTLogger", (Speaker, module.ILogger), {})()
+    return Flavour(target, module, module.__version__, speaker)

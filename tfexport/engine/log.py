@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections import deque
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -28,30 +30,22 @@ class Record:
 
 
 class Log:
-    """The logger that every builder, parser and runtime gets; it outlives them.
+    """What was said since it was made: the newest 2000 records from INFO up, and the newest 50 errors.
 
-    `Flavour.logger` makes it a subclass of the library's own `ILogger` as well.
-    The newest 2000 records from INFO up are kept, and the first 50 errors.
+    The library has one logger for the whole process (`Speaker`) and does not say
+    on whose behalf it speaks: every log that is alive takes every message.
     """
 
     def __init__(self) -> None:
         """Begin empty."""
-        super().__init__()
         self._records: deque[Record] = deque(maxlen=MAX_RECORDS)
-        self._errors: list[str] = []
+        self._errors: deque[str] = deque(maxlen=MAX_ERRORS)
 
-    def log(self, severity: Any, message: str) -> None:
-        """Take a message; the library calls this, from any of its threads.
-
-        Args:
-            severity: the library's own enum.
-            message: of any length.
-        """
-        if severity.name not in _KEPT:
-            return
-        self._records.append(Record(severity.name, message[:MAX_MESSAGE]))
-        if severity.name.endswith("ERROR") and len(self._errors) < MAX_ERRORS:
-            self._errors.append(message[:MAX_MESSAGE])
+    def take(self, record: Record) -> None:
+        """Keep one message."""
+        self._records.append(record)
+        if record.severity.endswith("ERROR"):
+            self._errors.append(record.message)
 
     @property
     def records(self) -> list[Record]:
@@ -60,13 +54,14 @@ class Log:
 
     def lines(self) -> list[str]:
         """Return the records as lines of text, "WARNING message"; a message may hold several."""
-        return [f"{record.severity} {line}" for record in self._records for line in record.message.splitlines()]
+        return [f"{record.severity} {line}" for record in self.records for line in record.message.splitlines()]
 
     def problems(self) -> list[str]:
         """Return the errors, each once, in one line and without the noise that follows every error on a CPU."""
-        messages = dict.fromkeys(_one_line(message, noise=False) for message in self._errors)
+        errors = list(self._errors)
+        messages = dict.fromkeys(_one_line(message, noise=False) for message in errors)
         found = [message for message in messages if message]
-        return found or list(dict.fromkeys(_one_line(message, noise=True) for message in self._errors))
+        return found or list(dict.fromkeys(_one_line(message, noise=True) for message in errors))
 
     def reason(self) -> str:
         """Return the problems as one text, or say that there are none."""
@@ -76,6 +71,40 @@ class Log:
         """Forget what was said, so that the next error has reasons of its own."""
         self._records.clear()
         self._errors.clear()
+
+
+class Speaker:
+    """The logger that is handed to the library, once for the process: a second one would be ignored with a warning.
+
+    `Flavour` makes it a subclass of the library's own `ILogger` as well.
+    """
+
+    def __init__(self) -> None:
+        """Begin without listeners."""
+        super().__init__()
+        self._logs: weakref.WeakSet[Log] = weakref.WeakSet()
+        self._lock = threading.Lock()
+
+    def listen(self) -> Log:
+        """Make a log that takes every message from now on, for as long as anyone keeps it."""
+        log = Log()
+        with self._lock:
+            self._logs.add(log)
+        return log
+
+    def log(self, severity: Any, message: str) -> None:
+        """Take a message; the library calls this, from any of its threads.
+
+        Args:
+            severity: the library's own enum.
+            message: of any length.
+        """
+        if severity.name in _KEPT:
+            record = Record(severity.name, message[:MAX_MESSAGE])
+            with self._lock:
+                logs = list(self._logs)
+            for log in logs:
+                log.take(record)
 
 
 def without_noise(message: str) -> str:

@@ -39,7 +39,6 @@ class Network:
         definition: the `INetworkDefinition`.
         builder: that made it.
         parser: that filled it and owns its weights.
-        log: of both.
         inputs: in order.
         outputs: in order.
         layers: how many layers there are of each type, by the name of the type.
@@ -48,7 +47,6 @@ class Network:
     definition: Any
     builder: Any
     parser: Any
-    log: Log
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
     layers: Mapping[str, int]
@@ -61,7 +59,7 @@ def parse_graph(flavour: Flavour, log: Log, graph: bytes, path: Path) -> Network
 
     Args:
         flavour: to parse with.
-        log: of this flavour.
+        log: of this flavour; has the reason when something fails.
         graph: a serialised ONNX model.
         path: where the graph lies or would lie; its external data is found beside it.
 
@@ -75,7 +73,7 @@ def parse_graph(flavour: Flavour, log: Log, graph: bytes, path: Path) -> Network
         raise EngineError(f"{subject}: the graph is empty; export the bundle again")
     builder = flavour.builder(log)
     definition = _made(builder.create_network(flavour.strongly_typed()), subject, "network", log)
-    parser = _made(flavour.trt.OnnxParser(definition, log), subject, "parser", log)
+    parser = _made(flavour.trt.OnnxParser(definition, flavour.speaker), subject, "parser", log)
     is_parsed = parser.parse(graph, str(path))
     errors = [parser.get_error(i) for i in range(parser.num_errors)]
     if errors or not is_parsed:
@@ -98,7 +96,6 @@ def parse_graph(flavour: Flavour, log: Log, graph: bytes, path: Path) -> Network
         definition=definition,
         builder=builder,
         parser=parser,
-        log=log,
         inputs=tuple(_tensor(flavour, definition.get_input(i)) for i in range(definition.num_inputs)),
         outputs=tuple(_tensor(flavour, definition.get_output(i)) for i in range(definition.num_outputs)),
         layers=dict(sorted(Counter(layer.type.name for layer in layers).items())),
