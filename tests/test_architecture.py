@@ -34,6 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "bundle": {*CONTRACT, "document", "manifest", "staging"},
     "tokenizer": CONTRACT,
     "models": {*CONTRACT, "smallfile", "staging"},
+    "checkpoint": {*CONTRACT, "smallfile", "staging", "lines", "tokenizer", "models"},
     # Building and driving engines share the bridge to the libraries and what is known of an engine, and nothing else.
     "engine": {
         *STORE,
@@ -76,7 +77,7 @@ FENCES: dict[str, set[str]] = {
     "onnx": {"graph"},
     "onnx_ir": {"graph"},
     "onnxscript": {"graph"},
-    "onnxruntime": {"runtime.ort", "runtime.ort_cache"},
+    "onnxruntime": {"runtime.ort", "runtime.ort_cache", "runtime.ort_device"},
     "tensorrt": {"engine.flavour"},
     "tensorrt_rtx": {"engine.flavour"},
     "cuda": {"engine.cuda"},

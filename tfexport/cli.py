@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from tfexport.config import CONCAT_OPSETS, Backend, DecodeConfig, ExportConfig
+from tfexport.config import CONCAT_OPSETS, Backend, DecodeConfig, Device, ExportConfig
 from tfexport.errors import InputError, ParityError, TfexportError, printable
 
 if TYPE_CHECKING:
@@ -104,6 +104,9 @@ class _List(click.ParamType):  # type: ignore[type-arg]  # not generic before cl
 
 _PATH = click.Path(path_type=Path)
 _INPUT = click.Path(exists=True, dir_okay=False, readable=True, allow_dash=True, path_type=Path)
+_device_option = click.option(
+    "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="Where ONNX Runtime computes."
+)
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
@@ -134,6 +137,7 @@ def _text_options(command: F) -> F:
         click.option(
             "--backend", type=click.Choice(["auto", "eager", "ort"]), default="auto", help="What runs the bundle."
         ),
+        _device_option,
         click.option(
             "--output", type=_PATH, help="File to write, whole or not at all; standard output when not given."
         ),
@@ -198,6 +202,7 @@ def generate(
     source: Path | None,
     output: Path | None,
     backend: Backend,
+    device: Device,
     batch_size: int,
     prefix: str | None,
     as_json: bool,
@@ -213,7 +218,11 @@ def generate(
     from tfexport.model import load
 
     prefixes = None if prefix is None else [prefix] * len(inputs)
-    with load(bundle, backend=backend) as model, _lines_to(output) as write, _progress(len(inputs), batch_size) as tick:
+    with (
+        load(bundle, backend=backend, device=device) as model,
+        _lines_to(output) as write,
+        _progress(len(inputs), batch_size) as tick,
+    ):
         if not model.spec.has_decoder:
             raise InputError(f"{bundle}: is an encoder alone and generates no text; use tfexport embed {bundle}")
         results = model.generate(inputs, prefixes=prefixes, batch_size=batch_size, on_progress=tick, **decode)
@@ -236,6 +245,7 @@ def embed(
     source: Path | None,
     output: Path | None,
     backend: Backend,
+    device: Device,
     batch_size: int,
     pooling: Pooling,
     normalize: bool,
@@ -244,7 +254,7 @@ def embed(
     inputs = _inputs(texts, source)
     from tfexport.model import load
 
-    with load(bundle, backend=backend) as model, _lines_to(output) as write:
+    with load(bundle, backend=backend, device=device) as model, _lines_to(output) as write:
         vectors = model.embed(inputs, pooling=pooling, normalize=normalize, batch_size=batch_size)
         for index, (text, vector) in enumerate(zip(inputs, vectors, strict=True)):
             write(_json({"index": index, "input": text, "embedding": vector.tolist()}))

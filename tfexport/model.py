@@ -12,7 +12,7 @@ from typing import Any, Literal, Self, get_args
 import numpy as np
 
 from tfexport.bundle import TOKENIZER, open_bundle
-from tfexport.config import Backend, DecodeConfig, Form
+from tfexport.config import Backend, DecodeConfig, Device, Form
 from tfexport.decode.batch import decode
 from tfexport.decode.result import FinishReason, Hypothesis
 from tfexport.decode.stream import stream
@@ -50,6 +50,7 @@ def load(
     backend: Backend = "auto",
     form: Form | None = None,
     threads: int | None = None,
+    device: Device = "cpu",
 ) -> Model:
     """Open a bundle, check every byte of it and load it on a backend.
 
@@ -58,13 +59,19 @@ def load(
         backend: "auto" takes ONNX Runtime, and PyTorch where that is not installed.
         form: of the decoder graph; None takes static, or concat where it is the only one.
         threads: for one call on the CPU; None means one for each core.
+        device: where ONNX Runtime computes, "cpu" or "cuda"; never another than the one asked for.
 
     Raises:
         BundleError: the bundle is missing, damaged, or lacks the form.
-        BackendError: the backend is not installed or cannot run the bundle.
+        BackendError: the backend is not installed, or cannot run the bundle on the device.
         ConfigError: an argument is none of those allowed.
     """
-    for name, value, allowed in (("backend", backend, get_args(Backend)), ("form", form, (None, *get_args(Form)))):
+    allowed_values: dict[str, tuple[object, tuple[object, ...]]] = {
+        "backend": (backend, get_args(Backend)),
+        "form": (form, (None, *get_args(Form))),
+        "device": (device, get_args(Device)),
+    }
+    for name, (value, allowed) in allowed_values.items():
         if value not in allowed:
             raise ConfigError(f"load: {name} is {value!r}, expected one of {', '.join(map(repr, allowed))}")
     if threads is not None and threads < 1:
@@ -72,7 +79,7 @@ def load(
     bundle = open_bundle(Path(path))
     has_tokenizer = TOKENIZER in bundle.manifest.files
     tokenizer = Tokenizer.load(bundle.file(TOKENIZER), bundle.manifest.spec) if has_tokenizer else None
-    return Model(open_session(bundle, backend, form=form, threads=threads), tokenizer)
+    return Model(open_session(bundle, backend, form=form, threads=threads, device=device), tokenizer)
 
 
 class Model:

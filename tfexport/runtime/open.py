@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tfexport.bundle import Bundle
-from tfexport.config import Backend, Form
+from tfexport.config import Backend, Device, Form
 from tfexport.errors import BackendError, BundleError
 from tfexport.runtime.session import Session
 from tfexport.spec import DECODER, WEIGHTS, ModelSpec
@@ -22,7 +22,9 @@ REMEDY = {
 }
 
 
-def open_session(bundle: Bundle, backend: Backend, *, form: Form | None, threads: int | None) -> Session[Any]:
+def open_session(
+    bundle: Bundle, backend: Backend, *, form: Form | None, threads: int | None, device: Device = "cpu"
+) -> Session[Any]:
     """Open a bundle on a backend.
 
     Args:
@@ -30,32 +32,39 @@ def open_session(bundle: Bundle, backend: Backend, *, form: Form | None, threads
         backend: "auto" takes ONNX Runtime, and PyTorch where that is not installed.
         form: of the decoder; None takes static, or concat where it is the only one.
         threads: for one call on the CPU; None means one for each core.
+        device: where ONNX Runtime runs the graphs and keeps the caches.
 
     Raises:
-        BackendError: the backend is not installed or cannot run this bundle.
+        BackendError: the backend is not installed, or cannot run this bundle on the device.
         BundleError: the bundle lacks the form, or what the backend needs.
     """
     if backend == "auto":
         backend = "ort" if _installed("onnxruntime") or not _installed("torch") else "eager"
     if backend == "eager":
+        if device != "cpu":
+            raise BackendError(f"eager: runs on the CPU; for device {device} use --backend ort")
         return _open_eager(bundle, form)
     spec = bundle.manifest.spec
     graphs = {name: bundle.file(graph.file) for name, graph in bundle.manifest.graphs.items()}
-    return open_ort(graphs, spec, _choose_form(bundle, form), threads)
+    return open_ort(graphs, spec, _choose_form(bundle, form), threads, device)
 
 
 def open_ort(
-    graphs: Mapping[str, Path], spec: ModelSpec, form: Form | None, threads: int | None = None
+    graphs: Mapping[str, Path],
+    spec: ModelSpec,
+    form: Form | None,
+    threads: int | None = None,
+    device: Device = "cpu",
 ) -> Session[Any]:
     """Open graphs in ONNX Runtime; `form` None means an encoder alone.
 
     Raises:
-        BackendError: ONNX Runtime is not installed, or cannot load or run the graphs.
+        BackendError: ONNX Runtime is not installed, or cannot use the device, load or run the graphs.
     """
     _need("ort", "onnxruntime")
     from tfexport.runtime.ort import OrtSession
 
-    return OrtSession(graphs, spec, form, threads)
+    return OrtSession(graphs, spec, form, threads, device)
 
 
 def load_eager_model(bundle: Bundle) -> Transformer:

@@ -1,19 +1,25 @@
-"""ONNX Runtime as a backend, on the CPU: IO binding, the cache in buffers that every step is bound to."""
+"""ONNX Runtime as a backend: IO binding, the caches in the device's memory, every step bound to them.
+
+CUDA graphs (the provider option `enable_cuda_graph`) are not used, though every operator of the static form has a
+kernel that a graph can hold. A captured graph belongs to the thread that captured it, while threads share a session;
+the capture is global, so no other thread may use CUDA meanwhile; and it is bound to shapes and addresses, while here
+the rows, the source and the capacity change as texts end, and graphs are never freed before onnxruntime 1.27
+(onnxruntime/core/providers/cuda/cuda_graph.cc). The trt session has a graph for each bucket of shapes instead.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnxruntime as ort
-from numpy.typing import NDArray
 
-from tfexport.config import Form
+from tfexport.config import Device, Form
 from tfexport.errors import BackendError
-from tfexport.runtime.ort_cache import OrtCache, make_cache, ort_value
+from tfexport.runtime.ort_cache import OrtCache, make_cache
+from tfexport.runtime.ort_device import OrtDevice, host_value, run
 from tfexport.runtime.session import Candidates, Floats, Ids, Mask, check_rows, check_source, check_target
 from tfexport.spec import (
     CACHE_LENGTHS,
@@ -21,6 +27,7 @@ from tfexport.spec import (
     CANDIDATE_LOGITS,
     DECODER,
     ENCODER,
+    FLOAT,
     HIDDEN_STATES,
     LOG_NORMALIZER,
     NUM_CANDIDATES,
@@ -40,9 +47,9 @@ class OrtState:
         batch: sources still being decoded.
         rows: hypotheses, a multiple of batch.
         past_len: tokens in the cache of every row.
-        source_mask: bool [batch, source_len].
-        cross: keys and values of the source, by input name.
-        cache: keys and values of the target.
+        source_mask: on the host.
+        cross: keys and values of the source, by layer, on the device.
+        cache: keys and values of the target, on the device.
         binding: what the next step is bound to; None when it must be bound anew.
     """
 
@@ -50,7 +57,7 @@ class OrtState:
     rows: int
     past_len: int
     source_mask: Mask
-    cross: dict[str, ort.OrtValue]
+    cross: list[ort.OrtValue]
     cache: OrtCache
     binding: _Binding | None = field(default=None, repr=False)
 
@@ -59,20 +66,19 @@ class OrtState:
 class _Binding:
     """Buffers that a step reads and writes, bound once for many steps of equal shape.
 
-    It keeps every array alive that the runtime only points to.
+    All lie on the device but num_candidates: shapes are read on the host.
     """
 
     io: ort.IOBinding
-    source_mask: Mask
-    num_candidates: Ids
-    target_ids: Ids
-    cache_lengths: Ids
-    token_ids: Ids
-    logits: Floats
-    log_normalizer: Floats
+    num_candidates: ort.OrtValue
+    target_ids: ort.OrtValue
+    cache_lengths: ort.OrtValue
+    token_ids: ort.OrtValue
+    logits: ort.OrtValue
+    log_normalizer: ort.OrtValue
 
     def fits(self, target_ids: Ids, num_candidates: int) -> bool:
-        return self.target_ids.shape == target_ids.shape and self.token_ids.shape[1] == num_candidates
+        return tuple(self.target_ids.shape()) == target_ids.shape and self.token_ids.shape()[1] == num_candidates
 
 
 class OrtSession:
@@ -87,7 +93,14 @@ class OrtSession:
     backend = "ort"
 
     def __init__(
-        self, graphs: Mapping[str, Path], spec: ModelSpec, form: Form | None, threads: int | None = None
+        self,
+        graphs: Mapping[str, Path],
+        spec: ModelSpec,
+        form: Form | None,
+        threads: int | None = None,
+        device: Device = "cpu",
+        *,
+        host_caches: bool | None = None,
     ) -> None:
         """Load the graphs.
 
@@ -95,28 +108,34 @@ class OrtSession:
             graphs: path of each graph by its name in the contract.
             spec: of the model.
             form: of the decoder to use; None for an encoder alone.
-            threads: for one call; None means one for each core.
+            threads: for one call on the CPU; None means one for each core.
+            device: where the graphs run and the caches lie.
+            host_caches: whether numpy keeps the caches of the static form, which
+                saves copies; None means on the CPU. False there runs what a GPU runs.
 
         Raises:
-            BackendError: ONNX Runtime cannot run the precision or load a graph.
+            BackendError: ONNX Runtime cannot use the device, run the precision or load a graph.
         """
-        if spec.precision == "bf16":
+        if spec.precision == "bf16" and device == "cpu":
             raise BackendError(
-                "ort: ONNX Runtime has no bfloat16 kernels on the CPU; use --backend eager, or export with fp32 or fp16"
+                "ort: ONNX Runtime has no bfloat16 kernels on the CPU; use --device cuda or --backend eager, "
+                "or export with fp32 or fp16"
             )
         self.spec, self.form = spec, form
-        self._encoder: ort.InferenceSession | None = _load(graphs[ENCODER], threads)
-        self._decoder = None if form is None else _load(graphs[DECODER[form]], threads)
+        self._device = OrtDevice(device, FLOAT[spec.precision], 0 if form is None else 2 * spec.layers, threads)
+        self._host_caches = device == "cpu" if host_caches is None else host_caches
+        self._encoder: ort.InferenceSession | None = self._load(graphs, ENCODER)
+        self._decoder = None if form is None else self._load(graphs, DECODER[form])
 
     def encode(self, source_ids: Ids, source_mask: Mask) -> OrtState:
         """Encode a batch and make room for one row a source; see `Session.encode`."""
         if self.form is None:
             raise BackendError("ort: this bundle is an encoder alone and cannot generate; use embed")
         check_source(self.spec, source_ids, source_mask)
-        names = key_value_names("cross", self.spec.layers)
-        cross = dict(zip(names, self._run_encoder(source_ids, source_mask, names), strict=True))
+        cross = self._run_encoder(source_ids, source_mask, key_value_names("cross", self.spec.layers))
         batch = source_ids.shape[0]
-        return OrtState(batch, batch, 0, source_mask.copy(), cross, make_cache(self.form, self.spec, batch))
+        cache = make_cache(self.form, self.spec, self._device, batch, on_host=self._host_caches)
+        return OrtState(batch, batch, 0, source_mask.copy(), cross, cache)
 
     def step(self, state: OrtState, target_ids: Ids, num_candidates: int) -> Candidates:
         """Run the decoder on the newest tokens; see `Session.step`."""
@@ -125,12 +144,15 @@ class OrtSession:
         bound = state.binding
         if bound is None or moved or not bound.fits(target_ids, num_candidates):
             bound = self._bind(state, target_ids.shape[1], num_candidates)
-        bound.target_ids[:] = target_ids
-        bound.cache_lengths[:] = state.past_len
-        _run(_open(self._decoder), bound.io)
+        bound.target_ids.update_inplace(np.ascontiguousarray(target_ids))
+        bound.cache_lengths.update_inplace(np.full(state.rows, state.past_len, np.int64))
+        run(_open(self._decoder), bound.io)
         state.past_len += target_ids.shape[1]
         state.binding = None if state.cache.advance(bound.io) else bound
-        return Candidates(bound.token_ids.copy(), bound.logits.copy(), bound.log_normalizer[:, 0].copy())
+        # On the CPU numpy() is a view of a buffer that the next step writes.
+        return Candidates(
+            bound.token_ids.numpy().copy(), bound.logits.numpy().copy(), bound.log_normalizer.numpy()[:, 0].copy()
+        )
 
     def reorder(self, state: OrtState, rows: Ids) -> None:
         """Let row r continue what row rows[r] was; see `Session.reorder`."""
@@ -139,7 +161,7 @@ class OrtSession:
             return
         if kept.size != state.batch or (np.diff(kept) < 0).any():
             state.source_mask = state.source_mask[kept]
-            state.cross = {name: ort_value(value.numpy()[kept]) for name, value in state.cross.items()}
+            state.cross = self._device.take(state.cross, kept)
             state.binding = None
         if state.cache.reorder(rows, state.past_len):
             state.binding = None
@@ -157,47 +179,49 @@ class OrtSession:
         """Free the graphs; the session cannot be used afterwards."""
         self._encoder = self._decoder = None
 
+    def _load(self, graphs: Mapping[str, Path], name: str) -> ort.InferenceSession:
+        return self._device.load(graphs[name], graphs[name].name)
+
     def _run_encoder(self, source_ids: Ids, source_mask: Mask, outputs: list[str]) -> list[ort.OrtValue]:
         encoder = _open(self._encoder)
         io = encoder.io_binding()
-        inputs = {SOURCE_IDS: ort_value(source_ids), SOURCE_MASK: ort_value(source_mask)}
-        for name, value in inputs.items():
-            io.bind_ortvalue_input(name, value)
+        for name, array in ((SOURCE_IDS, source_ids), (SOURCE_MASK, source_mask)):
+            io.bind_ortvalue_input(name, self._device.upload(array))
         for name in outputs:
-            io.bind_output(name)
-        _run(encoder, io)
+            self._device.bind_output(io, name)
+        run(encoder, io)
         return list(io.get_outputs())
 
     def _bind(self, state: OrtState, target_len: int, num_candidates: int) -> _Binding:
-        rows = state.rows
+        device, rows = self._device, state.rows
         bound = _Binding(
             _open(self._decoder).io_binding(),
-            source_mask=state.source_mask,
-            num_candidates=np.array([num_candidates], np.int64),
-            target_ids=np.empty((rows, target_len), np.int64),
-            cache_lengths=np.empty(rows, np.int64),
-            token_ids=np.empty((rows, num_candidates), np.int64),
-            logits=np.empty((rows, num_candidates), np.float32),
-            log_normalizer=np.empty((rows, 1), np.float32),
+            num_candidates=host_value(np.array([num_candidates])),
+            target_ids=device.empty((rows, target_len), "int64"),
+            cache_lengths=device.empty((rows,), "int64"),
+            token_ids=device.empty((rows, num_candidates), "int64"),
+            logits=device.empty((rows, num_candidates), "float32"),
+            log_normalizer=device.empty((rows, 1), "float32"),
         )
-        inputs: dict[str, NDArray[Any]] = {
+        # An input that lies elsewhere than the graph reads it is copied when it is bound, and not again: what a step
+        # changes lies where it is read.
+        inputs = {
             TARGET_IDS: bound.target_ids,
-            SOURCE_MASK: bound.source_mask,
+            SOURCE_MASK: device.upload(state.source_mask),
             NUM_CANDIDATES: bound.num_candidates,
+            **dict(zip(key_value_names("cross", self.spec.layers), state.cross, strict=True)),
         }
         if self.form == "static":
             inputs[CACHE_LENGTHS] = bound.cache_lengths
-        for name, array in inputs.items():
-            bound.io.bind_ortvalue_input(name, ort_value(array))
-        for name, value in state.cross.items():
+        for name, value in inputs.items():
             bound.io.bind_ortvalue_input(name, value)
-        outputs: dict[str, NDArray[Any]] = {
+        outputs = {
             CANDIDATE_IDS: bound.token_ids,
             CANDIDATE_LOGITS: bound.logits,
             LOG_NORMALIZER: bound.log_normalizer,
         }
-        for name, array in outputs.items():
-            bound.io.bind_ortvalue_output(name, ort_value(array))
+        for name, value in outputs.items():
+            bound.io.bind_ortvalue_output(name, value)
         state.cache.bind(bound.io)
         return bound
 
@@ -206,28 +230,3 @@ def _open(session: ort.InferenceSession | None) -> ort.InferenceSession:
     if session is None:
         raise BackendError("ort: this session is closed; load the bundle again")
     return session
-
-
-def _load(path: Path, threads: int | None) -> ort.InferenceSession:
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    options.intra_op_num_threads = threads or 0
-    options.inter_op_num_threads = 1
-    try:
-        return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    except Exception as error:
-        raise BackendError(
-            f"ort: {path.name} does not load in onnxruntime {ort.__version__}, which must be 1.25 or newer: "
-            f"{_first_line(error)}"
-        ) from error
-
-
-def _run(session: ort.InferenceSession, io: ort.IOBinding) -> None:
-    try:
-        session.run_with_iobinding(io)
-    except Exception as error:
-        raise BackendError(f"ort: the graph failed while running: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

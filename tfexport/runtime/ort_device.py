@@ -1,0 +1,238 @@
+"""Where ONNX Runtime computes: the CPU or a GPU, its memory, and the proof that nothing quietly runs elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import io
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from tfexport.config import Device
+from tfexport.errors import BackendError
+from tfexport.runtime.ort_move import ELEMENT_TYPE, ROWS, cache_names, extend_model, reorder_model
+from tfexport.runtime.session import Ids
+from tfexport.spec import DType
+
+Array = NDArray[Any]
+
+PROVIDER: dict[Device, str] = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+# TF32 keeps 10 bits of a float32 product; a bundle in fp32 says what PyTorch says only without it.
+_OPTIONS: dict[Device, dict[str, str]] = {"cpu": {}, "cuda": {"device_id": "0", "use_tf32": "0"}}
+# What ONNX Runtime computes on the CPU on purpose beside a GPU: sums on shapes, of a few numbers each.
+SHAPE_OPERATORS = frozenset(
+    "Add Cast Concat Constant ConstantOfShape Div Equal Expand Gather Identity Less LessOrEqual Max Min Mod Mul Range "
+    "Reshape Shape Size Slice Squeeze Sub Unsqueeze Where".split()
+)
+
+
+class OrtDevice:
+    """A device, its memory, and the two graphs that move caches in it.
+
+    Nothing here lets numpy look into the device's memory: arrays are copied to
+    it and from it, and caches are moved by graphs that run on it. So the code
+    is the same for a GPU and for the CPU.
+
+    Attributes:
+        type: "cpu" or "cuda"; of several GPUs the first that CUDA_VISIBLE_DEVICES leaves.
+    """
+
+    def __init__(self, device: Device, dtype: DType, num_caches: int, threads: int | None = None) -> None:
+        """Open a device.
+
+        Args:
+            device: "cpu" or "cuda".
+            dtype: of the caches.
+            num_caches: that are moved together; 0 for an encoder alone.
+            threads: of the CPU for one call; None means one for each core.
+
+        Raises:
+            BackendError: ONNX Runtime cannot use the device; says what is missing.
+        """
+        if device == "cuda":
+            prepare_cuda()
+        self.type, self.dtype, self.threads = device, dtype, threads
+        self._reorder = self.load(reorder_model(dtype, num_caches), "reorder") if num_caches else None
+        self._extend = self.load(extend_model(dtype, num_caches), "extend") if num_caches else None
+
+    def load(self, graph: Path | bytes, name: str) -> ort.InferenceSession:
+        """Load a graph onto the device.
+
+        Args:
+            graph: path, or the bytes of a graph without weights.
+            name: used in errors.
+
+        Raises:
+            BackendError: the graph does not load, or part of it would run elsewhere.
+        """
+        options = ort.SessionOptions()
+        options.log_severity_level = 3
+        options.intra_op_num_threads = self.threads or 0
+        options.inter_op_num_threads = 1
+        options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+        try:
+            session = ort.InferenceSession(
+                graph if isinstance(graph, bytes) else str(graph),
+                options,
+                providers=[(PROVIDER[self.type], _OPTIONS[self.type])],
+                enable_fallback=0,
+            )
+        except Exception as error:
+            raise BackendError(
+                f"ort: {name} does not load in onnxruntime {ort.__version__}, which must be 1.25 or newer: "
+                f"{first_line(error)}"
+            ) from error
+        if self.type != "cpu":
+            _check_placement(session, name, PROVIDER[self.type])
+        return session
+
+    def empty(self, shape: Sequence[int], dtype: DType) -> ort.OrtValue:
+        """Reserve memory; what is in it is not defined."""
+        return ort.OrtValue.ortvalue_from_shape_and_type(list(shape), ELEMENT_TYPE[dtype], self.type, 0)
+
+    def upload(self, array: Array) -> ort.OrtValue:
+        """Copy an int64 or bool array to the device."""
+        value = self.empty(array.shape, "bool" if array.dtype == np.bool_ else "int64")
+        value.update_inplace(np.ascontiguousarray(array))
+        return value
+
+    def bind_output(self, binding: ort.IOBinding, name: str) -> None:
+        """Let ONNX Runtime reserve an output of a run in the device's memory."""
+        binding.bind_output(name, self.type, 0)
+
+    def take(self, caches: Sequence[ort.OrtValue], rows: Ids) -> list[ort.OrtValue]:
+        """Take rows of all caches, [rows, …] → [new_rows, …], without leaving the device.
+
+        Args:
+            caches: of the number and dtype that the device was opened for; unchanged.
+            rows: int64 [new_rows].
+        """
+        assert self._reorder is not None
+        binding = self._reorder.io_binding()
+        binding.bind_ortvalue_input(ROWS, self.upload(rows))
+        return self._move(self._reorder, binding, caches, "moved")
+
+    def extend(self, caches: Sequence[ort.OrtValue], length: int) -> list[ort.OrtValue]:
+        """Append zeros to all caches until they have `length` places, without leaving the device.
+
+        Args:
+            caches: [rows, heads, at most length, …], of the number and dtype that the device was opened for; unchanged.
+            length: of the results, along axis 2.
+        """
+        assert self._extend is not None
+        binding = self._extend.io_binding()
+        tails = []  # shapes are read on the host; a binding alone does not keep them alive
+        for name, cache in zip(cache_names("tail", len(caches)), caches, strict=True):
+            rows, heads, held, width = cache.shape()
+            tails.append(host_value(np.array([rows, heads, length - held, width])))
+            binding.bind_ortvalue_input(name, tails[-1])
+        return self._move(self._extend, binding, caches, "longer")
+
+    def _move(
+        self, session: ort.InferenceSession, binding: ort.IOBinding, caches: Sequence[ort.OrtValue], output: str
+    ) -> list[ort.OrtValue]:
+        for name, cache in zip(cache_names("cache", len(caches)), caches, strict=True):
+            binding.bind_ortvalue_input(name, cache)
+        for name in cache_names(output, len(caches)):
+            self.bind_output(binding, name)
+        run(session, binding)
+        return list(binding.get_outputs())
+
+
+def host_value(array: Array) -> ort.OrtValue:
+    """Wrap an array in host memory; the value shares it, and a binding alone does not keep it alive."""
+    return ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array))
+
+
+def run(session: ort.InferenceSession, binding: ort.IOBinding) -> None:
+    """Run a graph on what is bound, and wait for it.
+
+    Raises:
+        BackendError: it failed.
+    """
+    try:
+        session.run_with_iobinding(binding)
+    except Exception as error:
+        raise BackendError(f"ort: the graph failed while running: {first_line(error)}") from error
+
+
+def first_line(error: Exception) -> str:
+    """Return what an error of the runtime says, without its trace."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def prepare_cuda() -> None:
+    """Load the CUDA libraries of the wheels, after a look at all that ONNX Runtime needs on a GPU.
+
+    ONNX Runtime itself would say in its log that something is missing, and compute on the CPU.
+
+    Raises:
+        BackendError: the build, the driver, a GPU or a library is missing; says which.
+    """
+    if PROVIDER["cuda"] not in ort.get_available_providers():
+        raise BackendError(
+            f"ort: the installed onnxruntime {ort.__version__} has no CUDA; "
+            "pip uninstall -y onnxruntime && pip install 'tfexport[gpu]', or use device cpu"
+        )
+    if problem := driver_problem():
+        raise BackendError(f"ort: {problem}, or use device cpu")
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):  # it prints what it cannot load, and raises nothing
+        ort.preload_dlls()
+    missing = [line.split()[3].rstrip(":") for line in printed.getvalue().splitlines() if line.startswith("Failed to")]
+    if missing:
+        raise BackendError(
+            f"ort: onnxruntime {ort.__version__} was built for CUDA {ort.cuda_version} and cannot load "
+            f"{', '.join(dict.fromkeys(missing))}; pip install 'tfexport[gpu]', or use device cpu"
+        )
+
+
+def driver_problem(library: str = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1") -> str | None:
+    """Ask the NVIDIA driver for a GPU; say what is missing and what to do, or None.
+
+    Args:
+        library: of the driver's interface, https://docs.nvidia.com/cuda/cuda-driver-api/.
+    """
+    try:
+        driver = ctypes.CDLL(library)
+    except OSError:
+        return f"no NVIDIA driver is installed ({library} is not found); install it"
+    count = ctypes.c_int()
+    code = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+    if code or not count.value:
+        return f"the NVIDIA driver finds no GPU (CUDA error {code}); check nvidia-smi and CUDA_VISIBLE_DEVICES"
+    return None
+
+
+def _check_placement(session: ort.InferenceSession, name: str, provider: str) -> None:
+    """Refuse a session that would not compute where it was asked to."""
+    if provider not in session.get_providers():
+        raise BackendError(
+            f"ort: {name}: onnxruntime {ort.__version__} could not start {provider} and took "
+            f"{', '.join(session.get_providers())}; tfexport doctor says what is missing"
+        )
+    elsewhere = misplaced(session, provider)
+    if elsewhere:
+        raise BackendError(
+            f"ort: {name}: onnxruntime {ort.__version__} has no {provider} kernel for {', '.join(elsewhere)} "
+            "and would compute that on the CPU; update onnxruntime-gpu, export in another precision, or use device cpu"
+        )
+
+
+def misplaced(session: ort.InferenceSession, provider: str) -> list[str]:
+    """List the operators that a session runs elsewhere than on `provider`, those on shapes left out."""
+    return sorted(
+        {
+            node.op_type
+            for part in session.get_provider_graph_assignment_info()
+            if part.ep_name != provider
+            for node in part.get_nodes()
+            if node.op_type not in SHAPE_OPERATORS
+        }
+    )
