@@ -49,10 +49,11 @@ ALLOWED: dict[str, set[str]] = {
     "decode": {*CONTRACT, "runtime.session"},
     "model": {*RUNTIME, "decode", "tokenizer"},
     "verify": {*RUNTIME, "decode", "tokenizer", "model"},
+    "bench": {*CONTRACT, "bundle", "lines", "runtime.session", "decode", "model", "verify"},
     "graph": {*STORE, "models", "tokenizer", "verify"},
     "inspect": {*STORE, "smallfile", "graph.describe"},
     "doctor": BASE,
-    "cli": {*CONTRACT, "lines", "graph.export", "engine.export", "model", "verify", "inspect", "doctor"},
+    "cli": {*CONTRACT, "lines", "graph.export", "engine.export", "model", "verify", "bench", "inspect", "doctor"},
     "": {*BASE, "config", "model"},
 }
 # Each library that is not the standard one and where it may be imported, late or not.

@@ -57,6 +57,10 @@ class InputError(TfexportError):
     """Text or token ids that the model cannot take."""
 
 
+class BenchError(TfexportError):
+    """A measurement could not be made, read or compared, or it has become worse."""
+
+
 class ParityError(TfexportError):
     """A stage says something else than the eager model; exit code 2."""
 

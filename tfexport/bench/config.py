@@ -1,0 +1,158 @@
+"""What is measured: scenario, sizes, and for how long."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+from tfexport.config import Backend, Config, DecodeConfig
+from tfexport.errors import ConfigError, raise_all
+from tfexport.spec import ModelSpec
+
+Scenario = Literal["single", "offline", "server", "sweep"]
+
+# Every recorded request is kept until the end, so their number is bounded.
+MAX_REQUESTS = 100_000
+MAX_CELLS = 100
+_BATCH_SIZES: dict[Scenario, tuple[int, ...]] = {
+    "single": (1,),
+    "offline": (32,),
+    "server": (8,),
+    "sweep": (1, 2, 4, 8, 16, 32),
+}
+_DURATION_S: dict[Scenario, float] = {"single": 5.0, "offline": 5.0, "server": 8.0, "sweep": 1.0}
+_SOURCE_LENGTH, _TARGET_LENGTH = 32, 64
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One setting that is measured by itself.
+
+    Attributes:
+        batch_size: sources decoded together, at most so many in the server scenario.
+        source_length: tokens of each random source; None for texts of a file.
+        target_length: new tokens of each source, no more and no fewer; None to go on until the text ends.
+    """
+
+    batch_size: int
+    source_length: int | None
+    target_length: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchConfig(Config):
+    """How a bundle is measured.
+
+    Empty sizes and a `duration` of None are filled in by `resolve`. Several sizes make a
+    sweep over all their combinations. `rate` is requests a second of the server
+    scenario, `duration` seconds to measure in each process, for each cell.
+    """
+
+    scenario: Scenario = "single"
+    backend: Backend = "auto"
+    batch_size: tuple[int, ...] = ()
+    source_length: tuple[int, ...] = ()
+    target_length: tuple[int, ...] = ()
+    num_beams: int = 1
+    rate: float | None = None
+    duration: float | None = None
+    processes: int = 3
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            ConfigError: lists every problem.
+        """
+        problems = self._check_types() or [*self._range_problems(), *self._scenario_problems()]
+        raise_all(ConfigError, "bench", problems)
+
+    def _range_problems(self) -> list[str]:
+        most = {"batch_size": 4096, "source_length": 1_000_000, "target_length": 1_000_000}
+        problems = [
+            f"{name} is {size}, expected 1 to {limit}"
+            for name, limit in most.items()
+            for size in getattr(self, name)
+            if not 1 <= size <= limit
+        ]
+        problems += [
+            f"{name} is {value}, expected {low} to {high}"
+            for name, low, high in (
+                ("num_beams", 1, 64),
+                ("rate", 0.01, 100_000),
+                ("duration", 0.1, 600),
+                ("processes", 1, 20),
+            )
+            if (value := getattr(self, name)) is not None and not low <= value <= high
+        ]
+        if self.seed < 0:
+            problems.append(f"seed is {self.seed}, expected 0 or more")
+        return problems
+
+    def _scenario_problems(self) -> list[str]:
+        problems = []
+        if self.scenario == "server" and self.rate is None:
+            problems.append("the server scenario needs a rate of requests; give --rate, such as --rate 20")
+        if self.scenario != "server" and self.rate is not None:
+            problems.append(f"rate belongs to the server scenario, not to {self.scenario}; leave it out")
+        if self.scenario == "single" and self.batch_size not in ((), (1,)):
+            problems.append("batch_size is given, but single runs one request at a time; use --scenario offline")
+        problems += [
+            f"{name} has {len(values)} values, expected one; use --scenario sweep"
+            for name in ("batch_size", "source_length", "target_length")
+            if len(values := getattr(self, name)) > 1 and self.scenario != "sweep"
+        ]
+        return problems
+
+    @property
+    def cells(self) -> list[Cell]:
+        """Every combination of sizes; the configuration must have been resolved."""
+        return [
+            Cell(batch, source, target)
+            for source in self.source_length or (None,)
+            for target in self.target_length or (None,)
+            for batch in self.batch_size
+        ]
+
+    def decoding(self, cell: Cell) -> DecodeConfig:
+        """Return how texts of a cell are decoded: up to exactly its length, or to their end."""
+        return DecodeConfig(
+            num_beams=self.num_beams, max_new_tokens=cell.target_length, min_new_tokens=cell.target_length or 0
+        )
+
+
+def resolve(config: BenchConfig, spec: ModelSpec, *, has_texts: bool) -> BenchConfig:
+    """Fill in what was not given, within the limits of a model.
+
+    Args:
+        config: as the user gave it.
+        spec: of the bundle.
+        has_texts: sources come from a file and decide both lengths, unless a target length is given.
+
+    Raises:
+        ConfigError: lists every size that the model cannot take.
+    """
+    resolved = dataclasses.replace(
+        config,
+        batch_size=config.batch_size or _BATCH_SIZES[config.scenario],
+        source_length=config.source_length or (() if has_texts else (min(_SOURCE_LENGTH, spec.max_source_length),)),
+        target_length=config.target_length or (() if has_texts else (min(_TARGET_LENGTH, spec.max_target_length),)),
+        duration=config.duration or _DURATION_S[config.scenario],
+    )
+    problems = [
+        f"{name} is {length}, the limit of the bundle is {limit}; lower --{name.replace('_', '-')}"
+        for name, limit in (("source_length", spec.max_source_length), ("target_length", spec.max_target_length))
+        for length in getattr(resolved, name)
+        if length > limit
+    ]
+    if has_texts and config.source_length:
+        problems.append("source_length is given, but the texts of --input have their own; leave one of them out")
+    if len(resolved.cells) > MAX_CELLS:
+        problems.append(f"the sweep has {len(resolved.cells)} combinations, the limit is {MAX_CELLS}; give fewer sizes")
+    requests = (resolved.rate or 0) * (resolved.duration or 0)
+    if requests > MAX_REQUESTS:
+        problems.append(f"rate · duration is {requests:.0f} requests, the limit is {MAX_REQUESTS}; lower one of them")
+    raise_all(ConfigError, "bench", problems)
+    return resolved

@@ -1,0 +1,103 @@
+"""`tfexport bench`: check, measure in fresh processes, summarise."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tfexport.bench.config import BenchConfig, resolve
+from tfexport.bench.machine import environment
+from tfexport.bench.processes import run_process
+from tfexport.bench.result import build_result
+from tfexport.bundle import Bundle, open_bundle
+from tfexport.errors import BackendError, InputError, ParityError
+
+Tell = Callable[[str], None]
+
+MAX_TEXTS = 10_000
+# What the verification of an export compares with the eager model, and what it is on.
+_VERIFIED_BY_EXPORT = ("auto", "ort", "eager")
+
+
+def bench_bundle(
+    path: Path,
+    config: BenchConfig,
+    *,
+    texts: Sequence[str] | None = None,
+    verify: bool = True,
+    report: Tell = lambda line: None,
+) -> dict[str, Any]:
+    """Measure a bundle.
+
+    Args:
+        path: of the bundle.
+        config: what is measured.
+        texts: to decode; None for random sources.
+        verify: refuse a bundle that does not say what the eager model says.
+        report: told what happens, a line at a time.
+
+    Returns:
+        The report, schema tfexport.bench/1, as JSON values.
+
+    Raises:
+        BundleError: the bundle is missing or damaged.
+        ConfigError: sizes that the bundle does not take.
+        InputError: the bundle generates nothing, or texts that it cannot take.
+        ParityError: the bundle says something else than the eager model.
+        BackendError: the backend does not work, or parity cannot be verified here.
+        BenchError: a process died.
+    """
+    bundle = open_bundle(path)
+    if not bundle.manifest.spec.has_decoder:
+        raise InputError(f"{path}: is an encoder alone; bench times the generation of text")
+    if texts is not None and len(texts) > MAX_TEXTS:
+        raise InputError(f"bench: {len(texts)} texts are above the limit of {MAX_TEXTS}; give a sample of them")
+    resolved = resolve(config, bundle.manifest.spec, has_texts=texts is not None)
+    parity = check_parity(bundle, config, report) if verify else {"passed": None, "source": "not verified"}
+    found = []
+    for number in range(resolved.processes):
+        report(f"measuring, process {number + 1} of {resolved.processes}")
+        found.append(run_process(bundle.path, resolved, texts, number))
+    about = {
+        "bundle": {"name": path.resolve().name, "sha256": bundle.sha256, "precision": bundle.manifest.spec.precision},
+        "input": None if texts is None else {"texts": len(texts), "sha256": _sum(texts)},
+        "environment": environment(),
+    }
+    return build_result(resolved, found, about, parity)
+
+
+def check_parity(bundle: Bundle, config: BenchConfig, report: Tell) -> dict[str, Any]:
+    """Make sure that a bundle is worth timing: its export has verified it, or it is verified now.
+
+    Returns:
+        `passed`, and `source` in words.
+
+    Raises:
+        ParityError: it says something else than the eager model.
+        BackendError: PyTorch is not installed, so it cannot be verified here.
+    """
+    summary = bundle.manifest.parity
+    if summary is not None and not summary["passed"]:
+        raise ParityError(
+            f"{bundle.path}: parity failed when it was made; fast and wrong is not timed, export it again"
+        )
+    if summary is not None and config.backend in _VERIFIED_BY_EXPORT:
+        return {"passed": True, "source": "verified by its export"}
+    try:
+        from tfexport.verify import VerifyConfig, verify_bundle
+
+        found = verify_bundle(bundle.path, config=VerifyConfig.quick(), report=report)
+    except ModuleNotFoundError as error:
+        raise BackendError(
+            f"{bundle.path}: was exported without verification, and verifying it here needs {error.name}; "
+            "pip install 'tfexport[export]', or measure it all the same with --no-verify"
+        ) from error
+    if not found.passed:
+        raise ParityError(f"{bundle.path}: {'; '.join(found.problems())}; fast and wrong is not timed")
+    return {"passed": True, "source": "verified before measuring"}
+
+
+def _sum(texts: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()

@@ -1,0 +1,40 @@
+"""How many bytes of weights one step of the decoder reads."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from tfexport.bundle import Bundle
+from tfexport.spec import WEIGHTS
+
+_MAX_HEADER_BYTES = 100 * 1024 * 1024
+# A step looks up one row of the embedding and of the positions; the source's keys and values are the encoder's work.
+_NOT_READ = re.compile(r"dec\.(embed\.|pos$|layers\.\d+\.cross\.[kv]\.)")
+
+
+def step_weight_bytes(bundle: Bundle) -> int | None:
+    """Add up the weights that every step of the decoder reads, whatever the batch.
+
+    Returns:
+        Bytes; None for a module of the user's own, whose weights have names of its own.
+    """
+    config = bundle.manifest.config
+    if config is None:
+        return None
+    sizes = _sizes(bundle.file(WEIGHTS))
+    read = sum(size for name, size in sizes.items() if name.startswith("dec.") and not _NOT_READ.match(name))
+    if not config.tie_output:
+        return read + sum(size for name, size in sizes.items() if name.startswith("out."))
+    table = "enc.embed.weight" if config.tie_embeddings else "dec.embed.weight"
+    return read + sizes.get(table, 0) + sizes.get("out.bias", 0)
+
+
+def _sizes(path: Path) -> dict[str, int]:
+    """Return the bytes of each tensor of a safetensors file that the manifest has vouched for."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(min(length, _MAX_HEADER_BYTES)))
+    offsets = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
+    return {name: end - start for name, (start, end) in offsets.items()}

@@ -1,0 +1,110 @@
+"""The fresh process that measures: loads a bundle, runs the scenario, writes what it found as one line of JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from tfexport.bench.caller import Caller
+from tfexport.bench.config import BenchConfig, Cell
+from tfexport.bench.machine import memory_bandwidth, peak_memory_bytes
+from tfexport.bench.samples import Samples
+from tfexport.bench.scenario import closed_loop, open_loop, poisson
+from tfexport.bench.sources import random_batches, text_batches
+from tfexport.bench.weights import step_weight_bytes
+from tfexport.bundle import open_bundle
+from tfexport.errors import InputError, TfexportError
+from tfexport.model import Model, load
+
+# Before the first window; shorter where the measurement itself is short.
+_WARM_UP_S = 0.5
+# How large a memory is read where it is not known how much a step reads.
+_SOME_BYTES = 64 * 1024 * 1024
+
+
+def measure(bundle: Path, config: BenchConfig, texts: list[str] | None, number: int) -> dict[str, Any]:
+    """Load a bundle and run every cell of a scenario.
+
+    Args:
+        bundle: its directory.
+        config: resolved.
+        texts: to decode; None for random sources.
+        number: of the process, from 0; each draws an arrival schedule of its own.
+
+    Returns:
+        JSON values that `tfexport.bench.result` reads.
+    """
+    began = time.perf_counter()
+    model = load(bundle, backend=config.backend)
+    load_s = time.perf_counter() - began
+    sources = None if texts is None else _encode(model, texts)
+    first_token_s, cells = None, []
+    for cell in config.cells:
+        call = Caller(model.session, config.decoding(cell))
+        batches = (
+            random_batches(model.spec, cell, config.seed)
+            if sources is None
+            else text_batches(sources, cell.batch_size, config.seed)
+        )
+        first = call(batches[0])
+        if first_token_s is None:
+            first_token_s = load_s + first.first_token - first.began
+        closed_loop(call, batches, min(_WARM_UP_S, _duration(config) / 5))
+        cells.append(_run(call, batches, config, cell, number).to_dict())
+    peak = peak_memory_bytes()
+    weight_bytes = step_weight_bytes(open_bundle(bundle)) if model.session.backend == "ort" else None
+    return {
+        "backend": model.session.backend,
+        "load_s": load_s,
+        "load_to_first_token_s": first_token_s,
+        "peak_memory_bytes": peak,
+        "step_weight_bytes": weight_bytes,
+        "memory_bandwidth": memory_bandwidth(weight_bytes or _SOME_BYTES),
+        "cells": cells,
+    }
+
+
+def _run(call: Caller, batches: list[list[list[int]]], config: BenchConfig, cell: Cell, number: int) -> Samples:
+    if config.rate is None:
+        return closed_loop(call, batches, _duration(config))
+    arrivals = poisson(config.rate, _duration(config), config.seed + number)
+    return open_loop(call, [source for batch in batches for source in batch], arrivals, cell.batch_size)
+
+
+def _duration(config: BenchConfig) -> float:
+    assert config.duration is not None  # resolved
+    return config.duration
+
+
+def _encode(model: Model, texts: list[str]) -> list[list[int]]:
+    if model.tokenizer is None:
+        raise InputError("this bundle has no tokenizer, so --input cannot be read; leave it out for random sources")
+    return [list(ids) for ids in model.tokenizer.encode(texts)]
+
+
+def _end_with_parent() -> None:
+    """End when standard input does, which the parent holds open: it may be killed and then tells nobody."""
+    os.read(0, 1)
+    os._exit(1)
+
+
+def main() -> None:
+    """Read the task from standard input, write the measurement or the error to standard output."""
+    task = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        config = BenchConfig.from_dict(task["config"])
+        found = measure(Path(task["bundle"]), config, task["texts"], task["number"])
+    except TfexportError as error:
+        found = {"error": {"class": type(error).__name__, "message": str(error)}}
+    sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
