@@ -115,7 +115,7 @@ class Flavour:
 
     def dtype_name(self, dtype: Any) -> str:
         """Spell a `DataType` as the graph contract does; one that it does not have in the library's spelling."""
-        return {library: ours for ours, library in _DTYPES.items()}.get(dtype.name, dtype.name)
+        return {library: ours for ours, library in _DTYPES.items()}.get(dtype.name, str(dtype.name))
 
     def compute_capabilities(self) -> dict[str, Any]:
         """Return what engines can be built for, such as {"8.6": SM86}; empty where the GPU at hand decides."""
