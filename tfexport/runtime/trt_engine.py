@@ -1,0 +1,166 @@
+"""One engine and its execution contexts: every False, None and missing name of the library becomes an error."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tfexport.errors import BackendError, raise_all
+from tfexport.spec import GraphSpec
+
+Shape = tuple[int, ...]
+
+
+class Plan:
+    """A deserialised engine that makes contexts, for any number of threads.
+
+    Where the library compiles kernels when it first needs them (TensorRT-RTX),
+    all contexts of a plan share one cache of what was compiled.
+
+    Attributes:
+        name: of the graph it was built from.
+        num_bytes: device memory for the activations of one context, whatever its profile and shapes.
+    """
+
+    def __init__(self, name: str, engine: Any, trt: Any, reason: Callable[[], str]) -> None:
+        """Take an engine.
+
+        Args:
+            name: of the graph it was built from.
+            engine: `ICudaEngine`.
+            trt: the module it comes from.
+            reason: says what the library's log holds of the newest failure.
+        """
+        self.name = name
+        self.num_bytes = _activation_bytes(engine)
+        self._engine, self._trt, self._reason = engine, trt, reason
+        self._kernels: Any = None
+        self._lock = threading.Lock()
+
+    def check(self, contract: GraphSpec, num_profiles: int, aliases: Mapping[str, str]) -> None:
+        """Refuse an engine that is not what the session drives.
+
+        Args:
+            contract: the inputs and outputs that it must have.
+            num_profiles: how many optimization profiles it must have.
+            aliases: input in whose memory each of these outputs must lie.
+
+        Raises:
+            BackendError: lists every difference.
+        """
+        engine = self._engine
+        found = {engine.get_tensor_name(index) for index in range(engine.num_io_tensors)}
+        wanted = {tensor.name for tensor in (*contract.inputs, *contract.outputs)}
+        problems = [f"has {name}, which the graph has not" for name in sorted(found - wanted)]
+        problems += [f"lacks {name}" for name in sorted(wanted - found)]
+        if engine.num_optimization_profiles != num_profiles:
+            problems.append(f"has {engine.num_optimization_profiles} profiles, expected {num_profiles}")
+        if not problems and hasattr(engine, "get_aliased_input_tensor"):
+            problems += [
+                f"does not write {output} into the memory of {wanted_input}"
+                for output, wanted_input in aliases.items()
+                if engine.get_aliased_input_tensor(output) != wanted_input
+            ]
+        raise_all(BackendError, f"trt: the engine {self.name}, build it again with tfexport trt --force", problems)
+
+    def context(self, profile: int, memory: int, stream: int, *, replays_itself: bool = False) -> Context:
+        """Make a context.
+
+        Args:
+            profile: index of the optimization profile.
+            memory: address of `num_bytes` for activations; contexts that run one after the other may share it.
+            stream: that it will run on.
+            replays_itself: let the library capture CUDA graphs by itself, where it can.
+
+        Raises:
+            BackendError: the library makes none.
+        """
+        with self._lock:
+            made = self._make(replays_itself)
+            if made is None:
+                raise BackendError(f"trt: no execution context for {self.name}: {self._reason()}")
+            if hasattr(made, "set_device_memory"):
+                made.set_device_memory(memory, self.num_bytes)
+            else:
+                made.device_memory = memory
+            if not made.set_optimization_profile_async(profile, stream):
+                raise BackendError(f"trt: {self.name} refuses its profile {profile}: {self._reason()}")
+        return Context(self.name, made, self._reason)
+
+    def _make(self, replays_itself: bool) -> Any:
+        user_managed = self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
+        if not hasattr(self._engine, "create_runtime_config"):
+            return self._engine.create_execution_context(user_managed)
+        config = self._engine.create_runtime_config()
+        config.set_execution_context_allocation_strategy(user_managed)
+        if hasattr(config, "cuda_graph_strategy"):
+            strategies = self._trt.CudaGraphStrategy
+            config.cuda_graph_strategy = strategies.WHOLE_GRAPH_CAPTURE if replays_itself else strategies.DISABLED
+        if hasattr(config, "dynamic_shapes_kernel_specialization_strategy"):
+            # Lazily compiled kernels come too late for a captured graph, which would keep the slow ones for good.
+            strategy = self._trt.DynamicShapesKernelSpecializationStrategy.EAGER
+            config.dynamic_shapes_kernel_specialization_strategy = strategy
+        if hasattr(config, "create_runtime_cache"):
+            self._kernels = self._kernels or config.create_runtime_cache()
+            config.set_runtime_cache(self._kernels)
+        return self._engine.create_execution_context(config)
+
+
+class Context:
+    """One execution context: shapes and addresses stay until they are set anew. One thread at a time."""
+
+    def __init__(self, name: str, context: Any, reason: Callable[[], str]) -> None:
+        """Take an `IExecutionContext` of the engine `name`."""
+        self._name, self._context, self._reason = name, context, reason
+
+    def bind(self, shapes: Mapping[str, Shape], addresses: Mapping[str, int]) -> None:
+        """Set the shape of every input and where every tensor lies.
+
+        Args:
+            shapes: of all inputs, by name.
+            addresses: on the device, or on the host for inputs that shapes depend on.
+
+        Raises:
+            BackendError: a name or a shape that the engine does not take.
+        """
+        # Shapes can depend on a value that lies at an address, so the addresses come first.
+        self.place(addresses)
+        for name, shape in shapes.items():
+            if not self._context.set_input_shape(name, shape):
+                raise BackendError(f"trt: {self._name} refuses the shape {shape} of {name}: {self._reason()}")
+        try:
+            missing = self._context.infer_shapes()
+        except RuntimeError as error:
+            raise BackendError(f"trt: {self._name} cannot infer its shapes: {self._reason()}") from error
+        if missing:
+            raise BackendError(f"trt: {self._name} still lacks the shape or address of {', '.join(missing)}")
+
+    def place(self, addresses: Mapping[str, int]) -> None:
+        """Set where tensors lie and leave the shapes as they are.
+
+        Raises:
+            BackendError: a name that the engine does not have.
+        """
+        for name, address in addresses.items():
+            if not self._context.set_tensor_address(name, address):
+                raise BackendError(f"trt: {self._name} refuses the address of {name}: {self._reason()}")
+
+    def run(self, stream: int) -> None:
+        """Queue the engine on a stream.
+
+        Raises:
+            BackendError: the library refuses.
+        """
+        if not self._context.execute_async_v3(stream):
+            raise BackendError(f"trt: {self._name} failed: {self._reason()}")
+
+    def can_be_captured(self, stream: int) -> bool:
+        """Say whether a CUDA graph can hold a run with the shapes that are set; libraries that do not know can."""
+        ask = getattr(self._context, "is_stream_capturable", None)
+        return ask is None or bool(ask(stream))
+
+
+def _activation_bytes(engine: Any) -> int:
+    # The older name holds 32 bits where it is all there is.
+    return int(engine.device_memory_size_v2 if hasattr(engine, "device_memory_size_v2") else engine.device_memory_size)

@@ -1,0 +1,112 @@
+"""Rows of caches moved on the device by the engine `reorder`, so that no cache crosses to the host."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tfexport.runtime.session import Ids
+from tfexport.runtime.trt_engine import Context
+from tfexport.runtime.trt_memory import ITEM_BYTES
+from tfexport.runtime.trt_recent import Recent
+from tfexport.runtime.trt_replay import Replay
+from tfexport.runtime.trt_workspace import Workspace
+from tfexport.spec import CACHE, FLOAT, ORDER, REORDER, REORDERED
+
+SCRATCH = "scratch"
+# Shapes of moves whose graphs are kept: a beam search has one, and one more for each time it closes up.
+MAX_GRAPHS = 16
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """A move that comes again: a context bound to each width, and the graph."""
+
+    contexts: Mapping[int, Context]
+    replay: Replay
+
+    def close(self) -> None:
+        self.replay.close()
+
+
+class Reorder:
+    """Moves rows within the buffers of one unit: each tensor through `scratch` and back to its place.
+
+    So every address stays, and one scratch buffer serves all tensors.
+    """
+
+    def __init__(self, work: Workspace) -> None:
+        """Prepare for as many rows as the engines take."""
+        self._work = work
+        self._item_bytes = ITEM_BYTES[FLOAT[work.engines.spec.precision]]
+        self._order: Ids = work.pinned.array(work.engines.limits.max_batch, np.int64)
+        self._order_was_read = work.event()
+        work.memory.reserve({ORDER: self._order.nbytes})
+        self._context = work.context(REORDER)
+        self._recorded: Recent[_Recorded] = Recent(MAX_GRAPHS, work.synchronize)
+
+    def run(self, widths: Mapping[str, int], num_rows: int, order: Ids, *, replays: bool) -> None:
+        """Queue: row r of each tensor becomes what row order[r] was.
+
+        Args:
+            widths: numbers in a row of each tensor, by name.
+            num_rows: rows that the tensors have.
+            order: int64 [new rows]; the buffers hold that many.
+            replays: whether widths are the same at every call, so that a CUDA graph of it pays.
+
+        Raises:
+            BackendError: the engine refuses.
+        """
+        names: dict[int, list[str]] = defaultdict(list)
+        for name, width in widths.items():
+            names[width].append(name)
+        self._work.cuda.wait(self._order_was_read)
+        self._order[: order.size] = order
+        if replays:
+            self._replay(names, num_rows, order.size)
+        else:
+            self._upload(order.size)
+            for width, group in names.items():
+                self._bind(self._context, width, num_rows, order.size)
+                self._move(self._context, group, width, order.size)
+        self._work.cuda.record(self._order_was_read, self._work.stream)
+
+    def forget(self) -> None:
+        """Free the graphs, because buffers have moved or the unit closes."""
+        self._recorded.clear()
+
+    def _replay(self, names: Mapping[int, Sequence[str]], num_rows: int, new_rows: int) -> None:
+        def record() -> _Recorded:
+            contexts = {width: self._work.context(REORDER) for width in names}
+            for width, context in contexts.items():
+                self._bind(context, width, num_rows, new_rows)
+            return _Recorded(contexts, Replay(self._work.cuda, self._work.stream, lambda: self._can_capture(contexts)))
+
+        recorded = self._recorded.get((num_rows, new_rows), record)
+
+        def queue() -> None:
+            self._upload(new_rows)
+            for width, group in names.items():
+                self._move(recorded.contexts[width], group, width, new_rows)
+
+        recorded.replay.run(REORDER, queue)
+
+    def _can_capture(self, contexts: Mapping[int, Context]) -> bool:
+        return all(context.can_be_captured(self._work.stream) for context in contexts.values())
+
+    def _upload(self, new_rows: int) -> None:
+        self._work.cuda.upload(self._work.memory[ORDER], self._order[:new_rows], self._work.stream)
+
+    def _bind(self, context: Context, width: int, num_rows: int, new_rows: int) -> None:
+        shapes = {CACHE: (num_rows, width), ORDER: (new_rows,)}
+        context.bind(shapes, {ORDER: self._work.memory[ORDER], REORDERED: self._work.memory[SCRATCH]})
+
+    def _move(self, context: Context, names: Sequence[str], width: int, new_rows: int) -> None:
+        for name in names:
+            context.place({CACHE: self._work.memory[name]})
+            context.run(self._work.stream)
+            num_bytes = new_rows * width * self._item_bytes
+            self._work.cuda.copy(self._work.memory[name], self._work.memory[SCRATCH], num_bytes, self._work.stream)
