@@ -91,6 +91,7 @@ class OrtSession:
     """
 
     backend = "ort"
+    max_rows = None
 
     def __init__(
         self,
@@ -122,10 +123,10 @@ class OrtSession:
                 "or export with fp32 or fp16"
             )
         self.spec, self.form = spec, form
-        self._device = OrtDevice(device, FLOAT[spec.precision], 0 if form is None else 2 * spec.layers, threads)
+        self._device = OrtDevice(device, FLOAT[spec.precision], 0 if form is None else 2 * spec.layers)
         self._host_caches = device == "cpu" if host_caches is None else host_caches
-        self._encoder: ort.InferenceSession | None = self._load(graphs, ENCODER)
-        self._decoder = None if form is None else self._load(graphs, DECODER[form])
+        self._encoder: ort.InferenceSession | None = self._load(graphs, ENCODER, threads)
+        self._decoder = None if form is None else self._load(graphs, DECODER[form], threads)
 
     def encode(self, source_ids: Ids, source_mask: Mask) -> OrtState:
         """Encode a batch and make room for one row a source; see `Session.encode`."""
@@ -179,8 +180,8 @@ class OrtSession:
         """Free the graphs; the session cannot be used afterwards."""
         self._encoder = self._decoder = None
 
-    def _load(self, graphs: Mapping[str, Path], name: str) -> ort.InferenceSession:
-        return self._device.load(graphs[name], graphs[name].name)
+    def _load(self, graphs: Mapping[str, Path], name: str, threads: int | None) -> ort.InferenceSession:
+        return self._device.load(graphs[name], graphs[name].name, threads)
 
     def _run_encoder(self, source_ids: Ids, source_mask: Mask, outputs: list[str]) -> list[ort.OrtValue]:
         encoder = _open(self._encoder)

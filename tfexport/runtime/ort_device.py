@@ -43,37 +43,38 @@ class OrtDevice:
         type: "cpu" or "cuda"; of several GPUs the first that CUDA_VISIBLE_DEVICES leaves.
     """
 
-    def __init__(self, device: Device, dtype: DType, num_caches: int, threads: int | None = None) -> None:
+    def __init__(self, device: Device, dtype: DType, num_caches: int) -> None:
         """Open a device.
 
         Args:
             device: "cpu" or "cuda".
             dtype: of the caches.
             num_caches: that are moved together; 0 for an encoder alone.
-            threads: of the CPU for one call; None means one for each core.
 
         Raises:
             BackendError: ONNX Runtime cannot use the device; says what is missing.
         """
         if device == "cuda":
             prepare_cuda()
-        self.type, self.dtype, self.threads = device, dtype, threads
-        self._reorder = self.load(reorder_model(dtype, num_caches), "reorder") if num_caches else None
-        self._extend = self.load(extend_model(dtype, num_caches), "extend") if num_caches else None
+        self.type = device
+        # Copies gain nothing from more threads, and idle threads spin where the decoder's would work.
+        self._reorder = self.load(reorder_model(dtype, num_caches), "reorder", 1) if num_caches else None
+        self._extend = self.load(extend_model(dtype, num_caches), "extend", 1) if num_caches else None
 
-    def load(self, graph: Path | bytes, name: str) -> ort.InferenceSession:
+    def load(self, graph: Path | bytes, name: str, threads: int | None) -> ort.InferenceSession:
         """Load a graph onto the device.
 
         Args:
             graph: path, or the bytes of a graph without weights.
             name: used in errors.
+            threads: of the CPU for one call; None means one for each core.
 
         Raises:
             BackendError: the graph does not load, or part of it would run elsewhere.
         """
         options = ort.SessionOptions()
         options.log_severity_level = 3
-        options.intra_op_num_threads = self.threads or 0
+        options.intra_op_num_threads = threads or 0
         options.inter_op_num_threads = 1
         options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
         try:
