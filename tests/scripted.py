@@ -42,6 +42,7 @@ class ScriptedSession:
     encoded: list[tuple[int, ...]] = field(default_factory=list)
     steps: list[tuple[int, int]] = field(default_factory=list)
     backend: str = "scripted"
+    max_rows: int | None = None
 
     def __post_init__(self) -> None:
         self.spec = ModelSpec(

@@ -143,3 +143,20 @@ def test_all_contradictions_at_once() -> None:
 def test_settings_survive_json() -> None:
     config = DecodeConfig(num_beams=4, early_stopping="never", suppress_tokens=(3, 4), length_penalty=2)
     assert DecodeConfig.from_dict({**config.to_dict(), "suppress_tokens": [3, 4]}) == config
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [({"num_beams": 4}, "num_beams"), ({"num_return_sequences": 4, "do_sample": True}, "num_return_sequences")],
+)
+def test_a_batch_never_has_more_rows_than_the_session_takes(options: dict[str, int], name: str) -> None:
+    sources, config = [[3 + text] for text in range(7)], DecodeConfig(**options)  # type: ignore[arg-type]
+    free, bound = ScriptedSession(12, drawn(12, eos_bias=1)), ScriptedSession(12, drawn(12, eos_bias=1), max_rows=9)
+    assert decode(bound, sources, config) == decode(free, sources, config)
+    assert max(rows for rows, _ in bound.steps) <= 9 < max(rows for rows, _ in free.steps)
+    assert max(rows for rows, _ in bound.steps) == 8, "two texts of four rows fit"
+    narrow = ScriptedSession(12, drawn(12), max_rows=3)
+    assert refusal(narrow, sources, config) == (
+        f"decode: {name} is 4, but the session takes 3 rows at once; "
+        "lower it, or build engines for more: tfexport trt BUNDLE --max-batch 4 --force"
+    )

@@ -18,6 +18,7 @@ class TimedSession(Generic[S]):
     Attributes:
         spec: of the session inside.
         backend: of the session inside.
+        max_rows: of the session inside.
         encode_s: seconds spent encoding since `restart`.
         reorder_s: seconds spent reordering rows since `restart`.
         step_s: seconds of each step since `restart`.
@@ -29,6 +30,7 @@ class TimedSession(Generic[S]):
         self._session = session
         self.spec: ModelSpec = session.spec
         self.backend: str = session.backend
+        self.max_rows = session.max_rows
         self.restart()
 
     def restart(self) -> None:

@@ -31,7 +31,7 @@ def decode(
         prefixes: token ids that each text's hypotheses begin with, without the
             start token; empty for none.
         batch_size: texts decoded at once; each takes num_beams or
-            num_return_sequences rows.
+            num_return_sequences rows. Fewer where the session takes fewer rows.
         on_progress: called after each batch with the number of texts it had.
 
     Returns:
@@ -44,6 +44,7 @@ def decode(
     """
     if batch_size < 1:
         raise InputError(f"batch_size is {batch_size}, expected 1 or more")
+    batch_size = min(batch_size, _most_texts(session.max_rows, config) or batch_size)
     search = beam_search if config.num_beams > 1 else greedy_search
     results: list[list[Hypothesis]] = [[] for _ in sources]
     for group in batches(check_requests(session.spec, sources, config, prefixes), batch_size):
@@ -53,3 +54,21 @@ def decode(
         if on_progress:
             on_progress(len(group))
     return results
+
+
+def _most_texts(max_rows: int | None, config: DecodeConfig) -> int | None:
+    """Return how many texts fit into the rows that a session takes, None where any number does.
+
+    Raises:
+        InputError: not even one does.
+    """
+    if max_rows is None:
+        return None
+    name = "num_beams" if config.num_beams > 1 else "num_return_sequences"
+    rows = getattr(config, name)
+    if rows > max_rows:
+        raise InputError(
+            f"decode: {name} is {rows}, but the session takes {max_rows} rows at once; "
+            f"lower it, or build engines for more: tfexport trt BUNDLE --max-batch {rows} --force"
+        )
+    return max_rows // int(rows)

@@ -155,7 +155,7 @@ class Cuda:
         flags = self._runtime.cudaHostAllocDefault
         address = int(self._call("cudaHostAlloc", num_bytes, flags, doing=f"pinning {num_bytes} bytes of host memory"))
         memory = (ctypes.c_byte * num_bytes).from_address(address)
-        return np.frombuffer(memory, kind).reshape(shape)
+        return np.ndarray(shape, kind, buffer=memoryview(memory))
 
     def unpin(self, array: Array) -> None:
         """Free an array of `pinned`; it and its views must not be read afterwards."""

@@ -91,7 +91,7 @@ class OrtSession:
     """
 
     backend = "ort"
-    max_rows = None
+    max_rows: int | None = None
 
     def __init__(
         self,

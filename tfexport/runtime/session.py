@@ -60,11 +60,13 @@ class Session(Protocol[S]):
 
     Attributes:
         spec: sizes, limits and token ids.
-        backend: "eager" or "ort".
+        backend: "eager", "ort" or "trt".
+        max_rows: hypotheses that it takes at once; None where memory is the only limit.
     """
 
     spec: ModelSpec
     backend: str
+    max_rows: int | None
 
     def encode(self, source_ids: Ids, source_mask: Mask) -> S:
         """Encode a batch and make room for one row a source.

@@ -18,13 +18,14 @@ class ShakenSession:
     Attributes:
         spec: sizes, limits and token ids.
         backend: "shaken".
+        max_rows: those of the inner session.
     """
 
     backend = "shaken"
 
     def __init__(self, inner: Session[Any], noise: float, rng: np.random.Generator) -> None:
         """Shake what `inner` computes by up to `noise`, drawn from `rng`."""
-        self.spec = inner.spec
+        self.spec, self.max_rows = inner.spec, inner.max_rows
         self.inner, self.noise, self.rng = inner, noise, rng
 
     def encode(self, source_ids: Ids, source_mask: Mask) -> Any:
