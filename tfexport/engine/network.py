@@ -55,7 +55,7 @@ class Network:
 def parse_graph(flavour: Flavour, log: Log, graph: bytes, path: Path) -> Network:
     """Parse a graph and make sure that it is computed as it says.
 
-    Attention in float32 is marked as decomposable, since there is no fused kernel for it.
+    Attention is marked as decomposable: there are no fused kernels for float32, nor for every width of a head.
 
     Args:
         flavour: to parse with.
@@ -66,7 +66,7 @@ def parse_graph(flavour: Flavour, log: Log, graph: bytes, path: Path) -> Network
     Raises:
         BackendError: this library parses on a GPU only, and there is none.
         EngineError: lists every node that cannot be parsed, with the reason, and all attention that would be
-            computed wrongly.
+            computed wrongly, and all caches that are read otherwise than through their update.
     """
     subject = f"{flavour.target} {flavour.version}: {path.name}"
     if not graph:
@@ -85,13 +85,14 @@ def parse_graph(flavour: Flavour, log: Log, graph: bytes, path: Path) -> Network
         raise EngineError(f"{subject}: the graph has no outputs; export the bundle again")
     layers = [definition.get_layer(i) for i in range(definition.num_layers)]
     attention = list(_attention(flavour, layers))
-    if attention:
-        problems = [problem for layer in attention if (problem := _causal_problem(layer))]
-        raise_all(EngineError, subject, problems + _graph_problems(graph))
+    problems = _graph_problems(graph) if attention else []
+    found = [(layer.name, problem) for layer in attention if (problem := _causal_problem(layer))]
+    problems += [problem for name, problem in found if not any(repr(name) in known for known in problems)]
+    raise_all(EngineError, subject, problems + _cache_problems(flavour, layers))
     for layer in attention:
-        # Only float32 lacks a fused kernel; elsewhere the mark would undo the fusion.
-        if layer.get_input(0).dtype == flavour.trt.DataType.FLOAT:
-            layer.decomposable = True
+        # Where there is a fused kernel it is taken all the same; without one, and in float32 there is none, the
+        # build would fail. `Plan.kernels` tells which it was.
+        layer.decomposable = True
     return Network(
         definition=definition,
         builder=builder,
@@ -111,7 +112,7 @@ def _made(thing: Any, subject: str, kind: str, log: Log) -> Any:
 def _describe(error: Any) -> str:
     """Spell a `ParserError`: node, operator and reason."""
     node = " ".join(part for part in (error.node_operator(), repr(error.node_name())) if part.strip("'"))
-    reason = without_noise(error.desc()) or error.code().name
+    reason = f"{error.code().name} {without_noise(error.desc())}"
     return f"{node}: {reason}" if node else reason
 
 
@@ -153,6 +154,21 @@ def _causal_problem(attention: Any) -> str | None:
         f"Attention {attention.name!r} is causal ({kind}) over {_length(queries)} queries and {_length(keys)} keys, "
         "which TensorRT aligns otherwise than ONNX does; give it a mask [batch, 1, target_len, len] instead"
     )
+
+
+def _cache_problems(flavour: Flavour, layers: list[Any]) -> list[str]:
+    """Refuse whoever reads a cache as it was: the update writes into the same memory, before or after."""
+    kind = getattr(flavour.trt.LayerType, "KV_CACHE_UPDATE", None)
+    caches = {layer.get_input(0).name: layer.name for layer in layers if kind is not None and layer.type == kind}
+    problems = []
+    for layer in layers if caches else ():
+        if layer.type not in (kind, flavour.trt.LayerType.SHAPE):
+            read = {tensor.name for i in range(layer.num_inputs) if (tensor := layer.get_input(i)) is not None}
+            problems += [
+                f"{layer.name!r} reads {name}, which TensorScatter {caches[name]!r} overwrites; let it read the result"
+                for name in sorted(read & caches.keys())
+            ]
+    return problems
 
 
 def _length(size: int) -> str:
