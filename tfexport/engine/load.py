@@ -78,7 +78,7 @@ def _deserialise(runtime: Any, flavour: Flavour, log: Log, stored: StoredEngine,
         reason = validity_problem(flavour.trt, *runtime.get_engine_validity(raw))
     engine = None if reason else runtime.deserialize_cuda_engine(raw)
     if engine is not None and config.strip_weights and plan != REORDER:
-        reason = _refit(engine, flavour.trt, log, bundle.file(bundle.manifest.graphs[plan].file))
+        reason = _refit(engine, flavour, log, bundle.file(bundle.manifest.graphs[plan].file))
     if engine is None or reason:
         raise EngineError(
             f"engine {stored.name}: {flavour.target} {flavour.version} refuses {plan}.plan: {reason or log.reason()}; "
@@ -105,9 +105,10 @@ def validity_problem(trt: Any, validity: Any, diagnostics: Any) -> str | None:
     return f"invalid, {', '.join(names) or 'without a reason'}"
 
 
-def _refit(engine: Any, trt: Any, log: Log, graph: Path) -> str | None:
+def _refit(engine: Any, flavour: Flavour, log: Log, graph: Path) -> str | None:
     """Put the weights of a graph into a plan that was stripped of them; say why that fails."""
-    refitter = trt.Refitter(engine, log)
-    if trt.OnnxParserRefitter(refitter, log).refit_from_file(str(graph)) and refitter.refit_cuda_engine():
+    refitter = flavour.trt.Refitter(engine, flavour.speaker)
+    parser = flavour.trt.OnnxParserRefitter(refitter, flavour.speaker)
+    if parser.refit_from_file(str(graph)) and refitter.refit_cuda_engine():
         return None
     return f"the weights of {graph.name} cannot be put in: {log.reason()}"
