@@ -1,0 +1,98 @@
+"""Small graphs for TensorRT: what it takes, what it refuses, and what it takes without a word and computes wrongly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx
+from onnx import TensorProto, helper
+
+HEADS, WIDTH, CAPACITY = 2, 8, 6
+FLOAT = {"fp32": TensorProto.FLOAT, "fp16": TensorProto.FLOAT16, "bf16": TensorProto.BFLOAT16}
+Value = onnx.ValueInfoProto
+
+
+def value(name: str, shape: Sequence[int | str], dtype: int = TensorProto.FLOAT) -> Value:
+    return helper.make_tensor_value_info(name, dtype, shape)
+
+
+def model(nodes: Sequence[onnx.NodeProto], inputs: Sequence[Value], outputs: Sequence[Value], opset: int = 24) -> bytes:
+    graph = helper.make_graph(list(nodes), "graph", list(inputs), list(outputs))
+    opsets = [helper.make_opsetid("", opset), helper.make_opsetid("com.microsoft", 1)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString()
+
+
+def add(dtype: int = TensorProto.FLOAT, length: int | str = "length") -> bytes:
+    """y = x + x over [2, length]."""
+    node = helper.make_node("Add", ["x", "x"], ["y"], name="double")
+    return model([node], [value("x", [2, length], dtype)], [value("y", [2, length], dtype)], 18)
+
+
+def project() -> bytes:
+    """y = x · w, with 8 by 8 weights of 0.5 in the graph."""
+    node = helper.make_node("MatMul", ["x", "w"], ["y"], name="project")
+    graph = helper.make_graph(
+        [node],
+        "graph",
+        [value("x", ["batch", 8])],
+        [value("y", ["batch", 8])],
+        [helper.make_tensor("w", TensorProto.FLOAT, [8, 8], [0.5] * 64)],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10).SerializeToString()
+
+
+def attention(
+    precision: str = "fp32",
+    *,
+    queries: int | str = "target_len",
+    keys: int | str = "len",
+    mask: bool = True,
+    causal: bool = False,
+    nonpad: bool = False,
+    past: bool = False,
+    operator: str = "Attention",
+    domain: str = "",
+    **attributes: object,
+) -> bytes:
+    """One attention over q, k and v, with the inputs and attributes that are wanted."""
+    dtype = FLOAT[precision]
+    shape = lambda length: ["batch", HEADS, length, WIDTH]  # noqa: E731
+    inputs = [value("q", shape(queries), dtype), value("k", shape(keys), dtype), value("v", shape(keys), dtype)]
+    names = ["q", "k", "v", "", "", "", ""]
+    outputs = [value("y", shape(queries), dtype)]
+    if mask:
+        inputs.append(value("mask", ["batch", 1, queries, keys], TensorProto.BOOL))
+        names[3] = "mask"
+    if past:
+        inputs += [value("past_key", shape("past"), dtype), value("past_value", shape("past"), dtype)]
+        outputs += [value("present_key", shape("total"), dtype), value("present_value", shape("total"), dtype)]
+        names[4:6] = ["past_key", "past_value"]
+    if nonpad:
+        inputs.append(value("lengths", ["batch"], TensorProto.INT64))
+        names[6] = "lengths"
+    if causal:
+        attributes["is_causal"] = 1
+    while not names[-1]:
+        names.pop()
+    node = helper.make_node(
+        operator, names, [output.name for output in outputs], name="attend", domain=domain, **attributes
+    )
+    return model([node], inputs, outputs)
+
+
+def cache_update(
+    capacity: int | str = CAPACITY, *, axis: int = 2, precision: str = "fp32", through: str = "", rank: int = 4
+) -> bytes:
+    """`TensorScatter` from an input to an output, or with an operator between it and the output."""
+    dtype = FLOAT[precision]
+    shape = ["rows", HEADS, capacity, WIDTH][:rank] if axis != 1 else ["rows", capacity, HEADS, WIDTH]
+    new = ["rows", HEADS, "target_len", WIDTH][:rank] if axis != 1 else ["rows", "target_len", HEADS, WIDTH]
+    inputs = [value("past", shape, dtype), value("new", new, dtype), value("at", ["rows"], TensorProto.INT64)]
+    nodes = [
+        helper.make_node(
+            "TensorScatter", ["past", "new", "at"], ["written" if through else "present"], name="write", axis=axis
+        )
+    ]
+    if through:
+        nodes.append(helper.make_node(through, ["written"], ["present"], name="between"))
+    return model(nodes, inputs, [value("present", shape, dtype)])
