@@ -7,14 +7,15 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
 
+from tfexport.bench.config import BenchConfig, Scenario
 from tfexport.config import CONCAT_OPSETS, Backend, DecodeConfig, Device, ExportConfig
-from tfexport.errors import InputError, ParityError, TfexportError, printable
+from tfexport.errors import BenchError, InputError, ParityError, TfexportError, printable, raise_all
 
 if TYPE_CHECKING:
     from tfexport.model import Pooling
@@ -80,6 +81,13 @@ class _Commands(click.Group):
             click.echo("interrupted", err=True)
             code = EXIT_INTERRUPTED
         sys.exit(code)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find a command by its name, which may be two words."""
+        two = " ".join(args[:2])
+        return (two, self.commands[two], args[2:]) if two in self.commands else super().resolve_command(ctx, args)
 
 
 def _one_line(error: click.ClickException) -> str:
@@ -273,6 +281,77 @@ def verify(bundle: Path, against: Path | None, samples: int, seed: int, as_json:
     result = verify_bundle(bundle, against=against, config=VerifyConfig(samples=samples, seed=seed), report=_report)
     _print(result.to_dict(), result.lines(), as_json)
     click.get_current_context().exit(0 if result.passed else EXIT_PARITY)
+
+
+_SIZES = _List(click.INT)
+
+
+@main.command()
+@click.argument("bundle", type=_PATH)
+@click.option(
+    "--scenario",
+    type=click.Choice(get_args(Scenario)),
+    default=BenchConfig.scenario,
+    help="One request at a time, batches, requests that arrive at --rate, or all combinations of sizes.",
+)
+@click.option(
+    "--backend", type=click.Choice(get_args(Backend)), default=BenchConfig.backend, help="What runs the bundle."
+)
+@click.option("--batch-size", type=_SIZES, default=(), show_default=False, help="Texts decoded together.")
+@click.option("--source-length", type=_SIZES, default=(), show_default=False, help="Tokens of each random source.")
+@click.option("--target-length", type=_SIZES, default=(), show_default=False, help="New tokens, exactly so many.")
+@click.option("--num-beams", default=BenchConfig.num_beams, help="Beams of beam search; 1 is greedy.")
+@click.option("--input", "source", type=_INPUT, help="File with one text a line instead of random sources.")
+@click.option("--rate", type=float, help="Requests a second of the server scenario.")
+@click.option("--duration", type=float, help="Seconds to measure in each process, for each combination in a sweep.")
+@click.option("--processes", default=BenchConfig.processes, help="Fresh processes to measure in, one after the other.")
+@click.option("--seed", default=BenchConfig.seed, help="Of the random sources and arrivals.")
+@click.option("--verify/--no-verify", default=True, help="Refuse a bundle that PyTorch does not agree with.")
+@click.option("--json", "json_file", type=_PATH, help="File to write the whole report to.")
+@click.option("--html", "html_file", type=_PATH, help="Page to write, with plots.")
+def bench(
+    bundle: Path, source: Path | None, verify: bool, json_file: Path | None, html_file: Path | None, **config: Any
+) -> None:
+    """Measure how fast BUNDLE generates, in what time and memory.
+
+    `tfexport bench compare` compares two reports.
+    """
+    settings = BenchConfig(**config)
+    if json_file and html_file and json_file.resolve() == html_file.resolve():
+        raise click.UsageError("--json and --html are the same file; choose two.")
+    texts = None if source is None else _inputs((), source)
+    from tfexport.bench.page import render
+    from tfexport.bench.run import bench_bundle
+    from tfexport.bench.table import lines
+    from tfexport.lines import write_whole
+
+    with ExitStack() as stack:
+        json_lines = stack.enter_context(write_whole(json_file)) if json_file else []
+        html_lines = stack.enter_context(write_whole(html_file)) if html_file else []
+        result = bench_bundle(bundle, settings, texts=texts, verify=verify, report=_report)
+        json_lines.append(json.dumps(result, indent=2, allow_nan=False))
+        html_lines.append(render(result).rstrip())
+        click.echo("\n".join(map(printable, lines(result))))
+
+
+@main.command("bench compare")
+@click.argument("first", type=_PATH)
+@click.argument("second", type=_PATH)
+@click.option("--fail-if", multiple=True, help="Change to refuse, such as 'output_token_throughput<-5%'; repeatable.")
+@click.option(
+    "--vary", type=_List(click.STRING), default=(), show_default=False, help="What may differ, such as backend,threads."
+)
+def bench_compare(first: Path, second: Path, fail_if: tuple[str, ...], vary: tuple[str, ...]) -> None:
+    """Compare the reports FIRST and SECOND of `tfexport bench --json`; exit with 1 when a --fail-if holds.
+
+    A bundle named compare is measured as ./compare.
+    """
+    from tfexport.bench.compare import Condition, compare, read_result
+
+    conditions = [Condition.parse(text) for text in fail_if]
+    found = compare(read_result(first), read_result(second), conditions, vary)
+    click.echo("\n".join(map(printable, found.lines)))
+    raise_all(BenchError, "bench compare", found.failures)
 
 
 @main.command()
