@@ -79,7 +79,7 @@ def weights(metrics: dict[str, Any]) -> str:
     """Say how near a step comes to the speed of the memory."""
     size, share = metrics["step_weight_bytes"], metrics["memory_bandwidth_share"]
     if size["value"] is None or share["value"] is None:
-        return size.get("note") or share["note"]
+        return str(size.get("note") or share["note"])
     return (
         f"{number(size['value'] / 1e6)} MB a step, {percent(share['value'])} of the "
         f"{number(metrics['memory_bandwidth']['value'])} GB/s that were measured"
