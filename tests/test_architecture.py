@@ -52,7 +52,9 @@ ALLOWED: dict[str, set[str]] = {
     "bench": {*CONTRACT, "bundle", "lines", "runtime.session", "decode", "model", "verify"},
     "graph": {*STORE, "models", "tokenizer", "verify"},
     "inspect": {*STORE, "smallfile", "graph.describe"},
-    "doctor": BASE,
+    "acceptance": set(),
+    "probes": set(),
+    "doctor": {*BASE, "acceptance", "probes"},
     "cli": {*CONTRACT, "lines", "graph.export", "engine.export", "model", "verify", "bench", "inspect", "doctor"},
     "": {*BASE, "config", "model"},
 }
@@ -61,7 +63,9 @@ FENCES: dict[str, set[str]] = {
     "numpy": set(ALLOWED)
     - {
         "cli",
+        "acceptance",
         "doctor",
+        "probes",
         "inspect",
         "lines",
         "smallfile",

@@ -4,49 +4,15 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import json
 import platform
 import re
-import subprocess
-import sys
+import textwrap
 from dataclasses import asdict, dataclass
 from typing import Any
 
-# Each backend is tried in a process of its own: a broken native library may take its process down, and tfexport
-# itself stays free of it. A probe prints {device: "" when it works, else the reason}.
-_EAGER_PROBE = """
-import json, torch
+from tfexport.acceptance import PARTS, Need, skipped
+from tfexport.probes import PROBES, Probe, find_gpus, run_probe
 
-product = torch.ones(2, 3) @ torch.ones(3, 2)
-print(json.dumps({"cpu": "" if (product == 3).all() else f"computes wrongly: {product.tolist()}"}))
-"""
-_ORT_PROBE = """
-import json, sys
-import numpy, onnxruntime
-
-if not hasattr(onnxruntime, "InferenceSession"):
-    sys.exit("hollow: the module is there, its library is not")
-onnxruntime.set_default_logger_severity(4)
-found = {}
-providers = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
-for device, provider in providers.items():
-    if provider in onnxruntime.get_available_providers():
-        try:
-            session = onnxruntime.InferenceSession(bytes.fromhex(sys.argv[1]), providers=[provider])
-            (result,) = session.run(None, {"x": numpy.array([1, 2], numpy.float32)})
-            got = session.get_providers()
-            right = provider in got and result.tolist() == [2, 4]
-            found[device] = "" if right else f"asked for {provider}, got {got} and {result.tolist()}"
-        except Exception as error:
-            found[device] = str(error)
-print(json.dumps(found))
-"""
-# y = x + x on float32 [2], ONNX IR 8, opset 18: written out so that the probe does not need the onnx package.
-ADD_MODEL = bytes.fromhex(
-    "08083a350a0e0a01780a017812017922034164641201675a0f0a0178120a0a08080112040a020802620f0a0179120a0a08080112040a02080242040a001012"
-)
-_PROBES = {"eager": ("torch", "export", [_EAGER_PROBE]), "ort": ("onnxruntime", "cpu", [_ORT_PROBE, ADD_MODEL.hex()])}
-_TIMEOUT_S = 120
 _REQUIREMENT = re.compile(r"([\w.-]+)[^;]*?>=([\d.]+)[^;]*(?:;.*extra == [\"'](\w+)[\"'])?")
 
 
@@ -74,14 +40,25 @@ class Backend:
     """One backend on one device.
 
     Attributes:
-        name: "eager" or "ort".
-        device: "cpu" or "cuda".
-        problem: why it does not work; empty when a session was made and computed rightly.
+        name: "eager", "ort" or "trt".
+        device: "cpu" or "cuda"; "gpu" for trt.
+        problem: why it does not work; empty when something was computed rightly, for trt when an engine was loaded.
+        library: that it runs on.
     """
 
     name: str
     device: str
     problem: str
+    library: str
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One part of scripts/gpu-acceptance: what it shows, and why it would be skipped here, empty when it would run."""
+
+    part: str
+    what: str
+    skipped: str
 
 
 @dataclass(frozen=True)
@@ -100,8 +77,10 @@ class Diagnosis:
     python: str
     system: str
     libraries: tuple[Library, ...]
+    gpus: tuple[dict[str, Any], ...]
     backends: tuple[Backend, ...]
     problems: tuple[Problem, ...]
+    acceptance: tuple[Trial, ...]
 
     @property
     def works(self) -> bool:
@@ -119,33 +98,47 @@ class Diagnosis:
             else f"  {library.name:<20} {'not installed':<16} {library.install}"
             for library in self.libraries
         ]  # fmt: skip
-        # A session on the GPU is found here, but OrtSession does not ask for one yet: better said than silent.
-        works = {"cpu": "works", "cuda": "works, but this version of tfexport generates on the CPU"}
-        backends = [f"  {b.name:<6} {b.device:<13} {b.problem or works[b.device]}" for b in self.backends]
+        works = {"cpu": "works", "cuda": "works, used with --device cuda", "gpu": "works, used with --backend trt"}
+        backends = [
+            f"  {b.name:<6} {b.device:<5} {b.library:<13} {b.problem or works[b.device]}" for b in self.backends
+        ]
+        gpus = [f"  {gpu['name']}, compute capability {gpu['compute_capability']}" for gpu in self.gpus]
         problems = [line for p in self.problems for line in (f"  {p.what}", f"    → {p.fix}")]
         return [
             f"tfexport {self.tfexport}, Python {self.python}, {self.system}",
             *("", "Libraries", *installed),
+            *("", "GPUs", *(gpus or ["  none"])),
             *("", "Backends", *(backends or ["  none"])),
             *("", "Problems", *(problems or ["  none"])),
+            *("", "GPU acceptance, scripts/gpu-acceptance", *self._trials()),
         ]
+
+    def _trials(self) -> list[str]:
+        """Write the parts of the acceptance, those together that one reason keeps from running."""
+        lines = []
+        for reason in dict.fromkeys(trial.skipped for trial in self.acceptance):
+            lines.append(f"  would be skipped: {reason}" if reason else "  would run")
+            names = ", ".join(trial.part for trial in self.acceptance if trial.skipped == reason)
+            lines += textwrap.wrap(names, 100, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
+        return lines
 
 
 def diagnose() -> Diagnosis:
     """Look at the installed libraries and try every backend that is there."""
     libraries = _libraries()
     problems = [*_version_problems(libraries), *_onnxruntime_problems()]
+    gpus, no_gpu = find_gpus()
+    missing = _missing(libraries, no_gpu)
     backends: list[Backend] = []
-    for name, (module, extra, probe) in _PROBES.items():
-        if importlib.util.find_spec(module) is None:
+    for probe in PROBES:
+        if importlib.util.find_spec(probe.module) is None:
             continue
-        tried = [Backend(name, device, problem) for device, problem in _run(probe).items()]
+        found = run_probe(probe)
+        tried = [Backend(probe.backend, device, problem, probe.library) for device, problem in found["devices"].items()]
         backends += tried
-        problems += [
-            Problem(f"{module} on {b.device} does not work: {b.problem}", _repair(module, extra, b.device))
-            for b in tried
-            if b.problem
-        ]
+        missing |= _missing_devices(probe, found)
+        # An engine that runs nowhere for want of a GPU is no fault.
+        problems += [_problem(probe, b) for b in tried if b.problem and not (b.device == "gpu" and no_gpu)]
     if not any(not backend.problem for backend in backends):
         problems.append(Problem("no backend works, so no bundle can run", "pip install 'tfexport[cpu]'"))
     return Diagnosis(
@@ -153,9 +146,50 @@ def diagnose() -> Diagnosis:
         python=platform.python_version(),
         system=f"{platform.system()} {platform.machine()}",
         libraries=tuple(libraries),
+        gpus=tuple(gpus),
         backends=tuple(backends),
         problems=tuple(problems),
+        acceptance=tuple(Trial(part.name, part.what, skipped(part, missing)) for part in PARTS),
     )
+
+
+def _missing(libraries: list[Library], no_gpu: str) -> dict[Need, str]:
+    """Say why something that the acceptance needs is not there, as far as no library has to be tried."""
+    absent = [library.name for library in libraries if library.extra == "export" and not library.version]
+    has_rtx = importlib.util.find_spec("tensorrt_rtx") is not None
+    no_rtx = "tensorrt-rtx is not installed; pip install 'tfexport[rtx]'"
+    return {
+        "gpu": no_gpu,
+        "tensorrt": "tensorrt is not installed; pip install 'tfexport[trt]'",
+        "rtx-library": "" if has_rtx else no_rtx,
+        "tensorrt-rtx": no_rtx,
+        "ort-cuda": "onnxruntime-gpu is not installed; pip uninstall -y onnxruntime && pip install 'tfexport[gpu]'",
+        "torch-cuda": "torch is not installed; pip install 'tfexport[export]'",
+        "export": f"{', '.join(absent)} missing; pip install 'tfexport[export]'" if absent else "",
+        "polygraphy": "" if importlib.util.find_spec("polygraphy") else "polygraphy is not installed",
+    }
+
+
+def _missing_devices(probe: Probe, found: dict[str, Any]) -> dict[Need, str]:
+    """Say why a library that was tried does not serve the acceptance; empty where it does."""
+    devices = found["devices"]
+    match probe.library:
+        case "torch":
+            return {"torch-cuda": found.get("torch-cuda", devices.get("cpu", ""))}
+        case "onnxruntime" if "cuda" in devices:
+            return {"ort-cuda": devices["cuda"]}
+        case "tensorrt":
+            return {"tensorrt": devices["gpu"]}
+        case "tensorrt-rtx":
+            return {"tensorrt-rtx": devices["gpu"]}
+    return {}
+
+
+def _problem(probe: Probe, backend: Backend) -> Problem:
+    what, _, remedy = backend.problem.rpartition("; ")
+    if backend.device != "cpu" and what:  # tfexport's own words end with the remedy
+        return Problem(f"{probe.library} on {backend.device} does not work: {what}", remedy)
+    return Problem(f"{probe.library} on {backend.device} does not work: {backend.problem}", _repair(probe))
 
 
 def _libraries() -> list[Library]:
@@ -208,24 +242,6 @@ def _onnxruntime_problems() -> list[Problem]:
     return [Problem(what, f"pip uninstall -y {' '.join(names)} && pip install 'tfexport[cpu]'  (or [gpu])")]
 
 
-def _repair(module: str, extra: str, device: str) -> str:
-    if device == "cuda":
-        return "install the CUDA and cuDNN versions that this build asks for, or use the CPU"
-    names = "onnxruntime onnxruntime-gpu" if module == "onnxruntime" else module
-    return f"pip uninstall -y {names} && pip install --force-reinstall 'tfexport[{extra}]'"
-
-
-def _run(probe: list[str]) -> dict[str, str]:
-    """Run a probe and return device → problem; a probe that dies counts against the CPU."""
-    try:
-        done = subprocess.run(  # noqa: S603 - our own constant, our own interpreter
-            [sys.executable, "-P", "-c", *probe], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return {"cpu": f"no answer within {_TIMEOUT_S} s"}
-    if done.returncode < 0:
-        return {"cpu": f"crashed with signal {-done.returncode}"}
-    if done.returncode:
-        return {"cpu": done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}"}
-    found: dict[str, str] = json.loads(done.stdout.strip().rpartition("\n")[2])
-    return {device: " ".join(problem.split()) for device, problem in found.items()}
+def _repair(probe: Probe) -> str:
+    names = {"onnxruntime": "onnxruntime onnxruntime-gpu"}.get(probe.module, probe.library)
+    return f"pip uninstall -y {names} && pip install --force-reinstall 'tfexport[{probe.extra}]'"
