@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,17 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+import torch
 
 from tests import tiny
+from tfexport.config import EngineConfig, Precision
+from tfexport.engine.flavour import load_flavour
+from tfexport.engine.plan import build_plan
+from tfexport.engine.profiles import make_profiles
 from tfexport.errors import GraphError
 from tfexport.graph.static import fix_capacity
-from tfexport.spec import key_value_names
+from tfexport.graph.write import write_graphs
+from tfexport.spec import FLOAT, ModelSpec, key_value_names
 
 ROWS, SOURCE, HEADS, WIDTH, LAYERS = 3, 5, 4, 32, 2
 
@@ -80,11 +87,6 @@ def test_positions_beyond_the_table_are_refused(dates_bundle: Path, capacity: in
 
 def test_relative_positions_have_no_table_to_leave(tmp_path: Path) -> None:
     """A bias table is read by bucket: that it has 8 rows limits nothing."""
-    import torch
-
-    from tfexport.graph.write import write_graphs
-    from tfexport.spec import ModelSpec
-
     model = tiny.model(tiny.VARIANTS["t5"], dtype=torch.float32)
     spec = ModelSpec.of(model.config, "fp32")
     write_graphs(model, spec, tmp_path, forms=("static",), opset=18, report=lambda line: None)
@@ -114,3 +116,20 @@ def test_tensorrt_takes_the_cache_only_with_a_number(dates_bundle: Path) -> None
     assert parsed
     assert layers.count(trt.LayerType.KV_CACHE_UPDATE) == 2 * LAYERS
     assert not parse(path.read_bytes())[0]
+
+
+@pytest.mark.parametrize(("precision", "width"), [("fp16", 12), ("bf16", 140)])
+def test_attention_is_fused_whatever_the_width_of_a_head(precision: Precision, width: int, tmp_path: Path) -> None:
+    """With a mask of bool TensorRT-RTX 1.7.1 cannot build where 8 does not divide the width."""
+    pytest.importorskip("tensorrt_rtx")
+    config = tiny.config(encoder={"d_k": width, "d_v": width}, decoder={"d_k": width, "d_v": width})
+    spec = ModelSpec.of(config, precision)
+    model = tiny.model(config, dtype=getattr(torch, FLOAT[precision]))
+    write_graphs(model, spec, tmp_path, forms=("static",), opset=18, report=lambda line: None)
+    settings = EngineConfig(target="tensorrt-rtx", max_batch=4)
+    profiles, path = make_profiles(spec, "static", settings), tmp_path / "decoder_static.onnx"
+    raw = fix_capacity(path, profiles.limits.max_target_length)
+    flavour = load_flavour("tensorrt-rtx")
+    plan = build_plan(flavour, path.stem, raw, path, profiles.engines[path.stem], settings, ())
+    fused = sum(number for name, number in plan.kernels.items() if re.match("_gem[mv]_mha", name))
+    assert fused == 2 * 2 * LAYERS, "self and cross, step and prefill"

@@ -91,13 +91,11 @@ def fused_attend(
 ) -> Tensor:
     """Do what `models.attention.attend` does in one operator, which becomes ONNX `Attention`.
 
-    The mask is expanded to every query: some runtimes refuse or misread a broadcast one.
+    The mask is expanded to every query: some runtimes refuse or misread a broadcast one. It is added to the scores:
+    from one of bool TensorRT-RTX first works out which keys are left, and fails where 8 does not divide head_dim.
     """
-    if bias is None:
-        mask = mask.expand(query.shape[0], 1, query.shape[2], memory.key.shape[2])
-    else:
-        mask = torch.where(mask, bias, MASK_FILL).to(query.dtype)
-        mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], memory.key.shape[2])
+    mask = torch.where(mask, 0.0 if bias is None else bias, MASK_FILL).to(query.dtype)
+    mask = mask.expand(query.shape[0], -1, query.shape[2], memory.key.shape[2])
     return F.scaled_dot_product_attention(query, memory.key, memory.value, attn_mask=mask, scale=scale)
 
 
