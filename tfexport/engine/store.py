@@ -218,7 +218,9 @@ def _file_problems(path: Path, manifest: EngineManifest) -> list[str]:
     found = {entry.name: entry.stat(follow_symlinks=False) for entry in os.scandir(path)}
     problems = []
     for name, status in sorted(found.items()):
-        if problem := plain_problem(name, status):
+        if stat.S_ISDIR(status.st_mode):
+            problems.append(f"{name!r} is a directory, expected a plain file")
+        elif problem := plain_problem(name, status):
             problems.append(problem)
         elif name in expected and status.st_size != expected[name]:
             problems.append(f"{name} has {status.st_size} bytes, expected {expected[name]}")
