@@ -52,11 +52,15 @@ def attention(
     past: bool = False,
     operator: str = "Attention",
     domain: str = "",
+    width: int = WIDTH,
     **attributes: object,
 ) -> bytes:
     """One attention over q, k and v, with the inputs and attributes that are wanted."""
     dtype = FLOAT[precision]
-    shape = lambda length: ["batch", HEADS, length, WIDTH]  # noqa: E731
+
+    def shape(length: int | str) -> list[int | str]:
+        return ["batch", HEADS, length, width]
+
     inputs = [value("q", shape(queries), dtype), value("k", shape(keys), dtype), value("v", shape(keys), dtype)]
     names = ["q", "k", "v", "", "", "", ""]
     outputs = [value("y", shape(queries), dtype)]
