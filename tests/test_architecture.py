@@ -51,7 +51,7 @@ ALLOWED: dict[str, set[str]] = {
     "verify": {*RUNTIME, "decode", "tokenizer", "model"},
     "bench": {*CONTRACT, "bundle", "lines", "runtime.session", "decode", "model", "verify"},
     "graph": {*STORE, "models", "tokenizer", "verify"},
-    "inspect": {*STORE, "smallfile", "graph.describe"},
+    "inspect": {*STORE, "smallfile", "graph.describe", "engine.store", "engine.refusals"},
     "acceptance": set(),
     "probes": set(),
     "doctor": {*BASE, "acceptance", "probes"},

@@ -12,9 +12,11 @@ from operator import index
 from pathlib import Path
 from typing import Any
 
-from tfexport.bundle import open_bundle
+from tfexport.bundle import Bundle, open_bundle
 from tfexport.config import TransformerConfig
-from tfexport.errors import CheckpointError, GraphError, InputError
+from tfexport.engine.refusals import explain, refusals, this_machine
+from tfexport.engine.store import engine_names, open_engine
+from tfexport.errors import CheckpointError, EngineError, GraphError, InputError
 from tfexport.manifest import MANIFEST
 from tfexport.smallfile import plain_problem, read_json
 
@@ -67,7 +69,33 @@ def _inspect_bundle(path: Path) -> dict[str, Any]:
     manifest = bundle.manifest.to_dict()
     manifest["model"] = manifest.pop("kind")
     sizes = [entry["bytes"] for entry in manifest["files"].values()]
-    return {"kind": "bundle", "path": str(path), "sha256": bundle.sha256, "bytes": sum(sizes), **manifest}
+    facts = {"kind": "bundle", "path": str(path), "sha256": bundle.sha256, "bytes": sum(sizes), **manifest}
+    return {**facts, "engines": _inspect_engines(bundle)}
+
+
+def _inspect_engines(bundle: Bundle) -> dict[str, Any]:
+    """Say of each engine what it is, and of a damaged one what is wrong; the bundle itself works without."""
+    engines: dict[str, Any] = {}
+    names = engine_names(bundle.path)
+    here = this_machine() if names else None
+    for name in names:
+        try:
+            engine = open_engine(bundle.path, name)
+            engine.check_plans()
+        except EngineError as error:
+            engines[name] = {"problem": str(error)}
+            continue
+        assert here is not None
+        manifest = engine.manifest
+        engines[name] = {
+            "problem": explain(refusals(manifest, bundle, here)),
+            "version": manifest.library_version,
+            "bytes": sum(plan.content.bytes for plan in manifest.plans.values()),
+            **manifest.config.to_dict(),
+            "limits": manifest.limits.to_dict(),
+            "layers": {plan: dict(entry.layers) for plan, entry in manifest.plans.items()},
+        }
+    return engines
 
 
 def _inspect_model(path: Path) -> dict[str, Any]:
@@ -134,9 +162,24 @@ def _bundle_lines(found: Mapping[str, Any]) -> list[str]:
     for name, graph in found["graphs"].items():
         lines += ["", f"Graph {name}: {graph['file']}, opset {graph['opset']}", *_tensor_table(graph)]
     lines += ["", "Files", *_file_table(found["files"])]
+    for name, engine in found["engines"].items():
+        lines += ["", f"Engine {name}", *_engine_lines(engine)]
     if parity is not None:
         lines += ["", "Parity", *_table((name, json.dumps(value)) for name, value in parity.items())]
     return lines
+
+
+def _engine_lines(engine: Mapping[str, Any]) -> list[str]:
+    state = f"may not be used here: {engine['problem']}" if engine["problem"] else "may be used here"
+    if "target" not in engine:
+        return [f"  {state}"]
+    kind = ", ".join(part for part in (engine["form"], engine["precision"], engine["weights"]) if part)
+    gpus = f" for {', '.join(engine['compute_capabilities'])}" if engine["compute_capabilities"] else ""
+    return [
+        f"  {engine['target']} {engine['version']}{gpus}: {kind}, {_bytes(engine['bytes'])}",
+        *_table(engine["limits"].items()),
+        f"  {state}",
+    ]
 
 
 def _model_lines(found: Mapping[str, Any]) -> list[str]:
