@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from tests import tiny
+from tests.cuda_double import CudaDouble
+from tests.trt_double import trt_session
 from tfexport.config import Form, TransformerConfig
 from tfexport.errors import BackendError, InputError
 from tfexport.graph.write import write_graphs
@@ -26,8 +28,8 @@ MakeSession = Callable[[Transformer], Session]  # type: ignore[type-arg]
 Once = Callable[[str, Callable[[Path], object]], Path]
 
 
-def ort_session(model: Transformer, form: Form, once: Once, *, host_caches: bool = True) -> Session:  # type: ignore[type-arg]
-    """Export a model once for all workers and tests, and open it in ONNX Runtime."""
+def exported(model: Transformer, once: Once) -> tuple[dict[str, Path], ModelSpec]:
+    """Export a model once for all workers and tests."""
     spec = ModelSpec.of(model.config, "fp32")
     weights = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters()))
     weights.update(json.dumps(model.config.to_dict()).encode())
@@ -36,8 +38,17 @@ def ort_session(model: Transformer, form: Form, once: Once, *, host_caches: bool
         path.mkdir()
         write_graphs(model, spec, path, forms=("concat", "static"), opset=18, report=lambda line: None)
 
-    graphs = {path.stem: path for path in once(f"graphs-{weights.hexdigest()[:16]}", make).glob("*.onnx")}
+    return {path.stem: path for path in once(f"graphs-{weights.hexdigest()[:16]}", make).glob("*.onnx")}, spec
+
+
+def ort_session(model: Transformer, form: Form, once: Once, *, host_caches: bool = True) -> Session:  # type: ignore[type-arg]
+    graphs, spec = exported(model, once)
     return OrtSession(graphs, spec, form if spec.has_decoder else None, threads=1, host_caches=host_caches)
+
+
+def engine_session(model: Transformer, form: Form, once: Once, *, prompt: bool = False) -> Session:  # type: ignore[type-arg]
+    graphs, spec = exported(model, once)
+    return trt_session(graphs, spec, form if spec.has_decoder else None, cuda=CudaDouble(prompt=prompt))
 
 
 # A new backend is one line here: its name, and how a model becomes a session.
@@ -47,6 +58,10 @@ BACKENDS: dict[str, Callable[[Transformer, Once], Session]] = {  # type: ignore[
     "ort static": lambda model, once: ort_session(model, "static", once),
     # What a GPU runs: no buffer is shared with numpy, caches are moved by graphs. The concat form runs so everywhere.
     "ort static device": lambda model, once: ort_session(model, "static", once, host_caches=False),
+    # The session that drives TensorRT, on doubles of engines and CUDA: once the device is late, once it is at once.
+    "trt concat": lambda model, once: engine_session(model, "concat", once),
+    "trt static": lambda model, once: engine_session(model, "static", once),
+    "trt static prompt": lambda model, once: engine_session(model, "static", once, prompt=True),
 }
 ATOL = 2e-5
 CONFIGS = {
