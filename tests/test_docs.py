@@ -143,9 +143,10 @@ def test_every_command_line_parses(name: str, line: str) -> None:
     if words[0].startswith("-"):  # of the group, such as --version
         assert words[0] in {option for p in main.get_params(click.Context(main)) for option in p.opts}
         return
-    command = main.commands[words[0]]
+    _, command, words = main.resolve_command(click.Context(main), words)
+    assert command is not None
     context = click.Context(command)
-    given, rest, _ = command.make_parser(context).parse_args([w for w in words[1:] if "…" not in w and "..." not in w])
+    given, rest, _ = command.make_parser(context).parse_args([w for w in words if "…" not in w and "..." not in w])
     assert not rest
     for parameter in command.params:
         if (

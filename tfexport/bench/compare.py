@@ -224,13 +224,13 @@ def _rows(first: Any, second: Any, shown: dict[str, str], prefix: str) -> Iterat
             if change is not None:
                 label = f"{prefix}{name}" + ("" if column == "value" else f" {column}")
                 numbers = words.number(a[column]), words.number(b[column])
-                yield [label, a["unit"], *numbers, f"{change:+.1f} %", _noise(a, b)]
+                yield [label, a["unit"], *numbers, f"{change:+.1f} %", _noise(a, b, column)]
 
 
-def _noise(first: dict[str, Any], second: dict[str, Any]) -> str:
+def _noise(first: dict[str, Any], second: dict[str, Any], column: str) -> str:
     """Say when what processes measured overlaps, so that the change may be chance."""
-    a, b = first.get("per_process"), second.get("per_process")
-    if not a or not b or len(a) < 2 or len(b) < 2:
+    a, b = first.get("per_process", []), second.get("per_process", [])
+    if column not in ("value", "p50") or len(a) < 2 or len(b) < 2:
         return ""
     return "within the spread" if min(a) <= max(b) and min(b) <= max(a) else ""
 

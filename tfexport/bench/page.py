@@ -40,7 +40,7 @@ svg { display: block; width: 100%; height: auto; font: 11px system-ui, sans-seri
 .head { display: flex; flex-wrap: wrap; justify-content: space-between; align-items: baseline; gap: 0 14px; }
 .legend { display: flex; flex-wrap: wrap; gap: 2px 14px; color: var(--soft); font-size: 12px; }
 .legend i { display: inline-block; width: 10px; height: 10px; border-radius: 2px; margin-right: 5px; }
-@media (max-width: 800px) { .tiles { grid-template-columns: repeat(2, 1fr); }
+@media screen and (max-width: 800px) { .tiles { grid-template-columns: repeat(2, 1fr); }
   .plots, .details { grid-template-columns: 1fr; } }
 @media print { @page { margin: 10mm; } body { padding: 0; font-size: 11px; }
   .tile, .plot, .details { break-inside: avoid; border: 1px solid var(--line); } }
@@ -131,7 +131,7 @@ def _over_time(result: dict[str, Any], best: dict[str, Any]) -> str:
         for number, windows in enumerate(best["windows"], 1)
     ]
     legend = [one.label for one in series] if 1 < len(series) <= plot.COLOURS else None
-    return _plot("Stability", plot.lines(series, "Stability", "window", what), legend)
+    return _plot("Stability", plot.lines(series, "Stability", "window", what, ordinal=True), legend)
 
 
 def _throughput_by_batch(result: dict[str, Any]) -> str:

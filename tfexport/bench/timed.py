@@ -19,6 +19,7 @@ class TimedSession(Generic[S]):
         spec: of the session inside.
         backend: of the session inside.
         max_rows: of the session inside.
+        max_candidates: of the session inside.
         encode_s: seconds spent encoding since `restart`.
         reorder_s: seconds spent reordering rows since `restart`.
         step_s: seconds of each step since `restart`.
@@ -31,6 +32,7 @@ class TimedSession(Generic[S]):
         self.spec: ModelSpec = session.spec
         self.backend: str = session.backend
         self.max_rows = session.max_rows
+        self.max_candidates = session.max_candidates
         self.restart()
 
     def restart(self) -> None:
