@@ -89,6 +89,7 @@ FENCES: dict[str, set[str]] = {
     "click": {"cli"},
     "tokenizers": {"tokenizer"},
     "safetensors": {"models", "graph", "checkpoint"},
+    "yaml": {"checkpoint.layout"},
 }
 HEAVY = (
     "torch",

@@ -76,7 +76,9 @@ def test_the_wheel_holds_the_code_and_nothing_else(wheel: Path) -> None:
         licensed = any(name.endswith("licenses/LICENSE") for name in archive.namelist())
     own = {str(path.relative_to(ROOT)) for path in (ROOT / "tfexport").rglob("*.py")}
     models = {f"tfexport/{path.relative_to(ROOT)}" for path in (ROOT / "models").glob("*.py")}
-    assert found == own | models | {"tfexport/py.typed"}
+    layouts = {f"tfexport/{path.relative_to(ROOT)}" for path in (ROOT / "models" / "layouts").glob("*.yaml")}
+    assert layouts
+    assert found == own | models | layouts | {"tfexport/py.typed"}
     assert licensed
 
 

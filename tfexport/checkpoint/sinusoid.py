@@ -1,0 +1,40 @@
+"""Position tables that some implementations compute and never store, each in its own float32 arithmetic."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def sinusoid(kind: str, length: int, d_model: int) -> Tensor:
+    """Compute a table as the original does, rounding included.
+
+    Args:
+        kind: "interleaved" has sines at even and cosines at odd columns, its
+            wavelengths by a power; "interleaved_exp" the same by an exponential;
+            "halves_t2t" all sines, then all cosines, as Tensor2Tensor does;
+            "halves_paper" the halves with the wavelengths of "Attention is all
+            you need", §3.5, computed in float64.
+        length: rows, from position 0.
+        d_model: even.
+
+    Returns:
+        float32 [length, d_model].
+    """
+    wide = torch.float64 if kind == "halves_paper" else torch.float32
+    position = torch.arange(length, dtype=wide)[:, None]
+    column = torch.arange(0, d_model, 2, dtype=wide)
+    half = d_model // 2
+    match kind:
+        case "interleaved_exp":
+            angle = position * torch.exp(column * -(math.log(10000.0) / d_model))
+        case "halves_t2t":
+            step = math.log(10000) / max(half - 1, 1)
+            angle = position * torch.exp(torch.arange(half, dtype=wide) * -step)
+        case _:
+            angle = position / 10000 ** (column / d_model)
+    halves = (torch.sin(angle), torch.cos(angle))
+    table = torch.stack(halves, -1).flatten(1) if kind.startswith("interleaved") else torch.cat(halves, 1)
+    return table.float()
