@@ -51,6 +51,7 @@ def load(
     form: Form | None = None,
     threads: int | None = None,
     device: Device = "cpu",
+    engine: str | None = None,
 ) -> Model:
     """Open a bundle, check every byte of it and load it on a backend.
 
@@ -60,10 +61,12 @@ def load(
         form: of the decoder graph; None takes static, or concat where it is the only one.
         threads: for one call on the CPU; None means one for each core.
         device: where ONNX Runtime computes, "cpu" or "cuda"; never another than the one asked for.
+        engine: name of the TensorRT engine for backend "trt"; None for the only one that may be used here.
 
     Raises:
         BundleError: the bundle is missing, damaged, or lacks the form.
         BackendError: the backend is not installed, or cannot run the bundle on the device.
+        EngineError: the bundle has no such engine, or it may not be used here.
         ConfigError: an argument is none of those allowed.
     """
     allowed_values: dict[str, tuple[object, tuple[object, ...]]] = {
@@ -79,7 +82,8 @@ def load(
     bundle = open_bundle(Path(path))
     has_tokenizer = TOKENIZER in bundle.manifest.files
     tokenizer = Tokenizer.load(bundle.file(TOKENIZER), bundle.manifest.spec) if has_tokenizer else None
-    return Model(open_session(bundle, backend, form=form, threads=threads, device=device), tokenizer)
+    session = open_session(bundle, backend, form=form, threads=threads, device=device, engine=engine)
+    return Model(session, tokenizer)
 
 
 class Model:

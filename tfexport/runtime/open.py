@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,7 +24,13 @@ REMEDY = {
 
 
 def open_session(
-    bundle: Bundle, backend: Backend, *, form: Form | None, threads: int | None, device: Device = "cpu"
+    bundle: Bundle,
+    backend: Backend,
+    *,
+    form: Form | None,
+    threads: int | None,
+    device: Device = "cpu",
+    engine: str | None = None,
 ) -> Session[Any]:
     """Open a bundle on a backend.
 
@@ -33,11 +40,19 @@ def open_session(
         form: of the decoder; None takes static, or concat where it is the only one.
         threads: for one call on the CPU; None means one for each core.
         device: where ONNX Runtime runs the graphs and keeps the caches.
+        engine: name of the TensorRT engine; None for the only one that may be used here.
 
     Raises:
         BackendError: the backend is not installed, or cannot run this bundle on the device.
         BundleError: the bundle lacks the form, or what the backend needs.
+        EngineError: the bundle has no such engine, or it may not be used here.
     """
+    if backend == "trt":
+        if device != "cpu":
+            raise BackendError(f"trt: device {device} is for ONNX Runtime; leave it out, engines run on the GPU anyway")
+        return _open_engine(bundle, engine, form)
+    if engine is not None:
+        raise BackendError(f"{backend}: engine {engine} is for TensorRT; use it with --backend trt, or leave it out")
     if backend == "auto":
         backend = "ort" if _installed("onnxruntime") or not _installed("torch") else "eager"
     if backend == "eager":
@@ -89,6 +104,25 @@ def _open_eager(bundle: Bundle, form: Form | None) -> Session[Any]:
     from tfexport.runtime.eager import EagerSession
 
     return EagerSession(model, bundle.manifest.spec)
+
+
+def _open_engine(bundle: Bundle, name: str | None, form: Form | None) -> Session[Any]:
+    from tfexport.engine.cuda import Cuda
+    from tfexport.engine.load import load_engine
+    from tfexport.runtime.trt import TrtSession
+
+    engine = load_engine(bundle, name)
+    built = engine.manifest.config
+    if form not in (None, built.form):
+        raise BackendError(f"trt: engine {engine.path.name} has the form {built.form}; leave the form out")
+    spec = dataclasses.replace(bundle.manifest.spec, precision=built.precision or bundle.manifest.spec.precision)
+    form = built.form if spec.has_decoder else None
+
+    def reason() -> str:
+        # The session keeps this function, and so the log and the runtime that its plans come from.
+        return engine.log.reason()
+
+    return TrtSession(engine.plans, spec, form, engine.manifest.limits, engine.flavour, Cuda(), reason=reason)
 
 
 def _choose_form(bundle: Bundle, form: Form | None) -> Form | None:

@@ -62,6 +62,7 @@ class TrtSession:
         spec: sizes, limits and token ids; the lengths are those that the engines take.
         backend: "trt".
         max_rows: hypotheses that the engines take at once.
+        max_candidates: best tokens that the engines return at most.
         form: of the decoder; None for an encoder alone.
     """
 
@@ -101,7 +102,9 @@ class TrtSession:
                 raise BackendError(f"trt: there is no engine {name}; build it with tfexport trt BUNDLE --force")
             made[name] = Plan(name, plans[name], flavour.trt, reason)
             made[name].check(contract, num_profiles, _aliases(spec) if name == DECODER["static"] else {})
-        self.form, self.max_rows = form, limits.max_batch
+        self.form = form
+        self.max_rows: int | None = limits.max_batch
+        self.max_candidates: int | None = limits.max_candidates
         self._model, self._limits = spec, limits
         self.spec = dataclasses.replace(
             spec,
@@ -194,7 +197,7 @@ class TrtSession:
         check_target(self._model, state, target_ids, num_candidates)
         length = state.past_len + target_ids.shape[1]
         _check_limit("target tokens", length, self._limits.max_target_length, "--max-target-length")
-        _check_limit("candidates", num_candidates, self._limits.max_candidates, "--max-shapes", "num_candidates:")
+        _check_limit("candidates", num_candidates, self._limits.max_candidates, "--maxShapes", "num_candidates:")
 
 
 def _check_limit(what: str, number: int, most: int, option: str, prefix: str = "") -> None:
