@@ -143,8 +143,9 @@ def _text_options(command: F) -> F:
     for add in (
         click.option("--batch-size", type=click.IntRange(min=1), default=32, help="Texts to run together."),
         click.option(
-            "--backend", type=click.Choice(["auto", "eager", "ort"]), default="auto", help="What runs the bundle."
+            "--backend", type=click.Choice(get_args(Backend)), default="auto", help="What runs the bundle."
         ),
+        click.option("--engine", help="TensorRT engine of the bundle; the only one that fits here when not given."),
         _device_option,
         click.option(
             "--output", type=_PATH, help="File to write, whole or not at all; standard output when not given."
@@ -210,6 +211,7 @@ def generate(
     source: Path | None,
     output: Path | None,
     backend: Backend,
+    engine: str | None,
     device: Device,
     batch_size: int,
     prefix: str | None,
@@ -227,7 +229,7 @@ def generate(
 
     prefixes = None if prefix is None else [prefix] * len(inputs)
     with (
-        load(bundle, backend=backend, device=device) as model,
+        load(bundle, backend=backend, device=device, engine=engine) as model,
         _lines_to(output) as write,
         _progress(len(inputs), batch_size) as tick,
     ):
@@ -253,6 +255,7 @@ def embed(
     source: Path | None,
     output: Path | None,
     backend: Backend,
+    engine: str | None,
     device: Device,
     batch_size: int,
     pooling: Pooling,
@@ -262,7 +265,7 @@ def embed(
     inputs = _inputs(texts, source)
     from tfexport.model import load
 
-    with load(bundle, backend=backend, device=device) as model, _lines_to(output) as write:
+    with load(bundle, backend=backend, device=device, engine=engine) as model, _lines_to(output) as write:
         vectors = model.embed(inputs, pooling=pooling, normalize=normalize, batch_size=batch_size)
         for index, (text, vector) in enumerate(zip(inputs, vectors, strict=True)):
             write(_json({"index": index, "input": text, "embedding": vector.tolist()}))
