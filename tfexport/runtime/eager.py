@@ -46,6 +46,7 @@ class EagerSession:
 
     backend = "eager"
     max_rows: int | None = None
+    max_candidates: int | None = None
 
     def __init__(self, model: Transformer, spec: ModelSpec | None = None) -> None:
         """Take a model; `spec` None means that of its configuration in fp32."""

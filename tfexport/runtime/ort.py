@@ -92,6 +92,7 @@ class OrtSession:
 
     backend = "ort"
     max_rows: int | None = None
+    max_candidates: int | None = None
 
     def __init__(
         self,

@@ -62,11 +62,13 @@ class Session(Protocol[S]):
         spec: sizes, limits and token ids.
         backend: "eager", "ort" or "trt".
         max_rows: hypotheses that it takes at once; None where memory is the only limit.
+        max_candidates: best tokens that a step returns at most; None for the whole vocabulary.
     """
 
     spec: ModelSpec
     backend: str
     max_rows: int | None
+    max_candidates: int | None
 
     def encode(self, source_ids: Ids, source_mask: Mask) -> S:
         """Encode a batch and make room for one row a source.

@@ -1,4 +1,4 @@
-"""The ladder: eager full ↔ eager cached ↔ concat ↔ static, at the bundle's precision, then whole decodes.
+"""The ladder: eager full ↔ eager cached ↔ concat ↔ static, or the engines, in their precision; then whole decodes.
 
 Its foot is float64: what float32 itself loses on a model bounds what a stage may.
 """
@@ -12,17 +12,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Literal, Self, cast
 
 import numpy as np
 
 from tfexport.bundle import Bundle, open_bundle
-from tfexport.config import Config, Form
+from tfexport.config import Config, Device, Form
 from tfexport.errors import BundleError, ConfigError, raise_all
 from tfexport.models.directory import load_model
 from tfexport.models.transformer import Transformer
 from tfexport.runtime.eager import EagerSession, full_logits
-from tfexport.runtime.open import load_eager_model, open_ort
+from tfexport.runtime.open import load_eager_model, open_ort, open_session
 from tfexport.runtime.session import Floats, Session
 from tfexport.spec import DECODER, ModelSpec
 from tfexport.verify.numbers import Batch, compare, random_batches, random_sources, step_logits
@@ -30,6 +30,7 @@ from tfexport.verify.report import TOLERANCE, Decodes, Numbers, Report
 from tfexport.verify.texts import METHODS, batch_mates, compare_decodes, decode_best
 
 Tell = Callable[[str], None]
+Named = tuple[str, Session[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +81,13 @@ class Stages:
 
 
 def verify_bundle(
-    path: Path, *, against: Path | None = None, config: VerifyConfig | None = None, report: Tell = lambda line: None
+    path: Path,
+    *,
+    against: Path | None = None,
+    config: VerifyConfig | None = None,
+    backend: Literal["ort", "trt"] = "ort",
+    device: Device = "cpu",
+    report: Tell = lambda line: None,
 ) -> Report:
     """Climb the ladder for a bundle.
 
@@ -89,9 +96,13 @@ def verify_bundle(
         against: model directory of the reference; None takes the bundle's own
             weights, which for fp16 and bf16 are the rounded ones.
         config: how much is tried.
+        backend: "ort" compares every form of the graphs, "trt" the engine that may be used here.
+        device: where ONNX Runtime computes.
         report: told what happens, a line at a time.
 
     Raises:
+        BackendError: the backend cannot be used here, or failed.
+        EngineError: no engine of the bundle may be used here.
         BundleError: the bundle is damaged, or carries no eager model and `against` is None.
         ConfigError: `against` is another model.
     """
@@ -100,7 +111,9 @@ def verify_bundle(
     rounded = against is None and bundle.manifest.spec.precision != "fp32"
     words = "the eager model" + (f" with the bundle's {bundle.manifest.spec.precision} weights" if rounded else "")
     graphs = {name: bundle.file(graph.file) for name, graph in bundle.manifest.graphs.items()}
-    return verify_stages(Stages(model, graphs, bundle.manifest.spec, words), config or VerifyConfig(), report=report)
+    stages = Stages(model, graphs, bundle.manifest.spec, words)
+    with _closing(_trt_session(bundle, device) if backend == "trt" else _ort_sessions(stages, device)) as sessions:
+        return _climb(stages, sessions, config or VerifyConfig(), report)
 
 
 def verify_stages(stages: Stages, config: VerifyConfig, *, report: Tell = lambda line: None) -> Report:
@@ -114,19 +127,30 @@ def verify_stages(stages: Stages, config: VerifyConfig, *, report: Tell = lambda
     Raises:
         BackendError: a graph does not load or run here.
     """
-    spec, rng = stages.spec, np.random.default_rng(config.seed)
+    with _closing(_ort_sessions(stages, "cpu")) as sessions:
+        return _climb(stages, sessions, config, report)
+
+
+def _climb(stages: Stages, sessions: Sequence[Named], config: VerifyConfig, report: Tell) -> Report:
+    spec, rng = _shortest(stages.spec, sessions), np.random.default_rng(config.seed)
     eager = EagerSession(stages.model, dataclasses.replace(spec, precision="fp32"))
-    batches = random_batches(spec, min(config.samples, 64), rng)
+    most_rows = min((session.max_rows for _, session in sessions if session.max_rows), default=None)
+    batches = random_batches(spec, min(config.samples, 64), rng, most_rows)
     sources = random_sources(spec, config.samples, rng)
-    with _sessions(stages) as sessions:
-        if not spec.has_decoder:
-            found = (_hidden_states(eager, sessions[0][1], batches, spec, report),)
-            return Report(stages.reference, config.samples, config.seed, found, ())
-        numbers = _numbers(stages.model, eager, sessions, batches, report)
-        # Nothing can be decoded from NaN, and the rung that gave it has failed already.
-        pairs = [pair for pair in zip(sessions, numbers[2:], strict=True) if math.isfinite(pair[1].error)]
-        decodes = _decodes(eager, pairs, sources, report) if pairs else []
+    if not spec.has_decoder:
+        found = (_hidden_states(eager, sessions[0], batches, report),)
+        return Report(stages.reference, config.samples, config.seed, found, ())
+    numbers = _numbers(stages.model, eager, sessions, batches, report)
+    # Nothing can be decoded from NaN, and the rung that gave it has failed already.
+    pairs = [pair for pair in zip(sessions, numbers[2:], strict=True) if math.isfinite(pair[1].error)]
+    decodes = _decodes(eager, pairs, sources, report) if pairs else []
     return Report(stages.reference, config.samples, config.seed, tuple(numbers), tuple(decodes))
+
+
+def _shortest(spec: ModelSpec, sessions: Sequence[Named]) -> ModelSpec:
+    """Return the specification with the shortest lengths that any session takes: engines may take less than graphs."""
+    names = ("max_source_length", "max_target_length")
+    return dataclasses.replace(spec, **{name: min(getattr(s.spec, name) for _, s in sessions) for name in names})
 
 
 def _reference(bundle: Bundle, against: Path) -> Transformer:
@@ -147,34 +171,47 @@ def _reference(bundle: Bundle, against: Path) -> Transformer:
 
 
 @contextmanager
-def _sessions(stages: Stages) -> Iterator[list[tuple[str, Session[Any]]]]:
-    forms: Sequence[Form | None] = [form for form, name in DECODER.items() if name in stages.graphs] or [None]
-    sessions: list[tuple[str, Session[Any]]] = []
+def _closing(opening: Iterator[Named]) -> Iterator[list[Named]]:
+    """Open sessions one after the other; close those that were opened, also when the next cannot be."""
+    sessions: list[Named] = []
     try:
-        sessions.extend((f"ort {form or 'encoder'}", open_ort(stages.graphs, stages.spec, form)) for form in forms)
+        sessions.extend(opening)
         yield sessions
     finally:
         for _, session in sessions:
             session.close()
 
 
-def _hidden_states(
-    eager: EagerSession, session: Session[Any], batches: Sequence[Batch], spec: ModelSpec, report: Tell
-) -> Numbers:
-    report("comparing hidden states")
+def _ort_sessions(stages: Stages, device: Device) -> Iterator[Named]:
+    forms: Sequence[Form | None] = [form for form, name in DECODER.items() if name in stages.graphs] or [None]
+    where = "" if device == "cpu" else f" {device}"
+    for form in forms:
+        yield f"ort {form or 'encoder'}{where}", open_ort(stages.graphs, stages.spec, form, device=device)
+
+
+def _trt_session(bundle: Bundle, device: Device) -> Iterator[Named]:
+    if device != "cpu":
+        raise ConfigError(f"verify: device {device} is ONNX Runtime's; backend trt runs on the GPU by itself")
+    session = open_session(bundle, "trt", form=None, threads=None)
+    yield f"trt {session.spec.precision}", session
+
+
+def _hidden_states(eager: EagerSession, named: Named, batches: Sequence[Batch], report: Tell) -> Numbers:
+    stage, session = named
+    report(f"comparing hidden states: {stage}")
 
     def valid(array: Floats, batch: Batch) -> Floats:
         return array * batch.source_mask[:, :, None]
 
     expected = [valid(eager.hidden_states(b.source_ids, b.source_mask), b) for b in batches]
     got = [valid(session.hidden_states(b.source_ids, b.source_mask), b) for b in batches]
-    return compare("ort encoder", expected, got, TOLERANCE[spec.precision])
+    return compare(stage, expected, got, TOLERANCE[session.spec.precision])
 
 
 def _numbers(
     model: Transformer,
     eager: EagerSession,
-    sessions: Sequence[tuple[str, Session[Any]]],
+    sessions: Sequence[Named],
     batches: Sequence[Batch],
     report: Tell,
 ) -> list[Numbers]:
@@ -189,13 +226,14 @@ def _numbers(
     for stage, session in stages:
         report(f"comparing logits: {stage}")
         tolerance = max(TOLERANCE[session.spec.precision], 10 * rounding.error)
-        rungs.append(compare(stage, expected, [step_logits(session, batch) for batch in batches], tolerance))
+        got = [step_logits(session, batch, logits) for batch, logits in zip(batches, expected, strict=True)]
+        rungs.append(compare(stage, expected, got, tolerance))
     return rungs
 
 
 def _decodes(
     eager: EagerSession,
-    stages: Sequence[tuple[tuple[str, Session[Any]], Numbers]],
+    stages: Sequence[tuple[Named, Numbers]],
     sources: Sequence[Sequence[int]],
     report: Tell,
 ) -> list[Decodes]:
@@ -204,6 +242,9 @@ def _decodes(
         report(f"decoding {len(sources)} sequences, {method}: eager")
         expected = decode_best(eager, sources, num_beams, 8)
         for (stage, session), number in stages:
+            if session.max_rows is not None and num_beams > session.max_rows:
+                report(f"{stage} takes {session.max_rows} rows, too few for {method}")
+                continue
             report(f"decoding {len(sources)} sequences, {method}: {stage}")
             got = decode_best(session, sources, num_beams, 8)
             rungs.append(

@@ -39,8 +39,8 @@ def random_sources(spec: ModelSpec, count: int, rng: np.random.Generator) -> lis
     return [rng.choice(allowed, rng.integers(1, longest + 1)).tolist() for _ in range(count)]
 
 
-def random_batches(spec: ModelSpec, count: int, rng: np.random.Generator) -> list[Batch]:
-    """Draw `count` sequences in batches of 1 to 8.
+def random_batches(spec: ModelSpec, count: int, rng: np.random.Generator, most_rows: int | None = None) -> list[Batch]:
+    """Draw `count` sequences in batches of 1 to 8, or to `most_rows` where that is fewer.
 
     The first is as large and as long as can be and steps behind a short prefix, so that
     padding and every place of the cache are tried however few sequences there are.
@@ -48,7 +48,7 @@ def random_batches(spec: ModelSpec, count: int, rng: np.random.Generator) -> lis
     batches: list[Batch] = []
     longest = min(LONGEST_TARGET, spec.max_target_length) if spec.has_decoder else 1
     while count > 0:
-        size = min(count, int(rng.integers(1, 9)) if batches else 8)
+        size = min(count, int(rng.integers(1, 9)) if batches else 8, most_rows or 8)
         ids, mask = pad_right(random_sources(spec, size, rng), spec.tokens.pad)
         target_len = int(rng.integers(1, longest + 1)) if batches else longest
         target = rng.integers(0, max(spec.vocab, 1), (size, target_len))
@@ -59,8 +59,16 @@ def random_batches(spec: ModelSpec, count: int, rng: np.random.Generator) -> lis
     return batches
 
 
-def step_logits(session: Session[Any], batch: Batch) -> Floats:
+def step_logits(session: Session[Any], batch: Batch, expected: Floats) -> Floats:
     """Feed the target through a session: a prefix at once, then token by token.
+
+    A session that returns fewer candidates than there are tokens says of the others only that they are
+    no better than its last. They count as `expected`, or as the last candidate where that is less.
+
+    Args:
+        session: to ask.
+        batch: that `expected` belongs to.
+        expected: of the eager model, of the shape of the result.
 
     Returns:
         Logits of every position from the prefix's last on, float32 [batch, target_len - prefill + 1, vocab].
@@ -68,8 +76,9 @@ def step_logits(session: Session[Any], batch: Batch) -> Floats:
     state = session.encode(batch.source_ids, batch.source_mask)
     steps, position = [], 0
     for end in range(batch.prefill, batch.target_ids.shape[1] + 1):
-        candidates = session.step(state, batch.target_ids[:, position:end], session.spec.vocab)
-        logits = np.empty_like(candidates.logits)
+        most = session.max_candidates or session.spec.vocab
+        candidates = session.step(state, batch.target_ids[:, position:end], min(most, session.spec.vocab))
+        logits = np.minimum(expected[:, end - batch.prefill], candidates.logits[:, -1:])
         np.put_along_axis(logits, candidates.token_ids, candidates.logits, 1)
         steps.append(logits)
         position = end

@@ -19,13 +19,14 @@ class ShakenSession:
         spec: sizes, limits and token ids.
         backend: "shaken".
         max_rows: those of the inner session.
+        max_candidates: those of the inner session.
     """
 
     backend = "shaken"
 
     def __init__(self, inner: Session[Any], noise: float, rng: np.random.Generator) -> None:
         """Shake what `inner` computes by up to `noise`, drawn from `rng`."""
-        self.spec, self.max_rows = inner.spec, inner.max_rows
+        self.spec, self.max_rows, self.max_candidates = inner.spec, inner.max_rows, inner.max_candidates
         self.inner, self.noise, self.rng = inner, noise, rng
 
     def encode(self, source_ids: Ids, source_mask: Mask) -> Any:
