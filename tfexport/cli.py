@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import click
 
@@ -276,12 +276,23 @@ def embed(
 @click.option("--against", type=_PATH, help="Model directory that the bundle was made from.")
 @click.option("--samples", default=100, help="Random sequences to decode for each form and method.")
 @click.option("--seed", default=0, help="Of the sequences.")
+@click.option("--backend", type=click.Choice(["ort", "trt"]), default="ort", help="Compare the graphs, or the engine.")
+@_device_option
 @_json_option
-def verify(bundle: Path, against: Path | None, samples: int, seed: int, as_json: bool) -> None:
+def verify(
+    bundle: Path,
+    against: Path | None,
+    samples: int,
+    seed: int,
+    backend: Literal["ort", "trt"],
+    device: Device,
+    as_json: bool,
+) -> None:
     """Compare every stage of BUNDLE with PyTorch; exit with 2 when one differs."""
     from tfexport.verify import VerifyConfig, verify_bundle
 
-    result = verify_bundle(bundle, against=against, config=VerifyConfig(samples=samples, seed=seed), report=_report)
+    config = VerifyConfig(samples=samples, seed=seed)
+    result = verify_bundle(bundle, against=against, config=config, backend=backend, device=device, report=_report)
     _print(result.to_dict(), result.lines(), as_json)
     click.get_current_context().exit(0 if result.passed else EXIT_PARITY)
 
