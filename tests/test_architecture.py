@@ -38,6 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     # Building and driving engines share the bridge to the libraries and what is known of an engine, and nothing else.
     "engine": {
         *STORE,
+        "graph.describe",
         "graph.quantize",
         "graph.static",
         "graph.reorder",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 import click
 
 from tfexport.bench.config import BenchConfig, Scenario
-from tfexport.config import CONCAT_OPSETS, Backend, DecodeConfig, Device, ExportConfig
+from tfexport.config import CONCAT_OPSETS, Backend, DecodeConfig, Device, EngineConfig, ExportConfig
 from tfexport.errors import BenchError, InputError, ParityError, TfexportError, printable, raise_all
 
 if TYPE_CHECKING:
@@ -142,9 +142,7 @@ def _text_options(command: F) -> F:
     """Add what every command takes that reads texts and runs a bundle."""
     for add in (
         click.option("--batch-size", type=click.IntRange(min=1), default=32, help="Texts to run together."),
-        click.option(
-            "--backend", type=click.Choice(get_args(Backend)), default="auto", help="What runs the bundle."
-        ),
+        click.option("--backend", type=click.Choice(get_args(Backend)), default="auto", help="What runs the bundle."),
         click.option("--engine", help="TensorRT engine of the bundle; the only one that fits here when not given."),
         _device_option,
         click.option(
@@ -198,6 +196,69 @@ def onnx(source: str, output: Path, verify: bool, force: bool, **config: Any) ->
     bundle = export_bundle(source, output, settings, verify=verify, force=force, report=_report)
     proof = "verified" if verify else "not verified"
     click.echo(printable(f"{output}: {bundle.manifest.kind}, {settings.precision}, {proof}"))
+
+
+@main.command()
+@click.argument("bundle", type=_PATH)
+@click.option(
+    "--target",
+    type=click.Choice(["auto", "tensorrt", "tensorrt-rtx"]),
+    default="auto",
+    callback=lambda _context, _parameter, value: None if value == "auto" else value,
+    help="Library to build with; auto takes tensorrt where it is installed and a GPU is there, else tensorrt-rtx.",
+)
+@click.option(
+    "--form",
+    type=click.Choice(["static", "concat"]),
+    help="Of the decoder; static where the library takes it and the bundle has it when not given.",
+)
+@click.option("--precision", type=click.Choice(["fp32", "fp16", "bf16"]), help="The bundle's own when not given.")
+@click.option(
+    "--weights", type=click.Choice(["int8", "int4", "fp8"]), help="Store the matrices of linear maps in fewer bits."
+)
+@click.option("--max-batch", default=EngineConfig.max_batch, help="Most sources, and most hypotheses, at once.")
+@click.option("--max-source-length", type=int, help="Most source tokens; the bundle's limit when not given.")
+@click.option("--max-target-length", type=int, help="Most target tokens; the bundle's limit when not given.")
+@click.option("--minShapes", "min_shapes", default="", show_default=False, help="Smallest shapes, as in trtexec.")
+@click.option("--optShapes", "opt_shapes", default="", show_default=False, help="Shapes to tune for, as in trtexec.")
+@click.option("--maxShapes", "max_shapes", default="", show_default=False, help="Largest shapes, as in trtexec.")
+@click.option("--workspace", "workspace_mib", type=int, help="Scratch memory of a layer in MiB.")
+@click.option("--builder-optimization-level", type=int, help="0 to 5; higher builds longer for faster engines.")
+@click.option("--timing-cache", help="Directory of kernel timings, read and written (tensorrt).")
+@click.option("--version-compatible", is_flag=True, help="Let newer versions load the engines (tensorrt).")
+@click.option(
+    "--hardware-compatibility-level",
+    "hardware_compatibility",
+    type=click.Choice(["none", "ampere_plus", "same_compute_capability"]),
+    default=EngineConfig.hardware_compatibility,
+    help="Which other GPUs may run the engines (tensorrt).",
+)
+@click.option(
+    "--compute-capability",
+    "compute_capabilities",
+    multiple=True,
+    help="GPUs to build for, such as 8.9; may be given several times (tensorrt-rtx).",
+)
+@click.option("--strip-weights", is_flag=True, help="Leave the weights out; loading takes them from the bundle.")
+@click.option("--refit", is_flag=True, help="Let the weights be replaced.")
+@click.option("--dry-run", is_flag=True, help="Show profiles, memory and flags; build and write nothing.")
+@click.option("--force", is_flag=True, help="Replace an engine that is there, once the new one is whole.")
+@_json_option
+def trt(bundle: Path, dry_run: bool, force: bool, as_json: bool, **config: Any) -> None:
+    """Build TensorRT engines from BUNDLE and put them into it.
+
+    An engine is named by target, form, precision and weights, and lies in engines/ of the bundle.
+    """
+    settings = EngineConfig(**config)
+    from tfexport.engine.export import build_engines, forecast_engines
+
+    if dry_run:
+        forecast = forecast_engines(bundle, settings, report=_report)
+        _print(forecast.to_dict(), forecast.lines(), as_json)
+        return
+    with _build_progress() as (report, on_progress):
+        built = build_engines(bundle, settings, force=force, report=report, on_progress=on_progress)
+    _print(built.to_dict(), built.lines(), as_json)
 
 
 @main.command()
@@ -424,6 +485,22 @@ def _progress(length: int, batch_size: int) -> Iterator[Callable[[int], None] | 
     else:
         with click.progressbar(length=length, label="generating", file=sys.stderr) as bar:
             yield bar.update
+
+
+@contextmanager
+def _build_progress() -> Iterator[tuple[Callable[[str], None], Callable[[float], None]]]:
+    """Show a bar on a terminal, and lines elsewhere."""
+    if not sys.stderr.isatty():
+        yield _report, lambda done: None
+        return
+    steps = 1000
+    with click.progressbar(length=steps, label="preparing", file=sys.stderr) as bar:
+
+        def report(line: str) -> None:
+            bar.label = printable(line)
+            bar.render_progress()
+
+        yield report, lambda done: bar.update(int(done * steps) - bar.pos)
 
 
 def _report(line: str) -> None:

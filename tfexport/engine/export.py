@@ -9,11 +9,13 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tfexport.bundle import open_bundle
 from tfexport.config import EngineConfig
 from tfexport.engine.cuda import find_gpus
 from tfexport.engine.flavour import load_flavour
+from tfexport.engine.forecast import Forecast, forecast
 from tfexport.engine.gauge import Gauge
 from tfexport.engine.graphs import Graph, prepare_graphs
 from tfexport.engine.interrupt import interruptible
@@ -57,6 +59,16 @@ class BuiltEngine:
     path: Path
     manifest: EngineManifest
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as JSON values."""
+        return {"name": self.name, "path": str(self.path), "manifest": self.manifest.to_dict()}
+
+    def lines(self) -> list[str]:
+        """Say what was built, in one line."""
+        size = sum(plan.content.bytes for plan in self.manifest.plans.values())
+        kinds = f"{self.manifest.config.target} {self.manifest.library_version}"
+        return [f"{self.path}: {kinds}, {', '.join(self.manifest.plans)}, {size / 1e6:.1f} MB"]
+
 
 def build_engines(
     path: Path,
@@ -98,6 +110,24 @@ def build_engines(
         manifest = _manifest(recipe, plans)
         (folder / ENGINE_MANIFEST).write_bytes(manifest.to_bytes())
     return BuiltEngine(name, bundle.path / ENGINES / name, manifest)
+
+
+def forecast_engines(
+    path: Path, config: EngineConfig, *, report: Callable[[str], None] = lambda line: None
+) -> Forecast:
+    """Say what `build_engines` would build and need; builds nothing and leaves the bundle alone.
+
+    Args:
+        path: of the bundle.
+        config: what to build.
+        report: told what happens, a line at a time.
+
+    Raises:
+        As `build_engines`, for everything that can be known before.
+    """
+    recipe = open_recipe(path, config)
+    with tempfile.TemporaryDirectory() as scratch:
+        return forecast(recipe, prepare_graphs(recipe, Path(scratch), report))
 
 
 def open_recipe(path: Path, config: EngineConfig) -> Recipe:
