@@ -45,7 +45,7 @@ def engines(**changes: Any) -> Callable[..., Session[Any]]:
     """Stand in for `open_session` with doubles of engines; reading and refusing real ones is tested elsewhere."""
 
     def open_session(bundle: Bundle, backend: str, **options: Any) -> Session[Any]:
-        assert (backend, options) == ("trt", {"form": None, "threads": None})
+        assert (backend, options) == ("trt", {"form": None, "threads": None, "engine": None})
         form = "static" if bundle.manifest.spec.has_decoder else None
         return trt_session(graphs_of(bundle), bundle.manifest.spec, form, **changes)
 
@@ -155,5 +155,7 @@ def test_cuda_is_never_replaced_by_the_cpu(bundle: Path) -> None:
         pytest.skip("onnxruntime-gpu is installed")
     with pytest.raises(BackendError, match="has no CUDA"):
         verify_bundle(bundle, config=FEW, device="cuda")
+    with pytest.raises(ConfigError, match="engine tensorrt-static is TensorRT's"):
+        verify_bundle(bundle, config=FEW, engine="tensorrt-static")
     with pytest.raises(ConfigError, match="device cuda is ONNX Runtime's"):
         verify_bundle(bundle, config=FEW, backend="trt", device="cuda")

@@ -115,6 +115,9 @@ _INPUT = click.Path(exists=True, dir_okay=False, readable=True, allow_dash=True,
 _device_option = click.option(
     "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="Where ONNX Runtime computes."
 )
+_engine_option = click.option(
+    "--engine", help="TensorRT engine of the bundle; the only one that fits here when not given."
+)
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
@@ -143,7 +146,7 @@ def _text_options(command: F) -> F:
     for add in (
         click.option("--batch-size", type=click.IntRange(min=1), default=32, help="Texts to run together."),
         click.option("--backend", type=click.Choice(get_args(Backend)), default="auto", help="What runs the bundle."),
-        click.option("--engine", help="TensorRT engine of the bundle; the only one that fits here when not given."),
+        _engine_option,
         _device_option,
         click.option(
             "--output", type=_PATH, help="File to write, whole or not at all; standard output when not given."
@@ -337,7 +340,8 @@ def embed(
 @click.option("--against", type=_PATH, help="Model directory that the bundle was made from.")
 @click.option("--samples", default=100, help="Random sequences to decode for each form and method.")
 @click.option("--seed", default=0, help="Of the sequences.")
-@click.option("--backend", type=click.Choice(["ort", "trt"]), default="ort", help="Compare the graphs, or the engine.")
+@click.option("--backend", type=click.Choice(["ort", "trt"]), default="ort", help="Compare the graphs, or an engine.")
+@_engine_option
 @_device_option
 @_json_option
 def verify(
@@ -346,6 +350,7 @@ def verify(
     samples: int,
     seed: int,
     backend: Literal["ort", "trt"],
+    engine: str | None,
     device: Device,
     as_json: bool,
 ) -> None:
@@ -353,7 +358,9 @@ def verify(
     from tfexport.verify import VerifyConfig, verify_bundle
 
     config = VerifyConfig(samples=samples, seed=seed)
-    result = verify_bundle(bundle, against=against, config=config, backend=backend, device=device, report=_report)
+    result = verify_bundle(
+        bundle, against=against, config=config, backend=backend, device=device, engine=engine, report=_report
+    )
     _print(result.to_dict(), result.lines(), as_json)
     click.get_current_context().exit(0 if result.passed else EXIT_PARITY)
 

@@ -87,6 +87,7 @@ def verify_bundle(
     config: VerifyConfig | None = None,
     backend: Literal["ort", "trt"] = "ort",
     device: Device = "cpu",
+    engine: str | None = None,
     report: Tell = lambda line: None,
 ) -> Report:
     """Climb the ladder for a bundle.
@@ -96,23 +97,28 @@ def verify_bundle(
         against: model directory of the reference; None takes the bundle's own
             weights, which for fp16 and bf16 are the rounded ones.
         config: how much is tried.
-        backend: "ort" compares every form of the graphs, "trt" the engine that may be used here.
+        backend: "ort" compares every form of the graphs, "trt" an engine.
         device: where ONNX Runtime computes.
+        engine: name of the engine; None for the only one that may be used here.
         report: told what happens, a line at a time.
 
     Raises:
         BackendError: the backend cannot be used here, or failed.
-        EngineError: no engine of the bundle may be used here.
+        EngineError: the bundle has no such engine, or it may not be used here.
         BundleError: the bundle is damaged, or carries no eager model and `against` is None.
-        ConfigError: `against` is another model.
+        ConfigError: `against` is another model, or the backend has no such device or engine.
     """
+    if backend == "ort" and engine is not None:
+        raise ConfigError(f"verify: engine {engine} is TensorRT's; use it with --backend trt")
+    if backend == "trt" and device != "cpu":
+        raise ConfigError(f"verify: device {device} is ONNX Runtime's; backend trt runs on the GPU by itself")
     bundle = open_bundle(path)
     model = load_eager_model(bundle) if against is None else _reference(bundle, against)
     rounded = against is None and bundle.manifest.spec.precision != "fp32"
     words = "the eager model" + (f" with the bundle's {bundle.manifest.spec.precision} weights" if rounded else "")
     graphs = {name: bundle.file(graph.file) for name, graph in bundle.manifest.graphs.items()}
     stages = Stages(model, graphs, bundle.manifest.spec, words)
-    with _closing(_trt_session(bundle, device) if backend == "trt" else _ort_sessions(stages, device)) as sessions:
+    with _closing(_trt_session(bundle, engine) if backend == "trt" else _ort_sessions(stages, device)) as sessions:
         return _climb(stages, sessions, config or VerifyConfig(), report)
 
 
@@ -189,10 +195,8 @@ def _ort_sessions(stages: Stages, device: Device) -> Iterator[Named]:
         yield f"ort {form or 'encoder'}{where}", open_ort(stages.graphs, stages.spec, form, device=device)
 
 
-def _trt_session(bundle: Bundle, device: Device) -> Iterator[Named]:
-    if device != "cpu":
-        raise ConfigError(f"verify: device {device} is ONNX Runtime's; backend trt runs on the GPU by itself")
-    session = open_session(bundle, "trt", form=None, threads=None)
+def _trt_session(bundle: Bundle, engine: str | None) -> Iterator[Named]:
+    session = open_session(bundle, "trt", form=None, threads=None, engine=engine)
     yield f"trt {session.spec.precision}", session
 
 
