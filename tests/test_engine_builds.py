@@ -1,0 +1,113 @@
+"""The trained model and every preset build with TensorRT-RTX: both forms, three precisions, attention fused.
+
+`scripts/verify_engines` runs all of them and shows the rows; by default those that take minutes are left out.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import DATES
+from tfexport.bundle import Bundle, open_bundle
+from tfexport.config import EngineConfig, ExportConfig, Form, Precision
+from tfexport.engine.flavour import Flavour, load_flavour
+from tfexport.engine.plan import Plan, build_plan
+from tfexport.engine.profiles import make_profiles
+from tfexport.graph.export import export_bundle
+from tfexport.graph.reorder import reorder_graph
+from tfexport.graph.static import fix_capacity
+from tfexport.models.presets import PRESETS
+from tfexport.spec import DECODER, ENCODER, REORDER
+
+pytest.importorskip("tensorrt_rtx")
+
+QUICK = ("dates", "tiny", "notebook-003")
+MIB = 1024 * 1024
+SETTINGS = EngineConfig(max_batch=8)
+
+
+@pytest.fixture(scope="module")
+def rtx() -> Flavour:
+    return load_flavour("tensorrt-rtx")
+
+
+@pytest.fixture
+def bundle(model: str, precision: Precision, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Bundle]:
+    """Export one model; it is gone afterwards, the large ones have gigabytes."""
+    if (model, precision) == ("dates", "fp32"):
+        yield open_bundle(request.getfixturevalue("dates_bundle"))
+        return
+    source = str(DATES) if model == "dates" else f"preset:{model}"
+    yield export_bundle(source, tmp_path / "bundle", ExportConfig(precision=precision), verify=False)
+    shutil.rmtree(tmp_path / "bundle")
+
+
+def build(rtx: Flavour, bundle: Bundle, form: Form, plans: dict[str, Plan]) -> None:
+    """Build every engine of one form that is not there yet, as `tfexport trt` does, and print a row for each."""
+    spec = bundle.manifest.spec
+    profiles = make_profiles(spec, form, SETTINGS)
+    for name, wanted in profiles.engines.items():
+        if name in plans:
+            continue
+        path = bundle.path / f"{name}.onnx"
+        if name == REORDER:
+            graph = reorder_graph(spec.precision)
+        elif name == DECODER["static"]:
+            graph = fix_capacity(path, profiles.limits.max_target_length)
+        else:
+            graph = path.read_bytes()
+        start = time.perf_counter()
+        plan = build_plan(rtx, name, graph, path, wanted, SETTINGS, rtx.choose_compute_capabilities(()))
+        print(
+            f"\n{spec.precision:5}{name:16}{sum(plan.layers.values()):6} layers"
+            f"{plan.layers.get('KV_CACHE_UPDATE', 0):4} cache updates{fused(plan):4} fused attentions"
+            f"{len(plan.data) / MIB:8.1f} MiB{time.perf_counter() - start:7.1f} s",
+            end="",
+        )
+        plans[name] = plan
+
+
+def fused(plan: Plan) -> int:
+    """Count kernels of fused attention in all profiles of a plan."""
+    return sum(count for name, count in plan.kernels.items() if "mha" in name)
+
+
+def check_decoder(plan: Plan, bundle: Bundle, form: Form) -> None:
+    spec = bundle.manifest.spec
+    assert plan.layers.get("KV_CACHE_UPDATE", 0) == (2 * spec.layers if form == "static" else 0)
+    assert plan.layers.get("ATTENTION_INPUT", 0) == (2 * spec.layers if form == "static" else 0)
+    if spec.precision != "fp32" and plan.kernels:
+        # Self-attention and cross-attention of every layer, in the step and in the prefill.
+        assert fused(plan) == 2 * 2 * spec.layers
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow, id=name)
+        for name in dict.fromkeys((*QUICK, *PRESETS))
+    ],
+)
+def test_every_model_builds_in_both_forms(rtx: Flavour, bundle: Bundle, model: str, precision: Precision) -> None:
+    spec, config = bundle.manifest.spec, bundle.manifest.config
+    assert config is not None
+    assert spec.precision == precision
+    print(f"\n{model}, weights of {(bundle.path / 'weights.safetensors').stat().st_size / MIB:.1f} MiB", end="")
+    plans: dict[str, Plan] = {}
+    for form in ("static", "concat"):
+        build(rtx, bundle, form, plans)
+    if precision != "fp32" and plans[ENCODER].kernels:
+        assert fused(plans[ENCODER]) == config.encoder.layers
+    assert "KV_CACHE_UPDATE" not in plans[ENCODER].layers
+    if spec.has_decoder:
+        assert plans[REORDER].layers["GATHER"] == 1
+        check_decoder(plans[DECODER["static"]], bundle, "static")
+        check_decoder(plans[DECODER["concat"]], bundle, "concat")
+    else:
+        assert list(plans) == [ENCODER]
