@@ -29,6 +29,7 @@ VERSION = 1
 SIDES = ("enc", "dec")
 SINUSOIDS = ("interleaved", "interleaved_exp", "halves_t2t", "halves_paper")
 _MAX_LINES = 1_000
+_MAX_SETTING = 200
 _CANONICAL = re.compile(
     r"(enc|dec)\.(embed\.weight|pos|rel_bias\.weight|(emb_norm|norm)\.(weight|bias)"
     r"|layers\.\d+\.(self\.[qkvo]|norm[123]|ffn\.(fc1|fc2|gate))\.(weight|bias))"
@@ -242,6 +243,22 @@ def _token_problem(name: str, value: object, tokens: Mapping[str, int | str]) ->
         return None if is_named else f"tokens.{name} is {shortened(value)}, expected an id or a token that has one"
     is_id = isinstance(value, int) and not isinstance(value, bool) and value >= 0
     return None if is_id else f"tokens.{name} is {shortened(value)}, expected 0 or more"
+
+
+def parse_setting(text: str) -> tuple[str, Value]:
+    """Parse KEY=VALUE of the command line; the value is read as in a layout file.
+
+    Raises:
+        ConfigError: there is no =, or the value is no number, word, true, false or null.
+    """
+    key, equals, written = text.partition("=")
+    try:
+        value = yaml.safe_load(written) if len(written) <= _MAX_SETTING else {}
+    except yaml.YAMLError:
+        value = {}
+    if not equals or not key or not isinstance(value, bool | int | float | str | None):
+        raise ConfigError(f"setting {shortened(text)}: expected KEY=VALUE, such as norm_eps=1e-6 or tokens.pad=0")
+    return key.strip(), value
 
 
 def override(layout: Layout, settings: Mapping[str, Value]) -> Layout:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tfexport.checkpoint.arithmetic import evaluate
-from tfexport.checkpoint.layout import SWITCHES, Layout, Value
+from tfexport.checkpoint.layout import SWITCHES, Layout, Value, parse_derived
 from tfexport.config import StackConfig, TokenIds, TransformerConfig
 from tfexport.errors import ConfigError
 from tfexport.models.transformer import Transformer
@@ -156,6 +156,10 @@ def _stack(
         d_k=None if is_plain else d_k,
         d_v=None if is_plain else d_v,
     )
+
+
+def _is_computed(layout: Layout) -> bool:
+    return any(parse_derived(text).kind == "sinusoid" for text in layout.derive.values())
 
 
 def _length(layout: Layout, side: str, shapes: Mapping[str, Shape], problems: list[str]) -> int:
