@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from tfexport.engine.recipe import Recipe
+from tfexport.graph.quantize import quantize_graphs
 from tfexport.graph.reorder import reorder_graph
 from tfexport.graph.static import fix_capacity
 from tfexport.spec import DECODER, REORDER
@@ -39,19 +40,29 @@ def prepare_graphs(recipe: Recipe, directory: Path, report: Callable[[str], None
         GraphError: a graph cannot be made.
         ModuleNotFoundError: onnx, or for another precision PyTorch, is not installed.
     """
-    paths = _paths(recipe, directory, report)
-    graphs = [Graph(name, _read(recipe, name, path), path) for name, path in paths.items()]
+    config, manifest, folder = recipe.config, recipe.bundle.manifest, recipe.bundle.path
+    entries = {name: manifest.graphs[name] for name in recipe.graphs}
+    if recipe.is_exported_again:
+        from tfexport.graph.precision import write_precision
+
+        folder = _folder(directory, recipe.spec.precision)
+        entries = write_precision(recipe.bundle, recipe.spec.precision, recipe.form, folder, report=report)
+    if config.weights is not None:
+        source, folder = folder, _folder(directory, config.weights)
+        entries = quantize_graphs(source, entries, folder, config.weights, report=report)
+    graphs = [_read(recipe, name, folder / entry.file) for name, entry in entries.items()]
     if recipe.form is not None:
         graphs.append(Graph(REORDER, reorder_graph(recipe.spec.precision), directory / f"{REORDER}.onnx"))
     return graphs
 
 
-def _paths(recipe: Recipe, directory: Path, report: Callable[[str], None]) -> Mapping[str, Path]:
-    manifest = recipe.bundle.manifest
-    return {name: recipe.bundle.file(manifest.graphs[name].file) for name in recipe.graphs}
+def _folder(directory: Path, name: str) -> Path:
+    folder = directory / name
+    folder.mkdir()
+    return folder
 
 
-def _read(recipe: Recipe, name: str, path: Path) -> bytes:
+def _read(recipe: Recipe, name: str, path: Path) -> Graph:
     if name == DECODER["static"]:
-        return fix_capacity(path, recipe.profiles.limits.max_target_length)
-    return path.read_bytes()
+        return Graph(name, fix_capacity(path, recipe.profiles.limits.max_target_length), path)
+    return Graph(name, path.read_bytes(), path)

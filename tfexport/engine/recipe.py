@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -16,6 +16,9 @@ from tfexport.errors import ConfigError, EngineError, raise_all
 from tfexport.spec import DECODER, ENCODER, WEIGHTS, ModelSpec
 
 T = TypeVar("T")
+
+# The oldest GPUs with float8 (Ada).
+_FP8 = (8, 9)
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,7 @@ def decide(bundle: Bundle, config: EngineConfig, flavour: Flavour, gpu: Gpu | No
     if not wanted and flavour.builds_without_gpu and gpu is not None:
         wanted = (gpu.compute_capability,)
     capabilities = _collect(problems, lambda: flavour.choose_compute_capabilities(wanted))
+    problems += _fp8_problems(config, capabilities or ((gpu.compute_capability,) if gpu else ()))
     options = _collect(problems, lambda: choose_options(flavour, config, capabilities or ()))
     raise_all(EngineError, "trt", problems)
     assert profiles is not None
@@ -118,6 +122,16 @@ def _bundle_problems(bundle: Bundle, config: EngineConfig) -> list[str]:
             "leave out it, or the other precision and weight type"
         )
     return problems
+
+
+def _fp8_problems(config: EngineConfig, capabilities: Sequence[str]) -> list[str]:
+    """Refuse float8 for GPUs that do not have it."""
+    too_old = [capability for capability in capabilities if tuple(map(int, capability.split("."))) < _FP8]
+    if config.weights != "fp8" or not too_old:
+        return []
+    least, listed = ".".join(map(str, _FP8)), ", ".join(too_old)
+    need = f"weights fp8 need compute capability {least} or newer, not {listed}"
+    return [f"{need}; name newer ones with --compute-capability, or choose int8"]
 
 
 def _form(bundle: Bundle, config: EngineConfig, flavour: Flavour, problems: list[str]) -> Form | None:
