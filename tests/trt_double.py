@@ -378,6 +378,16 @@ def trt_session(
     wide = f"num_candidates:{spec.vocab}" if spec.has_decoder else ""
     config = EngineConfig(**{"max_batch": 32, "max_shapes": wide, **changes})
     engines, limits = make_engines(graphs, spec, form, config, cuda, log, kind)
-    flavour: Any = SimpleNamespace(trt=MODULE, target="tensorrt", version="0")
     device: Any = cuda
-    return TrtSession(engines, spec, form, limits, flavour, device, reason=lambda: log[-1] if log else "nothing")
+    return DoubleSession(engines, spec, form, limits, FLAVOUR, device, reason=lambda: log[-1] if log else "nothing")
+
+
+FLAVOUR: Any = SimpleNamespace(trt=MODULE, target="tensorrt", version="0")
+
+
+class DoubleSession(TrtSession):
+    """A session that still knows its engines."""
+
+    def __init__(self, engines: dict[str, FakeEngine], *args: Any, **kwargs: Any) -> None:
+        super().__init__(engines, *args, **kwargs)
+        self.engines: Any = engines
