@@ -1,0 +1,239 @@
+"""What lies outside the layers: embeddings, tables of positions, norms around the stack, the output projection."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tfexport.checkpoint import words
+from tfexport.checkpoint.parts import Part
+from tfexport.checkpoint.randomise import is_position_table
+from tfexport.checkpoint.roles import FAR, LIKELY, POSSIBLE, Choice, Reading, norm_lines
+
+SIDES = ("enc", "dec")
+# Rows that a learned table may keep in front of position 0: for padding, and what fairseq's heirs add to it.
+_OFFSETS = (2, 1)
+
+
+@dataclass(frozen=True)
+class Outer:
+    """The readings of everything outside the layers.
+
+    `derive` are the tensors that have no key of their own; `norms` are the
+    switches that a reading of the norms sets, by choice.
+    """
+
+    choices: tuple[Choice, ...]
+    derive: Mapping[str, str]
+    arch: Mapping[str, bool]
+    has_table: bool
+    unread: tuple[Part, ...]
+
+
+class Reader:
+    """Sorts the parts outside the layers by what they are."""
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        tensors: Mapping[str, Tensor],
+        d_model: int,
+        sides: Sequence[str],
+        vocab: int | None,
+    ) -> None:
+        """Sort them.
+
+        Args:
+            parts: those outside of the layers.
+            tensors: the state dict.
+            d_model: width of the model.
+            sides: "enc" and, with a decoder, "dec".
+            vocab: number of target ids, where the golden tells.
+        """
+        self.tensors, self.d_model, self.sides, self.vocab = tensors, d_model, sides, vocab
+        self.skip = words.common(key.split(".") for key in tensors)
+        self.choices: list[Choice] = []
+        self.derive: dict[str, str] = {}
+        self.arch: dict[str, bool] = {}
+        self.unread: list[Part] = []
+        tables = [part for part in parts if self._is_table(part)]
+        wide = [part for part in parts if part not in tables and part.is_matrix and part.shape[-1] == d_model]
+        outputs = [part for part in wide if self._is_output(part)] if "dec" in sides else []
+        if not outputs and "dec" in sides:
+            outputs = self._likely_outputs(wide)
+        self._embeddings([part for part in wide if part not in outputs])
+        self._outputs(outputs, [part for part in parts if self._is_logit_bias(part)])
+        self._tables(tables)
+        self._norms([part for part in parts if self._is_norm(part)])
+        used = {line.split(" ->")[0] for choice in self.choices for reading in choice for line in reading.lines}
+        self.unread += [part for part in parts if not set(part.keys) & used and part not in self.unread]
+
+    def outer(self) -> Outer:
+        """Return what was found."""
+        has_table = any(".pos" in line for choice in self.choices for reading in choice for line in reading.lines)
+        return Outer(tuple(self.choices), self.derive, self.arch, has_table, tuple(self.unread))
+
+    def _side(self, part: Part) -> str | None:
+        """Say which side a part belongs to; an encoder alone needs no word for it."""
+        return words.side(".".join(part.keys[0].split(".")[self.skip :])) if len(self.sides) > 1 else "enc"
+
+    def _is_table(self, part: Part) -> bool:
+        sizes = [size for size in part.shape if size > 1]
+        if part.weight is None or len(sizes) != 2 or sizes[1] != self.d_model or part.bias is not None:
+            return False
+        return bool(set(part.words) & words.POSITION) or is_position_table(self.tensors[part.weight])
+
+    def _is_output(self, part: Part) -> bool:
+        if part.bias is not None:
+            return True
+        found = set(part.words)
+        return bool(found & words.OUTPUT) and not found & words.EMBEDDING and self.vocab in (None, part.shape[0])
+
+    def _likely_outputs(self, wide: Sequence[Part]) -> list[Part]:
+        """Without a word for it: the last of three tables; with two, the output is one of them."""
+        silent = [part for part in wide if not set(part.words) & words.EMBEDDING]
+        return silent[-1:] if len(wide) > 2 else []
+
+    def _is_logit_bias(self, part: Part) -> bool:
+        is_bias = part.weight is None and part.is_vector
+        return is_bias and max(part.shape, default=1) != 1 and self.vocab in (None, max(part.shape))
+
+    def _is_norm(self, part: Part) -> bool:
+        size = max(part.shape, default=1)
+        # One number alone is a norm's where it has both, and a constant of the code otherwise.
+        is_norm = size == self.d_model or (size == 1 and part.bias is not None)
+        return part.is_vector and part.weight is not None and is_norm
+
+    def _embeddings(self, parts: Sequence[Part]) -> None:
+        """Give each side its embedding; equal tables under other names count as the same."""
+        own = {side: [part for part in parts if self._side(part) == side] for side in self.sides}
+        common = [part for part in parts if self._side(part) is None]
+        free = [side for side in self.sides if not own[side]]
+        for part in list(common):
+            twin = next((s for s in self.sides for other in own[s] if self._same(part, other)), None)
+            if twin is not None:
+                own[twin].append(part)
+                common.remove(part)
+        for side in self.sides:
+            if own[side]:
+                lines = [f"{part.weight} -> {side}.embed.weight" for part in own[side][:1]]
+                lines += [
+                    f"{part.weight} -> {side}.embed.weight" for part in own[side][1:] if self._same(part, own[side][0])
+                ]
+                self.choices.append((Reading(tuple(lines)),))
+        if len(free) == 2 and len(common) >= 2:
+            first, second = sorted(common, key=lambda part: words.natural(part.name))[:2]
+            self.choices.append(
+                tuple(
+                    Reading((f"{a.weight} -> enc.embed.weight", f"{b.weight} -> dec.embed.weight"), cost)
+                    for cost, (a, b) in enumerate(((first, second), (second, first)))
+                    if self.vocab in (None, b.shape[0])
+                )
+            )
+        elif free and common:
+            self.choices.append(
+                tuple(Reading((f"{part.weight} -> {free[0]}.embed.weight",), i) for i, part in enumerate(common))
+            )
+            if len(free) == 2:
+                self.derive["dec.embed.weight"] = "tie enc.embed.weight"
+        elif free and len(self.sides) == 2:
+            other = "dec" if free[0] == "enc" else "enc"
+            if free == ["dec"]:
+                self.derive["dec.embed.weight"] = f"tie {other}.embed.weight"
+            elif own["dec"]:
+                # One table for both sides, kept by the decoder.
+                self.derive["enc.embed.weight"] = "tie dec.embed.weight"
+
+    def _same(self, one: Part, other: Part) -> bool:
+        a, b = self.tensors[one.weight or ""], self.tensors[other.weight or ""]
+        return a.shape == b.shape and torch.equal(a, b)
+
+    def _outputs(self, outputs: Sequence[Part], biases: Sequence[Part]) -> None:
+        if "dec" not in self.sides:
+            return
+        if outputs:
+            self.choices.append(
+                tuple(
+                    Reading(
+                        (
+                            f"{part.weight} -> out.weight" + (" |> squeeze" if len(part.shape) > 2 else ""),
+                            *([f"{part.bias} -> out.bias"] if part.bias else []),
+                        ),
+                        cost,
+                        tuple(key for other in outputs if other is not part for key in other.keys),
+                    )
+                    for cost, part in enumerate(outputs)
+                )
+            )
+        else:
+            self.derive["out.weight"] = "tie dec.embed.weight"
+        if biases and not any(part.bias for part in outputs):
+            self.choices.append((Reading((f"{biases[0].bias} -> out.bias |> squeeze",)),))
+
+    def _tables(self, tables: Sequence[Part]) -> None:
+        by_side: dict[str | None, list[Part]] = {}
+        for part in tables:
+            by_side.setdefault(self._side(part), []).append(part)
+        common = by_side.get(None, [])
+        if len(common) >= 2 and not by_side.keys() - {None}:
+            by_side = dict(zip(self.sides, ([part] for part in common), strict=False))
+            common = []
+        for side in self.sides:
+            own = by_side.get(side) or (common if side == "enc" else [])
+            if own:
+                self.choices.append(self._table_choice(own[0], side))
+        given = {side for side in self.sides if by_side.get(side) or (common and side == "enc")}
+        if given == {"enc"} and "dec" in self.sides:
+            self.derive["dec.pos"] = "tie enc.pos"
+        elif given == {"dec"}:
+            self.derive["enc.pos"] = "tie dec.pos"
+
+    def _table_choice(self, part: Part, side: str) -> Choice:
+        assert part.weight is not None
+        ops = " |> squeeze" if len(part.shape) > 2 else ""
+        line = f"{part.weight} -> {side}.pos{ops}"
+        if is_position_table(self.tensors[part.weight]):
+            return (Reading((line,)), *(Reading((f"{line} |> slice {rows}",), FAR) for rows in _OFFSETS))
+        return (Reading((line,)), *(Reading((f"{line} |> slice {rows}",), POSSIBLE) for rows in _OFFSETS))
+
+    def _norms(self, norms: Sequence[Part]) -> None:
+        """A norm of a side stands behind the embedding or behind the last layer."""
+        by_side: dict[str | None, list[Part]] = {}
+        for part in norms:
+            by_side.setdefault(self._side(part), []).append(part)
+        common = by_side.pop(None, [])
+        if common and len(self.sides) == 2:
+            # Of the model as a whole: behind the decoder, unless each side has none.
+            for side, part in zip(("dec",) if len(common) == 1 else self.sides, common, strict=False):
+                by_side.setdefault(side, []).append(part)
+        readings: list[Reading] = [Reading(())]
+        for side, found in by_side.items():
+            readings = [
+                Reading((*one.lines, *more.lines), one.cost + more.cost, (*one.ignored, *more.ignored))
+                for one in readings
+                for more in self._side_norms(found, str(side))
+            ]
+        consistent = [reading for reading in readings if self._is_consistent(reading)]
+        if by_side and consistent:
+            self.choices.append(tuple(sorted(consistent, key=lambda reading: reading.cost)))
+
+    def _side_norms(self, found: Sequence[Part], side: str) -> list[Reading]:
+        if len(found) == 1:
+            (part,) = found
+            is_embedding = bool(set(part.words) & words.EMBEDDING)
+            order = ("emb_norm", "norm") if is_embedding else ("norm", "emb_norm")
+            costs = (LIKELY, FAR if is_embedding or set(part.words) & words.FINAL else POSSIBLE)
+            return [Reading(norm_lines(part, f"{side}.{name}"), cost) for name, cost in zip(order, costs, strict=True)]
+        first, second = sorted(found, key=lambda part: not set(part.words) & words.EMBEDDING)[:2]
+        return [
+            Reading((*norm_lines(first, f"{side}.emb_norm"), *norm_lines(second, f"{side}.norm")), LIKELY),
+            Reading((*norm_lines(second, f"{side}.emb_norm"), *norm_lines(first, f"{side}.norm")), POSSIBLE),
+        ]
+
+    def _is_consistent(self, reading: Reading) -> bool:
+        """Both sides have a norm behind the embedding, or none has."""
+        has = {side for side in self.sides if any(f"-> {side}.emb_norm" in line for line in reading.lines)}
+        return not has or has == set(self.sides)

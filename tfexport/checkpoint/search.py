@@ -1,0 +1,270 @@
+"""The search: proposals of the matcher and values of the switches, judged by a golden alone.
+
+Most proposals are wrong in a way that shows at once: on the shortest row, at the
+first target position, every combination of switches is run. Only what comes
+near there is refined on the whole batch, one switch after the other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from tfexport.checkpoint.apply import Canonical, apply_layout
+from tfexport.checkpoint.compare import TOLERANCE, Comparison, Judge, check_fits, tolerance
+from tfexport.checkpoint.golden import Golden
+from tfexport.checkpoint.layout import Layout, Value, override
+from tfexport.checkpoint.match import Proposal
+from tfexport.checkpoint.switches import Switches, configured, options, with_switches
+from tfexport.errors import CheckpointError, ConfigError, ParityError
+
+# An original that computes parts in float32 comes no nearer than this.
+FLOAT32_TOLERANCE = 1e-6
+# On the shortest row every switch but eps and the kind of gelu is decided; wrong ones are at least as far off as this.
+_NEAR = 0.05
+_REFINED = 6
+# Behind a hit that float32 could explain, so many proposals may still be better.
+_MORE = 8
+_ROUNDS = 4
+_MOST_HEADS = 64
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout with all its switches, and how far it is from the golden."""
+
+    layout: Layout
+    comparison: Comparison
+
+    @property
+    def error(self) -> float:
+        """The largest error of any stage."""
+        return max(self.comparison.error, self.comparison.encoder_error or 0.0)
+
+
+@dataclass(frozen=True)
+class Search:
+    """What a search came to.
+
+    `best` is the nearest candidate, None where none could be run; `accepted`
+    says whether it is within `tolerance`; `is_float32` that only the wider
+    tolerance for originals that compute parts in float32 takes it.
+    """
+
+    best: Candidate | None
+    accepted: bool
+    is_float32: bool
+    proposals: int
+    combinations: int
+    seconds: float
+    tolerance: float
+    refused: str = ""
+
+
+class Searcher:
+    """One search: counts what it tries and keeps the nearest candidate."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        golden: Golden,
+        *,
+        heads: int | None = None,
+        settings: Mapping[str, Value] | None = None,
+        seconds: float = 50.0,
+    ) -> None:
+        """Prepare a search.
+
+        Args:
+            tensors: the state dict that the golden was recorded with.
+            golden: decides.
+            heads: attention heads; None leaves it to the golden, or tries every divisor.
+            settings: switches and tokens that are not to be searched.
+            seconds: after which no further proposal is tried.
+        """
+        self.tensors, self.golden, self.seconds = tensors, golden, seconds
+        self.heads = heads or golden.heads
+        self.settings = dict(settings or {})
+        self.first = _first_position(golden)
+        self.combinations = 0
+        self.refused = ""
+
+    def run(
+        self,
+        proposals: Iterable[Proposal],
+        report: Callable[[str], None] = lambda _: None,
+        *,
+        as_written: bool = False,
+    ) -> Search:
+        """Try proposals until one reproduces the golden.
+
+        Args:
+            proposals: the likeliest first.
+            report: receives a line whenever one is nearer than all before.
+            as_written: leave the switches as the layouts have them.
+        """
+        start, tried = time.monotonic(), 0
+        best: Candidate | None = None
+        accepted_at: int | None = None
+        for proposal in proposals:
+            is_late = time.monotonic() - start > self.seconds
+            if is_late or (accepted_at is not None and tried > accepted_at + _MORE):
+                break
+            tried += 1
+            candidate = self.try_proposal(proposal.layout, as_written=as_written)
+            if candidate is not None and (best is None or candidate.error < best.error):
+                best = candidate
+                report(f"proposal {tried}: error {best.error:.1e}")
+            if best is not None and best.error <= self._tolerance(best):
+                break
+            if accepted_at is None and best is not None and best.error <= FLOAT32_TOLERANCE:
+                accepted_at = tried
+        error, wanted = (math.inf, TOLERANCE) if best is None else (best.error, self._tolerance(best))
+        return Search(
+            best,
+            error <= max(wanted, FLOAT32_TOLERANCE),
+            error > wanted,
+            tried,
+            self.combinations,
+            time.monotonic() - start,
+            wanted,
+            self.refused,
+        )
+
+    def _tolerance(self, candidate: Candidate) -> float:
+        return tolerance(self.golden, candidate.layout.baseline)
+
+    def try_proposal(self, layout: Layout, *, as_written: bool = False) -> Candidate | None:
+        """Find the switches that bring one layout nearest to the golden; None where it cannot be applied."""
+        best: Candidate | None = None
+        for heads in self._heads(layout):
+            canonical = self._applied(layout, heads)
+            if canonical is None:
+                continue
+            fixed = {**(layout.arch if as_written else {}), "n_heads": heads, **self.settings}
+            found = self._search(canonical, layout, fixed, as_written=as_written)
+            if found is not None and (best is None or found.error < best.error):
+                best = found
+        return best
+
+    def _heads(self, layout: Layout) -> list[int]:
+        given = self.settings.get("n_heads", self.heads or layout.switch("n_heads"))
+        if isinstance(given, int):
+            return [given]
+        canonical = self._applied(layout, 1)
+        if canonical is None:
+            return []
+        rows = [t.shape[0] for name, t in canonical.tensors.items() if name.endswith((".q.weight", ".v.weight"))]
+        common = math.gcd(*rows)
+        return [n for n in range(1, min(common, _MOST_HEADS) + 1) if common % n == 0]
+
+    def _applied(self, layout: Layout, heads: int) -> Canonical | None:
+        settings = {**_PLACEHOLDERS, **{f"tokens.{k}": v for k, v in layout.tokens.items()}, **self.settings}
+        settings.pop("n_heads", None)
+        try:
+            canonical = apply_layout(
+                layout, self.tensors, heads=heads, settings=settings, attributes=self.golden.attributes
+            )
+            check_fits(canonical.config, self.golden)
+        except (CheckpointError, ConfigError, ParityError) as error:
+            self.refused = str(error)
+            return None
+        return canonical
+
+    def _search(self, canonical: Canonical, layout: Layout, fixed: Switches, *, as_written: bool) -> Candidate | None:
+        choices = {
+            name: values
+            for name, values in options(canonical.config).items()
+            if not _is_set(name, fixed) and not as_written
+        }
+        start = {name: values[0] for name, values in choices.items()}
+        coarse = {
+            name: [value for value in values if value != "gelu_tanh"]
+            for name, values in choices.items()
+            if name != "norm_eps" and not (name == "attn_scale" and self._is_single())
+        }
+        judge = Judge(canonical, self.first)
+        ranked = []
+        for values in itertools.product(*coarse.values()):
+            switches = {**start, **dict(zip(coarse, values, strict=True))}
+            ranked.append((self._error(judge, canonical, switches).error, len(ranked), switches))
+        ranked.sort(key=lambda entry: entry[:2])
+        whole = Judge(canonical, self.golden)
+        best: tuple[float, Switches, Comparison] | None = None
+        for error, _, switches in ranked[:_REFINED]:
+            if error > _NEAR and best is not None:
+                break
+            found = self._refined(whole, canonical, switches, choices if error <= _NEAR else {})
+            if best is None or found[0] < best[0]:
+                best = found
+        if best is None:
+            return None
+        return Candidate(
+            with_switches(override(layout, {"n_heads": fixed["n_heads"]}), {**best[1], **self.settings}), best[2]
+        )
+
+    def _is_single(self) -> bool:
+        """Attention over one token is that token, whatever its scale."""
+        return self.first.source_ids.shape[1] == 1
+
+    def _refined(
+        self, judge: Judge, canonical: Canonical, switches: Switches, choices: Mapping[str, tuple[Value, ...]]
+    ) -> tuple[float, Switches, Comparison]:
+        """Turn one switch after the other as long as that brings it nearer."""
+        comparison = self._error(judge, canonical, switches)
+        best = (comparison.error, dict(switches), comparison)
+        for _ in range(_ROUNDS):
+            before = best[0]
+            for name, values in choices.items():
+                for value in values:
+                    turned = {**best[1], name: value}
+                    comparison = self._error(judge, canonical, turned)
+                    error = max(comparison.error, comparison.encoder_error or 0.0)
+                    if error < best[0]:
+                        best = (error, turned, comparison)
+            if best[0] == before or best[0] <= TOLERANCE:
+                break
+        return best
+
+    def _error(self, judge: Judge, canonical: Canonical, switches: Switches) -> Comparison:
+        self.combinations += 1
+        return judge.compare(configured(canonical.config, switches))
+
+
+# Decoding needs these ids, comparing does not.
+_PLACEHOLDERS: dict[str, Value] = {"tokens.pad": 0, "tokens.start": 0, "tokens.eos": 0}
+
+
+def _is_set(name: str, fixed: Switches) -> bool:
+    return name in fixed or name.rpartition(".")[2] in fixed
+
+
+def _first_position(golden: Golden) -> Golden:
+    """Cut a golden down to the shortest source and the first target position."""
+    row = int(golden.source_keep.sum(1).argmin())
+    length = int(golden.source_keep[row].sum())
+    source = (slice(row, row + 1), slice(0, length))
+    target = (slice(row, row + 1), slice(0, 1))
+    states = None if golden.hidden_states is None else golden.hidden_states[source]
+    if golden.target_ids is None or golden.target_keep is None or golden.logits is None:
+        return replace(golden, **_cut(golden, source), hidden_states=states, state={}, attributes={}, real={})
+    return replace(
+        golden,
+        **_cut(golden, source),
+        target_ids=golden.target_ids[target],
+        target_keep=golden.target_keep[target],
+        logits=golden.logits[target],
+        hidden_states=states,
+        state={},
+        attributes={},
+        real={},
+    )
+
+
+def _cut(golden: Golden, place: tuple[slice, slice]) -> dict[str, Tensor]:
+    return {"source_ids": golden.source_ids[place], "source_keep": golden.source_keep[place]}
