@@ -96,6 +96,18 @@ def test_every_name_is_everywhere_or_asked_for() -> None:
     assert not unguarded([ast.parse(path.read_text(encoding="utf-8")) for path in FILES])
 
 
+def test_every_class_and_enum_in_use_is_recorded() -> None:
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in FILES]
+    found = {
+        node.attr
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[-1] in ("trt", "module")
+    }
+    assert {"Builder", "OnnxParser", "BuilderFlag"} <= found
+    assert found - {"__version__"} <= {name for names in RECORD["names"][""].values() for name in names}
+
+
 @pytest.mark.parametrize("question", ANSWERED_BY)
 def test_a_question_answers_for_what_it_is_said_to(question: str) -> None:
     for name in ANSWERED_BY[question]:
