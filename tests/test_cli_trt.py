@@ -11,20 +11,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
+from tests import tiny
 from tfexport.bundle import open_bundle
 from tfexport.cli import main
-from tfexport.config import EngineConfig
+from tfexport.config import EngineConfig, ExportConfig
 from tfexport.engine.cuda import find_gpus
 from tfexport.engine.load import load_engine, validity_problem
 from tfexport.engine.store import open_engine
 from tfexport.errors import EngineError
+from tfexport.graph.export import export_bundle
+from tfexport.models.directory import save_model
 
 trt = pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
 
@@ -130,13 +133,17 @@ def test_int8_weights_make_smaller_plans(copy: Path) -> None:
 
 
 def test_an_encoder_alone_gets_one_plan(tmp_path: Path) -> None:
-    result = run("onnx", "preset:notebook-002", "--output", tmp_path / "bundle", "--no-verify")
-    assert result.exit_code == 0, result.output
+    config = replace(tiny.config(encoder={"layers": 1}), decoder=None, target_vocab=None, max_target_length=None)
+    save_model(tiny.model(config), tmp_path / "model")
+    export_bundle(str(tmp_path / "model"), tmp_path / "bundle", ExportConfig(), verify=False)
     result = run("trt", tmp_path / "bundle", *RTX, "--max-batch", "2", "--json")
     manifest = json.loads(result.stdout)["manifest"]
     assert list(manifest["plans"]) == ["encoder"]
     assert [tensor["name"] for tensor in manifest["plans"]["encoder"]["outputs"]] == ["hidden_states"]
     assert (manifest["config"]["form"], manifest["limits"]["max_target_length"]) == (None, 0)
+    refused = run("trt", tmp_path / "bundle", *RTX, "--form", "static", "--max-target-length", "8")
+    assert "form is static, but an encoder alone has no decoder" in refused.stderr
+    assert "max_target_length is 8" in refused.stderr
 
 
 def test_a_dry_run_builds_and_writes_nothing(dates_bundle: Path) -> None:
