@@ -122,6 +122,15 @@ def test_every_node_that_cannot_be_parsed_is_named_with_operator_and_reason(rtx:
     assert "Plugin not found" in message
 
 
+def test_the_library_says_that_it_supports_what_it_does_not(rtx: Flavour) -> None:
+    """The trap: only parsing tells."""
+    node = helper.make_node("NonZero", ["x"], ["y"], name="find")
+    graph = model([node], [value("x", [2, 4])], [value("y", [2, "found"], TensorProto.INT64)], 18)
+    network = rtx.builder(rtx.logger()).create_network(rtx.strongly_typed())
+    assert rtx.trt.OnnxParser(network, rtx.speaker).supports_operator("NonZero")
+    assert "NonZero 'find': UNSUPPORTED_NODE" in refusal(rtx, graph)
+
+
 # The cache.
 
 
