@@ -67,30 +67,55 @@ def load_model(path: Path | str) -> Transformer:
         raise CheckpointError(f"{directory} cannot be read: {error.strerror or error}") from error
 
 
-def save_model(model: Transformer, path: Path | str, tokenizer: Path | None = None) -> None:
+def save_model(
+    model: Transformer,
+    path: Path | str,
+    tokenizer: Path | None = None,
+    *,
+    files: Mapping[str, bytes] | None = None,
+    force: bool = False,
+) -> None:
     """Write a model directory, which appears whole or not at all.
 
     Args:
         model: its parameters are stored in their dtype, tied ones once.
         path: directory to create; its parents are created too.
         tokenizer: a tokenizer.json to copy into it.
+        files: further files to put beside, by name.
+        force: replace a model directory that is there; it stays whole until the new one is.
 
     Raises:
-        CheckpointError: the directory exists and is not empty, or cannot be written.
+        CheckpointError: the directory exists and is not empty, or with `force` is no model directory; or it cannot be
+            written.
         BundleError: another process is writing it.
     """
     target = Path(path).absolute()
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise CheckpointError(f"{path} exists and is not an empty directory; remove it or choose another name")
+    check_free(target, force=force)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with locked(target):
             recover(target)
             with temporary(target) as folder:
                 _write(model, folder, tokenizer)
+                for name, content in (files or {}).items():
+                    (folder / name).write_bytes(content)
                 publish(folder, target)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}") from error
+
+
+def check_free(target: Path, *, force: bool) -> None:
+    """Check that a model directory may be written, before anything is computed for it.
+
+    Raises:
+        CheckpointError: see `save_model`.
+    """
+    if not os.path.lexists(target) or (target.is_dir() and not any(target.iterdir())):
+        return
+    if not force:
+        raise CheckpointError(f"{target} exists and is not an empty directory; remove it or choose another name")
+    if not all((target / name).is_file() for name in (CONFIG, WEIGHTS)):
+        raise CheckpointError(f"{target} is no model directory, which alone is replaced; choose another name")
 
 
 def check_weights(found: Mapping[str, TensorInfo], config: TransformerConfig, subject: str = WEIGHTS) -> None:

@@ -56,7 +56,18 @@ ALLOWED: dict[str, set[str]] = {
     "acceptance": set(),
     "probes": set(),
     "doctor": {*BASE, "acceptance", "probes"},
-    "cli": {*CONTRACT, "lines", "graph.export", "engine.export", "model", "verify", "bench", "inspect", "doctor"},
+    "cli": {
+        *CONTRACT,
+        "lines",
+        "checkpoint.importer",
+        "graph.export",
+        "engine.export",
+        "model",
+        "verify",
+        "bench",
+        "inspect",
+        "doctor",
+    },
     "": {*BASE, "config", "model"},
 }
 # Each library that is not the standard one and where it may be imported, late or not.
@@ -88,7 +99,8 @@ FENCES: dict[str, set[str]] = {
     "tensorrt_rtx": {"engine.flavour"},
     "cuda": {"engine.cuda"},
     "click": {"cli"},
-    "tokenizers": {"tokenizer"},
+    "tokenizers": {"tokenizer", "checkpoint.vocabulary"},
+    "sentencepiece": {"checkpoint.vocabulary"},
     "safetensors": {"models", "graph", "checkpoint"},
     "yaml": {"checkpoint.layout"},
 }

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 import click
 
 from tfexport.bench.config import BenchConfig, Scenario
-from tfexport.config import CONCAT_OPSETS, Backend, DecodeConfig, Device, EngineConfig, ExportConfig
+from tfexport.config import CONCAT_OPSETS, Backend, DecodeConfig, Device, EngineConfig, ExportConfig, ImportConfig
 from tfexport.errors import BenchError, InputError, ParityError, TfexportError, printable, raise_all
 
 if TYPE_CHECKING:
@@ -24,7 +24,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 EXIT_ERROR, EXIT_PARITY, EXIT_INTERRUPTED = 1, 2, 130
 # The extra that brings a module which tfexport imports only when it is needed.
-_EXTRAS = {"torch": "export", "onnx": "export", "onnx_ir": "export", "onnxscript": "export", "safetensors": "export"}
+_EXTRAS = {
+    "torch": "export",
+    "onnx": "export",
+    "onnx_ir": "export",
+    "onnxscript": "export",
+    "safetensors": "export",
+    "yaml": "export",
+}
 # `tfexport` alone shows its help; before click 8.2 that is no error.
 _NO_COMMAND: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())
 _DECODE_HELP = {
@@ -163,6 +170,40 @@ def _text_options(command: F) -> F:
 @click.version_option(package_name="tfexport")
 def main() -> None:
     """Take a from-scratch encoder-decoder transformer from PyTorch to production."""
+
+
+@main.command("import")
+@click.argument("checkpoint", type=_PATH)
+@click.option("--output", type=_PATH, required=True, help="Model directory to make.")
+@click.option(
+    "--layout", default=ImportConfig.layout, help="auto, the name of a built-in layout, or a layout file (YAML)."
+)
+@click.option("--golden", type=_PATH, help="What the original model computes, as recorded beside its code.")
+@click.option("--heads", type=click.IntRange(min=1), help="Attention heads, which no shape tells.")
+@click.option(
+    "--set", "settings", multiple=True, metavar="KEY=VALUE", help="A switch or token id, such as norm_eps=1e-6."
+)
+@click.option("--tokenizer", type=_PATH, help="tokenizer.json, SentencePiece model, or a list with one token a line.")
+@click.option("--builtin/--no-builtin", default=ImportConfig.builtin, help="Let auto propose the built-in layouts.")
+@click.option("--accept-unverified", is_flag=True, help="Take what auto proposes without a golden.")
+@click.option("--force", is_flag=True, help="Replace a model directory that is there, once the new one is whole.")
+def import_(
+    checkpoint: Path, output: Path, golden: Path | None, tokenizer: Path | None, force: bool, **config: Any
+) -> None:
+    """Import CHECKPOINT, the weights of another implementation, as a model directory.
+
+    CHECKPOINT is a state dict in a safetensors file or a file of torch.save, or a Hugging Face directory of Marian,
+    BART or T5. With --golden the import is accepted only when the original's outputs are reproduced.
+    """
+    settings = ImportConfig(**config)
+    from tfexport.checkpoint.importer import import_checkpoint
+
+    imported = import_checkpoint(
+        checkpoint, output, settings, golden=golden, tokenizer=tokenizer, force=force, report=_report
+    )
+    click.echo(printable(f"{output}: {imported.summary()}"))
+    for line in imported.certificate.unverified:
+        click.echo(printable(f"unverified: {line}"))
 
 
 @main.command()

@@ -339,6 +339,34 @@ class TransformerConfig(Config):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ImportConfig(Config):
+    """How a foreign checkpoint becomes a model directory.
+
+    `layout` is auto, the name of a built-in layout or a layout file. `heads` is
+    what no shape tells. `settings` are KEY=VALUE, switches and tokens that take
+    the place of the layout's. `builtin` lets auto propose the built-in layouts;
+    `accept_unverified` takes what it proposes without a golden.
+    """
+
+    layout: str = "auto"
+    heads: int | None = None
+    settings: tuple[str, ...] = ()
+    builtin: bool = True
+    accept_unverified: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            ConfigError: lists every problem.
+        """
+        problems = self._check_types() or size_problems(self, "heads")
+        if not problems and not self.builtin and self.layout != "auto":
+            problems.append(f"builtin is false, but layout is {self.layout}; leave one of them out")
+        raise_all(ConfigError, "import", problems)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExportConfig(Config):
     """How a model becomes graphs.
 

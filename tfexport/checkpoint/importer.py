@@ -1,0 +1,323 @@
+"""Import: a foreign checkpoint becomes a model directory, proven by a golden where there is one."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import Tensor
+
+from tfexport.checkpoint import hugging_face
+from tfexport.checkpoint.apply import Canonical, apply_layout, unmatched
+from tfexport.checkpoint.certificate import CERTIFICATE, Certificate, certify, unproven
+from tfexport.checkpoint.compare import BASELINES, Comparison, compare, tolerance
+from tfexport.checkpoint.container import Checkpoint, read_checkpoint
+from tfexport.checkpoint.detect import Detection, detect
+from tfexport.checkpoint.golden import Golden, read_golden
+from tfexport.checkpoint.layout import (
+    Layout,
+    Value,
+    builtin_layouts,
+    override,
+    parse_setting,
+    read_layout,
+    render_layout,
+)
+from tfexport.checkpoint.search import FLOAT32_TOLERANCE
+from tfexport.checkpoint.vocabulary import tokenizer_json
+from tfexport.config import ImportConfig, TransformerConfig
+from tfexport.errors import CheckpointError, ConfigError, ParityError, raise_all
+from tfexport.models.directory import TOKENIZER, check_free, save_model
+
+LAYOUT = "layout.yaml"
+Report = Callable[[str], None]
+
+_GOLDEN_SUFFIX = ".golden.safetensors"
+# What the weights lose where a fold is rounded to their dtype.
+_ROUNDED = 1e-5
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What was written, and how it is known to be right.
+
+    `layout` has every setting in it; `config` is the model's; `notes` says what
+    the caller should know; `certificate` is what is stored beside the weights.
+    """
+
+    layout: Layout
+    config: TransformerConfig
+    certificate: Certificate
+    notes: tuple[str, ...]
+
+    def summary(self) -> str:
+        """Say in one line which layout it was and what is proven."""
+        proof, kind = self.certificate, "encoder-decoder" if self.config.decoder else "encoder alone"
+        if not proof.proven or proof.error is None or proof.tolerance is None:
+            return f"{kind}, layout {self.layout.name}, not proven"
+        return f"{kind}, layout {self.layout.name}, proven: error {proof.error:.1e}, at most {proof.tolerance:.0e}"
+
+
+@dataclass(frozen=True)
+class _Proof:
+    """The golden and the state dict that it was recorded with."""
+
+    golden: Golden
+    tensors: Mapping[str, Tensor]
+
+
+def import_checkpoint(
+    path: Path | str,
+    output: Path | str,
+    config: ImportConfig | None = None,
+    *,
+    golden: Path | None = None,
+    tokenizer: Path | None = None,
+    force: bool = False,
+    report: Report = lambda _: None,
+) -> Imported:
+    """Import a checkpoint.
+
+    The layout is found and proven on the state dict that the golden was recorded
+    with, then applied to the checkpoint, whose weights are what is written, in
+    their dtypes.
+
+    Args:
+        path: a state dict file or a Hugging Face directory.
+        output: model directory to create.
+        config: which layout, heads and settings.
+        golden: file that `tfexport.checkpoint.golden.record` wrote.
+        tokenizer: a tokenizer.json, a SentencePiece model, or a list with one token a line.
+        force: replace a model directory that is there; it stays whole until the new one is.
+        report: told what happens, a line at a time.
+
+    Raises:
+        CheckpointError: the checkpoint, golden or tokenizer cannot be read or does not fit; nothing tells its layout.
+        ConfigError: a layout or setting is wrong.
+        ParityError: the golden is not reproduced.
+        BackendError: reading the tokenizer needs a package that is not installed.
+    """
+    config = config or ImportConfig()
+    check_free(Path(output).absolute(), force=force)
+    checkpoint = read_checkpoint(path)
+    for note in checkpoint.notes:
+        report(f"{path}: {note}")
+    proof = _proof(golden, Path(path), checkpoint, report) if golden else None
+    settings = {**_known(config, checkpoint, proof), **_settings(config)}
+    layout = _choose(config, checkpoint, proof, settings, Path(output), report)
+    layout, unknown = _with_tokens(override(layout, settings), proof)
+    certificate = _certified(layout, proof) if proof else unproven(layout.name)
+    certificate = replace(certificate, unverified=(*certificate.unverified, *unknown))
+    canonical = apply_layout(layout, checkpoint.tensors, attributes=proof.golden.attributes if proof else None)
+    notes = (*canonical.notes, *_own_weights(layout, canonical, proof))
+    files = {
+        CERTIFICATE: (json.dumps(certificate.to_dict(), indent=2, ensure_ascii=False) + "\n").encode(),
+        LAYOUT: render_layout(layout).encode(),
+    }
+    if tokenizer is not None:
+        files[TOKENIZER] = tokenizer_json(tokenizer, canonical.config)
+    save_model(replace(canonical, tensors=_separate(canonical.tensors)).model(), output, files=files, force=force)
+    for note in notes:
+        report(note)
+    return Imported(layout, canonical.config, certificate, notes)
+
+
+def _settings(config: ImportConfig) -> dict[str, Value]:
+    settings: dict[str, Value] = {}
+    problems = []
+    for text in config.settings:
+        try:
+            key, value = parse_setting(text)
+        except ConfigError as error:
+            problems.append(str(error))
+            continue
+        if key in settings:
+            problems.append(f"setting {key} is given twice")
+        settings[key] = value
+    if config.heads is not None:
+        if "n_heads" in settings:
+            problems.append("the number of heads is given twice, as --heads and as n_heads")
+        settings["n_heads"] = config.heads
+    raise_all(ConfigError, "import", problems)
+    return settings
+
+
+def _known(config: ImportConfig, checkpoint: Checkpoint, proof: _Proof | None) -> dict[str, Value]:
+    """Return what config.json and the golden say, before anything is asked for."""
+    known: dict[str, Value] = {}
+    if proof is not None and proof.golden.heads is not None:
+        known["n_heads"] = proof.golden.heads
+    if checkpoint.hf_config is not None and config.layout == "auto" and config.builtin:
+        known |= hugging_face.settings(checkpoint.hf_config, checkpoint.tensors)
+    return known
+
+
+def _proof(path: Path, imported: Path, checkpoint: Checkpoint, report: Report) -> _Proof:
+    """Read a golden and find the state dict that it speaks of: its own, the one beside it, or the checkpoint's."""
+    golden = read_golden(path)
+    beside = path.with_name(path.name.removesuffix(_GOLDEN_SUFFIX) + ".safetensors")
+    if golden.state:
+        report(f"{path}: has its own state dict, which the layout is proven on")
+        return _Proof(golden, golden.state)
+    if path.name.endswith(_GOLDEN_SUFFIX) and beside.is_file() and not beside.samefile(imported):
+        report(f"{path}: was recorded with {beside.name}, which the layout is proven on")
+        return _Proof(golden, read_checkpoint(beside).tensors)
+    return _Proof(golden, checkpoint.tensors)
+
+
+def _choose(
+    config: ImportConfig,
+    checkpoint: Checkpoint,
+    proof: _Proof | None,
+    settings: Mapping[str, Value],
+    output: Path,
+    report: Report,
+) -> Layout:
+    """Find the layout: the one asked for, the one that config.json names, or the one that is detected."""
+    builtin = builtin_layouts() if config.builtin else {}
+    if config.layout != "auto":
+        return builtin[config.layout] if config.layout in builtin else _from_file(config.layout)
+    if checkpoint.hf_config is not None and builtin:
+        name = hugging_face.family(checkpoint.hf_config)
+        report(f"config.json: is of the family of the layout {name}")
+        return builtin[name]
+    tensors = proof.tensors if proof else checkpoint.tensors
+    for layout in builtin.values() if proof else ():
+        if proof and not unmatched(layout, list(tensors)) and _reproduces(override(layout, settings), proof):
+            report(f"names and numbers fit the layout {layout.name}")
+            return layout
+    heads = settings.get("n_heads")
+    found = detect(
+        tensors,
+        proof.golden if proof else None,
+        list(builtin.values()),
+        heads=heads if isinstance(heads, int) else None,
+        settings=settings,
+        report=report,
+    )
+    _check_found(found, config, output, report)
+    if found.search is not None and found.search.is_float32:
+        return replace(found.layout, baseline=max(found.layout.baseline, FLOAT32_TOLERANCE / BASELINES))
+    return found.layout
+
+
+def _from_file(name: str) -> Layout:
+    if os.sep not in name and not name.endswith((".yaml", ".yml")) and not Path(name).exists():
+        raise ConfigError(
+            f"layout {name!r} is neither built in nor a file; built in are {', '.join(builtin_layouts())}"
+        )
+    return read_layout(Path(name))
+
+
+def _reproduces(layout: Layout, proof: _Proof) -> bool:
+    try:
+        canonical = _wide(_with_tokens(layout, proof)[0], proof)
+        return compare(canonical, proof.golden).passed(tolerance(proof.golden, layout.baseline))
+    except (CheckpointError, ConfigError, ParityError):
+        return False
+
+
+def _wide(layout: Layout, proof: _Proof) -> Canonical:
+    """Apply a layout in float64, so that folds round nothing that the golden could show."""
+    wide = {key: tensor.double() if tensor.is_floating_point() else tensor for key, tensor in proof.tensors.items()}
+    return apply_layout(layout, wide, attributes=proof.golden.attributes)
+
+
+def _check_found(found: Detection, config: ImportConfig, output: Path, report: Report) -> None:
+    """Refuse what was not proven, and leave a layout file to go on from."""
+    search = found.search
+    if search is None:
+        if not config.accept_unverified:
+            raise CheckpointError(
+                f"the layout {found.layout.name} is a guess from names and shapes, and nothing was proven; "
+                "record a golden and give --golden, or take the guess with --accept-unverified"
+            )
+        return
+    if search.accepted:
+        if search.is_float32:
+            report("the original computes parts in float32, as it seems: the error is above what float64 leaves")
+        return
+    started = _start_file(found.layout, output)
+    tried = f"{search.proposals} mappings with {search.combinations} combinations of switches in {search.seconds:.0f} s"
+    if search.best is None:
+        raise ParityError(f"no layout was found: tried {tried}, none could be run ({search.refused}); finish {started}")
+    raise ParityError(
+        f"no layout reproduces the golden: tried {tried}; the closest has error {search.best.error:.1e}, "
+        f"expected at most {search.tolerance:.0e}; {search.best.comparison.stage(search.tolerance)} disagrees first; "
+        f"finish {started} and give it as --layout"
+    )
+
+
+def _start_file(layout: Layout, output: Path) -> Path:
+    """Write a layout beside the output, under a name that is free."""
+    output.absolute().parent.mkdir(parents=True, exist_ok=True)
+    for number in range(1, 1000):
+        path = output.with_name(f"{output.name}.layout{'' if number == 1 else f'-{number}'}.yaml")
+        try:
+            with path.open("x", encoding="utf-8") as file:
+                file.write(render_layout(layout))
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be written ({error.strerror or error})") from error
+        return path
+    raise CheckpointError(f"{output}: has too many layout files beside it; remove some")
+
+
+def _with_tokens(layout: Layout, proof: _Proof | None) -> tuple[Layout, tuple[str, ...]]:
+    """Put the padding id in the place of ids that nobody gave, and say so."""
+    missing = [name for name in ("pad", "start", "eos") if name not in layout.tokens]
+    if not missing:
+        return layout, ()
+    pad = layout.tokens.get("pad", (proof.golden.pad_source if proof else None) or 0)
+    told = " ".join(f"--set tokens.{name}=ID" for name in missing)
+    note = (
+        f"tokens {', '.join(missing)} are not known: {pad} stands for them; before generating text import with {told}"
+    )
+    return override(layout, {f"tokens.{name}": pad for name in missing}), (note,)
+
+
+def _certified(layout: Layout, proof: _Proof) -> Certificate:
+    """Prove a layout on the golden.
+
+    Raises:
+        ParityError: it is not reproduced.
+    """
+    canonical = _wide(layout, proof)
+    certificate = certify(canonical, proof.golden, layout.name, baseline=layout.baseline)
+    if not certificate.proven:
+        found = compare(canonical, proof.golden)
+        raise ParityError(_disagreement(layout, found, tolerance(proof.golden, layout.baseline)))
+    return certificate
+
+
+def _disagreement(layout: Layout, found: Comparison, wanted: float) -> str:
+    error = max(found.error, found.encoder_error or 0.0)
+    return (
+        f"layout {layout.name} does not reproduce the golden: error {error:.1e}, expected at most {wanted:.0e}; "
+        f"worst in row {found.row} at position {found.position}; {found.stage(wanted)} disagrees first; "
+        "check switches and heads, or let --layout auto search"
+    )
+
+
+def _own_weights(layout: Layout, canonical: Canonical, proof: _Proof | None) -> tuple[str, ...]:
+    """Compare the checkpoint's own weights with what the original computed with its own, where the golden has that."""
+    if proof is None:
+        return ("nothing was proven: there was no golden",)
+    golden = proof.golden.with_real_weights()
+    if golden is None:
+        return ()
+    found = compare(canonical, golden)
+    told = f"with the checkpoint's own weights the error is {found.error:.1e}"
+    if not found.passed(max(tolerance(golden, layout.baseline), _ROUNDED)):
+        told += ": they are not those that the golden was recorded beside"
+    return (told,)
+
+
+def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copy tensors that lie in the memory of another under a second name, which a weight file cannot hold."""
+    seen: dict[int, str] = {}
+    return {name: t.clone() if seen.setdefault(t.data_ptr(), name) != name else t for name, t in tensors.items()}
