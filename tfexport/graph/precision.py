@@ -1,0 +1,63 @@
+"""Write the graphs of a bundle in another precision, from the weights that the bundle itself holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from tfexport.bundle import Bundle
+from tfexport.config import Form, Precision
+from tfexport.errors import BundleError, GraphError, raise_all
+from tfexport.graph.write import write_graphs
+from tfexport.manifest import GraphEntry
+from tfexport.models.directory import load_weights
+from tfexport.spec import ENCODER, FLOAT, WEIGHTS
+
+
+def write_precision(
+    bundle: Bundle,
+    precision: Precision,
+    form: Form | None,
+    directory: Path,
+    *,
+    report: Callable[[str], None] = lambda line: None,
+) -> dict[str, GraphEntry]:
+    """Rebuild the model, cast it and trace it.
+
+    A wider precision than the bundle's gives back no digits that its weights have lost.
+
+    Args:
+        bundle: opened and checked.
+        precision: of the new graphs.
+        form: of the decoder, the only one written; None for an encoder alone.
+        directory: existing; receives the graphs and a weight file of their own.
+        report: told what happens, a line at a time.
+
+    Returns:
+        What a manifest says of each graph, by its name.
+
+    Raises:
+        BundleError: the bundle holds graphs only.
+        CheckpointError: the weights do not fit the model.
+        GraphError: lists every weight that is too large for the precision.
+    """
+    manifest = bundle.manifest
+    if manifest.config is None or WEIGHTS not in manifest.files:
+        raise BundleError(
+            f"{bundle.path}: holds graphs in {manifest.spec.precision} and no model to cast; "
+            f"export it again with: tfexport onnx SOURCE --precision {precision}"
+        )
+    report(f"casting the model to {precision}")
+    model = load_weights(bundle.file(WEIGHTS), manifest.config).to(getattr(torch, FLOAT[precision]))
+    problems = [
+        f"{name} is too large for {precision}, use bf16 or fp32"
+        for name, parameter in model.named_parameters()
+        if not parameter.isfinite().all()
+    ]
+    raise_all(GraphError, str(bundle.path), problems)
+    spec = replace(manifest.spec, precision=precision)
+    opset = manifest.graphs[ENCODER].opset
+    return write_graphs(model, spec, directory, forms=() if form is None else (form,), opset=opset, report=report)
