@@ -20,6 +20,8 @@ _LIBRARIES = ("tfexport", "numpy", "tokenizers", "onnxruntime", "onnxruntime-gpu
 _ROUNDS = 5
 # Each thread reads its part again and again until it has read so much, so that starting it costs nothing.
 _READ_BYTES = 400_000_000
+# Less is read so quickly that the call takes longer.
+_LEAST_BYTES = 1_000_000
 
 
 def environment() -> dict[str, Any]:
@@ -55,13 +57,13 @@ def memory_bandwidth(num_bytes: int) -> float:
 
     Args:
         num_bytes: of the memory that is read over and over; as much as a step reads, so that it lies in the same
-            caches.
+            caches; at least 1 MB is read.
 
     Returns:
         Bytes a second, the best of several rounds and of two ways to read.
     """
-    parts = np.array_split(np.ones(max(1, num_bytes // 4), np.float32), threads())
-    repeats = max(1, _READ_BYTES // num_bytes)
+    memory = np.ones(max(num_bytes, _LEAST_BYTES) // 4, np.float32)
+    parts, repeats = np.array_split(memory, threads()), max(1, _READ_BYTES // memory.nbytes)
     with ThreadPoolExecutor(len(parts)) as pool:
         return max(_bytes_per_second(pool, parts, read, repeats) for read in (_largest, _squares))
 
