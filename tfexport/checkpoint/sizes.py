@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -163,9 +165,11 @@ def _is_computed(layout: Layout) -> bool:
 
 
 def _length(layout: Layout, side: str, shapes: Mapping[str, Shape], problems: list[str]) -> int:
-    if f"{side}.pos" in shapes:
-        return shapes[f"{side}.pos"][0]
     limit = layout.switch("max_length")
+    if f"{side}.pos" in shapes:
+        if limit is not None and not _is_computed(layout):
+            problems.append(f"max_length is {limit}, but {side}.pos is stored; leave max_length out")
+        return shapes[f"{side}.pos"][0]
     if isinstance(limit, int) and limit > 0:
         return limit
     if layout.switch("pos") == "none":
@@ -184,11 +188,12 @@ def _token_ids(layout: Layout, has_decoder: bool, problems: list[str]) -> TokenI
     return TokenIds(**{"start": ids["pad"], "eos": ids["pad"], **ids})
 
 
-def expected_shapes(config: TransformerConfig) -> dict[str, Shape]:
+@functools.lru_cache(maxsize=32)
+def expected_shapes(config: TransformerConfig) -> Mapping[str, Shape]:
     """Return the shape of every canonical tensor of a configuration, tied ones under each of their names."""
     with torch.device("meta"):
         model = Transformer(replace(config, tie_embeddings=False, tie_output=False))
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    return MappingProxyType({name: tuple(parameter.shape) for name, parameter in model.named_parameters()})
 
 
 def check_shapes(config: TransformerConfig, shapes: Mapping[str, Shape], problems: list[str]) -> dict[str, Shape]:
