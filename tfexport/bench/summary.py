@@ -130,6 +130,8 @@ def histogram(samples: Sequence[Sequence[float]]) -> dict[str, list[float]]:
     pooled = np.concatenate([np.asarray(values, np.float64) for values in samples]) * 1e3
     if not pooled.size:
         return {"edges_ms": [], "counts": []}
-    high = float(np.percentile(pooled, 99.5))
-    counts, edges = np.histogram(np.minimum(pooled, high), bins=min(_BINS, max(5, pooled.size // 5)))
+    low = float(pooled.min())
+    high = max(float(np.percentile(pooled, 99.5)), 1.01 * low + 1e-6)  # equal latencies still need a width
+    bins = min(_BINS, max(5, pooled.size // 5))
+    counts, edges = np.histogram(np.minimum(pooled, high), bins=bins, range=(low, high))
     return {"edges_ms": edges.tolist(), "counts": counts.tolist()}
