@@ -1,0 +1,226 @@
+"""Run the parts of the acceptance on a GPU, each in a process of its own, and write a report.
+
+A part that crashes or hangs is a result like any other. Parts are listed in
+tfexport.acceptance, what each does is found through gpu_parts.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tfexport.acceptance import PARTS, Part
+from tfexport.doctor import Diagnosis, diagnose
+
+WORKER = (sys.executable, str(Path(__file__).with_name("gpu_parts.py")))
+# Less than this is not worth the start of a part: libraries alone take seconds to load.
+LEAST_S = 15
+TAIL_LINES = 20
+OUT_OF_TIME = "out of time"
+
+
+@dataclass
+class Outcome:
+    """What became of a part.
+
+    Attributes:
+        part: its name.
+        what: it shows.
+        status: "passed", "failed", "refused" (by the library, which is a finding) or "skipped".
+        reason: why it was skipped or failed as a whole; empty otherwise.
+        seconds: that it took.
+        checks: what it found, in order; see `gpu_job.Job`.
+        tail: last lines that it printed, of a part that failed.
+    """
+
+    part: str
+    what: str
+    status: str
+    reason: str = ""
+    seconds: float = 0.0
+    checks: list[dict[str, Any]] = field(default_factory=list)
+    tail: str = ""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the parts and write report.json and report.md; return 1 when one failed."""
+    parser = argparse.ArgumentParser(description="Try on a GPU all that CI cannot, and write what was found.")
+    parser.add_argument("--output", type=Path, required=True, help="folder for report.json and report.md")
+    parser.add_argument("--budget", type=float, default=540, help="seconds in all; what no longer fits is skipped")
+    parser.add_argument("--only", nargs="+", choices=[part.name for part in PARTS], help="parts to run")
+    parser.add_argument("--work", type=Path, help="folder for bundles and engines, kept for the next run")
+    options = parser.parse_args(arguments)
+    options.output.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    say("looking at the machine")
+    diagnosis = diagnose()
+    with tempfile.TemporaryDirectory(prefix="acceptance-") as temporary:
+        work = (options.work or Path(temporary)).resolve()
+        outcomes = run_parts(diagnosis, work, began + options.budget, options.only)
+    write(options.output, diagnosis, outcomes, time.monotonic() - began)
+    counts = [f"{sum(o.status == status for o in outcomes)} {status}" for status in dict.fromkeys(statuses(outcomes))]
+    say(f"{', '.join(counts)}; {options.output / 'report.md'}")
+    return int("failed" in statuses(outcomes))
+
+
+def run_parts(diagnosis: Diagnosis, work: Path, deadline: float, only: Sequence[str] | None = None) -> list[Outcome]:
+    """Run every part that this machine has the means for, until the time is over."""
+    reasons = {trial.part: trial.skipped for trial in diagnosis.acceptance}
+    outcomes = []
+    for part in PARTS:
+        if only and part.name not in only:
+            continue
+        left = deadline - time.monotonic()
+        if reasons[part.name]:
+            outcome = Outcome(part.name, part.what, "skipped", reasons[part.name])
+        elif left < LEAST_S:
+            outcome = Outcome(part.name, part.what, "skipped", OUT_OF_TIME)
+        else:
+            outcome = run_part(part, work, left)
+        outcomes.append(outcome)
+        say(f"{part.name}: {outcome.status}{': ' + outcome.reason if outcome.reason else ''} ({outcome.seconds:.0f} s)")
+    return outcomes
+
+
+def run_part(part: Part, work: Path, left_s: float, worker: Sequence[str] = WORKER) -> Outcome:
+    """Run one part in a process of its own.
+
+    Args:
+        part: to run.
+        work: folder that parts share.
+        left_s: until the time of all parts is over.
+        worker: the program, which gets the name of the part, the folder and the file for its checks.
+    """
+    folder = work / "parts"
+    folder.mkdir(parents=True, exist_ok=True)
+    found, printed = folder / f"{part.name}.jsonl", folder / f"{part.name}.log"
+    found.unlink(missing_ok=True)
+    limit_s, began = min(part.limit_s, left_s), time.monotonic()
+    with printed.open("wb") as log:
+        process = subprocess.Popen(
+            [*worker, part.name, str(work), str(found)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # with the compilers that it may have started
+            process.wait()
+            death = f"no end within {limit_s:.0f} s" if limit_s == part.limit_s else OUT_OF_TIME
+        else:
+            death = f"crashed with signal {-code}" if code < 0 else f"exit code {code}" if code else ""
+    checks = read_checks(found)
+    status = judge(checks, death)
+    reason = death or ("" if checks else "nothing was checked")
+    tail = "\n".join(printed.read_text(errors="replace").splitlines()[-TAIL_LINES:]) if status == "failed" else ""
+    return Outcome(part.name, part.what, status, reason, time.monotonic() - began, checks, tail)
+
+
+def read_checks(path: Path) -> list[dict[str, Any]]:
+    """Read the checks that a part wrote; the last line may be cut off."""
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def judge(checks: Sequence[dict[str, Any]], death: str) -> str:
+    """Say what checks and the end of a process amount to; running out of time is no failure."""
+    found = {check["status"] for check in checks}
+    if "failed" in found or (death and death != OUT_OF_TIME):
+        return "failed"
+    if death:
+        return "skipped"
+    return "refused" if "refused" in found else "passed" if found else "failed"
+
+
+def statuses(outcomes: Sequence[Outcome]) -> list[str]:
+    """Return the status of each."""
+    return [outcome.status for outcome in outcomes]
+
+
+def write(folder: Path, diagnosis: Diagnosis, outcomes: Sequence[Outcome], seconds: float) -> None:
+    """Write report.json and report.md."""
+    report = {
+        "passed": "failed" not in statuses(outcomes),
+        "seconds": round(seconds, 1),
+        "machine": diagnosis.to_dict(),
+        "parts": [asdict(outcome) for outcome in outcomes],
+    }
+    text = json.dumps(report, ensure_ascii=False, indent=2, allow_nan=False)
+    (folder / "report.json").write_text(text + "\n", encoding="utf-8")
+    lines = markdown(diagnosis, outcomes, seconds)
+    (folder / "report.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def markdown(diagnosis: Diagnosis, outcomes: Sequence[Outcome], seconds: float) -> list[str]:
+    """Lay the report out for people."""
+    gpus = [
+        f"{gpu['name']}, compute capability {gpu['compute_capability']}, "
+        f"{gpu['memory_bytes'] / 2**30:.0f} GiB, driver for CUDA {gpu['driver_version']}"
+        for gpu in diagnosis.gpus
+    ]
+    libraries = {library.name: library.version for library in diagnosis.libraries if library.version}
+    lines = [
+        "# Acceptance on a GPU",
+        "",
+        f"- {'; '.join(gpus) or 'no GPU'}",
+        f"- {diagnosis.system}, Python {diagnosis.python}, tfexport {diagnosis.tfexport}",
+        f"- {', '.join(f'{name} {version}' for name, version in libraries.items())}",
+        f"- {seconds:.0f} s",
+        "",
+        *table(
+            ["part", "what", "result", "seconds", "why"],
+            [[o.part, o.what, o.status, f"{o.seconds:.0f}", o.reason] for o in outcomes],
+        ),
+    ]
+    lines += latency_lines(outcomes)
+    for outcome in outcomes:
+        if outcome.checks:
+            rows = [[c["name"], c["status"], f"{c['seconds']:.1f}", spell(c)] for c in outcome.checks]
+            lines += ["", f"## {outcome.part}", "", *table(["check", "result", "seconds", "found"], rows)]
+        if outcome.tail:
+            lines += ["", f"The end of what {outcome.part} printed:", "", "```", outcome.tail, "```"]
+    return lines
+
+
+def latency_lines(outcomes: Sequence[Outcome]) -> list[str]:
+    """Lay out the milliseconds of all parts that measured any, one row a backend, one column a setting."""
+    rows: dict[str, dict[str, float]] = {}
+    for outcome in outcomes:
+        for check in outcome.checks:
+            for setting, value in check["numbers"].get("latency_ms", {}).items():
+                rows.setdefault(check["name"], {})[setting] = value
+    if not rows:
+        return []
+    settings = list(dict.fromkeys(setting for row in rows.values() for setting in row))
+    found = [[name, *(f"{row[s]:.2f}" if s in row else "" for s in settings)] for name, row in rows.items()]
+    return ["", "## Milliseconds a decode", "", *table(["backend", *settings], found)]
+
+
+def spell(check: dict[str, Any]) -> str:
+    """Write what a check found in one cell."""
+    numbers = {name: value for name, value in check["numbers"].items() if name != "latency_ms"}
+    return "; ".join([*([check["detail"]] if check["detail"] else []), *(f"{k} {v}" for k, v in numbers.items())])
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Write a table in Markdown."""
+    cells = [header, ["---"] * len(header), *rows]
+    return ["| " + " | ".join(" ".join(str(c).replace("|", "\\|").split()) for c in row) + " |" for row in cells]
+
+
+def say(line: str) -> None:
+    """Tell what happens."""
+    print(line, flush=True)

@@ -1,0 +1,92 @@
+"""What the parts of the acceptance share: checks that are written down at once, bundles and engines made once."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tfexport.config import EngineConfig, ExportConfig, Form, Precision, Target
+from tfexport.errors import TfexportError
+from tfexport.manifest import ENGINES
+
+DATES = Path(__file__).resolve().parent.parent / "models" / "dates"
+
+
+class Job:
+    """Writes down checks as they are done, so that none is lost when the process dies.
+
+    Attributes:
+        work: folder that parts share.
+    """
+
+    def __init__(self, work: Path, found: Path) -> None:
+        """Write checks to the file `found`, one JSON object a line: name, status, detail, seconds, numbers."""
+        self.work, self._found = work, found
+
+    @contextlib.contextmanager
+    def check(self, name: str, refusal: type[Exception] | tuple[type[Exception], ...] = ()) -> Iterator[dict[str, Any]]:
+        """Do a check; it fails when the block raises, and is refused when it raises `refusal`.
+
+        Yields:
+            What was measured, to be filled.
+        """
+        began, status, detail = time.perf_counter(), "passed", ""
+        numbers: dict[str, Any] = {}
+        try:
+            yield numbers
+        except refusal as error:
+            status, detail = "refused", str(error)
+        except Exception as error:  # noqa: BLE001 - whatever goes wrong is a result
+            traceback.print_exc()
+            status = "failed"
+            detail = str(error) if isinstance(error, TfexportError) else f"{type(error).__name__}: {error}"
+        seconds = round(time.perf_counter() - began, 2)
+        entry = {"name": name, "status": status, "detail": detail, "seconds": seconds, "numbers": numbers}
+        print(entry, flush=True)
+        with self._found.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+
+    def bundle(self, source: str, precision: Precision = "fp32") -> Path:
+        """Return a bundle of a preset or of models/dates; the first part that asks for it exports it."""
+        from tfexport.graph.export import export_bundle
+
+        path = self.work / "bundles" / f"{source}-{precision}"
+        if not path.exists():
+            model = str(DATES) if source == "dates" else f"preset:{source}"
+            export_bundle(model, path, ExportConfig(precision=precision), verify=False)
+        return path
+
+    def engine(self, bundle: Path, target: Target, form: Form | None, precision: Precision, **more: Any) -> str | None:
+        """Return the name of an engine in a bundle, None when it cannot be built, which is a failed check.
+
+        The first part that asks for it builds it.
+        """
+        from tfexport.engine.export import build_engines, open_recipe
+        from tfexport.engine.manifest import engine_key
+
+        if target == "tensorrt":
+            timings = self.work / "timings"
+            timings.mkdir(exist_ok=True)
+            more["timing_cache"] = str(timings)
+        config = EngineConfig(target=target, form=form, precision=precision, **more)
+        found: list[str] = []
+        with self.check(f"build {bundle.name} {form or 'encoder'} {precision}") as numbers:
+            key = engine_key(open_recipe(bundle, config).config)
+            if not (bundle / ENGINES / key).exists():
+                build_engines(bundle, config, report=lambda line: print(line, flush=True))
+            numbers["MiB"] = round(sum(f.stat().st_size for f in (bundle / ENGINES / key).glob("*.plan")) / 2**20, 1)
+            found.append(key)
+        return found[0] if found else None
+
+    def copy(self, name: str, source: Path, *, engines: bool) -> Path:
+        """Return a fresh copy of a bundle, to be changed."""
+        path = self.work / "bundles" / name
+        shutil.rmtree(path, ignore_errors=True)
+        shutil.copytree(source, path, ignore=None if engines else shutil.ignore_patterns(ENGINES))
+        return path

@@ -1,0 +1,87 @@
+"""The parts of the acceptance that measure: engines with CUDA graphs and without, ONNX Runtime, PyTorch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import gpu_decodes
+from gpu_decodes import hypotheses, measure
+from gpu_job import Job
+
+from tfexport.bundle import open_bundle
+from tfexport.config import Device, Precision, Target
+from tfexport.runtime.open import open_session
+from tfexport.spec import FLOAT
+
+# Random weights of the paper's base model: its decodes seldom end by themselves.
+MEASURED = "paper-base"
+PRECISIONS: tuple[Precision, ...] = ("fp16", "fp32")
+
+
+def latency(job: Job, target: Target) -> None:
+    """Engines with CUDA graphs and without: the same tokens, and how long they take."""
+    bundle = job.bundle(MEASURED)
+    for precision in PRECISIONS:
+        name = job.engine(bundle, target, "static", precision, max_batch=128)
+        if name is None:
+            continue
+        found = {}
+        for graphs in (True, False):
+            with job.check(f"{target} {precision}{'' if graphs else ' without CUDA graphs'}") as numbers:
+                found[graphs] = _run(bundle, name, graphs, numbers)
+        with job.check(f"{precision}: equal tokens with and without CUDA graphs"):
+            assert found[True] == found[False]
+
+
+def _run(bundle: Path, name: str, graphs: bool, numbers: dict[str, Any]) -> list[list[tuple[int, ...]]]:
+    """Decode and measure; without graphs every step is queued anew."""
+    from tfexport.runtime.trt_replay import Replay
+
+    run = Replay.run if graphs else (lambda self, name, queue: queue())
+    with mock.patch.object(Replay, "run", run):
+        session = gpu_decodes.open_engine(bundle, name)
+        try:
+            found = [hypotheses(session, 8, beams) for beams in (1, 4)]
+            numbers["latency_ms"] = measure(session)
+        finally:
+            session.close()
+    return found
+
+
+def ort_latency(job: Job, device: Device = "cuda") -> None:
+    """ONNX Runtime, both forms."""
+    for precision in PRECISIONS:
+        for form in ("static", "concat"):
+            with job.check(f"ort {device} {form} {precision}") as numbers:
+                bundle = open_bundle(job.bundle(MEASURED, precision))
+                session = open_session(bundle, "ort", form=form, threads=None, device=device)
+                numbers["latency_ms"] = measure(session)
+                session.close()
+
+
+def eager_latency(job: Job) -> None:
+    """PyTorch as it is."""
+    for precision in PRECISIONS:
+        with job.check(f"eager {precision}") as numbers:
+            numbers["latency_ms"] = measure(eager_session(precision, "cuda", compiled=False))
+
+
+def compile_latency(job: Job) -> None:
+    """PyTorch with the decoder's step compiled."""
+    with job.check("torch.compile fp16") as numbers:
+        numbers["latency_ms"] = measure(eager_session("fp16", "cuda", compiled=True))
+
+
+def eager_session(precision: Precision, device: str, *, compiled: bool) -> Any:
+    """Open the eager model on a device, in a precision, its step compiled or not."""
+    import torch
+
+    from tfexport.models.presets import build_preset
+    from tfexport.runtime.eager import EagerSession
+
+    model = build_preset(MEASURED).to(device=device, dtype=getattr(torch, FLOAT[precision]))
+    if compiled:
+        model.decode_step = torch.compile(model.decode_step, dynamic=True)  # type: ignore[method-assign]
+    return EagerSession(model)

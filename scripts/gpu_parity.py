@@ -1,0 +1,207 @@
+"""The parts of the acceptance that compare: engines and ONNX Runtime CUDA with PyTorch, sessions with one another."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gpu_decodes import hypotheses, random_sources
+from gpu_job import Job
+
+from tfexport.bundle import open_bundle
+from tfexport.config import EngineConfig, Form, Precision, Target
+from tfexport.errors import EngineError
+from tfexport.manifest import ENGINES
+from tfexport.model import load
+from tfexport.spec import SOURCE_IDS, SOURCE_MASK, ModelSpec
+from tfexport.verify import Report, VerifyConfig, verify_bundle
+
+PRESETS = ("tiny", "paper-base", "notebook-000", "notebook-001", "notebook-002", "notebook-003", "notebook-004")
+PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "bf16")
+TRIED: tuple[tuple[Form, Precision], ...] = (
+    ("static", "fp32"),
+    ("static", "fp16"),
+    ("static", "bf16"),
+    ("concat", "fp32"),
+    ("concat", "fp16"),
+)
+TEXTS = ["Dienstag, 3. März 2026", "15 de septiembre de 2001", "le 14 juillet 1989", "2026年3月3日火曜日"]
+
+
+def rtx_accepts(job: Job) -> None:
+    """Whether TensorRT-RTX takes this GPU: the engine it builds by default, and one for this GPU alone.
+
+    The library is asked itself, also where tfexport refuses the engine beforehand.
+    """
+    from tfexport.engine.cuda import need_gpu
+    from tfexport.engine.export import build_engines
+    from tfexport.engine.load import load_engine
+
+    capability = need_gpu().compute_capability
+    wanted: tuple[str, ...]
+    for what, wanted in (("default engine", ()), (f"engine for {capability} alone", (capability,))):
+        bundle = job.copy(f"rtx-accepts-{len(wanted)}", job.bundle("dates"), engines=False)
+        with job.check(what, EngineError) as numbers:
+            config = EngineConfig(target="tensorrt-rtx", precision="fp16", compute_capabilities=wanted)
+            engine = build_engines(bundle, config)
+            try:
+                numbers["tfexport loads"] = ", ".join(load_engine(open_bundle(bundle)).plans)
+            except EngineError as error:
+                numbers["tfexport refuses"] = str(error)
+            numbers["the library says"] = library_takes((engine.path / "encoder.plan").read_bytes())
+
+
+def library_takes(plan: bytes) -> str:
+    """Give a plan to TensorRT-RTX, and return what it says of its validity.
+
+    Raises:
+        EngineError: it refuses, in its own words.
+    """
+    from tfexport.engine.flavour import load_flavour
+
+    flavour = load_flavour("tensorrt-rtx")
+    log = flavour.logger()
+    runtime = flavour.runtime(log)
+    validity, diagnostics = runtime.get_engine_validity(plan)
+    said = f"{flavour.version}: validity {validity}, diagnostics {diagnostics}"
+    if runtime.deserialize_cuda_engine(plan) is None:
+        raise EngineError(f"{said}; {' | '.join(log.lines()) or 'nothing in the log'}")
+    return said
+
+
+def dates(job: Job, target: Target) -> None:
+    """The trained model in both forms and all precisions, on random input and in words."""
+    bundle = job.bundle("dates")
+    for form, precision in TRIED:
+        name = parity(job, target, "dates", form, precision, samples=64)
+        if name:
+            with job.check(f"dates in words, {form} {precision}") as numbers:
+                numbers["texts"] = "; ".join(read_dates(bundle, backend="trt", engine=name))
+
+
+def presets(job: Job, target: Target) -> None:
+    """Random presets: every one in fp32 first, then in half precision."""
+    for precision in PRECISIONS:
+        for name in PRESETS:
+            parity(job, target, name, None if name == "notebook-002" else "static", precision, samples=16)
+
+
+def parity(job: Job, target: Target, source: str, form: Form | None, precision: Precision, samples: int) -> str | None:
+    """Build engines and compare them with PyTorch; return their name."""
+    bundle = job.bundle(source)
+    name = job.engine(bundle, target, form, precision)
+    if name:
+        with job.check(f"{source} {form or 'encoder'} {precision}") as numbers:
+            judge(verify_bundle(bundle, backend="trt", engine=name, config=VerifyConfig(samples=samples)), numbers)
+    return name
+
+
+def ort_cuda(job: Job) -> None:
+    """The trained model on ONNX Runtime CUDA, both forms."""
+    for precision in PRECISIONS:
+        ort_parity(job, "dates", precision)
+    with job.check("dates in words") as numbers:
+        numbers["texts"] = "; ".join(read_dates(job.bundle("dates"), backend="ort", device="cuda"))
+
+
+def ort_presets(job: Job) -> None:
+    """Random presets on ONNX Runtime CUDA, both forms."""
+    for precision in PRECISIONS[:2]:
+        for name in PRESETS:
+            ort_parity(job, name, precision)
+
+
+def ort_parity(job: Job, source: str, precision: Precision) -> None:
+    """Compare ONNX Runtime CUDA with PyTorch."""
+    with job.check(f"{source} {precision}") as numbers:
+        bundle = job.bundle(source, precision)
+        judge(verify_bundle(bundle, device="cuda", config=VerifyConfig(samples=32)), numbers)
+
+
+def judge(report: Report, numbers: dict[str, Any]) -> None:
+    """Take over what a report says, and fail when it did."""
+    numbers["errors"] = ", ".join(f"{rung.stage} {rung.error:.1e}" for rung in report.numbers)
+    numbers["exact"] = ", ".join(f"{r.stage} {r.method} {r.exact}+{r.ties}/{r.sequences}" for r in report.decodes)
+    if not report.passed:
+        raise AssertionError("; ".join(report.problems()))
+
+
+def read_dates(bundle: Path, **options: Any) -> list[str]:
+    """Read some dates, greedily and with beams, and fail unless ONNX Runtime on the CPU reads the same."""
+    found: list[str] = []
+    for beams in (1, 4):
+        texts = []
+        for chosen in ({"backend": "ort"}, options):
+            with load(bundle, **chosen) as model:
+                texts.append([result.text for result in model.generate(TEXTS, num_beams=beams)])
+        found = texts[1]
+        assert found == texts[0], f"num_beams {beams}: {found}, expected {texts[0]}"
+    return found
+
+
+def sessions(job: Job, target: Target) -> None:
+    """Two sessions over one loaded engine, from eight threads: everybody gets what one alone gets."""
+    from tfexport.engine.cuda import Cuda
+    from tfexport.engine.load import load_engine
+    from tfexport.runtime.trt import TrtSession
+
+    bundle = open_bundle(job.bundle("dates"))
+    name = job.engine(bundle.path, target, "static", "fp32")
+    if name is None:
+        return
+    with job.check("two sessions, eight threads") as numbers:
+        engine, cuda = load_engine(bundle, name), Cuda()
+        limits = engine.manifest.limits
+        opened = [
+            TrtSession(engine.plans, bundle.manifest.spec, "static", limits, engine.flavour, cuda) for _ in range(2)
+        ]
+        together(opened)
+        numbers["device MiB"] = ", ".join(str(session.memory_bytes() // 2**20) for session in opened)
+        for session in opened:
+            session.close()
+
+
+def together(opened: Sequence[Any]) -> None:
+    """Decode with several sessions alone and from eight threads at once; fail unless the tokens are the same."""
+    tasks = [(session, batch, beams) for session in opened for batch in (1, 3, 8) for beams in (1, 4)]
+    alone = [hypotheses(*task) for task in tasks]
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda task: hypotheses(*task), tasks * 3))
+    assert found == alone * 3, "threads get other tokens than one alone"
+
+
+def comparator(job: Job, target: Target) -> None:
+    """The encoder's engine beside its graph in ONNX Runtime, run and compared by Polygraphy."""
+    if target == "tensorrt-rtx":
+        os.environ["POLYGRAPHY_USE_TENSORRT_RTX"] = "1"  # read when polygraphy is first imported
+    bundle = open_bundle(job.bundle("dates"))
+    name = job.engine(bundle.path, target, "static", "fp32")
+    if name is None:
+        return
+    with job.check("encoder beside ONNX Runtime"):
+        from polygraphy.backend.common import BytesFromPath
+        from polygraphy.backend.trt import EngineFromBytes, TrtRunner
+
+        plan = bundle.path / ENGINES / name / "encoder.plan"
+        compare_runners(bundle.path, TrtRunner(EngineFromBytes(BytesFromPath(str(plan)))), bundle.manifest.spec)
+
+
+def compare_runners(bundle: Path, runner: Any, spec: ModelSpec) -> None:
+    """Fail unless a runner of Polygraphy gives what ONNX Runtime gives for the encoder."""
+    from polygraphy import comparator
+    from polygraphy.backend.onnxrt import OnnxrtRunner, SessionFromOnnx
+
+    feeds = []
+    for batch in (1, 4):
+        ids = np.array(random_sources(spec, batch))
+        feeds.append({SOURCE_IDS: ids, SOURCE_MASK: np.ones(ids.shape, np.bool_)})
+    reference = OnnxrtRunner(SessionFromOnnx(str(bundle / "encoder.onnx"), providers=["CPUExecutionProvider"]))
+    found = comparator.Comparator.run([reference, runner], data_loader=feeds)
+    # The newer name from 0.53 on; the older one goes with 0.60.
+    simple = getattr(comparator, "SimpleCompareFunc", None) or comparator.CompareFunc.simple
+    accuracy = comparator.Comparator.compare_accuracy(found, simple(atol=1e-4, rtol=1e-4))
+    assert bool(accuracy), "Polygraphy finds a difference above 1e-4"
