@@ -39,11 +39,13 @@ def rtx_accepts(job: Job) -> None:
     """
     from tfexport.engine.cuda import need_gpu
     from tfexport.engine.export import build_engines
+    from tfexport.engine.flavour import PORTABLE
     from tfexport.engine.load import load_engine
 
     capability = need_gpu().compute_capability
     wanted: tuple[str, ...]
-    for what, wanted in (("default engine", ()), (f"engine for {capability} alone", (capability,))):
+    # Named, since tfexport by itself builds for the GPU at hand.
+    for what, wanted in (("default engine", PORTABLE), (f"engine for {capability} alone", (capability,))):
         bundle = job.copy(f"rtx-accepts-{len(wanted)}", job.bundle("dates"), engines=False)
         with job.check(what, EngineError) as numbers:
             config = EngineConfig(target="tensorrt-rtx", precision="fp16", compute_capabilities=wanted)
