@@ -19,6 +19,7 @@ from tfexport.engine.network import parse_graph
 from tfexport.engine.options import apply_options, choose_options
 from tfexport.engine.plan import Plan, build_plan
 from tfexport.engine.profiles import PREFILL, STEP, Profile, ShapeRange, make_profiles
+from tfexport.engine.progress import Progress
 from tfexport.engine.timing_cache import attach_timing_cache, save_timing_cache, timing_cache_file
 from tfexport.errors import BackendError, EngineError
 from tfexport.graph.static import fix_capacity
@@ -113,6 +114,18 @@ def test_what_the_display_raises_cancels_the_build(rtx: Flavour, error: BaseExce
     with pytest.raises(type(error)):
         build_plan(rtx, "toy", add(), GRAPH, [ADD], EngineConfig(), PORTABLE, tell)
     assert len(calls) == 1
+
+
+def test_the_library_is_told_to_stop_after_an_error_of_the_display() -> None:
+    def fail(phase: str, step: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    broken, sound = Progress(fail), Progress(lambda phase, step, total: None)
+    for progress in (broken, sound):
+        progress.phase_start("building", None, 3)
+    assert broken.step_complete("building", 0) is False
+    assert sound.step_complete("building", 0) is True
+    assert isinstance(broken.error, KeyboardInterrupt)
 
 
 def test_a_step_and_a_prefill_share_one_engine(rtx: Flavour, dates_bundle: Path) -> None:
