@@ -69,7 +69,8 @@ def apply_layout(
     production = Production(layout, pair_names(layout, list(tensors), problems), attributes or {})
     problems += _source_problems(layout, tensors, production.pairs)
     sizes, config, filled = _sizes(layout, tensors, production, problems)
-    raise_all(CheckpointError, f"layout {layout.name}", problems)
+    # What is wrong on both sides alike is said once.
+    raise_all(CheckpointError, f"layout {layout.name}", list(dict.fromkeys(problems)))
     assert config is not None
     made = production.run(tensors, sizes, _said_length(layout), problems)
     raise_all(CheckpointError, f"layout {layout.name}", problems or _not_finite(made, production))

@@ -127,9 +127,17 @@ class Production:
     ) -> list[Tensor]:
         """Return the parts that one pair becomes, none when there is a problem."""
         context = Context(names[side_of(pair.targets[0])], len(pair.targets), _no_sibling)
-        steps = parse_line(self.layout.map[pair.line - 1]).steps
+        line = parse_line(self.layout.map[pair.line - 1])
+        heads = int(context.names["n_heads"])
+        if line.rule.joins_heads and len(pair.sources) != heads:
+            problems.append(f"map {pair.line}: {pair.targets[0]} has {len(pair.sources)} heads, expected {heads}")
+            return []
         return _folded(
-            f"map {pair.line}: {pair.sources[0][:120]}", steps, [tensors[k] for k in pair.sources], context, problems
+            f"map {pair.line}: {pair.sources[0][:120]}",
+            line.steps,
+            [tensors[key] for key in pair.sources],
+            context,
+            problems,
         )
 
     def _map_uses(self) -> list[LineUse]:

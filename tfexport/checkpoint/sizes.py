@@ -167,7 +167,7 @@ def _is_computed(layout: Layout) -> bool:
 def _length(layout: Layout, side: str, shapes: Mapping[str, Shape], problems: list[str]) -> int:
     limit = layout.switch("max_length")
     if f"{side}.pos" in shapes:
-        if limit is not None and not _is_computed(layout):
+        if limit is not None and layout.switch("pos") == "table" and not _is_computed(layout):
             problems.append(f"max_length is {limit}, but {side}.pos is stored; leave max_length out")
         return shapes[f"{side}.pos"][0]
     if isinstance(limit, int) and limit > 0:
