@@ -139,6 +139,7 @@ def test_looking_ahead_drops_another_position_and_another_step(ahead: tuple[Look
     lookahead, step = ahead
     lookahead.run(step, np.array([[10], [20]]), READ, 0)
     assert lookahead.run(step, np.array([[11], [21]]), READ, 2).token_ids[:2].tolist() == [12, 22]
+    assert [(name, past_len) for name, past_len, _ in step.calls][2:] == [("feed", 2), ("follow 1", 3)]
     other = Step(step.cuda, step.stream, 5)
     assert lookahead.run(other, np.array([[12], [22]]), READ, 3).token_ids[:2].tolist() == [13, 23]
     assert [name for name, *_ in other.calls] == ["feed", "follow 1"]

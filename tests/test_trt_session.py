@@ -182,6 +182,58 @@ def test_rows_that_leave_move_nothing_until_half_the_lanes_are_free(dates: Model
     np.testing.assert_array_equal(found.token_ids, reference.step(alone, third, 3).token_ids)
 
 
+def assert_same_steps(
+    session: TrtSession, dates: Model, moves: list[tuple[list[int], ...]], num_candidates: int
+) -> None:
+    """Step and reorder as onnxruntime does; each entry of `moves` is one step's orders, one after the other.
+
+    Row r is fed what was best in place r, whatever was moved there; behind the first step, something else in
+    every second row, so that the rows of one source part.
+    """
+    reference = dates.ort()
+    ids, mask = pad_right(dates.sources[:3], dates.spec.tokens.pad)
+    states = session.encode(ids, mask), reference.encode(ids, mask)
+    new = np.full((3, 1), dates.spec.tokens.start)
+    for number, orders in enumerate(moves):
+        found, expected = (
+            one.step(state, new, num_candidates) for one, state in zip((session, reference), states, strict=True)
+        )
+        np.testing.assert_array_equal(found.token_ids, expected.token_ids)
+        np.testing.assert_allclose(found.logits, expected.logits, atol=1e-4)
+        for order in orders:
+            for one, state in zip((session, reference), states, strict=True):
+                one.reorder(state, np.array(order))
+        new = np.resize(found.token_ids[:, 0], (len(orders[-1]) if orders else len(new), 1))
+        if number == 0:
+            new[1::2] = 5
+
+
+def test_a_step_begun_ahead_is_not_used_when_its_rows_have_moved(dates: Model) -> None:
+    swapped = [1, 0, 3, 2, 5, 4]
+    assert_same_steps(dates.trt(), dates, [([0, 0, 1, 1, 2, 2],), (), (swapped,), (swapped,), (swapped,), ()], 1)
+
+
+def test_moves_may_follow_one_another(dates: Model) -> None:
+    expand, turned = [0, 0, 1, 1, 2, 2], [1, 1, 2, 3, 5, 4]
+    moves = [(expand, turned), (turned, [1, 0, 3, 2, 4, 4], [4, 5, 0, 1]), ([3, 2, 0, 0], [1, 0, 2, 3]), ()]
+    assert_same_steps(dates.trt(), dates, moves, 3)
+    assert_same_steps(dates.trt("concat"), dates, moves, 3)
+
+
+def test_a_lane_without_a_source_still_attends_to_something(dates: Model) -> None:
+    cuda = CudaDouble()
+    session = dates.trt(cuda=cuda)
+    ids, mask = pad_right(dates.sources[:3], dates.spec.tokens.pad)
+    state = session.encode(ids, mask)
+    session.step(state, np.full((3, 1), dates.spec.tokens.start), 1)
+    lanes, source_len = state.unit.key
+    assert (lanes, source_len) == (4, 1 << (ids.shape[1] - 1).bit_length())
+    address = state.unit._work.memory["source_mask"]
+    on_device = cuda.view(address, lanes * source_len, on_device=True).view(bool).reshape(lanes, source_len)
+    np.testing.assert_array_equal(on_device[:3], np.pad(mask, ((0, 0), (0, source_len - ids.shape[1]))))
+    assert on_device[3].tolist() == [True] + [False] * (source_len - 1)
+
+
 def test_beams_are_reordered_by_a_graph(dates: Model) -> None:
     cuda = CudaDouble()
     session = dates.trt(cuda=cuda)
