@@ -1,0 +1,105 @@
+"""Forecast the memory that a graph needs for what lies between its inputs and outputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import onnx_ir as ir
+from onnxscript import optimizer
+
+from tfexport.errors import GraphError, raise_all, shortened
+
+# Only computations of shapes are folded; a constant of that size is as good as none.
+_FOLDED_ITEMS = 1024
+# They change how memory is read, not what is in it.
+_VIEWS = ("Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten")
+
+
+def activation_bytes(path: Path, sizes: Mapping[str, int]) -> int:
+    """Say how many bytes are in use at once while a graph runs node by node.
+
+    Every result is counted from its node to its last reader; a view of it counts as itself. `Attention` is counted
+    with its scores and their softmax in float32, as where no kernel fuses it. Weights, inputs and outputs are not
+    counted. A runtime that fuses nodes needs less, one that rounds sizes up or keeps work space for a node more.
+
+    Args:
+        path: of the graph.
+        sizes: of every named dimension of the inputs.
+
+    Raises:
+        GraphError: the graph cannot be read, a dimension is missing, or a size depends on more than dimensions.
+    """
+    model = _load(path)
+    _fix(model.graph, sizes, path.name)
+    try:
+        optimizer.fold_constants(
+            model, onnx_shape_inference=True, input_size_limit=_FOLDED_ITEMS, output_size_limit=_FOLDED_ITEMS
+        )
+    except Exception as error:
+        raise GraphError(f"{path.name}: has no shapes at these sizes ({error}); check the sizes") from error
+    return _peak(model.graph, path.name)
+
+
+def _load(path: Path) -> ir.Model:
+    try:
+        return ir.load(path)
+    except Exception as error:
+        raise GraphError(f"{path.name}: is not an ONNX model; export it again") from error
+
+
+def _fix(graph: ir.Graph, sizes: Mapping[str, int], subject: str) -> None:
+    """Put numbers for the dimensions of the inputs and forget every shape that follows from them."""
+    names = {dim.value for value in graph.inputs for dim in value.shape or () if isinstance(dim, ir.SymbolicDim)}
+    problems = [f"dimension {name} has no size" for name in sorted(map(str, names - sizes.keys()))]
+    raise_all(GraphError, subject, problems)
+    for value in graph.inputs:
+        assert value.shape is not None
+        value.shape = ir.Shape([dim if isinstance(dim, int) else sizes[str(dim.value)] for dim in value.shape])
+    for node in graph:
+        for value in node.outputs:
+            value.shape = None
+
+
+def _peak(graph: ir.Graph, subject: str) -> int:
+    free = {*graph.inputs, *graph.outputs, *graph.initializers.values()}
+    owners: dict[ir.Value, ir.Value] = {}
+    last: dict[ir.Value, int] = {}
+    for index, node in enumerate(graph):
+        if node.op_type in _VIEWS and node.inputs[0] is not None:
+            owners[node.outputs[0]] = owners.get(node.inputs[0], node.inputs[0])
+        for value in (*node.inputs, *node.outputs):
+            if value is not None:
+                last[owners.get(value, value)] = index
+    ends: dict[int, list[ir.Value]] = {}
+    for value, index in last.items():
+        ends.setdefault(index, []).append(value)
+    problems: list[str] = []
+    used = peak = 0
+    held: dict[ir.Value, int] = {}
+    for index, node in enumerate(graph):
+        for value in node.outputs:
+            if value not in owners and value not in free and value in last:
+                held[value] = _bytes(value, problems)
+                used += held[value]
+        peak = max(peak, used + _scratch(node))
+        used -= sum(held.pop(value, 0) for value in ends.get(index, ()))
+    raise_all(GraphError, subject, problems)
+    return peak
+
+
+def _scratch(node: ir.Node) -> int:
+    """Size what lies inside a node: scores [batch, heads, target_len, len] and their softmax."""
+    shapes = [value.shape for value in node.inputs[:2] if value is not None and value.shape is not None]
+    if node.op_type != "Attention" or len(shapes) < 2 or not all(s.is_static() and len(s) == 4 for s in shapes):
+        return 0
+    query, key = (shape.numpy() for shape in shapes)
+    return 2 * 4 * math.prod(query[:3]) * key[2]
+
+
+def _bytes(value: ir.Value, problems: list[str]) -> int:
+    if value.shape is None or value.dtype is None or not value.shape.is_static():
+        problems.append(f"the size of {shortened(value.name)} does not follow from the dimensions")
+        return 0
+    return math.prod(value.shape.numpy()) * value.dtype.bitwidth // 8
