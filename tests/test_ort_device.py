@@ -203,7 +203,7 @@ def test_the_reference_backend_runs_on_the_cpu_alone(dates_bundle: Path) -> None
 
 def test_a_machine_without_a_driver_is_told_so() -> None:
     assert driver_problem("libcuda-that-is-not-there.so.1") == (
-        "no NVIDIA driver is installed (libcuda-that-is-not-there.so.1 is not found); install it"
+        "no NVIDIA driver is installed (libcuda-that-is-not-there.so.1 is not found); install the NVIDIA driver"
     )
 
 

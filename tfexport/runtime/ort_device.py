@@ -203,7 +203,7 @@ def driver_problem(library: str = "nvcuda.dll" if sys.platform == "win32" else "
     try:
         driver = ctypes.CDLL(library)
     except OSError:
-        return f"no NVIDIA driver is installed ({library} is not found); install it"
+        return f"no NVIDIA driver is installed ({library} is not found); install the NVIDIA driver"
     count = ctypes.c_int()
     code = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
     if code or not count.value:
