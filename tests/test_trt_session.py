@@ -220,6 +220,16 @@ def test_moves_may_follow_one_another(dates: Model) -> None:
     assert_same_steps(dates.trt("concat"), dates, moves, 3)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_sources_may_leave_before_the_encoder_has_read_its_mask(dates: Model, form: Form) -> None:
+    found = []
+    for session in (dates.trt(form), dates.ort(form)):
+        state = session.encode(*pad_right([[4] * 9, [5, 6], [7] * 8, [8]], dates.spec.tokens.pad))
+        session.reorder(state, np.array([1, 2]))
+        found.append(session.step(state, np.full((2, 1), dates.spec.tokens.start), 3))
+    np.testing.assert_allclose(found[0].logits, found[1].logits, atol=1e-4)
+
+
 def test_a_lane_without_a_source_still_attends_to_something(dates: Model) -> None:
     cuda = CudaDouble()
     session = dates.trt(cuda=cuda)
