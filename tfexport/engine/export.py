@@ -36,12 +36,8 @@ from tfexport.manifest import ENGINES, FileEntry
 from tfexport.spec import (
     ENCODER,
     REORDER,
-    GraphSpec,
     TensorSpec,
-    decoder_graph,
-    encoder_graph,
     key_value_names,
-    reorder_spec,
 )
 
 
@@ -164,7 +160,7 @@ def _build(recipe: Recipe, graph: Graph, gauge: Gauge) -> Plan:
 
 def _write(recipe: Recipe, plan: Plan, folder: Path) -> PlanEntry:
     """Write a plan and say what it is; only one at a time is in memory."""
-    contract = _contract(recipe, plan.name)
+    contract = recipe.contract(plan.name)
     problems = [*_differences(plan.inputs, contract.inputs), *_differences(plan.outputs, contract.outputs)]
     raise_all(EngineError, f"{recipe.flavour.target} {recipe.flavour.version}: {plan.name}", problems)
     file = f"{plan.name}.plan"
@@ -179,16 +175,6 @@ def _write(recipe: Recipe, plan: Plan, folder: Path) -> PlanEntry:
         aliases=dict(zip(presents, pasts, strict=True)) if in_place else {},
         profiles=recipe.profiles.engines[plan.name],
         layers=plan.layers,
-    )
-
-
-def _contract(recipe: Recipe, name: str) -> GraphSpec:
-    if name == REORDER:
-        return reorder_spec(recipe.spec.precision)
-    return (
-        encoder_graph(recipe.spec)
-        if recipe.form is None or name == ENCODER
-        else decoder_graph(recipe.spec, recipe.form)
     )
 
 

@@ -12,7 +12,8 @@ from tfexport.engine.manifest import engine_key
 from tfexport.engine.profiles import STEP, Profile
 from tfexport.engine.recipe import Recipe
 from tfexport.graph.describe import weight_bytes
-from tfexport.spec import DECODER, ModelSpec
+from tfexport.graph.memory import activation_bytes
+from tfexport.spec import DECODER, REORDER, ModelSpec
 
 _BOUNDS = ("min", "opt", "max")
 _ITEM_BYTES: dict[Precision, int] = {"fp32": 4, "fp16": 2, "bf16": 2}
@@ -25,10 +26,12 @@ class Memory:
     Attributes:
         weights: of all plans; each holds its own.
         caches: self-attention and cross-attention keys and values of one batch, with what reordering needs.
+        activations: what the hungriest plan needs while it computes node by node; fusion makes it less.
     """
 
     weights: int
     caches: int
+    activations: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +74,7 @@ class Forecast:
             for index, profile in enumerate(profiles):
                 lines += ["", f"Plan {plan}{_kind(plan, index)}", *_ranges(profile)]
         sizes = (f"  {name:<12} {size / 1e6:>10.1f} MB" for name, size in asdict(memory).items())
-        return [*lines, "", "Device memory at these limits, at most", *sizes]
+        return [*lines, "", "Device memory at these limits, about", *sizes]
 
 
 def forecast(recipe: Recipe, graphs: Sequence[Graph]) -> Forecast:
@@ -95,8 +98,22 @@ def forecast(recipe: Recipe, graphs: Sequence[Graph]) -> Forecast:
         memory=Memory(
             weights=sum(weight_bytes(graph.data) for graph in graphs),
             caches=cache_bytes(recipe.spec, limits, grows=recipe.form == "concat"),
+            # Reordering has nothing between its input and its output.
+            activations=max(_activations(recipe, graph) for graph in graphs if graph.name != REORDER),
         ),
     )
+
+
+def _activations(recipe: Recipe, graph: Graph) -> int:
+    """Say what a plan needs at the largest shapes of its last profile; of a decoder the prefill."""
+    profile = recipe.profiles.engines[graph.name][-1]
+    sizes = {
+        dim: size
+        for tensor in recipe.contract(graph.name).inputs
+        for dim, size in zip(tensor.shape, profile[tensor.name].max, strict=True)
+        if isinstance(dim, str)
+    }
+    return activation_bytes(graph.path, sizes)
 
 
 def cache_bytes(spec: ModelSpec, limits: EngineLimits, *, grows: bool) -> int:
@@ -122,7 +139,7 @@ def _kind(plan: str, index: int) -> str:
 
 def _ranges(profile: Profile) -> Iterator[str]:
     """List the inputs of a profile; those of all layers share a line."""
-    rows = [("", *_BOUNDS)]
+    rows: list[tuple[str, ...]] = [("", *_BOUNDS)]
     for name, shape in profile.items():
         stem, _, layer = name.partition(".")
         if layer in ("", "0"):

@@ -13,7 +13,17 @@ from tfexport.engine.flavour import Flavour
 from tfexport.engine.options import BuildOptions, choose_options
 from tfexport.engine.profiles import Profiles, make_profiles
 from tfexport.errors import ConfigError, EngineError, raise_all
-from tfexport.spec import DECODER, ENCODER, WEIGHTS, ModelSpec
+from tfexport.spec import (
+    DECODER,
+    ENCODER,
+    REORDER,
+    WEIGHTS,
+    GraphSpec,
+    ModelSpec,
+    decoder_graph,
+    encoder_graph,
+    reorder_spec,
+)
 
 T = TypeVar("T")
 
@@ -64,6 +74,14 @@ class Recipe:
         files = self.bundle.manifest.files
         names = [self.bundle.manifest.graphs[graph].file for graph in self.graphs]
         return {name: files[name].sha256 for name in (*names, WEIGHTS, TOKENIZER) if name in files}
+
+    def contract(self, plan: str) -> GraphSpec:
+        """Return the inputs and outputs of a plan."""
+        if plan == REORDER:
+            return reorder_spec(self.spec.precision)
+        if self.form is None or plan == ENCODER:
+            return encoder_graph(self.spec)
+        return decoder_graph(self.spec, self.form)
 
 
 def decide(bundle: Bundle, config: EngineConfig, flavour: Flavour, gpu: Gpu | None) -> Recipe:
