@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -143,20 +144,28 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _read_torch(path: Path, *, mapped: bool) -> Any:
+    if mapped:
+        _check_archive(path)
     try:
-        if mapped:
-            _check_archive(path)
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    except pickle.UnpicklingError as error:
-        found = re.search(r"GLOBAL ([\w.]+)|[Uu]nsupported (?:class|global)[: ]+([\w.]+)", str(error))
-        what = f" ({found[1] or found[2]})" if found else ""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of pickles that are refused a moment later
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except OSError:
+        raise
+    except Exception as error:  # on a torn file its reader fails in every way there is
+        if found := re.search(r"GLOBAL ([\w.]+)", str(error)):
+            raise CheckpointError(
+                f"{path}: holds more than tensors and plain values ({found[1]}), which would have to be run to be "
+                f"read, and that is not done; {_STATE_DICT_ONLY}"
+            ) from error
+        reason = "" if isinstance(error, pickle.UnpicklingError) else f" ({_first_line(error)})"
         raise CheckpointError(
-            f"{path}: holds more than tensors and plain values{what}, which would have to be run to be read, "
-            f"and that is not done; {_STATE_DICT_ONLY}"
+            f"{path}: is damaged, cut short or no file of torch.save{reason}; copy it again"
         ) from error
-    except (RuntimeError, EOFError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-        reason = shortened(str(error).splitlines()[0] if str(error) else type(error).__name__)
-        raise CheckpointError(f"{path}: is damaged or cut short ({reason}); copy it again") from error
+
+
+def _first_line(error: Exception) -> str:
+    return shortened(str(error).splitlines()[0] if str(error) else type(error).__name__)
 
 
 def _check_archive(path: Path) -> None:
