@@ -52,6 +52,8 @@ SCHEMA: dict[str, Any] = {
     "scenario": str,
     "settings": {
         "backend": str,
+        "device": str,
+        "engine": (str, type(None)),
         "batch_size": [int],
         "source_length": [int],
         "target_length": [int],

@@ -420,6 +420,8 @@ _SIZES = _List(click.INT)
 @click.option(
     "--backend", type=click.Choice(get_args(Backend)), default=BenchConfig.backend, help="What runs the bundle."
 )
+@_device_option
+@_engine_option
 @click.option("--batch-size", type=_SIZES, default=(), show_default=False, help="Texts decoded together.")
 @click.option("--source-length", type=_SIZES, default=(), show_default=False, help="Tokens of each random source.")
 @click.option("--target-length", type=_SIZES, default=(), show_default=False, help="New tokens, exactly so many.")

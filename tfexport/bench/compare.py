@@ -21,6 +21,8 @@ FIELDS = {
     "bundle": ("bundle", "sha256"),
     "scenario": ("scenario",),
     "backend": ("settings", "backend"),
+    "device": ("settings", "device"),
+    "engine": ("settings", "engine"),
     "batch_size": ("settings", "batch_size"),
     "source_length": ("settings", "source_length"),
     "target_length": ("settings", "target_length"),

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-from tfexport.config import Backend, Config, DecodeConfig
+from tfexport.config import Backend, Config, DecodeConfig, Device
 from tfexport.errors import ConfigError, raise_all
 from tfexport.spec import ModelSpec
 
@@ -46,11 +46,14 @@ class BenchConfig(Config):
 
     Empty sizes and a `duration` of None are filled in by `resolve`. Several sizes make a
     sweep over all their combinations. `rate` is requests a second of the server
-    scenario, `duration` seconds to measure in each process, for each cell.
+    scenario, `duration` seconds to measure in each process, for each cell. `device` and
+    `engine` are those of `tfexport.load`.
     """
 
     scenario: Scenario = "single"
     backend: Backend = "auto"
+    device: Device = "cpu"
+    engine: str | None = None
     batch_size: tuple[int, ...] = ()
     source_length: tuple[int, ...] = ()
     target_length: tuple[int, ...] = ()

@@ -71,7 +71,7 @@ def histogram(edges: Sequence[float], counts: Sequence[float], marks: Mapping[st
     """
     if not counts:
         return _empty("no latencies")
-    axes = _Axes(edges[0], max(edges[-1], *marks.values()), max(counts) * 1.12, "milliseconds, end to end", "requests")
+    axes = _Axes(edges[0], max(edges[-1], *marks.values()), max(counts) * 1.12, "milliseconds, end to end", "count")
     counted = "".join(
         f'<rect class="c0" x="{axes.x(left) + 0.5:.1f}" width="{max(0.5, axes.x(right) - axes.x(left) - 1):.1f}" '
         f'y="{axes.y(count):.1f}" height="{axes.y(0) - axes.y(count):.1f}">'

@@ -80,7 +80,7 @@ def process_metrics(found: Sequence[dict[str, Any]]) -> dict[str, summary.Metric
         return summary.value(statistics.median(values), unit, values)
 
     weight_bytes = found[0]["step_weight_bytes"]
-    note = "" if weight_bytes else "known for canonical models on ONNX Runtime only"
+    note = "" if weight_bytes else "known for canonical models in ONNX Runtime on the CPU only"
     return {
         "load_time": median("load_s", "ms", 1e3),
         "load_to_first_token": median("load_to_first_token_s", "ms", 1e3),

@@ -83,12 +83,19 @@ def check_parity(bundle: Bundle, config: BenchConfig, report: Tell) -> dict[str,
         raise ParityError(
             f"{bundle.path}: parity failed when it was made; fast and wrong is not timed, export it again"
         )
-    if summary is not None and config.backend in _VERIFIED_BY_EXPORT:
+    if summary is not None and config.backend in _VERIFIED_BY_EXPORT and config.device == "cpu":
         return {"passed": True, "source": "verified by its export"}
     try:
         from tfexport.verify import VerifyConfig, verify_bundle
 
-        found = verify_bundle(bundle.path, config=VerifyConfig.quick(), report=report)
+        found = verify_bundle(
+            bundle.path,
+            config=VerifyConfig.quick(),
+            backend="trt" if config.backend == "trt" else "ort",
+            device=config.device,
+            engine=config.engine,
+            report=report,
+        )
     except ModuleNotFoundError as error:
         raise BackendError(
             f"{bundle.path}: was exported without verification, and verifying it here needs {error.name}; "

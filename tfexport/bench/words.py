@@ -53,7 +53,8 @@ def headline(result: dict[str, Any]) -> list[str]:
     return [
         bundle["name"],
         bundle["precision"],
-        settings["backend"],
+        settings["backend"] + (f" {settings['engine']}" if settings["engine"] else ""),
+        *([settings["device"]] if settings["device"] != "cpu" else []),
         result["scenario"] + (f" at {settings['rate']:g} requests/s" if settings["rate"] else ""),
         *sizes,
         *([f"{settings['input']['texts']:,} texts"] if settings["input"] else []),

@@ -40,7 +40,7 @@ def measure(bundle: Path, config: BenchConfig, texts: list[str] | None, number: 
         JSON values that `tfexport.bench.result` reads.
     """
     began = time.perf_counter()
-    model = load(bundle, backend=config.backend)
+    model = load(bundle, backend=config.backend, device=config.device, engine=config.engine)
     load_s = time.perf_counter() - began
     sources = None if texts is None else _encode(model, texts)
     first_token_s, cells = None, []
@@ -57,7 +57,9 @@ def measure(bundle: Path, config: BenchConfig, texts: list[str] | None, number: 
         closed_loop(call, batches, min(_WARM_UP_S, _duration(config) / 5))
         cells.append(_run(call, batches, config, cell, number).to_dict())
     peak = peak_memory_bytes()
-    weight_bytes = step_weight_bytes(open_bundle(bundle)) if model.session.backend == "ort" else None
+    weight_bytes = (
+        step_weight_bytes(open_bundle(bundle)) if model.session.backend == "ort" and config.device == "cpu" else None
+    )
     return {
         "backend": model.session.backend,
         "load_s": load_s,
