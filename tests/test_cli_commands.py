@@ -240,7 +240,7 @@ def test_inspect_something_else(tmp_path: Path) -> None:
 def test_doctor_tells_and_exits_by_whether_a_backend_works(monkeypatch: pytest.MonkeyPatch) -> None:
     result = run("doctor", "--json")
     assert (result.exit_code, json.loads(result.stdout)["works"]) == (0, True)
-    monkeypatch.setattr("tfexport.doctor._PROBES", {})
+    monkeypatch.setattr("tfexport.doctor.PROBES", ())
     result = run("doctor")
     assert result.exit_code == 1
     assert "no backend works, so no bundle can run\n    → pip install 'tfexport[cpu]'" in result.stdout
