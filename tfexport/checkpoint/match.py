@@ -7,6 +7,7 @@ likeliest first; whether one is right, only a golden tells.
 from __future__ import annotations
 
 import heapq
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,11 +17,12 @@ import torch
 from torch import Tensor
 
 from tfexport.checkpoint import words
+from tfexport.checkpoint.compress import compress
 from tfexport.checkpoint.golden import Golden
 from tfexport.checkpoint.layout import Layout, Value
 from tfexport.checkpoint.outer import Reader
 from tfexport.checkpoint.parts import Layers, Part, Shape, parts_of, split
-from tfexport.checkpoint.roles import LIKELY, POSSIBLE, Choice, Layer, Reading, read_layer
+from tfexport.checkpoint.roles import LIKELY, POSSIBLE, Choice, Layer, Reading, Style, read_layer
 from tfexport.errors import CheckpointError
 
 _INDEX = re.compile(r"\{.*?\}")
@@ -65,18 +67,19 @@ def proposals(
         CheckpointError: no layers with attention and feed-forward network are found, or parts of them fit nothing;
             says what was found.
     """
-    readings = [
-        _read(tensors, golden, bare_is_in_out=bare) for bare in ((True, False) if _has_bare(tensors) else (False,))
-    ]
+    readings = [_read(tensors, golden, style) for style in _styles(tensors)]
     heap: list[tuple[int, int, int, tuple[int, ...]]] = []
-    seen = set()
+    seen, proposed = set(), set()
     for number, reading in enumerate(readings):
         start = (0,) * len(reading.choices)
         heapq.heappush(heap, (_cost(reading, start), 0, number, start))
         seen.add((number, start))
     while heap:
         cost, _, number, picks = heapq.heappop(heap)
-        yield Proposal(_layout(readings[number], picks, name), cost)
+        layout = _layout(readings[number], picks, name)
+        if (layout.map, tuple(layout.derive.items()), layout.ignore) not in proposed:
+            proposed.add((layout.map, tuple(layout.derive.items()), layout.ignore))
+            yield Proposal(layout, cost)
         for place, choice in enumerate(readings[number].choices):
             following = (*picks[:place], picks[place] + 1, *picks[place + 1 :])
             if following[place] < len(choice) and (number, following) not in seen:
@@ -108,21 +111,17 @@ def _layout(reading: _Reading, picks: Sequence[int], name: str) -> Layout:
     )
 
 
-def _read(tensors: Mapping[str, Tensor], golden: Golden | None, *, bare_is_in_out: bool) -> _Reading:
+def _read(tensors: Mapping[str, Tensor], golden: Golden | None, style: Style) -> _Reading:
     ignored = sorted(key for key, tensor in tensors.items() if _is_no_weight(key, tensor))
     shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items() if key not in ignored}
-    layers, rest = split(shapes)
-    d_model = _d_model(shapes, layers)
-    sides = _sides(layers, tensors)
-    read: dict[str, Layer] = {}
-    for side, found in sides.items():
-        layer = read_layer(found.parts, d_model, side, bare_is_in_out=bare_is_in_out)
-        if layer is None:
-            raise CheckpointError(
-                f"layers {found.prefix}* have no attention and feed-forward network of width {d_model} that names and "
-                f"shapes tell: {_listed(found.parts)}; write a layout, see docs/layouts.md"
-            )
-        read[side] = layer
+    try:
+        layers, rest = split(shapes)
+        d_model, sides, read = _read_layers(layers, rest, tensors, style)
+    except CheckpointError:
+        layers, rest = split(shapes, scattered=True)
+        if not layers:
+            raise
+        d_model, sides, read = _read_layers(layers, rest, tensors, style)
     vocab = golden.logits.shape[2] if golden is not None and golden.logits is not None else None
     biases, extras = _relative_biases(sides, shapes)
     outer = Reader(parts_of(rest), tensors, d_model, list(sides), vocab).outer()
@@ -150,8 +149,25 @@ def _read(tensors: Mapping[str, Tensor], golden: Golden | None, *, bare_is_in_ou
         arch,
         outer.derive,
         (*ignored, *dead),
-        POSSIBLE * len(unread) + (POSSIBLE if not bare_is_in_out and _has_bare(tensors) else LIKELY),
+        POSSIBLE * len(unread) + style.cost,
     )
+
+
+def _read_layers(
+    layers: Sequence[Layers], rest: Mapping[str, Shape], tensors: Mapping[str, Tensor], style: Style
+) -> tuple[int, dict[str, Layers], dict[str, Layer]]:
+    d_model = _d_model(rest, layers)
+    sides = _sides(layers, tensors)
+    read: dict[str, Layer] = {}
+    for side, found in sides.items():
+        layer = read_layer(found.parts, d_model, side, style)
+        if layer is None:
+            raise CheckpointError(
+                f"layers {found.prefix}* have no attention and feed-forward network of width {d_model} that names and "
+                f"shapes tell: {_listed(found.parts)}; write a layout, see docs/layouts.md"
+            )
+        read[side] = layer
+    return d_model, sides, read
 
 
 def _is_no_weight(key: str, tensor: Tensor) -> bool:
@@ -167,6 +183,17 @@ def _is_no_weight(key: str, tensor: Tensor) -> bool:
     return bool((below == below[0]).all()) and bool((above == above[0]).all()) and bool(below[0] != above[0])
 
 
+def _styles(tensors: Mapping[str, Tensor]) -> Iterator[Style]:
+    """List the conventions that one author keeps to: how bare matrices lie, how fused projections are cut."""
+    named = words.fused_order(word for key in tensors for word in words.words(key)) or "qkv"
+    orders = sorted(map("".join, itertools.permutations("qkv")), key=lambda order: order != named)
+    for bare in (True, False) if _has_bare(tensors) else (False,):
+        for order in orders:
+            for cut in ("split_rows", "split_heads"):
+                cost = (LIKELY if order == named else POSSIBLE) + (cut == "split_heads")
+                yield Style(bare, order, cut, cost + (_has_bare(tensors) and not bare))
+
+
 def _has_bare(tensors: Mapping[str, Tensor]) -> bool:
     """Say whether there are matrices that are no module's weight."""
     return any(
@@ -176,21 +203,23 @@ def _has_bare(tensors: Mapping[str, Tensor]) -> bool:
     )
 
 
-def _d_model(shapes: Mapping[str, Shape], layers: Sequence[Layers]) -> int:
-    """Return the width that the most matrices of layers share, and the most vectors."""
-    counts: Counter[int] = Counter()
-    for found in layers:
-        for part in found.matrices:
-            counts.update({size: 1000 for size in part.shape if size > 1})
-    counts.update(max(shape, default=1) for shape in shapes.values() if sum(size > 1 for size in shape) == 1)
-    counts.update(shape[-1] for shape in shapes.values() if len(shape) > 1)
+def _d_model(rest: Mapping[str, Shape], layers: Sequence[Layers]) -> int:
+    """Return the width that most norms, embeddings and matrices share."""
     if not layers:
-        listed = ", ".join(sorted(shapes)[:8])
+        listed = ", ".join(sorted(rest)[:8])
         raise CheckpointError(
-            f"no list of equal layers among {len(shapes)} tensors ({listed} …); "
+            f"no list of equal layers among {len(rest)} tensors ({listed} …); "
             "a layer has an index, attention and a feed-forward network; write a layout, see docs/layouts.md"
         )
-    return counts.most_common(1)[0][0]
+    votes: Counter[int] = Counter()
+    for part in (part for found in layers for part in found.parts):
+        if part.is_vector and max(part.shape, default=1) > 1:
+            votes[max(part.shape)] += 4
+        votes.update({size for size in part.shape if size > 1} if part.is_matrix else ())
+    for shape in rest.values():
+        if len(shape) > 1:
+            votes[shape[-1]] += 4
+    return votes.most_common(1)[0][0]
 
 
 def _sides(layers: Sequence[Layers], keys: Mapping[str, Tensor]) -> dict[str, Layers]:
@@ -243,68 +272,3 @@ def _computed_tables(golden: Golden | None, sides: Sequence[str]) -> Choice:
 def _listed(parts: Sequence[Part]) -> str:
     shown = [f"{part.name} {list(part.shape)}" for part in parts[:12]]
     return ", ".join(shown) + (" …" if len(parts) > 12 else "")
-
-
-def compress(lines: Sequence[str]) -> tuple[str, ...]:
-    """Write lines that differ in one component on each side as one, with lists.
-
-    Args:
-        lines: "SRC -> DST |> ops", without lists.
-
-    Returns:
-        Fewer lines with the same meaning.
-    """
-    rows = []
-    for line in lines:
-        rule, *ops = line.split(" |> ")
-        source, target = rule.split(" -> ")
-        rows.append((tuple(source.split(".")), tuple(target.split(".")), tuple(ops)))
-    for right in (-1, -2, -3, 0):
-        for left in (-1, -2, -3, -4, 0, 1, 2):
-            rows = _merged(rows, left, right)
-    return tuple(" |> ".join((f"{'.'.join(source)} -> {'.'.join(target)}", *ops)) for source, target, ops in rows)
-
-
-Row = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
-
-
-def _merged(rows: Sequence[Row], left: int, right: int) -> list[Row]:
-    """Merge rows that differ in component `left` of the source and `right` of the target alone."""
-    groups: dict[object, list[Row]] = {}
-    for row in rows:
-        source, target, ops = row
-        is_plain = -len(source) <= left < len(source) and -len(target) <= right < len(target)
-        if is_plain and not set("{[") & {*source[left], *target[right]} and _keeps_order(row, left, right):
-            rest = (_without(source, left), len(source), _without(target, right), len(target), ops)
-            groups.setdefault(rest, []).append(row)
-        else:
-            groups.setdefault(row, []).append(row)
-    merged = []
-    for group in groups.values():
-        if len(group) == 1:
-            merged += group
-            continue
-        sources, targets = [row[0][left] for row in group], [row[1][right] for row in group]
-        if len(set(sources)) < len(group) or len(set(targets)) < len(group):
-            merged += group
-            continue
-        source, target, ops = group[0]
-        merged.append((_with(source, left, sources), _with(target, right, targets), ops))
-    return merged
-
-
-def _keeps_order(row: Row, left: int, right: int) -> bool:
-    """The k-th list on the left belongs to the k-th on the right: as many lists have to stand before both."""
-    source, target, _ = row
-    before = sum("{" in part and "," in part for part in source[: left % len(source)])
-    return before == sum("{" in part and "," in part for part in target[: right % len(target)])
-
-
-def _without(parts: tuple[str, ...], place: int) -> tuple[str, ...]:
-    place %= len(parts)
-    return (*parts[:place], "\0", *parts[place + 1 :])
-
-
-def _with(parts: tuple[str, ...], place: int, values: Sequence[str]) -> tuple[str, ...]:
-    place %= len(parts)
-    return (*parts[:place], "{" + ",".join(values) + "}", *parts[place + 1 :])

@@ -74,22 +74,23 @@ class Layers:
         return [part for part in self.parts if part.is_matrix]
 
 
-def split(shapes: Mapping[str, Shape]) -> tuple[list[Layers], dict[str, Shape]]:
+def split(shapes: Mapping[str, Shape], *, scattered: bool = False) -> tuple[list[Layers], dict[str, Shape]]:
     """Find the lists of layers.
 
     Args:
         shapes: of every tensor, by key.
+        scattered: whether sublayers lie in lists of their own, attentions.{i} beside networks.{i}.
 
     Returns:
         The lists, and the keys that are in none.
     """
-    rest, found = dict(shapes), []
-    for prefix in _prefixes(rest):
+    rest, found = dict(shapes), list[Layers]()
+    for prefix in () if scattered else _prefixes(rest):
         layers = _layers(prefix, [prefix], rest)
         if layers is not None and len(layers.matrices) >= _LEAST_MATRICES:
             found.append(layers)
             rest = _without(rest, [prefix])
-    for prefixes in _scattered(rest):
+    for prefixes in _scattered(rest) if scattered else ():
         layers = _layers(_parent(prefixes), prefixes, rest)
         if layers is not None and len(layers.matrices) >= _LEAST_MATRICES:
             found.append(layers)
@@ -99,21 +100,31 @@ def split(shapes: Mapping[str, Shape]) -> tuple[list[Layers], dict[str, Shape]]:
 
 def parts_of(shapes: Mapping[str, Shape], prefix: str = "") -> list[Part]:
     """Join weights and biases; `prefix` is left out of the paths."""
-    modules: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
-    for key in shapes:
-        parent, _, leaf = key.rpartition(".")
-        base, kind = words.field(leaf)
-        if not kind:
-            kind = "weight"
-        modules[parent, base][kind] = key
+    modules: dict[tuple[str, str, bool], dict[str, str]] = {}
+    for (parent, base), found in _modules(shapes).items():
+        # W1, b1 and gain1, shift1 are two modules, alpha and bias are one.
+        is_one = len({kind for kind, _ in found}) == len(found)
+        for kind, key in found:
+            is_gain = not is_one and bool(words.GAIN & set(words.words(key.rpartition(".")[2])))
+            modules.setdefault((parent, base, is_gain), {})[kind] = key
     parts = []
-    for (parent, base), keys in modules.items():
+    for (parent, base, _), keys in modules.items():
         weight, bias = keys.get("weight"), keys.get("bias")
         path = [*parent.removeprefix(prefix).split("."), base.replace(" ", "_")]
         shape = shapes[weight or bias or ""]
         bias_size = math.prod(shapes[bias]) if bias else None
         parts.append(Part(tuple(component for component in path if component), shape, weight, bias, bias_size))
     return sorted(parts, key=lambda part: words.natural(part.name))
+
+
+def _modules(keys: Iterable[str]) -> dict[tuple[str, str], list[tuple[str, str]]]:
+    """Group keys by what they belong to, as "weight" or "bias"."""
+    modules: dict[tuple[str, str], list[tuple[str, str]]] = defaultdict(list)
+    for key in keys:
+        parent, _, leaf = key.rpartition(".")
+        base, kind = words.field(leaf)
+        modules[parent, base].append((kind or "weight", key))
+    return modules
 
 
 def _prefixes(keys: Iterable[str]) -> list[str]:
@@ -198,8 +209,11 @@ def _affine(factor: int, offset: int) -> str:
 def _scattered(shapes: Mapping[str, Shape]) -> list[list[str]]:
     """Group lists that count the same layers of one side: attentions.{i}, norms.{i}, ffns.{i}."""
     groups: dict[tuple[str | None, int], list[str]] = defaultdict(list)
-    for prefix in _prefixes(shapes):
-        layers = _layers(prefix, [prefix], shapes)
-        if layers is not None and not any(_is_below(prefix, other) for group in groups.values() for other in group):
+    rest = dict(shapes)
+    # A number that is a whole component counts more likely than one in a name.
+    for prefix in sorted(_prefixes(shapes), key=lambda prefix: not prefix.endswith(".")):
+        layers = _layers(prefix, [prefix], rest)
+        if layers is not None:
             groups[words.side(prefix), layers.count].append(prefix)
+            rest = _without(rest, [prefix])
     return list(groups.values())

@@ -50,6 +50,20 @@ class Matrix:
 
 
 @dataclass(frozen=True)
+class Style:
+    """What an author does everywhere alike.
+
+    `bare_is_in_out`: matrices that are no module's weight are stored [in, out].
+    `order` and `cut` are those of fused projections: in blocks or within each head.
+    """
+
+    bare_is_in_out: bool
+    order: str
+    cut: str
+    cost: int
+
+
+@dataclass(frozen=True)
 class Layer:
     """The readings of a layer, a choice for each group of parts; `unread` fit nothing."""
 
@@ -89,14 +103,14 @@ def _by_head(part: Part, sizes: Sequence[int], d_model: int) -> Matrix:
     return Matrix(part, heads * rows * columns // d_model, d_model, ops)
 
 
-def read_layer(parts: Sequence[Part], d_model: int, side: str, *, bare_is_in_out: bool) -> Layer | None:
+def read_layer(parts: Sequence[Part], d_model: int, side: str, style: Style) -> Layer | None:
     """Read the parts of a layer.
 
     Args:
         parts: of one list of layers.
         d_model: width of the model.
         side: "enc" or "dec".
-        bare_is_in_out: see `matrix`.
+        style: how matrices are stored.
 
     Returns:
         The readings; None when it has no attention and feed-forward network.
@@ -104,12 +118,12 @@ def read_layer(parts: Sequence[Part], d_model: int, side: str, *, bare_is_in_out
     parts = _joined_heads(parts)
     index = "{i}" if any("{i" in key or "i}" in key or "i+" in key for part in parts for key in part.keys) else "0"
     layer = f"{side}.layers.{index}"
-    maps = [matrix(part, d_model, bare_is_in_out=bare_is_in_out) for part in parts if part.is_matrix]
+    maps = [matrix(part, d_model, bare_is_in_out=style.bare_is_in_out) for part in parts if part.is_matrix]
     network = _network(maps, d_model)
     groups = _grouped([found for found in maps if found not in network])
     if not network or not groups:
         return None
-    choices = [_network_choice(network, d_model, f"{layer}.ffn"), *_attention_choices(groups, d_model, layer)]
+    choices = [_network_choice(network, d_model, f"{layer}.ffn"), *_attention_choices(groups, d_model, layer, style)]
     sublayers = [*groups, network]
     norms, unread = _norm_choice([part for part in parts if part.is_vector], sublayers, layer)
     return Layer((*choices, *norms), tuple(unread), len(groups) == 2, _has_gate(network))
@@ -251,7 +265,8 @@ def _roles(maps: Sequence[Matrix]) -> list[tuple[str, ...]]:
     named = [_named(m) for m in maps]
     wanted = {4: ["q", "k", "v", "o"], 3: ["q", "kv", "o"], 2: ["qkv", "o"]}.get(len(maps))
     # A role that this many matrices cannot have, such as that of fused projections, belongs to another grouping.
-    if wanted is None or ({"qkv", "kv"} & set(named)) - set(wanted):
+    said = [role for role in named if role is not None]
+    if wanted is None or ({"qkv", "kv"} & set(said)) - set(wanted) or len(set(said)) < len(said):
         return []
     if sorted(map(str, named)) == sorted(wanted):
         return [tuple(str(role) for role in named)]
@@ -287,9 +302,9 @@ def _shapes_fit(maps: Sequence[Matrix], roles: Sequence[str | None]) -> bool:
     return q.out == k.out and q.width == k.width and (out.width == v.out or is_shared)
 
 
-def _attention_choices(groups: Sequence[Sequence[Matrix]], d_model: int, layer: str) -> list[Choice]:
+def _attention_choices(groups: Sequence[Sequence[Matrix]], d_model: int, layer: str, style: Style) -> list[Choice]:
     if len(groups) == 1:
-        return [_projection_choice(groups[0], d_model, f"{layer}.self")]
+        return [_projection_choice(groups[0], d_model, f"{layer}.self", style)]
     first, second = ({word for m in group for word in m.part.words} for group in groups)
     by_name = [_is_cross(first - second), _is_cross(second - first)]
     if by_name[0] == by_name[1]:
@@ -303,25 +318,25 @@ def _attention_choices(groups: Sequence[Sequence[Matrix]], d_model: int, layer: 
     readings = [
         Reading((*one.lines, *other.lines), cost + one.cost + other.cost)
         for cost, (a, b) in enumerate(orders)
-        for one in _projection_choice(groups[0], d_model, f"{layer}.{a}")
-        for other in _projection_choice(groups[1], d_model, f"{layer}.{b}")
+        for one in _projection_choice(groups[0], d_model, f"{layer}.{a}", style)
+        for other in _projection_choice(groups[1], d_model, f"{layer}.{b}", style)
     ]
     return [tuple(sorted(readings, key=lambda reading: reading.cost))]
 
 
-def _projection_choice(group: Sequence[Matrix], d_model: int, target: str) -> Choice:
+def _projection_choice(group: Sequence[Matrix], d_model: int, target: str, style: Style) -> Choice:
     readings = []
     for cost, roles in enumerate(_roles(group)):
-        cuts = ("split_rows", "split_heads") if len(group) < 4 else ("",)
-        for more, cut in enumerate(cuts):
-            lines: list[str] = []
-            for m, role in zip(group, roles, strict=True):
-                if role in ("qkv", "kv"):
-                    lines += m.lines(f"{target}.[{'/'.join(role)}]", cut)
-                else:
-                    shared = role != "o" and m.width < d_model
-                    lines += m.lines(f"{target}.{role}", *(["block_diag"] if shared else []))
-            readings.append(Reading(tuple(lines), min(cost, FAR) + more))
+        lines: list[str] = []
+        for m, role in zip(group, roles, strict=True):
+            if role in ("qkv", "kv"):
+                order = "/".join(part for part in style.order if part in role)
+                lines += m.lines(f"{target}.[{order}]", style.cut)
+            else:
+                # A projection narrower than the model serves every head.
+                shared = role != "o" and m.width < d_model
+                lines += m.lines(f"{target}.{role}", *(["block_diag"] if shared else []))
+        readings.append(Reading(tuple(lines), min(cost, FAR)))
     return tuple(readings)
 
 

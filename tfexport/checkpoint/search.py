@@ -11,7 +11,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -29,7 +29,9 @@ FLOAT32_TOLERANCE = 1e-6
 _NEAR = 0.05
 _REFINED = 6
 # Behind a hit that float32 could explain, so many proposals may still be better.
-_MORE = 8
+_MORE = 24
+# When so many proposals cannot even be applied, none can.
+_HOPELESS = 16
 _ROUNDS = 4
 _MOST_HEADS = 64
 
@@ -40,6 +42,7 @@ class Candidate:
 
     layout: Layout
     comparison: Comparison
+    switches: Switches = field(default_factory=dict)
 
     @property
     def error(self) -> float:
@@ -116,7 +119,10 @@ class Searcher:
             if is_late or (accepted_at is not None and tried > accepted_at + _MORE):
                 break
             tried += 1
-            candidate = self.try_proposal(proposal.layout, as_written=as_written)
+            if tried > _HOPELESS and best is None:
+                break
+            found = {} if best is None or accepted_at is None else best.switches
+            candidate = self.try_proposal(proposal.layout, as_written=as_written, found=found)
             if candidate is not None and (best is None or candidate.error < best.error):
                 best = candidate
                 report(f"proposal {tried}: error {best.error:.1e}")
@@ -139,17 +145,25 @@ class Searcher:
     def _tolerance(self, candidate: Candidate) -> float:
         return tolerance(self.golden, candidate.layout.baseline)
 
-    def try_proposal(self, layout: Layout, *, as_written: bool = False) -> Candidate | None:
-        """Find the switches that bring one layout nearest to the golden; None where it cannot be applied."""
+    def try_proposal(
+        self, layout: Layout, *, as_written: bool = False, found: Switches | None = None
+    ) -> Candidate | None:
+        """Find the switches that bring one layout nearest to the golden; None where it cannot be applied.
+
+        Args:
+            layout: to try.
+            as_written: leave its switches as they are.
+            found: switches that another layout came near with, to begin with.
+        """
         best: Candidate | None = None
         for heads in self._heads(layout):
             canonical = self._applied(layout, heads)
             if canonical is None:
                 continue
             fixed = {**(layout.arch if as_written else {}), "n_heads": heads, **self.settings}
-            found = self._search(canonical, layout, fixed, as_written=as_written)
-            if found is not None and (best is None or found.error < best.error):
-                best = found
+            candidate = self._search(canonical, layout, fixed, found or {}, as_written=as_written)
+            if candidate is not None and (best is None or candidate.error < best.error):
+                best = candidate
         return best
 
     def _heads(self, layout: Layout) -> list[int]:
@@ -176,17 +190,19 @@ class Searcher:
             return None
         return canonical
 
-    def _search(self, canonical: Canonical, layout: Layout, fixed: Switches, *, as_written: bool) -> Candidate | None:
+    def _search(
+        self, canonical: Canonical, layout: Layout, fixed: Switches, found: Switches, *, as_written: bool
+    ) -> Candidate | None:
         choices = {
             name: values
             for name, values in options(canonical.config).items()
             if not _is_set(name, fixed) and not as_written
         }
-        start = {name: values[0] for name, values in choices.items()}
+        start = {name: found.get(name, values[0]) for name, values in choices.items()}
         coarse = {
             name: [value for value in values if value != "gelu_tanh"]
             for name, values in choices.items()
-            if name != "norm_eps" and not (name == "attn_scale" and self._is_single())
+            if not found and name != "norm_eps" and not (name == "attn_scale" and self._is_single())
         }
         judge = Judge(canonical, self.first)
         ranked = []
@@ -199,14 +215,15 @@ class Searcher:
         for error, _, switches in ranked[:_REFINED]:
             if error > _NEAR and best is not None:
                 break
-            found = self._refined(whole, canonical, switches, choices if error <= _NEAR else {})
-            if best is None or found[0] < best[0]:
-                best = found
+            refined = self._refined(whole, canonical, switches, choices if error <= _NEAR else {})
+            if best is None or refined[0] < best[0]:
+                best = refined
+            if best[0] <= FLOAT32_TOLERANCE:
+                break
         if best is None:
             return None
-        return Candidate(
-            with_switches(override(layout, {"n_heads": fixed["n_heads"]}), {**best[1], **self.settings}), best[2]
-        )
+        written = with_switches(override(layout, {"n_heads": fixed["n_heads"]}), {**best[1], **self.settings})
+        return Candidate(written, best[2], best[1])
 
     def _is_single(self) -> bool:
         """Attention over one token is that token, whatever its scale."""

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _NUMBER = re.compile(r"(\d+)")
+_INDEX = re.compile(r"\{\d*i\+?(\d*)\}")
 
 ENCODER = frozenset("enc encoder encoders encode encoding src source input inputs inp".split())
 DECODER = frozenset("dec decoder decoders decode decoding tgt trg target targets output outputs outp".split())
@@ -19,7 +20,7 @@ ATTENTION = frozenset("attn attention att mha mhsa multihead head heads attentio
 FEED_FORWARD = frozenset(
     "ffn ff ffw feed forward feedforward mlp pwff pff positionwise pointwise intermediate ann fcn dense fc1 fc2".split()
 )
-EMBEDDING = frozenset("emb embs embed embeds embedding embeddings embedder lut word wte shared".split())
+EMBEDDING = frozenset("emb embs embed embeds embedding embeddings embedder lut wte shared".split())
 POSITION = frozenset("pos position positions positional pe wpe posenc posemb postional".split())
 OUTPUT = frozenset("out output generator proj projection head lm logits classifier prj unembed fc linear dense".split())
 NORM = frozenset("norm norms ln layernorm rms rmsnorm lnorm normalization normalisation".split())
@@ -27,13 +28,14 @@ FINAL = frozenset("final last f post top".split())
 GATE = frozenset("gate gated gating".split())
 
 _WEIGHT = frozenset("weight weights w kernel gamma alpha gain scale g a".split())
+# Names of gains and shifts, which are norms' where matrices beside them have weights and biases.
+GAIN = frozenset("gamma alpha gain scale g a beta shift offset".split())
 _BIAS = frozenset("bias biases b beta shift offset".split())
 _ROLES = {
     "q": re.compile(r"(w?q|qs|qw|.*quer(y|ies))"),
     "k": re.compile(r"(w?k|ks|kw|.*keys?)"),
     "v": re.compile(r"(w?v|vs|vw|vals?|.*values?)"),
     "o": re.compile(r"(w?o|out|output|outputs|.*concat|final|combine|merge|unify.*|outproj)"),
-    "qkv": re.compile(r".*qkv.*"),
     "kv": re.compile(r"(to|w)?kv"),
 }
 
@@ -44,8 +46,8 @@ def words(name: str) -> tuple[str, ...]:
 
 
 def natural(name: str) -> tuple[tuple[int, int | str], ...]:
-    """Return a sort key that puts 2 before 10."""
-    pieces = _NUMBER.split(name)
+    """Return a sort key that puts 2 before 10, and {3i} before {3i+1}."""
+    pieces = _NUMBER.split(_INDEX.sub(lambda found: found[1] or "0", name))
     return tuple((1, int(piece)) if i % 2 else (0, piece) for i, piece in enumerate(pieces))
 
 
@@ -77,6 +79,11 @@ def field(leaf: str) -> tuple[str, str]:
     return " ".join(found), ""
 
 
+def fused_order(found: Iterable[str]) -> str | None:
+    """Return the order that a word such as "qkv" or "kqv" gives the parts of a fused projection."""
+    return next((word[-3:] for word in found if sorted(word[-3:]) == ["k", "q", "v"]), None)
+
+
 def attention_role(found: tuple[str, ...]) -> str | None:
     """Say which projection of an attention the words name: q, k, v, o, the fused kv or qkv, or None.
 
@@ -87,6 +94,8 @@ def attention_role(found: tuple[str, ...]) -> str | None:
     if {"k", "v"} <= set(found):
         return "kv"
     for word in reversed(found):
+        if fused_order([word]):
+            return "qkv"
         for role, pattern in _ROLES.items():
             if pattern.fullmatch(word):
                 return role
