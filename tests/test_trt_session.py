@@ -7,17 +7,21 @@ import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
+import tfexport
 from tests.cuda_double import CudaDouble
 from tests.trt_double import FLAVOUR, DoubleSession, FakeContext, FakeEngine, RtxEngine, make_engines, trt_session
-from tfexport.bundle import open_bundle
+from tfexport.bundle import Bundle, open_bundle
+from tfexport.cli import main
 from tfexport.config import DecodeConfig, EngineConfig, Form
 from tfexport.decode.batch import decode
-from tfexport.errors import BackendError, InputError
+from tfexport.errors import BackendError, EngineError, InputError
 from tfexport.runtime import trt_unit
 from tfexport.runtime.ort import OrtSession
 from tfexport.runtime.session import pad_right
@@ -33,6 +37,7 @@ class Model:
 
     def __init__(self, bundle: Path) -> None:
         opened = open_bundle(bundle)
+        self.path = bundle
         self.spec: ModelSpec = opened.manifest.spec
         self.graphs = {name: opened.file(graph.file) for name, graph in opened.manifest.graphs.items()}
         rng = np.random.default_rng(0)
@@ -447,7 +452,12 @@ def test_rtx_is_captured_by_us_where_it_can_be(dates: Model) -> None:
     assert cuda.counts["capture"] == 2
     configs = [config for engine in session.engines.values() for config in engine.configs]
     assert {config.cuda_graph_strategy.name for config in configs} == {"DISABLED"}
-    assert {config.dynamic_shapes_kernel_specialization_strategy.name for config in configs} == {"EAGER"}
+    compiled = {
+        name: {config.dynamic_shapes_kernel_specialization_strategy.name for config in engine.configs}
+        for name, engine in session.engines.items()
+    }
+    # A graph would keep kernels that wait for better ones; nobody waits where each run has other shapes.
+    assert compiled == {"encoder": {"LAZY"}, "decoder_static": {"EAGER"}, "reorder": {"LAZY"}}
     for engine in session.engines.values():
         caches = {id(config.cache) for config in engine.configs}
         assert len(caches) == 1, "what was compiled for one context serves the others"
@@ -466,6 +476,54 @@ def test_rtx_captures_by_itself_where_we_cannot(dates: Model, monkeypatch: pytes
     strategies = [config.cuda_graph_strategy.name for config in session.engines["decoder_static"].configs]
     assert "WHOLE_GRAPH_CAPTURE" in strategies
     assert {c.cuda_graph_strategy.name for c in session.engines[ENCODER].configs} == {"DISABLED"}
+
+
+@pytest.fixture
+def on_doubles(dates: Model, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tfexport.Model]:
+    """Return `tfexport.load` on a bundle with an engine `fast`, up to the library and the device."""
+    bundle, cuda = dates.path, CudaDouble()
+
+    def load_engine(opened: Bundle, name: str | None) -> Any:
+        if name not in (None, "fast"):
+            raise EngineError(f"{opened.path}: has no engine {name}")
+        log: list[str] = []
+        engines, limits = make_engines(dates.graphs, dates.spec, "static", EngineConfig(max_batch=4), cuda, log)
+        manifest = SimpleNamespace(config=EngineConfig(form="static", precision="fp32"), limits=limits)
+        reasons = SimpleNamespace(reason=lambda: log[-1])
+        return SimpleNamespace(
+            manifest=manifest, plans=engines, flavour=FLAVOUR, path=opened.path / "engines" / "fast", log=reasons
+        )
+
+    monkeypatch.setattr("tfexport.engine.load.load_engine", load_engine)
+    monkeypatch.setattr("tfexport.engine.cuda.Cuda", lambda: cuda)
+    return lambda **options: tfexport.load(bundle, **options)
+
+
+def test_a_bundle_generates_with_its_engine(dates: Model, on_doubles: Callable[..., tfexport.Model]) -> None:
+    texts = ["Dienstag, 3. März 2026", "15 de septiembre de 2001", "le 14 juillet 1989", "2026年3月3日", "May 4, 1977"]
+    with tfexport.load(dates.path, backend="ort") as model:
+        expected = model.generate(texts, num_beams=2)
+    for engine in (None, "fast"):
+        with on_doubles(backend="trt", engine=engine) as model:
+            assert model.session.backend == "trt"
+            assert [result.text for result in model.generate(texts, num_beams=2)] == [r.text for r in expected]
+
+
+def test_an_engine_goes_with_its_backend_and_its_form(on_doubles: Callable[..., tfexport.Model]) -> None:
+    with pytest.raises(BackendError, match="ort: engine fast is for TensorRT; use it with --backend trt"):
+        on_doubles(backend="ort", engine="fast")
+    with pytest.raises(BackendError, match="trt: engine fast has the form static; leave the form out"):
+        on_doubles(backend="trt", form="concat")
+    with pytest.raises(BackendError, match="trt: device cuda is for ONNX Runtime; leave it out"):
+        on_doubles(backend="trt", device="cuda")
+    with pytest.raises(EngineError, match="has no engine slow"):
+        on_doubles(backend="trt", engine="slow")
+
+
+def test_a_bundle_without_engines_says_so_on_the_command_line(dates: Model) -> None:
+    result = CliRunner().invoke(main, ["generate", str(dates.path), "--backend", "trt", "1 May 2020"])
+    assert result.exit_code == 1
+    assert re.fullmatch(r"error: .*tfexport trt .*\n", result.stderr), result.stderr
 
 
 def test_engines_that_are_not_what_they_should_be_are_refused(dates: Model) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 from tfexport.config import Form
 from tfexport.runtime.session import Candidates, Ids
 from tfexport.runtime.trt_ahead import Lookahead
+from tfexport.runtime.trt_engine import Context
 from tfexport.runtime.trt_lanes import Lanes, Move, bucket
 from tfexport.runtime.trt_memory import Slot, bytes_of, shape_of
 from tfexport.runtime.trt_recent import Recent
@@ -41,7 +42,7 @@ class Decoder:
     """
 
     def __init__(self, work: Workspace, form: Form) -> None:
-        """Make contexts, slots, and the buffers whose size does not depend on the batch.
+        """Make slots, and the buffers whose size does not depend on the batch.
 
         Raises:
             BackendError: the device has too little memory, or the library refuses.
@@ -65,7 +66,7 @@ class Decoder:
             Slot(work.cuda, work.event(), work.pinned, limits),
         )
         self._ahead = Lookahead(self._slots)
-        self._contexts = [work.context(DECODER[form], profile) for profile in (STEP, PREFILL)]
+        self._contexts: dict[int, Context] = {}
         self._steps: Recent[Step] = Recent(MAX_STEPS, work.synchronize)
         self._reorder = Reorder(work)
 
@@ -146,14 +147,16 @@ class Decoder:
 
     def _run_static(self, sizes: Sizes, ids: Ids, read: Ids, past_len: int) -> Slot:
         if sizes.target_len > 1:
-            return self._run_once(Step(self._work, sizes, self._contexts[PREFILL]), ids, past_len)
-        step = self._steps.get(sizes, lambda: Step(self._work, sizes, self._work.context(DECODER[self._form], STEP)))
+            return self._run_once(Step(self._work, sizes, self._context(PREFILL)), ids, past_len)
+        step = self._steps.get(
+            sizes, lambda: Step(self._work, sizes, self._work.context(DECODER[self._form], STEP, "be captured"))
+        )
         if sizes.num_candidates == 1:
             return self._ahead.run(step, ids, read, past_len)
         return self._run_once(step, ids, past_len)
 
     def _run_concat(self, sizes: Sizes, ids: Ids, past_len: int) -> Slot:
-        context = self._contexts[PREFILL if sizes.target_len > 1 else STEP]
+        context = self._context(PREFILL if sizes.target_len > 1 else STEP)
         slot = self._run_once(Step(self._work, sizes, context, past_len), ids, past_len)
         for past, present in zip(self._past, self._present, strict=True):
             self._work.memory.exchange(past, present)
@@ -165,6 +168,12 @@ class Decoder:
         step.feed(slot, ids, past_len)
         slot.wait()
         return slot
+
+    def _context(self, profile: int) -> Context:
+        """Return the context for steps of any shape."""
+        if profile not in self._contexts:
+            self._contexts[profile] = self._work.context(DECODER[self._form], profile)
+        return self._contexts[profile]
 
     def _reserve(self, lanes: Lanes) -> None:
         dims = self._dims(lanes)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from tfexport.errors import BackendError, raise_all
 from tfexport.spec import GraphSpec
 
 Shape = tuple[int, ...]
+# Shapes that change from run to run; shapes that stay and are captured by us; the same, captured by the library.
+Use = Literal["any shapes", "be captured", "replay itself"]
 
 
 class Plan:
@@ -64,31 +66,31 @@ class Plan:
             ]
         raise_all(BackendError, f"trt: the engine {self.name}, build it again with tfexport trt --force", problems)
 
-    def context(self, profile: int, memory: int, stream: int, *, replays_itself: bool = False) -> Context:
+    def context(self, profile: int, memory: int, stream: int, use: Use) -> Context:
         """Make a context.
 
         Args:
             profile: index of the optimization profile.
             memory: address of `num_bytes` for activations; contexts that run one after the other may share it.
             stream: that it will run on.
-            replays_itself: let the library capture CUDA graphs by itself, where it can.
+            use: what it is for.
 
         Raises:
             BackendError: the library makes none.
         """
         with self._lock:
-            made = self._make(replays_itself)
+            made = self._make(use)
             if made is None:
                 raise BackendError(f"trt: no execution context for {self.name}: {self._reason()}")
+            if not made.set_optimization_profile_async(profile, stream):
+                raise BackendError(f"trt: {self.name} refuses its profile {profile}: {self._reason()}")
             if hasattr(made, "set_device_memory"):
                 made.set_device_memory(memory, self.num_bytes)
             else:
                 made.device_memory = memory
-            if not made.set_optimization_profile_async(profile, stream):
-                raise BackendError(f"trt: {self.name} refuses its profile {profile}: {self._reason()}")
         return Context(self.name, made, self._reason)
 
-    def _make(self, replays_itself: bool) -> Any:
+    def _make(self, use: Use) -> Any:
         user_managed = self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
         if not hasattr(self._engine, "create_runtime_config"):
             return self._engine.create_execution_context(user_managed)
@@ -96,14 +98,19 @@ class Plan:
         config.set_execution_context_allocation_strategy(user_managed)
         if hasattr(config, "cuda_graph_strategy"):
             strategies = self._trt.CudaGraphStrategy
-            config.cuda_graph_strategy = strategies.WHOLE_GRAPH_CAPTURE if replays_itself else strategies.DISABLED
+            config.cuda_graph_strategy = (
+                strategies.WHOLE_GRAPH_CAPTURE if use == "replay itself" else strategies.DISABLED
+            )
         if hasattr(config, "dynamic_shapes_kernel_specialization_strategy"):
-            # Lazily compiled kernels come too late for a captured graph, which would keep the slow ones for good.
-            strategy = self._trt.DynamicShapesKernelSpecializationStrategy.EAGER
+            # Kernels that are compiled beside the first runs come too late for a captured graph, which would keep
+            # the general ones for good; but where shapes change all the time nobody wants to wait for each.
+            strategies = self._trt.DynamicShapesKernelSpecializationStrategy
+            strategy = strategies.LAZY if use == "any shapes" else strategies.EAGER
             config.dynamic_shapes_kernel_specialization_strategy = strategy
         if hasattr(config, "create_runtime_cache"):
             self._kernels = self._kernels or config.create_runtime_cache()
-            config.set_runtime_cache(self._kernels)
+            if not config.set_runtime_cache(self._kernels):
+                raise BackendError(f"trt: {self.name} refuses a cache for its kernels: {self._reason()}")
         return self._engine.create_execution_context(config)
 
 

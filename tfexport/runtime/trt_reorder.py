@@ -80,7 +80,7 @@ class Reorder:
 
     def _replay(self, names: Mapping[int, Sequence[str]], num_rows: int, new_rows: int) -> None:
         def record() -> _Recorded:
-            contexts = {width: self._work.context(REORDER) for width in names}
+            contexts = {width: self._work.context(REORDER, use="be captured") for width in names}
             for width, context in contexts.items():
                 self._bind(context, width, num_rows, new_rows)
             return _Recorded(contexts, Replay(self._work.cuda, self._work.stream, lambda: self._can_capture(contexts)))

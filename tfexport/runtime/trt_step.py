@@ -139,6 +139,6 @@ class Step:
         if self._context.can_be_captured(self._work.stream):
             return True
         self._work.synchronize()
-        self._context = self._work.context(DECODER[engines.form], replays_itself=True)
+        self._context = self._work.context(DECODER[engines.form], use="replay itself")
         self._bind()
         return False

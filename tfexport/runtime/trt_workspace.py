@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tfexport.config import EngineLimits, Form
 from tfexport.engine.cuda import Cuda
 from tfexport.errors import BackendError
-from tfexport.runtime.trt_engine import Context, Plan
+from tfexport.runtime.trt_engine import Context, Plan, Use
 from tfexport.runtime.trt_memory import Memory, Pinned
 from tfexport.spec import ModelSpec
 
@@ -62,10 +62,10 @@ class Workspace:
             self.close()
             raise
 
-    def context(self, plan: str, profile: int = 0, *, replays_itself: bool = False) -> Context:
+    def context(self, plan: str, profile: int = 0, use: Use = "any shapes") -> Context:
         """Make a context of an engine on this stream; see `Plan.context`."""
         activations = self.memory[_ACTIVATIONS]
-        return self.engines.plans[plan].context(profile, activations, self.stream, replays_itself=replays_itself)
+        return self.engines.plans[plan].context(profile, activations, self.stream, use)
 
     def event(self) -> int:
         """Make an event, which `close` frees."""
