@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -130,8 +131,18 @@ class Judge:
 
     def __init__(self, canonical: Canonical, golden: Golden, *, mask_source: bool = True) -> None:
         """Convert the tensors; `mask_source` False lets padding be attended to."""
-        self.golden, self.mask_source = golden, mask_source
+        self.mask_source = mask_source
         self.model = build(canonical.config, canonical.tensors)
+        self._take(golden)
+
+    def on(self, golden: Golden) -> Judge:
+        """Return a judge of the same tensors, in the same memory, on another batch."""
+        other = copy.copy(self)
+        other._take(golden)
+        return other
+
+    def _take(self, golden: Golden) -> None:
+        self.golden = golden
         keep = golden.source_keep if golden.target_keep is None else golden.target_keep
         expected = golden.hidden_states if golden.logits is None else golden.logits.log_softmax(-1)
         assert expected is not None

@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -120,12 +120,12 @@ def read_golden(path: Path | str) -> Golden:
     except SafetensorError as error:
         raise CheckpointError(f"{path}: is no safetensors file or cut short ({error}); record it again") from error
     numbers = _metadata(path, metadata)
-    own = {name: tensors.get(name) for name in (*_INPUTS, *_RESULTS)}
+    given: dict[str, Any] = {name: tensors.get(name) for name in (*_INPUTS, *_RESULTS)}
     try:
         return Golden(
-            **cast(dict[str, Tensor], own),
+            **given,
+            **numbers,
             outputs=cast(Outputs, metadata.get("outputs", "logits")),
-            **cast(dict[str, int], numbers),
             state=_under(STATE, tensors),
             attributes=_under(ATTRIBUTE, tensors),
             real=_under(REAL, tensors),
@@ -388,7 +388,7 @@ def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-def _check_names(path: Path, names: list[str], slices: Mapping[str, object]) -> None:
+def _check_names(path: Path, names: list[str], slices: Mapping[str, Any]) -> None:
     known = {*_INPUTS, *_RESULTS, *(REAL + name for name in _RESULTS)}
     problems = [
         f"unknown tensor {shortened(name)}"
@@ -396,14 +396,15 @@ def _check_names(path: Path, names: list[str], slices: Mapping[str, object]) -> 
         if name not in known and not name.startswith((STATE, ATTRIBUTE))
     ]
     problems += [f"missing tensor {name}" for name in ("source_ids", "source_keep") if name not in names]
-    size = sum(8 * torch.Size(part.get_shape()).numel() for part in slices.values())  # type: ignore[attr-defined]
+    size = sum(8 * torch.Size(part.get_shape()).numel() for part in slices.values())
     if size > _MAX_BYTES:
         problems.append(f"inputs and outputs take {size} bytes, the limit is {_MAX_BYTES}; record fewer, shorter rows")
     raise_all(CheckpointError, str(path), problems)
 
 
-def _metadata(path: Path, metadata: Mapping[str, str]) -> dict[str, int | float]:
-    found, problems = {}, []
+def _metadata(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    problems = []
     for name, kind in _NUMBERS.items():
         if name in metadata:
             try:

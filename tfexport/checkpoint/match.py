@@ -230,7 +230,7 @@ def _sides(layers: Sequence[Layers], keys: Mapping[str, Tensor]) -> dict[str, La
     skip = words.common(key.split(".") for key in keys)
     named = {words.side(".".join(found.prefix.split(".")[skip:])): found for found in layers}
     if len(layers) == 2 and set(named) == {"enc", "dec"}:
-        return {"enc": named["enc"], "dec": named["dec"]}  # type: ignore[index]
+        return {"enc": named["enc"], "dec": named["dec"]}
     ordered = sorted(layers, key=lambda found: len(found.matrices))
     return dict(zip(("enc", "dec"), ordered, strict=False))
 

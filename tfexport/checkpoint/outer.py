@@ -207,8 +207,8 @@ class Reader:
         common = by_side.pop(None, [])
         if common and len(self.sides) == 2:
             # Of the model as a whole: behind the decoder, unless each side has none.
-            for side, part in zip(("dec",) if len(common) == 1 else self.sides, common, strict=False):
-                by_side.setdefault(side, []).append(part)
+            for owner, part in zip(("dec",) if len(common) == 1 else self.sides, common, strict=False):
+                by_side.setdefault(owner, []).append(part)
         readings: list[Reading] = [Reading(())]
         for side, found in by_side.items():
             readings = [

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -205,12 +206,12 @@ class Searcher:
             if not found and name != "norm_eps" and not (name == "attn_scale" and self._is_single())
         }
         judge = Judge(canonical, self.first)
-        ranked = []
+        ranked: list[tuple[float, int, dict[str, Value]]] = []
         for values in itertools.product(*coarse.values()):
             switches = {**start, **dict(zip(coarse, values, strict=True))}
             ranked.append((self._error(judge, canonical, switches).error, len(ranked), switches))
         ranked.sort(key=lambda entry: entry[:2])
-        whole = Judge(canonical, self.golden)
+        whole = judge.on(self.golden)
         best: tuple[float, Switches, Comparison] | None = None
         for error, _, switches in ranked[:_REFINED]:
             if error > _NEAR and best is not None:
@@ -264,24 +265,12 @@ def _is_set(name: str, fixed: Switches) -> bool:
 def _first_position(golden: Golden) -> Golden:
     """Cut a golden down to the shortest source and the first target position."""
     row = int(golden.source_keep.sum(1).argmin())
-    length = int(golden.source_keep[row].sum())
-    source = (slice(row, row + 1), slice(0, length))
+    source = (slice(row, row + 1), slice(0, int(golden.source_keep[row].sum())))
     target = (slice(row, row + 1), slice(0, 1))
-    states = None if golden.hidden_states is None else golden.hidden_states[source]
-    if golden.target_ids is None or golden.target_keep is None or golden.logits is None:
-        return replace(golden, **_cut(golden, source), hidden_states=states, state={}, attributes={}, real={})
-    return replace(
-        golden,
-        **_cut(golden, source),
-        target_ids=golden.target_ids[target],
-        target_keep=golden.target_keep[target],
-        logits=golden.logits[target],
-        hidden_states=states,
-        state={},
-        attributes={},
-        real={},
-    )
-
-
-def _cut(golden: Golden, place: tuple[slice, slice]) -> dict[str, Tensor]:
-    return {"source_ids": golden.source_ids[place], "source_keep": golden.source_keep[place]}
+    changes: dict[str, Any] = {"state": {}, "attributes": {}, "real": {}}
+    for places, names in (
+        (source, ("source_ids", "source_keep", "hidden_states")),
+        (target, ("target_ids", "target_keep", "logits")),
+    ):
+        changes |= {name: tensor[places] for name in names if (tensor := getattr(golden, name)) is not None}
+    return replace(golden, **changes)

@@ -53,18 +53,16 @@ def configured(config: TransformerConfig, switches: Switches) -> TransformerConf
     """
     changes: dict[str, Any] = {}
     names = {"d_model": float(config.d_model), "d_k": float(config.d_k("encoder"))}
-    stacks: dict[str, StackConfig | None] = {"enc": config.encoder, "dec": config.decoder}
+    stacks: dict[str, Any] = {"enc": config.encoder, "dec": config.decoder}
     heads = switches.get("n_heads")
     if isinstance(heads, int):
         stacks = {side: stack and _with_heads(stack, heads, config.d_model) for side, stack in stacks.items()}
-        names["d_k"] = float(stacks["enc"].d_k or 0) if stacks["enc"] else 0.0
+        names["d_k"] = float(stacks["enc"].d_k)
     for name, value in switches.items():
         side, _, switch = name.rpartition(".")
-        stack = stacks.get(side)
         if switch == "norm_place":
             for one in (side,) if side else tuple(stacks):
-                stack = stacks[one]
-                stacks[one] = stack and replace(stack, norm_place=value)  # type: ignore[arg-type]
+                stacks[one] = stacks[one] and replace(stacks[one], norm_place=value)
         elif switch in _FIELDS:
             is_text = isinstance(value, str) and switch not in ("norm", "act")
             changes[_FIELDS[switch]] = evaluate(str(value), names) if is_text else value
@@ -73,9 +71,8 @@ def configured(config: TransformerConfig, switches: Switches) -> TransformerConf
 
 def _with_heads(stack: StackConfig, heads: int, d_model: int) -> StackConfig:
     """Cut the same rows of queries into another number of heads."""
-    d_k, d_v = (width or d_model // stack.num_heads for width in (stack.d_k, stack.d_v))
-    rows = {"d_k": d_k * stack.num_heads, "d_v": d_v * stack.num_heads}
-    return replace(stack, num_heads=heads, **{name: count // heads for name, count in rows.items()})
+    d_k, d_v = ((width or d_model // stack.num_heads) * stack.num_heads // heads for width in (stack.d_k, stack.d_v))
+    return replace(stack, num_heads=heads, d_k=d_k, d_v=d_v)
 
 
 def with_switches(layout: Layout, switches: Switches) -> Layout:
