@@ -36,6 +36,18 @@ def test_every_bad_text_is_named(session: ScriptedSession) -> None:
     )
 
 
+def test_a_length_that_engines_limit_comes_with_the_command_for_larger_ones() -> None:
+    session = ScriptedSession(12, drawn(12), max_rows=4)
+    build = "or build engines for more: tfexport trt BUNDLE"
+    assert refusal(session, [[3] * 18], DecodeConfig()) == (
+        f"decode: text 1: the source has 18 tokens, the limit is 16; shorten it, {build} --max-source-length 18 --force"
+    )
+    too_many = refusal(session, [[3]], DecodeConfig(max_new_tokens=20))
+    assert too_many.endswith(f"lower max_new_tokens to 16, {build} --max-target-length 20 --force")
+    no_room = refusal(session, [[3]], DecodeConfig(min_new_tokens=3), prefixes=[[4] * 15])
+    assert no_room.endswith(f"lower min_new_tokens, {build} --max-target-length 18 --force")
+
+
 def test_a_long_list_is_cut(session: ScriptedSession) -> None:
     message = refusal(session, [[]] * 1000, DecodeConfig())
     assert message.endswith("text 20: the source is empty, expected one token or more; and 980 more")

@@ -19,9 +19,10 @@ from tests.cuda_double import CudaDouble
 from tests.trt_double import FLAVOUR, DoubleSession, FakeContext, FakeEngine, RtxEngine, make_engines, trt_session
 from tfexport.bundle import Bundle, open_bundle
 from tfexport.cli import main
-from tfexport.config import DecodeConfig, EngineConfig, Form
+from tfexport.config import DecodeConfig, EngineConfig, ExportConfig, Form
 from tfexport.decode.batch import decode
 from tfexport.errors import BackendError, EngineError, InputError
+from tfexport.graph.export import export_bundle
 from tfexport.runtime import trt_unit
 from tfexport.runtime.ort import OrtSession
 from tfexport.runtime.session import pad_right
@@ -78,6 +79,18 @@ def test_decodes_as_onnx_runtime_does(dates: Model, form: Form, prompt: bool, op
         assert [[h.token_ids for h in text] for text in found] == [[h.token_ids for h in text] for text in expected]
         scores, wanted = ([h.score for text in results for h in text] for results in (found, expected))
         np.testing.assert_allclose(scores, wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_decodes_a_random_preset_as_onnx_runtime_does(
+    once: Callable[[str, Callable[[Path], object]], Path], form: Form
+) -> None:
+    settings = ExportConfig(seed=3, max_target_length=24)
+    model = Model(once("tiny-seed-3", lambda path: export_bundle("preset:tiny", path, settings, verify=False)))
+    for config in (DecodeConfig(), DecodeConfig(num_beams=3), DecodeConfig(num_beams=2, length_penalty=2.0)):
+        found = decode(model.trt(form, max_batch=16), model.sources, config, batch_size=5)
+        expected = decode(model.ort(form), model.sources, config, batch_size=5)
+        assert [text[0].token_ids for text in found] == [text[0].token_ids for text in expected]
 
 
 def test_no_text_depends_on_batch_mates_or_lanes(dates: Model) -> None:
@@ -524,6 +537,37 @@ def test_a_bundle_without_engines_says_so_on_the_command_line(dates: Model) -> N
     result = CliRunner().invoke(main, ["generate", str(dates.path), "--backend", "trt", "1 May 2020"])
     assert result.exit_code == 1
     assert re.fullmatch(r"error: .*tfexport trt .*\n", result.stderr), result.stderr
+
+
+class OldContext(FakeContext):
+    """An `IExecutionContext` of TensorRT 10.0 to 10.2: memory for activations is a property."""
+
+    @property
+    def set_device_memory(self) -> Any:
+        raise AttributeError("set_device_memory")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "device_memory":
+            FakeContext.set_device_memory(self, value, FakeEngine.device_memory_size_v2)
+        else:
+            super().__setattr__(name, value)
+
+
+class OldEngine(FakeEngine):
+    """An `ICudaEngine` of TensorRT 10.0 to 10.2, which knows no aliases either."""
+
+    device_memory_size = FakeEngine.device_memory_size_v2
+    get_aliased_input_tensor = property()  # type: ignore[assignment]
+
+    def create_execution_context(self, strategy: Any) -> OldContext | None:
+        made = super().create_execution_context(strategy)
+        return made and OldContext(self, replays_itself=False)
+
+
+def test_the_oldest_library_runs_the_concat_form(dates: Model) -> None:
+    session = dates.trt("concat", kind=OldEngine)
+    found, expected = (decode(one, dates.sources[:5], DecodeConfig(num_beams=2)) for one in (session, dates.ort()))
+    assert [text[0].token_ids for text in found] == [text[0].token_ids for text in expected]
 
 
 def test_engines_that_are_not_what_they_should_be_are_refused(dates: Model) -> None:

@@ -47,7 +47,8 @@ def decode(
     batch_size = min(batch_size, _most_texts(session.max_rows, config) or batch_size)
     search = beam_search if config.num_beams > 1 else greedy_search
     results: list[list[Hypothesis]] = [[] for _ in sources]
-    for group in batches(check_requests(session.spec, sources, config, prefixes), batch_size):
+    requests = check_requests(session.spec, sources, config, prefixes, has_engines=session.max_rows is not None)
+    for group in batches(requests, batch_size):
         found = search(session, Batch.of(group, config, session.spec), config)
         for request, hypotheses in zip(group, found, strict=True):
             results[request.text] = hypotheses

@@ -90,8 +90,17 @@ def check_requests(
     sources: Sequence[Sequence[int]],
     config: DecodeConfig,
     prefixes: Sequence[Sequence[int]] | None,
+    *,
+    has_engines: bool = False,
 ) -> list[Request]:
     """Check everything that is asked and return one request a source.
+
+    Args:
+        spec: of the session.
+        sources: token ids of each text.
+        config: how to generate.
+        prefixes: token ids that each text's hypotheses begin with; None for none.
+        has_engines: the lengths may be limits of engines, which others can be built without.
 
     Raises:
         InputError: lists what is wrong with the settings for this model, and with each text.
@@ -101,14 +110,14 @@ def check_requests(
     if prefixes is not None and len(prefixes) != len(sources):
         raise InputError(f"decode: {len(prefixes)} prefixes for {len(sources)} texts; give one each, empty for none")
     # What no text could do is said once, not for each text.
-    no_room = _room_problems(spec, 0, config)
+    no_room = _room_problems(spec, 0, config, has_engines=has_engines)
     problems, requests = [*_setting_problems(spec, config), *no_room], []
     forced = () if config.forced_bos_token_id is None else (config.forced_bos_token_id,)
     for text, source in enumerate(sources):
         prefix = () if prefixes is None else prefixes[text]
-        found = _source_problems(spec, source) + _prefix_problems(spec, prefix, config)
+        found = _source_problems(spec, source, has_engines=has_engines) + _prefix_problems(spec, prefix, config)
         if not no_room:
-            found += _room_problems(spec, len(prefix), config)
+            found += _room_problems(spec, len(prefix), config, has_engines=has_engines)
         problems += [f"text {text + 1}: {problem}" for problem in found]
         if not problems:
             prompt = (spec.tokens.start, *map(int, prefix), *forced)
@@ -142,12 +151,15 @@ def _setting_problems(spec: ModelSpec, config: DecodeConfig) -> list[str]:
     return problems
 
 
-def _source_problems(spec: ModelSpec, source: Sequence[int]) -> list[str]:
+def _source_problems(spec: ModelSpec, source: Sequence[int], *, has_engines: bool) -> list[str]:
     problems = _id_problems("source", source, spec.source_vocab)
     if len(source) == 0:
         problems.append("the source is empty, expected one token or more")
     if len(source) > spec.max_source_length:
-        problems.append(f"the source has {len(source)} tokens, the limit is {spec.max_source_length}; shorten it")
+        larger = _larger_engines("source", len(source)) if has_engines else ""
+        problems.append(
+            f"the source has {len(source)} tokens, the limit is {spec.max_source_length}; shorten it{larger}"
+        )
     return problems
 
 
@@ -159,17 +171,23 @@ def _prefix_problems(spec: ModelSpec, prefix: Sequence[int], config: DecodeConfi
     return problems
 
 
-def _room_problems(spec: ModelSpec, prefix_len: int, config: DecodeConfig) -> list[str]:
+def _larger_engines(side: str, length: int) -> str:
+    return f", or build engines for more: tfexport trt BUNDLE --max-{side}-length {length} --force"
+
+
+def _room_problems(spec: ModelSpec, prefix_len: int, config: DecodeConfig, *, has_engines: bool) -> list[str]:
     room = _room(spec, prefix_len)
     least = max(1 + (config.forced_bos_token_id is not None), config.min_new_tokens)
     if room < least:
         given = f"a prefix of {prefix_len} and " if prefix_len else ""
         remedy = "shorten the prefix or lower min_new_tokens" if prefix_len else "lower min_new_tokens"
-        return [f"{given}{least} new tokens are above the limit of {spec.max_target_length}; {remedy}"]
+        larger = _larger_engines("target", prefix_len + least) if has_engines else ""
+        return [f"{given}{least} new tokens are above the limit of {spec.max_target_length}; {remedy}{larger}"]
     if config.max_new_tokens is not None and config.max_new_tokens > room:
         left = f"but a prefix of {prefix_len} leaves {room} of the limit" if prefix_len else "above the limit of"
         got = f"max_new_tokens is {config.max_new_tokens}, {left} {spec.max_target_length}"
-        return [f"{got}; lower max_new_tokens to {room}"]
+        larger = _larger_engines("target", prefix_len + config.max_new_tokens) if has_engines else ""
+        return [f"{got}; lower max_new_tokens to {room}{larger}"]
     return []
 
 

@@ -38,7 +38,9 @@ def stream(
         if getattr(config, name) > 1
     ]
     raise_all(InputError, "stream", problems)
-    batch = Batch.of(check_requests(session.spec, [source], config, [prefix]), config, session.spec)
+    has_engines = session.max_rows is not None
+    requests = check_requests(session.spec, [source], config, [prefix], has_engines=has_engines)
+    batch = Batch.of(requests, config, session.spec)
     return _tokens(session, batch, config)
 
 
