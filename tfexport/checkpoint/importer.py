@@ -111,7 +111,7 @@ def import_checkpoint(
     layout, unknown = _with_tokens(override(layout, settings), proof)
     certificate = _certified(layout, proof) if proof else unproven(layout.name)
     certificate = replace(certificate, unverified=(*certificate.unverified, *unknown))
-    canonical = apply_layout(layout, checkpoint.tensors, attributes=proof.golden.attributes if proof else None)
+    canonical = _applied(layout, checkpoint, proof)
     notes = (*canonical.notes, *_own_weights(layout, canonical, proof))
     files = {
         CERTIFICATE: (json.dumps(certificate.to_dict(), indent=2, ensure_ascii=False) + "\n").encode(),
@@ -224,6 +224,18 @@ def _wide(layout: Layout, proof: _Proof) -> Canonical:
     """Apply a layout in float64, so that folds round nothing that the golden could show."""
     wide = {key: tensor.double() if tensor.is_floating_point() else tensor for key, tensor in proof.tensors.items()}
     return apply_layout(layout, wide, attributes=proof.golden.attributes)
+
+
+def _applied(layout: Layout, checkpoint: Checkpoint, proof: _Proof | None) -> Canonical:
+    if proof is None:
+        return apply_layout(layout, checkpoint.tensors)
+    try:
+        return apply_layout(layout, checkpoint.tensors, attributes=proof.golden.attributes)
+    except CheckpointError as error:
+        if proof.tensors is checkpoint.tensors:
+            raise
+        question = "the layout that the golden proves does not fit this checkpoint; is it a golden of this model?"
+        raise CheckpointError(f"{question} {error}") from error
 
 
 def _check_found(found: Detection, config: ImportConfig, output: Path, report: Report) -> None:
