@@ -16,9 +16,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests import tiny
+from tests.conftest import ROOT
+from tests.test_docs import blocks, code, table
 from tfexport.checkpoint.apply import Canonical, apply_layout, unmatched
 from tfexport.checkpoint.arithmetic import evaluate
 from tfexport.checkpoint.layout import (
+    SINUSOIDS,
+    SWITCHES,
     Layout,
     builtin_layouts,
     override,
@@ -27,7 +31,7 @@ from tfexport.checkpoint.layout import (
     read_layout,
     render_layout,
 )
-from tfexport.checkpoint.ops import Context, parse_step, run
+from tfexport.checkpoint.ops import JOINS, OPERATIONS, Context, parse_step, run
 from tfexport.checkpoint.patterns import Found, matches, rule
 from tfexport.checkpoint.sinusoid import sinusoid
 from tfexport.errors import CheckpointError, ConfigError
@@ -653,3 +657,38 @@ def test_nothing_is_read_before_the_shapes_fit() -> None:
     meta = {name: tensor.to("meta") for name, tensor in state().items()}
     meta["out.bias"] = torch.ones(7)
     assert "out.bias is [7], expected [31]" in says(CheckpointError, lambda: apply_layout(IDENTITY, meta, heads=4))
+
+
+# The documentation is that of the code.
+
+DOC = ROOT / "docs" / "layouts.md"
+
+
+def test_the_documented_switches_are_those_of_the_code() -> None:
+    rows = table(DOC, "switch")
+    assert [row[0].strip("`") for row in rows] == list(SWITCHES)
+    for row, (name, switch) in zip(rows, SWITCHES.items(), strict=True):
+        if isinstance(switch.kind, tuple):
+            assert tuple(code(row[1])) == switch.kind, name
+        default = "" if switch.default is None else str(switch.default)
+        assert row[2].strip("`") == (default.lower() if isinstance(switch.default, bool) else default), name
+
+
+def test_the_documented_folds_are_those_of_the_code() -> None:
+    shown = {name.split()[0] for row in table(DOC, "fold") for name in code(row[0])}
+    assert shown == {*OPERATIONS, *JOINS}
+
+
+def test_the_documented_layouts_are_those_that_are_built_in() -> None:
+    shown = {row[0].strip("`"): row[1] for row in table(DOC, "name")}
+    assert shown == {name: layout.about for name, layout in builtin_layouts().items()}
+
+
+def test_the_documented_file_is_one() -> None:
+    (text,) = (block.text for block in blocks(DOC) if block.language == "yaml")
+    assert parse_layout(text, "docs").name == "mine"
+
+
+def test_the_documented_kinds_of_tables_are_those_of_the_code() -> None:
+    text = DOC.read_text(encoding="utf-8")
+    assert all(f"`{kind}`" in text for kind in SINUSOIDS)
