@@ -474,6 +474,20 @@ def test_a_hugging_face_directory_is_not_proven_and_says_so(family: tuple[Any, P
     assert certificate["unverified"] == ["everything: there was no golden to compare with"]
 
 
+def test_a_layout_asked_for_by_name_reads_config_json_too(family: tuple[Any, Path], tmp_path: Path) -> None:
+    _, folder = family
+    name = json.loads((folder / "model" / "certificate.json").read_text())["layout"]
+    import_checkpoint(folder / "hf", tmp_path / "model", ImportConfig(layout=name))
+    for file in ("config.json", "model.safetensors"):
+        assert (tmp_path / "model" / file).read_bytes() == (folder / "model" / file).read_bytes()
+
+
+@recorded
+def test_a_relative_bias_tells_the_heads() -> None:
+    found = apply_layout(builtin_layouts()["hf_t5"], state("hf_t5"))
+    assert found.config.encoder.num_heads == golden("hf_t5").heads
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [

@@ -162,6 +162,7 @@ def test_parts_and_heads() -> None:
         ("a.[q/k]", "b", "stands on the right only"),
         ("a.{i", "b.{i}", "close every bracket"),
         ("a.{0i}", "b.{i}", "counts no layers"),
+        ("a" + ".{a,b,c,d,e,f,g,h,i,j}" * 5, "b", "its lists give more than 10000 names"),
     ],
 )
 def test_a_line_that_cannot_be(source: str, target: str, problem: str) -> None:

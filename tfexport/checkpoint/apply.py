@@ -122,7 +122,9 @@ def _sizes(
     for side in SIDES:
         query = made.get(f"{side}.layers.0.self.q.weight")
         if query is not None:
-            heads = read_heads(layout, side, query.shape[0], problems)
+            bias = made.get(f"{side}.rel_bias.weight")
+            told = None if bias is None else bias.shape[-1]
+            heads = read_heads(layout.switch("n_heads", side) or told, query.shape[0], problems)
             sizes[side] |= {"n_heads": heads, "d_k": query.shape[0] // heads}
     shapes = {name: tuple(tensor.shape) for name, tensor in made.items()}
     config = read_config(layout, shapes, sizes, problems)

@@ -12,6 +12,7 @@ _ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_new": "gelu_tanh", "silu":
 _TOKENS = {"pad": "pad_token_id", "start": "decoder_start_token_id", "eos": "eos_token_id"}
 # mT5 is T5 v1.1 by another name.
 _FAMILIES = {"marian": "hf_marian", "bart": "hf_bart", "t5": "hf_t5", "mt5": "hf_t5"}
+LAYOUTS = ("hf_marian", "hf_bart", "hf_t5", "hf_t5_v1_1")
 # T5 takes texts of any length; this is what it was trained for.
 _T5_LENGTH = 512
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -150,9 +151,16 @@ def _known(config: ImportConfig, checkpoint: Checkpoint, proof: _Proof | None) -
     known: dict[str, Value] = {}
     if proof is not None and proof.golden.heads is not None:
         known["n_heads"] = proof.golden.heads
-    if checkpoint.hf_config is not None and config.layout == "auto" and config.builtin:
+    if checkpoint.hf_config is not None and _is_named(config, checkpoint.hf_config):
         known |= hugging_face.settings(checkpoint.hf_config, checkpoint.tensors)
     return known
+
+
+def _is_named(config: ImportConfig, hf_config: Mapping[str, Any]) -> bool:
+    """Say whether it is config.json that gives the layout, or agrees with the one asked for."""
+    if config.layout == "auto":
+        return config.builtin
+    return config.layout in hugging_face.LAYOUTS and config.layout == hugging_face.family(hf_config)
 
 
 def _proof(path: Path, imported: Path, checkpoint: Checkpoint, report: Report) -> _Proof:
@@ -180,7 +188,7 @@ def _choose(
     builtin = builtin_layouts() if config.builtin else {}
     if config.layout != "auto":
         return builtin[config.layout] if config.layout in builtin else _from_file(config.layout)
-    if checkpoint.hf_config is not None and builtin:
+    if checkpoint.hf_config is not None and _is_named(config, checkpoint.hf_config):
         name = hugging_face.family(checkpoint.hf_config)
         report(f"config.json: is of the family of the layout {name}")
         return builtin[name]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, lru_cache
 from importlib import resources
 from itertools import pairwise
 from pathlib import Path
@@ -122,7 +122,7 @@ class Layout:
         return self.arch.get(f"{side}.{name}", self.arch.get(name, SWITCHES[name].default))
 
 
-@cache
+@lru_cache(maxsize=20_000)
 def parse_line(text: str) -> Line:
     """Parse a line of `map`.
 

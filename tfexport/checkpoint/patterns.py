@@ -10,6 +10,7 @@ the parts of one tensor.
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ _TOKEN = re.compile(r"\{([^{}]*)\}|\[([^\[\]]*)\]")
 _INDEX = re.compile(r"(\d*)i(?:([+-])(\d+))?")
 _NUMBER = "(0|[1-9][0-9]{0,3})"
 _WB = ("weight", "bias")
+_MAX_NAMES = 10_000
 
 
 class Match(NamedTuple):
@@ -220,6 +222,8 @@ def _problems(source: tuple[Piece, ...], target: tuple[Piece, ...]) -> list[str]
     ]
     if any(isinstance(piece, Index) and piece != Index(1, 0) for piece in target):
         problems.append("the right counts layers with {i} alone")
+    if math.prod(len(choice.words) for choice in left) > _MAX_NAMES:
+        problems.append(f"its lists give more than {_MAX_NAMES} names")
     if Head() in target:
         problems.append("{h} stands on the left only, where it joins the heads")
     if any(isinstance(piece, Parts) for piece in source):

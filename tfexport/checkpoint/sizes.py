@@ -40,9 +40,8 @@ _NAMES = {
 }
 
 
-def read_heads(layout: Layout, side: str, query_rows: int, problems: list[str]) -> int:
-    """Return the number of heads of one side, or 1 and a problem."""
-    value = layout.switch("n_heads", side)
+def read_heads(value: Value, query_rows: int, problems: list[str]) -> int:
+    """Return the number of heads, or 1 and a problem where `value` is none."""
     fitting = ", ".join(str(n) for n in range(1, min(query_rows, 128) + 1) if query_rows % n == 0)
     if value is None:
         problems.append(f"the number of heads is not given and no shape tells it; give --heads, one of {fitting}")

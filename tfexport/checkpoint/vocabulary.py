@@ -85,7 +85,8 @@ def _from_sentencepiece(raw: bytes, path: Path, config: TransformerConfig) -> In
         raise BackendError(
             f"tokenizer {path}: is no text; to read a SentencePiece model run: pip install sentencepiece protobuf"
         ) from error
-    proto: Any = sentencepiece_model_pb2.ModelProto()
+    format_: Any = sentencepiece_model_pb2  # made by protobuf at run time, unknown to a type checker
+    proto = format_.ModelProto()
     try:
         proto.ParseFromString(raw)
     except Exception as error:  # protobuf's own class, which may not be imported here
