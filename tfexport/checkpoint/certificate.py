@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tfexport.checkpoint.apply import Canonical
-from tfexport.checkpoint.compare import Comparison, Judge, check_fits, tolerance
+from tfexport.checkpoint.compare import Judge, check_fits, tolerance
 from tfexport.checkpoint.golden import Golden
 from tfexport.checkpoint.layout import Value
 from tfexport.checkpoint.switches import configured, options
@@ -97,7 +97,7 @@ def certify(canonical: Canonical, golden: Golden, layout: str, *, baseline: floa
     check_fits(canonical.config, golden)
     judge = Judge(canonical, golden)
     wanted = tolerance(golden, baseline)
-    error = total(judge.compare(canonical.config))
+    error = judge.compare(canonical.config).worst
     blind = GROWTH * max(error, _FLOOR)
     switches: dict[str, Changed] = {}
     unverified = []
@@ -126,11 +126,6 @@ def certify(canonical: Canonical, golden: Golden, layout: str, *, baseline: floa
     )
 
 
-def total(comparison: Comparison) -> float:
-    """Return the largest error of any stage."""
-    return max(comparison.error, comparison.encoder_error or 0.0)
-
-
 def _switch_changes(canonical: Canonical, golden: Golden, judge: Judge) -> Iterator[tuple[str, Value, Value, float]]:
     """Yield each switch, its value, another value and the error under that."""
     config = canonical.config
@@ -139,18 +134,18 @@ def _switch_changes(canonical: Canonical, golden: Golden, judge: Judge) -> Itera
         for value in values:
             changed = configured(config, {name: value})
             if _values(changed)[name] != current:
-                yield name, current, value, total(judge.compare(changed))
-    yield "source mask", "kept", "dropped", total(Judge(canonical, golden, mask_source=False).compare(config))
+                yield name, current, value, judge.compare(changed).worst
+    yield "source mask", "kept", "dropped", Judge(canonical, golden, mask_source=False).compare(config).worst
     for name, changed in _without_parts(config):
         names = _parameter_names(changed)
         smaller = replace(canonical, config=changed, tensors={n: t for n, t in canonical.tensors.items() if n in names})
-        yield name, True, False, total(Judge(smaller, golden).compare(changed))
+        yield name, True, False, Judge(smaller, golden).compare(changed).worst
     if config.feed_forward == "glu":
-        yield "gate", "linear", "activated", total(Judge(_gates_swapped(canonical), golden).compare(config))
+        yield "gate", "linear", "activated", Judge(_gates_swapped(canonical), golden).compare(config).worst
     if config.relative_bias == "t5":
         distance = 2 * config.relative_max_distance
         farther = replace(canonical, config=replace(config, relative_max_distance=distance))
-        error = total(Judge(farther, golden).compare(farther.config))
+        error = Judge(farther, golden).compare(farther.config).worst
         yield "rel_max_distance", config.relative_max_distance, distance, error
 
 
@@ -222,7 +217,7 @@ def _tensor_errors(canonical: Canonical, judge: Judge) -> dict[str, float]:
                 size = float(member.std(correction=0)) or 1.0
                 noise = torch.randn(member.shape, generator=generator, dtype=member.dtype)
                 member.add_(noise, alpha=_NOISE * size)
-        errors[kind] = total(judge.compare(canonical.config))
+        errors[kind] = judge.compare(canonical.config).worst
         with torch.no_grad():
             for member, before in zip(members, kept, strict=True):
                 member.copy_(before)

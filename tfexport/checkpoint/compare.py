@@ -50,9 +50,14 @@ class Comparison:
     row: int
     position: int
 
+    @property
+    def worst(self) -> float:
+        """The largest error of any stage."""
+        return max(self.error, self.encoder_error or 0.0)
+
     def passed(self, tolerance: float) -> bool:
         """Say whether every error is within `tolerance`."""
-        return max(self.error, self.encoder_error or 0.0) <= tolerance
+        return self.worst <= tolerance
 
     def stage(self, tolerance: float) -> str:
         """Name the first stage that disagrees: "encoder", "decoder", or "encoder or decoder" where no one can tell."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from tfexport.checkpoint.apply import Canonical, apply_layout
 from tfexport.checkpoint.compare import TOLERANCE, Comparison, Judge, check_fits, tolerance
 from tfexport.checkpoint.golden import Golden
-from tfexport.checkpoint.layout import Layout, Value, override
+from tfexport.checkpoint.layout import Layout, Value
 from tfexport.checkpoint.match import Proposal
 from tfexport.checkpoint.switches import Switches, configured, options, with_switches
 from tfexport.errors import CheckpointError, ConfigError, ParityError
@@ -35,6 +35,8 @@ _MORE = 24
 _HOPELESS = 16
 _ROUNDS = 4
 _MOST_HEADS = 64
+# Folds that make other tensors of another number of heads.
+_BY_HEAD = ("split_heads", "block_diag", "heads_last")
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Candidate:
     @property
     def error(self) -> float:
         """The largest error of any stage."""
-        return max(self.comparison.error, self.comparison.encoder_error or 0.0)
+        return self.comparison.worst
 
 
 @dataclass(frozen=True)
@@ -158,25 +160,40 @@ class Searcher:
         """
         best: Candidate | None = None
         for heads in self._heads(layout):
-            canonical = self._applied(layout, heads)
+            canonical = self._applied(layout, heads[0])
             if canonical is None:
                 continue
-            fixed = {**(layout.arch if as_written else {}), "n_heads": heads, **self.settings}
-            candidate = self._search(canonical, layout, fixed, found or {}, as_written=as_written)
+            choices = self._choices(canonical, layout, heads, as_written=as_written)
+            candidate = self._search(canonical, layout, choices, found or {})
             if candidate is not None and (best is None or candidate.error < best.error):
                 best = candidate
         return best
 
-    def _heads(self, layout: Layout) -> list[int]:
+    def _heads(self, layout: Layout) -> list[list[int]]:
+        """Return the numbers of heads to try, in groups for which the layout makes the same tensors."""
         given = self.settings.get("n_heads", self.heads or layout.switch("n_heads"))
         if isinstance(given, int):
-            return [given]
+            return [[given]]
         canonical = self._applied(layout, 1)
         if canonical is None:
             return []
         rows = [t.shape[0] for name, t in canonical.tensors.items() if name.endswith((".q.weight", ".v.weight"))]
         common = math.gcd(*rows)
-        return [n for n in range(1, min(common, _MOST_HEADS) + 1) if common % n == 0]
+        every = [n for n in range(1, min(common, _MOST_HEADS) + 1) if common % n == 0]
+        depends = any(fold in line for line in layout.map for fold in _BY_HEAD)
+        return [[n] for n in every] if depends else [every]
+
+    def _choices(
+        self, canonical: Canonical, layout: Layout, heads: Sequence[int], *, as_written: bool
+    ) -> dict[str, tuple[Value, ...]]:
+        """Return the values to try of every switch; one alone where it is given."""
+        given = {**(layout.arch if as_written else {}), **self.settings}
+        choices = {
+            name: values
+            for name, values in options(canonical.config).items()
+            if not as_written and not _is_given(name, given)
+        }
+        return {"n_heads": tuple(heads), **choices}
 
     def _applied(self, layout: Layout, heads: int) -> Canonical | None:
         settings = {**_PLACEHOLDERS, **{f"tokens.{k}": v for k, v in layout.tokens.items()}, **self.settings}
@@ -192,24 +209,21 @@ class Searcher:
         return canonical
 
     def _search(
-        self, canonical: Canonical, layout: Layout, fixed: Switches, found: Switches, *, as_written: bool
+        self, canonical: Canonical, layout: Layout, choices: Mapping[str, tuple[Value, ...]], found: Switches
     ) -> Candidate | None:
-        choices = {
-            name: values
-            for name, values in options(canonical.config).items()
-            if not _is_set(name, fixed) and not as_written
-        }
         start = {name: found.get(name, values[0]) for name, values in choices.items()}
+        # Attention over one token is that token, whatever its scale and heads.
+        later = {"norm_eps", *(("n_heads", "attn_scale") if self.first.source_ids.shape[1] == 1 else ())}
         coarse = {
             name: [value for value in values if value != "gelu_tanh"]
             for name, values in choices.items()
-            if not found and name != "norm_eps" and not (name == "attn_scale" and self._is_single())
+            if not found and name not in later
         }
         judge = Judge(canonical, self.first)
         ranked: list[tuple[float, int, dict[str, Value]]] = []
         for values in itertools.product(*coarse.values()):
             switches = {**start, **dict(zip(coarse, values, strict=True))}
-            ranked.append((self._error(judge, canonical, switches).error, len(ranked), switches))
+            ranked.append((self._compared(judge, canonical, switches).worst, len(ranked), switches))
         ranked.sort(key=lambda entry: entry[:2])
         whole = judge.on(self.golden)
         best: tuple[float, Switches, Comparison] | None = None
@@ -223,33 +237,26 @@ class Searcher:
                 break
         if best is None:
             return None
-        written = with_switches(override(layout, {"n_heads": fixed["n_heads"]}), {**best[1], **self.settings})
-        return Candidate(written, best[2], best[1])
-
-    def _is_single(self) -> bool:
-        """Attention over one token is that token, whatever its scale."""
-        return self.first.source_ids.shape[1] == 1
+        return Candidate(with_switches(layout, {**best[1], **self.settings}), best[2], best[1])
 
     def _refined(
         self, judge: Judge, canonical: Canonical, switches: Switches, choices: Mapping[str, tuple[Value, ...]]
     ) -> tuple[float, Switches, Comparison]:
         """Turn one switch after the other as long as that brings it nearer."""
-        comparison = self._error(judge, canonical, switches)
-        best = (comparison.error, dict(switches), comparison)
+        comparison = self._compared(judge, canonical, switches)
+        best = (comparison.worst, dict(switches), comparison)
         for _ in range(_ROUNDS):
             before = best[0]
-            for name, values in choices.items():
-                for value in values:
-                    turned = {**best[1], name: value}
-                    comparison = self._error(judge, canonical, turned)
-                    error = max(comparison.error, comparison.encoder_error or 0.0)
-                    if error < best[0]:
-                        best = (error, turned, comparison)
+            for turn in _turns(choices):
+                turned = {**best[1], **turn}
+                comparison = self._compared(judge, canonical, turned)
+                if comparison.worst < best[0]:
+                    best = (comparison.worst, turned, comparison)
             if best[0] == before or best[0] <= TOLERANCE:
                 break
         return best
 
-    def _error(self, judge: Judge, canonical: Canonical, switches: Switches) -> Comparison:
+    def _compared(self, judge: Judge, canonical: Canonical, switches: Switches) -> Comparison:
         self.combinations += 1
         return judge.compare(configured(canonical.config, switches))
 
@@ -258,8 +265,18 @@ class Searcher:
 _PLACEHOLDERS: dict[str, Value] = {"tokens.pad": 0, "tokens.start": 0, "tokens.eos": 0}
 
 
-def _is_set(name: str, fixed: Switches) -> bool:
-    return name in fixed or name.rpartition(".")[2] in fixed
+def _is_given(name: str, given: Switches) -> bool:
+    return name in given or name.rpartition(".")[2] in given
+
+
+def _turns(choices: Mapping[str, tuple[Value, ...]]) -> Iterator[dict[str, Value]]:
+    """List the single steps; the scale of attention depends on the heads, so that these two go together."""
+    pairs = [name for name in ("n_heads", "attn_scale") if name in choices]
+    for values in itertools.product(*(choices[name] for name in pairs)):
+        yield dict(zip(pairs, values, strict=True))
+    for name, options_of in choices.items():
+        if name not in pairs:
+            yield from ({name: value} for value in options_of)
 
 
 def _first_position(golden: Golden) -> Golden:
