@@ -77,6 +77,31 @@ def test_the_weights_written_are_those_of_the_checkpoint_and_not_of_the_golden(o
     assert torch.equal(ours["out.weight"], theirs["generator.weight"])
 
 
+def test_a_later_checkpoint_of_the_same_model_is_imported_and_said(own: Path, tmp_path: Path) -> None:
+    """The golden proves the layout; that the weights are others than those recorded beside it is no error."""
+    words = ["--golden", own / "golden.safetensors"]
+    own_weights = "with the checkpoint's own weights the error is "
+    result = run(own / "model.pt", "--output", tmp_path / "m", *words)
+    assert own_weights in result.stderr
+    assert "not those that the golden was recorded beside" not in result.stderr
+    weights = torch.load(own / "model.pt", weights_only=True)["model_state_dict"]
+    weights["generator.weight"] *= 2
+    torch.save(weights, tmp_path / "later.pt")
+    result = run(tmp_path / "later.pt", "--output", tmp_path / "n", *words)
+    assert "they are not those that the golden was recorded beside" in result.stderr
+    assert torch.equal(load_file(tmp_path / "n" / "model.safetensors")["out.weight"], weights["generator.weight"])
+
+
+def test_a_golden_of_the_wrapped_model_and_a_checkpoint_of_it(own: Path, tmp_path: Path) -> None:
+    """Lightning puts model. before every key: in the checkpoint and in the golden alike."""
+    weights = torch.load(own / "model.pt", weights_only=True)["model_state_dict"]
+    torch.save({"state_dict": {f"model.{key}": value for key, value in weights.items()}}, tmp_path / "a.ckpt")
+    tensors = {k.replace("state.", "state.model."): v for k, v in load_file(own / "golden.safetensors").items()}
+    save_file(tensors, tmp_path / "g", metadata={"heads": "6", "outputs": "logits", "baseline": "4e-9"})
+    result = run(tmp_path / "a.ckpt", "--output", tmp_path / "m", "--golden", tmp_path / "g")
+    assert "layout notebook-004, proven" in result.stdout
+
+
 def test_the_layout_used_imports_again(own: Path, tmp_path: Path) -> None:
     golden = own / "golden.safetensors"
     run(own / "model.pt", "--output", tmp_path / "m", "--golden", golden, "--set", "tokens.pad=3")

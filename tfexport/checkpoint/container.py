@@ -78,7 +78,7 @@ def read_checkpoint(path: Path | str) -> Checkpoint:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror or error}); check the file") from error
     notes: list[str] = []
     tensors = _unwrap(path, data, notes)
-    return Checkpoint(_without_prefix(tensors, notes), None, tuple(notes))
+    return Checkpoint(without_prefix(tensors, notes), None, tuple(notes))
 
 
 def _read_directory(path: Path) -> Checkpoint:
@@ -228,7 +228,8 @@ def _tensors(path: Path, data: Mapping[Any, Any], notes: list[str]) -> dict[str,
     return tensors
 
 
-def _without_prefix(tensors: dict[str, Tensor], notes: list[str]) -> dict[str, Tensor]:
+def without_prefix(tensors: Mapping[str, Tensor], notes: list[str]) -> Mapping[str, Tensor]:
+    """Take off what training wrappers put before every key, and say so in `notes`."""
     for prefix in _stripped(tensors):
         notes.append(f"took the prefix {prefix!r} off every key")
         tensors = {key.removeprefix(prefix): value for key, value in tensors.items()}

@@ -15,10 +15,11 @@ from tfexport.checkpoint import hugging_face
 from tfexport.checkpoint.apply import Canonical, apply_layout, unmatched
 from tfexport.checkpoint.certificate import CERTIFICATE, Certificate, certify, unproven
 from tfexport.checkpoint.compare import BASELINES, Comparison, compare, tolerance
-from tfexport.checkpoint.container import Checkpoint, read_checkpoint
+from tfexport.checkpoint.container import Checkpoint, read_checkpoint, without_prefix
 from tfexport.checkpoint.detect import Detection, detect
 from tfexport.checkpoint.golden import Golden, read_golden
 from tfexport.checkpoint.layout import (
+    SIDES,
     Layout,
     Value,
     builtin_layouts,
@@ -107,9 +108,9 @@ def import_checkpoint(
     for note in checkpoint.notes:
         report(f"{path}: {note}")
     proof = _proof(golden, Path(path), checkpoint, report) if golden else None
-    settings = {**_known(config, checkpoint, proof), **_settings(config)}
+    settings = {**_named(config, checkpoint), **_settings(config)}
     layout = _choose(config, checkpoint, proof, settings, Path(output), report)
-    layout, unknown = _with_tokens(override(layout, settings), proof)
+    layout, unknown = _with_tokens(_with_settings(layout, settings, proof), proof)
     certificate = _certified(layout, proof) if proof else unproven(layout.name)
     certificate = replace(certificate, unverified=(*certificate.unverified, *unknown))
     canonical = _applied(layout, checkpoint, proof)
@@ -146,14 +147,19 @@ def _settings(config: ImportConfig) -> dict[str, Value]:
     return settings
 
 
-def _known(config: ImportConfig, checkpoint: Checkpoint, proof: _Proof | None) -> dict[str, Value]:
-    """Return what config.json and the golden say, before anything is asked for."""
-    known: dict[str, Value] = {}
-    if proof is not None and proof.golden.heads is not None:
-        known["n_heads"] = proof.golden.heads
+def _with_settings(layout: Layout, settings: Mapping[str, Value], proof: _Proof | None) -> Layout:
+    """Put settings into a layout; the golden's heads count where nobody gives any."""
+    layout = override(layout, settings)
+    heads = proof.golden.heads if proof else None
+    is_given = any(layout.switch("n_heads", side) is not None for side in SIDES)
+    return layout if is_given or heads is None else override(layout, {"n_heads": heads})
+
+
+def _named(config: ImportConfig, checkpoint: Checkpoint) -> dict[str, Value]:
+    """Return what config.json says."""
     if checkpoint.hf_config is not None and _is_named(config, checkpoint.hf_config):
-        known |= hugging_face.settings(checkpoint.hf_config, checkpoint.tensors)
-    return known
+        return hugging_face.settings(checkpoint.hf_config, checkpoint.tensors)
+    return {}
 
 
 def _is_named(config: ImportConfig, hf_config: Mapping[str, Any]) -> bool:
@@ -169,7 +175,7 @@ def _proof(path: Path, imported: Path, checkpoint: Checkpoint, report: Report) -
     beside = path.with_name(path.name.removesuffix(_GOLDEN_SUFFIX) + ".safetensors")
     if golden.state:
         report(f"{path}: has its own state dict, which the layout is proven on")
-        return _Proof(golden, golden.state)
+        return _Proof(golden, without_prefix(golden.state, []))
     if path.name.endswith(_GOLDEN_SUFFIX) and beside.is_file() and not beside.samefile(imported):
         report(f"{path}: was recorded with {beside.name}, which the layout is proven on")
         return _Proof(golden, read_checkpoint(beside).tensors)
@@ -194,7 +200,11 @@ def _choose(
         return builtin[name]
     tensors = proof.tensors if proof else checkpoint.tensors
     for layout in builtin.values() if proof else ():
-        if proof and not unmatched(layout, list(tensors)) and _reproduces(override(layout, settings), proof):
+        if (
+            proof
+            and not unmatched(layout, list(tensors))
+            and _reproduces(_with_settings(layout, settings, proof), proof)
+        ):
             report(f"names and numbers fit the layout {layout.name}")
             return layout
     heads = settings.get("n_heads")
@@ -220,9 +230,12 @@ def _from_file(name: str) -> Layout:
     return read_layout(Path(name))
 
 
-def _reproduces(layout: Layout, proof: _Proof) -> bool:
+def _fits(layout: Layout, settings: Mapping[str, Value], proof: _Proof) -> bool:
+    """Say whether a layout fits the names and reproduces the golden as it is."""
+    if unmatched(layout, list(proof.tensors)):
+        return False
     try:
-        canonical = _wide(_with_tokens(layout, proof)[0], proof)
+        canonical = _wide(_with_tokens(_with_settings(layout, settings, proof), proof)[0], proof)
         return compare(canonical, proof.golden).passed(tolerance(proof.golden, layout.baseline))
     except (CheckpointError, ConfigError, ParityError):
         return False
