@@ -37,7 +37,7 @@ def latency(job: Job, target: Target) -> None:
 
 def _run(bundle: Path, name: str, graphs: bool, numbers: dict[str, Any]) -> list[list[tuple[int, ...]]]:
     """Decode and measure; without graphs every step is queued anew."""
-    from tfexport.runtime.trt_replay import Replay
+    from tfexport.runtime.trt.replay import Replay
 
     run = Replay.run if graphs else (lambda self, name, queue: queue())
     with mock.patch.object(Replay, "run", run):

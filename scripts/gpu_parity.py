@@ -149,7 +149,7 @@ def sessions(job: Job, target: Target) -> None:
     """Two sessions over one loaded engine, from eight threads: everybody gets what one alone gets."""
     from tfexport.engine.cuda import Cuda
     from tfexport.engine.load import load_engine
-    from tfexport.runtime.trt import TrtSession
+    from tfexport.runtime.trt.session import TrtSession
 
     bundle = open_bundle(job.bundle("dates"))
     name = job.engine(bundle.path, target, "static", "fp32")

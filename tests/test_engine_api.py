@@ -16,7 +16,7 @@ from tests.conftest import ROOT
 
 RECORD = json.loads((Path(__file__).parent / "data" / "tensorrt_api.json").read_text(encoding="utf-8"))
 VERSIONS = frozenset(RECORD["sources"])
-FILES = sorted([*(ROOT / "tfexport" / "engine").glob("*.py"), *(ROOT / "tfexport" / "runtime").glob("trt*.py")])
+FILES = sorted([*(ROOT / "tfexport" / "engine").glob("*.py"), *(ROOT / "tfexport" / "runtime" / "trt").glob("*.py")])
 
 # What one question answers for more names than its own: where the first is, the others are too.
 ANSWERED_BY = {

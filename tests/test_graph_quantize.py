@@ -30,7 +30,7 @@ from tfexport.manifest import GraphEntry
 from tfexport.model import Model
 from tfexport.models.directory import load_weights
 from tfexport.runtime.eager import EagerSession
-from tfexport.runtime.ort import OrtSession
+from tfexport.runtime.ort.session import OrtSession
 from tfexport.spec import GraphSpec, ModelSpec, TensorSpec
 from tfexport.tokenizer import Tokenizer
 

@@ -21,10 +21,10 @@ from tfexport.config import Form
 from tfexport.errors import BackendError
 from tfexport.model import load
 from tfexport.runtime import ort_device
-from tfexport.runtime.ort import OrtSession
-from tfexport.runtime.ort_cache import FIRST_CAPACITY
-from tfexport.runtime.ort_device import OrtDevice, driver_problem, host_value, misplaced, prepare_cuda
-from tfexport.runtime.ort_move import ELEMENT_TYPE, extend_model, reorder_model
+from tfexport.runtime.ort.cache import FIRST_CAPACITY
+from tfexport.runtime.ort.device import OrtDevice, driver_problem, host_value, misplaced, prepare_cuda
+from tfexport.runtime.ort.move import ELEMENT_TYPE, extend_model, reorder_model
+from tfexport.runtime.ort.session import OrtSession
 from tfexport.runtime.session import Ids
 from tfexport.spec import DType
 

@@ -20,7 +20,7 @@ from tfexport.errors import BackendError, InputError
 from tfexport.graph.write import write_graphs
 from tfexport.models.transformer import Transformer
 from tfexport.runtime.eager import EagerSession
-from tfexport.runtime.ort import OrtSession
+from tfexport.runtime.ort.session import OrtSession
 from tfexport.runtime.session import Candidates, Ids, Mask, Session
 from tfexport.spec import ModelSpec
 

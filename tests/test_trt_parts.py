@@ -17,11 +17,11 @@ from tfexport.config import EngineConfig, EngineLimits
 from tfexport.engine.cuda import Cuda
 from tfexport.errors import BackendError
 from tfexport.runtime.session import check_rows
-from tfexport.runtime.trt_ahead import Lookahead
-from tfexport.runtime.trt_lanes import Lanes, bucket
-from tfexport.runtime.trt_memory import Memory, Pinned, Slot
-from tfexport.runtime.trt_recent import Recent
-from tfexport.runtime.trt_replay import Replay
+from tfexport.runtime.trt.ahead import Lookahead
+from tfexport.runtime.trt.lanes import Lanes, bucket
+from tfexport.runtime.trt.memory import Memory, Pinned, Slot
+from tfexport.runtime.trt.recent import Recent
+from tfexport.runtime.trt.replay import Replay
 from tfexport.spec import CACHE, ORDER, REORDER, REORDERED
 
 

@@ -24,9 +24,9 @@ from tfexport.decode.batch import decode
 from tfexport.errors import BackendError, EngineError, InputError
 from tfexport.graph.export import export_bundle
 from tfexport.runtime import trt_unit
-from tfexport.runtime.ort import OrtSession
+from tfexport.runtime.ort.session import OrtSession
 from tfexport.runtime.session import pad_right
-from tfexport.runtime.trt import TrtSession
+from tfexport.runtime.trt.session import TrtSession
 from tfexport.spec import DECODER, ENCODER, ModelSpec
 
 FORMS: tuple[Form, ...] = ("static", "concat")

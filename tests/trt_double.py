@@ -22,7 +22,7 @@ from tests.cuda_double import ALIGNMENT, CudaDouble, MisuseError, read_host
 from tfexport.config import EngineConfig, EngineLimits, Form
 from tfexport.engine.profiles import Profile, make_profiles
 from tfexport.graph.reorder import reorder_graph
-from tfexport.runtime.trt import TrtSession
+from tfexport.runtime.trt.session import TrtSession
 from tfexport.spec import (
     DECODER,
     ENCODER,

@@ -33,7 +33,7 @@ for device, provider in providers.items():
     if provider in onnxruntime.get_available_providers():
         try:
             if device == "cuda":
-                from tfexport.runtime.ort_device import prepare_cuda
+                from tfexport.runtime.ort.device import prepare_cuda
                 prepare_cuda()
             session = onnxruntime.InferenceSession(bytes.fromhex(sys.argv[1]), providers=[provider])
             (result,) = session.run(None, {"x": numpy.array([1, 2], numpy.float32)})

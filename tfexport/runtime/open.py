@@ -77,7 +77,7 @@ def open_ort(
         BackendError: ONNX Runtime is not installed, or cannot use the device, load or run the graphs.
     """
     _need("ort", "onnxruntime")
-    from tfexport.runtime.ort import OrtSession
+    from tfexport.runtime.ort.session import OrtSession
 
     return OrtSession(graphs, spec, form, threads, device)
 
@@ -109,7 +109,7 @@ def _open_eager(bundle: Bundle, form: Form | None) -> Session[Any]:
 def _open_engine(bundle: Bundle, name: str | None, form: Form | None) -> Session[Any]:
     from tfexport.engine.cuda import Cuda
     from tfexport.engine.load import load_engine
-    from tfexport.runtime.trt import TrtSession
+    from tfexport.runtime.trt.session import TrtSession
 
     engine = load_engine(bundle, name)
     built = engine.manifest.config

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from tfexport.config import EngineLimits, Form
 from tfexport.engine.cuda import Cuda
 from tfexport.errors import BackendError
-from tfexport.runtime.trt_engine import Context, Plan, Use
-from tfexport.runtime.trt_memory import Memory, Pinned
+from tfexport.runtime.trt.engine import Context, Plan, Use
+from tfexport.runtime.trt.memory import Memory, Pinned
 from tfexport.spec import ModelSpec
 
 _ACTIVATIONS = "activations"

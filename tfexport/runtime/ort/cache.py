@@ -9,7 +9,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from tfexport.config import Form
-from tfexport.runtime.ort_device import OrtDevice, host_value
+from tfexport.runtime.ort.device import OrtDevice, host_value
 from tfexport.runtime.session import Ids
 from tfexport.spec import FLOAT, ModelSpec, key_value_names
 

@@ -8,10 +8,10 @@ import numpy as np
 
 from tfexport.config import Form
 from tfexport.runtime.session import Ids
-from tfexport.runtime.trt_engine import Context
-from tfexport.runtime.trt_memory import Slot, shape_of
-from tfexport.runtime.trt_replay import Replay
-from tfexport.runtime.trt_workspace import Workspace
+from tfexport.runtime.trt.engine import Context
+from tfexport.runtime.trt.memory import Slot, shape_of
+from tfexport.runtime.trt.replay import Replay
+from tfexport.runtime.trt.workspace import Workspace
 from tfexport.spec import (
     CACHE_LENGTHS,
     CANDIDATE_IDS,

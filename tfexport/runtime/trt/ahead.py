@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from tfexport.runtime.session import Ids
-from tfexport.runtime.trt_memory import Slot
+from tfexport.runtime.trt.memory import Slot
 
 
 class GreedyStep(Protocol):

@@ -16,10 +16,10 @@ from tfexport.engine.cuda import Cuda
 from tfexport.engine.flavour import Flavour
 from tfexport.errors import BackendError, InputError
 from tfexport.runtime.session import Candidates, Floats, Ids, Mask, check_rows, check_source, check_target
-from tfexport.runtime.trt_engine import Plan
-from tfexport.runtime.trt_lanes import Lanes, bucket
-from tfexport.runtime.trt_unit import Pool, Unit
-from tfexport.runtime.trt_workspace import Engines
+from tfexport.runtime.trt.engine import Plan
+from tfexport.runtime.trt.lanes import Lanes, bucket
+from tfexport.runtime.trt.unit import Pool, Unit
+from tfexport.runtime.trt.workspace import Engines
 from tfexport.spec import (
     DECODER,
     ENCODER,

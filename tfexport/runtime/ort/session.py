@@ -18,8 +18,8 @@ import onnxruntime as ort
 
 from tfexport.config import Device, Form
 from tfexport.errors import BackendError
-from tfexport.runtime.ort_cache import OrtCache, make_cache
-from tfexport.runtime.ort_device import OrtDevice, host_value, run
+from tfexport.runtime.ort.cache import OrtCache, make_cache
+from tfexport.runtime.ort.device import OrtDevice, host_value, run
 from tfexport.runtime.session import Candidates, Floats, Ids, Mask, check_rows, check_source, check_target
 from tfexport.spec import (
     CACHE_LENGTHS,

@@ -10,10 +10,10 @@ import numpy as np
 
 from tfexport.errors import BackendError
 from tfexport.runtime.session import Candidates, Floats, Ids, Mask
-from tfexport.runtime.trt_decoder import Decoder
-from tfexport.runtime.trt_encoder import Encoder
-from tfexport.runtime.trt_lanes import Lanes, Move
-from tfexport.runtime.trt_workspace import Engines, Workspace
+from tfexport.runtime.trt.decoder import Decoder
+from tfexport.runtime.trt.encoder import Encoder
+from tfexport.runtime.trt.lanes import Lanes, Move
+from tfexport.runtime.trt.workspace import Engines, Workspace
 
 # Units that wait for a batch; what is freed beyond them is given back to the device.
 MAX_FREE_UNITS = 4

@@ -8,14 +8,14 @@ import numpy as np
 
 from tfexport.config import Form
 from tfexport.runtime.session import Candidates, Ids
-from tfexport.runtime.trt_ahead import Lookahead
-from tfexport.runtime.trt_engine import Context
-from tfexport.runtime.trt_lanes import Lanes, Move, bucket
-from tfexport.runtime.trt_memory import Slot, bytes_of, shape_of
-from tfexport.runtime.trt_recent import Recent
-from tfexport.runtime.trt_reorder import SCRATCH, Reorder
-from tfexport.runtime.trt_step import Sizes, Step
-from tfexport.runtime.trt_workspace import Workspace
+from tfexport.runtime.trt.ahead import Lookahead
+from tfexport.runtime.trt.engine import Context
+from tfexport.runtime.trt.lanes import Lanes, Move, bucket
+from tfexport.runtime.trt.memory import Slot, bytes_of, shape_of
+from tfexport.runtime.trt.recent import Recent
+from tfexport.runtime.trt.reorder import SCRATCH, Reorder
+from tfexport.runtime.trt.step import Sizes, Step
+from tfexport.runtime.trt.workspace import Workspace
 from tfexport.spec import (
     CACHE_LENGTHS,
     CANDIDATE_IDS,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from tfexport.runtime.session import Floats, Ids, Mask
-from tfexport.runtime.trt_memory import bytes_of, shape_of
-from tfexport.runtime.trt_workspace import Workspace
+from tfexport.runtime.trt.memory import bytes_of, shape_of
+from tfexport.runtime.trt.workspace import Workspace
 from tfexport.spec import ENCODER, HIDDEN_STATES, SOURCE_IDS, SOURCE_MASK, encoder_graph
 
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from tfexport.runtime.session import Ids
-from tfexport.runtime.trt_engine import Context
-from tfexport.runtime.trt_memory import ITEM_BYTES
-from tfexport.runtime.trt_recent import Recent
-from tfexport.runtime.trt_replay import Replay
-from tfexport.runtime.trt_workspace import Workspace
+from tfexport.runtime.trt.engine import Context
+from tfexport.runtime.trt.memory import ITEM_BYTES
+from tfexport.runtime.trt.recent import Recent
+from tfexport.runtime.trt.replay import Replay
+from tfexport.runtime.trt.workspace import Workspace
 from tfexport.spec import CACHE, FLOAT, ORDER, REORDER, REORDERED
 
 SCRATCH = "scratch"

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from tfexport.config import Device
 from tfexport.errors import BackendError
-from tfexport.runtime.ort_move import ELEMENT_TYPE, ROWS, cache_names, extend_model, reorder_model
+from tfexport.runtime.ort.move import ELEMENT_TYPE, ROWS, cache_names, extend_model, reorder_model
 from tfexport.runtime.session import Ids
 from tfexport.spec import DType
 

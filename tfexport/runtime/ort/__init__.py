@@ -1,0 +1,1 @@
+"""ONNX Runtime as a backend: the session, its caches, device memory, and what moves rows there."""
