@@ -199,14 +199,10 @@ def _choose(
         report(f"config.json: is of the family of the layout {name}")
         return builtin[name]
     tensors = proof.tensors if proof else checkpoint.tensors
-    for layout in builtin.values() if proof else ():
-        if (
-            proof
-            and not unmatched(layout, list(tensors))
-            and _reproduces(_with_settings(layout, settings, proof), proof)
-        ):
-            report(f"names and numbers fit the layout {layout.name}")
-            return layout
+    known = next((one for one in builtin.values() if proof and _fits(one, settings, proof)), None)
+    if known is not None:
+        report(f"names and numbers fit the layout {known.name}")
+        return known
     heads = settings.get("n_heads")
     found = detect(
         tensors,
