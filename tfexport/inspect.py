@@ -16,12 +16,14 @@ from tfexport.bundle import Bundle, open_bundle
 from tfexport.config import TransformerConfig
 from tfexport.engine.refusals import explain, refusals, this_machine
 from tfexport.engine.store import engine_names, open_engine
-from tfexport.errors import CheckpointError, EngineError, GraphError, InputError
+from tfexport.errors import CheckpointError, ConfigError, EngineError, GraphError, InputError
 from tfexport.manifest import MANIFEST
 from tfexport.smallfile import plain_problem, read_json
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
+CERTIFICATE = "certificate.json"
+_CERTIFICATE_TYPES = {"layout": str, "proven": bool, "switches": dict, "lines": dict, "unverified": list}
 _MAX_HEADER_BYTES = 100_000_000  # what the safetensors library itself takes
 
 
@@ -108,8 +110,22 @@ def _inspect_model(path: Path) -> dict[str, Any]:
         "parameters": sum(math.prod(tensor["shape"]) for tensor in tensors),
         "config": config.to_dict(),
         "tensors": tensors,
+        "certificate": _certificate(path / CERTIFICATE),
         "files": {name: _file(entry) for name, entry in files.items()},
     }
+
+
+def _certificate(path: Path) -> dict[str, Any] | None:
+    """Read what an import proved; None where the model was not imported."""
+    if not path.exists():
+        return None
+    found = read_json(path, str(path))
+    is_whole = isinstance(found, dict) and all(
+        isinstance(found.get(name), kind) for name, kind in _CERTIFICATE_TYPES.items()
+    )
+    if not is_whole or not all(isinstance(entry, dict) for entry in found["switches"].values()):
+        raise ConfigError(f"{path}: is no certificate of an import; import the checkpoint again")
+    return dict(found)
 
 
 def _inspect_graph(path: Path) -> dict[str, Any]:
@@ -189,8 +205,19 @@ def _model_lines(found: Mapping[str, Any]) -> list[str]:
         f"model {found['path']}: {found['parameters']:,} parameters, {len(found['tensors'])} tensors ({written})",
         *("", "Configuration", *_table((name, json.dumps(value)) for name, value in found["config"].items())),
         *("", "Tensors", *_table((t["name"], t["dtype"], _shape(t["shape"])) for t in found["tensors"])),
+        *(["", "Certificate", *_certificate_lines(found["certificate"])] if found["certificate"] else []),
         *("", "Files", *_file_table(found["files"])),
     ]
+
+
+def _certificate_lines(found: Mapping[str, Any]) -> list[str]:
+    proof = f"proven: error {found.get('error')}, at most {found.get('tolerance')}" if found["proven"] else "NOT PROVEN"
+    lines = [f"  layout {found['layout']}, {proof}", *(f"  unverified  {entry}" for entry in found["unverified"])]
+    rows = [
+        (name, *(f"{key} {json.dumps(entry.get(key))}" for key in ("value", "nearest", "error")))
+        for name, entry in found["switches"].items()
+    ]
+    return [*lines, *(_table(rows) if rows else [])]
 
 
 def _graph_lines(found: Mapping[str, Any]) -> list[str]:
