@@ -34,6 +34,7 @@ from tfexport.checkpoint.layout import (
 from tfexport.checkpoint.ops import JOINS, OPERATIONS, Context, parse_step, run
 from tfexport.checkpoint.patterns import Found, matches, rule
 from tfexport.checkpoint.sinusoid import sinusoid
+from tfexport.checkpoint.uncovered import uncovered
 from tfexport.errors import CheckpointError, ConfigError
 from tfexport.models.positions import sinusoid_table
 from tfexport.models.transformer import Transformer
@@ -693,3 +694,27 @@ def test_the_documented_file_is_one() -> None:
 def test_the_documented_kinds_of_tables_are_those_of_the_code() -> None:
     text = DOC.read_text(encoding="utf-8")
     assert all(f"`{kind}`" in text for kind in SINUSOIDS)
+
+
+@pytest.mark.parametrize(
+    ("key", "what"),
+    [
+        ("decoder.layers.0.attn.rotary_emb.inv_freq", "rotary positions"),
+        ("encoder.alibi", "ALiBi"),
+        ("enc.layers.0.self.relative_positions_keys.weight", "relative positions by Shaw"),
+        ("encoder.layers.1.moe.experts.3.fc1.weight", "a mixture of experts"),
+        ("generator.copy_attn.weight", "a copy mechanism"),
+        ("layers.0.attn.q_norm.weight", "norms on queries and keys"),
+        ("rnn.weight_hh_l0", "a recurrent layer"),
+    ],
+)
+def test_what_no_layout_can_express_is_refused_by_name(key: str, what: str) -> None:
+    tensors = {**state(), key: torch.ones(3)}
+    message = says(CheckpointError, lambda: apply_layout(IDENTITY, tensors, heads=4))
+    assert f"key {key} looks like {what}, which the canonical model has no place for" in message
+
+
+@pytest.mark.parametrize("layout", builtin_layouts().values(), ids=lambda layout: layout.name)
+def test_no_built_in_layout_has_a_key_that_looks_uncovered(layout: Layout) -> None:
+    keys = [line.partition(" ->")[0].translate({ord("{"): None, ord("}"): None}) for line in layout.map]
+    assert uncovered(keys) == []

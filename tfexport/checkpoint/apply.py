@@ -11,6 +11,7 @@ from torch import Tensor
 from tfexport.checkpoint.layout import SIDES, Layout, Value, override
 from tfexport.checkpoint.produce import LineUse, Pair, Production, pair_names, same
 from tfexport.checkpoint.sizes import check_shapes, expected_shapes, read_config, read_heads, read_tokens
+from tfexport.checkpoint.uncovered import uncovered
 from tfexport.config import MAX_SIZE, TransformerConfig
 from tfexport.errors import CheckpointError, raise_all
 from tfexport.models.transformer import Transformer
@@ -67,6 +68,8 @@ def apply_layout(
     layout = override(layout, {**(settings or {}), **({} if heads is None else {"n_heads": heads})})
     problems: list[str] = []
     production = Production(layout, pair_names(layout, list(tensors), problems), attributes or {})
+    # Said only where names do not fit: an ignored buffer may have any name.
+    problems += uncovered(tensors) if problems else []
     problems += _source_problems(layout, tensors, production.pairs)
     sizes, config, filled = _sizes(layout, tensors, production, problems)
     # What is wrong on both sides alike is said once.

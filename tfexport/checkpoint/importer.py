@@ -29,6 +29,7 @@ from tfexport.checkpoint.layout import (
     render_layout,
 )
 from tfexport.checkpoint.search import FLOAT32_TOLERANCE
+from tfexport.checkpoint.uncovered import uncovered
 from tfexport.checkpoint.vocabulary import tokenizer_json
 from tfexport.config import ImportConfig, TransformerConfig
 from tfexport.errors import CheckpointError, ConfigError, ParityError, raise_all
@@ -212,7 +213,7 @@ def _choose(
         settings=settings,
         report=report,
     )
-    _check_found(found, config, output, report)
+    _check_found(found, tensors, config, output, report)
     if found.search is not None and found.search.is_float32:
         return replace(found.layout, baseline=max(found.layout.baseline, FLOAT32_TOLERANCE / BASELINES))
     return found.layout
@@ -255,7 +256,9 @@ def _applied(layout: Layout, checkpoint: Checkpoint, proof: _Proof | None) -> Ca
         raise CheckpointError(f"{question} {error}") from error
 
 
-def _check_found(found: Detection, config: ImportConfig, output: Path, report: Report) -> None:
+def _check_found(
+    found: Detection, tensors: Mapping[str, Tensor], config: ImportConfig, output: Path, report: Report
+) -> None:
     """Refuse what was not proven, and leave a layout file to go on from."""
     search = found.search
     if search is None:
@@ -271,10 +274,12 @@ def _check_found(found: Detection, config: ImportConfig, output: Path, report: R
         return
     started = _start_file(found.layout, output)
     tried = f"{search.proposals} mappings with {search.combinations} combinations of switches in {search.seconds:.0f} s"
+    signs = "".join(f"; {sign}" for sign in uncovered(tensors))
     if search.best is None:
-        raise ParityError(f"no layout was found: tried {tried}, none could be run ({search.refused}); finish {started}")
+        refused = f"none could be run ({search.refused})"
+        raise ParityError(f"no layout was found: tried {tried}, {refused}{signs}; finish {started}")
     raise ParityError(
-        f"no layout reproduces the golden: tried {tried}; the closest has error {search.best.error:.1e}, "
+        f"no layout reproduces the golden{signs}: tried {tried}; the closest has error {search.best.error:.1e}, "
         f"expected at most {search.tolerance:.0e}; {search.best.comparison.stage(search.tolerance)} disagrees first; "
         f"finish {started} and give it as --layout"
     )
