@@ -64,7 +64,10 @@ class Reader:
         outputs = [part for part in wide if self._is_output(part)] if "dec" in sides else []
         if not outputs and "dec" in sides:
             outputs = self._likely_outputs(wide)
-        self._embeddings([part for part in wide if part not in outputs])
+        embeddings = [part for part in wide if part not in outputs]
+        if not tables:
+            tables = self._likely_tables(embeddings)
+        self._embeddings([part for part in embeddings if part not in tables])
         self._outputs(outputs, [part for part in parts if self._is_logit_bias(part)])
         self._tables(tables)
         self._norms([part for part in parts if self._is_norm(part)])
@@ -84,7 +87,10 @@ class Reader:
         sizes = [size for size in part.shape if size > 1]
         if part.weight is None or len(sizes) != 2 or sizes[1] != self.d_model or part.bias is not None:
             return False
-        return bool(set(part.words) & words.POSITION) or is_position_table(self.tensors[part.weight])
+        # A parameter of its own outside the layers, with an axis for the batch or without, is hardly an embedding.
+        is_bare = not part.weight.endswith("weight")
+        is_named = bool(set(part.words) & words.POSITION)
+        return is_bare or is_named or is_position_table(self.tensors[part.weight])
 
     def _is_output(self, part: Part) -> bool:
         if part.bias is not None:
@@ -96,6 +102,11 @@ class Reader:
         """Without a word for it: the last of three tables; with two, the output is one of them."""
         silent = [part for part in wide if not set(part.words) & words.EMBEDDING]
         return silent[-1:] if len(wide) > 2 else []
+
+    def _likely_tables(self, embeddings: Sequence[Part]) -> list[Part]:
+        """Without a word for it: what is left where every side has an embedding that is named one."""
+        silent = [part for part in embeddings if not set(part.words) & (words.EMBEDDING | {"tok", "token", "tokens"})]
+        return silent if 0 < len(silent) <= len(self.sides) < len(embeddings) else []
 
     def _is_logit_bias(self, part: Part) -> bool:
         is_bias = part.weight is None and part.is_vector
