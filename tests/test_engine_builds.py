@@ -1,10 +1,12 @@
 """The trained model and every preset build with TensorRT-RTX: both forms, three precisions, attention fused.
 
-`scripts/verify_engines` runs all of them and shows the rows; by default those that take minutes are left out.
+By default each preset is built one layer deep and with a small vocabulary: what is fused shows in one layer.
+`scripts/verify_engines` builds them whole too, and shows a row for each.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import time
 from collections.abc import Iterator
@@ -14,19 +16,20 @@ import pytest
 
 from tests.conftest import DATES
 from tfexport.bundle import Bundle, open_bundle
-from tfexport.config import EngineConfig, ExportConfig, Form, Precision
+from tfexport.config import EngineConfig, ExportConfig, Form, Precision, TransformerConfig
 from tfexport.engine.flavour import Flavour, load_flavour
 from tfexport.engine.plan import Plan, build_plan
 from tfexport.engine.profiles import make_profiles
 from tfexport.graph.export import export_bundle
 from tfexport.graph.reorder import reorder_graph
 from tfexport.graph.static import fix_capacity
-from tfexport.models.presets import PRESETS
+from tfexport.models.directory import save_model
+from tfexport.models.presets import PRESETS, preset
+from tfexport.models.transformer import Transformer
 from tfexport.spec import DECODER, ENCODER, REORDER
 
 pytest.importorskip("tensorrt_rtx")
 
-QUICK = ("dates", "tiny", "notebook-003")
 MIB = 1024 * 1024
 SETTINGS = EngineConfig(max_batch=8)
 
@@ -36,13 +39,31 @@ def rtx() -> Flavour:
     return load_flavour("tensorrt-rtx")
 
 
+def shallow(config: TransformerConfig) -> TransformerConfig:
+    """Return a model of one layer a side and few tokens."""
+    one = {
+        side: dataclasses.replace(stack, layers=1)
+        for side in ("encoder", "decoder")
+        if (stack := getattr(config, side)) is not None
+    }
+    vocab = {name: min(size, 500) for name in ("source_vocab", "target_vocab") if (size := getattr(config, name))}
+    tokens = dataclasses.replace(config.tokens, pad=0, start=1, eos=2, unk=None)
+    return dataclasses.replace(config, **one, **vocab, tokens=tokens)  # type: ignore[arg-type]
+
+
 @pytest.fixture
 def bundle(model: str, precision: Precision, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Bundle]:
     """Export one model; it is gone afterwards, the large ones have gigabytes."""
     if (model, precision) == ("dates", "fp32"):
         yield open_bundle(request.getfixturevalue("dates_bundle"))
         return
-    source = str(DATES) if model == "dates" else f"preset:{model}"
+    if model == "dates":
+        source = str(DATES)
+    elif request.node.get_closest_marker("slow"):
+        source = f"preset:{model}"
+    else:
+        save_model(Transformer(shallow(preset(model))), tmp_path / "model")
+        source = str(tmp_path / "model")
     yield export_bundle(source, tmp_path / "bundle", ExportConfig(precision=precision), verify=False)
     shutil.rmtree(tmp_path / "bundle")
 
@@ -90,8 +111,9 @@ def check_decoder(plan: Plan, bundle: Bundle, form: Form) -> None:
 @pytest.mark.parametrize(
     "model",
     [
-        pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow, id=name)
-        for name in dict.fromkeys((*QUICK, *PRESETS))
+        "dates",
+        *[pytest.param(name, id=f"{name} one layer") for name in PRESETS],
+        *[pytest.param(name, id=f"{name} whole", marks=pytest.mark.slow) for name in PRESETS],
     ],
 )
 def test_every_model_builds_in_both_forms(rtx: Flavour, bundle: Bundle, model: str, precision: Precision) -> None:

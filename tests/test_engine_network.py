@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -120,6 +123,21 @@ def test_every_node_that_cannot_be_parsed_is_named_with_operator_and_reason(rtx:
     assert "Multinomial 'draw': UNSUPPORTED_NODE" in message
     assert "NoSuchThing 'invented': " in message
     assert "Plugin not found" in message
+
+
+def test_polygraphy_names_the_same_node(rtx: Flavour, tmp_path: Path) -> None:
+    """The remedy of docs/tensorrt.md: its list of what is not supported begins where our error does."""
+    pytest.importorskip("polygraphy")
+    nodes = [helper.make_node("Abs", ["x"], ["a"], name="first"), helper.make_node("Unknown", ["a"], ["y"], name="odd")]
+    graph = model(nodes, [value("x", [2, 4])], [value("y", [2, 4])], 18)
+    path = tmp_path / "graph.onnx"
+    path.write_bytes(graph)
+    command = [str(Path(sys.executable).with_name("polygraphy")), "inspect", "capability", str(path)]
+    environment = {**os.environ, "POLYGRAPHY_USE_TENSORRT_RTX": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert "Unknown 'odd'" in refusal(rtx, graph, path)
+    assert re.search(r"\| Unknown +\| odd +\|", done.stdout)
+    assert "first" not in done.stdout
 
 
 def test_the_library_says_that_it_supports_what_it_does_not(rtx: Flavour) -> None:
