@@ -23,10 +23,10 @@ from tfexport.config import DecodeConfig, EngineConfig, ExportConfig, Form
 from tfexport.decode.batch import decode
 from tfexport.errors import BackendError, EngineError, InputError
 from tfexport.graph.export import export_bundle
-from tfexport.runtime import trt_unit
 from tfexport.runtime.ort.session import OrtSession
 from tfexport.runtime.session import pad_right
 from tfexport.runtime.trt.session import TrtSession
+from tfexport.runtime.trt.unit import MAX_FREE_UNITS
 from tfexport.spec import DECODER, ENCODER, ModelSpec
 
 FORMS: tuple[Form, ...] = ("static", "concat")
@@ -296,7 +296,7 @@ def test_batches_in_turn_share_a_unit_and_batches_at_once_do_not(dates: Model) -
     del states
     gc.collect()
     session.encode(ids, mask)
-    assert session.memory_bytes() == cuda.device_bytes == (1 + trt_unit.MAX_FREE_UNITS) * one
+    assert session.memory_bytes() == cuda.device_bytes == (1 + MAX_FREE_UNITS) * one
 
 
 def test_memory_is_what_the_documentation_says(dates: Model) -> None:
