@@ -562,6 +562,249 @@ class EncoderAlone(nn.Module):
         return self.ln_f(x)
 
 
+class Attention(nn.Module):
+    """Four linear maps under the given names, in the order of queries, keys, values and output."""
+
+    def __init__(self, *names: str, bias: bool = True) -> None:
+        super().__init__()
+        self.names = names
+        for name in names:
+            self.add_module(name, nn.Linear(D, D, bias=bias))
+
+    def forward(self, x: Tensor, memory: Tensor, keep: Tensor) -> Tensor:
+        q, k, v, o = (getattr(self, name) for name in self.names)
+        return o(merge(softmax_attention(split(q(x)), split(k(memory)), split(v(memory)), keep, (D // HEADS) ** -0.5)))
+
+
+class Ported(nn.Module):
+    """Names of a port from another framework; the table of positions is a plain attribute."""
+
+    class Layer(nn.Module):
+        def __init__(self, *attentions: str) -> None:
+            super().__init__()
+            self.attentions = attentions
+            for name in attentions:
+                self.add_module(name, Attention("wq", "wk", "wv", "dense"))
+            self.ffn = nn.Sequential(nn.Linear(D, 50), nn.ReLU(), nn.Linear(50, D))
+            for i in range(1 + len(attentions)):
+                self.add_module(f"layernorm{i + 1}", nn.LayerNorm(D, eps=1e-6))
+
+        def forward(self, x: Tensor, *seen: tuple[Tensor | None, Tensor]) -> Tensor:
+            for i, (name, (memory, keep)) in enumerate(zip(self.attentions, seen, strict=True)):
+                y = getattr(self, name)(x, x if memory is None else memory, keep)
+                x = getattr(self, f"layernorm{i + 1}")(x + y)
+            return getattr(self, f"layernorm{len(seen) + 1}")(x + self.ffn(x))
+
+    class Side(nn.Module):
+        def __init__(self, vocab: int, layers: str, *attentions: str) -> None:
+            super().__init__()
+            self.embedding, self.pos_encoding = nn.Embedding(vocab, D), table(LENGTH, D)[None]
+            self.add_module(layers, nn.ModuleList(Ported.Layer(*attentions) for _ in range(2)))
+
+        def embed(self, ids: Tensor) -> Tensor:
+            return self.embedding(ids) * D**0.5 + self.pos_encoding[:, : ids.shape[1]]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = self.Side(SOURCE, "enc_layers", "mha")
+        self.decoder = self.Side(TARGET, "dec_layers", "mha1", "mha2")
+        self.final_layer = nn.Linear(D, TARGET)
+
+    def forward(self, source: Tensor, keep: Tensor, target: Tensor) -> Tensor:
+        keep = keep[:, None, None]
+        memory = self.encoder.embed(source)
+        for layer in self.encoder.enc_layers:
+            memory = layer(memory, (None, keep))
+        x = self.decoder.embed(target)
+        for layer in self.decoder.dec_layers:
+            x = layer(x, (None, causal(target)), (memory, keep))
+        return self.final_layer(x)
+
+
+class GptLike(nn.Module):
+    """Fused projections of both kinds, causal masks saved as buffers named bias, the output tied to one side."""
+
+    class Attend(nn.Module):
+        def __init__(self, *, cross: bool) -> None:
+            super().__init__()
+            self.c_attn = nn.Linear(D, (2 if cross else 3) * D)
+            self.q_attn = nn.Linear(D, D) if cross else None
+            self.c_proj = nn.Linear(D, D)
+            self.register_buffer("bias", torch.ones(LENGTH, LENGTH).tril()[None, None])
+
+        def forward(self, x: Tensor, memory: Tensor, keep: Tensor) -> Tensor:
+            fused = self.c_attn(memory)
+            q = fused[..., :D] if self.q_attn is None else self.q_attn(x)
+            k, v = fused[..., -2 * D :].chunk(2, -1)
+            return self.c_proj(merge(softmax_attention(split(q), split(k), split(v), keep, (D // HEADS) ** -0.5)))
+
+    class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.c_fc, self.c_proj = nn.Linear(D, 4 * D), nn.Linear(4 * D, D)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+
+    class Block(nn.Module):
+        def __init__(self, *, cross: bool) -> None:
+            super().__init__()
+            self.ln_1, self.attn = nn.LayerNorm(D), GptLike.Attend(cross=False)
+            self.ln_2, self.mlp = nn.LayerNorm(D), GptLike.Network()
+            if cross:
+                self.crossattention, self.ln_cross_attn = GptLike.Attend(cross=True), nn.LayerNorm(D)
+
+    class Side(nn.Module):
+        def __init__(self, vocab: int, *, cross: bool) -> None:
+            super().__init__()
+            self.wte, self.wpe = nn.Embedding(vocab, D), nn.Embedding(LENGTH, D)
+            self.h = nn.ModuleList(GptLike.Block(cross=cross) for _ in range(2))
+            self.ln_f = nn.LayerNorm(D)
+
+        def embed(self, ids: Tensor) -> Tensor:
+            return self.wte(ids) + self.wpe.weight[: ids.shape[1]]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = self.Side(SOURCE, cross=False), self.Side(TARGET, cross=True)
+        self.lm_head = nn.Linear(D, TARGET, bias=False)
+        self.lm_head.weight = self.decoder.wte.weight
+
+    def forward(self, source: Tensor, keep: Tensor, target: Tensor) -> Tensor:
+        keep = keep[:, None, None]
+        memory = self.encoder.embed(source)
+        for block in self.encoder.h:
+            y = block.ln_1(memory)
+            memory = memory + block.attn(y, y, keep)
+            memory = memory + block.mlp(block.ln_2(memory))
+        memory = self.encoder.ln_f(memory)
+        x = self.decoder.embed(target)
+        for block in self.decoder.h:
+            y = block.ln_1(x)
+            x = x + block.attn(y, y, causal(target))
+            x = x + block.crossattention(block.ln_cross_attn(x), memory, keep)
+            x = x + block.mlp(block.ln_2(x))
+        return self.lm_head(self.decoder.ln_f(x))
+
+
+class NoEnglish(nn.Module):
+    """Not one word that is known: order of definition, shapes and structure have to do."""
+
+    class Schicht(nn.Module):
+        def __init__(self, *, quer: bool) -> None:
+            super().__init__()
+            names = ("abfrage", "schluessel", "wert", "ausgabe")
+            self.blick, self.ruhe1 = Attention(*names), nn.LayerNorm(D)
+            self.breit, self.schmal, self.ruhe2 = nn.Linear(D, 40), nn.Linear(40, D), nn.LayerNorm(D)
+            if quer:
+                self.querblick, self.ruhe3 = Attention(*names), nn.LayerNorm(D)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.quelle, self.ziel = nn.Embedding(SOURCE, D), nn.Embedding(TARGET, D)
+        self.register_buffer("lage", table(LENGTH, D))
+        self.lesen = nn.ModuleList(self.Schicht(quer=False) for _ in range(2))
+        self.schreiben = nn.ModuleList(self.Schicht(quer=True) for _ in range(2))
+        self.worte = nn.Linear(D, TARGET)
+
+    def forward(self, source: Tensor, keep: Tensor, target: Tensor) -> Tensor:
+        keep = keep[:, None, None]
+        memory = self.quelle(source) + self.lage[: source.shape[1]]
+        for layer in self.lesen:
+            memory = layer.ruhe1(memory + layer.blick(memory, memory, keep))
+            memory = layer.ruhe2(memory + layer.schmal(F.relu(layer.breit(memory))))
+        x = self.ziel(target) + self.lage[: target.shape[1]]
+        for layer in self.schreiben:
+            x = layer.ruhe1(x + layer.blick(x, x, causal(target)))
+            x = layer.ruhe2(x + layer.querblick(x, memory, keep))
+            x = layer.ruhe3(x + layer.schmal(F.relu(layer.breit(x))))
+        return self.worte(x)
+
+
+class Square(nn.Module):
+    """The inner width is d_model, three layers and one, layer norms without bias."""
+
+    class Layer(nn.Module):
+        def __init__(self, *, cross: bool) -> None:
+            super().__init__()
+            names = ("q_linear", "k_linear", "v_linear", "out")
+            for i in range(1 + cross):
+                self.add_module(f"attn_{i + 1}", Attention(*names, bias=False))
+            for i in range(2 + cross):
+                self.add_module(f"norm_{i + 1}", nn.LayerNorm(D, bias=False))
+            self.ff = nn.ModuleDict({"linear_1": nn.Linear(D, D), "linear_2": nn.Linear(D, D)})
+
+        def network(self, x: Tensor) -> Tensor:
+            return self.ff["linear_2"](F.relu(self.ff["linear_1"](x)))
+
+    class Side(nn.Module):
+        def __init__(self, vocab: int, layers: int, *, cross: bool) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(vocab, D)
+            self.register_buffer("pe", table(LENGTH, D)[None])
+            self.layers = nn.ModuleList(Square.Layer(cross=cross) for _ in range(layers))
+            self.norm = nn.LayerNorm(D, bias=False)
+
+        def look_up(self, ids: Tensor) -> Tensor:
+            return self.embed(ids) * D**0.5 + self.pe[:, : ids.shape[1]]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = self.Side(SOURCE, 3, cross=False), self.Side(TARGET, 1, cross=True)
+        self.out = nn.Linear(D, TARGET)
+
+    def forward(self, source: Tensor, keep: Tensor, target: Tensor) -> Tensor:
+        keep = keep[:, None, None]
+        memory = self.encoder.look_up(source)
+        for layer in self.encoder.layers:
+            y = layer.norm_1(memory)
+            memory = memory + layer.attn_1(y, y, keep)
+            memory = memory + layer.network(layer.norm_2(memory))
+        memory = self.encoder.norm(memory)
+        x = self.decoder.look_up(target)
+        for layer in self.decoder.layers:
+            y = layer.norm_1(x)
+            x = x + layer.attn_1(y, y, causal(target))
+            x = x + layer.attn_2(layer.norm_2(x), memory, keep)
+            x = x + layer.network(layer.norm_3(x))
+        return self.out(self.decoder.norm(x))
+
+
+class Turned(nn.Module):
+    """Norms numbered against their use, cross-attention first, sides without a word: names mislead on purpose."""
+
+    class Layer(nn.Module):
+        def __init__(self, *, cross: bool) -> None:
+            super().__init__()
+            names = ("q", "k", "v", "o")
+            if cross:
+                self.attention_a = Attention(*names)
+            self.attention_b = Attention(*names)
+            self.lin_in, self.lin_out = nn.Linear(D, 3 * D), nn.Linear(3 * D, D)
+            for i in range(2 + cross):
+                self.add_module(f"n{i}", nn.LayerNorm(D))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.e, self.d, self.p = nn.Embedding(SOURCE, D), nn.Embedding(TARGET, D), nn.Embedding(LENGTH, D)
+        self.stack1 = nn.ModuleList(self.Layer(cross=False) for _ in range(2))
+        self.stack2 = nn.ModuleList(self.Layer(cross=True) for _ in range(2))
+        self.o = nn.Linear(D, TARGET)
+
+    def forward(self, source: Tensor, keep: Tensor, target: Tensor) -> Tensor:
+        keep = keep[:, None, None]
+        memory = self.e(source) * D**0.5 + self.p.weight[: source.shape[1]]
+        for layer in self.stack1:
+            memory = layer.n1(memory + layer.attention_b(memory, memory, keep))
+            memory = layer.n0(memory + layer.lin_out(F.gelu(layer.lin_in(memory))))
+        x = self.d(target) * D**0.5 + self.p.weight[: target.shape[1]]
+        for layer in self.stack2:
+            x = layer.n2(x + layer.attention_b(x, x, causal(target)))
+            x = layer.n1(x + layer.attention_a(x, memory, keep))
+            x = layer.n0(x + layer.lin_out(F.gelu(layer.lin_in(x))))
+        return self.o(x)
+
+
 SELFMADE: dict[str, type[nn.Module]] = {
     cls.__name__: cls
     for cls in (
@@ -576,5 +819,10 @@ SELFMADE: dict[str, type[nn.Module]] = {
         Alternating,
         HeadAxes,
         EncoderAlone,
+        Ported,
+        GptLike,
+        NoEnglish,
+        Square,
+        Turned,
     )
 }

@@ -73,7 +73,7 @@ def test_other_implementations_are_found_without_their_layouts(name: str) -> Non
 
 
 def test_heads_are_found_where_nobody_tells(tmp_path: Path) -> None:
-    golden = made("NumberedBlocks", tmp_path / "g", heads=None)
+    golden = made("Square", tmp_path / "g", heads=None)
     found = detect(golden.state, golden, [])
     assert check(found, dict(golden.state), golden) < 1e-12
     assert found.layout.arch["n_heads"] == HEADS

@@ -126,7 +126,7 @@ def read_golden(path: Path | str) -> Golden:
             **given,
             **numbers,
             outputs=cast(Outputs, metadata.get("outputs", "logits")),
-            state=_under(STATE, tensors),
+            state=_ordered(_under(STATE, tensors), metadata.get("state_order", "")),
             attributes=_under(ATTRIBUTE, tensors),
             real=_under(REAL, tensors),
         )
@@ -229,6 +229,7 @@ def write_golden(golden: Golden, path: Path) -> None:
     for prefix, more in ((STATE, golden.state), (ATTRIBUTE, golden.attributes), (REAL, golden.real)):
         tensors |= {prefix + name: tensor for name, tensor in more.items()}
     metadata = {name: str(value) for name in _NUMBERS if (value := getattr(golden, name)) is not None}
+    metadata |= {"state_order": "\n".join(golden.state)} if golden.state else {}
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -386,6 +387,12 @@ def _kind_of(results: Mapping[str, Tensor]) -> Outputs:
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def _ordered(state: Mapping[str, Tensor], order: str) -> dict[str, Tensor]:
+    """Put a state dict into the order in which the original defined it, which the file format does not keep."""
+    names = order.split("\n")
+    return {name: state[name] for name in names} if set(names) == set(state) else dict(state)
 
 
 def _check_names(path: Path, names: list[str], slices: Mapping[str, Any]) -> None:

@@ -48,6 +48,8 @@ class _Reading:
     derive: Mapping[str, str]
     ignored: tuple[str, ...]
     cost: int
+    readings: int
+    is_fused: bool
 
 
 def proposals(
@@ -67,7 +69,11 @@ def proposals(
         CheckpointError: no layers with attention and feed-forward network are found, or parts of them fit nothing;
             says what was found.
     """
-    readings = [_read(tensors, golden, style) for style in _styles(tensors)]
+    named = words.fused_order(word for key in tensors for word in words.words(key)) or "qkv"
+    usual = Style(_has_bare(tensors), named, "split_rows", 0, LIKELY)
+    first = _read(tensors, golden, usual)
+    styles = itertools.islice(_styles(usual, first.readings, is_fused=first.is_fused), 1, None)
+    readings = [first, *(_read(tensors, golden, style) for style in styles)]
     heap: list[tuple[int, int, int, tuple[int, ...]]] = []
     seen, proposed = set(), set()
     for number, reading in enumerate(readings):
@@ -122,9 +128,8 @@ def _read(tensors: Mapping[str, Tensor], golden: Golden | None, style: Style) ->
         if not layers:
             raise
         d_model, sides, read = _read_layers(layers, rest, tensors, style)
-    vocab = golden.logits.shape[2] if golden is not None and golden.logits is not None else None
     biases, extras = _relative_biases(sides, shapes)
-    outer = Reader(parts_of(rest), tensors, d_model, list(sides), vocab).outer()
+    outer = Reader(parts_of(rest), tensors, d_model, list(sides), golden).outer()
     unread = [part for layer in read.values() for part in layer.unread] + list(outer.unread)
     choices = [choice for layer in read.values() for choice in layer.choices] + list(outer.choices)
     choices += [biases] if biases else []
@@ -150,6 +155,8 @@ def _read(tensors: Mapping[str, Tensor], golden: Golden | None, style: Style) ->
         outer.derive,
         (*ignored, *dead),
         POSSIBLE * len(unread) + style.cost,
+        max(layer.readings for layer in read.values()),
+        any(layer.is_fused for layer in read.values()),
     )
 
 
@@ -183,15 +190,14 @@ def _is_no_weight(key: str, tensor: Tensor) -> bool:
     return bool((below == below[0]).all()) and bool((above == above[0]).all()) and bool(below[0] != above[0])
 
 
-def _styles(tensors: Mapping[str, Tensor]) -> Iterator[Style]:
-    """List the conventions that one author keeps to: how bare matrices lie, how fused projections are cut."""
-    named = words.fused_order(word for key in tensors for word in words.words(key)) or "qkv"
-    orders = sorted(map("".join, itertools.permutations("qkv")), key=lambda order: order != named)
-    for bare in (True, False) if _has_bare(tensors) else (False,):
-        for order in orders:
-            for cut in ("split_rows", "split_heads"):
-                cost = (LIKELY if order == named else POSSIBLE) + (cut == "split_heads")
-                yield Style(bare, order, cut, cost + (_has_bare(tensors) and not bare))
+def _styles(first: Style, readings: int, *, is_fused: bool) -> Iterator[Style]:
+    """List the conventions that one author keeps to, the usual one first."""
+    orders = sorted(map("".join, itertools.permutations("qkv")), key=lambda order: order != first.order)
+    cuts = [(order, cut) for order in orders for cut in ("split_rows", "split_heads")]
+    bare = (True, False) if first.bare_is_in_out else (False,)
+    for in_out, (order, cut), reading in itertools.product(bare, cuts if is_fused else cuts[:1], range(readings)):
+        unusual = (in_out != first.bare_is_in_out, order != first.order, cut != first.cut, reading > 0)
+        yield Style(in_out, order, cut, reading, POSSIBLE * sum(unusual))
 
 
 def _has_bare(tensors: Mapping[str, Tensor]) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tfexport.checkpoint import words
+from tfexport.checkpoint.golden import Golden
 from tfexport.checkpoint.parts import Part
 from tfexport.checkpoint.randomise import is_position_table
 from tfexport.checkpoint.roles import FAR, LIKELY, POSSIBLE, Choice, Reading, norm_lines
@@ -42,7 +43,7 @@ class Reader:
         tensors: Mapping[str, Tensor],
         d_model: int,
         sides: Sequence[str],
-        vocab: int | None,
+        golden: Golden | None,
     ) -> None:
         """Sort them.
 
@@ -51,9 +52,11 @@ class Reader:
             tensors: the state dict.
             d_model: width of the model.
             sides: "enc" and, with a decoder, "dec".
-            vocab: number of target ids, where the golden tells.
+            golden: tells the vocabularies.
         """
-        self.tensors, self.d_model, self.sides, self.vocab = tensors, d_model, sides, vocab
+        self.tensors, self.d_model, self.sides = tensors, d_model, sides
+        self.vocab = golden.logits.shape[2] if golden is not None and golden.logits is not None else None
+        self.largest_id = int(golden.source_ids.max()) if golden is not None else 0
         self.skip = words.common(key.split(".") for key in tensors)
         self.choices: list[Choice] = []
         self.derive: dict[str, str] = {}
@@ -104,7 +107,10 @@ class Reader:
         return silent[-1:] if len(wide) > 2 else []
 
     def _likely_tables(self, embeddings: Sequence[Part]) -> list[Part]:
-        """Without a word for it: what is left where every side has an embedding that is named one."""
+        """Without a word for it: what has too few rows for the ids, or what is left beside embeddings named so."""
+        small = [part for part in embeddings if part.shape[0] <= self.largest_id and part.shape[0] != self.vocab]
+        if small:
+            return small
         silent = [part for part in embeddings if not set(part.words) & (words.EMBEDDING | {"tok", "token", "tokens"})]
         return silent if 0 < len(silent) <= len(self.sides) < len(embeddings) else []
 
@@ -136,7 +142,7 @@ class Reader:
                 ]
                 self.choices.append((Reading(tuple(lines)),))
         if len(free) == 2 and len(common) >= 2:
-            first, second = sorted(common, key=lambda part: words.natural(part.name))[:2]
+            first, second = sorted(common, key=lambda part: part.place)[:2]
             self.choices.append(
                 tuple(
                     Reading((f"{a.weight} -> enc.embed.weight", f"{b.weight} -> dec.embed.weight"), cost)

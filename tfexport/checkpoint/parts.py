@@ -6,7 +6,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tfexport.checkpoint import words
 
@@ -25,6 +25,7 @@ class Part:
     `weight` and `bias` are keys; inside a layer their index is written "{i}",
     "{2i+1}" and so on. `path` are the components of the module's name, from the
     layer on. `shape` is that of the weight, or of the bias where there is no weight.
+    `place` is the place among its siblings.
     """
 
     path: tuple[str, ...]
@@ -32,6 +33,7 @@ class Part:
     weight: str | None
     bias: str | None
     bias_size: int | None = None
+    place: int = 0
 
     @property
     def name(self) -> str:
@@ -99,7 +101,11 @@ def split(shapes: Mapping[str, Shape], *, scattered: bool = False) -> tuple[list
 
 
 def parts_of(shapes: Mapping[str, Shape], prefix: str = "") -> list[Part]:
-    """Join weights and biases; `prefix` is left out of the paths."""
+    """Join weights and biases; `prefix` is left out of the paths.
+
+    The order is that of the state dict, in which its author defined the modules,
+    unless a file has sorted the names: then numbers count, and nothing else.
+    """
     modules: dict[tuple[str, str, bool], dict[str, str]] = {}
     for (parent, base), found in _modules(shapes).items():
         # W1, b1 and gain1, shift1 are two modules, alpha and bias are one.
@@ -107,14 +113,16 @@ def parts_of(shapes: Mapping[str, Shape], prefix: str = "") -> list[Part]:
         for kind, key in found:
             is_gain = not is_one and bool(words.GAIN & set(words.words(key.rpartition(".")[2])))
             modules.setdefault((parent, base, is_gain), {})[kind] = key
-    parts = []
+    parts: list[Part] = []
     for (parent, base, _), keys in modules.items():
         weight, bias = keys.get("weight"), keys.get("bias")
         path = [*parent.removeprefix(prefix).split("."), base.replace(" ", "_")]
         shape = shapes[weight or bias or ""]
         bias_size = math.prod(shapes[bias]) if bias else None
         parts.append(Part(tuple(component for component in path if component), shape, weight, bias, bias_size))
-    return sorted(parts, key=lambda part: words.natural(part.name))
+    if list(shapes) == sorted(shapes):
+        parts.sort(key=lambda part: words.natural(part.name))
+    return [replace(part, place=place) for place, part in enumerate(parts)]
 
 
 def _modules(keys: Iterable[str]) -> dict[tuple[str, str], list[tuple[str, str]]]:
@@ -158,7 +166,9 @@ def _elements(prefix: str, shapes: Mapping[str, Shape]) -> dict[int, dict[str, S
 
 def _layers(parent: str, prefixes: list[str], shapes: Mapping[str, Shape]) -> Layers | None:
     """Read lists that count the same layers; None when their elements differ or numbers are missing."""
+    order = {key: place for place, key in enumerate(shapes)}
     every: dict[str, Shape] = {}
+    places: dict[str, int] = {}
     extras: list[str] = []
     counts = set()
     for prefix in prefixes:
@@ -172,7 +182,9 @@ def _layers(parent: str, prefixes: list[str], shapes: Mapping[str, Shape]) -> La
         counts.add(number // period)
         for residue in range(period):
             common = _common(elements, start + residue, period)
-            every |= {f"{prefix}{_affine(period, start + residue)}{rest}": shape for rest, shape in common.items()}
+            for rest, shape in common.items():
+                template = f"{prefix}{_affine(period, start + residue)}{rest}"
+                every[template], places[template] = shape, order[f"{prefix}{start + residue}{rest}"]
             extras += [
                 f"{prefix}{index}{rest}"
                 for index in range(start + residue, start + number, period)
@@ -181,7 +193,8 @@ def _layers(parent: str, prefixes: list[str], shapes: Mapping[str, Shape]) -> La
             ]
     if len(counts) != 1:
         return None
-    return Layers(parent, counts.pop(), tuple(parts_of(every, parent)), tuple(extras))
+    ordered = {template: every[template] for template in sorted(every, key=places.__getitem__)}
+    return Layers(parent, counts.pop(), tuple(parts_of(ordered, parent)), tuple(extras))
 
 
 def _period(elements: Mapping[int, Mapping[str, Shape]], start: int) -> int | None:

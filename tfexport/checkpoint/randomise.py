@@ -49,8 +49,8 @@ def is_position_table(tensor: Tensor) -> bool:
 
 
 def _is_bias(name: str, buffer: Tensor) -> bool:
-    """A buffer of equal values is a bias before training; one number alone is a constant of the code."""
-    if buffer.numel() < 2 or not bool(buffer.isfinite().all()):
+    """A vector of equal values is a bias before training; one number is a constant, and a matrix a mask."""
+    if buffer.numel() < 2 or max(buffer.shape) != buffer.numel() or not bool(buffer.isfinite().all()):
         return False
     return name.endswith("bias") or bool((buffer == 0).all())
 

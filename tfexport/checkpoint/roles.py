@@ -55,21 +55,28 @@ class Style:
 
     `bare_is_in_out`: matrices that are no module's weight are stored [in, out].
     `order` and `cut` are those of fused projections: in blocks or within each head.
+    `reading` is the number of the reading of projections that no word tells apart.
     """
 
     bare_is_in_out: bool
     order: str
     cut: str
+    reading: int
     cost: int
 
 
 @dataclass(frozen=True)
 class Layer:
-    """The readings of a layer, a choice for each group of parts; `unread` fit nothing."""
+    """The readings of a layer, a choice for each group of parts.
+
+    `unread` fit nothing; `readings` counts the ways to tell its projections
+    apart, `is_fused` says whether some of them are one matrix.
+    """
 
     choices: tuple[Choice, ...]
     unread: tuple[Part, ...]
-    has_cross: bool
+    readings: int
+    is_fused: bool
     has_gate: bool
 
 
@@ -126,7 +133,9 @@ def read_layer(parts: Sequence[Part], d_model: int, side: str, style: Style) -> 
     choices = [_network_choice(network, d_model, f"{layer}.ffn"), *_attention_choices(groups, d_model, layer, style)]
     sublayers = [*groups, network]
     norms, unread = _norm_choice([part for part in parts if part.is_vector], sublayers, layer)
-    return Layer((*choices, *norms), tuple(unread), len(groups) == 2, _has_gate(network))
+    readings = max(len(_roles(group)) for group in groups)
+    is_fused = any(len(group) < 4 for group in groups)
+    return Layer((*choices, *norms), tuple(unread), readings, is_fused, _has_gate(network))
 
 
 def _joined_heads(parts: Sequence[Part]) -> list[Part]:
@@ -142,7 +151,14 @@ def _joined_heads(parts: Sequence[Part]) -> list[Part]:
         is_heads = len(heads) > 1 and len(shape) == 2 and role in ("q", "k", "v") and shape[0] < shape[1]
         if is_heads and all(head in joined for head in heads):
             weight, bias = (_with_head([getattr(head, kind) for head in heads[:2]]) for kind in ("weight", "bias"))
-            whole = Part(tuple(name.split(".")), (shape[0] * len(heads), shape[1]), weight, bias, heads[0].bias_size)
+            whole = Part(
+                tuple(name.split(".")),
+                (shape[0] * len(heads), shape[1]),
+                weight,
+                bias,
+                heads[0].bias_size,
+                heads[0].place,
+            )
             joined = [whole if part is heads[0] else part for part in joined if part not in heads[1:]]
     return joined
 
@@ -193,7 +209,7 @@ def _has_gate(network: Sequence[Matrix]) -> bool:
 
 
 def _network_choice(network: Sequence[Matrix], d_model: int, target: str) -> Choice:
-    ordered = sorted(network, key=lambda m: words.natural(m.part.name))
+    ordered = sorted(network, key=lambda m: m.part.place)
     backs = [m for m in ordered if m.out == d_model and all(n.width == d_model for n in ordered if n is not m)]
     # Where the inner width is d_model too, the last one leads back.
     readings: list[Reading] = []
@@ -244,7 +260,7 @@ def _paired(maps: Sequence[Matrix]) -> list[list[Matrix]]:
     for pair in by_role.values():
         if len(pair) != 2:
             return []
-        first, second = sorted(pair, key=lambda m: words.natural(m.part.name))
+        first, second = sorted(pair, key=lambda m: m.part.place)
         if _is_cross(_more(first, second)) and not _is_cross(_more(second, first)):
             first, second = second, first
         groups[0].append(first)
@@ -272,7 +288,7 @@ def _roles(maps: Sequence[Matrix]) -> list[tuple[str, ...]]:
         return [tuple(str(role) for role in named)]
     unsure = [i for i, role in enumerate(named) if role not in wanted or named.count(role) > 1]
     left = [role for role in wanted if named.count(role) != 1]
-    unsure.sort(key=lambda i: words.natural(maps[i].part.name))
+    unsure.sort(key=lambda i: maps[i].part.place)
     found = []
     for order in itertools.permutations(left):
         roles = list(named)
@@ -304,7 +320,7 @@ def _shapes_fit(maps: Sequence[Matrix], roles: Sequence[str | None]) -> bool:
 
 def _attention_choices(groups: Sequence[Sequence[Matrix]], d_model: int, layer: str, style: Style) -> list[Choice]:
     if len(groups) == 1:
-        return [_projection_choice(groups[0], d_model, f"{layer}.self", style)]
+        return [(Reading(_projection_lines(groups[0], d_model, f"{layer}.self", style)),)]
     first, second = ({word for m in group for word in m.part.words} for group in groups)
     by_name = [_is_cross(first - second), _is_cross(second - first)]
     if by_name[0] == by_name[1]:
@@ -313,31 +329,35 @@ def _attention_choices(groups: Sequence[Sequence[Matrix]], d_model: int, layer: 
     if by_name[0] != by_name[1]:
         orders = [("cross", "self") if by_name[0] else ("self", "cross")]
     else:
-        is_first = words.natural(groups[0][0].part.name) < words.natural(groups[1][0].part.name)
+        is_first = groups[0][0].part.place < groups[1][0].part.place
         orders = [("self", "cross"), ("cross", "self")][:: 1 if is_first else -1]
-    readings = [
-        Reading((*one.lines, *other.lines), cost + one.cost + other.cost)
-        for cost, (a, b) in enumerate(orders)
-        for one in _projection_choice(groups[0], d_model, f"{layer}.{a}", style)
-        for other in _projection_choice(groups[1], d_model, f"{layer}.{b}", style)
+    return [
+        tuple(
+            Reading(
+                (
+                    *_projection_lines(groups[0], d_model, f"{layer}.{a}", style),
+                    *_projection_lines(groups[1], d_model, f"{layer}.{b}", style),
+                ),
+                cost,
+            )
+            for cost, (a, b) in enumerate(orders)
+        )
     ]
-    return [tuple(sorted(readings, key=lambda reading: reading.cost))]
 
 
-def _projection_choice(group: Sequence[Matrix], d_model: int, target: str, style: Style) -> Choice:
-    readings = []
-    for cost, roles in enumerate(_roles(group)):
-        lines: list[str] = []
-        for m, role in zip(group, roles, strict=True):
-            if role in ("qkv", "kv"):
-                order = "/".join(part for part in style.order if part in role)
-                lines += m.lines(f"{target}.[{order}]", style.cut)
-            else:
-                # A projection narrower than the model serves every head.
-                shared = role != "o" and m.width < d_model
-                lines += m.lines(f"{target}.{role}", *(["block_diag"] if shared else []))
-        readings.append(Reading(tuple(lines), min(cost, FAR)))
-    return tuple(readings)
+def _projection_lines(group: Sequence[Matrix], d_model: int, target: str, style: Style) -> tuple[str, ...]:
+    """Write the lines of one attention."""
+    lines: list[str] = []
+    found = _roles(group)
+    for m, role in zip(group, found[min(style.reading, len(found) - 1)], strict=True):
+        if role in ("qkv", "kv"):
+            order = "/".join(part for part in style.order if part in role)
+            lines += m.lines(f"{target}.[{order}]", style.cut)
+        else:
+            # A projection narrower than the model serves every head.
+            shared = role != "o" and m.width < d_model
+            lines += m.lines(f"{target}.{role}", *(["block_diag"] if shared else []))
+    return tuple(lines)
 
 
 def _norm_choice(
@@ -354,7 +374,7 @@ def _norm_choice(
     for order in itertools.permutations(gains, slots):
         misplaced = sum(placed.get(part, place) != place for place, part in enumerate(order))
         free = [part for part in order if part not in placed]
-        is_natural = free == sorted(free, key=lambda part: words.natural(part.name))
+        is_natural = free == sorted(free, key=lambda part: part.place)
         dead = [part for part in gains if part not in order]
         cost = FAR * misplaced + (LIKELY if is_natural else POSSIBLE if not placed else FAR)
         lines = [line for place, part in enumerate(order) for line in norm_lines(part, f"{layer}.norm{place + 1}")]
