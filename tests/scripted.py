@@ -43,6 +43,7 @@ class ScriptedSession:
     steps: list[tuple[int, int]] = field(default_factory=list)
     backend: str = "scripted"
     max_rows: int | None = None
+    accuracy: str = "fp32"
     max_candidates: int | None = None
 
     def __post_init__(self) -> None:

@@ -20,12 +20,14 @@ from tfexport.cli import main
 from tfexport.config import ExportConfig, TransformerConfig
 from tfexport.errors import BackendError, ConfigError
 from tfexport.graph.export import export_bundle
+from tfexport.graph.quantize import quantize_graphs
 from tfexport.models.directory import save_model
 from tfexport.runtime.eager import EagerSession
 from tfexport.runtime.open import load_eager_model
 from tfexport.runtime.session import Candidates, Floats, Session
 from tfexport.verify import VerifyConfig, ladder, verify_bundle
 from tfexport.verify.numbers import compare, random_batches, step_logits
+from tfexport.verify.report import TOLERANCE
 
 Once = Callable[[str, Callable[[Path], object]], Path]
 FEW = VerifyConfig(samples=8)
@@ -93,6 +95,25 @@ def test_an_encoder_alone_is_compared_on_engines(tmp_path: Path, monkeypatch: py
     report = verify_bundle(tmp_path / "b", config=FEW, backend="trt")
     assert report.passed
     assert [number.stage for number in report.numbers] == ["trt fp32"]
+
+
+def test_narrow_weights_are_judged_by_their_own_tolerance(
+    dates_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs = open_bundle(dates_bundle).manifest.graphs
+    quantize_graphs(dates_bundle, graphs, tmp_path, "int8")
+
+    def open_session(bundle: Bundle, backend: str, **options: Any) -> Session[Any]:
+        paths = {name: tmp_path / graph.file for name, graph in graphs.items()}
+        return trt_session(paths, bundle.manifest.spec, "static", weights="int8")
+
+    monkeypatch.setattr(ladder, "open_session", open_session)
+    report = verify_bundle(dates_bundle, config=FEW, backend="trt")
+    assert report.passed
+    numbers = report.numbers[-1]
+    assert (numbers.stage, numbers.tolerance) == ("trt int8", TOLERANCE["int8"])
+    assert numbers.error > TOLERANCE["fp32"], "the weights are narrow indeed"
+    assert not any(rung.must_be_exact for rung in report.decodes)
 
 
 def test_wrong_engines_fail(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:

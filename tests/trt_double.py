@@ -379,7 +379,8 @@ def trt_session(
     config = EngineConfig(**{"max_batch": 32, "max_shapes": wide, **changes})
     engines, limits = make_engines(graphs, spec, form, config, cuda, log, kind)
     device: Any = cuda
-    return DoubleSession(engines, spec, form, limits, FLAVOUR, device, reason=lambda: log[-1] if log else "nothing")
+    reason = lambda: log[-1] if log else "nothing"  # noqa: E731
+    return DoubleSession(engines, spec, form, limits, FLAVOUR, device, weights=config.weights, reason=reason)
 
 
 FLAVOUR: Any = SimpleNamespace(trt=MODULE, target="tensorrt", version="0")

@@ -25,6 +25,8 @@ Device = Literal["cpu", "cuda"]
 Backend = Literal["auto", "eager", "ort", "trt"]
 Target = Literal["tensorrt", "tensorrt-rtx"]
 WeightType = Literal["int8", "int4", "fp8"]
+# What bounds how exactly a stage computes: its narrow weights, else the type of its graph.
+Accuracy = Precision | WeightType
 HardwareCompatibility = Literal["none", "ampere_plus", "same_compute_capability"]
 
 # Far above every model there is. What is larger is a slip or an attack: it would fill the memory before it fails.

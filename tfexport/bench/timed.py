@@ -18,6 +18,7 @@ class TimedSession(Generic[S]):
     Attributes:
         spec: of the session inside.
         backend: of the session inside.
+        accuracy: of the session inside.
         max_rows: of the session inside.
         max_candidates: of the session inside.
         encode_s: seconds spent encoding since `restart`.
@@ -31,6 +32,7 @@ class TimedSession(Generic[S]):
         self._session = session
         self.spec: ModelSpec = session.spec
         self.backend: str = session.backend
+        self.accuracy = session.accuracy
         self.max_rows = session.max_rows
         self.max_candidates = session.max_candidates
         self.restart()

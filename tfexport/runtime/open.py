@@ -122,7 +122,8 @@ def _open_engine(bundle: Bundle, name: str | None, form: Form | None) -> Session
         # The session keeps this function, and so the log and the runtime that its plans come from.
         return engine.log.reason()
 
-    return TrtSession(engine.plans, spec, form, engine.manifest.limits, engine.flavour, Cuda(), reason=reason)
+    limits, weights = engine.manifest.limits, built.weights
+    return TrtSession(engine.plans, spec, form, limits, engine.flavour, Cuda(), weights=weights, reason=reason)
 
 
 def _choose_form(bundle: Bundle, form: Form | None) -> Form | None:

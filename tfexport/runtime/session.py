@@ -13,6 +13,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from tfexport.config import Accuracy
 from tfexport.errors import InputError
 from tfexport.spec import ModelSpec
 
@@ -62,12 +63,14 @@ class Session(Protocol[S]):
         spec: sizes, limits and token ids.
         backend: "eager", "ort" or "trt".
         max_rows: hypotheses that it takes at once; None where memory is the only limit.
+        accuracy: what bounds how exactly it computes; token for token only for fp32.
         max_candidates: best tokens that a step returns at most; None for the whole vocabulary.
     """
 
     spec: ModelSpec
     backend: str
     max_rows: int | None
+    accuracy: Accuracy
     max_candidates: int | None
 
     def encode(self, source_ids: Ids, source_mask: Mask) -> S:

@@ -197,7 +197,7 @@ def _ort_sessions(stages: Stages, device: Device) -> Iterator[Named]:
 
 def _trt_session(bundle: Bundle, engine: str | None) -> Iterator[Named]:
     session = open_session(bundle, "trt", form=None, threads=None, engine=engine)
-    yield f"trt {session.spec.precision}", session
+    yield f"trt {session.accuracy}", session
 
 
 def _hidden_states(eager: EagerSession, named: Named, batches: Sequence[Batch], report: Tell) -> Numbers:
@@ -209,7 +209,7 @@ def _hidden_states(eager: EagerSession, named: Named, batches: Sequence[Batch], 
 
     expected = [valid(eager.hidden_states(b.source_ids, b.source_mask), b) for b in batches]
     got = [valid(session.hidden_states(b.source_ids, b.source_mask), b) for b in batches]
-    return compare(stage, expected, got, TOLERANCE[session.spec.precision])
+    return compare(stage, expected, got, TOLERANCE[session.accuracy])
 
 
 def _numbers(
@@ -229,7 +229,7 @@ def _numbers(
     stages = [("eager cached", cast(Session[Any], eager)), *sessions]
     for stage, session in stages:
         report(f"comparing logits: {stage}")
-        tolerance = max(TOLERANCE[session.spec.precision], 10 * rounding.error)
+        tolerance = max(TOLERANCE[session.accuracy], 10 * rounding.error)
         got = [step_logits(session, batch, logits) for batch, logits in zip(batches, expected, strict=True)]
         rungs.append(compare(stage, expected, got, tolerance))
     return rungs
@@ -261,7 +261,7 @@ def _decodes(
                     got,
                     num_beams=num_beams,
                     noise=number.worst,
-                    must_be_exact=session.spec.precision == "fp32",
+                    must_be_exact=session.accuracy == "fp32",
                 )
             )
     some = sources[: min(64, len(sources) // 2 + 1)]

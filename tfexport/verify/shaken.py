@@ -18,6 +18,7 @@ class ShakenSession:
     Attributes:
         spec: sizes, limits and token ids.
         backend: "shaken".
+        accuracy: that of the inner session.
         max_rows: those of the inner session.
         max_candidates: those of the inner session.
     """
@@ -26,7 +27,8 @@ class ShakenSession:
 
     def __init__(self, inner: Session[Any], noise: float, rng: np.random.Generator) -> None:
         """Shake what `inner` computes by up to `noise`, drawn from `rng`."""
-        self.spec, self.max_rows, self.max_candidates = inner.spec, inner.max_rows, inner.max_candidates
+        self.spec, self.accuracy = inner.spec, inner.accuracy
+        self.max_rows, self.max_candidates = inner.max_rows, inner.max_candidates
         self.inner, self.noise, self.rng = inner, noise, rng
 
     def encode(self, source_ids: Ids, source_mask: Mask) -> Any:

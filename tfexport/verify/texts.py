@@ -117,5 +117,5 @@ def batch_mates(stage: str, session: Session[Any], sources: Sources, noise: floa
         together,
         num_beams=1,
         noise=noise,
-        must_be_exact=session.spec.precision == "fp32",
+        must_be_exact=session.accuracy == "fp32",
     )

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import onnxruntime as ort
 
-from tfexport.config import Device, Form
+from tfexport.config import Accuracy, Device, Form
 from tfexport.errors import BackendError
 from tfexport.runtime.ort.cache import OrtCache, make_cache
 from tfexport.runtime.ort.device import OrtDevice, host_value, run
@@ -124,6 +124,7 @@ class OrtSession:
                 "or export with fp32 or fp16"
             )
         self.spec, self.form = spec, form
+        self.accuracy: Accuracy = spec.precision
         self._device = OrtDevice(device, FLOAT[spec.precision], 0 if form is None else 2 * spec.layers)
         self._host_caches = device == "cpu" if host_caches is None else host_caches
         self._encoder: ort.InferenceSession | None = self._load(graphs, ENCODER, threads)

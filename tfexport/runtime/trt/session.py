@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tfexport.config import EngineLimits, Form
+from tfexport.config import Accuracy, EngineLimits, Form, WeightType
 from tfexport.engine.cuda import Cuda
 from tfexport.engine.flavour import Flavour
 from tfexport.errors import BackendError, InputError
@@ -62,6 +62,7 @@ class TrtSession:
         spec: sizes, limits and token ids; the lengths are those that the engines take.
         backend: "trt".
         max_rows: hypotheses that the engines take at once.
+        accuracy: type of the weights where it is narrower than that of the graphs.
         max_candidates: best tokens that the engines return at most.
         form: of the decoder; None for an encoder alone.
     """
@@ -77,6 +78,7 @@ class TrtSession:
         flavour: Flavour,
         cuda: Cuda,
         *,
+        weights: WeightType | None = None,
         reason: Callable[[], str] = lambda: "see the log of the library",
     ) -> None:
         """Take deserialised engines, which the session shares with whoever else drives them.
@@ -88,6 +90,7 @@ class TrtSession:
             limits: the largest shapes of the engines.
             flavour: the library that they come from.
             cuda: the device that they were loaded on.
+            weights: type of the matrices where it is narrower than `spec` says.
             reason: says what the library's log holds of the newest failure.
 
         Raises:
@@ -103,6 +106,7 @@ class TrtSession:
             made[name] = Plan(name, plans[name], flavour.trt, reason)
             made[name].check(contract, num_profiles, _aliases(spec) if name == DECODER["static"] else {})
         self.form = form
+        self.accuracy: Accuracy = weights or spec.precision
         self.max_rows: int | None = limits.max_batch
         self.max_candidates: int | None = limits.max_candidates
         self._model, self._limits = spec, limits
