@@ -105,15 +105,15 @@ def test_a_target_of_one_token_leaves_no_past() -> None:
 
 
 def test_a_shape_binds_its_dimensions_wherever_they_occur() -> None:
-    made = profiles(max_shapes="source_ids:6x20", opt_shapes="cross_value.1:2x4x10x10", min_shapes="source_mask:2x3")
+    made = profiles(max_shapes="source_ids:6x20", opt_shapes="cross_value.1:2x4x10x10", min_shapes="source_mask:1x1")
     assert (made.limits.max_batch, made.limits.max_source_length) == (6, 20)
     (encoder,) = made.engines["encoder"]
-    assert encoder["source_ids"] == ShapeRange((2, 3), (2, 10), (6, 20))
+    assert encoder["source_ids"] == ShapeRange((1, 1), (2, 10), (6, 20))
     for profile in made.engines["decoder_static"]:
-        assert profile["cross_key.0"] == ShapeRange((2, 4, 3, 6), (2, 4, 10, 6), (6, 4, 20, 6))
-        assert profile["past_key.0"] == ShapeRange((2, 4, 16, 6), (2, 4, 16, 6), (6, 4, 16, 6))
+        assert profile["cross_key.0"] == ShapeRange((1, 4, 1, 6), (2, 4, 10, 6), (6, 4, 20, 6))
+        assert profile["past_key.0"] == ShapeRange((1, 4, 16, 6), (2, 4, 16, 6), (6, 4, 16, 6))
     (reorder,) = made.engines["reorder"]
-    assert reorder["order"] == ShapeRange((2,), (2,), (6,))
+    assert reorder["order"] == ShapeRange((1,), (2,), (6,))
 
 
 def test_several_shapes_are_separated_by_commas() -> None:
@@ -125,9 +125,9 @@ def test_several_shapes_are_separated_by_commas() -> None:
 
 
 def test_the_usual_size_moves_between_new_bounds() -> None:
-    made = profiles(max_shapes="source_ids:6x20", min_shapes="target_ids:1x12")
+    made = profiles(max_shapes="source_ids:6x20,target_ids:6x4")
     assert made.engines["encoder"][0]["source_ids"].opt == (6, 20)
-    assert made.engines["decoder_static"][PREFILL]["target_ids"] == ShapeRange((1, 12), (6, 12), (6, 16))
+    assert made.engines["decoder_static"][PREFILL]["target_ids"] == ShapeRange((1, 1), (6, 4), (6, 4))
 
 
 def test_target_len_concerns_the_prefill_alone() -> None:
@@ -169,7 +169,13 @@ def test_the_past_of_the_concat_form_limits_the_target() -> None:
         ({"max_shapes": "source_ids:4x8,source_ids:4x8"}, "max_shapes has source_ids twice"),
         ({"min_shapes": "source_ids:4x9", "max_shapes": "source_ids:4x8"}, "source_len has min 9, opt 8, max 8"),
         ({"opt_shapes": "source_ids:4x65"}, "source_len has min 1, opt 65, max 64"),
-        ({"min_shapes": "source_ids:0x1"}, "batch begins at 0, expected 1 or more"),
+        ({"min_shapes": "source_ids:0x1"}, "batch begins at 0, expected 1, where a session begins"),
+        (
+            {"min_shapes": "source_ids:2x3"},
+            "batch begins at 2, expected 1, where a session begins; source_len begins at 3",
+        ),
+        ({"min_shapes": "target_ids:1x3"}, "target_len begins at 3, expected 1 or 2, where"),
+        ({"min_shapes": "num_candidates:2"}, "num_candidates begins at 2, expected 1, where"),
         ({"max_shapes": "source_ids:4x65"}, "source_len reaches 65, the bundle has 64"),
         ({"max_shapes": "target_ids:4x17"}, "target_len reaches 17, the bundle has 16"),
         ({"opt_shapes": "source_ids:3x8,target_ids:4x1"}, "opt has batch 3 and rows 4, expected a multiple"),
@@ -204,6 +210,21 @@ def test_lengths_beyond_the_bundle_are_named_at_once() -> None:
     message = refusal(spec=ENCODER_ONLY, max_source_length=100, max_target_length=100)
     assert "max_source_length is 100, the bundle has 64" in message
     assert "max_target_length is 100, the bundle has 0; leave it out for an encoder alone" in message
+
+
+def test_no_past_is_where_the_concat_form_begins() -> None:
+    message = refusal(form="concat", min_shapes="past_key.0:1x4x3x6")
+    assert message == "engine: past_len begins at 3, expected 0, where a session begins"
+
+
+@pytest.mark.parametrize(
+    ("form", "shapes", "tokens"),
+    [("static", "source_ids:4x48", 48), ("concat", "past_key.0:4x4x14x6", 14), ("static", "source_ids:4x4", 8)],
+)
+def test_rows_that_move_are_as_wide_as_the_shapes_that_were_given(form: Form, shapes: str, tokens: int) -> None:
+    made = profiles(form, max_source_length=8, max_target_length=8, max_shapes=shapes)
+    (reorder,) = made.engines["reorder"]
+    assert reorder["cache"].max == (4, 4 * 10 * tokens)
 
 
 def test_an_encoder_alone_takes_shapes_of_its_own_inputs() -> None:

@@ -32,6 +32,10 @@ STEP, PREFILL = 0, 1
 # What a step returns when nobody says otherwise, and what TensorRT's TopK takes at most.
 MAX_CANDIDATES, TOPK_LIMIT = 256, 3840
 
+# Where ranges may begin; all others at 1. A session needs the least sizes whatever it is asked: it starts with no past,
+# and sources that end leave a batch of one. A prefill of one token is a step.
+_LEAST = {"past_len": (0,), "target_len": (1, 2)}
+
 Shape = tuple[int, ...]
 Bound = Literal["min", "opt", "max"]
 _BOUNDS: tuple[Bound, ...] = ("min", "opt", "max")
@@ -96,6 +100,8 @@ def make_profiles(spec: ModelSpec, form: Form, config: EngineConfig) -> Profiles
         ranges[name] = _override(ranges[name], {b: sizes[name] for b, sizes in bound.items() if name in sizes})
     problems += _range_problems(spec, form, ranges, given)
     raise_all(ConfigError, "engine", problems)
+    if spec.has_decoder:
+        ranges["width"] = _widths(spec, limits.max_target_length, ranges)
     largest = {name: size.max for name, size in ranges.items()}
     limits = replace(limits, max_batch=largest["batch"], max_source_length=largest["source_len"])
     if spec.has_decoder:
@@ -144,18 +150,22 @@ def _ranges(spec: ModelSpec, form: Form, limits: EngineLimits) -> dict[str, Rang
     ranges = {"batch": _up_to(limits.max_batch), "source_len": _up_to(limits.max_source_length)}
     if spec.has_decoder:
         most = limits.max_target_length
-        # One row of one cache tensor, viewed flat: its own for the target, or that of the source.
-        narrow, wide = sorted((spec.heads * spec.head_dim, spec.heads * spec.value_dim))
         ranges |= {
             "rows": _up_to(limits.max_batch),
             "new_rows": _up_to(limits.max_batch),
             "target_len": _up_to(most),
             "num_candidates": Range(1, 1, limits.max_candidates),
-            "width": Range(narrow, wide * most, wide * max(most, limits.max_source_length)),
         }
         if form == "concat":
             ranges["past_len"] = Range(0, (most - 1) // 2, most - 1)
     return ranges
+
+
+def _widths(spec: ModelSpec, capacity: int, ranges: Mapping[str, Range]) -> Range:
+    """Return the sizes of one row of one cache tensor, viewed flat: the target's of `capacity` tokens, or the source's."""
+    narrow, wide = sorted((spec.heads * spec.head_dim, spec.heads * spec.value_dim))
+    longest = max(capacity, ranges["source_len"].max, ranges["past_len"].max if "past_len" in ranges else 0)
+    return Range(narrow, wide * capacity, wide * longest)
 
 
 def _up_to(most: int) -> Range:
@@ -238,9 +248,9 @@ def _range_problems(spec: ModelSpec, form: Form, ranges: Mapping[str, Range], gi
     for name in ranges:
         size = ranges[name]
         if name in given and name != "new_rows":
-            least = 0 if name == "past_len" else 1
-            if size.min < least:
-                problems.append(f"{name} begins at {size.min}, expected {least} or more")
+            if size.min not in _LEAST.get(name, (1,)):
+                least = " or ".join(map(str, _LEAST.get(name, (1,))))
+                problems.append(f"{name} begins at {size.min}, expected {least}, where a session begins")
             if not size.min <= size.opt <= size.max:
                 problems.append(f"{name} has min {size.min}, opt {size.opt}, max {size.max}, expected them in order")
             if name in most and size.max > most[name][0]:
