@@ -39,7 +39,7 @@ def _run(bundle: Path, name: str, graphs: bool, numbers: dict[str, Any]) -> list
     """Decode and measure; without graphs every step is queued anew."""
     from tfexport.runtime.trt.replay import Replay
 
-    run = Replay.run if graphs else (lambda self, name, queue: queue())
+    run = Replay.run if graphs else (lambda self, name, queue, can_capture: queue())
     with mock.patch.object(Replay, "run", run):
         session = gpu_decodes.open_engine(bundle, name)
         try:

@@ -151,9 +151,14 @@ def test_looking_ahead_drops_another_position_and_another_step(ahead: tuple[Look
 @pytest.mark.parametrize("can_capture", [True, False])
 def test_replay_runs_directly_once_then_from_one_graph_a_name(cuda: CudaDouble, can_capture: bool) -> None:
     stream, done, asked = cuda.stream(), [], []
-    replay = Replay(cuda, stream, lambda: asked.append(len(done)) or can_capture)  # type: ignore[arg-type,func-returns-value]
+    replay = Replay(cuda, stream)
+
+    def ask() -> bool:
+        asked.append(len(done))
+        return can_capture
+
     for name in "aabab":
-        replay.run(name, lambda name=name: cuda.enqueue(stream, lambda: done.append(name)))  # type: ignore[misc]
+        replay.run(name, lambda name=name: cuda.enqueue(stream, lambda: done.append(name)), ask)  # type: ignore[misc]
     cuda.synchronize(stream)
     assert "".join(done) == "aabab"
     assert (cuda.counts["capture"], cuda.counts["launch"]) == ((2, 4) if can_capture else (0, 0))

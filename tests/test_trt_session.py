@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -281,6 +282,29 @@ def test_beams_are_reordered_by_a_graph(dates: Model) -> None:
     assert cuda.counts["enqueue reorder"] == enqueued[-1], "nothing moves where all stay"
 
 
+def test_contexts_go_with_their_graphs_and_not_when_garbage_is_collected(dates: Model) -> None:
+    """Garbage may be collected in the middle of a capture, where no context must be freed."""
+    session = dates.trt()
+    ids, mask = pad_right(dates.sources[:1], dates.spec.tokens.pad)
+    state = session.encode(ids, mask)
+    session.reorder(state, np.array([0, 0]))
+    for _ in range(3):
+        session.step(state, np.full((2, 1), dates.spec.tokens.start), 8)
+        session.reorder(state, np.array([1, 0]))
+    decoder = state.unit._decoder
+    assert decoder
+    owners = [*decoder._steps._items.values(), *decoder._reorder._recorded._items.values()]
+    seen = [weakref.ref(owner) for owner in owners]
+    assert len(seen) == 3, "a step, the move to two rows, the move of two rows"
+    gc.disable()
+    try:
+        owners.clear()
+        decoder.close()
+        assert [ref() for ref in seen] == [None] * 3
+    finally:
+        gc.enable()
+
+
 def test_batches_in_turn_share_a_unit_and_batches_at_once_do_not(dates: Model) -> None:
     cuda = CudaDouble()
     session = dates.trt(cuda=cuda)
@@ -382,6 +406,16 @@ def test_a_request_above_the_engines_names_limit_and_command(
     with pytest.raises(InputError, match=message) as caught:
         ask(session, dates)
     assert re.search(r"tfexport trt BUNDLE --\S+ \S+ --force$", str(caught.value))
+
+
+def test_a_prefix_above_its_own_profile_names_shape_and_command(dates: Model) -> None:
+    session = dates.trt(max_shapes=f"target_ids:8x4,num_candidates:{dates.spec.vocab}")
+    ids, mask = pad_right(dates.sources[:1], dates.spec.tokens.pad)
+    session.step(session.encode(ids, mask), np.full((1, 4), dates.spec.tokens.start), 1)
+    with pytest.raises(
+        BackendError, match=r"refuses the shape 1x5 of target_ids: .*--maxShapes target_ids:1x5 --force"
+    ):
+        session.step(session.encode(ids, mask), np.full((1, 5), dates.spec.tokens.start), 1)
 
 
 def test_no_step_is_begun_beyond_the_last_position(dates: Model) -> None:

@@ -135,7 +135,11 @@ class Context:
         self.place(addresses)
         for name, shape in shapes.items():
             if not self._context.set_input_shape(name, shape):
-                raise BackendError(f"trt: {self._name} refuses the shape {shape} of {name}: {self._reason()}")
+                spelled = "x".join(map(str, shape))
+                raise BackendError(
+                    f"trt: {self._name} refuses the shape {spelled} of {name}: {self._reason()}; "
+                    f"ask for less, or build others: tfexport trt BUNDLE --maxShapes {name}:{spelled} --force"
+                )
         try:
             missing = self._context.infer_shapes()
         except RuntimeError as error:

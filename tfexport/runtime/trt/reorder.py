@@ -83,7 +83,7 @@ class Reorder:
             contexts = {width: self._work.context(REORDER, use="be captured") for width in names}
             for width, context in contexts.items():
                 self._bind(context, width, num_rows, new_rows)
-            return _Recorded(contexts, Replay(self._work.cuda, self._work.stream, lambda: self._can_capture(contexts)))
+            return _Recorded(contexts, Replay(self._work.cuda, self._work.stream))
 
         recorded = self._recorded.get((num_rows, new_rows), record)
 
@@ -92,10 +92,10 @@ class Reorder:
             for width, group in names.items():
                 self._move(recorded.contexts[width], group, width, new_rows)
 
-        recorded.replay.run(REORDER, queue)
+        def can_capture() -> bool:
+            return all(context.can_be_captured(self._work.stream) for context in recorded.contexts.values())
 
-    def _can_capture(self, contexts: Mapping[int, Context]) -> bool:
-        return all(context.can_be_captured(self._work.stream) for context in contexts.values())
+        recorded.replay.run(REORDER, queue, can_capture)
 
     def _upload(self, new_rows: int) -> None:
         self._work.cuda.upload(self._work.memory[ORDER], self._order[:new_rows], self._work.stream)

@@ -15,19 +15,20 @@ class Replay:
     Later calls capture it once under its name and launch the graph.
     """
 
-    def __init__(self, cuda: Cuda, stream: int, can_capture: Callable[[], bool]) -> None:
-        """Begin without a graph; `can_capture` is asked once, behind the first run."""
+    def __init__(self, cuda: Cuda, stream: int) -> None:
+        """Begin without a graph."""
         self._cuda, self._stream = cuda, stream
-        self._can_capture = can_capture
         self._captures: bool | None = None
         self._graphs: dict[str, Graph] = {}
 
-    def run(self, name: str, queue: Callable[[], None]) -> None:
+    def run(self, name: str, queue: Callable[[], None], can_capture: Callable[[], bool]) -> None:
         """Queue `queue`, or the graph that was made of it.
 
         Args:
             name: of what is queued; equal names stand for the same calls.
             queue: queues it on the stream, and neither waits nor allocates.
+            can_capture: asked once, behind the first run. It is not kept: an owner and its replay would hold one
+                another, and the contexts of both would stay until the garbage collector came, perhaps in a capture.
 
         Raises:
             BackendError: the library or CUDA refuses.
@@ -35,7 +36,7 @@ class Replay:
         if not self._captures:
             queue()
             if self._captures is None:
-                self._captures = self._can_capture()
+                self._captures = can_capture()
             return
         if name not in self._graphs:
             with self._cuda.capture(self._stream) as graph:

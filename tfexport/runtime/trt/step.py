@@ -68,7 +68,7 @@ class Step:
         """
         self.sizes, self.capacity = sizes, work.engines.limits.max_target_length
         self._work, self._context, self._past_len = work, context, past_len
-        self._replay = Replay(work.cuda, work.stream, self._can_capture)
+        self._replay = Replay(work.cuda, work.stream)
         # Shapes depend on it, so the library reads it on the host, whenever it is given a run.
         self._num_candidates = np.array([sizes.num_candidates], np.int64)
         self._bind()
@@ -96,7 +96,7 @@ class Step:
 
     def _launch(self, name: str, slot: Slot, past_len: int) -> None:
         slot.cache_lengths[: self.sizes.rows] = past_len
-        self._replay.run(name, lambda: self._queue(slot, from_host=name == "feed"))
+        self._replay.run(name, lambda: self._queue(slot, from_host=name == "feed"), self._can_capture)
         slot.record(self._work.stream)
 
     def _queue(self, slot: Slot, *, from_host: bool) -> None:
