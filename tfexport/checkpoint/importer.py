@@ -270,7 +270,9 @@ def _check_found(
         return
     if search.accepted:
         if search.is_float32:
-            report("the original computes parts in float32, as it seems: the error is above what float64 leaves")
+            report(
+                "as it seems, parts or a computed table are rounded to float32: the error is above what float64 leaves"
+            )
         return
     started = _start_file(found.layout, output)
     tried = f"{search.proposals} mappings with {search.combinations} combinations of switches in {search.seconds:.0f} s"
@@ -281,8 +283,17 @@ def _check_found(
     raise ParityError(
         f"no layout reproduces the golden{signs}: tried {tried}; the closest has error {search.best.error:.1e}, "
         f"expected at most {search.tolerance:.0e}; {search.best.comparison.stage(search.tolerance)} disagrees first; "
-        f"finish {started} and give it as --layout"
+        f"finish {started} and give it as --layout; {_way_out(found.layout)}"
     )
+
+
+def _way_out(layout: Layout) -> str:
+    """Say what remains where the model has a part that no layout can express."""
+    computed = any(text.startswith("sinusoid") for text in layout.derive.values())
+    what = (
+        "no table of positions is stored: with rotary positions or ALiBi" if computed else "with a part of another kind"
+    )
+    return f"{what} no layout fits, and the model exports as your own module, see docs/your-own-module.md"
 
 
 def _start_file(layout: Layout, output: Path) -> Path:

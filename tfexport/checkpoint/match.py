@@ -102,7 +102,7 @@ def _layout(reading: _Reading, picks: Sequence[int], name: str) -> Layout:
     lines = [line for one in picked for line in one.lines]
     arch, derive = dict(reading.arch), dict(reading.derive)
     for side in ("enc", "dec"):
-        arch[f"{side}_final_norm"] = any(f"-> {side}.norm." in line for line in lines)
+        arch[f"{side}_final_norm"] = any(f" {side}.norm." in line for line in lines)
     arch["emb_norm"] = any(".emb_norm." in line for line in lines)
     derived = [line for line in lines if line.startswith("derive ")]
     derive |= dict(line.removeprefix("derive ").split(" = ") for line in derived)
@@ -205,7 +205,7 @@ def _has_bare(tensors: Mapping[str, Tensor]) -> bool:
     return any(
         tensor.dim() == 2 and words.attention_role(words.words(key.rpartition(".")[2])) is not None
         for key, tensor in tensors.items()
-        if not key.endswith("weight")
+        if words.is_bare(key)
     )
 
 

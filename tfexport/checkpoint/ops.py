@@ -60,10 +60,8 @@ def transpose(x: Tensor, _argument: str, _context: Context) -> Tensor:
 
 
 def flatten(x: Tensor, _argument: str, _context: Context) -> Tensor:
-    """Merge the first two axes, as of projections stored by head."""
-    if x.dim() < 2:
-        raise CheckpointError(f"has {x.dim()} axes, flatten needs two or more")
-    return x.flatten(0, 1)
+    """Merge the first two axes, as of projections stored by head; a vector stays as it is."""
+    return x.flatten(0, 1) if x.dim() > 1 else x
 
 
 def expand(x: Tensor, _argument: str, context: Context) -> Tensor:

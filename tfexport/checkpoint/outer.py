@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,8 @@ from tfexport.checkpoint.roles import FAR, LIKELY, POSSIBLE, Choice, Reading, no
 SIDES = ("enc", "dec")
 # Rows that a learned table may keep in front of position 0: for padding, and what fairseq's heirs add to it.
 _OFFSETS = (2, 1)
+# Every norm may stand in several places; those behind so many are not read.
+_MOST_NORMS = 5
 
 
 @dataclass(frozen=True)
@@ -62,9 +65,10 @@ class Reader:
         self.derive: dict[str, str] = {}
         self.arch: dict[str, bool] = {}
         self.unread: list[Part] = []
-        tables = [part for part in parts if self._is_table(part)]
+        tables = [part for part in parts if self._is_table(part, parts)]
+        turned = [part for part in parts if self._is_turned(part)]
         wide = [part for part in parts if part not in tables and part.is_matrix and part.shape[-1] == d_model]
-        outputs = [part for part in wide if self._is_output(part)] if "dec" in sides else []
+        outputs = turned + [part for part in wide if self._is_output(part)] if "dec" in sides else []
         if not outputs and "dec" in sides:
             outputs = self._likely_outputs(wide)
         embeddings = [part for part in wide if part not in outputs]
@@ -79,21 +83,31 @@ class Reader:
 
     def outer(self) -> Outer:
         """Return what was found."""
-        has_table = any(".pos" in line for choice in self.choices for reading in choice for line in reading.lines)
+        lines = [line for choice in self.choices for reading in choice for line in reading.lines]
+        has_table = any(_target(line).endswith(".pos") for line in lines)
         return Outer(tuple(self.choices), self.derive, self.arch, has_table, tuple(self.unread))
 
     def _side(self, part: Part) -> str | None:
         """Say which side a part belongs to; an encoder alone needs no word for it."""
         return words.side(".".join(part.keys[0].split(".")[self.skip :])) if len(self.sides) > 1 else "enc"
 
-    def _is_table(self, part: Part) -> bool:
+    def _is_table(self, part: Part, parts: Sequence[Part]) -> bool:
         sizes = [size for size in part.shape if size > 1]
         if part.weight is None or len(sizes) != 2 or sizes[1] != self.d_model or part.bias is not None:
             return False
-        # A parameter of its own outside the layers, with an axis for the batch or without, is hardly an embedding.
-        is_bare = not part.weight.endswith("weight")
-        is_named = bool(set(part.words) & words.POSITION)
-        return is_bare or is_named or is_position_table(self.tensors[part.weight])
+        if set(part.words) & words.POSITION or is_position_table(self.tensors[part.weight]):
+            return True
+        # Beside embeddings that are modules, a parameter of its own is a table; so is one with an axis for the batch.
+        wide = (other for other in parts if other.is_matrix and other.shape[-1] == self.d_model)
+        is_usual = any(not _is_bare(other) and not self._is_output(other) for other in wide)
+        is_embedding = bool(set(part.words) & words.EMBEDDING) and len(part.shape) == 2
+        return _is_bare(part) and not is_embedding and (is_usual or len(part.shape) > 2)
+
+    def _is_turned(self, part: Part) -> bool:
+        """Say whether a matrix is stored [d_model, vocab], as x @ W has it."""
+        if len(part.shape) != 2 or part.shape[0] != self.d_model or part.shape[1] == self.d_model:
+            return False
+        return _is_bare(part) and part.shape[1] in (part.bias_size, self.vocab)
 
     def _is_output(self, part: Part) -> bool:
         if part.bias is not None:
@@ -176,7 +190,7 @@ class Reader:
                 tuple(
                     Reading(
                         (
-                            f"{part.weight} -> out.weight" + (" |> squeeze" if len(part.shape) > 2 else ""),
+                            f"{part.weight} -> out.weight" + self._output_ops(part),
                             *([f"{part.bias} -> out.bias"] if part.bias else []),
                         ),
                         cost,
@@ -189,6 +203,11 @@ class Reader:
             self.derive["out.weight"] = "tie dec.embed.weight"
         if biases and not any(part.bias for part in outputs):
             self.choices.append((Reading((f"{biases[0].bias} -> out.bias |> squeeze",)),))
+
+    def _output_ops(self, part: Part) -> str:
+        if len(part.shape) > 2:
+            return " |> squeeze"
+        return " |> transpose" if self._is_turned(part) else ""
 
     def _tables(self, tables: Sequence[Part]) -> None:
         by_side: dict[str | None, list[Part]] = {}
@@ -217,40 +236,54 @@ class Reader:
         return (Reading((line,)), *(Reading((f"{line} |> slice {rows}",), POSSIBLE) for rows in _OFFSETS))
 
     def _norms(self, norms: Sequence[Part]) -> None:
-        """A norm of a side stands behind the embedding or behind the last layer."""
-        by_side: dict[str | None, list[Part]] = {}
-        for part in norms:
-            by_side.setdefault(self._side(part), []).append(part)
-        common = by_side.pop(None, [])
-        if common and len(self.sides) == 2:
-            # Of the model as a whole: behind the decoder, unless each side has none.
-            for owner, part in zip(("dec",) if len(common) == 1 else self.sides, common, strict=False):
-                by_side.setdefault(owner, []).append(part)
-        readings: list[Reading] = [Reading(())]
-        for side, found in by_side.items():
-            readings = [
-                Reading((*one.lines, *more.lines), one.cost + more.cost, (*one.ignored, *more.ignored))
-                for one in readings
-                for more in self._side_norms(found, str(side))
+        """A norm stands behind the embedding or behind the last layer, of one side or of both; or it is not used."""
+        options = [self._norm_options(part, norms) for part in norms[:_MOST_NORMS]]
+        readings = []
+        for picked in itertools.product(*options):
+            targets = [target for reading in picked for line in reading.lines if (target := _target(line))]
+            if len(set(targets)) == len(targets) and self._is_consistent(targets):
+                lines, ignored = (tuple(x for one in picked for x in getattr(one, of)) for of in ("lines", "ignored"))
+                readings.append(Reading(lines, sum(one.cost for one in picked), ignored))
+        if norms and readings:
+            self.choices.append(tuple(sorted(readings, key=lambda reading: reading.cost)))
+
+    def _norm_options(self, part: Part, norms: Sequence[Part]) -> list[Reading]:
+        """List the places of one norm, with what its words say and the order of those that name no side."""
+        is_embedding = bool(set(part.words) & words.EMBEDDING)
+        unusual = FAR if is_embedding or set(part.words) & words.FINAL else POSSIBLE
+        costs = {"emb_norm": LIKELY if is_embedding else unusual, "norm": unusual if is_embedding else LIKELY}
+        side = self._side(part)
+        if side is not None:
+            options = [Reading(norm_lines(part, f"{side}.{place}"), cost) for place, cost in costs.items()]
+        else:
+            # The last one stands behind the decoder, one before it behind the encoder; one embedding serves both sides.
+            silent = [n for n in norms if self._side(n) is None and not set(n.words) & words.EMBEDDING]
+            usual = {"dec": silent[-1:] == [part], "enc": len(silent) > 1 and silent[0] is part}
+            options = [
+                Reading(norm_lines(part, f"{owner}.norm"), costs["norm"] + (LIKELY if usual[owner] else POSSIBLE))
+                for owner in self.sides
             ]
-        consistent = [reading for reading in readings if self._is_consistent(reading)]
-        if by_side and consistent:
-            self.choices.append(tuple(sorted(consistent, key=lambda reading: reading.cost)))
+            options += [
+                Reading((*norm_lines(part, f"enc.{place}"), *_tied_norm(part, place)), cost + more)
+                for (place, cost), more in zip(costs.items(), (LIKELY, POSSIBLE), strict=True)
+            ]
+        return [*sorted(options, key=lambda reading: reading.cost), Reading((), 2 * FAR, tuple(part.keys))]
 
-    def _side_norms(self, found: Sequence[Part], side: str) -> list[Reading]:
-        if len(found) == 1:
-            (part,) = found
-            is_embedding = bool(set(part.words) & words.EMBEDDING)
-            order = ("emb_norm", "norm") if is_embedding else ("norm", "emb_norm")
-            costs = (LIKELY, FAR if is_embedding or set(part.words) & words.FINAL else POSSIBLE)
-            return [Reading(norm_lines(part, f"{side}.{name}"), cost) for name, cost in zip(order, costs, strict=True)]
-        first, second = sorted(found, key=lambda part: not set(part.words) & words.EMBEDDING)[:2]
-        return [
-            Reading((*norm_lines(first, f"{side}.emb_norm"), *norm_lines(second, f"{side}.norm")), LIKELY),
-            Reading((*norm_lines(second, f"{side}.emb_norm"), *norm_lines(first, f"{side}.norm")), POSSIBLE),
-        ]
-
-    def _is_consistent(self, reading: Reading) -> bool:
+    def _is_consistent(self, targets: Sequence[str]) -> bool:
         """Both sides have a norm behind the embedding, or none has."""
-        has = {side for side in self.sides if any(f"-> {side}.emb_norm" in line for line in reading.lines)}
+        has = {side for side in self.sides if any(target.startswith(f"{side}.emb_norm") for target in targets)}
         return not has or has == set(self.sides)
+
+
+def _is_bare(part: Part) -> bool:
+    return part.weight is not None and words.is_bare(part.weight)
+
+
+def _target(line: str) -> str:
+    """Return the canonical name that a line of the map or of `derive` gives."""
+    return line.removeprefix("derive ").split(" = ")[0].split(" -> ")[-1].split(" |> ")[0]
+
+
+def _tied_norm(part: Part, place: str) -> tuple[str, ...]:
+    kinds = (kind for key, kind in ((part.weight, "weight"), (part.bias, "bias")) if key is not None)
+    return tuple(f"derive dec.{place}.{kind} = tie enc.{place}.{kind}" for kind in kinds)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from tfexport.checkpoint import words
 from tfexport.checkpoint.parts import Part
+from tfexport.errors import CheckpointError
 
 _NUMBER = re.compile(r"\d+")
 _INDEX = re.compile(r"\{.*?\}")
@@ -33,18 +34,20 @@ Choice = tuple[Reading, ...]
 
 @dataclass(frozen=True)
 class Matrix:
-    """A linear map: what a part is, whichever way round it is stored."""
+    """A linear map: what a part is, whichever way round it is stored; `bias_ops` is None where a bias takes `ops`."""
 
     part: Part
     out: int
     width: int
     ops: tuple[str, ...]
+    bias_ops: tuple[str, ...] | None = None
 
     def lines(self, target: str, *more: str) -> tuple[str, ...]:
         """Write the lines that send it to the canonical `target`, with `more` ops; a bias may take all of them."""
+        bias_ops = self.ops if self.bias_ops is None else self.bias_ops
         return tuple(
-            " |> ".join((f"{key} -> {target}.{kind}", *self.ops, *more))
-            for key, kind in ((self.part.weight, "weight"), (self.part.bias, "bias"))
+            " |> ".join((f"{key} -> {target}.{kind}", *ops, *more))
+            for key, kind, ops in ((self.part.weight, "weight", self.ops), (self.part.bias, "bias", bias_ops))
             if key is not None
         )
 
@@ -90,8 +93,7 @@ def matrix(part: Part, d_model: int, *, bare_is_in_out: bool) -> Matrix:
     if len(sizes) == 3:
         return _by_head(part, sizes, d_model)
     rows, columns = sizes
-    is_bare = part.weight is not None and not part.weight.endswith("weight")
-    in_out = is_bare and bare_is_in_out
+    in_out = bare_is_in_out and part.weight is not None and words.is_bare(part.weight)
     if part.bias_size in (rows, columns) and rows != columns:
         in_out = part.bias_size == columns
     ops = ["join_rows"] if "{h}" in part.name else []
@@ -105,9 +107,9 @@ def _by_head(part: Part, sizes: Sequence[int], d_model: int) -> Matrix:
     heads, rows, columns = sizes
     if words.attention_role(part.words) == "o":
         turned: tuple[str, ...] = () if columns == d_model else ("transpose",)
-        return Matrix(part, d_model, heads * rows * columns // d_model, (*turned, "flatten", "transpose"))
+        return Matrix(part, d_model, heads * rows * columns // d_model, (*turned, "flatten", "transpose"), ("flatten",))
     turned = ("transpose",) if rows == d_model else ()
-    return Matrix(part, heads * rows * columns // d_model, d_model, (*turned, "flatten"))
+    return Matrix(part, heads * rows * columns // d_model, d_model, (*turned, "flatten"), ("flatten",))
 
 
 def read_layer(parts: Sequence[Part], d_model: int, side: str, style: Style) -> Layer | None:
@@ -121,6 +123,9 @@ def read_layer(parts: Sequence[Part], d_model: int, side: str, style: Style) -> 
 
     Returns:
         The readings; None when it has no attention and feed-forward network.
+
+    Raises:
+        CheckpointError: heads share keys and values, which no layout expresses.
     """
     parts = _joined_heads(parts)
     index = "{i}" if any("{i" in key or "i}" in key or "i+" in key for part in parts for key in part.keys) else "0"
@@ -131,6 +136,7 @@ def read_layer(parts: Sequence[Part], d_model: int, side: str, style: Style) -> 
     if not network or not groups:
         return None
     choices = [_network_choice(network, d_model, f"{layer}.ffn"), *_attention_choices(groups, d_model, layer, style)]
+    _check_heads(groups, side)
     sublayers = [*groups, network]
     norms, unread = _norm_choice([part for part in parts if part.is_vector], sublayers, layer)
     readings = max(len(_roles(group)) for group in groups)
@@ -318,6 +324,20 @@ def _shapes_fit(maps: Sequence[Matrix], roles: Sequence[str | None]) -> bool:
     return q.out == k.out and q.width == k.width and (out.width == v.out or is_shared)
 
 
+def _check_heads(groups: Sequence[Sequence[Matrix]], side: str) -> None:
+    """Refuse attention with fewer heads for keys and values than for queries."""
+    for group in groups:
+        by_role = {_named(m): m for m in group}
+        q, narrow = by_role.get("q"), by_role.get("k") or by_role.get("kv")
+        rows = narrow.out // (1 if "k" in by_role else 2) if narrow is not None else 0
+        if q is not None and 0 < rows < q.out and q.out % rows == 0 and q.width == (narrow.width if narrow else 0):
+            raise CheckpointError(
+                f"{side} layers: {q.part.name} has {q.out} rows of queries, but there are {rows} of keys: grouped or "
+                "multi-query attention, which no layout expresses; export the model as your own module, "
+                "see docs/your-own-module.md"
+            )
+
+
 def _attention_choices(groups: Sequence[Sequence[Matrix]], d_model: int, layer: str, style: Style) -> list[Choice]:
     if len(groups) == 1:
         return [(Reading(_projection_lines(groups[0], d_model, f"{layer}.self", style)),)]
@@ -396,6 +416,8 @@ def _place(part: Part, sublayers: Sequence[Sequence[Matrix]]) -> int | None:
     if len(deepest) == 1 and max(depths) > min(depths):
         return deepest[0]
     found = set(part.words)
+    if "post" in found and not found & words.FEED_FORWARD:
+        return None  # behind an attention, that is in front of the next sublayer, or this one's own
     if found & (words.FEED_FORWARD | {"final"}):
         return len(sublayers) - 1
     if len(sublayers) == 3 and found & words.CROSS and not found & {"self"}:

@@ -31,6 +31,8 @@ _WEIGHT = frozenset("weight weights w kernel gamma alpha gain scale g a".split()
 # Names of gains and shifts, which are norms' where matrices beside them have weights and biases.
 GAIN = frozenset("gamma alpha gain scale g a beta shift offset".split())
 _BIAS = frozenset("bias biases b beta shift offset".split())
+# Parameters of PyTorch's own attention, which stores them as its modules do.
+_OWN = frozenset({"in_proj_weight"})
 _ROLES = {
     "q": re.compile(r"(w?q|qs|qw|.*quer(y|ies))"),
     "k": re.compile(r"(w?k|ks|kw|.*keys?)"),
@@ -77,6 +79,12 @@ def field(leaf: str) -> tuple[str, str]:
             kind = "weight" if found.pop(position) in _WEIGHT else "bias"
             return " ".join(found), kind
     return " ".join(found), ""
+
+
+def is_bare(key: str) -> bool:
+    """Say whether a key is that of a parameter alone, whose author chose which way round it is stored."""
+    leaf = key.rpartition(".")[2]
+    return leaf != "weight" and leaf not in _OWN
 
 
 def fused_order(found: Iterable[str]) -> str | None:
