@@ -7,7 +7,7 @@ import json
 import shutil
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,18 +65,19 @@ class Job:
     def engine(self, bundle: Path, target: Target, form: Form | None, precision: Precision, **more: Any) -> str | None:
         """Return the name of an engine in a bundle, None when it cannot be built, which is a failed check.
 
-        The first part that asks for it builds it.
+        The first part that asks for it builds it. `more` are further fields of its configuration.
         """
         from tfexport.engine.export import build_engines, open_recipe
         from tfexport.engine.manifest import engine_key
 
+        what = " ".join(part for part in ("build", bundle.name, form or "encoder", precision, spell(more)) if part)
         if target == "tensorrt":
             timings = self.work / "timings"
             timings.mkdir(exist_ok=True)
             more["timing_cache"] = str(timings)
         config = EngineConfig(target=target, form=form, precision=precision, **more)
         found: list[str] = []
-        with self.check(f"build {bundle.name} {form or 'encoder'} {precision}") as numbers:
+        with self.check(what) as numbers:
             key = engine_key(open_recipe(bundle, config).config)
             if not (bundle / ENGINES / key).exists():
                 build_engines(bundle, config, report=lambda line: print(line, flush=True))
@@ -90,3 +91,8 @@ class Job:
         shutil.rmtree(path, ignore_errors=True)
         shutil.copytree(source, path, ignore=None if engines else shutil.ignore_patterns(ENGINES))
         return path
+
+
+def spell(settings: Mapping[str, Any]) -> str:
+    """Write fields of a configuration in words."""
+    return ", ".join(f"{name} {value}" for name, value in settings.items())

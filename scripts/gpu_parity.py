@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from gpu_decodes import hypotheses, random_sources
-from gpu_job import Job
+from gpu_job import Job, spell
 
 from tfexport.bundle import open_bundle
 from tfexport.config import EngineConfig, Form, Precision, Target
@@ -21,6 +21,7 @@ from tfexport.spec import SOURCE_IDS, SOURCE_MASK, ModelSpec
 from tfexport.verify import Report, VerifyConfig, verify_bundle
 
 PRESETS = ("tiny", "paper-base", "notebook-000", "notebook-001", "notebook-002", "notebook-003", "notebook-004")
+ENCODER_ALONE = "notebook-002"
 PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "bf16")
 TRIED: tuple[tuple[Form, Precision], ...] = (
     ("static", "fp32"),
@@ -28,6 +29,13 @@ TRIED: tuple[tuple[Form, Precision], ...] = (
     ("static", "bf16"),
     ("concat", "fp32"),
     ("concat", "fp16"),
+    ("concat", "bf16"),
+)
+# Engines whose weights are narrower than the bundle's, and one that takes them from the bundle when it is loaded.
+WEIGHTS: tuple[tuple[Precision, dict[str, Any]], ...] = (
+    ("fp16", {"weights": "int8"}),
+    ("fp16", {"weights": "int4"}),
+    ("fp32", {"strip_weights": True}),
 )
 TEXTS = ["Dienstag, 3. März 2026", "15 de septiembre de 2001", "le 14 juillet 1989", "2026年3月3日火曜日"]
 
@@ -85,11 +93,26 @@ def dates(job: Job, target: Target) -> None:
                 numbers["texts"] = "; ".join(read_dates(bundle, backend="trt", engine=name))
 
 
+def weights(job: Job, target: Target) -> None:
+    """The trained model with other weights than its own: it reads dates as ever."""
+    bundle = job.copy("weights", job.bundle("dates"), engines=False)
+    for precision, more in WEIGHTS:
+        name = job.engine(bundle, target, "static", precision, **more)
+        if name:
+            with job.check(f"dates in words, {precision}, {spell(more)}") as numbers:
+                numbers["texts"] = "; ".join(read_dates(bundle, backend="trt", engine=name))
+
+
 def presets(job: Job, target: Target) -> None:
-    """Random presets: every one in fp32 first, then in half precision."""
-    for precision in PRECISIONS:
-        for name in PRESETS:
-            parity(job, target, name, None if name == "notebook-002" else "static", precision, samples=16)
+    """Random presets: every one in the static form first, in fp32 before half precision."""
+    forms: tuple[Form, ...] = ("static", "concat")
+    for form in forms:
+        for precision in PRECISIONS:
+            for name in PRESETS:
+                if name != ENCODER_ALONE:
+                    parity(job, target, name, form, precision, samples=16)
+                elif form == "static":
+                    parity(job, target, name, None, precision, samples=16)
 
 
 def parity(job: Job, target: Target, source: str, form: Form | None, precision: Precision, samples: int) -> str | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from gpu_job import Job
 from gpu_latency import compile_latency, eager_latency, latency, ort_latency
-from gpu_parity import comparator, dates, ort_cuda, ort_presets, presets, rtx_accepts, sessions
+from gpu_parity import comparator, dates, ort_cuda, ort_presets, presets, rtx_accepts, sessions, weights
 from gpu_refusals import refusals
 
 from tfexport.config import Target
@@ -25,7 +25,7 @@ FUNCTIONS: dict[str, Callable[[Job], None]] = {
     **{
         f"{target}-{function.__name__}": functools.partial(function, target=target)
         for target in TARGETS
-        for function in (dates, latency, sessions, refusals, presets, comparator)
+        for function in (dates, latency, sessions, refusals, weights, presets, comparator)
     },
 }
 

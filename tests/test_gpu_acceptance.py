@@ -165,7 +165,19 @@ def test_a_build_that_fails_is_a_check_and_not_the_end(job: Job) -> None:
     pytest.importorskip("tensorrt_rtx")
     bundle = job.work / "bundles" / "dates-fp32"
     assert job.engine(bundle, "tensorrt-rtx", "static", "fp32", max_target_length=100_000) is None
-    assert checks(job.work / "found.jsonl")["build dates-fp32 static fp32"]["status"] == "failed"
+    found = checks(job.work / "found.jsonl")
+    assert found["build dates-fp32 static fp32 max_target_length 100000"]["status"] == "failed"
+
+
+@pytest.mark.skipif(bool(find_gpus()), reason="there is a GPU")
+def test_narrow_weights_are_built_and_stripped_ones_need_a_driver(job: Job) -> None:
+    pytest.importorskip("tensorrt_rtx")
+    gpu_parity.weights(job, "tensorrt-rtx")
+    found = checks(job.work / "found.jsonl")
+    assert found["build weights static fp16 weights int8"]["status"] == "passed"
+    assert found["build weights static fp16 weights int4"]["status"] == "passed"
+    assert "here is none that can be used" in found["dates in words, fp16, weights int4"]["detail"]
+    assert "needs a GPU driver" in found["build weights static fp32 strip_weights True"]["detail"]
 
 
 def test_reports_of_the_ladder_are_taken_over(job: Job, dates_bundle: Path) -> None:
