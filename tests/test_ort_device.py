@@ -20,7 +20,7 @@ from tfexport.cli import main
 from tfexport.config import Form
 from tfexport.errors import BackendError
 from tfexport.model import load
-from tfexport.runtime import ort_device
+from tfexport.runtime.ort import device as ort_device
 from tfexport.runtime.ort.cache import FIRST_CAPACITY
 from tfexport.runtime.ort.device import OrtDevice, driver_problem, host_value, misplaced, prepare_cuda
 from tfexport.runtime.ort.move import ELEMENT_TYPE, extend_model, reorder_model
