@@ -29,13 +29,9 @@ from tfexport.runtime.open import open_session
 
 sys.path.insert(0, str(ROOT / "scripts"))
 
-import gpu_acceptance
-import gpu_decodes
-import gpu_latency
-import gpu_parity
-import gpu_refusals
-from gpu_job import Job
-from gpu_parts import FUNCTIONS
+from gpu import acceptance, decodes, latency, parity, refusals
+from gpu.job import Job
+from gpu.parts import FUNCTIONS
 
 Once = Callable[[str, Callable[[Path], object]], Path]
 PART = PARTS[0]
@@ -49,7 +45,7 @@ def machine(skipped: str = "") -> Diagnosis:
 
 
 def checks(path: Path) -> dict[str, dict[str, Any]]:
-    return {check["name"]: check for check in gpu_acceptance.read_checks(path)}
+    return {check["name"]: check for check in acceptance.read_checks(path)}
 
 
 @pytest.fixture
@@ -107,35 +103,35 @@ def test_a_part_that_fails_crashes_or_hangs_is_a_result(
         f"{program}\n"
     )
     part = Part("part", "what", (), 1 if "sleep" in program else 60)
-    outcome = gpu_acceptance.run_part(part, tmp_path, 100, (sys.executable, str(worker)))
+    outcome = acceptance.run_part(part, tmp_path, 100, (sys.executable, str(worker)))
     assert (outcome.status, outcome.reason, len(outcome.checks)) == (status, reason, found)
     assert outcome.tail == ("the end" if "the end" in program else "")
 
 
 def test_what_the_time_does_not_allow_is_skipped(tmp_path: Path) -> None:
-    outcomes = gpu_acceptance.run_parts(machine(), tmp_path, time.monotonic() + gpu_acceptance.LEAST_S - 1)
+    outcomes = acceptance.run_parts(machine(), tmp_path, time.monotonic() + acceptance.LEAST_S - 1)
     assert {(outcome.status, outcome.reason) for outcome in outcomes} == {("skipped", "out of time")}
     worker = tmp_path / "worker.py"
     worker.write_text("import time; time.sleep(60)")
-    cut = gpu_acceptance.run_part(PART, tmp_path, 0.5, (sys.executable, str(worker)))
+    cut = acceptance.run_part(PART, tmp_path, 0.5, (sys.executable, str(worker)))
     assert (cut.status, cut.reason) == ("skipped", "out of time")
 
 
 def test_the_report_holds_words_and_milliseconds(tmp_path: Path) -> None:
     ms = {"batch 1, greedy": 1.25, "batch 8, beam 4": 3.5}
     outcomes = [
-        gpu_acceptance.Outcome(
+        acceptance.Outcome(
             "rtx-accepts", "takes", "refused", checks=[
                 {"name": "default", "status": "refused", "detail": "UNSUPPORTED_CC | no", "seconds": 1.0, "numbers": {}}
             ],
         ),
-        gpu_acceptance.Outcome(
+        acceptance.Outcome(
             "ort-latency", "ms", "failed", tail="Traceback", checks=[
                 {"name": "ort", "status": "passed", "detail": "", "seconds": 1.0, "numbers": {"latency_ms": ms}}
             ],
         ),
     ]  # fmt: skip
-    gpu_acceptance.write(tmp_path, machine(), outcomes, 3.0)
+    acceptance.write(tmp_path, machine(), outcomes, 3.0)
     text = (tmp_path / "report.md").read_text()
     assert "UNSUPPORTED_CC \\| no" in text
     assert "| backend | batch 1, greedy | batch 8, beam 4 |" in text
@@ -150,9 +146,9 @@ def test_the_report_holds_words_and_milliseconds(tmp_path: Path) -> None:
 def test_engines_are_built_and_what_needs_a_gpu_is_told(job: Job) -> None:
     """For real, as far as a machine without a GPU goes."""
     pytest.importorskip("tensorrt_rtx")
-    gpu_parity.parity(job, "tensorrt-rtx", "dates", "static", "fp32", 4)
-    gpu_parity.comparator(job, "tensorrt-rtx")
-    gpu_parity.sessions(job, "tensorrt-rtx")
+    parity.parity(job, "tensorrt-rtx", "dates", "static", "fp32", 4)
+    parity.comparator(job, "tensorrt-rtx")
+    parity.sessions(job, "tensorrt-rtx")
     found = checks(job.work / "found.jsonl")
     assert found["build dates-fp32 static fp32"]["status"] == "passed"
     assert found["build dates-fp32 static fp32"]["numbers"]["MiB"] > 1
@@ -172,7 +168,7 @@ def test_a_build_that_fails_is_a_check_and_not_the_end(job: Job) -> None:
 @pytest.mark.skipif(bool(find_gpus()), reason="there is a GPU")
 def test_narrow_weights_are_built_and_stripped_ones_need_a_driver(job: Job) -> None:
     pytest.importorskip("tensorrt_rtx")
-    gpu_parity.weights(job, "tensorrt-rtx")
+    parity.weights(job, "tensorrt-rtx")
     found = checks(job.work / "found.jsonl")
     assert found["build weights static fp16 weights int8"]["status"] == "passed"
     assert found["build weights static fp16 weights int4"]["status"] == "passed"
@@ -185,10 +181,10 @@ def test_reports_of_the_ladder_are_taken_over(job: Job, dates_bundle: Path) -> N
 
     report = verify_bundle(dates_bundle, config=VerifyConfig(samples=2))
     numbers: dict[str, Any] = {}
-    gpu_parity.judge(report, numbers)
+    parity.judge(report, numbers)
     assert "ort static" in numbers["errors"]
     assert "ort static greedy 2+0/2" in numbers["exact"]
-    assert gpu_parity.read_dates(dates_bundle, backend="ort", form="concat")[0] == "2026-03-03"
+    assert parity.read_dates(dates_bundle, backend="ort", form="concat")[0] == "2026-03-03"
 
 
 @pytest.fixture
@@ -200,17 +196,17 @@ def doubles(monkeypatch: pytest.MonkeyPatch) -> None:
         graphs = {graph: bundle.file(entry.file) for graph, entry in bundle.manifest.graphs.items()}
         return trt_session(graphs, bundle.manifest.spec, "static")
 
-    monkeypatch.setattr(gpu_decodes, "open_engine", open_engine)
+    monkeypatch.setattr(decodes, "open_engine", open_engine)
 
 
 def test_latency_is_measured_with_graphs_and_without(job: Job, doubles: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_latency, "MEASURED", "dates")
-    monkeypatch.setattr(gpu_latency, "PRECISIONS", ("fp32",))
-    monkeypatch.setattr(gpu_latency, "measure", lambda session: gpu_decodes.measure(session, SMALL))
-    monkeypatch.setattr(gpu_decodes, "NEW_TOKENS", 5)
+    monkeypatch.setattr(latency, "MEASURED", "dates")
+    monkeypatch.setattr(latency, "PRECISIONS", ("fp32",))
+    monkeypatch.setattr(latency, "measure", lambda session: decodes.measure(session, SMALL))
+    monkeypatch.setattr(decodes, "NEW_TOKENS", 5)
     monkeypatch.setattr(job, "engine", lambda *arguments, **more: "double")
-    gpu_latency.latency(job, "tensorrt")
-    gpu_latency.ort_latency(job, "cpu")
+    latency.latency(job, "tensorrt")
+    latency.ort_latency(job, "cpu")
     found = checks(job.work / "found.jsonl")
     assert {check["status"] for check in found.values()} == {"passed"}, found
     for name in ("tensorrt fp32", "tensorrt fp32 without CUDA graphs", "ort cpu static fp32", "ort cpu concat fp32"):
@@ -224,19 +220,19 @@ def test_latency_is_measured_with_graphs_and_without(job: Job, doubles: None, mo
 def test_the_eager_model_is_measured(monkeypatch: pytest.MonkeyPatch, compiled: bool) -> None:
     # The compiler itself takes minutes on a CPU; what it is given and how it is called is what counts here.
     monkeypatch.setattr(torch, "compile", lambda step, dynamic: step)
-    monkeypatch.setattr(gpu_latency, "MEASURED", "tiny")
-    monkeypatch.setattr(gpu_decodes, "NEW_TOKENS", 3)
-    session = gpu_latency.eager_session("fp32", "cpu", compiled=compiled)
-    assert len(gpu_decodes.measure(session, SMALL)) == 2
+    monkeypatch.setattr(latency, "MEASURED", "tiny")
+    monkeypatch.setattr(decodes, "NEW_TOKENS", 3)
+    session = latency.eager_session("fp32", "cpu", compiled=compiled)
+    assert len(decodes.measure(session, SMALL)) == 2
 
 
 def test_sessions_are_compared_from_threads(dates_bundle: Path) -> None:
     bundle = open_bundle(dates_bundle)
     opened = [open_session(bundle, "ort", form=form, threads=1) for form in ("static", "concat")]
-    gpu_parity.together(opened)
+    parity.together(opened)
 
     class Wrong:
-        """A session whose every second batch begins with another token."""
+        """A session that reads other tokens once it was asked for each task alone."""
 
         def __init__(self) -> None:
             self.inner, self.spec, self.max_rows = opened[0], opened[0].spec, None
@@ -244,13 +240,13 @@ def test_sessions_are_compared_from_threads(dates_bundle: Path) -> None:
 
         def encode(self, ids: Any, mask: Any) -> Any:
             self.calls += 1
-            return self.inner.encode(np.where(mask & (self.calls % 2 == 0), 7, ids), mask)
+            return self.inner.encode(np.where(mask & (self.calls > 6), 7, ids), mask)
 
         def __getattr__(self, name: str) -> Any:
             return getattr(self.inner, name)
 
     with pytest.raises(AssertionError, match="threads get other tokens"):
-        gpu_parity.together([Wrong()])
+        parity.together([Wrong()])
     for session in opened:
         session.close()
 
@@ -263,7 +259,7 @@ def test_polygraphy_compares_the_encoder(dates_bundle: Path, tmp_path: Path) -> 
         return OnnxrtRunner(SessionFromOnnx(str(path / "encoder.onnx"), providers=["CPUExecutionProvider"]))
 
     spec = open_bundle(dates_bundle).manifest.spec
-    gpu_parity.compare_runners(dates_bundle, runner(dates_bundle), spec)
+    parity.compare_runners(dates_bundle, runner(dates_bundle), spec)
     changed = tmp_path / "changed"
     changed.mkdir()
     weights = bytearray((dates_bundle / "weights.safetensors").read_bytes())
@@ -271,20 +267,20 @@ def test_polygraphy_compares_the_encoder(dates_bundle: Path, tmp_path: Path) -> 
     (changed / "weights.safetensors").write_bytes(weights)
     (changed / "encoder.onnx").write_bytes((dates_bundle / "encoder.onnx").read_bytes())
     with pytest.raises(AssertionError, match="Polygraphy finds a difference"):
-        gpu_parity.compare_runners(dates_bundle, runner(changed), spec)
+        parity.compare_runners(dates_bundle, runner(changed), spec)
 
 
 def test_refusals_are_told_from_what_is_taken(tmp_path: Path) -> None:
     def refuse(words: str) -> None:
         raise ValueError(words)
 
-    assert gpu_refusals.raised(lambda: refuse("one line"), ValueError) == "one line"
+    assert refusals.raised(lambda: refuse("one line"), ValueError) == "one line"
     with pytest.raises(AssertionError, match="nothing was refused"):
-        gpu_refusals.raised(lambda: None, ValueError)
+        refusals.raised(lambda: None, ValueError)
     with pytest.raises(AssertionError, match="more than one line"):
-        gpu_refusals.raised(lambda: refuse("two\nlines"), ValueError)
+        refusals.raised(lambda: refuse("two\nlines"), ValueError)
     (tmp_path / "plan").write_bytes(b"\0" * 9)
-    gpu_refusals.flip(tmp_path / "plan")
+    refusals.flip(tmp_path / "plan")
     assert (tmp_path / "plan").read_bytes() == b"\0\0\0\0\1\0\0\0\0"
 
 
@@ -293,7 +289,7 @@ def test_damaged_engines_are_refused(job: Job, doubles: None, once: Once) -> Non
     source = once("verify-model", lambda path: save_model(tiny.model(VARIANTS["post"], dtype=torch.float32), path))
     foreign = once("verify-bundle", lambda path: export_bundle(str(source), path, ExportConfig(), verify=False))
     job.copy("tiny-fp32", foreign, engines=False)
-    gpu_refusals.refusals(job, "tensorrt-rtx")
+    refusals.refusals(job, "tensorrt-rtx")
     found = checks(job.work / "found.jsonl")
     assert {check["status"] for check in found.values()} == {"passed"}, found
     assert "requests that are too large" in found

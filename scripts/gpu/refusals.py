@@ -7,10 +7,10 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import gpu_decodes
 import numpy as np
-from gpu_job import Job
 
+from gpu import decodes
+from gpu.job import Job
 from tfexport.bundle import open_bundle
 from tfexport.config import Target
 from tfexport.errors import EngineError, InputError
@@ -40,7 +40,7 @@ def refusals(job: Job, target: Target) -> None:
         shutil.copytree(original / ENGINES / name, foreign / ENGINES / name)
         numbers["words"] = raised(lambda: load_engine(open_bundle(foreign), name), EngineError)
     with job.check("requests that are too large") as numbers:
-        session = gpu_decodes.open_engine(original, name)
+        session = decodes.open_engine(original, name)
         for what, shape in (
             ("sources", (session.max_rows + 1, 3)),
             ("tokens", (1, session.spec.max_source_length + 1)),

@@ -15,7 +15,7 @@ from tfexport.config import EngineConfig, ExportConfig, Form, Precision, Target
 from tfexport.errors import TfexportError
 from tfexport.manifest import ENGINES
 
-DATES = Path(__file__).resolve().parent.parent / "models" / "dates"
+DATES = Path(__file__).resolve().parents[2] / "models" / "dates"
 
 
 class Job:

@@ -1,7 +1,7 @@
 """Run the parts of the acceptance on a GPU, each in a process of its own, and write a report.
 
 A part that crashes or hangs is a result like any other. Parts are listed in
-tfexport.acceptance, what each does is found through gpu_parts.py.
+tfexport.acceptance, what each does is found through `gpu.parts`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from typing import Any
 from tfexport.acceptance import PARTS, Part
 from tfexport.doctor import Diagnosis, diagnose
 
-WORKER = (sys.executable, str(Path(__file__).with_name("gpu_parts.py")))
+SCRIPTS = Path(__file__).resolve().parent.parent
+WORKER = (sys.executable, "-m", "gpu.parts")
 # Less than this is not worth the start of a part: libraries alone take seconds to load.
 LEAST_S = 15
 TAIL_LINES = 20
@@ -39,7 +40,7 @@ class Outcome:
         status: "passed", "failed", "refused" (by the library, which is a finding) or "skipped".
         reason: why it was skipped or failed as a whole; empty otherwise.
         seconds: that it took.
-        checks: what it found, in order; see `gpu_job.Job`.
+        checks: what it found, in order; see `gpu.job.Job`.
         tail: last lines that it printed, of a part that failed.
     """
 
@@ -109,6 +110,7 @@ def run_part(part: Part, work: Path, left_s: float, worker: Sequence[str] = WORK
     with printed.open("wb") as log:
         process = subprocess.Popen(
             [*worker, part.name, str(work), str(found)],
+            cwd=SCRIPTS,  # where Python looks for `gpu` first
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

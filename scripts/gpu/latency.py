@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import gpu_decodes
-from gpu_decodes import hypotheses, measure
-from gpu_job import Job
-
+from gpu import decodes
+from gpu.decodes import hypotheses, measure
+from gpu.job import Job
 from tfexport.bundle import open_bundle
 from tfexport.config import Device, Precision, Target
 from tfexport.runtime.open import open_session
@@ -41,7 +40,7 @@ def _run(bundle: Path, name: str, graphs: bool, numbers: dict[str, Any]) -> list
 
     run = Replay.run if graphs else (lambda self, name, queue, can_capture: queue())
     with mock.patch.object(Replay, "run", run):
-        session = gpu_decodes.open_engine(bundle, name)
+        session = decodes.open_engine(bundle, name)
         try:
             found = [hypotheses(session, 8, beams) for beams in (1, 4)]
             numbers["latency_ms"] = measure(session)

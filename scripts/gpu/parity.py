@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gpu_decodes import hypotheses, random_sources
-from gpu_job import Job, spell
 
+from gpu.decodes import hypotheses, random_sources
+from gpu.job import Job, spell
 from tfexport.bundle import open_bundle
 from tfexport.config import EngineConfig, Form, Precision, Target
 from tfexport.errors import EngineError

@@ -1,4 +1,4 @@
-"""Run one part of the acceptance in this process: gpu_parts.py PART FOLDER FILE writes its checks to FILE."""
+"""Run one part of the acceptance in this process: python -m gpu.parts PART FOLDER FILE writes its checks to FILE."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from gpu_job import Job
-from gpu_latency import compile_latency, eager_latency, latency, ort_latency
-from gpu_parity import comparator, dates, ort_cuda, ort_presets, presets, rtx_accepts, sessions, weights
-from gpu_refusals import refusals
-
+from gpu.job import Job
+from gpu.latency import compile_latency, eager_latency, latency, ort_latency
+from gpu.parity import comparator, dates, ort_cuda, ort_presets, presets, rtx_accepts, sessions, weights
+from gpu.refusals import refusals
 from tfexport.config import Target
 
 TARGETS: tuple[Target, ...] = ("tensorrt", "tensorrt-rtx")
