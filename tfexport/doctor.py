@@ -106,7 +106,8 @@ class Diagnosis:
         problems = [line for p in self.problems for line in (f"  {p.what}", f"    → {p.fix}")]
         return [
             f"tfexport {self.tfexport}, Python {self.python}, {self.system}",
-            *("", "Libraries", *installed),
+            # Two extras may want the same library; where it is installed, both say the same.
+            *("", "Libraries", *dict.fromkeys(installed)),
             *("", "GPUs", *(gpus or ["  none"])),
             *("", "Backends", *(backends or ["  none"])),
             *("", "Problems", *(problems or ["  none"])),

@@ -26,7 +26,8 @@ class Memory:
     Attributes:
         weights: of all plans; each holds its own.
         caches: self-attention and cross-attention keys and values of one batch, with what reordering needs.
-        activations: what the hungriest plan needs while it computes node by node; fusion makes it less.
+        activations: what the hungriest plan needs while it computes node by node. The library's own number, which
+            may be less or a few times more, is in the build log.
     """
 
     weights: int
