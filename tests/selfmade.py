@@ -805,6 +805,114 @@ class Turned(nn.Module):
         return self.o(x)
 
 
+def parameters(module: nn.Module, **shapes: tuple[int, ...]) -> None:
+    for name, shape in shapes.items():
+        module.register_parameter(name, nn.Parameter(torch.randn(shape)))
+
+
+class NoModules(nn.Module):
+    """Not one module with a weight: embeddings, projections by head with their biases and logits are parameters."""
+
+    class Attend(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            axes, width = (HEADS, D, 6), (HEADS, 6)
+            parameters(self, W_Q=axes, W_K=axes, W_V=axes, W_O=(HEADS, 6, D))
+            parameters(self, b_Q=width, b_K=width, b_V=width, b_O=(D,))
+
+        def forward(self, x: Tensor, memory: Tensor, keep: Tensor) -> Tensor:
+            ways = ((x, self.W_Q, self.b_Q), (memory, self.W_K, self.b_K), (memory, self.W_V, self.b_V))
+            q, k, v = (torch.einsum("bsd,hdk->bhsk", y, w) + b[:, None] for y, w, b in ways)
+            return torch.einsum("bhsk,hkd->bsd", softmax_attention(q, k, v, keep, 6**-0.5), self.W_O) + self.b_O
+
+    class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            parameters(self, W_in=(D, 40), b_in=(40,), W_out=(40, D), b_out=(D,))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.relu(x @ self.W_in + self.b_in) @ self.W_out + self.b_out
+
+    class Norm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w, self.b = nn.Parameter(torch.ones(D)), nn.Parameter(torch.zeros(D))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.layer_norm(x, (D,), self.w, self.b)
+
+    class Block(nn.Module):
+        def __init__(self, *, cross: bool) -> None:
+            super().__init__()
+            self.ln1, self.attn = NoModules.Norm(), NoModules.Attend()
+            if cross:
+                self.ln_cross, self.cross_attn = NoModules.Norm(), NoModules.Attend()
+            self.ln2, self.mlp = NoModules.Norm(), NoModules.Network()
+
+    def __init__(self) -> None:
+        super().__init__()
+        parameters(self, src_E=(SOURCE, D), tgt_E=(TARGET, D), W_pos=(LENGTH, D), W_U=(D, TARGET), b_U=(TARGET,))
+        self.enc_blocks = nn.ModuleList(self.Block(cross=False) for _ in range(2))
+        self.dec_blocks = nn.ModuleList(self.Block(cross=True) for _ in range(2))
+        self.ln_final = self.Norm()
+
+    def forward(self, source: Tensor, keep: Tensor, target: Tensor) -> Tensor:
+        keep = keep[:, None, None]
+        memory = self.src_E[source] + self.W_pos[: source.shape[1]]
+        for block in self.enc_blocks:
+            y = block.ln1(memory)
+            memory = memory + block.attn(y, y, keep)
+            memory = memory + block.mlp(block.ln2(memory))
+        x = self.tgt_E[target] + self.W_pos[: target.shape[1]]
+        for block in self.dec_blocks:
+            y = block.ln1(x)
+            x = x + block.attn(y, y, causal(target))
+            x = x + block.cross_attn(block.ln_cross(x), memory, keep)
+            x = x + block.mlp(block.ln2(x))
+        return self.ln_final(x) @ self.W_U + self.b_U
+
+
+class OneForBoth(nn.Module):
+    """Both sides share embedding, positions and the norms before and behind the stack; norms are named for what was."""
+
+    class Layer(nn.Module):
+        def __init__(self, *, cross: bool) -> None:
+            super().__init__()
+            names = ("q_proj", "k_proj", "v_proj", "o_proj")
+            self.self_attn = Attention(*names)
+            if cross:
+                self.cross_attn = Attention(*names)
+            self.up_proj, self.down_proj = nn.Linear(D, 40), nn.Linear(40, D)
+            self.input_layernorm, self.post_attention_layernorm = nn.LayerNorm(D), nn.LayerNorm(D)
+            if cross:
+                self.post_cross_attention_layernorm = nn.LayerNorm(D)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token_table, self.places = nn.Embedding(TARGET, D), nn.Embedding(TARGET + 9, D)
+        self.embed_norm, self.norm = nn.LayerNorm(D), nn.LayerNorm(D)
+        self.enc_layers = nn.ModuleList(self.Layer(cross=False) for _ in range(2))
+        self.dec_layers = nn.ModuleList(self.Layer(cross=True) for _ in range(2))
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.embed_norm(self.token_table(ids) + self.places.weight[: ids.shape[1]])
+
+    def forward(self, source: Tensor, keep: Tensor, target: Tensor) -> Tensor:
+        keep = keep[:, None, None]
+        memory, x = self.embed(source), self.embed(target)
+        for layer in self.enc_layers:
+            y = layer.input_layernorm(memory)
+            memory = memory + layer.self_attn(y, y, keep)
+            memory = memory + layer.down_proj(F.gelu(layer.up_proj(layer.post_attention_layernorm(memory))))
+        memory = self.norm(memory)
+        for layer in self.dec_layers:
+            y = layer.input_layernorm(x)
+            x = x + layer.self_attn(y, y, causal(target))
+            x = x + layer.cross_attn(layer.post_attention_layernorm(x), memory, keep)
+            x = x + layer.down_proj(F.gelu(layer.up_proj(layer.post_cross_attention_layernorm(x))))
+        return self.norm(x) @ self.token_table.weight.T
+
+
 SELFMADE: dict[str, type[nn.Module]] = {
     cls.__name__: cls
     for cls in (
@@ -824,5 +932,7 @@ SELFMADE: dict[str, type[nn.Module]] = {
         NoEnglish,
         Square,
         Turned,
+        NoModules,
+        OneForBoth,
     )
 }

@@ -34,7 +34,7 @@ TOKENS: dict[str, Any] = {"tokens.pad": 0, "tokens.start": 1, "tokens.eos": 2}
 
 def made(name: str, path: Path, **options: Any) -> Golden:
     torch.manual_seed(0)
-    is_joint, is_alone = name in ("Mixed", "Scattered"), name == "EncoderAlone"
+    is_joint, is_alone = name in ("Mixed", "Scattered", "OneForBoth"), name == "EncoderAlone"
     options = {"heads": HEADS, "target_vocab": None if is_alone else TARGET, **options}
     options["source_vocab"] = TARGET if is_joint else SOURCE
     return record(SELFMADE[name](), lambda model, *inputs: model(*inputs), path, **options)
@@ -164,6 +164,14 @@ def test_layers_without_a_network_are_refused() -> None:
     layers = nn.ModuleDict({"layers": nn.ModuleList(nn.MultiheadAttention(8, 2) for _ in range(2))})
     with pytest.raises(CheckpointError, match=r"no list of equal layers|no attention and feed-forward network"):
         next(proposals(layers.state_dict()))
+
+
+def test_heads_that_share_keys_are_refused_by_name() -> None:
+    shapes = {"q": (8, 8), "k": (4, 8), "v": (4, 8), "o": (8, 8), "ff.0": (16, 8), "ff.2": (8, 16)}
+    tensors = {f"layers.{i}.{name}.weight": torch.randn(shape) for i in range(2) for name, shape in shapes.items()}
+    tensors["embed.weight"] = torch.randn(9, 8)
+    with pytest.raises(CheckpointError, match=r"q has 8 rows of queries, but there are 4 of keys: grouped.*own module"):
+        next(proposals(tensors))
 
 
 def test_the_first_proposal_reads_names() -> None:

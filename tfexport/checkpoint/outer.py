@@ -126,7 +126,11 @@ class Reader:
         if small:
             return small
         silent = [part for part in embeddings if not set(part.words) & (words.EMBEDDING | {"tok", "token", "tokens"})]
-        return silent if 0 < len(silent) <= len(self.sides) < len(embeddings) else []
+        named = [part for part in embeddings if part not in silent]
+        # One table that has every id serves both sides.
+        is_joint = len(named) == 1 and self.vocab in (None, named[0].shape[0]) and self.largest_id < named[0].shape[0]
+        is_enough = len(self.sides) < len(embeddings) or is_joint
+        return silent if 0 < len(silent) <= len(self.sides) and is_enough else []
 
     def _is_logit_bias(self, part: Part) -> bool:
         is_bias = part.weight is None and part.is_vector
