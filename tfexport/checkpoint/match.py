@@ -203,7 +203,7 @@ def _styles(first: Style, readings: int, *, is_fused: bool) -> Iterator[Style]:
 def _has_bare(tensors: Mapping[str, Tensor]) -> bool:
     """Say whether there are matrices that are no module's weight."""
     return any(
-        tensor.dim() == 2 and words.attention_role(words.words(key.rpartition(".")[2])) is not None
+        tensor.dim() == 2 and words.attention_role(words.words(key)) is not None
         for key, tensor in tensors.items()
         if words.is_bare(key)
     )

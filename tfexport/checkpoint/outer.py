@@ -221,6 +221,10 @@ class Reader:
         if len(common) >= 2 and not by_side.keys() - {None}:
             by_side = dict(zip(self.sides, ([part] for part in common), strict=False))
             common = []
+        if len(common) == 1 and len(by_side.keys() - {None}) == 1:
+            # The other side's, whose name has no known word.
+            by_side |= {side: common for side in self.sides if side not in by_side}
+            common = []
         for side in self.sides:
             own = by_side.get(side) or (common if side == "enc" else [])
             if own:

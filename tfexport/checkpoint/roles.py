@@ -394,7 +394,8 @@ def _norm_choice(
     for order in itertools.permutations(gains, slots):
         misplaced = sum(placed.get(part, place) != place for place, part in enumerate(order))
         free = [part for part in order if part not in placed]
-        is_natural = free == sorted(free, key=lambda part: part.place)
+        by_place, by_number = sorted(free, key=lambda p: p.place), sorted(free, key=lambda p: words.natural(p.name))
+        is_natural = free in (by_place, by_number)
         dead = [part for part in gains if part not in order]
         cost = FAR * misplaced + (LIKELY if is_natural else POSSIBLE if not placed else FAR)
         lines = [line for place, part in enumerate(order) for line in norm_lines(part, f"{layer}.norm{place + 1}")]

@@ -33,6 +33,8 @@ GAIN = frozenset("gamma alpha gain scale g a beta shift offset".split())
 _BIAS = frozenset("bias biases b beta shift offset".split())
 # Parameters of PyTorch's own attention, which stores them as its modules do.
 _OWN = frozenset({"in_proj_weight"})
+# The word is much the same in many languages: encodeur, enkoder.
+_ENCODES, _DECODES = re.compile(r"en[ck]od(?!.*de[ck]od)"), re.compile(r"de[ck]od")
 _ROLES = {
     "q": re.compile(r"(w?q|qs|qw|.*quer(y|ies))"),
     "k": re.compile(r"(w?k|ks|kw|.*keys?)"),
@@ -57,7 +59,8 @@ def side(name: str) -> str | None:
     """Say whether a name belongs to "enc" or "dec"; a component that has both words says nothing."""
     for component in name.split("."):
         found = set(words(component))
-        is_encoder, is_decoder = bool(found & ENCODER), bool(found & DECODER)
+        is_decoder = bool(found & DECODER) or any(_DECODES.match(word) for word in found)
+        is_encoder = bool(found & ENCODER) or any(_ENCODES.match(word) for word in found)
         if is_encoder != is_decoder:
             return "enc" if is_encoder else "dec"
     return None
