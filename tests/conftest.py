@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 DATES = ROOT / "models" / "dates"
+
+# A shell that runs the tests in the background has them ignore Ctrl-C, and their child processes with them.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True, scope="session")
