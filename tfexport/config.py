@@ -20,7 +20,7 @@ FeedForward = Literal["mlp", "glu"]
 RelativeBias = Literal["none", "t5"]
 Positions = Literal["table", "none"]
 Precision = Literal["fp32", "fp16", "bf16"]
-Form = Literal["concat", "static"]
+Form = Literal["concat", "static", "fused"]
 Device = Literal["cpu", "cuda"]
 Backend = Literal["auto", "eager", "ort", "trt"]
 Target = Literal["tensorrt", "tensorrt-rtx"]
@@ -378,7 +378,7 @@ class ExportConfig(Config):
     """
 
     precision: Precision = "fp32"
-    forms: tuple[Form, ...] = ("concat", "static")
+    forms: tuple[Form, ...] = ("concat", "static", "fused")
     opset: int = 18
     max_source_length: int | None = None
     max_target_length: int | None = None

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from tfexport.config import Config, TransformerConfig
 from tfexport.document import collect, read_fields, read_list, read_map, read_object, read_text, seal, unseal
 from tfexport.errors import ConfigError, raise_all, shortened
-from tfexport.spec import DECODER, ENCODER, Dim, DType, GraphSpec, ModelSpec, TensorSpec
+from tfexport.spec import DECODER, ENCODER, ENCODER_FUSED, Dim, DType, GraphSpec, ModelSpec, TensorSpec
 
 MANIFEST = "manifest.json"
 ENGINES = "engines"
@@ -106,9 +106,11 @@ class Manifest:
             if graph.file not in self.files
         ]
         decoders = set(DECODER.values())
-        problems += [f"unknown graph {name!r}" for name in self.graphs if name not in decoders | {ENCODER}]
+        problems += [f"unknown graph {name!r}" for name in self.graphs if name not in decoders | {ENCODER, ENCODER_FUSED}]
         if ENCODER not in self.graphs:
             problems.append(f"missing graph {ENCODER!r}")
+        if (ENCODER_FUSED in self.graphs) != (DECODER["fused"] in self.graphs):
+            problems.append(f"of {ENCODER_FUSED!r} and {DECODER['fused']!r} there is only one, expected both or none")
         if self.spec.has_decoder != bool(decoders & set(self.graphs)):
             problems.append(f"kind is {self.kind!r}, but the graphs are {', '.join(sorted(self.graphs)) or 'none'}")
         return problems

@@ -16,13 +16,17 @@ from tfexport.errors import ConfigError, raise_all
 
 WEIGHTS = "weights.safetensors"
 ENCODER = "encoder"
-DECODER: dict[Form, str] = {"concat": "decoder", "static": "decoder_static"}
+ENCODER_FUSED = "encoder_fused"
+DECODER: dict[Form, str] = {"concat": "decoder", "static": "decoder_static", "fused": "decoder_fused"}
 
 SOURCE_IDS = "source_ids"
 SOURCE_MASK = "source_mask"
 HIDDEN_STATES = "hidden_states"
 TARGET_IDS = "target_ids"
 CACHE_LENGTHS = "cache_lengths"
+POSITIONS = "positions"
+LAST_POSITION = "last_position"
+TOTAL_LENGTH = "total_length"
 NUM_CANDIDATES = "num_candidates"
 LOGITS = "logits"
 CANDIDATE_IDS = "candidate_ids"
@@ -34,7 +38,7 @@ CACHE = "cache"
 ORDER = "order"
 REORDERED = "reordered"
 
-DType = Literal["int64", "bool", "float32", "float16", "bfloat16"]
+DType = Literal["int64", "int32", "bool", "float32", "float16", "bfloat16"]
 Dim = str | int
 FLOAT: dict[Precision, DType] = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
@@ -139,11 +143,15 @@ def encoder_graph(spec: ModelSpec) -> GraphSpec:
 
 
 def decoder_graph(spec: ModelSpec, form: Form) -> GraphSpec:
-    """Return the contract of `decoder.onnx` (concat) or `decoder_static.onnx` (static).
+    """Return the contract of `decoder.onnx` (concat), `decoder_static.onnx` (static) or `decoder_fused.onnx` (fused).
 
     Caches go in as `past_*` and come out as `present_*`. The concat form returns
-    them longer by target_len; the static form writes the new tokens at
-    `cache_lengths` into buffers of `capacity`, and one buffer serves as both.
+    them longer by target_len; the others write the new tokens into buffers of
+    `capacity`, and one buffer serves as both. The static form writes at
+    `cache_lengths`, past_len of each row. The fused form, ONNX Runtime's own,
+    takes what its operator takes: the `positions` of the new tokens, the last of
+    them, and past_len + target_len, the most of all rows; past_len is 0, or
+    target_len or the number of rows 1.
     """
     inputs = [
         TensorSpec(TARGET_IDS, "int64", ("rows", "target_len")),
@@ -153,6 +161,10 @@ def decoder_graph(spec: ModelSpec, form: Form) -> GraphSpec:
     ]
     if form == "static":
         inputs.append(TensorSpec(CACHE_LENGTHS, "int64", ("rows",)))
+    if form == "fused":
+        inputs.append(TensorSpec(POSITIONS, "int64", ("rows", "target_len")))
+        inputs.append(TensorSpec(LAST_POSITION, "int32", ("rows",)))
+        inputs.append(TensorSpec(TOTAL_LENGTH, "int32", (1,)))
     inputs.append(TensorSpec(NUM_CANDIDATES, "int64", (1,)))
     outputs = [
         TensorSpec(LOGITS, "float32", ("rows", spec.vocab)),

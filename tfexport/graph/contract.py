@@ -12,12 +12,13 @@ from tfexport.graph.trust import attention_problems
 from tfexport.spec import DType, GraphSpec, TensorSpec
 
 
-def check_graph(path: Path, contract: GraphSpec) -> None:
+def check_graph(path: Path, contract: GraphSpec, *, portable: bool = True) -> None:
     """Refuse a graph that is not valid ONNX or not what the contract says.
 
     Args:
         path: of the graph, its external data beside it.
         contract: inputs and outputs that it must have, in order.
+        portable: refuse attention that TensorRT would misread; the fused form is not for it.
 
     Raises:
         GraphError: lists every difference.
@@ -38,7 +39,7 @@ def check_graph(path: Path, contract: GraphSpec) -> None:
         problems += [f"{kind} {text} is missing" for text in expected if text not in spelled]
         if not problems and spelled != expected:
             problems.append(f"{kind}s are out of order")
-    problems += attention_problems(model)
+    problems += attention_problems(model) if portable else []
     raise_all(GraphError, path.name, problems)
 
 

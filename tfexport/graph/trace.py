@@ -22,11 +22,15 @@ from torch.nn import functional as F
 
 from tfexport.config import STATIC_OPSET, Form
 from tfexport.errors import GraphError
+from tfexport.graph.fused import FusedCache, fuse
 from tfexport.models import attention
 from tfexport.models.attention import MASK_FILL
 from tfexport.models.cache import Cache, ConcatCache, KeyValue
 from tfexport.spec import (
     CACHE_LENGTHS,
+    LAST_POSITION,
+    POSITIONS,
+    TOTAL_LENGTH,
     GraphSpec,
     ModelSpec,
     TensorSpec,
@@ -120,10 +124,19 @@ class _Decoder(nn.Module):
     def forward(
         self, target_ids: Tensor, source_mask: Tensor, cross: list[Tensor], past: list[Tensor], *lengths: Tensor
     ) -> list[Tensor]:
-        cache = StaticCache(_pair(past), *lengths) if self.form == "static" else ConcatCache(_pair(past))
+        cache = _CACHES[self.form](_pair(past), *lengths)
         model = cast(EncoderDecoder, self.model)
         logits = model.decode_step(target_ids, source_mask, _pair(cross), cache)
         return [logits, *_flatten(cache.present)]
+
+
+_CACHES: dict[Form, Any] = {"concat": ConcatCache, "static": StaticCache, "fused": FusedCache}
+# What tells a cache of fixed size how full it is.
+_LENGTHS: dict[Form, list[str]] = {
+    "concat": [],
+    "static": [CACHE_LENGTHS],
+    "fused": [POSITIONS, LAST_POSITION, TOTAL_LENGTH],
+}
 
 
 def _flatten(pairs: Sequence[KeyValue]) -> list[Tensor]:
@@ -168,11 +181,12 @@ def trace_decoder(model: nn.Module, spec: ModelSpec, form: Form, opset: int) -> 
     traced = GraphSpec(tuple(inputs), tuple(outputs))
     groups: list[str | list[str]] = ["target_ids", "source_mask"]
     groups += [[t.name for t in inputs if t.name.startswith(prefix)] for prefix in ("cross_", "past_")]
+    groups += _LENGTHS[form]
+    decoder, subject = _Decoder(model, form), f"decoder, {form} form"
     if form == "static":
-        groups.append(CACHE_LENGTHS)
         with mock.patch.object(attention, "attend", fused_attend):
-            return _trace(_Decoder(model, form), traced, groups, opset, "static decoder")
-    return _trace(_Decoder(model, form), traced, groups, opset, "decoder")
+            return _trace(decoder, traced, groups, opset, subject)
+    return _trace(decoder, traced, groups, opset, subject)
 
 
 def _trace(
@@ -221,8 +235,6 @@ def _root_cause(error: BaseException) -> str:
 def _sample(tensor: TensorSpec) -> Tensor:
     shape = [SAMPLE[dim] if isinstance(dim, str) else dim for dim in tensor.shape]
     match tensor.dtype:
-        case "int64":
-            return torch.zeros(shape, dtype=torch.int64)
         case "bool":
             return torch.ones(shape, dtype=torch.bool)
         case _:

@@ -15,15 +15,23 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from tfexport.errors import BundleError
 
 Digest = tuple[str, tuple[int, ...], bytes]
 
+# https://huggingface.co/docs/safetensors: format
+_SAFETENSORS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_ALIGNMENT = 8
 
-def write_weights(path: Path, parameters: Mapping[str, torch.Tensor], graphs: Iterable[ir.Model]) -> None:
+
+def write_weights(
+    path: Path,
+    parameters: Mapping[str, torch.Tensor],
+    graphs: Iterable[ir.Model],
+    *,
+    joint: Iterable[tuple[str, ...]] = (),
+) -> None:
     """Write the weight file and let the graphs refer to it.
 
     Args:
@@ -32,16 +40,19 @@ def write_weights(path: Path, parameters: Mapping[str, torch.Tensor], graphs: It
         graphs: changed in place: initializers that equal a parameter become
             references into the file, those that equal its transpose become
             transposed references; constants stay in the graph.
+        joint: names of parameters that lie side by side, so that an initializer
+            that equals all of them, one below the other, is a reference too.
 
     Raises:
         BundleError: the disk is full.
     """
-    names: dict[Digest, str] = {}
-    tensors: dict[str, torch.Tensor] = {}
-    for name, parameter in parameters.items():
-        tensors[name] = parameter.detach().contiguous()
-        names.setdefault(_digest_torch(tensors[name]), name)
-    external: list[tuple[ir.Value, str]] = []
+    tensors = {name: parameter.detach().contiguous() for name, parameter in parameters.items()}
+    joint = list(joint)
+    together = {name for group in joint for name in group}
+    names: dict[Digest, tuple[str, ...]] = {}
+    for group in [*((name,) for name in tensors), *joint]:
+        names.setdefault(_digest_torch(torch.cat([tensors[name] for name in group]) if len(group) > 1 else tensors[group[0]]), group)
+    external: list[tuple[ir.Value, tuple[str, ...]]] = []
     for graph in graphs:
         _unfold_transposes(graph.graph, names)
         for value in graph.graph.initializers.values():
@@ -50,18 +61,12 @@ def write_weights(path: Path, parameters: Mapping[str, torch.Tensor], graphs: It
             digest = _digest(tensor)
             if digest in names:
                 external.append((value, names[digest]))
-    try:
-        save_file(tensors, path)
-    except SafetensorError as error:  # what the library makes of an OSError
-        raise BundleError(
-            f"cannot write bundle: {path.name}: {error}; free some space or choose another output"
-        ) from error
-    path.chmod(0o644)  # safetensors makes files that only their owner can read
-    offsets = _offsets(path)
-    for value, name in external:
+    order = [name for group in joint for name in group] + [name for name in tensors if name not in together]
+    offsets = _save(path, {name: tensors[name] for name in order})
+    for value, group in external:
         tensor = value.const_value
         assert tensor is not None
-        begin, end = offsets[name]
+        begin, end = offsets[group[0]][0], offsets[group[-1]][1]
         value.const_value = ir.ExternalTensor(
             path.name,
             begin,
@@ -73,7 +78,32 @@ def write_weights(path: Path, parameters: Mapping[str, torch.Tensor], graphs: It
         )
 
 
-def _unfold_transposes(graph: ir.Graph, names: Mapping[Digest, str]) -> None:
+def _save(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
+    """Write a safetensors file in the order given; the library that reads it would sort by name.
+
+    Returns:
+        Where each tensor begins and ends in the file.
+    """
+    header, end = {}, 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": _SAFETENSORS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    spelled = json.dumps(header).encode()
+    spelled += b" " * (-len(spelled) % _ALIGNMENT)  # what a reader may map has to lie at a multiple of 8
+    try:
+        with path.open("xb") as file:
+            file.write(struct.pack("<Q", len(spelled)) + spelled)
+            for tensor in tensors.values():
+                file.write(_raw(tensor))
+    except OSError as error:
+        raise BundleError(
+            f"cannot write bundle: {path.name}: {error}; free some space or choose another output"
+        ) from error
+    start = 8 + len(spelled)
+    return {name: (start + entry["data_offsets"][0], start + entry["data_offsets"][1]) for name, entry in header.items()}
+
+
+def _unfold_transposes(graph: ir.Graph, names: Mapping[Digest, tuple[str, ...]]) -> None:
     """Take back what the exporter does to a linear map over three axes: it stores a transposed copy of the weight."""
     for value in list(graph.initializers.values()):
         folded = value.const_value
@@ -103,17 +133,8 @@ def _digest(tensor: ir.TensorProtocol) -> Digest:
 
 def _digest_torch(tensor: torch.Tensor) -> Digest:
     dtype = {torch.float32: "FLOAT", torch.float16: "FLOAT16", torch.bfloat16: "BFLOAT16"}[tensor.dtype]
-    raw = tensor.view(torch.uint8) if tensor.dim() else tensor[None].view(torch.uint8)
-    return dtype, tuple(tensor.shape), hashlib.sha256(raw.numpy().data).digest()
+    return dtype, tuple(tensor.shape), hashlib.sha256(_raw(tensor)).digest()
 
 
-def _offsets(path: Path) -> dict[str, tuple[int, int]]:
-    """Read where each tensor lies in a safetensors file (https://huggingface.co/docs/safetensors: format)."""
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(length))
-    return {
-        name: (8 + length + entry["data_offsets"][0], 8 + length + entry["data_offsets"][1])
-        for name, entry in header.items()
-        if name != "__metadata__"
-    }
+def _raw(tensor: torch.Tensor) -> memoryview:
+    return (tensor if tensor.dim() else tensor[None]).view(torch.uint8).numpy().data

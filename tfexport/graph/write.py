@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
 import onnx_ir as ir
 from torch import nn
@@ -11,11 +12,22 @@ from torch import nn
 from tfexport.config import STATIC_OPSET, Form
 from tfexport.errors import GraphError
 from tfexport.graph.contract import check_graph
+from tfexport.graph.fused import fuse, fusion_problems, joint_weights
 from tfexport.graph.select import append_selection
 from tfexport.graph.trace import trace_decoder, trace_encoder
 from tfexport.graph.weights import write_weights
 from tfexport.manifest import GraphEntry
-from tfexport.spec import DECODER, ENCODER, WEIGHTS, GraphSpec, ModelSpec, decoder_graph, encoder_graph
+from tfexport.models.transformer import Transformer
+from tfexport.spec import (
+    DECODER,
+    ENCODER,
+    ENCODER_FUSED,
+    WEIGHTS,
+    GraphSpec,
+    ModelSpec,
+    decoder_graph,
+    encoder_graph,
+)
 
 
 def write_graphs(
@@ -33,7 +45,7 @@ def write_graphs(
         model: in eval mode, its parameters of the precision that `spec` names.
         spec: of the model.
         directory: existing; receives `NAME.onnx` for each graph and the weight file.
-        forms: of the decoder; not used for an encoder alone.
+        forms: of the decoder; not used for an encoder alone, and fused not where the operators cannot do the model.
         opset: of the encoder and the concat form.
         report: told what happens, a line at a time.
 
@@ -47,21 +59,33 @@ def write_graphs(
     traced: dict[str, tuple[ir.Model, GraphSpec, int]] = {
         ENCODER: (trace_encoder(model, spec, opset), encoder_graph(spec), opset)
     }
-    for form in forms if spec.has_decoder else ():
+    for form in _possible(forms, model, report) if spec.has_decoder else ():
         report(f"tracing the decoder, {form} form")
         form_opset = STATIC_OPSET if form == "static" else opset
-        decoder = trace_decoder(model, spec, form, form_opset)
+        subject = fuse(cast(Transformer, model)) if form == "fused" else model
+        if form == "fused":
+            traced[ENCODER_FUSED] = (trace_encoder(subject, spec, opset), encoder_graph(spec), opset)
+        decoder = trace_decoder(subject, spec, form, form_opset)
         append_selection(decoder)
         traced[DECODER[form]] = (decoder, decoder_graph(spec, form), form_opset)
     report("writing graphs and weights")
-    write_weights(directory / WEIGHTS, dict(model.named_parameters()), [graph for graph, *_ in traced.values()])
+    graphs = [graph for graph, *_ in traced.values()]
+    write_weights(directory / WEIGHTS, dict(model.named_parameters()), graphs, joint=list(joint_weights(model)))
     written = {}
     for name, (graph, contract, graph_opset) in traced.items():
         path = directory / f"{name}.onnx"
         _save(graph, path)
-        check_graph(path, contract)
+        check_graph(path, contract, portable=name not in (ENCODER_FUSED, DECODER["fused"]))
         written[name] = GraphEntry(file=path.name, opset=graph_opset, spec=contract)
     return written
+
+
+def _possible(forms: Sequence[Form], model: nn.Module, report: Callable[[str], None]) -> list[Form]:
+    """Leave the fused form out, with the reason, where ONNX Runtime's operators cannot do the model."""
+    problems = fusion_problems(model) if "fused" in forms else []
+    if problems:
+        report(f"no fused form of this model: {' and '.join(problems)}")
+    return [form for form in forms if form != "fused" or not problems]
 
 
 def _save(graph: ir.Model, path: Path) -> None:

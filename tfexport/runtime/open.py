@@ -37,7 +37,7 @@ def open_session(
     Args:
         bundle: opened and checked.
         backend: "auto" takes ONNX Runtime, and PyTorch where that is not installed.
-        form: of the decoder; None takes static, or concat where it is the only one.
+        form: of the decoder; None takes fused on the CPU, else static, or concat where it is the only one.
         threads: for one call on the CPU; None means one for each core.
         device: where ONNX Runtime runs the graphs and keeps the caches.
         engine: name of the TensorRT engine; None for the only one that may be used here.
@@ -61,7 +61,7 @@ def open_session(
         return _open_eager(bundle, form)
     spec = bundle.manifest.spec
     graphs = {name: bundle.file(graph.file) for name, graph in bundle.manifest.graphs.items()}
-    return open_ort(graphs, spec, _choose_form(bundle, form), threads, device)
+    return open_ort(graphs, spec, _choose_form(bundle, form, device), threads, device)
 
 
 def open_ort(
@@ -77,6 +77,12 @@ def open_ort(
         BackendError: ONNX Runtime is not installed, or cannot use the device, load or run the graphs.
     """
     _need("ort", "onnxruntime")
+    if form == "fused":
+        if device != "cpu":
+            raise BackendError(f"ort: the fused form runs on the CPU; for device {device} leave the form out")
+        from tfexport.runtime.ort.fused import FusedSession
+
+        return FusedSession(graphs, spec, threads)
     from tfexport.runtime.ort.session import OrtSession
 
     return OrtSession(graphs, spec, form, threads, device)
@@ -126,14 +132,15 @@ def _open_engine(bundle: Bundle, name: str | None, form: Form | None) -> Session
     return TrtSession(engine.plans, spec, form, limits, engine.flavour, Cuda(), weights=weights, reason=reason)
 
 
-def _choose_form(bundle: Bundle, form: Form | None) -> Form | None:
+def _choose_form(bundle: Bundle, form: Form | None, device: Device) -> Form | None:
     graphs = bundle.manifest.graphs
     if not bundle.manifest.spec.has_decoder:
         return None
     if form is None:
-        return "static" if DECODER["static"] in graphs else "concat"
+        preferred: tuple[Form, ...] = ("fused", "static", "concat") if device == "cpu" else ("static", "concat")
+        form = next((each for each in preferred if DECODER[each] in graphs), preferred[-1])
     if DECODER[form] not in graphs:
-        raise BundleError(f"{bundle.path}: has no {form} form; export it with --forms concat,static")
+        raise BundleError(f"{bundle.path}: has no {form} form; export it with --forms concat,static,fused")
     return form
 
 

@@ -41,7 +41,7 @@ class OrtCache(Protocol):
 
 
 def make_cache(form: Form, spec: ModelSpec, device: OrtDevice, rows: int, *, on_host: bool) -> OrtCache:
-    """Return an empty cache for `rows` rows; `on_host` where numpy may keep the buffers of the static form."""
+    """Return an empty cache for `rows` rows; `on_host` where numpy may keep buffers that are written in place."""
     if form == "concat":
         return ConcatCache(spec, device, rows)
     return HostStaticCache(spec, rows) if on_host else DeviceStaticCache(spec, device, rows)

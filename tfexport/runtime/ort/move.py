@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from tfexport.spec import DType
 
 # TensorProto.DataType
-ELEMENT_TYPE: dict[DType, int] = {"float32": 1, "int64": 7, "bool": 9, "float16": 10, "bfloat16": 16}
+ELEMENT_TYPE: dict[DType, int] = {"float32": 1, "int32": 6, "int64": 7, "bool": 9, "float16": 10, "bfloat16": 16}
 ROWS = "rows"
 _IR_VERSION, _OPSET = 9, 20  # the first opset whose ConstantOfShape gives bfloat16
 _CACHE_DIMS = ("rows", "heads", "length")

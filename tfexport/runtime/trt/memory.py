@@ -16,7 +16,7 @@ from tfexport.spec import DType, TensorSpec
 
 Array = NDArray[Any]
 
-ITEM_BYTES: dict[DType, int] = {"int64": 8, "bool": 1, "float32": 4, "float16": 2, "bfloat16": 2}
+ITEM_BYTES: dict[DType, int] = {"int64": 8, "int32": 4, "bool": 1, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
 def shape_of(tensor: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:

@@ -1,0 +1,278 @@
+"""The fused form in ONNX Runtime on the CPU: buffers that numpy and the graphs share, and hypotheses that stay put.
+
+A beam that goes on keeps its row of the cache, whatever its rank; only beams
+that branch are copied, over rows that nobody continues. So the rows of the
+buffers are in another order than the hypotheses of the caller: `slots`
+translates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from tfexport.config import Accuracy
+from tfexport.errors import BackendError
+from tfexport.runtime.ort.device import OrtDevice, host_value, run
+from tfexport.runtime.session import Candidates, Floats, Ids, Mask, check_rows, check_source, check_target
+from tfexport.spec import (
+    CANDIDATE_IDS,
+    CANDIDATE_LOGITS,
+    DECODER,
+    ENCODER_FUSED,
+    LAST_POSITION,
+    LOG_NORMALIZER,
+    NUM_CANDIDATES,
+    POSITIONS,
+    SOURCE_IDS,
+    SOURCE_MASK,
+    TARGET_IDS,
+    TOTAL_LENGTH,
+    ModelSpec,
+    key_value_names,
+)
+
+Array = NDArray[Any]
+
+# The first buffers hold so many tokens, and double when they are full.
+_FIRST_CAPACITY = 64
+
+
+@dataclass
+class FusedState:
+    """One batch being decoded.
+
+    Attributes:
+        batch: sources still being decoded.
+        rows: hypotheses, a multiple of batch.
+        past_len: tokens in the cache of every row.
+        slots: row of the buffers that holds each hypothesis, int64 [rows]; the rows of one source lie side by side.
+        source_mask: bool [batch, source_len], in the order of the buffers, like all that follows.
+        cross: keys and values of the source, float32 [batch, heads, source_len, head_dim] for each name.
+        cache: keys and values of the target, float32 [2 · layers, at least rows, heads, capacity, head_dim].
+        bound: what the next step is bound to; None when it must be bound anew.
+    """
+
+    batch: int
+    rows: int
+    past_len: int
+    slots: Ids
+    source_mask: Mask
+    cross: list[Array]
+    cache: Floats
+    bound: _Bound | None = field(default=None, repr=False)
+
+
+@dataclass
+class _Bound:
+    """The arrays that a step reads and writes, bound once for many steps of equal shape."""
+
+    io: ort.IOBinding
+    inputs: dict[str, Array]
+    token_ids: Ids
+    logits: Floats
+    log_normalizer: Floats
+
+    def fits(self, target_len: int, num_candidates: int) -> bool:
+        return self.inputs[TARGET_IDS].shape[1] == target_len and self.token_ids.shape[1] == num_candidates
+
+
+class FusedSession:
+    """A model in ONNX Runtime's own operators.
+
+    Attributes:
+        spec: sizes, limits and token ids.
+        backend: "ort".
+        form: "fused".
+    """
+
+    backend = "ort"
+    form = "fused"
+    max_rows: int | None = None
+    max_candidates: int | None = None
+
+    def __init__(self, graphs: Mapping[str, Path], spec: ModelSpec, threads: int | None = None) -> None:
+        """Load the graphs.
+
+        Args:
+            graphs: path of each graph by its name in the contract.
+            spec: of the model.
+            threads: for one call; None means one for each core.
+
+        Raises:
+            BackendError: ONNX Runtime cannot load a graph.
+        """
+        self.spec = spec
+        self.accuracy: Accuracy = spec.precision
+        device = OrtDevice("cpu", "float32", 0)
+        self._encoder: ort.InferenceSession | None = device.load(graphs[ENCODER_FUSED], ENCODER_FUSED, threads)
+        self._decoder: ort.InferenceSession | None = device.load(graphs[DECODER["fused"]], DECODER["fused"], threads)
+        self._cross_names = key_value_names("cross", spec.layers)
+        self._caches = list(
+            zip(key_value_names("past", spec.layers), key_value_names("present", spec.layers), strict=True)
+        )
+
+    def encode(self, source_ids: Ids, source_mask: Mask) -> FusedState:
+        """Encode a batch and make room for one row a source; see `Session.encode`."""
+        check_source(self.spec, source_ids, source_mask)
+        encoder = _open(self._encoder)
+        io = encoder.io_binding()
+        source = {SOURCE_IDS: host_value(source_ids), SOURCE_MASK: host_value(source_mask)}
+        for name, value in source.items():
+            io.bind_ortvalue_input(name, value)
+        for name in self._cross_names:
+            io.bind_output(name)
+        run(encoder, io)
+        cross = [value.numpy() for value in io.get_outputs()]
+        batch = len(source_ids)
+        capacity = min(_FIRST_CAPACITY, self.spec.max_target_length)
+        return FusedState(batch, batch, 0, np.arange(batch), source_mask.copy(), cross, self._buffers(batch, capacity))
+
+    def step(self, state: FusedState, target_ids: Ids, num_candidates: int) -> Candidates:
+        """Run the decoder on the newest tokens; see `Session.step`."""
+        check_target(self.spec, state, target_ids, num_candidates)
+        if target_ids.shape[1] > 1 and state.past_len and state.rows > 1:
+            # The operator takes several tokens behind others for one row alone.
+            for column in range(target_ids.shape[1] - 1):
+                self._step(state, target_ids[:, column : column + 1], 1)
+            target_ids = target_ids[:, -1:]
+        return self._step(state, target_ids, num_candidates)
+
+    def reorder(self, state: FusedState, rows: Ids) -> None:
+        """Let row r continue what row rows[r] was; see `Session.reorder`."""
+        kept = check_rows(state, rows)
+        if rows.size * state.batch != kept.size * state.rows:
+            self._regroup(state, rows, kept)
+            return
+        _branch(state, rows)
+        if kept.size < state.batch:
+            _leave(state, kept.size)
+
+    def hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats:
+        """Refuse: only an encoder alone gives its hidden states; see `Session.hidden_states`."""
+        raise BackendError("ort: this bundle has a decoder and gives no hidden states; use generate")
+
+    def close(self) -> None:
+        """Free the graphs; the session cannot be used afterwards."""
+        self._encoder = self._decoder = None
+
+    def _step(self, state: FusedState, target_ids: Ids, num_candidates: int) -> Candidates:
+        target_len = target_ids.shape[1]
+        total = state.past_len + target_len
+        if total > state.cache.shape[3]:
+            self._grow(state, total)
+        bound = state.bound
+        if bound is None or not bound.fits(target_len, num_candidates):
+            bound = state.bound = self._bind(state, target_len, num_candidates)
+        bound.inputs[TARGET_IDS][state.slots] = target_ids
+        bound.inputs[POSITIONS][:] = state.past_len if target_len == 1 else np.arange(state.past_len, total)
+        bound.inputs[LAST_POSITION][:] = total - 1
+        bound.inputs[TOTAL_LENGTH][:] = total
+        run(_open(self._decoder), bound.io)
+        state.past_len = total
+        slots = state.slots
+        return Candidates(bound.token_ids[slots], bound.logits[slots], bound.log_normalizer[slots, 0])
+
+    def _bind(self, state: FusedState, target_len: int, num_candidates: int) -> _Bound:
+        io, rows = _open(self._decoder).io_binding(), state.rows
+        inputs: dict[str, Array] = {
+            TARGET_IDS: np.empty((rows, target_len), np.int64),
+            SOURCE_MASK: state.source_mask,
+            POSITIONS: np.empty((rows, target_len), np.int64),
+            LAST_POSITION: np.empty(rows, np.int32),
+            TOTAL_LENGTH: np.empty(1, np.int32),
+            NUM_CANDIDATES: np.array([num_candidates]),
+            **dict(zip(self._cross_names, state.cross, strict=True)),
+        }
+        bound = _Bound(
+            io,
+            inputs,
+            token_ids=np.empty((rows, num_candidates), np.int64),
+            logits=np.empty((rows, num_candidates), np.float32),
+            log_normalizer=np.empty((rows, 1), np.float32),
+        )
+        for name, array in inputs.items():
+            io.bind_ortvalue_input(name, host_value(array))
+        for (past, present), buffer in zip(self._caches, state.cache, strict=True):
+            value = host_value(buffer[:rows])
+            io.bind_ortvalue_input(past, value)
+            io.bind_ortvalue_output(present, value)
+        outputs = {CANDIDATE_IDS: bound.token_ids, CANDIDATE_LOGITS: bound.logits, LOG_NORMALIZER: bound.log_normalizer}
+        for name, array in outputs.items():
+            io.bind_ortvalue_output(name, host_value(array))
+        return bound
+
+    def _buffers(self, rows: int, capacity: int) -> Floats:
+        # Not zeroed: the operator reads no further than a row is filled.
+        return np.empty((len(self._caches), rows, self.spec.heads, capacity, self.spec.head_dim), np.float32)
+
+    def _grow(self, state: FusedState, length: int) -> None:
+        """Double the buffers until `length` tokens fit."""
+        capacity = state.cache.shape[3]
+        while capacity < length:
+            capacity = min(2 * capacity, self.spec.max_target_length)
+        grown = self._buffers(state.rows, capacity)
+        grown[:, :, :, : state.past_len] = state.cache[:, : state.rows, :, : state.past_len]
+        state.cache, state.bound = grown, None
+
+    def _regroup(self, state: FusedState, rows: Ids, kept: Ids) -> None:
+        """Give every source another number of rows, in new buffers that have the order of the hypotheses."""
+        held = np.s_[:, :, :, : state.past_len]
+        grown = self._buffers(rows.size, state.cache.shape[3])
+        grown[held] = state.cache[:, state.slots[rows], :, : state.past_len]
+        beams = state.rows // state.batch
+        sources = state.slots[kept * beams] // beams
+        if sources.size != state.batch or (sources != np.arange(sources.size)).any():
+            state.cross = [array[sources] for array in state.cross]
+            state.source_mask = state.source_mask[sources]
+        state.cache, state.slots, state.bound = grown, np.arange(rows.size), None
+        state.batch, state.rows = kept.size, rows.size
+
+
+def _branch(state: FusedState, rows: Ids) -> None:
+    """Give each hypothesis the row of the one it continues; where several continue one, all but the first a dead row."""
+    origin = state.slots[rows]
+    owner = np.full(state.rows, -1)
+    owner[origin[::-1]] = np.arange(rows.size)[::-1]  # of equal indices the last one assigned stays: the first
+    copies = np.flatnonzero(owner[origin] != np.arange(rows.size))
+    if copies.size:
+        beams = state.rows // state.batch
+        copies = copies[np.argsort(origin[copies] // beams, kind="stable")]
+        source = origin[copies]
+        dead = np.flatnonzero(owner < 0)
+        if rows.size < state.rows:  # of sources that leave all rows are dead
+            dead = dead[np.isin(dead // beams, source // beams)]
+        for to, of in zip(dead.tolist(), source.tolist(), strict=True):
+            state.cache[:, to, :, : state.past_len] = state.cache[:, of, :, : state.past_len]
+        origin[copies] = dead
+    state.slots = origin
+
+
+def _leave(state: FusedState, batch: int) -> None:
+    """Let the buffers end behind `batch` sources: what lies behind moves to the places of those that left."""
+    beams = state.rows // state.batch
+    sources = state.slots[::beams] // beams
+    behind = np.flatnonzero(sources >= batch)
+    free = np.setdiff1d(np.arange(batch), sources)
+    for place, to in zip(behind.tolist(), free.tolist(), strict=True):
+        of = int(sources[place])
+        for array in (*state.cross, state.source_mask):
+            array[to] = array[of]
+        for beam in range(beams):
+            state.cache[:, to * beams + beam, :, : state.past_len] = state.cache[:, of * beams + beam, :, : state.past_len]
+        state.slots[place * beams : (place + 1) * beams] += (to - of) * beams
+    state.cross = [array[:batch] for array in state.cross]
+    state.source_mask = state.source_mask[:batch]
+    state.batch, state.rows, state.bound = batch, batch * beams, None
+
+
+def _open(session: ort.InferenceSession | None) -> ort.InferenceSession:
+    if session is None:
+        raise BackendError("ort: this session is closed; load the bundle again")
+    return session
