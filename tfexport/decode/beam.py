@@ -8,7 +8,8 @@ depends on the batch. Scores are float32.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import insort
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,88 +20,79 @@ from tfexport.decode.rows import Rows, nothing_left
 from tfexport.runtime.session import Floats, Ids, Mask, S, Session
 
 
-@dataclass(frozen=True)
-class Extensions:
+class Extensions(NamedTuple):
     """The best ways to lengthen the beams of each source by one token, best first.
 
     Attributes:
-        beams: which beam is lengthened, int64 [batch, num].
+        rows: the row that is lengthened, int64 [batch, num].
         token_ids: with which token, int64 [batch, num].
         log_probs: Σ log p, float32 [batch, num].
     """
 
-    beams: Ids
+    rows: Ids
     token_ids: Ids
     log_probs: Floats
 
-    def take(self, order: Ids) -> Extensions:
-        """Return those at `order`, int64 [batch, n]."""
-        rows = np.arange(len(order))[:, None]
-        return Extensions(self.beams[rows, order], self.token_ids[rows, order], self.log_probs[rows, order])
+    def first(self, num: int) -> Extensions:
+        """Return the `num` best of each source."""
+        return Extensions(self.rows[:, :num], self.token_ids[:, :num], self.log_probs[:, :num])
 
     def select(self, kept: Ids) -> Extensions:
-        """Return those of the sources `kept`."""
-        return Extensions(self.beams[kept], self.token_ids[kept], self.log_probs[kept])
+        """Return those of the sources `kept`, int64 [new_batch]."""
+        return Extensions(self.rows[kept], self.token_ids[kept], self.log_probs[kept])
 
 
-@dataclass(frozen=True)
-class Finished:
-    """The best finished hypotheses of each source, best first.
+class Ended(NamedTuple):
+    """A finished hypothesis.
 
     Attributes:
-        token_ids: int64 [batch, num_beams, len], the start token first, of any value behind the end.
-        lengths: tokens of each, int64 [batch, num_beams].
-        log_probs: Σ log p, float32 [batch, num_beams].
-        scores: with the length penalty, float32 [batch, num_beams]; -inf is an empty place.
+        token_ids: int64 [len], the start token first.
+        log_prob: Σ log p.
+        score: with the length penalty.
     """
 
     token_ids: Ids
-    lengths: Ids
-    log_probs: Floats
-    scores: Floats
+    log_prob: float
+    score: float
 
-    @classmethod
-    def none(cls, batch: int, num_beams: int) -> Finished:
-        """Return empty places only."""
-        empty = np.full((batch, num_beams), -np.inf, np.float32)
-        return cls(np.zeros((batch, num_beams, 0), np.int64), np.zeros((batch, num_beams), np.int64), empty, empty)
 
-    def add(self, token_ids: Ids, log_probs: Floats, scores: Floats) -> Finished:
-        """Return the best of these and of newly finished ones, which are all equally long; -inf scores are no one."""
-        if np.isneginf(scores).all():
-            return self
-        (batch, num_beams), length = self.lengths.shape, token_ids.shape[2]
-        widened = np.pad(self.token_ids, ((0, 0), (0, 0), (0, length - self.token_ids.shape[2])))
-        lengths = np.concatenate((self.lengths, np.full(scores.shape, length)), 1)
-        scores = np.concatenate((self.scores, scores), 1)
-        order = _descending(scores)[:, :num_beams]
-        return Finished(
-            token_ids=np.concatenate((widened, token_ids), 1)[np.arange(batch)[:, None], order],
-            lengths=np.take_along_axis(lengths, order, 1),
-            log_probs=np.take_along_axis(np.concatenate((self.log_probs, log_probs), 1), order, 1),
-            scores=np.take_along_axis(scores, order, 1),
-        )
+class Finished:
+    """The num_beams best finished hypotheses of each source, best first.
 
-    def select(self, kept: Ids) -> Finished:
-        """Return those of the sources `kept`."""
-        return Finished(self.token_ids[kept], self.lengths[kept], self.log_probs[kept], self.scores[kept])
+    Attributes:
+        worst: score of the last of them, float32 [batch]; -inf where there are fewer.
+    """
+
+    def __init__(self, batch: int, num_beams: int) -> None:
+        """Begin with none."""
+        self.worst: Floats = np.full(batch, -np.inf, np.float32)
+        self._num_beams = num_beams
+        self._ended: list[list[Ended]] = [[] for _ in range(batch)]
+
+    def add(self, source: int, ended: Ended) -> None:
+        """Keep a hypothesis if it is among the best; of equal ones the earlier goes first."""
+        best = self._ended[source]
+        insort(best, ended, key=lambda one: -one.score)
+        if len(best) >= self._num_beams:
+            del best[self._num_beams :]
+            self.worst[source] = best[-1].score
+
+    def select(self, kept: Ids) -> None:
+        """Forget all sources but `kept`, int64 [new_batch]."""
+        self.worst = self.worst[kept]
+        self._ended = [self._ended[source] for source in kept.tolist()]
 
     def hypotheses(self, source: int, count: int, eos: int) -> list[Hypothesis]:
         """Return the `count` best of one source; fewer where there are no more."""
-        found = []
-        for place in range(count):
-            if np.isneginf(self.scores[source, place]):
-                break
-            token_ids = tuple(self.token_ids[source, place, 1 : self.lengths[source, place]].tolist())
-            found.append(
-                Hypothesis(
-                    token_ids=token_ids,
-                    score=float(self.scores[source, place]),
-                    log_prob=float(self.log_probs[source, place]),
-                    finish_reason=finish_reason(token_ids[-1], eos),
-                )
+        return [
+            Hypothesis(
+                token_ids=tuple(ended.token_ids[1:].tolist()),
+                score=ended.score,
+                log_prob=ended.log_prob,
+                finish_reason=finish_reason(int(ended.token_ids[-1]), eos),
             )
-        return found
+            for ended in self._ended[source][:count]
+        ]
 
 
 def beam_search(session: Session[S], batch: Batch, config: DecodeConfig) -> list[list[Hypothesis]]:
@@ -123,27 +115,31 @@ def beam_search(session: Session[S], batch: Batch, config: DecodeConfig) -> list
     results: list[list[Hypothesis]] = [[] for _ in batch.texts]
     rows, places = Rows(session, batch, config), np.arange(len(batch.texts))
     running = np.zeros((places.size, 1), np.float32)
-    finished = Finished.none(places.size, num_beams)
+    finished = Finished(places.size, num_beams)
     while places.size:
         token_ids, log_probs = rows.best(2 * num_beams, filter_logits=False)
         best = _extend(running, token_ids, log_probs, 2 * num_beams)
         at_limit = rows.num_new + 1 == batch.max_new_tokens
         ends = (best.token_ids == eos) | at_limit
-        finished = _finish(finished, rows, best, ends, config)
-        going = _continue(best, ends, num_beams)
+        going = best
+        if ends.any():
+            _finish(finished, rows, best, ends, config)
+            going = _continue(best, ends)
+        going = going.first(num_beams)
         closed = at_limit | _is_settled(finished, going, rows.num_new + 1, batch.max_new_tokens, config)
-        for source in np.flatnonzero(closed).tolist():
-            found = finished.hypotheses(source, config.num_return_sequences, eos)
-            if not found:
-                raise nothing_left(int(batch.texts[places[source]]), rows.num_new)
-            results[places[source]] = found
-        kept = np.flatnonzero(~closed)
-        if kept.size:
-            going, finished, places = going.select(kept), finished.select(kept), places[kept]
-            rows.follow((kept[:, None] * running.shape[1] + going.beams).ravel(), going.token_ids.ravel())
+        if closed.any():
+            for source in np.flatnonzero(closed).tolist():
+                found = finished.hypotheses(source, config.num_return_sequences, eos)
+                if not found:
+                    raise nothing_left(int(batch.texts[places[source]]), rows.num_new)
+                results[places[source]] = found
+            kept = np.flatnonzero(~closed)
+            going, places = going.select(kept), places[kept]
+            finished.select(kept)
+        if places.size:
+            rows.select(going.rows.ravel())
+            rows.append(going.token_ids.ravel())
             running = going.log_probs
-        else:
-            break
     return results
 
 
@@ -156,31 +152,30 @@ def _extend(running: Floats, token_ids: Ids, log_probs: Floats, num: int) -> Ext
         log_probs: float32 [batch · beams, num_candidates].
         num: how many to choose.
     """
-    batch, beams = running.shape
-    totals = (running[:, :, None] + log_probs.reshape(batch, beams, -1)).reshape(batch, -1)
-    everything = Extensions(
-        beams=np.broadcast_to(np.arange(totals.shape[1]) // token_ids.shape[1], totals.shape),
-        token_ids=token_ids.reshape(batch, -1),
-        log_probs=totals,
-    )
-    return everything.take(_descending(totals)[:, :num])
+    totals = running.reshape(-1, 1) + log_probs
+    by_source = totals.reshape(len(running), -1)
+    # Equal ones keep their order: that of the beams, then that of the candidates.
+    order = (-by_source).argsort(1, kind="stable")[:, :num]
+    chosen = order + np.arange(0, totals.size, by_source.shape[1])[:, None]
+    return Extensions(chosen // token_ids.shape[1], token_ids.ravel()[chosen], totals.ravel()[chosen])
 
 
-def _continue(best: Extensions, ends: Mask, num_beams: int) -> Extensions:
-    """Choose the beams of the next step: the best extensions that do not end."""
+def _continue(best: Extensions, ends: Mask) -> Extensions:
+    """Return the extensions that do not end, best first, and behind them those that do, with -inf."""
+    sources, order = np.arange(len(ends))[:, None], ends.argsort(1, kind="stable")
     log_probs = np.where(ends, -np.inf, best.log_probs)
-    order = _descending(log_probs)[:, :num_beams]
-    return Extensions(best.beams, best.token_ids, log_probs).take(order)
+    return Extensions(best.rows[sources, order], best.token_ids[sources, order], log_probs[sources, order])
 
 
-def _finish(finished: Finished, rows: Rows[S], best: Extensions, ends: Mask, config: DecodeConfig) -> Finished:
-    """Add what ends; of the 2 · num_beams extensions only the better half may, the others are spare beams."""
-    first = np.s_[:, : config.num_beams]
-    beams, token_ids, log_probs = best.beams[first], best.token_ids[first], best.log_probs[first]
-    history = rows.history.reshape(len(beams), -1, rows.history.shape[1])
-    sequences = np.concatenate((history[np.arange(len(beams))[:, None], beams], token_ids[:, :, None]), 2)
-    penalised = log_probs / (rows.num_new + 1) ** config.length_penalty
-    return finished.add(sequences, log_probs, np.where(ends[first], penalised, -np.inf))
+def _finish(finished: Finished, rows: Rows[S], best: Extensions, ends: Mask, config: DecodeConfig) -> None:
+    """Keep what ends; of the 2 · num_beams extensions only the better half may, the others are spare beams."""
+    scores = best.log_probs / (rows.num_new + 1) ** config.length_penalty
+    better = ends & (scores > finished.worst[:, None])
+    better[:, config.num_beams :] = False
+    sequences = np.concatenate((rows.history[best.rows[better]], best.token_ids[better][:, None]), 1)
+    sources, log_probs = better.nonzero()[0].tolist(), best.log_probs[better].tolist()
+    for source, *ended in zip(sources, sequences, log_probs, scores[better].tolist(), strict=True):
+        finished.add(source, Ended(*ended))
 
 
 def _is_settled(finished: Finished, going: Extensions, num_new: int, max_new_tokens: int, config: DecodeConfig) -> Mask:
@@ -192,11 +187,5 @@ def _is_settled(finished: Finished, going: Extensions, num_new: int, max_new_tok
     hopeful = config.early_stopping == "never" and config.length_penalty > 0
     length = max_new_tokens if hopeful else num_new
     attainable = going.log_probs[:, 0] / length**config.length_penalty
-    worst = finished.scores.min(1)
-    settled: Mask = attainable <= worst
-    return settled | ~np.isneginf(worst) if config.early_stopping is True else settled
-
-
-def _descending(scores: Floats) -> Ids:
-    """Return the order of the columns from the highest score, equal ones as they stand."""
-    return np.argsort(-scores, axis=1, kind="stable")
+    settled: Mask = attainable <= finished.worst
+    return settled | (finished.worst > -np.inf) if config.early_stopping is True else settled

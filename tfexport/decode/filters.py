@@ -7,7 +7,7 @@ can only lower n tokens of a row leaves the best k of it among the k + n best.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -18,28 +18,32 @@ from tfexport.runtime.session import Floats, Ids, Mask
 from tfexport.spec import ModelSpec
 
 
-@dataclass(frozen=True)
 class Filters:
-    """The penalties and bans of one configuration for one model."""
+    """The penalties and bans of one configuration for one model, for the rows of one batch.
 
-    config: DecodeConfig
-    eos: int
-    vocab: int
+    Attributes:
+        are_set: whether there is one that could change anything.
+    """
 
-    @classmethod
-    def of(cls, config: DecodeConfig, spec: ModelSpec) -> Filters:
-        """Take what filtering needs of a model."""
-        return cls(config, spec.tokens.eos, spec.vocab)
+    def __init__(self, config: DecodeConfig, spec: ModelSpec) -> None:
+        """Prepare what stays the same from step to step."""
+        self._config, self._eos, self._vocab = config, spec.tokens.eos, spec.vocab
+        self._penalises = config.repetition_penalty != 1
+        self._reads_history = config.repetition_penalty > 1 or config.no_repeat_ngram_size > 0
+        self._num_banned = len(set(config.suppress_tokens)) + (config.min_new_tokens > 0)
+        self.are_set = self._penalises or self._reads_history or self._num_banned > 0
+        self._suppressed: NDArray[np.bool_] | None = None
+        if config.suppress_tokens:
+            self._suppressed = np.zeros(spec.vocab, np.bool_)
+            self._suppressed[list(config.suppress_tokens)] = True
+        self._marks: NDArray[np.bool_] = np.zeros((0, spec.vocab + 1), np.bool_)
 
     def num_candidates(self, wanted: int, history_len: int) -> int:
         """Return how many candidates to ask for, so that the `wanted` best are among them after filtering."""
-        config = self.config
-        if config.repetition_penalty < 1:
-            return self.vocab  # it raises scores: any token may become the best
-        lowered = len(set(config.suppress_tokens)) + (config.min_new_tokens > 0)
-        if config.repetition_penalty > 1 or config.no_repeat_ngram_size:
-            lowered += history_len
-        return min(wanted + lowered, self.vocab)
+        if self._config.repetition_penalty < 1:
+            return self._vocab  # it raises scores: any token may become the best
+        lowered = self._num_banned + (history_len if self._reads_history else 0)
+        return min(wanted + lowered, self._vocab)
 
     def apply(self, history: Ids, num_new: int, token_ids: Ids, scores: Floats) -> tuple[Ids, Floats]:
         """Penalise and ban, then sort again.
@@ -53,31 +57,49 @@ class Filters:
         Returns:
             Ids and scores, best first, equal scores in order of id; -inf is a ban.
         """
-        config, start = self.config, scores
-        if config.repetition_penalty != 1:
-            penalised = np.where(scores < 0, scores * config.repetition_penalty, scores / config.repetition_penalty)
+        if self._penalises:
+            penalty = self._config.repetition_penalty
+            penalised = np.where(scores < 0, scores * penalty, scores / penalty)
             scores = np.where(self._contains(history, token_ids), penalised, scores)
-        if 0 < config.no_repeat_ngram_size <= history.shape[1]:
-            banned = self._repeats(history, config.no_repeat_ngram_size)
-            scores = np.where(self._contains(banned, token_ids), -np.inf, scores)
-        if num_new < config.min_new_tokens:
-            scores = np.where(token_ids == self.eos, -np.inf, scores)
-        if config.suppress_tokens:
-            scores = np.where(np.isin(token_ids, config.suppress_tokens), -np.inf, scores)
-        if scores is start:
+        banned = self._banned(history, num_new, token_ids)
+        if banned is not None:
+            scores = np.where(banned, -np.inf, scores)
+        if self._penalises:
+            order = np.lexsort((token_ids, -scores))
+        elif banned is not None:
+            order = banned.argsort(1, kind="stable")  # the others are in order already
+        else:
             return token_ids, scores
-        order = np.lexsort((token_ids, -scores))
         return np.take_along_axis(token_ids, order, 1), np.take_along_axis(scores, order, 1)
+
+    def _banned(self, history: Ids, num_new: int, token_ids: Ids) -> Mask | None:
+        """Say which candidates may not come next, None where all may."""
+        masks: list[Mask] = []
+        if 0 < self._config.no_repeat_ngram_size <= history.shape[1]:
+            masks.append(self._contains(self._repeats(history, self._config.no_repeat_ngram_size), token_ids))
+        if num_new < self._config.min_new_tokens:
+            masks.append(token_ids == self._eos)
+        if self._suppressed is not None:
+            masks.append(self._suppressed[token_ids])
+        if not masks:
+            return None
+        banned = functools.reduce(np.logical_or, masks)
+        return banned if banned.any() else None
 
     def _repeats(self, history: Ids, size: int) -> Ids:
         """Return the tokens that would repeat an n-gram of `history`, and `vocab` in the other places."""
         windows = sliding_window_view(history, size, axis=1)  # [rows, num_windows, size]
         newest = history[:, history.shape[1] + 1 - size :]
         matches = (windows[..., :-1] == newest[:, None]).all(-1)
-        return np.where(matches, windows[..., -1], self.vocab)
+        return np.where(matches, windows[..., -1], self._vocab)
 
     def _contains(self, members: Ids, token_ids: Ids) -> Mask:
         """Say which of `token_ids` [rows, k] are among the `members` [rows, n] of their row."""
-        table: NDArray[np.bool_] = np.zeros((len(members), self.vocab + 1), np.bool_)
-        np.put_along_axis(table, members, values=True, axis=1)
-        return np.take_along_axis(table, token_ids, 1)
+        # A table of the vocabulary a row is large: it is kept, and only what was marked is cleared.
+        if len(self._marks) < len(members):
+            self._marks = np.zeros((len(members), self._vocab + 1), np.bool_)
+        marks = self._marks[: len(members)]
+        np.put_along_axis(marks, members, values=True, axis=1)
+        found: Mask = np.take_along_axis(marks, token_ids, 1)
+        np.put_along_axis(marks, members, values=False, axis=1)
+        return found

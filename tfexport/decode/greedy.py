@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,15 +12,14 @@ from tfexport.decode.request import Batch
 from tfexport.decode.result import Hypothesis, finish_reason
 from tfexport.decode.rows import Rows, nothing_left
 from tfexport.decode.sample import Sampler
-from tfexport.runtime.session import Floats, Ids, S, Session
+from tfexport.runtime.session import Floats, Ids, Mask, S, Session
 
 
-@dataclass(frozen=True)
-class Chosen:
+class Chosen(NamedTuple):
     """The tokens of one step.
 
     Attributes:
-        rows: rows of the batch that are still running, int64 [running].
+        rows: rows of the batch that are still running, in any order, int64 [running].
         token_ids: int64 [running].
         log_probs: float32 [running].
     """
@@ -45,31 +44,37 @@ def choose_tokens(session: Session[S], batch: Batch, config: DecodeConfig) -> It
         BackendError: the model gave numbers that are none.
         InputError: the filters leave a row nothing to choose.
     """
+    eos = session.spec.tokens.eos
     sampler = Sampler(config, batch, session.spec.vocab) if config.do_sample else None
+    wanted = sampler.wanted if sampler else 1
     rows, running = Rows(session, batch, config), np.arange(len(batch.texts))
     while rows.num_new < batch.max_new_tokens:
-        candidates, log_probs = rows.best(sampler.wanted if sampler else 1, filter_logits=True)
-        stuck = np.flatnonzero(np.isneginf(log_probs[:, 0]))
-        if stuck.size:
-            raise nothing_left(int(rows.texts[stuck[0]]), rows.num_new)
+        candidates, log_probs = rows.best(wanted, filter_logits=True)
+        best = log_probs[:, 0]
+        # `in` a list is the fastest search of a few numbers.
+        if -np.inf in best.tolist():
+            raise nothing_left(int(rows.texts[best.argmin()]), rows.num_new)
         if sampler:
             columns, chosen = sampler.draw(running, log_probs)
+            token_ids = candidates[np.arange(running.size), columns]
         else:
-            columns, chosen = np.zeros(running.size, np.int64), log_probs[:, 0]
-        token_ids = candidates[np.arange(running.size), columns]
+            token_ids, chosen = candidates[:, 0].copy(), best
         yield Chosen(running, token_ids, chosen)
-        going = np.flatnonzero(token_ids != session.spec.tokens.eos)
-        if not going.size:
-            return
-        rows.follow(going, token_ids[going])
-        running = running[going]
+        if eos in token_ids.tolist():
+            kept = _close_up(token_ids == eos)
+            if not kept.size:
+                return
+            rows.select(kept)
+            running, token_ids = running[kept], token_ids[kept]
+        rows.append(token_ids)
 
 
-@dataclass
-class _Written:
-    token_ids: list[int]
-    num_new: int
-    log_prob: float = field(default=0.0)
+def _close_up(ends: Mask) -> Ids:
+    """Return the rows that do not end, the last of them in the places of those that do, so that few caches move."""
+    going = np.flatnonzero(~ends)
+    kept = np.arange(going.size)
+    kept[ends[: going.size]] = going[going >= going.size]
+    return kept
 
 
 def greedy_search(session: Session[S], batch: Batch, config: DecodeConfig) -> list[list[Hypothesis]]:
@@ -87,21 +92,19 @@ def greedy_search(session: Session[S], batch: Batch, config: DecodeConfig) -> li
         BackendError: the model gave numbers that are none.
         InputError: the filters leave a text nothing to choose.
     """
-    samples = config.num_return_sequences
+    samples, eos = config.num_return_sequences, session.spec.tokens.eos
     repeated = batch.repeat(samples)
-    written = [_Written(prompt[1:], batch.num_forced) for prompt in repeated.prompts.tolist()]
-    for step in choose_tokens(session, repeated, config):
-        for row, token_id, log_prob in zip(step.rows, step.token_ids, step.log_probs, strict=True):
-            written[row].token_ids.append(int(token_id))
-            written[row].num_new += 1
-            written[row].log_prob += float(log_prob)
+    rows, token_ids, log_probs = map(np.concatenate, zip(*choose_tokens(session, repeated, config), strict=True))
+    lengths = np.bincount(rows)
+    new_ids = np.split(token_ids[rows.argsort(kind="stable")], lengths.cumsum()[:-1])
+    totals = np.bincount(rows, log_probs)  # added up in float64, step after step
     hypotheses = [
         Hypothesis(
-            token_ids=tuple(row.token_ids),
-            score=row.log_prob / row.num_new,
-            log_prob=row.log_prob,
-            finish_reason=finish_reason(row.token_ids[-1], session.spec.tokens.eos),
+            token_ids=(*prompt[1:], *new.tolist()),
+            score=log_prob / (batch.num_forced + new.size),
+            log_prob=log_prob,
+            finish_reason=finish_reason(int(new[-1]), eos),
         )
-        for row in written
+        for prompt, new, log_prob in zip(repeated.prompts.tolist(), new_ids, totals.tolist(), strict=True)
     ]
     return [hypotheses[start : start + samples] for start in range(0, len(hypotheses), samples)]

@@ -17,17 +17,26 @@ class Rows(Generic[S]):
     """What is being decoded, one row a hypothesis.
 
     Attributes:
-        history: start token, prefix and generated tokens, int64 [rows, len].
         texts: place in the call of each row's text, int64 [rows].
         num_new: generated tokens so far, the same in every row.
     """
 
     def __init__(self, session: Session[S], batch: Batch, config: DecodeConfig) -> None:
         """Encode the sources, one row each."""
-        self.history, self.texts, self.num_new = batch.prompts, batch.texts, batch.num_forced
+        self.texts, self.num_new = batch.texts, batch.num_forced
+        num_rows, self._length = batch.prompts.shape
+        longest = self._length - batch.num_forced + batch.max_new_tokens
+        self._tokens = np.empty((num_rows, longest), np.int64)
+        self._tokens[:, : self._length] = batch.prompts
+        self._in_place = np.arange(num_rows)
         self._session = session
-        self._filters = Filters.of(config, session.spec)
+        self._filters = Filters(config, session.spec)
         self._state = session.encode(batch.source_ids, batch.source_mask)
+
+    @property
+    def history(self) -> Ids:
+        """Start token, prefix and generated tokens, int64 [rows, len]; a view, which the next steps overwrite."""
+        return self._tokens[:, : self._length]
 
     def best(self, wanted: int, *, filter_logits: bool) -> tuple[Ids, Floats]:
         """Run the decoder on what it has not read yet.
@@ -40,36 +49,50 @@ class Rows(Generic[S]):
         Returns:
             Token ids int64 and filtered log-probabilities float32
             [rows, wanted or more], best first; fewer than wanted only where the
-            vocabulary ends.
+            vocabulary ends. The ids are valid until the next call.
 
         Raises:
             BackendError: the model gave numbers that are none.
         """
-        unread = self.history[:, self._state.past_len :]
-        num_candidates = self._filters.num_candidates(wanted, self.history.shape[1])
-        found = self._session.step(self._state, unread, num_candidates)
-        self._check(found)
+        unread = self._tokens[:, self._state.past_len : self._length]
+        found = self._session.step(self._state, unread, self._filters.num_candidates(wanted, self._length))
         log_normalizer = found.log_normalizer[:, None]
-        scores = found.logits if filter_logits else found.logits - log_normalizer
+        if not np.isfinite(log_normalizer).all():
+            self._refuse(found)
+        log_probs = found.logits - log_normalizer
+        if np.isnan(log_probs).any():
+            self._refuse(found)
+        if not self._filters.are_set:
+            return found.token_ids, log_probs
+        scores = found.logits if filter_logits else log_probs
         token_ids, scores = self._filters.apply(self.history, self.num_new, found.token_ids, scores)
         return token_ids, scores - log_normalizer if filter_logits else scores
 
-    def follow(self, rows: Ids, token_ids: Ids) -> None:
-        """Let row r continue what row rows[r] was with token_ids[r]; rows that no one continues leave."""
-        if not np.array_equal(rows, np.arange(self._state.rows)):
-            self._session.reorder(self._state, rows)
-        self.history = np.concatenate((self.history[rows], token_ids[:, None]), 1)
-        self.texts = self.texts[rows]
+    def append(self, token_ids: Ids) -> None:
+        """Lengthen every row by its token, int64 [rows]."""
+        self._tokens[:, self._length] = token_ids
+        self._length += 1
         self.num_new += 1
 
-    def _check(self, found: Candidates) -> None:
+    def select(self, rows: Ids) -> None:
+        """Let row r continue what row rows[r] was, int64 [new_rows]; rows that no one continues leave."""
+        if np.array_equal(rows, self._in_place):
+            return
+        self._session.reorder(self._state, rows)
+        taken = self._tokens[rows, : self._length]
+        if rows.size != self._in_place.size:
+            self._in_place = np.arange(rows.size)
+            self._tokens = np.empty((rows.size, self._tokens.shape[1]), np.int64)
+        self._tokens[:, : self._length] = taken
+        self.texts = self.texts[rows]
+
+    def _refuse(self, found: Candidates) -> None:
         broken = np.isnan(found.logits).any(1) | ~np.isfinite(found.log_normalizer)
-        if broken.any():
-            texts = ", ".join(map(str, np.unique(self.texts[broken]) + 1))
-            raise BackendError(
-                f"decode: the model gave NaN or infinite logits for text {texts} at new token {self.num_new + 1}; "
-                "check its weights, or export with --precision fp32"
-            )
+        texts = ", ".join(map(str, np.unique(self.texts[broken]) + 1))
+        raise BackendError(
+            f"decode: the model gave NaN or infinite logits for text {texts} at new token {self.num_new + 1}; "
+            "check its weights, or export with --precision fp32"
+        )
 
 
 def nothing_left(text: int, num_new: int) -> InputError:
