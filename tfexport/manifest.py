@@ -106,7 +106,9 @@ class Manifest:
             if graph.file not in self.files
         ]
         decoders = set(DECODER.values())
-        problems += [f"unknown graph {name!r}" for name in self.graphs if name not in decoders | {ENCODER, ENCODER_FUSED}]
+        problems += [
+            f"unknown graph {name!r}" for name in self.graphs if name not in decoders | {ENCODER, ENCODER_FUSED}
+        ]
         if ENCODER not in self.graphs:
             problems.append(f"missing graph {ENCODER!r}")
         if (ENCODER_FUSED in self.graphs) != (DECODER["fused"] in self.graphs):

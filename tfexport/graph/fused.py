@@ -9,8 +9,9 @@ https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +48,7 @@ def joint_weights(model: nn.Module) -> Iterator[tuple[str, ...]]:
     """Name the parameters that the fused form reads as one: they have to lie side by side."""
     for name, module in model.named_modules():
         if isinstance(module, MultiHeadAttention) and name.endswith(".self"):
-            for kind in ("weight", "bias") if module.q.bias is not None else ("weight",):
+            for kind, _ in module.q.named_parameters():
                 yield tuple(f"{name}.{part}.{kind}" for part in ("q", "k", "v"))
 
 
@@ -59,16 +60,16 @@ def fuse(model: Transformer) -> Transformer:
     shared = {id(parameter): parameter for parameter in model.parameters()}
     fused = copy.deepcopy(model, shared)
     assert fused.dec is not None
-    for block in fused.enc.layers:
+    for block in cast("Iterable[Any]", fused.enc.blocks):
         block.self = _EncoderAttention(block.self)
-    for block in fused.dec.layers:
+    for block in cast("Iterable[Any]", fused.dec.blocks):
         block.self, block.cross = _CachedAttention(block.self), _CrossAttention(block.cross)
     return fused
 
 
 @dataclass(frozen=True)
 class _Packed:
-    """Query, key and value of new tokens, [rows, target_len, 3 · heads · head_dim], and how to attend with them."""
+    """Query, key and value of new tokens, [rows · target_len, 3 · heads · head_dim], and how to attend with them."""
 
     query_key_value: Tensor
     num_heads: int
@@ -81,7 +82,9 @@ class FusedCache:
     It exists only in a trace: `GroupQueryAttention` has no PyTorch twin.
     """
 
-    def __init__(self, past: Sequence[KeyValue], positions: Tensor, last_position: Tensor, total_length: Tensor) -> None:
+    def __init__(
+        self, past: Sequence[KeyValue], positions: Tensor, last_position: Tensor, total_length: Tensor
+    ) -> None:
         """Start from buffers [rows, heads, capacity, head_dim].
 
         Args:
@@ -104,7 +107,7 @@ class FusedCache:
 
     def update(self, layer: int, new: _Packed) -> Tensor:
         """Write a layer's new keys and values and attend, [rows, target_len, heads · head_dim]."""
-        past, packed = self.past[layer], new.query_key_value
+        past, packed = self.past[layer], _unflatten(new.query_key_value, self._positions)
         rows, target_len, width = packed.shape
         context, key, value = torch.onnx.ops.symbolic_multi_out(
             f"{_DOMAIN}::GroupQueryAttention",
@@ -126,11 +129,12 @@ class _CachedAttention(nn.Module):
         self.num_heads, self.scale, self.o = attention.num_heads, attention.scale, attention.o
         parts = (attention.q, attention.k, attention.v)
         self.weight = nn.Parameter(torch.cat([part.weight.detach() for part in parts]))
-        self.bias = nn.Parameter(torch.cat([part.bias.detach() for part in parts])) if attention.q.bias is not None else None
+        biases = [bias.detach() for part in parts for name, bias in part.named_parameters() if name == "bias"]
+        self.bias = nn.Parameter(torch.cat(biases)) if biases else None
 
     def key_value(self, x: Tensor, rows: int) -> _Packed:
         """Project `x` [rows · target_len, d_model]."""
-        return _Packed(F.linear(x, self.weight, self.bias).unflatten(0, (rows, -1)), self.num_heads, self.scale)
+        return _Packed(F.linear(x, self.weight, self.bias), self.num_heads, self.scale)
 
     def forward(self, x: Tensor, context: Tensor, mask: Tensor, bias: None = None) -> Tensor:
         return self.o(context.flatten(0, 1))  # type: ignore[no-any-return]
@@ -150,8 +154,8 @@ class _CrossAttention(nn.Module):
 
     def forward(self, x: Tensor, memory: KeyValue, mask: Tensor, bias: None = None) -> Tensor:
         """Attend from `x` [rows · target_len, d_model] to `memory`; see `MultiHeadAttention.forward`."""
-        query = self.q(x).unflatten(0, (mask.shape[0], -1))
-        padding = mask.squeeze(1).squeeze(1).to(torch.int32)
+        query = _unflatten(self.q(x), mask)
+        padding = mask.squeeze((1, 2)).to(torch.int32)
         context = torch.onnx.ops.symbolic(
             f"{_DOMAIN}::MultiHeadAttention",
             (query, memory.key, memory.value, None, padding),
@@ -169,3 +173,15 @@ class _EncoderAttention(_CrossAttention):
     def key_value(self, x: Tensor, rows: int) -> KeyValue:
         """Project `x` [rows · len, d_model] to keys and values [rows, len, heads · …]."""
         return KeyValue(*(part(x).unflatten(0, (rows, -1)) for part in (self.attention.k, self.attention.v)))
+
+
+def _unflatten(x: Tensor, rows: Tensor) -> Tensor:
+    """View `x` [rows · len, width] as [rows, len, width], as many rows as the first axis of `rows` has.
+
+    PyTorch would work out `len`, in half a dozen operators of one number each; ONNX takes -1.
+    """
+    operator, long = torch.onnx.ops.symbolic, torch.int64
+    count = operator("Shape", (rows,), {"start": 0, "end": 1}, dtype=long, shape=(1,), version=18)
+    shape = operator("Concat", (count, torch.tensor([-1, x.shape[1]])), {"axis": 0}, dtype=long, shape=(3,), version=18)
+    sizes = (rows.shape[0], x.shape[0] // rows.shape[0], x.shape[1])
+    return operator("Reshape", (x, shape), dtype=x.dtype, shape=sizes, version=18)

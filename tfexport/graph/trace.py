@@ -1,4 +1,4 @@
-"""Trace a model into graphs with `torch.export`: encoder, decoder in the concat form, decoder in the static form.
+"""Trace a model into graphs with `torch.export`: encoder and decoder, the decoder in each of its forms.
 
 Any module will do that offers `encode` and `decode_step` as
 `tfexport.models.transformer.Transformer` does (`hidden_states` for an encoder
@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from tfexport.config import STATIC_OPSET, Form
 from tfexport.errors import GraphError
-from tfexport.graph.fused import FusedCache, fuse
+from tfexport.graph.fused import FusedCache
 from tfexport.models import attention
 from tfexport.models.attention import MASK_FILL
 from tfexport.models.cache import Cache, ConcatCache, KeyValue

@@ -11,6 +11,7 @@ import json
 import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -51,7 +52,9 @@ def write_weights(
     together = {name for group in joint for name in group}
     names: dict[Digest, tuple[str, ...]] = {}
     for group in [*((name,) for name in tensors), *joint]:
-        names.setdefault(_digest_torch(torch.cat([tensors[name] for name in group]) if len(group) > 1 else tensors[group[0]]), group)
+        names.setdefault(
+            _digest_torch(torch.cat([tensors[name] for name in group]) if len(group) > 1 else tensors[group[0]]), group
+        )
     external: list[tuple[ir.Value, tuple[str, ...]]] = []
     for graph in graphs:
         _unfold_transposes(graph.graph, names)
@@ -84,7 +87,8 @@ def _save(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[in
     Returns:
         Where each tensor begins and ends in the file.
     """
-    header, end = {}, 0
+    header: dict[str, dict[str, Any]] = {}
+    end = 0
     for name, tensor in tensors.items():
         begin, end = end, end + tensor.nbytes
         header[name] = {"dtype": _SAFETENSORS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
@@ -100,7 +104,9 @@ def _save(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[in
             f"cannot write bundle: {path.name}: {error}; free some space or choose another output"
         ) from error
     start = 8 + len(spelled)
-    return {name: (start + entry["data_offsets"][0], start + entry["data_offsets"][1]) for name, entry in header.items()}
+    return {
+        name: (start + entry["data_offsets"][0], start + entry["data_offsets"][1]) for name, entry in header.items()
+    }
 
 
 def _unfold_transposes(graph: ir.Graph, names: Mapping[Digest, tuple[str, ...]]) -> None:

@@ -137,8 +137,8 @@ def _choose_form(bundle: Bundle, form: Form | None, device: Device) -> Form | No
     if not bundle.manifest.spec.has_decoder:
         return None
     if form is None:
-        preferred: tuple[Form, ...] = ("fused", "static", "concat") if device == "cpu" else ("static", "concat")
-        form = next((each for each in preferred if DECODER[each] in graphs), preferred[-1])
+        preferred: tuple[Form, ...] = ("fused", "static") if device == "cpu" else ("static",)
+        return next((each for each in preferred if DECODER[each] in graphs), "concat")
     if DECODER[form] not in graphs:
         raise BundleError(f"{bundle.path}: has no {form} form; export it with --forms concat,static,fused")
     return form

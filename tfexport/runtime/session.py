@@ -184,7 +184,7 @@ def check_target(spec: ModelSpec, state: State, target_ids: Ids, num_candidates:
             f"target has {state.past_len + target_ids.shape[1]} tokens, the limit is {spec.max_target_length}; "
             "lower max_new_tokens, or export with a larger --max-target-length if the model allows it"
         )
-    if target_ids.min() < 0 or target_ids.max() >= spec.vocab:
+    if target_ids.view(np.uint64).max() >= spec.vocab:  # what is negative counts as very large
         raise InputError(
             f"target_ids reach from {target_ids.min()} to {target_ids.max()}, expected 0 … {spec.vocab - 1}"
         )

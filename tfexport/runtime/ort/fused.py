@@ -80,7 +80,7 @@ class _Bound:
     log_normalizer: Floats
 
     def fits(self, target_len: int, num_candidates: int) -> bool:
-        return self.inputs[TARGET_IDS].shape[1] == target_len and self.token_ids.shape[1] == num_candidates
+        return bool(self.inputs[TARGET_IDS].shape[1] == target_len and self.token_ids.shape[1] == num_candidates)
 
 
 class FusedSession:
@@ -203,7 +203,11 @@ class FusedSession:
             value = host_value(buffer[:rows])
             io.bind_ortvalue_input(past, value)
             io.bind_ortvalue_output(present, value)
-        outputs = {CANDIDATE_IDS: bound.token_ids, CANDIDATE_LOGITS: bound.logits, LOG_NORMALIZER: bound.log_normalizer}
+        outputs: dict[str, Array] = {
+            CANDIDATE_IDS: bound.token_ids,
+            CANDIDATE_LOGITS: bound.logits,
+            LOG_NORMALIZER: bound.log_normalizer,
+        }
         for name, array in outputs.items():
             io.bind_ortvalue_output(name, host_value(array))
         return bound
@@ -236,7 +240,7 @@ class FusedSession:
 
 
 def _branch(state: FusedState, rows: Ids) -> None:
-    """Give each hypothesis the row of the one it continues; where several continue one, all but the first a dead row."""
+    """Give each hypothesis the row of the one it continues; all but the first of several a dead one."""
     origin = state.slots[rows]
     owner = np.full(state.rows, -1)
     owner[origin[::-1]] = np.arange(rows.size)[::-1]  # of equal indices the last one assigned stays: the first
@@ -265,7 +269,9 @@ def _leave(state: FusedState, batch: int) -> None:
         for array in (*state.cross, state.source_mask):
             array[to] = array[of]
         for beam in range(beams):
-            state.cache[:, to * beams + beam, :, : state.past_len] = state.cache[:, of * beams + beam, :, : state.past_len]
+            state.cache[:, to * beams + beam, :, : state.past_len] = state.cache[
+                :, of * beams + beam, :, : state.past_len
+            ]
         state.slots[place * beams : (place + 1) * beams] += (to - of) * beams
     state.cross = [array[:batch] for array in state.cross]
     state.source_mask = state.source_mask[:batch]
