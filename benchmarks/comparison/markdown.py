@@ -1,0 +1,167 @@
+"""A result as Markdown: ratios, means, what is below 1, speeds, other systems, outputs, start and memory."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from comparison.summary import fastest, means, pairs
+
+MAIN_PEER = "ctranslate2"
+# In fp32 the same weights should say the same, but for ties.
+ALMOST_ALL = 0.9
+
+Record = Mapping[str, Any]
+
+
+def render(result: Record) -> str:
+    """Write a result as Markdown.
+
+    Args:
+        result: document of `comparison.result.Result`.
+    """
+    everything = pairs(result)
+    main = [pair for pair in everything if pair["peer"] == MAIN_PEER]
+    others = [pair for pair in everything if pair["peer"] != MAIN_PEER]
+    sections = [
+        _head(result),
+        _grid(
+            "Ratio to CTranslate2",
+            "Its time over ours, above 1 where tfexport is faster. int4 meets its int8, other precisions the same.",
+            main,
+            lambda pair: _ratio(pair["ratio"]),
+        ),
+        _means(result),
+        _below(everything),
+        _grid(
+            "Tokens a second",
+            "tfexport / CTranslate2, which runs with the number of threads that is faster for it.",
+            main,
+            lambda pair: f"{pair['ours']['tokens_per_second']:,.0f} / {pair['theirs']['tokens_per_second']:,.0f}",
+        ),
+        _others(others),
+        _outputs(result),
+        _loads(result),
+        _not_measured(result),
+    ]
+    return "\n\n".join(filter(None, sections))
+
+
+def decoding(setting: Record) -> str:
+    """Name how a setting decodes."""
+    return "greedy" if setting["num_beams"] == 1 else f"beam {setting['num_beams']}"
+
+
+def _head(result: Record) -> str:
+    about = result["environment"]
+    versions = {name: version for load in result["loads"] for name, version in load["versions"].items()}
+    listed = ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
+    rounds = result["options"].get("rounds", "?")
+    return (
+        f"{about['cpu']}, {about['threads']} of {about['cores']} cores, {about['system']}, {about['date'][:10]}; "
+        f"{listed}; revision {result['revision'][:12] or 'unknown'}{'+' * result['revision'].endswith('+')}; "
+        f"{rounds} rounds, {result['options'].get('target_length', '?')} tokens decoded for each source."
+    )
+
+
+def _grid(title: str, text: str, found: Sequence[Record], cell: Callable[[Record], str]) -> str:
+    """Return a table with models, precisions and decoding down and sizes across."""
+    if not found:
+        return ""
+    sizes = sorted({(pair["source_length"], pair["batch_size"]) for pair in found})
+    rows: dict[tuple[str, str, str], dict[tuple[int, int], str]] = {}
+    for pair in found:
+        row = rows.setdefault((pair["model"], pair["precision"], decoding(pair)), {})
+        row[pair["source_length"], pair["batch_size"]] = cell(pair)
+    head = ["model", "precision", "decoding", *(f"source {source}, batch {batch}" for source, batch in sizes)]
+    body = [[*name, *(row.get(size, "") for size in sizes)] for name, row in rows.items()]
+    return _section(title, text, _table(head, body))
+
+
+def _ratio(value: float) -> str:
+    return f"**{value:.2f}**" if value < 1 else f"{value:.2f}"
+
+
+def _means(result: Record) -> str:
+    found = means(result, MAIN_PEER)
+    rows = [[name, f"{value:.2f}", str(count)] for name, (value, count) in found.items()]
+    return _section("Geometric means over CTranslate2", "", _table(["cells", "ratio", "number"], rows)) if rows else ""
+
+
+def _below(found: Sequence[Record]) -> str:
+    rows = [
+        [
+            pair["model"],
+            pair["precision"],
+            decoding(pair),
+            str(pair["source_length"]),
+            str(pair["batch_size"]),
+            _peer(pair),
+            f"{pair['ratio']:.2f} ({pair['low']:.2f} to {pair['high']:.2f})",
+        ]
+        for pair in sorted(found, key=lambda pair: float(pair["ratio"]))
+        if pair["ratio"] < 1
+    ]
+    head = ["model", "precision", "decoding", "source", "batch", "slower than", "ratio (lowest to highest round)"]
+    if not found:
+        return ""
+    return _section("Below 1", "" if rows else "No cell.", _table(head, rows) if rows else "")
+
+
+def _peer(pair: Record) -> str:
+    threads = f", {pair['peer_threads']} threads" if pair["peer"] == MAIN_PEER else ""
+    return f"{pair['peer']} {pair['peer_precision']}{threads}"
+
+
+def _others(found: Sequence[Record]) -> str:
+    groups: dict[tuple[str, str, str], list[float]] = {}
+    for pair in found:
+        groups.setdefault((pair["peer"], pair["model"], decoding(pair)), []).append(pair["ratio"])
+    rows = [[*name, f"{min(each):.2f}", f"{max(each):.2f}", str(len(each))] for name, each in groups.items()]
+    head = ["system", "model", "decoding", "lowest", "highest", "cells"]
+    return _section("Ratio to other systems, fp32", "", _table(head, rows)) if rows else ""
+
+
+def _outputs(result: Record) -> str:
+    """Say how far outputs agree with those of our fp32 bundle."""
+    groups: dict[tuple[str, str, str], list[Record]] = {}
+    for cell in result["cells"]:
+        for run in fastest(cell["runs"]):
+            groups.setdefault((run["system"], run["precision"], cell["setting"]["model"]), []).append(run)
+    rows = []
+    for (system, precision, model), runs in groups.items():
+        equal, prefix = (statistics.fmean(run[key] for run in runs) for key in ("equal", "equal_prefix"))
+        mark = " (differs)" if precision == "fp32" and equal < ALMOST_ALL else ""
+        rows.append([system, precision, model, f"{100 * equal:.1f} %{mark}", f"{100 * prefix:.1f} %"])
+    text = (
+        "Beside tfexport in fp32: sequences that are equal, and tokens before the first that differs; means of cells."
+    )
+    head = ["system", "precision", "model", "equal sequences", "equal tokens"]
+    return _section("Outputs", text, _table(head, rows)) if rows else ""
+
+
+def _loads(result: Record) -> str:
+    rows = []
+    for load in result["loads"]:
+        ms = [f"{1e3 * statistics.median(load[name]):,.0f}" for name in ("import_s", "load_s", "first_call_s")]
+        name = " ".join(filter(None, (load["system"], load["precision"], load["optimize_for"])))
+        threads = "default" if load["threads"] is None else str(load["threads"])
+        rows.append([load["model"], name, threads, *ms, f"{statistics.median(load['peak_bytes']) / 1e6:,.0f}"])
+    text = "Of fresh processes: medians; the first call decodes greedily at batch 1; most resident memory after it."
+    head = ["model", "system", "threads", "import, ms", "load, ms", "first call, ms", "memory, MB"]
+    return _section("Start and memory", text, _table(head, rows)) if rows else ""
+
+
+def _not_measured(result: Record) -> str:
+    reasons = {(row["model"], row["reason"]): None for row in result["not_measured"]}
+    return _section("Not measured", "", _table(["model", "reason"], reasons)) if reasons else ""
+
+
+def _section(title: str, text: str, table: str) -> str:
+    return "\n\n".join(filter(None, (f"### {title}", text, table)))
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

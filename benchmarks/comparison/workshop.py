@@ -1,0 +1,93 @@
+"""Weights in every system's own form, made once from one model directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from comparison.contestants import OURS, SYSTEMS, Contestant
+from comparison.process import environment, start
+from tfexport.errors import BenchError
+
+ONNX = "from tfexport.cli import main; main()"
+
+
+class Workshop:
+    """A folder with one subfolder for each model, and in it one for each form of its weights.
+
+    What is there already is used as it is.
+    """
+
+    def __init__(self, folder: Path, pythons: Mapping[str, Path]) -> None:
+        """Keep where to work and the Python of each environment."""
+        self.folder, self.pythons = folder, pythons
+        self._failures: dict[Path, BenchError] = {}
+
+    def python(self, contestant: Contestant) -> Path:
+        """Return the Python of a contestant's environment."""
+        return self.pythons[SYSTEMS[contestant.system].environment]
+
+    def vocab(self, model: str) -> int:
+        """Return the number of source tokens of a model.
+
+        Raises:
+            BenchError: its weights could not be written.
+        """
+        config = json.loads((self.weights(model) / "config.json").read_text(encoding="utf-8"))
+        return int(config["source_vocab"])
+
+    def weights(self, model: str) -> Path:
+        """Return the model directory that everything is made from.
+
+        Raises:
+            BenchError: it could not be written.
+        """
+        folder = self.folder / model / "weights"
+        if not folder.exists():
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            _run(f"weights of {model}", [self.pythons[OURS], "-P", "-m", "comparison.preset", model, folder])
+        return folder
+
+    def prepared(self, model: str, contestant: Contestant) -> Path:
+        """Return the folder that a contestant loads.
+
+        Raises:
+            BenchError: it could not be made; asked again, the same.
+        """
+        target = self.folder / model / contestant.files
+        if target in self._failures:
+            raise self._failures[target]
+        if not target.exists():
+            try:
+                (self._export if contestant.system == OURS else self._convert)(model, contestant, target)
+            except BenchError as error:
+                self._failures[target] = error
+                raise
+        return target
+
+    def _export(self, model: str, contestant: Contestant, target: Path) -> None:
+        """Make a bundle as a user does; outputs are compared later, so it is not verified here."""
+        options = ["--precision", contestant.precision, "--no-verify"]
+        if contestant.optimize_for:
+            options += ["--optimize-for", contestant.optimize_for]
+        command = [self.pythons[OURS], "-P", "-c", ONNX, "onnx", self.weights(model), "--output", target, *options]
+        _run(f"{contestant}: tfexport onnx", command)
+
+    def _convert(self, model: str, contestant: Contestant, target: Path) -> None:
+        partial = target.with_name(f"{target.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        with start(str(contestant), contestant.system, self.python(contestant)) as worker:
+            weights = str(self.weights(model).resolve())
+            worker.ask("convert", weights=weights, target=str(partial.resolve()), precision=contestant.precision)
+        os.replace(partial, target)
+
+
+def _run(subject: str, command: list[str | Path]) -> None:
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment(), check=False)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        raise BenchError(f"{subject}: {lines[-1] if lines else f'exit code {done.returncode}'}")
