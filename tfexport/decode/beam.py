@@ -174,8 +174,8 @@ def _finish(finished: Finished, rows: Rows[S], best: Extensions, ends: Mask, con
     better[:, config.num_beams :] = False
     sequences = np.concatenate((rows.history[best.rows[better]], best.token_ids[better][:, None]), 1)
     sources, log_probs = better.nonzero()[0].tolist(), best.log_probs[better].tolist()
-    for source, *ended in zip(sources, sequences, log_probs, scores[better].tolist(), strict=True):
-        finished.add(source, Ended(*ended))
+    for source, ids, log_prob, score in zip(sources, sequences, log_probs, scores[better].tolist(), strict=True):
+        finished.add(source, Ended(ids, log_prob, score))
 
 
 def _is_settled(finished: Finished, going: Extensions, num_new: int, max_new_tokens: int, config: DecodeConfig) -> Mask:

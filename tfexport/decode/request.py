@@ -192,6 +192,9 @@ def _room_problems(spec: ModelSpec, prefix_len: int, config: DecodeConfig, *, ha
 
 
 def _id_problems(name: str, ids: Sequence[int], vocab: int) -> list[str]:
+    # Nearly always all are good, which is seen much sooner of all at once than of one after the other.
+    if len(ids) == 0 or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab):
+        return []
     wrong = [token for token in ids if not _is_id(token, vocab)]
     return [f"{name} has {wrong[0]}, expected ids 0 to {vocab - 1}"] if wrong else []
 
