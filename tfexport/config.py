@@ -25,6 +25,8 @@ Device = Literal["cpu", "cuda"]
 Backend = Literal["auto", "eager", "ort", "trt"]
 Target = Literal["tensorrt", "tensorrt-rtx"]
 WeightType = Literal["int8", "int4", "fp8"]
+QuantizedWeights = Literal["int8", "int4"]
+OptimizeFor = Literal["latency", "throughput"]
 # What bounds how exactly a stage computes: its narrow weights, else the type of its graph.
 Accuracy = Precision | WeightType
 HardwareCompatibility = Literal["none", "ampere_plus", "same_compute_capability"]
@@ -32,6 +34,10 @@ HardwareCompatibility = Literal["none", "ampere_plus", "same_compute_capability"
 # Far above every model there is. What is larger is a slip or an attack: it would fill the memory before it fails.
 MAX_LAYERS = MAX_HEADS = 1_000
 MAX_SIZE = 10_000_000
+
+_NO_INT4_THROUGHPUT = (
+    "optimize_for is throughput, but ONNX Runtime multiplies 4 bits weight-only; use int8, or optimize for latency"
+)
 
 CONCAT_OPSETS = (18, 19, 20)
 STATIC_OPSET = 24
@@ -369,15 +375,41 @@ class ImportConfig(Config):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Quantization(Config):
+    """How a bundle stores its matrices narrower than it computes: for ONNX Runtime on the CPU.
+
+    `latency` rounds the activations of each row by themselves, so that a text does not depend on its batch;
+    `throughput` rounds those of a batch together, which is faster where batches are large and is there in 8 bits only.
+    """
+
+    weights: QuantizedWeights
+    optimize_for: OptimizeFor = "latency"
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            ConfigError: lists every problem.
+        """
+        problems = self._check_types()
+        if not problems and self.weights == "int4" and self.optimize_for == "throughput":
+            problems.append(_NO_INT4_THROUGHPUT)
+        raise_all(ConfigError, "quantization", problems)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExportConfig(Config):
     """How a model becomes graphs.
 
+    `precision` int8 and int4 are those of the weights, for ONNX Runtime on the CPU: activations and caches are fp32,
+    and of `forms` only the fastest is written. `optimize_for` says how they compute; see `Quantization`.
     `opset` is that of the encoder and the concat form; the static form needs 24.
     The two lengths limit what the bundle takes, at most what the model can;
     None means as much as it can. `seed` draws the weights of a preset.
     """
 
-    precision: Precision = "fp32"
+    precision: Precision | QuantizedWeights = "fp32"
+    optimize_for: OptimizeFor = "latency"
     forms: tuple[Form, ...] = ("concat", "static", "fused")
     opset: int = 18
     max_source_length: int | None = None
@@ -401,7 +433,27 @@ class ExportConfig(Config):
             problems += size_problems(self, "max_source_length", "max_target_length")
             if self.seed < 0:
                 problems.append(f"seed is {self.seed}, expected 0 or more")
+            problems += self._quantization_problems()
         raise_all(ConfigError, "export", problems)
+
+    def _quantization_problems(self) -> list[str]:
+        if self.optimize_for == "latency" or self.precision == "int8":
+            return []
+        if self.precision == "int4":
+            return [_NO_INT4_THROUGHPUT]
+        return [f"optimize_for is throughput, which is for precision int8, not {self.precision}; leave it out"]
+
+    @property
+    def quantization(self) -> Quantization | None:
+        """How the weights are stored; None where they have the type of the graph."""
+        if self.precision == "int8" or self.precision == "int4":
+            return Quantization(weights=self.precision, optimize_for=self.optimize_for)
+        return None
+
+    @property
+    def graph_precision(self) -> Precision:
+        """Of activations and caches."""
+        return "fp32" if self.precision == "int8" or self.precision == "int4" else self.precision
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,6 @@ of positions and the output projection stay as they are.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +18,10 @@ from onnx import helper, numpy_helper, version_converter
 from onnx.external_data_helper import set_external_data
 
 from tfexport.config import WeightType
-from tfexport.errors import GraphError, raise_all, shortened
+from tfexport.errors import GraphError, raise_all
 from tfexport.graph.contract import check_graph
-from tfexport.graph.linear import Span, external_weights, linear_maps, span
+from tfexport.graph.external import Span, external_weights, read_weight, span
+from tfexport.graph.linear import linear_maps
 from tfexport.graph.rounding import BLOCK, round_matrix
 from tfexport.manifest import GraphEntry
 
@@ -125,7 +125,7 @@ def _move(
     moved, problems, uneven = {}, [], 0
     for place, weight in external.items():
         try:
-            array = _read(source, weight)
+            array = read_weight(source, weight)
             if place in chosen:
                 moved[place] = _narrow(array, weights, chosen[place], file)
                 uneven += weights == "int4" and not moved[place].attributes.get("block_size")
@@ -138,22 +138,6 @@ def _move(
     if uneven:
         report(f"of these {uneven} as int8: they have inputs that {BLOCK} does not divide")
     return moved
-
-
-def _read(source: Path, weight: onnx.TensorProto) -> NDArray[Any]:
-    """Read one weight; its file has to lie beside the graph."""
-    place, name = span(weight), shortened(weight.name)
-    path = source / place.location
-    if Path(place.location).name != place.location or path.is_symlink():
-        raise GraphError(f"{name} lies in {shortened(place.location)}, expected a file beside the graph")
-    dtype = helper.tensor_dtype_to_np_dtype(weight.data_type)
-    count = math.prod(weight.dims)
-    if place.length != count * dtype.itemsize or not 0 <= place.offset <= path.stat().st_size - place.length:
-        raise GraphError(f"{name} does not fit {place.location}; export the bundle again")
-    array = np.fromfile(path, dtype, count, offset=place.offset).reshape(weight.dims)
-    if not np.isfinite(array.astype(np.float32)).all():
-        raise GraphError(f"{name} holds NaN or infinity; take a model from before the training diverged")
-    return array
 
 
 def _narrow(matrix: NDArray[Any], weights: WeightType, outputs: int, file: BinaryIO) -> _Weight:
