@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 import click
 
 from tfexport.bench.config import BenchConfig, Scenario
-from tfexport.config import CONCAT_OPSETS, Backend, DecodeConfig, Device, EngineConfig, ExportConfig, ImportConfig
+from tfexport.config import CONCAT_OPSETS, Backend, DecodeConfig, Device, EngineConfig, ExportConfig, Form, ImportConfig
 from tfexport.errors import BenchError, InputError, ParityError, TfexportError, printable, raise_all
 
 if TYPE_CHECKING:
@@ -210,19 +210,28 @@ def import_(
 @click.argument("source")
 @click.option("--output", type=_PATH, required=True, help="Bundle directory to make.")
 @click.option(
-    "--precision", type=click.Choice(["fp32", "fp16", "bf16"]), default=ExportConfig.precision, help="Of the weights."
+    "--precision",
+    type=click.Choice(["fp32", "fp16", "bf16", "int8", "int4"]),
+    default=ExportConfig.precision,
+    help="Of the weights; int8 and int4 are for ONNX Runtime on the CPU.",
+)
+@click.option(
+    "--optimize-for",
+    type=click.Choice(["latency", "throughput"]),
+    default=ExportConfig.optimize_for,
+    help="What int8 is fast at: single texts, which then depend on no other, or large batches.",
 )
 @click.option(
     "--forms",
-    type=_List(click.Choice(["concat", "static"])),
+    type=_List(click.Choice(get_args(Form))),
     default=",".join(ExportConfig.forms),
-    help="Of the decoder: concat is portable, static is fast.",
+    help="Of the decoder: concat is portable, static is for engines and GPUs, fused is for ONNX Runtime on the CPU.",
 )
 @click.option(
     "--opset",
     type=click.IntRange(CONCAT_OPSETS[0], CONCAT_OPSETS[-1]),
     default=ExportConfig.opset,
-    help="Of the encoder and the concat form.",
+    help="Of the encoder and all forms but static.",
 )
 @click.option("--max-source-length", type=int, help="Most source tokens; the model's limit when not given.")
 @click.option("--max-target-length", type=int, help="Most target tokens; the model's limit when not given.")

@@ -403,7 +403,8 @@ class ExportConfig(Config):
 
     `precision` int8 and int4 are those of the weights, for ONNX Runtime on the CPU: activations and caches are fp32,
     and of `forms` only the fastest is written. `optimize_for` says how they compute; see `Quantization`.
-    `opset` is that of the encoder and the concat form; the static form needs 24.
+    `forms` are those of the decoder; fused is left out of several where ONNX Runtime's operators cannot do the model.
+    `opset` is that of the encoder and of all forms but the static one, which needs 24.
     The two lengths limit what the bundle takes, at most what the model can;
     None means as much as it can. `seed` draws the weights of a preset.
     """
@@ -428,7 +429,7 @@ class ExportConfig(Config):
                 problems.append(f"opset is {self.opset}, expected {CONCAT_OPSETS[0]} to {CONCAT_OPSETS[-1]}")
             if not self.forms or len(set(self.forms)) != len(self.forms):
                 problems.append(
-                    f"forms is {', '.join(self.forms) or 'empty'}, expected concat, static or both, once each"
+                    f"forms is {', '.join(self.forms) or 'empty'}, expected some of concat, static and fused, once each"
                 )
             problems += size_problems(self, "max_source_length", "max_target_length")
             if self.seed < 0:
@@ -496,6 +497,8 @@ class EngineConfig(Config):
         problems = self._check_types()
         if not problems:
             problems += size_problems(self, "max_batch", "max_source_length", "max_target_length", "workspace_mib")
+            if self.form == "fused":
+                problems.append("form is fused, which is for ONNX Runtime alone; use static or concat")
             level = self.builder_optimization_level
             if level is not None and not 0 <= level <= 5:
                 problems.append(f"builder_optimization_level is {level}, expected 0 to 5")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tfexport.config import Config, TransformerConfig
+from tfexport.config import Accuracy, Config, Quantization, TransformerConfig
 from tfexport.document import collect, read_fields, read_list, read_map, read_object, read_text, seal, unseal
 from tfexport.errors import ConfigError, raise_all, shortened
 from tfexport.spec import DECODER, ENCODER, ENCODER_FUSED, Dim, DType, GraphSpec, ModelSpec, TensorSpec
@@ -66,10 +66,11 @@ class Manifest:
         kind: an encoder alone has no decoder graph.
         spec: sizes, limits, token ids and precision.
         config: None for a module that is not the canonical transformer.
-        graphs: by name: encoder, decoder, decoder_static.
+        graphs: by name: encoder, decoder, decoder_static; encoder_fused and decoder_fused together.
         files: every file but the manifest and engines, by path relative to the bundle.
         versions: of the tools that made the bundle, by name.
         parity: summary of the verification with at least `passed`; None when there was none.
+        quantization: how the weights are stored; None where they have the type of the graphs.
     """
 
     format_version: int
@@ -80,6 +81,7 @@ class Manifest:
     files: Mapping[str, FileEntry]
     versions: Mapping[str, str]
     parity: Mapping[str, Any] | None
+    quantization: Quantization | None = None
 
     def __post_init__(self) -> None:
         """Check how the parts fit together.
@@ -95,6 +97,8 @@ class Manifest:
             problems.append(f"kind is {self.kind!r}, but spec describes an {kind_of(self.spec)}")
         if self.config is not None and ModelSpec.of(self.config, self.spec.precision) != self.spec:
             problems.append("spec and config describe different models")
+        if self.quantization is not None and self.spec.precision != "fp32":
+            problems.append(f"quantization is given, but spec.precision is {self.spec.precision}, expected fp32")
         if self.parity is not None and not isinstance(self.parity.get("passed"), bool):
             problems.append(f"parity.passed is {self.parity.get('passed')!r}, expected true or false")
         return problems
@@ -128,6 +132,11 @@ class Manifest:
             seen[path.lower()] = path
         return problems
 
+    @property
+    def accuracy(self) -> Accuracy:
+        """What bounds how exactly the graphs compute."""
+        return self.quantization.weights if self.quantization else self.spec.precision
+
     def to_dict(self) -> dict[str, Any]:
         """Return the manifest as JSON values."""
         return {
@@ -142,6 +151,7 @@ class Manifest:
             "files": {path: entry.to_dict() for path, entry in self.files.items()},
             "versions": dict(self.versions),
             "parity": None if self.parity is None else dict(self.parity),
+            "quantization": self.quantization.to_dict() if self.quantization else None,
         }
 
     def to_bytes(self) -> bytes:
@@ -155,7 +165,8 @@ class Manifest:
         Raises:
             ConfigError: lists every unknown, missing, wrongly typed and contradictory value.
         """
-        return cls(**read_fields(data, _READERS, MANIFEST))
+        # Bundles from before there was quantisation do not mention it.
+        return cls(**read_fields({"quantization": None, **data}, _READERS, MANIFEST))
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> Manifest:
@@ -227,4 +238,5 @@ _READERS: dict[str, Callable[[Any], object]] = {
     "files": lambda value: read_map(value, "files", _read_file),
     "versions": lambda value: read_map(value, "versions", read_text),
     "parity": lambda value: None if value is None else read_object(value, "parity"),
+    "quantization": lambda value: None if value is None else Quantization.from_dict(value, subject="quantization"),
 }

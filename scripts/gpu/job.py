@@ -59,7 +59,8 @@ class Job:
         path = self.work / "bundles" / f"{source}-{precision}"
         if not path.exists():
             model = str(DATES) if source == "dates" else f"preset:{source}"
-            export_bundle(model, path, ExportConfig(precision=precision), verify=False)
+            config = ExportConfig(precision=precision, forms=("concat", "static"))  # those that run on a GPU
+            export_bundle(model, path, config, verify=False)
         return path
 
     def engine(self, bundle: Path, target: Target, form: Form | None, precision: Precision, **more: Any) -> str | None:

@@ -129,6 +129,11 @@ def _bundle_problems(bundle: Bundle, config: EngineConfig) -> list[str]:
     own = manifest.spec.precision
     is_changed = config.precision not in (None, own)
     problems = []
+    if manifest.quantization is not None:
+        return [
+            f"the bundle holds {manifest.accuracy} weights for ONNX Runtime on the CPU; "
+            "export it with --precision fp32 and build that with --weights"
+        ]
     if is_changed and (manifest.config is None or WEIGHTS not in manifest.files):
         problems.append(
             f"precision is {config.precision}, the bundle has {own} and no model to export again; "
@@ -158,7 +163,12 @@ def _form(bundle: Bundle, config: EngineConfig, flavour: Flavour, problems: list
         if config.form is not None:
             problems.append(f"form is {config.form}, but an encoder alone has no decoder; leave it out")
         return None
-    there: list[Form] = [form for form, graph in DECODER.items() if graph in bundle.manifest.graphs]
+    there = [form for form, graph in DECODER.items() if graph in bundle.manifest.graphs and form != "fused"]
+    if not there:
+        problems.append(
+            "the bundle has the fused form alone, which is for ONNX Runtime; export it with --forms concat,static"
+        )
+        return None
     form = config.form or (flavour.preferred_form if flavour.preferred_form in there else there[0])
     if form not in there:
         problems.append(f"form is {form}, the bundle has {there[0]} alone; export it with --forms concat,static")

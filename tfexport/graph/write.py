@@ -53,13 +53,14 @@ def write_graphs(
         What the manifest says of each graph, by its name in the contract.
 
     Raises:
-        GraphError: the model does not trace, or a graph breaks the contract.
+        GraphError: the model does not trace, has no form that was asked for, or a graph breaks the contract.
     """
+    possible = _possible(forms, model, report) if spec.has_decoder else []
     report("tracing the encoder")
     traced: dict[str, tuple[ir.Model, GraphSpec, int]] = {
         ENCODER: (trace_encoder(model, spec, opset), encoder_graph(spec), opset)
     }
-    for form in _possible(forms, model, report) if spec.has_decoder else ():
+    for form in possible:
         report(f"tracing the decoder, {form} form")
         form_opset = STATIC_OPSET if form == "static" else opset
         subject = fuse(cast(Transformer, model)) if form == "fused" else model
@@ -84,7 +85,10 @@ def _possible(forms: Sequence[Form], model: nn.Module, report: Callable[[str], N
     """Leave the fused form out, with the reason, where ONNX Runtime's operators cannot do the model."""
     problems = fusion_problems(model) if "fused" in forms else []
     if problems:
-        report(f"no fused form of this model: {' and '.join(problems)}")
+        reason = f"no fused form of this model: {' and '.join(problems)}"
+        if list(forms) == ["fused"]:
+            raise GraphError(f"decoder: {reason}; export it with --forms concat,static")
+        report(reason)
     return [form for form in forms if form != "fused" or not problems]
 
 

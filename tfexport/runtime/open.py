@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tfexport.bundle import Bundle
-from tfexport.config import Backend, Device, Form
+from tfexport.config import Backend, Device, Form, WeightType
 from tfexport.errors import BackendError, BundleError
 from tfexport.runtime.session import Session
 from tfexport.spec import DECODER, WEIGHTS, ModelSpec
@@ -44,7 +44,7 @@ def open_session(
 
     Raises:
         BackendError: the backend is not installed, or cannot run this bundle on the device.
-        BundleError: the bundle lacks the form, or what the backend needs.
+        BundleError: the bundle lacks the form, or what the backend needs on the device.
         EngineError: the bundle has no such engine, or it may not be used here.
     """
     if backend == "trt":
@@ -59,9 +59,15 @@ def open_session(
         if device != "cpu":
             raise BackendError(f"eager: runs on the CPU; for device {device} use --backend ort")
         return _open_eager(bundle, form)
-    spec = bundle.manifest.spec
-    graphs = {name: bundle.file(graph.file) for name, graph in bundle.manifest.graphs.items()}
-    return open_ort(graphs, spec, _choose_form(bundle, form, device), threads, device)
+    manifest = bundle.manifest
+    weights = manifest.quantization.weights if manifest.quantization else None
+    if weights is not None and device != "cpu":
+        raise BackendError(
+            f"ort: {bundle.path} holds {weights} weights for the CPU; for device {device} export it again with "
+            "--precision fp16"
+        )
+    graphs = {name: bundle.file(graph.file) for name, graph in manifest.graphs.items()}
+    return open_ort(graphs, manifest.spec, _choose_form(bundle, form, device), threads, device, weights=weights)
 
 
 def open_ort(
@@ -70,8 +76,10 @@ def open_ort(
     form: Form | None,
     threads: int | None = None,
     device: Device = "cpu",
+    *,
+    weights: WeightType | None = None,
 ) -> Session[Any]:
-    """Open graphs in ONNX Runtime; `form` None means an encoder alone.
+    """Open graphs in ONNX Runtime; `form` None means an encoder alone, `weights` None those of the graphs' type.
 
     Raises:
         BackendError: ONNX Runtime is not installed, or cannot use the device, load or run the graphs.
@@ -82,10 +90,10 @@ def open_ort(
             raise BackendError(f"ort: the fused form runs on the CPU; for device {device} leave the form out")
         from tfexport.runtime.ort.fused import FusedSession
 
-        return FusedSession(graphs, spec, threads)
+        return FusedSession(graphs, spec, threads, weights=weights)
     from tfexport.runtime.ort.session import OrtSession
 
-    return OrtSession(graphs, spec, form, threads, device)
+    return OrtSession(graphs, spec, form, threads, device, weights=weights)
 
 
 def load_eager_model(bundle: Bundle) -> Transformer:
@@ -93,9 +101,14 @@ def load_eager_model(bundle: Bundle) -> Transformer:
 
     Raises:
         BackendError: PyTorch is not installed.
-        BundleError: the bundle holds graphs only.
+        BundleError: the bundle holds graphs only, or narrower weights.
     """
     _need("eager", "torch")
+    if bundle.manifest.quantization is not None:
+        raise BundleError(
+            f"{bundle.path}: holds {bundle.manifest.accuracy} weights for ONNX Runtime and no eager model; "
+            "use --backend ort, or export it again with --precision fp32"
+        )
     if bundle.manifest.config is None:
         raise BundleError(f"{bundle.path}: holds graphs only, no eager model; use --backend ort")
     from tfexport.models.directory import load_weights
@@ -137,8 +150,13 @@ def _choose_form(bundle: Bundle, form: Form | None, device: Device) -> Form | No
     if not bundle.manifest.spec.has_decoder:
         return None
     if form is None:
-        preferred: tuple[Form, ...] = ("fused", "static") if device == "cpu" else ("static",)
-        return next((each for each in preferred if DECODER[each] in graphs), "concat")
+        preferred: tuple[Form, ...] = ("fused", "static", "concat") if device == "cpu" else ("static", "concat")
+        form = next((each for each in preferred if DECODER[each] in graphs), None)
+        if form is None:
+            raise BundleError(
+                f"{bundle.path}: has the fused form alone, which runs on the CPU; "
+                f"for device {device} export it with --forms concat,static"
+            )
     if DECODER[form] not in graphs:
         raise BundleError(f"{bundle.path}: has no {form} form; export it with --forms concat,static,fused")
     return form

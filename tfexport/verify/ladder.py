@@ -1,4 +1,4 @@
-"""The ladder: eager full ↔ eager cached ↔ concat ↔ static, or the engines, in their precision; then whole decodes.
+"""The ladder: eager full ↔ eager cached ↔ concat ↔ static ↔ fused, or engines, in their precision; then whole decodes.
 
 Its foot is float64: what float32 itself loses on a model bounds what a stage may.
 """
@@ -17,7 +17,7 @@ from typing import Any, Literal, Self, cast
 import numpy as np
 
 from tfexport.bundle import Bundle, open_bundle
-from tfexport.config import Config, Device, Form
+from tfexport.config import Config, Device, Form, WeightType
 from tfexport.errors import BundleError, ConfigError, raise_all
 from tfexport.models.directory import load_model
 from tfexport.models.transformer import Transformer
@@ -72,12 +72,14 @@ class Stages:
         graphs: path of each graph by its name in the contract.
         spec: of the bundle, with its precision and limits.
         reference: the eager model in words.
+        weights: of the graphs where they are narrower than the specification says.
     """
 
     model: Transformer
     graphs: Mapping[str, Path]
     spec: ModelSpec
     reference: str = "the eager model"
+    weights: WeightType | None = None
 
 
 def verify_bundle(
@@ -97,7 +99,7 @@ def verify_bundle(
         against: model directory of the reference; None takes the bundle's own
             weights, which for fp16 and bf16 are the rounded ones.
         config: how much is tried.
-        backend: "ort" compares every form of the graphs, "trt" an engine.
+        backend: "ort" compares every form of the graphs that the device takes, "trt" an engine.
         device: where ONNX Runtime computes.
         engine: name of the engine; None for the only one that may be used here.
         report: told what happens, a line at a time.
@@ -105,7 +107,7 @@ def verify_bundle(
     Raises:
         BackendError: the backend cannot be used here, or failed.
         EngineError: the bundle has no such engine, or it may not be used here.
-        BundleError: the bundle is damaged, or carries no eager model and `against` is None.
+        BundleError: the bundle is damaged, carries no eager model and `against` is None, or has no form for the device.
         ConfigError: `against` is another model, or the backend has no such device or engine.
     """
     if backend == "ort" and engine is not None:
@@ -113,11 +115,18 @@ def verify_bundle(
     if backend == "trt" and device != "cpu":
         raise ConfigError(f"verify: device {device} is ONNX Runtime's; backend trt runs on the GPU by itself")
     bundle = open_bundle(path)
+    quantization = bundle.manifest.quantization
+    if against is None and quantization is not None:
+        raise BundleError(
+            f"{path}: holds {quantization.weights} weights and no model to compare with; "
+            "give the model directory that it was made from with --against"
+        )
     model = load_eager_model(bundle) if against is None else _reference(bundle, against)
     rounded = against is None and bundle.manifest.spec.precision != "fp32"
     words = "the eager model" + (f" with the bundle's {bundle.manifest.spec.precision} weights" if rounded else "")
     graphs = {name: bundle.file(graph.file) for name, graph in bundle.manifest.graphs.items()}
-    stages = Stages(model, graphs, bundle.manifest.spec, words)
+    weights = quantization.weights if quantization else None
+    stages = Stages(model, graphs, bundle.manifest.spec, words, weights)
     with _closing(_trt_session(bundle, engine) if backend == "trt" else _ort_sessions(stages, device)) as sessions:
         return _climb(stages, sessions, config or VerifyConfig(), report)
 
@@ -189,10 +198,20 @@ def _closing(opening: Iterator[Named]) -> Iterator[list[Named]]:
 
 
 def _ort_sessions(stages: Stages, device: Device) -> Iterator[Named]:
-    forms: Sequence[Form | None] = [form for form, name in DECODER.items() if name in stages.graphs] or [None]
+    forms: list[Form | None] = [form for form, name in DECODER.items() if name in stages.graphs]
+    if device != "cpu" and "fused" in forms:
+        forms.remove("fused")
+        if not forms:
+            raise BundleError(
+                "verify: the bundle has the fused form alone, which runs on the CPU; "
+                f"for device {device} export it with --forms concat,static"
+            )
     where = "" if device == "cpu" else f" {device}"
-    for form in forms:
-        yield f"ort {form or 'encoder'}{where}", open_ort(stages.graphs, stages.spec, form, device=device)
+    for form in forms or [None]:
+        yield (
+            f"ort {form or 'encoder'}{where}",
+            open_ort(stages.graphs, stages.spec, form, device=device, weights=stages.weights),
+        )
 
 
 def _trt_session(bundle: Bundle, engine: str | None) -> Iterator[Named]:
