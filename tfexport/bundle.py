@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from tfexport import staging
-from tfexport.config import TransformerConfig
+from tfexport.config import Quantization, TransformerConfig
 from tfexport.document import parse
 from tfexport.errors import BundleError, ConfigError, raise_all
 from tfexport.manifest import ENGINES, FORMAT_VERSION, MANIFEST, FileEntry, GraphEntry, Manifest, kind_of
@@ -85,6 +85,7 @@ class Builder:
         graphs: Mapping[str, GraphEntry],
         versions: Mapping[str, str],
         parity: Mapping[str, Any] | None = None,
+        quantization: Quantization | None = None,
     ) -> None:
         """Take stock of all files and write the manifest.
 
@@ -107,6 +108,7 @@ class Builder:
                 files=files,
                 versions=versions,
                 parity=parity,
+                quantization=quantization,
             )
         except ConfigError as error:
             raise BundleError(f"bundle: {error}") from error

@@ -167,10 +167,11 @@ def _safetensors_header(path: Path) -> list[dict[str, Any]]:
 
 
 def _bundle_lines(found: Mapping[str, Any]) -> list[str]:
-    spec, parity = found["spec"], found["parity"]
+    spec, parity, narrow = found["spec"], found["parity"], found["quantization"]
+    precision = f"{narrow['weights']} for {narrow['optimize_for']}" if narrow else spec["precision"]
     proof = "not verified" if parity is None else "verified" if parity["passed"] else "FAILED its verification"
     lines = [
-        f"bundle {found['path']}: {found['model']}, {spec['precision']}, {_bytes(found['bytes'])}, {proof}",
+        f"bundle {found['path']}: {found['model']}, {precision}, {_bytes(found['bytes'])}, {proof}",
         f"  sha256 {found['sha256']}",
         f"  made with {', '.join(f'{name} {version}' for name, version in found['versions'].items())}",
         *("", "Sizes", *_table((name, value) for name, value in spec.items() if isinstance(value, int) and value)),

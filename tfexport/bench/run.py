@@ -61,7 +61,7 @@ def bench_bundle(
         report(f"measuring, process {number + 1} of {resolved.processes}")
         found.append(run_process(bundle.path, resolved, texts, number))
     about = {
-        "bundle": {"name": path.resolve().name, "sha256": bundle.sha256, "precision": bundle.manifest.spec.precision},
+        "bundle": {"name": path.resolve().name, "sha256": bundle.sha256, "precision": bundle.manifest.accuracy},
         "input": None if texts is None else {"texts": len(texts), "sha256": _sum(texts)},
         "environment": environment(),
     }

@@ -130,10 +130,8 @@ def _bundle_problems(bundle: Bundle, config: EngineConfig) -> list[str]:
     is_changed = config.precision not in (None, own)
     problems = []
     if manifest.quantization is not None:
-        return [
-            f"the bundle holds {manifest.accuracy} weights for ONNX Runtime on the CPU; "
-            "export it with --precision fp32 and build that with --weights"
-        ]
+        remedy = "export it with --precision fp32 and build that with --weights"
+        return [f"the bundle holds {manifest.accuracy} weights for ONNX Runtime on the CPU; {remedy}"]
     if is_changed and (manifest.config is None or WEIGHTS not in manifest.files):
         problems.append(
             f"precision is {config.precision}, the bundle has {own} and no model to export again; "

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import importlib.metadata
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,10 +14,13 @@ import torch
 from torch import nn
 
 from tfexport.bundle import PARITY, TOKENIZER, Bundle, create_bundle
-from tfexport.config import ExportConfig
+from tfexport.config import ExportConfig, Form
 from tfexport.document import render
 from tfexport.errors import BackendError, ConfigError, ParityError, raise_all
+from tfexport.graph.fused import fusion_problems
+from tfexport.graph.integer import write_integer_graphs
 from tfexport.graph.write import write_graphs
+from tfexport.manifest import GraphEntry
 from tfexport.models.directory import load_model
 from tfexport.models.presets import build_preset
 from tfexport.models.transformer import Transformer
@@ -65,25 +69,32 @@ def export_bundle(
     report(f"loading {source}")
     model, tokenizer = _load(source, config.seed)
     model = _shorten(model, config)
-    spec = ModelSpec.of(model.config, config.precision)
+    spec = ModelSpec.of(model.config, config.graph_precision)
+    quantization = config.quantization
     if tokenizer is not None:
         Tokenizer.load(tokenizer, spec)
     with create_bundle(output, force=force) as builder:
-        graphs = write_graphs(
-            _cast(model, spec), spec, builder.path, forms=config.forms, opset=config.opset, report=report
-        )
+        graphs = _write(model, spec, builder.path, config, report)
         if tokenizer is not None:
             (builder.path / TOKENIZER).write_bytes(tokenizer.read_bytes())
         parity = None
         if verify:
             report("verifying")
             paths = {name: builder.path / graph.file for name, graph in graphs.items()}
-            found = verify_stages(Stages(model, paths, spec), VerifyConfig.quick(), report=report)
+            stages = Stages(model, paths, spec, weights=quantization.weights if quantization else None)
+            found = verify_stages(stages, VerifyConfig.quick(), report=report)
             if not found.passed:
                 raise ParityError("onnx: " + "; ".join(found.problems()))
             (builder.path / PARITY).write_bytes(render(found.to_dict()))
             parity = found.summary()
-        builder.finish(spec=spec, config=model.config, graphs=graphs, versions=_versions(), parity=parity)
+        builder.finish(
+            spec=spec,
+            config=model.config,
+            graphs=graphs,
+            versions=_versions(),
+            parity=parity,
+            quantization=quantization,
+        )
     return builder.bundle
 
 
@@ -116,6 +127,29 @@ def _shorten(model: Transformer, config: ExportConfig) -> Transformer:
         if stack is not None and stack.pos is not None:
             stack.pos = nn.Parameter(stack.pos[:rows].clone(), requires_grad=False)
     return model
+
+
+def _write(
+    model: Transformer, spec: ModelSpec, directory: Path, config: ExportConfig, report: Callable[[str], None]
+) -> dict[str, GraphEntry]:
+    def write(target: Path) -> dict[str, GraphEntry]:
+        forms = _forms(model, config)
+        return write_graphs(_cast(model, spec), spec, target, forms=forms, opset=config.opset, report=report)
+
+    if config.quantization is None:
+        return write(directory)
+    # On the disk of the bundle: the weights in fp32 can be larger than /tmp.
+    with tempfile.TemporaryDirectory(dir=directory) as scratch:
+        source = Path(scratch)
+        return write_integer_graphs(source, write(source), directory, config.quantization, report=report)
+
+
+def _forms(model: Transformer, config: ExportConfig) -> tuple[Form, ...]:
+    """Return the forms to write; of quantised graphs, which are for one runtime, only its fastest."""
+    if config.quantization is None:
+        return config.forms
+    fastest: tuple[Form, ...] = ("static", "concat") if fusion_problems(model) else ("fused", "static", "concat")
+    return next(((form,) for form in fastest if form in config.forms), config.forms)
 
 
 def _cast(model: Transformer, spec: ModelSpec) -> nn.Module:

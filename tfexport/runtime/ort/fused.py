@@ -17,7 +17,7 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from tfexport.config import Accuracy
+from tfexport.config import Accuracy, WeightType
 from tfexport.errors import BackendError
 from tfexport.runtime.ort.device import OrtDevice, host_value, run
 from tfexport.runtime.session import Candidates, Floats, Ids, Mask, check_rows, check_source, check_target
@@ -97,19 +97,27 @@ class FusedSession:
     max_rows: int | None = None
     max_candidates: int | None = None
 
-    def __init__(self, graphs: Mapping[str, Path], spec: ModelSpec, threads: int | None = None) -> None:
+    def __init__(
+        self,
+        graphs: Mapping[str, Path],
+        spec: ModelSpec,
+        threads: int | None = None,
+        *,
+        weights: WeightType | None = None,
+    ) -> None:
         """Load the graphs.
 
         Args:
             graphs: path of each graph by its name in the contract.
             spec: of the model.
             threads: for one call; None means one for each core.
+            weights: their type where it is narrower than that of the graphs.
 
         Raises:
             BackendError: ONNX Runtime cannot load a graph.
         """
         self.spec = spec
-        self.accuracy: Accuracy = spec.precision
+        self.accuracy: Accuracy = weights or spec.precision
         device = OrtDevice("cpu", "float32", 0)
         self._encoder: ort.InferenceSession | None = device.load(graphs[ENCODER_FUSED], ENCODER_FUSED, threads)
         self._decoder: ort.InferenceSession | None = device.load(graphs[DECODER["fused"]], DECODER["fused"], threads)

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import onnxruntime as ort
 
-from tfexport.config import Accuracy, Device, Form
+from tfexport.config import Accuracy, Device, Form, WeightType
 from tfexport.errors import BackendError
 from tfexport.runtime.ort.cache import OrtCache, make_cache
 from tfexport.runtime.ort.device import OrtDevice, host_value, run
@@ -102,6 +102,7 @@ class OrtSession:
         threads: int | None = None,
         device: Device = "cpu",
         *,
+        weights: WeightType | None = None,
         host_caches: bool | None = None,
     ) -> None:
         """Load the graphs.
@@ -112,6 +113,7 @@ class OrtSession:
             form: of the decoder to use; None for an encoder alone.
             threads: for one call on the CPU; None means one for each core.
             device: where the graphs run and the caches lie.
+            weights: their type where it is narrower than that of the graphs.
             host_caches: whether numpy keeps the caches of the static form, which
                 saves copies; None means on the CPU. False there runs what a GPU runs.
 
@@ -124,7 +126,7 @@ class OrtSession:
                 "or export with fp32 or fp16"
             )
         self.spec, self.form = spec, form
-        self.accuracy: Accuracy = spec.precision
+        self.accuracy: Accuracy = weights or spec.precision
         self._device = OrtDevice(device, FLOAT[spec.precision], 0 if form is None else 2 * spec.layers)
         self._host_caches = device == "cpu" if host_caches is None else host_caches
         self._encoder: ort.InferenceSession | None = self._load(graphs, ENCODER, threads)
