@@ -77,10 +77,12 @@ def test_asks_for_no_more_candidates_than_it_needs() -> None:
     decode(
         session, [[7]], DecodeConfig(max_new_tokens=2, no_repeat_ngram_size=2, min_new_tokens=1, suppress_tokens=(5, 6))
     )
+    decode(session, [[7]], DecodeConfig(max_new_tokens=3, no_repeat_ngram_size=1))  # bans the 1, 2, 3 tokens before
+    decode(session, [[7]], DecodeConfig(max_new_tokens=2, repetition_penalty=1.1))
     decode(session, [[7]], DecodeConfig(max_new_tokens=1, repetition_penalty=0.9))
     decode(session, [[7]], DecodeConfig(max_new_tokens=1, do_sample=True, top_k=9))
     decode(session, [[7]], DecodeConfig(max_new_tokens=1, do_sample=True, top_k=0))
-    assert [count for _, count in session.steps] == [1, 1, 5, 6, 50, 9, 50]
+    assert [count for _, count in session.steps] == [1, 1, 4, 4, 2, 3, 4, 2, 3, 50, 9, 50]
 
 
 def test_bans_beyond_the_vocabulary_are_an_error() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from tfexport.config import DecodeConfig
@@ -29,28 +28,52 @@ class Filters:
         """Prepare what stays the same from step to step."""
         self._config, self._eos, self._vocab = config, spec.tokens.eos, spec.vocab
         self._penalises = config.repetition_penalty != 1
-        self._reads_history = config.repetition_penalty > 1 or config.no_repeat_ngram_size > 0
         self._num_banned = len(set(config.suppress_tokens)) + (config.min_new_tokens > 0)
-        self.are_set = self._penalises or self._reads_history or self._num_banned > 0
+        self.are_set = self._penalises or config.no_repeat_ngram_size > 0 or self._num_banned > 0
         self._suppressed: NDArray[np.bool_] | None = None
         if config.suppress_tokens:
             self._suppressed = np.zeros(spec.vocab, np.bool_)
             self._suppressed[list(config.suppress_tokens)] = True
         self._marks: NDArray[np.bool_] = np.zeros((0, spec.vocab + 1), np.bool_)
 
-    def num_candidates(self, wanted: int, history_len: int) -> int:
+    def repeats(self, history: Ids) -> Ids | None:
+        """Find the tokens that would repeat an n-gram.
+
+        Args:
+            history: start token, prefix and generated tokens, int64 [rows, len].
+
+        Returns:
+            int64 [rows, num_ngrams], the size of the vocabulary in the places of no token; None where none would.
+        """
+        size = self._config.no_repeat_ngram_size
+        num_ngrams = history.shape[1] - size + 1
+        if size == 0 or num_ngrams < 1:
+            return None
+        matches: Mask = np.ones((len(history), num_ngrams), np.bool_)
+        for place in range(size - 1):
+            matches &= history[:, place : place + num_ngrams] == history[:, num_ngrams + place, None]
+        return np.where(matches, history[:, size - 1 :], self._vocab) if matches.any() else None
+
+    def num_candidates(self, wanted: int, history_len: int, repeats: Ids | None) -> int:
         """Return how many candidates to ask for, so that the `wanted` best are among them after filtering."""
         if self._config.repetition_penalty < 1:
             return self._vocab  # it raises scores: any token may become the best
-        lowered = self._num_banned + (history_len if self._reads_history else 0)
+        lowered = self._num_banned
+        if self._config.repetition_penalty > 1:
+            lowered += history_len
+        elif repeats is not None:
+            lowered += int((repeats < self._vocab).sum(1).max())
         return min(wanted + lowered, self._vocab)
 
-    def apply(self, history: Ids, num_new: int, token_ids: Ids, scores: Floats) -> tuple[Ids, Floats]:
+    def apply(
+        self, history: Ids, num_new: int, repeats: Ids | None, token_ids: Ids, scores: Floats
+    ) -> tuple[Ids, Floats]:
         """Penalise and ban, then sort again.
 
         Args:
             history: start token, prefix and generated tokens, int64 [rows, len].
             num_new: generated tokens so far.
+            repeats: of this history.
             token_ids: candidates, int64 [rows, num_candidates].
             scores: logits or log-probabilities, float32 [rows, num_candidates].
 
@@ -61,7 +84,7 @@ class Filters:
             penalty = self._config.repetition_penalty
             penalised = np.where(scores < 0, scores * penalty, scores / penalty)
             scores = np.where(self._contains(history, token_ids), penalised, scores)
-        banned = self._banned(history, num_new, token_ids)
+        banned = self._banned(num_new, repeats, token_ids)
         if banned is not None:
             scores = np.where(banned, -np.inf, scores)
         if self._penalises:
@@ -72,11 +95,11 @@ class Filters:
             return token_ids, scores
         return np.take_along_axis(token_ids, order, 1), np.take_along_axis(scores, order, 1)
 
-    def _banned(self, history: Ids, num_new: int, token_ids: Ids) -> Mask | None:
+    def _banned(self, num_new: int, repeats: Ids | None, token_ids: Ids) -> Mask | None:
         """Say which candidates may not come next, None where all may."""
         masks: list[Mask] = []
-        if 0 < self._config.no_repeat_ngram_size <= history.shape[1]:
-            masks.append(self._contains(self._repeats(history, self._config.no_repeat_ngram_size), token_ids))
+        if repeats is not None:
+            masks.append(self._contains(repeats, token_ids))
         if num_new < self._config.min_new_tokens:
             masks.append(token_ids == self._eos)
         if self._suppressed is not None:
@@ -85,13 +108,6 @@ class Filters:
             return None
         banned = functools.reduce(np.logical_or, masks)
         return banned if banned.any() else None
-
-    def _repeats(self, history: Ids, size: int) -> Ids:
-        """Return the tokens that would repeat an n-gram of `history`, and `vocab` in the other places."""
-        windows = sliding_window_view(history, size, axis=1)  # [rows, num_windows, size]
-        newest = history[:, history.shape[1] + 1 - size :]
-        matches = (windows[..., :-1] == newest[:, None]).all(-1)
-        return np.where(matches, windows[..., -1], self._vocab)
 
     def _contains(self, members: Ids, token_ids: Ids) -> Mask:
         """Say which of `token_ids` [rows, k] are among the `members` [rows, n] of their row."""

@@ -55,7 +55,9 @@ class Rows(Generic[S]):
             BackendError: the model gave numbers that are none.
         """
         unread = self._tokens[:, self._state.past_len : self._length]
-        found = self._session.step(self._state, unread, self._filters.num_candidates(wanted, self._length))
+        repeats = self._filters.repeats(self.history)
+        num_candidates = self._filters.num_candidates(wanted, self._length, repeats)
+        found = self._session.step(self._state, unread, num_candidates)
         log_normalizer = found.log_normalizer[:, None]
         if not np.isfinite(log_normalizer).all():
             self._refuse(found)
@@ -65,7 +67,7 @@ class Rows(Generic[S]):
         if not self._filters.are_set:
             return found.token_ids, log_probs
         scores = found.logits if filter_logits else log_probs
-        token_ids, scores = self._filters.apply(self.history, self.num_new, found.token_ids, scores)
+        token_ids, scores = self._filters.apply(self.history, self.num_new, repeats, found.token_ids, scores)
         return token_ids, scores - log_normalizer if filter_logits else scores
 
     def append(self, token_ids: Ids) -> None:
