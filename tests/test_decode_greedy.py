@@ -11,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from tests.scripted import EOS, ScriptedSession, drawn, table
+from tests.scripted import EOS, ScriptedSession, ScriptedState, drawn, table
 from tfexport.config import DecodeConfig
 from tfexport.decode.batch import decode
 from tfexport.decode.result import Hypothesis
 from tfexport.decode.sample import distribution
 from tfexport.decode.stream import stream
 from tfexport.errors import BackendError, InputError
+from tfexport.runtime.session import Candidates, Ids
 
 SOURCES = st.lists(st.lists(st.integers(3, 99), min_size=1, max_size=5), min_size=1, max_size=7)
 SAMPLING = DecodeConfig(do_sample=True, max_new_tokens=8, num_return_sequences=3, temperature=1.3, top_p=0.9, seed=7)
@@ -69,6 +70,22 @@ def test_finished_rows_leave_the_batch() -> None:
     found = decode(session, [[3], [4], [5]], DecodeConfig())
     assert [hypotheses[0].token_ids for hypotheses in found] == [(EOS,), (3, 3, EOS), (3, EOS)]
     assert [rows for rows, _ in session.steps] == [3, 2, 1]
+
+
+class MovesRecorded(ScriptedSession):
+    """Writes down how rows are moved."""
+
+    def reorder(self, state: ScriptedState, rows: Ids) -> None:
+        self.moves = [*getattr(self, "moves", []), rows.tolist()]
+        super().reorder(state, rows)
+
+
+def test_the_last_rows_take_the_places_of_those_that_leave() -> None:
+    ends = {3: 2, 4: 4, 5: 2, 6: 4, 7: 4}
+    session = MovesRecorded(6, lambda source, history: np.eye(6)[EOS if len(history) == ends[source[0]] else 3])
+    found = decode(session, [[3], [4], [5], [6], [7]], DecodeConfig())
+    assert [len(hypotheses[0].token_ids) for hypotheses in found] == [2, 4, 2, 4, 4]
+    assert session.moves == [[3, 1, 4]], "two caches move, once"
 
 
 def test_asks_for_no_more_candidates_than_it_needs() -> None:
@@ -163,6 +180,38 @@ def test_samples_differ_between_seeds_texts_and_numbers() -> None:
         session, [[7]], DecodeConfig(**{**config.to_dict(), "seed": 1})
     )
     assert len({sample.token_ids for samples in found for sample in samples}) == 12
+
+
+class BuffersReused(ScriptedSession):
+    """Hands out the same memory at every step, as a session does that copies nothing."""
+
+    def step(self, state: ScriptedState, target_ids: Ids, num_candidates: int) -> Candidates:
+        target_ids = target_ids.copy()
+        for array in getattr(self, "handed_out", ()):
+            array.fill(-1)
+        found = super().step(state, target_ids, num_candidates)
+        self.handed_out = (found.token_ids, found.logits, found.log_normalizer)
+        return found
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        DecodeConfig(),
+        DecodeConfig(min_new_tokens=4, suppress_tokens=(5,)),
+        DecodeConfig(repetition_penalty=1.3, no_repeat_ngram_size=2, max_new_tokens=9),
+        SAMPLING,
+        DecodeConfig(num_beams=3, num_return_sequences=3),
+        DecodeConfig(num_beams=3, min_new_tokens=2, no_repeat_ngram_size=2),
+    ],
+)
+def test_candidates_are_not_needed_after_their_step(config: DecodeConfig) -> None:
+    sources = [[3], [4, 5], [6], [7, 8, 9]]
+    expected = decode(ScriptedSession(12, drawn(12, eos_bias=1)), sources, config)
+    assert decode(BuffersReused(12, drawn(12, eos_bias=1)), sources, config) == expected
+    if config.num_beams == 1 == config.num_return_sequences:
+        tokens = tuple(stream(BuffersReused(12, drawn(12, eos_bias=1)), sources[0], config))
+        assert tokens == expected[0][0].token_ids
 
 
 @given(source=st.lists(st.integers(3, 99), min_size=1, max_size=5), sample=st.booleans(), forced=st.booleans())
