@@ -113,7 +113,8 @@ class Manifest:
         problems += [
             f"unknown graph {name!r}" for name in self.graphs if name not in decoders | {ENCODER, ENCODER_FUSED}
         ]
-        if ENCODER not in self.graphs:
+        portable = decoders - {DECODER["fused"]}
+        if ENCODER not in self.graphs and (ENCODER_FUSED not in self.graphs or portable & set(self.graphs)):
             problems.append(f"missing graph {ENCODER!r}")
         if (ENCODER_FUSED in self.graphs) != (DECODER["fused"] in self.graphs):
             problems.append(f"of {ENCODER_FUSED!r} and {DECODER['fused']!r} there is only one, expected both or none")

@@ -24,7 +24,7 @@ from tfexport.manifest import GraphEntry
 from tfexport.models.directory import load_model
 from tfexport.models.presets import build_preset
 from tfexport.models.transformer import Transformer
-from tfexport.spec import FLOAT, ModelSpec
+from tfexport.spec import ENCODER, ENCODER_FUSED, FLOAT, ModelSpec
 from tfexport.tokenizer import Tokenizer
 from tfexport.verify import Stages, VerifyConfig, verify_stages
 
@@ -141,7 +141,10 @@ def _write(
     # On the disk of the bundle: the weights in fp32 can be larger than /tmp.
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
         source = Path(scratch)
-        return write_integer_graphs(source, write(source), directory, config.quantization, report=report)
+        graphs = write(source)
+        if ENCODER_FUSED in graphs:
+            del graphs[ENCODER]  # for decoders of the other forms, and there are none
+        return write_integer_graphs(source, graphs, directory, config.quantization, report=report)
 
 
 def _forms(model: Transformer, config: ExportConfig) -> tuple[Form, ...]:

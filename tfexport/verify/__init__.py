@@ -1,6 +1,6 @@
 """Proof: every stage says what the eager model says, in numbers and in whole decodes."""
 
 from tfexport.verify.ladder import Stages, VerifyConfig, verify_bundle, verify_stages
-from tfexport.verify.report import Decodes, Numbers, Report
+from tfexport.verify.report import Decodes, Divergence, Numbers, Report
 
-__all__ = ["Decodes", "Numbers", "Report", "Stages", "VerifyConfig", "verify_bundle", "verify_stages"]
+__all__ = ["Decodes", "Divergence", "Numbers", "Report", "Stages", "VerifyConfig", "verify_bundle", "verify_stages"]

@@ -25,6 +25,7 @@ from tfexport.runtime.eager import EagerSession, full_logits
 from tfexport.runtime.open import load_eager_model, open_ort, open_session
 from tfexport.runtime.session import Floats, Session
 from tfexport.spec import DECODER, ModelSpec
+from tfexport.verify.divergence import measure_divergence
 from tfexport.verify.numbers import Batch, compare, random_batches, random_sources, step_logits
 from tfexport.verify.report import TOLERANCE, Decodes, Numbers, Report
 from tfexport.verify.texts import METHODS, batch_mates, compare_decodes, decode_best
@@ -270,6 +271,7 @@ def _decodes(
                 continue
             report(f"decoding {len(sources)} sequences, {method}: {stage}")
             got = decode_best(session, sources, num_beams, 8)
+            is_exact = session.accuracy == "fp32"
             rungs.append(
                 compare_decodes(
                     stage,
@@ -280,7 +282,8 @@ def _decodes(
                     got,
                     num_beams=num_beams,
                     noise=number.worst,
-                    must_be_exact=session.accuracy == "fp32",
+                    must_be_exact=is_exact,
+                    divergence=None if is_exact else measure_divergence(eager, sources, expected, got),
                 )
             )
     some = sources[: min(64, len(sources) // 2 + 1)]

@@ -52,6 +52,21 @@ class Numbers:
 
 
 @dataclass(frozen=True)
+class Divergence:
+    """Where the decodes of a stage that need not be exact part from the reference's.
+
+    Attributes:
+        equal: share of the sequences that are equal token for token.
+        position: of the first token that differs, from 0, median of the others; None when all are equal.
+        margin: of the reference's best logit over its second there, median; None when all are equal.
+    """
+
+    equal: float
+    position: float | None
+    margin: float | None
+
+
+@dataclass(frozen=True)
 class Decodes:
     """One rung: whole decodes of a stage beside those of the eager model.
 
@@ -64,6 +79,7 @@ class Decodes:
             twice the stage's measured error: rounding decides.
         first: the first difference in words, one that is no tie before one that is; None when there is none.
         must_be_exact: whether anything but exact and ties fails; only reported otherwise.
+        divergence: where the sequences part; None where they must be exact, and for batch mates.
     """
 
     stage: str
@@ -73,6 +89,7 @@ class Decodes:
     ties: int
     first: str | None
     must_be_exact: bool
+    divergence: Divergence | None = None
 
     @property
     def passed(self) -> bool:
@@ -152,6 +169,9 @@ class Report:
             result = f"{decode.exact}/{decode.sequences} exact" + (
                 "" if not decode.ties else ", 1 tie" if decode.ties == 1 else f", {decode.ties} ties"
             )
+            parted = decode.divergence
+            if parted is not None and parted.position is not None:
+                result += f", parting at token {parted.position:g}, margin {parted.margin:.1e}"
             mark = "✓" if decode.exact + decode.ties == decode.sequences else "·" if decode.passed else "✗"
             rows.append((decode.stage, decode.method, result, mark))
         widths = [max(len(row[column]) for row in rows) for column in range(4)]

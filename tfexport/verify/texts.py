@@ -12,7 +12,8 @@ from tfexport.decode.batch import decode
 from tfexport.decode.result import Hypothesis
 from tfexport.runtime.session import Session, pad_right
 from tfexport.spec import ModelSpec
-from tfexport.verify.report import Decodes
+from tfexport.verify.divergence import parting
+from tfexport.verify.report import Decodes, Divergence
 from tfexport.verify.shaken import ShakenSession
 
 NEW_TOKENS = 12
@@ -40,6 +41,7 @@ def compare_decodes(
     num_beams: int,
     noise: float,
     must_be_exact: bool,
+    divergence: Divergence | None = None,
 ) -> Decodes:
     """Count equal, tied and different decodes.
 
@@ -53,6 +55,7 @@ def compare_decodes(
         num_beams: that both searched with.
         noise: worst error of a logit that was measured for the stage.
         must_be_exact: whether a difference fails.
+        divergence: where they part, for the result.
     """
     differing = [
         number
@@ -65,7 +68,8 @@ def compare_decodes(
     if shown:
         left, right = expected[shown[0]].token_ids, got[shown[0]].token_ids
         first = _describe(shown[0], left, right, _margin(eager, sources[shown[0]], left, right, greedy=num_beams == 1))
-    return Decodes(stage, method, len(sources), len(sources) - len(differing), len(tied), first, must_be_exact)
+    exact = len(sources) - len(differing)
+    return Decodes(stage, method, len(sources), exact, len(tied), first, must_be_exact, divergence)
 
 
 def _might_say(eager: Session[Any], source: Sequence[int], tokens: Tokens, num_beams: int, noise: float) -> bool:
@@ -77,10 +81,10 @@ def _might_say(eager: Session[Any], source: Sequence[int], tokens: Tokens, num_b
 def _margin(eager: Session[Any], source: Sequence[int], left: Tokens, right: Tokens, *, greedy: bool) -> float:
     """Return by how much the eager model prefers `left`: in logits where they part, or in score for beams."""
     scores = []
-    parting = next(i for i, (a, b) in enumerate(zip((*left, -1), (*right, -1), strict=False)) if a != b)
+    step = parting(left, right)
     for tokens in (left, right):
         log_probs = token_log_probs(eager, source, tokens)
-        scores.append(log_probs[min(parting, len(tokens) - 1)] if greedy else log_probs.mean())
+        scores.append(log_probs[min(step, len(tokens) - 1)] if greedy else log_probs.mean())
     return float(scores[0] - scores[1])
 
 
@@ -98,7 +102,7 @@ def token_log_probs(eager: Session[Any], source: Sequence[int], tokens: Tokens) 
 
 
 def _describe(number: int, left: Tokens, right: Tokens, margin: float) -> str:
-    step = next(i for i, (a, b) in enumerate(zip((*left, -1), (*right, -1), strict=False)) if a != b)
+    step = parting(left, right)
     token = [tokens[step] if step < len(tokens) else "end" for tokens in (left, right)]
     return f"sequence {number}, token {step}: {token[0]} became {token[1]}, eager margin {margin:.1e}"
 
