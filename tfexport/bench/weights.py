@@ -28,7 +28,10 @@ def step_weight_bytes(bundle: Bundle) -> int | None:
     if not config.tie_output:
         return read + sum(size for name, size in sizes.items() if name.startswith("out."))
     table = "enc.embed.weight" if config.tie_embeddings else "dec.embed.weight"
-    return read + sizes.get(table, 0) + sizes.get("out.bias", 0)
+    tied = {name: size for name, size in sizes.items() if name == table or name.startswith(f"{table}.")}
+    # Quantised for throughput there are two tables: one to look up rows in, and one to multiply with.
+    multiplied = {name: size for name, size in tied.items() if ".int8_columns." in name} or tied
+    return read + sum(multiplied.values()) + sizes.get("out.bias", 0)
 
 
 def _sizes(path: Path) -> dict[str, int]:
