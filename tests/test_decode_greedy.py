@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from tests.scripted import EOS, ScriptedSession, ScriptedState, drawn, table
+from tests.scripted import EOS, START, ScriptedSession, ScriptedState, drawn, table
 from tfexport.config import DecodeConfig
 from tfexport.decode.batch import decode
 from tfexport.decode.result import Hypothesis
@@ -41,6 +41,19 @@ def test_fills_the_model_when_no_limit_is_given() -> None:
     session = ScriptedSession(6, drawn(6, eos_bias=-99), max_target_length=9)
     found = decode(session, [[7], [8]], DecodeConfig(), prefixes=[[], [3, 4]])
     assert [len(hypotheses[0].token_ids) for hypotheses in found] == [9, 9]
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_long_texts_are_kept_whole(num_beams: int) -> None:
+    script = drawn(6, eos_bias=-99)
+    config = DecodeConfig(num_beams=num_beams)
+    (found,) = decode(ScriptedSession(6, script, max_target_length=300), [[7]], config)[0]
+    assert len(found.token_ids) == 300
+    log_prob = 0.0
+    for place, token in enumerate(found.token_ids):
+        logits = script((7,), (START, *found.token_ids[:place]))
+        log_prob += logits[token] - np.log(np.exp(logits).sum())
+    assert found.log_prob == pytest.approx(log_prob, rel=1e-4)
 
 
 def test_equal_logits_give_the_lowest_id() -> None:

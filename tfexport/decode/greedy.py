@@ -50,7 +50,7 @@ def choose_tokens(session: Session[S], batch: Batch, config: DecodeConfig) -> It
     rows, running = Rows(session, batch, config), np.arange(len(batch.texts))
     while rows.num_new < batch.max_new_tokens:
         candidates, log_probs = rows.best(wanted, filter_logits=True)
-        best = log_probs[:, 0]
+        best = log_probs[:, 0].copy()  # a view would keep all candidates of the step
         # `in` a list is the fastest search of a few numbers.
         if -np.inf in best.tolist():
             raise nothing_left(int(rows.texts[best.argmin()]), rows.num_new)

@@ -12,6 +12,9 @@ from tfexport.decode.request import Batch
 from tfexport.errors import BackendError, InputError
 from tfexport.runtime.session import Candidates, Floats, Ids, S, Session
 
+# Room for this many new tokens at first; it doubles when it is full, for the limit may be far away.
+FIRST_ROOM = 64
+
 
 class Rows(Generic[S]):
     """What is being decoded, one row a hypothesis.
@@ -25,8 +28,7 @@ class Rows(Generic[S]):
         """Encode the sources, one row each."""
         self.texts, self.num_new = batch.texts, batch.num_forced
         num_rows, self._length = batch.prompts.shape
-        longest = self._length - batch.num_forced + batch.max_new_tokens
-        self._tokens = np.empty((num_rows, longest), np.int64)
+        self._tokens = np.empty((num_rows, self._length + FIRST_ROOM), np.int64)
         self._tokens[:, : self._length] = batch.prompts
         self._in_place = np.arange(num_rows)
         self._session = session
@@ -72,6 +74,8 @@ class Rows(Generic[S]):
 
     def append(self, token_ids: Ids) -> None:
         """Lengthen every row by its token, int64 [rows]."""
+        if self._length == self._tokens.shape[1]:
+            self._tokens = np.concatenate((self._tokens, np.empty_like(self._tokens)), 1)
         self._tokens[:, self._length] = token_ids
         self._length += 1
         self.num_new += 1
