@@ -201,9 +201,12 @@ def check_rows(state: State, rows: Ids) -> Ids:
     Raises:
         InputError: rows out of range, mixed sources or unequal numbers of beams.
     """
+    beams = state.rows // state.batch
+    if rows.shape == (state.rows,) and np.array_equal(rows // beams, np.arange(rows.size) // beams):
+        return np.arange(state.batch)  # what most steps of a beam search do
     if rows.ndim != 1 or rows.size == 0 or rows.min() < 0 or rows.max() >= state.rows:
         raise InputError(f"rows is {rows.tolist()}, expected indices 0 … {state.rows - 1}")
-    sources = rows // (state.rows // state.batch)
+    sources = rows // beams
     starts = np.flatnonzero(np.diff(sources, prepend=-1))
     kept: Ids = sources[starts]
     beams = rows.size // kept.size

@@ -1,13 +1,15 @@
 """The fused form in ONNX Runtime on the CPU: buffers that numpy and the graphs share, and hypotheses that stay put.
 
 A beam that goes on keeps its row of the cache, whatever its rank; only beams
-that branch are copied, over rows that nobody continues. So the rows of the
+that branch are copied, over rows that nobody continues, from the token on where
+the two part: behind equal tokens lie equal keys and values. So the rows of the
 buffers are in another order than the hypotheses of the caller: `slots`
 translates.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +44,8 @@ Array = NDArray[Any]
 
 # The first buffers hold so many tokens, and double when they are full.
 _FIRST_CAPACITY = 64
+# How many tokens a row shares with itself: as many as there will be.
+_EQUAL = sys.maxsize
 
 
 @dataclass
@@ -56,6 +60,7 @@ class FusedState:
         source_mask: bool [batch, source_len], in the order of the buffers, like all that follows.
         cross: keys and values of the source, float32 [batch, heads, source_len, head_dim] for each name.
         cache: keys and values of the target, float32 [2 · layers, at least rows, heads, capacity, head_dim].
+        shared: with how many equal tokens two rows of a source begin, [batch][beams][beams].
         bound: what the next step is bound to; None when it must be bound anew.
     """
 
@@ -66,6 +71,7 @@ class FusedState:
     source_mask: Mask
     cross: list[Array]
     cache: Floats
+    shared: list[list[list[int]]]
     bound: _Bound | None = field(default=None, repr=False)
 
 
@@ -140,7 +146,16 @@ class FusedSession:
         cross = [value.numpy() for value in io.get_outputs()]
         batch = len(source_ids)
         capacity = min(_FIRST_CAPACITY, self.spec.max_target_length)
-        return FusedState(batch, batch, 0, np.arange(batch), source_mask.copy(), cross, self._buffers(batch, capacity))
+        return FusedState(
+            batch=batch,
+            rows=batch,
+            past_len=0,
+            slots=np.arange(batch),
+            source_mask=source_mask.copy(),
+            cross=cross,
+            cache=self._buffers(batch, capacity),
+            shared=[[[_EQUAL]] for _ in range(batch)],
+        )
 
     def step(self, state: FusedState, target_ids: Ids, num_candidates: int) -> Candidates:
         """Run the decoder on the newest tokens; see `Session.step`."""
@@ -235,14 +250,19 @@ class FusedSession:
 
     def _regroup(self, state: FusedState, rows: Ids, kept: Ids) -> None:
         """Give every source another number of rows, in new buffers that have the order of the hypotheses."""
-        held = np.s_[:, :, :, : state.past_len]
-        grown = self._buffers(rows.size, state.cache.shape[3])
-        grown[held] = state.cache[:, state.slots[rows], :, : state.past_len]
-        beams = state.rows // state.batch
-        sources = state.slots[kept * beams] // beams
-        if sources.size != state.batch or (sources != np.arange(sources.size)).any():
-            state.cross = [array[sources] for array in state.cross]
-            state.source_mask = state.source_mask[sources]
+        grown, beams = self._buffers(rows.size, state.cache.shape[3]), state.rows // state.batch
+        origin = state.slots[rows]
+        grown[:, :, :, : state.past_len] = state.cache[:, origin, :, : state.past_len]
+        sources, places = np.divmod(origin.reshape(kept.size, -1), beams)
+        first = sources[:, 0]
+        if first.size != state.batch or (first != np.arange(first.size)).any():
+            state.cross = [array[first] for array in state.cross]
+            state.source_mask = state.source_mask[first]
+        shared = np.array(state.shared)[first[:, None, None], places[:, :, None], places[:, None]].clip(
+            max=state.past_len
+        )
+        shared[:, np.eye(places.shape[1], dtype=bool)] = _EQUAL
+        state.shared = shared.tolist()
         state.cache, state.slots, state.bound = grown, np.arange(rows.size), None
         state.batch, state.rows = kept.size, rows.size
 
@@ -261,9 +281,21 @@ def _branch(state: FusedState, rows: Ids) -> None:
         if rows.size < state.rows:  # of sources that leave all rows are dead
             dead = dead[np.isin(dead // beams, source // beams)]
         for to, of in zip(dead.tolist(), source.tolist(), strict=True):
-            state.cache[:, to, :, : state.past_len] = state.cache[:, of, :, : state.past_len]
+            _copy_row(state, to, of)
         origin[copies] = dead
     state.slots = origin
+
+
+def _copy_row(state: FusedState, to: int, of: int) -> None:
+    """Make a dead row equal to another of its source."""
+    beams = state.rows // state.batch
+    shared, new, old = state.shared[of // beams], to % beams, of % beams
+    parted = slice(shared[new][old], state.past_len)
+    state.cache[:, to, :, parted] = state.cache[:, of, :, parted]
+    shared[new] = [min(length, state.past_len) for length in shared[old]]
+    for row, length in zip(shared, shared[new], strict=True):
+        row[new] = length
+    shared[new][new] = _EQUAL
 
 
 def _leave(state: FusedState, batch: int) -> None:
@@ -276,13 +308,14 @@ def _leave(state: FusedState, batch: int) -> None:
         of = int(sources[place])
         for array in (*state.cross, state.source_mask):
             array[to] = array[of]
+        state.shared[to] = state.shared[of]
         for beam in range(beams):
             state.cache[:, to * beams + beam, :, : state.past_len] = state.cache[
                 :, of * beams + beam, :, : state.past_len
             ]
         state.slots[place * beams : (place + 1) * beams] += (to - of) * beams
     state.cross = [array[:batch] for array in state.cross]
-    state.source_mask = state.source_mask[:batch]
+    state.source_mask, state.shared = state.source_mask[:batch], state.shared[:batch]
     state.batch, state.rows, state.bound = batch, batch * beams, None
 
 
