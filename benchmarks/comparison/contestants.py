@@ -32,13 +32,22 @@ class System:
 
 
 SYSTEMS = {
-    OURS: System(module="ours", environment=OURS, files="bundle", precisions=PRECISIONS),
+    OURS: System(module="comparison.workers.ours", environment=OURS, files="bundle", precisions=PRECISIONS),
     "ctranslate2": System(
-        module="translator", environment="ctranslate2", files="ctranslate2", precisions=("fp32", "int8")
+        module="comparison.workers.translator",
+        environment="ctranslate2",
+        files="ctranslate2",
+        precisions=("fp32", "int8"),
     ),
-    "transformers": System(module="marian", environment="transformers", files="marian", is_slow=True),
-    "torch.compile": System(module="compiled", environment="transformers", files="marian", is_slow=True),
-    "optimum-onnx": System(module="optimum", environment="optimum-onnx", files="optimum-onnx", is_slow=True),
+    "transformers": System(
+        module="comparison.workers.marian", environment="transformers", files="marian", is_slow=True
+    ),
+    "torch.compile": System(
+        module="comparison.workers.compiled", environment="transformers", files="marian", is_slow=True
+    ),
+    "optimum-onnx": System(
+        module="comparison.workers.optimum", environment="optimum-onnx", files="optimum-onnx", is_slow=True
+    ),
 }
 PEERS = tuple(name for name in SYSTEMS if name != OURS)
 
@@ -121,5 +130,5 @@ def _aim(precision: str, setting: Setting) -> str | None:
 def thread_settings(peer: str, cores: int) -> list[int | None]:
     """Return the numbers of threads that a peer is tried with: CTranslate2 is often faster with one."""
     if peer == "ctranslate2":
-        return [threads for threads in (1, cores) if threads == 1 or cores > 1]
+        return [*sorted({1, cores})]
     return [cores if SYSTEMS[peer].environment == "transformers" else None]

@@ -105,7 +105,7 @@ def start(name: str, system: str, python: Path) -> Worker:
     Raises:
         BenchError: there is no such Python.
     """
-    return Worker(name, python, f"comparison.workers.{SYSTEMS[system].module}")
+    return Worker(name, python, SYSTEMS[system].module)
 
 
 def environment() -> dict[str, str]:
