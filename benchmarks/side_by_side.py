@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -34,15 +34,16 @@ from tfexport.bench.machine import threads
 from tfexport.errors import TfexportError
 
 ENVIRONMENTS = BENCHMARKS.parent / "build" / "peers"
+Option = Callable[[Callable[..., None]], Callable[..., None]]
 ROUNDS, QUICK_ROUNDS = 7, 3
 
 
-class Several(click.ParamType):
+class Several(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.4
     """Values of one type with commas between them."""
 
     name = "value,…"
 
-    def __init__(self, of: click.ParamType) -> None:
+    def __init__(self, of: click.ParamType[Any]) -> None:
         """Take the type of one value."""
         self.of = of
 
@@ -68,9 +69,9 @@ def pythons(given: Sequence[str]) -> dict[str, Path]:
     return found
 
 
-def several(name: str, values: Sequence[Any], text: str, default: Sequence[Any] | None = None) -> Any:
+def several(name: str, values: Sequence[Any], text: str, default: Sequence[Any] | None = None) -> Option:
     """Return an option that takes several of `values`; all by default, or numbers that `default` lists."""
-    kind: click.ParamType = click.Choice(values) if values else click.IntRange(min=1)
+    kind: click.ParamType[Any] = click.Choice(values) if values else click.IntRange(min=1)
     chosen = ",".join(map(str, default or values))
     return click.option(name, type=Several(kind), default=chosen, show_default=True, help=text)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -45,7 +46,7 @@ class Setting:
     def cost(self) -> float:
         """What a call costs, relative to others and roughly."""
         kind = 0.6 if self.is_quantised else 1.0
-        work = self.batch_size**0.6 * self.num_beams**0.5 * (0.8 + self.source_length / 160)
+        work = math.pow(self.batch_size, 0.6) * math.sqrt(self.num_beams) * (0.8 + self.source_length / 160)
         return 0.1 + kind * _COST.get(self.model, 1.0) * work / 10
 
     def sources(self, vocab: int) -> list[list[int]]:

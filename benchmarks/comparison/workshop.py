@@ -74,7 +74,8 @@ class Workshop:
         options = ["--precision", contestant.precision, "--no-verify"]
         if contestant.optimize_for:
             options += ["--optimize-for", contestant.optimize_for]
-        command = [self.pythons[OURS], "-P", "-c", ONNX, "onnx", self.weights(model), "--output", target, *options]
+        command: list[str | Path] = [self.pythons[OURS], "-P", "-c", ONNX, "onnx", self.weights(model)]
+        command += ["--output", target, *options]
         _run(f"{contestant}: tfexport onnx", command)
 
     def _convert(self, model: str, contestant: Contestant, target: Path) -> None:

@@ -11,7 +11,7 @@ from comparison.workers.protocol import Call, Sources, System, serve
 class Marian(System):
     """`MarianMTModel` with its default attention."""
 
-    libraries = ("transformers", "torch")
+    libraries: tuple[str, ...] = ("transformers", "torch")
 
     def convert(self, weights: Path, target: Path, precision: str) -> None:
         """Write the weights as a Marian model."""
