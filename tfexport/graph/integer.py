@@ -148,11 +148,9 @@ def _rewrite(model: onnx.ModelProto, store: _Store, quantization: Quantization) 
     if not replaced:
         raise GraphError(f"{quantization.weights}: no linear map has {_LEAST_WEIGHTS} weights; export with fp32")
     for node in lookups(graph, least=_LEAST_WEIGHTS):
-        table = weights[node.input[0]]
-        if table.dims[1] % _LEAST_BLOCK == 0:
-            row, used = _look_up(node, table, store)
-            replaced[node.output[0]] = [row]
-            parts += used
+        new, used = _look_up(node, weights[node.input[0]], store)
+        replaced[node.output[0]] = new
+        parts += used
     nodes = [new for old in graph.node for new in replaced.get(old.output[0], [old])]
     nodes = _without_unread(nodes, {value.name for value in graph.output})
     parts += _plain(nodes, weights, store)
@@ -200,23 +198,32 @@ def _kind(product: Product, quantization: Quantization) -> _Kind:
     return "int4_blocks" if quantization.weights == "int4" and not product.is_projection else "int8_blocks"
 
 
-def _look_up(node: onnx.NodeProto, weight: onnx.TensorProto, store: _Store) -> tuple[onnx.NodeProto, list[_Part]]:
+def _look_up(node: onnx.NodeProto, weight: onnx.TensorProto, store: _Store) -> tuple[list[onnx.NodeProto], list[_Part]]:
     """Write an embedding with a narrow table; one that is the output projection too is stored once."""
-    tensors = store.put(weight, "int8_blocks")
-    values, *rest = (store.part(tensor) for tensor in tensors)
-    rows = _Part(f"{values.name}.rows", values.tensor, tuple(weight.dims))
-    new = helper.make_node(
+    values, *rest = (store.part(tensor) for tensor in store.put(weight, "int8_blocks"))
+    outputs, blocks, block = values.shape
+    rows = _Part(f"{values.name}.rows", values.tensor, (outputs, blocks * block))
+    width, target = weight.dims[1], node.output[0]
+    is_whole = blocks * block == width
+    gather = helper.make_node(
         "GatherBlockQuantized",
         [rows.name, node.input[1], *(part.name for part in rest)],
-        list(node.output),
+        [target if is_whole else f"{target}_padded"],
         domain=_DOMAIN,
         name=node.name,
         bits=8,
-        block_size=_block(weight.dims[1], 8),
+        block_size=block,
         gather_axis=0,
         quantize_axis=1,
     )
-    return new, [rows, *rest]
+    return [gather] if is_whole else [gather, *_first_columns(f"{target}_padded", target, width)], [rows, *rest]
+
+
+def _first_columns(source: str, target: str, width: int) -> list[onnx.NodeProto]:
+    """Cut off what fills the last block."""
+    bounds = {f"{target}_begin": 0, f"{target}_end": width, f"{target}_axis": -1}
+    constants = [helper.make_node("Constant", [], [name], value_ints=[value]) for name, value in bounds.items()]
+    return [*constants, helper.make_node("Slice", [source, *bounds], [target])]
 
 
 def _block(inputs: int, bits: int) -> int:
@@ -229,7 +236,8 @@ def _round(name: str, array: NDArray[Any], kind: _Kind, outputs: int) -> dict[st
     """Return the tensors of a weight under the names that they have in the file."""
     if kind == "plain":
         return {name: array}
-    matrix = array if outputs == 0 else array.T
+    # safetensors writes an array as it lies in memory: turned, it has to be moved.
+    matrix = array if outputs == 0 else array.T.copy()
     if kind == "int8_columns":
         rounded = round_matrix(matrix, "int8", 0)
         return {f"{name}.{kind}.values": rounded.values.T.copy(), f"{name}.{kind}.scales": rounded.scales}
