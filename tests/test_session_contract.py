@@ -17,12 +17,14 @@ from tests.cuda_double import CudaDouble
 from tests.trt_double import trt_session
 from tfexport.config import Form, TransformerConfig
 from tfexport.errors import BackendError, InputError
+from tfexport.graph.fused import fusion_problems
 from tfexport.graph.write import write_graphs
 from tfexport.models.transformer import Transformer
 from tfexport.runtime.eager import EagerSession
+from tfexport.runtime.open import open_ort
 from tfexport.runtime.ort.session import OrtSession
 from tfexport.runtime.session import Candidates, Ids, Mask, Session
-from tfexport.spec import ModelSpec
+from tfexport.spec import DECODER, ModelSpec
 
 MakeSession = Callable[[Transformer], Session]  # type: ignore[type-arg]
 Once = Callable[[str, Callable[[Path], object]], Path]
@@ -36,7 +38,7 @@ def exported(model: Transformer, once: Once) -> tuple[dict[str, Path], ModelSpec
 
     def make(path: Path) -> None:
         path.mkdir()
-        write_graphs(model, spec, path, forms=("concat", "static"), opset=18, report=lambda line: None)
+        write_graphs(model, spec, path, forms=("concat", "static", "fused"), opset=18, report=lambda line: None)
 
     return {path.stem: path for path in once(f"graphs-{weights.hexdigest()[:16]}", make).glob("*.onnx")}, spec
 
@@ -44,6 +46,13 @@ def exported(model: Transformer, once: Once) -> tuple[dict[str, Path], ModelSpec
 def ort_session(model: Transformer, form: Form, once: Once, *, host_caches: bool = True) -> Session:  # type: ignore[type-arg]
     graphs, spec = exported(model, once)
     return OrtSession(graphs, spec, form if spec.has_decoder else None, threads=1, host_caches=host_caches)
+
+
+def fused_session(model: Transformer, once: Once) -> Session:  # type: ignore[type-arg]
+    graphs, spec = exported(model, once)
+    if spec.has_decoder and DECODER["fused"] not in graphs:
+        pytest.skip(f"no fused form: {' and '.join(fusion_problems(model))}")
+    return open_ort(graphs, spec, "fused" if spec.has_decoder else None, threads=1)
 
 
 def engine_session(model: Transformer, form: Form, once: Once, *, prompt: bool = False) -> Session:  # type: ignore[type-arg]
@@ -58,6 +67,7 @@ BACKENDS: dict[str, Callable[[Transformer, Once], Session]] = {  # type: ignore[
     "ort static": lambda model, once: ort_session(model, "static", once),
     # What a GPU runs: no buffer is shared with numpy, caches are moved by graphs. The concat form runs so everywhere.
     "ort static device": lambda model, once: ort_session(model, "static", once, host_caches=False),
+    "ort fused": fused_session,
     # The session that drives TensorRT, on doubles of engines and CUDA: once the device is late, once it is at once.
     "trt concat": lambda model, once: engine_session(model, "concat", once),
     "trt static": lambda model, once: engine_session(model, "static", once),
