@@ -24,9 +24,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import tfexport
 from tfexport import staging
 from tfexport.bundle import Builder, Bundle, create_bundle, open_bundle
-from tfexport.config import StackConfig, TokenIds, TransformerConfig
+from tfexport.config import Backend, StackConfig, TokenIds, TransformerConfig
 from tfexport.errors import BundleError
 from tfexport.manifest import GraphEntry
 from tfexport.spec import ModelSpec, decoder_graph, encoder_graph
@@ -823,3 +824,28 @@ def test_the_manifest_needs_a_verdict(tmp_path: Path) -> None:
     ):
         fill(builder, parity={})
     assert siblings(tmp_path / "bundle") == []
+
+
+# ---- what `load` checks while it builds a session
+
+
+@pytest.mark.parametrize("backend", ["ort", "eager"])
+def test_load_refuses_weights_that_were_changed(backend: Backend, dates_bundle: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "dates"
+    shutil.copytree(dates_bundle, copy)
+    with (copy / "weights.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last[0] ^ 1]))
+    with pytest.raises(BundleError, match=r"weights\.safetensors was changed"):
+        tfexport.load(copy, backend=backend)
+
+
+def test_load_names_changed_weights_before_what_else_is_wrong(dates_bundle: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "dates"
+    shutil.copytree(dates_bundle, copy)
+    weights = copy / "weights.safetensors"
+    weights.write_bytes(bytes(weights.stat().st_size))  # no header: neither backend could read it
+    with pytest.raises(BundleError, match=r"weights\.safetensors was changed"):
+        tfexport.load(copy, backend="eager")

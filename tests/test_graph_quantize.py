@@ -24,14 +24,14 @@ from tfexport.engine.plan import build_plan
 from tfexport.engine.profiles import make_profiles
 from tfexport.errors import GraphError
 from tfexport.graph.export import export_bundle
-from tfexport.graph.quantize import QUANTIZED, quantize_graphs
+from tfexport.graph.quantize import quantize_graphs
 from tfexport.graph.static import fix_capacity
 from tfexport.manifest import GraphEntry
 from tfexport.model import Model
 from tfexport.models.directory import load_weights
 from tfexport.runtime.eager import EagerSession
 from tfexport.runtime.ort.session import OrtSession
-from tfexport.spec import GraphSpec, ModelSpec, TensorSpec
+from tfexport.spec import QUANTIZED_WEIGHTS, GraphSpec, ModelSpec, TensorSpec
 from tfexport.tokenizer import Tokenizer
 
 Once = Callable[[str, Callable[[Path], object]], Path]
@@ -129,7 +129,7 @@ def test_contract_opset_and_sharing(weights: WeightType, opset: int, dates_bundl
         "decoder.onnx",
         "decoder_static.onnx",
         "encoder.onnx",
-        QUANTIZED,
+        QUANTIZED_WEIGHTS,
     ]
     spans: dict[str, set[tuple[str, str]]] = {}
     for name, entry in portable(bundle).items():
@@ -138,11 +138,11 @@ def test_contract_opset_and_sharing(weights: WeightType, opset: int, dates_bundl
         for weight in model.graph.initializer:
             if weight.data_location == onnx.TensorProto.EXTERNAL:
                 found = {item.key: item.value for item in weight.external_data}
-                assert found["location"] == QUANTIZED
+                assert found["location"] == QUANTIZED_WEIGHTS
                 spans.setdefault(weight.name, set()).add((found["offset"], found["length"]))
     assert all(len(places) == 1 for places in spans.values()), "both decoders read the same bytes"
     length = sum(int(length) for _, length in set.union(*spans.values()))
-    assert length <= (folder / QUANTIZED).stat().st_size <= length + 64 * len(spans)
+    assert length <= (folder / QUANTIZED_WEIGHTS).stat().st_size <= length + 64 * len(spans)
 
 
 def test_equal_input_gives_equal_bytes(dates_bundle: Path, once: Once, tmp_path: Path) -> None:

@@ -7,8 +7,9 @@
     parity.json            optional, the full report of the verification
     engines/               optional, checked by whoever uses them
 
-Opening checks every byte before any of it is used. The sums find damage and
-mix-ups; they are no signature.
+Every byte is checked before any of it is used; only `load` checks the weights
+while it builds a session of them. The sums find damage and mix-ups; they are no
+signature.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import errno
 import hashlib
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,11 +30,13 @@ from tfexport.config import Quantization, TransformerConfig
 from tfexport.document import parse
 from tfexport.errors import BundleError, ConfigError, raise_all
 from tfexport.manifest import ENGINES, FORMAT_VERSION, MANIFEST, FileEntry, GraphEntry, Manifest, kind_of
-from tfexport.spec import ModelSpec
+from tfexport.spec import QUANTIZED_WEIGHTS, WEIGHTS, ModelSpec
 
 TOKENIZER = "tokenizer.json"
 PARITY = "parity.json"
 MAX_MANIFEST_BYTES = 4 * 1024 * 1024
+_WEIGHT_FILES = (WEIGHTS, QUANTIZED_WEIGHTS)
+_CHANGED = "{} was changed (its sha256 differs)"
 
 
 @dataclass(frozen=True)
@@ -116,13 +119,15 @@ class Builder:
         self.is_finished = True
 
 
-def open_bundle(path: Path) -> Bundle:
+def open_bundle(path: Path, *, weights: bool = True) -> Bundle:
     """Open a bundle after checking its manifest and every byte of its files.
 
     A bundle that went missing because its replacement was killed is put back.
 
     Args:
         path: the directory, or a symbolic link to it. Inside there may be none.
+        weights: False leaves the bytes of the weight files to `check_weights`,
+            but not their sizes. They are numbers that no parser reads.
 
     Raises:
         BundleError: it is missing, made by a newer version, or lists all that is
@@ -138,12 +143,34 @@ def open_bundle(path: Path) -> Bundle:
             raise BundleError(f"bundle {path}: {error}") from error
         except RecursionError as error:
             raise BundleError(f"bundle {path}: {MANIFEST} is nested too deeply; export it again") from error
-        problems = _file_problems(root, manifest)
+        problems = _file_problems(root, manifest, unread=() if weights else _WEIGHT_FILES)
     except OSError as error:
         raise BundleError(f"cannot read bundle {path}: {_cause(error)}; check its permissions") from error
+    _raise_damage(path, problems)
+    return Bundle(root, manifest, hashlib.sha256(raw).hexdigest())
+
+
+def check_weights(bundle: Bundle) -> None:
+    """Check every byte of a bundle's weight files.
+
+    Raises:
+        BundleError: lists those that were changed.
+    """
+    files = bundle.manifest.files
+    try:
+        problems = [
+            _CHANGED.format(name)
+            for name in _WEIGHT_FILES
+            if name in files and _entry(bundle.file(name)) != files[name]
+        ]
+    except OSError as error:
+        raise BundleError(f"cannot read bundle {bundle.path}: {_cause(error)}; check its permissions") from error
+    _raise_damage(bundle.path, problems)
+
+
+def _raise_damage(path: Path, problems: list[str]) -> None:
     if problems:
         raise BundleError(f"bundle {path}: {'; '.join(problems)}; copy it again from its source or export it again")
-    return Bundle(root, manifest, hashlib.sha256(raw).hexdigest())
 
 
 @contextmanager
@@ -203,7 +230,7 @@ def _read_manifest(root: Path, path: Path) -> bytes:
     return (root / MANIFEST).read_bytes()
 
 
-def _file_problems(root: Path, manifest: Manifest) -> list[str]:
+def _file_problems(root: Path, manifest: Manifest, *, unread: Collection[str]) -> list[str]:
     found, problems = _scan(root)
     problems += [f"{name!r} is not in {MANIFEST}" for name in sorted(found - set(manifest.files) - {MANIFEST})]
     for name, entry in sorted(manifest.files.items()):
@@ -216,8 +243,8 @@ def _file_problems(root: Path, manifest: Manifest) -> list[str]:
         size = os.lstat(root / name).st_size
         if size != entry.bytes:
             problems.append(f"{name} has {size} bytes, expected {entry.bytes}")
-        elif _entry(root / name) != entry:
-            problems.append(f"{name} was changed (its sha256 differs)")
+        elif name not in unread and _entry(root / name) != entry:
+            problems.append(_CHANGED.format(name))
     return problems
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -11,12 +12,12 @@ from typing import Any, Literal, Self, get_args
 
 import numpy as np
 
-from tfexport.bundle import TOKENIZER, open_bundle
+from tfexport.bundle import TOKENIZER, check_weights, open_bundle
 from tfexport.config import Backend, DecodeConfig, Device, Form
 from tfexport.decode.batch import decode
 from tfexport.decode.result import FinishReason, Hypothesis
 from tfexport.decode.stream import stream
-from tfexport.errors import ConfigError, InputError
+from tfexport.errors import ConfigError, InputError, TfexportError
 from tfexport.runtime.open import open_session
 from tfexport.runtime.session import Floats, Session, pad_right
 from tfexport.spec import ModelSpec
@@ -79,11 +80,21 @@ def load(
             raise ConfigError(f"load: {name} is {value!r}, expected one of {', '.join(map(repr, allowed))}")
     if threads is not None and threads < 1:
         raise ConfigError(f"load: threads is {threads}, expected 1 or more")
-    bundle = open_bundle(Path(path))
+    bundle = open_bundle(Path(path), weights=False)
     has_tokenizer = TOKENIZER in bundle.manifest.files
     tokenizer = Tokenizer.load(bundle.file(TOKENIZER), bundle.manifest.spec) if has_tokenizer else None
-    session = open_session(bundle, backend, form=form, threads=threads, device=device, engine=engine)
-    return Model(session, tokenizer)
+    with ThreadPoolExecutor(1) as pool:  # the sums of the weights take as long as the rest
+        checked = pool.submit(check_weights, bundle)
+        try:
+            session = open_session(bundle, backend, form=form, threads=threads, device=device, engine=engine)
+        except TfexportError:
+            checked.result()  # that weights were changed is the better reason
+            raise
+    model = Model(session, tokenizer)
+    if checked.exception():
+        model.close()
+    checked.result()
+    return model
 
 
 class Model:

@@ -15,6 +15,8 @@ from tfexport.config import Config, Form, Precision, TokenIds, TransformerConfig
 from tfexport.errors import ConfigError, raise_all
 
 WEIGHTS = "weights.safetensors"
+# Plain bytes: safetensors knows no type of 4 bits.
+QUANTIZED_WEIGHTS = "weights.bin"
 ENCODER = "encoder"
 ENCODER_FUSED = "encoder_fused"
 DECODER: dict[Form, str] = {"concat": "decoder", "static": "decoder_static", "fused": "decoder_fused"}

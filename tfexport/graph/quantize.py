@@ -24,9 +24,8 @@ from tfexport.graph.external import Span, external_weights, read_weight, span
 from tfexport.graph.linear import linear_maps
 from tfexport.graph.rounding import BLOCK, round_matrix
 from tfexport.manifest import GraphEntry
+from tfexport.spec import QUANTIZED_WEIGHTS
 
-# Beside the graphs; plain bytes, for safetensors knows no type of 4 bits.
-QUANTIZED = "weights.bin"
 # The first opsets whose DequantizeLinear has float16 scales and float8, and 4 bits in blocks.
 _OPSET: dict[WeightType, int] = {"int8": 19, "fp8": 19, "int4": 21}
 _IR_VERSION = 10  # that of opset 21
@@ -82,7 +81,7 @@ def quantize_graphs(
     """
     models = {name: _load(source / entry.file, _OPSET[weights]) for name, entry in graphs.items()}
     bodies = [model.graph for model in models.values()]
-    with (directory / QUANTIZED).open("xb") as file:
+    with (directory / QUANTIZED_WEIGHTS).open("xb") as file:
         moved = _move(bodies, source, file, weights, report)
     written = {}
     for name, model in models.items():
@@ -150,7 +149,7 @@ def _write(file: BinaryIO, suffix: str, array: NDArray[Any]) -> _Stored:
     tensor = numpy_helper.from_array(np.ascontiguousarray(array))  # packs two values of 4 bits into a byte
     file.write(bytes(-file.tell() % _ALIGNMENT))
     offset, length = file.tell(), file.write(tensor.raw_data)
-    set_external_data(tensor, QUANTIZED, offset, length)
+    set_external_data(tensor, QUANTIZED_WEIGHTS, offset, length)
     tensor.ClearField("raw_data")
     return _Stored(suffix, tensor)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -125,8 +126,11 @@ class FusedSession:
         self.spec = spec
         self.accuracy: Accuracy = weights or spec.precision
         device = OrtDevice("cpu", "float32", 0)
-        self._encoder: ort.InferenceSession | None = device.load(graphs[ENCODER_FUSED], ENCODER_FUSED, threads)
-        self._decoder: ort.InferenceSession | None = device.load(graphs[DECODER["fused"]], DECODER["fused"], threads)
+        names = (ENCODER_FUSED, DECODER["fused"])
+        with ThreadPoolExecutor(len(names)) as pool:
+            loaded = list(pool.map(lambda name: device.load(graphs[name], name, threads), names))
+        self._encoder: ort.InferenceSession | None = loaded[0]
+        self._decoder: ort.InferenceSession | None = loaded[1]
         self._cross_names = key_value_names("cross", spec.layers)
         self._caches = list(
             zip(key_value_names("past", spec.layers), key_value_names("present", spec.layers), strict=True)
