@@ -268,7 +268,7 @@ def test_a_ratio_is_the_median_over_rounds_of_the_faster_thread_setting() -> Non
 def test_a_clearly_slower_thread_setting_takes_no_part_in_the_rounds() -> None:
     quick, slow, close = (Contestant(system="ctranslate2", threads=n) for n in (1, 2, 3))
     ours = Contestant(system=OURS)
-    runs = {entrant: {"warm_up_s": [s]} for entrant, s in ((ours, 9.0), (quick, 1.0), (slow, 1.4), (close, 1.2))}
+    runs = {entrant: {"warm_up_s": [s]} for entrant, s in ((ours, 9.0), (quick, 1.0), (slow, 1.6), (close, 1.4))}
     assert turns._taking_part(runs, 6) == [ours, quick, close]
 
 

@@ -18,7 +18,7 @@ PAUSE_S = 0.25
 # Of the systems that are slow.
 SLOW_ROUNDS = 3
 # A thread setting that is so much slower than the system's best before the rounds takes no part in them.
-CLEARLY_SLOWER = 1.3
+CLEARLY_SLOWER = 1.5
 
 Outputs = list[list[int]]
 
