@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import onnxruntime as ort
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from tfexport.config import WeightType
-from tfexport.graph.rounding import BLOCK, Rounded, round_matrix
+from tfexport.graph.rounding import BLOCK, Rounded, round_blocks, round_matrix
 
 FLOAT = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
 LARGEST = {"int8": 127, "int4": 7}
@@ -114,3 +115,65 @@ def test_int4_becomes_int8_where_no_block_fits(inputs: int) -> None:
     rounded = round_matrix(np.ones((4, inputs), np.float32), "int4", 0)
     assert rounded.values.dtype == np.int8
     assert (rounded.block, rounded.axis, rounded.scales.shape) == (0, 0, (4,))
+
+
+def unpacked(packed: NDArray[np.uint8], bits: int, count: int) -> NDArray[np.float64]:
+    """Read values out of bytes along the last axis, one after the other and bit by bit."""
+    ones = np.unpackbits(packed, axis=-1, bitorder="little").reshape(*packed.shape[:-1], -1, bits)
+    return (ones * 2.0 ** np.arange(bits)).sum(-1)[..., :count]
+
+
+@pytest.mark.parametrize(("bits", "block"), [(8, 128), (8, 16), (4, 32), (4, 16)])
+@settings(max_examples=20, deadline=None)
+@given(matrix=matrices(columns=100))
+def test_a_block_spans_its_weights_and_zero_stays_zero(bits: int, block: int, matrix: NDArray[np.float32]) -> None:
+    blocks = round_blocks(matrix, bits, block)
+    count = -(-100 // block)
+    values, zeros = unpacked(blocks.values, bits, block), unpacked(blocks.zero_points, bits, count)
+    assert (blocks.scales > 0).all()
+    assert blocks.scales.shape == zeros.shape == (3, count)
+    steps = blocks.scales.astype(np.float64)[..., None]
+    found = ((values - zeros[..., None]) * steps).reshape(3, -1)[:, :100]
+    # The zero point is rounded as well: an end of the range can be a whole step away, everything else half of one.
+    limit = (1 + 1e-5) * np.broadcast_to(steps, (3, count, block)).reshape(3, -1)[:, :100]
+    assert (np.abs(found - matrix) <= limit).all()
+    assert (found[matrix == 0] == 0).all()
+    inner = np.abs(found - matrix) <= 0.5 * limit
+    assert inner.mean() >= 0.5
+
+
+@pytest.mark.parametrize(("bits", "block", "inputs"), [(8, 128, 256), (8, 32, 100), (4, 32, 256), (4, 32, 100)])
+def test_onnx_runtime_reads_blocks_back(bits: int, block: int, inputs: int) -> None:
+    """A product with the identity in float32 is the matrix as the operator reads it; so are rows looked up."""
+    matrix = np.random.default_rng(0).standard_normal((70, inputs)).astype(np.float32) + 0.5
+    blocks = round_blocks(matrix, bits, block)
+    count = blocks.scales.shape[1]
+    values, zeros = unpacked(blocks.values, bits, block), unpacked(blocks.zero_points, bits, count)
+    expected = ((values - zeros[..., None]) * blocks.scales[..., None]).reshape(70, -1)[:, :inputs]
+    assert np.abs(expected - matrix).max() < {8: 0.02, 4: 0.3}[bits]
+    names = ["values", "scales", "zero_points"]
+    shared = {"bits": bits, "block_size": block}
+    multiply = helper.make_node(
+        "MatMulNBits", ["x", *names], ["y"], domain="com.microsoft", K=inputs, N=70, accuracy_level=0, **shared
+    )
+    identity = helper.make_tensor_value_info("x", TensorProto.FLOAT, [inputs, inputs])
+    output = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+    tensors = [numpy_helper.from_array(getattr(blocks, name), name) for name in names]
+    graph = helper.make_graph([multiply], "g", [identity], [output], tensors)
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    raw = helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString()
+    (found,) = ort.InferenceSession(raw).run(None, {"x": np.eye(inputs, dtype=np.float32)})
+    np.testing.assert_allclose(found.T, expected, atol=1e-6)
+
+
+def test_blocks_of_nothing_and_of_huge_weights() -> None:
+    """Zeros have a scale that can be divided by, and the range of what is nearly infinite does not overflow."""
+    matrix = np.zeros((2, 32), np.float32)
+    matrix[1, :2] = 3e38, -3e38
+    for bits in (8, 4):
+        blocks = round_blocks(matrix, bits, 32)
+        assert np.isfinite(blocks.scales).all()
+        values, zeros = unpacked(blocks.values, bits, 32)[:, 0], unpacked(blocks.zero_points, bits, 1)
+        restored = (values - zeros) * blocks.scales.astype(np.float64)
+        assert not restored[0].any()
+        np.testing.assert_allclose(restored[1, :2], [3e38, -3e38], rtol=0.1)
