@@ -265,6 +265,15 @@ def test_a_ratio_is_the_median_over_rounds_of_the_faster_thread_setting() -> Non
     assert summary.geometric_mean([0.5, 2.0, 8.0]) == pytest.approx(2.0)
 
 
+def test_a_long_call_is_its_own_warm_up_unless_the_system_is_slow(
+    scripted: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for limit, expected in ((0.0, {OURS: 1, "same": 1, "slow": 3}), (2.0, {OURS: 3, "same": 3, "slow": 3})):
+        monkeypatch.setattr(turns, "LONG_CALL_S", limit)
+        (cell,) = run(scripted, tmp_path / f"{limit}.json", ["same", "slow"])["cells"]
+        assert {run["system"]: len(run["warm_up_s"]) for run in cell["runs"]} == expected
+
+
 def test_a_clearly_slower_thread_setting_takes_no_part_in_the_rounds() -> None:
     quick, slow, close = (Contestant(system="ctranslate2", threads=n) for n in (1, 2, 3))
     ours = Contestant(system=OURS)
