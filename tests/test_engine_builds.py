@@ -64,7 +64,8 @@ def bundle(model: str, precision: Precision, tmp_path: Path, request: pytest.Fix
     else:
         save_model(Transformer(shallow(preset(model))), tmp_path / "model")
         source = str(tmp_path / "model")
-    yield export_bundle(source, tmp_path / "bundle", ExportConfig(precision=precision), verify=False)
+    config = ExportConfig(precision=precision, forms=("concat", "static"))
+    yield export_bundle(source, tmp_path / "bundle", config, verify=False)
     shutil.rmtree(tmp_path / "bundle")
 
 

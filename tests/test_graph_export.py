@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -31,9 +32,9 @@ from tfexport.graph.export import export_bundle
 from tfexport.graph.trace import trace_encoder
 from tfexport.models.directory import load_model, save_model
 from tfexport.models.transformer import Transformer
-from tfexport.spec import ModelSpec, decoder_graph
+from tfexport.spec import DECODER, ModelSpec, decoder_graph
 
-DTYPES = {onnx.TensorProto.INT64: "int64", onnx.TensorProto.BOOL: "bool"}
+DTYPES = {onnx.TensorProto.INT64: "int64", onnx.TensorProto.INT32: "int32", onnx.TensorProto.BOOL: "bool"}
 DTYPES |= {
     onnx.TensorProto.FLOAT: "float32",
     onnx.TensorProto.FLOAT16: "float16",
@@ -69,7 +70,9 @@ def test_every_variant_exports_and_says_what_eager_says(name: str, tmp_path: Pat
     assert parity is not None
     assert parity["passed"] is True
     if EVERY[name].decoder is not None:
-        assert parity["exact"] == parity["sequences"] == 4 * 16 + 2 * 9
+        forms = {"t5": 2}.get(name, 3)
+        assert len(set(bundle.manifest.graphs) & set(DECODER.values())) == forms
+        assert parity["exact"] == parity["sequences"] == forms * (2 * 16 + 9)
 
 
 def described(graph: Path) -> dict[str, tuple[str, list[str | int]]]:
@@ -88,7 +91,7 @@ def test_the_graphs_keep_the_contract_of_the_design(post: Path) -> None:
         f"cross_{part}.{i}": ("float32", ["batch", 4, "source_len", 8]) for i in range(2) for part in ("key", "value")
     }
     source = {"source_ids": ("int64", ["batch", "source_len"]), "source_mask": ("bool", ["batch", "source_len"])}
-    assert described(post / "encoder.onnx") == source | cross
+    assert described(post / "encoder.onnx") == described(post / "encoder_fused.onnx") == source | cross
     shared = cross | {
         "source_mask": source["source_mask"],
         "target_ids": ("int64", ["rows", "target_len"]),
@@ -104,8 +107,13 @@ def test_the_graphs_keep_the_contract_of_the_design(post: Path) -> None:
 
     concat = caches("past", "past_len") | caches("present", "past_len + target_len")
     assert described(post / "decoder.onnx") == shared | concat
-    static = caches("past", "capacity") | caches("present", "capacity") | {"cache_lengths": ("int64", ["rows"])}
-    assert described(post / "decoder_static.onnx") == shared | static
+    buffers = caches("past", "capacity") | caches("present", "capacity")
+    assert described(post / "decoder_static.onnx") == shared | buffers | {"cache_lengths": ("int64", ["rows"])}
+    assert described(post / "decoder_fused.onnx") == shared | buffers | {
+        "positions": ("int64", ["rows", "target_len"]),
+        "last_position": ("int32", ["rows"]),
+        "total_length": ("int32", [1]),
+    }
 
 
 def test_opsets_and_operators_are_those_that_runtimes_take(post: Path) -> None:
@@ -116,6 +124,52 @@ def test_opsets_and_operators_are_those_that_runtimes_take(post: Path) -> None:
         assert not operators & {"If", "Loop", "NonZero", "Multinomial"}
         assert not model.functions
         assert ("TensorScatter" in operators) is ("Attention" in operators) is (name == "decoder_static")
+
+
+def test_the_fused_form_is_the_standard_and_two_operators_of_onnx_runtime(post: Path) -> None:
+    kinds = {
+        "encoder_fused": {"MultiHeadAttention": 2},
+        "decoder_fused": {"MultiHeadAttention": 2, "GroupQueryAttention": 2},
+    }
+    for name, expected in kinds.items():
+        model = onnx.load(str(post / f"{name}.onnx"), load_external_data=False)
+        assert {(entry.domain, entry.version) for entry in model.opset_import} == {("", 18), ("com.microsoft", 1)}
+        assert not model.functions
+        assert Counter(node.op_type for node in model.graph.node if node.domain) == expected
+        assert not {"If", "Loop", "NonZero", "TensorScatter"} & {node.op_type for node in model.graph.node}
+
+
+def test_a_fused_cache_goes_straight_from_input_to_output(post: Path) -> None:
+    graph = onnx.load(str(post / "decoder_fused.onnx"), load_external_data=False).graph
+    nodes = [node for node in graph.node if node.op_type == "GroupQueryAttention"]
+    assert [(node.input[3:5], node.output[1:3]) for node in nodes] == [
+        ([f"past_key.{i}", f"past_value.{i}"], [f"present_key.{i}", f"present_value.{i}"]) for i in range(2)
+    ]
+
+
+def test_query_key_and_value_are_one_product_over_the_weights_of_the_file(post: Path) -> None:
+    """They lie side by side there, so that the product has its weight without a copy of it."""
+    raw, stored = (post / "weights.safetensors").read_bytes(), load_file(post / "weights.safetensors")
+    graph = onnx.load(str(post / "decoder_fused.onnx"), load_external_data=False).graph
+    joined = {
+        tensor.name: tensor for tensor in graph.initializer if ".self." in tensor.name and ".o." not in tensor.name
+    }
+    assert len(joined) == 2 * 2, "a weight and a bias for each layer"
+    for name, tensor in joined.items():
+        layer, kind = name.removeprefix("model.").rsplit(".", 1)
+        parts = np.concatenate([stored[f"{layer}.{part}.{kind}"] for part in "qkv"])
+        info = ExternalDataInfo(tensor)
+        assert tuple(tensor.dims) == parts.shape
+        assert raw[info.offset : info.offset + info.length] == parts.tobytes()
+    # Nothing is stored twice: the file is as long as its header and every parameter once.
+    header = 8 + int.from_bytes(raw[:8], "little")
+    assert len(raw) == header + sum(array.nbytes for array in stored.values())
+
+
+def test_graphs_are_small(post: Path) -> None:
+    """What they compute with lies in the weight file; a graph holds operators, names and shapes."""
+    for path in post.glob("*.onnx"):
+        assert path.stat().st_size < 40_000, path.name
 
 
 def test_a_static_cache_goes_straight_from_input_to_output(post: Path) -> None:
@@ -131,7 +185,12 @@ def test_all_graphs_share_one_weight_file_that_holds_the_model(post: Path) -> No
         name: tuple(parameter.shape) for name, parameter in model.named_parameters()
     }
     raw, used = (post / "weights.safetensors").read_bytes(), set()
-    for name in ("encoder", "decoder", "decoder_static"):
+    joint = {
+        name.replace(".q.", "."): np.concatenate([stored[name.replace(".q.", f".{part}.")] for part in "qkv"])
+        for name in stored
+        if name.startswith("dec.") and ".self.q." in name
+    }
+    for name in ("encoder", "decoder", "decoder_static", "encoder_fused", "decoder_fused"):
         for tensor in onnx.load(str(post / f"{name}.onnx"), load_external_data=False).graph.initializer:
             if tensor.data_location != onnx.TensorProto.EXTERNAL:
                 assert len(tensor.raw_data) < 1024, f"{tensor.name} lies in the graph"
@@ -139,10 +198,10 @@ def test_all_graphs_share_one_weight_file_that_holds_the_model(post: Path) -> No
             info = ExternalDataInfo(tensor)
             assert info.location == "weights.safetensors"
             content = raw[info.offset : info.offset + info.length]
-            matching = {key for key, array in stored.items() if array.tobytes() == content}
+            matching = {key for key, array in (stored | joint).items() if array.tobytes() == content}
             assert matching, f"{tensor.name} is no parameter"
             used |= matching
-    assert used == set(stored)
+    assert used == set(stored) | set(joint)
 
 
 def test_equal_input_gives_equal_bytes(post: Path, tmp_path: Path) -> None:
@@ -207,7 +266,8 @@ def test_a_failed_verification_leaves_the_old_bundle(
     post: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, output = str(post.with_name("post-model")), tmp_path / "b"
-    old = export_bundle(source, output, ExportConfig(), verify=False)
+    config = ExportConfig(forms=("concat",))
+    old = export_bundle(source, output, config, verify=False)
 
     def one_weight_off(model: Transformer, spec: ModelSpec) -> nn.Module:
         wrong = load_model(Path(source))
@@ -217,7 +277,7 @@ def test_a_failed_verification_leaves_the_old_bundle(
 
     monkeypatch.setattr(export, "_cast", one_weight_off)
     with pytest.raises(ParityError, match=r"onnx: ort concat differs by .* of the largest value at batch"):
-        export_bundle(source, output, ExportConfig(), force=True)
+        export_bundle(source, output, config, force=True)
     assert open_bundle(output).sha256 == old.sha256
     assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == ["b"]
 

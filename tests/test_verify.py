@@ -43,7 +43,7 @@ def source(once: Callable[[str, Make], Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def bundle(once: Callable[[str, Make], Path], source: Path) -> Path:
-    """Its bundle in both forms, unverified; not to be changed."""
+    """Its bundle in all forms, unverified; not to be changed."""
     return once("verify-bundle", lambda path: export_bundle(str(source), path, ExportConfig(), verify=False))
 
 
@@ -100,6 +100,10 @@ def one_percent(array: Any) -> None:
     array.flat[np.abs(array).argmax()] *= 1.01
 
 
+def one_percent_of_value(array: Any) -> None:
+    one_percent(array[-len(array) // 3 :])  # query, key and value lie one below the other
+
+
 def one_nan(array: Any) -> None:
     array.flat[7] = np.nan
 
@@ -133,9 +137,12 @@ def shift_slot(graph: onnx.ModelProto) -> None:
     rewire(graph, node, 2, constant("one_slot", 1), constant("no_slot", 0), back, slot)
 
 
-def wrong_scale(graph: onnx.ModelProto) -> None:
-    attribute = next(a for a in first(graph, "Attention").attribute if a.name == "scale")
-    attribute.f *= 1.02
+def wrong_scale(kind: str) -> Change:
+    def apply(graph: onnx.ModelProto) -> None:
+        attribute = next(a for a in first(graph, kind).attribute if a.name == "scale")
+        attribute.f *= 1.02
+
+    return apply
 
 
 MUTATIONS: dict[str, tuple[str, Change]] = {
@@ -147,11 +154,29 @@ MUTATIONS: dict[str, tuple[str, Change]] = {
     "no mask, static": ("decoder_static", drop_mask),
     "positions off by one": ("decoder_static", shift_positions),
     "wrong slot": ("decoder_static", shift_slot),
-    "wrong attention scale": ("decoder_static", wrong_scale),
+    "wrong attention scale": ("decoder_static", wrong_scale("Attention")),
+    "one weight of query, key and value": (
+        "decoder_fused",
+        change_weight("dec.layers.1.self.weight", one_percent_of_value),
+    ),
+    "one weight of the encoder, fused": (
+        "encoder_fused",
+        change_weight("enc.layers.1.self.attention.v.weight", one_percent),
+    ),
+    "no mask, fused": ("decoder_fused", drop_mask),
+    "no mask in the encoder, fused": ("encoder_fused", drop_mask),
+    "positions off by one, fused": ("decoder_fused", shift_positions),
+    "wrong attention scale, fused": ("decoder_fused", wrong_scale("GroupQueryAttention")),
     "NaN": ("decoder", change_weight("dec.layers.1.ffn.fc2.weight", one_nan)),
     "infinity": ("decoder_static", change_weight("out.bias", one_infinity)),
 }
-STAGES = {"encoder": {"ort concat", "ort static"}, "decoder": {"ort concat"}, "decoder_static": {"ort static"}}
+STAGES = {
+    "encoder": {"ort concat", "ort static"},
+    "decoder": {"ort concat"},
+    "decoder_static": {"ort static"},
+    "encoder_fused": {"ort fused"},
+    "decoder_fused": {"ort fused"},
+}
 
 
 def strict_json(text: str) -> dict[str, Any]:
@@ -216,14 +241,15 @@ def test_a_tie_is_what_rounding_can_turn_and_nothing_else(bundle: Path, source: 
     assert model.out is not None
     with torch.no_grad():
         twins(model.out.weight, model.out.bias)
-    wrong = altered(bundle, tmp_path / "b", decoder=change, decoder_static=lambda graph: change(graph, error))
+    changes: dict[str, Change] = {"decoder": change, "decoder_fused": change}
+    wrong = altered(bundle, tmp_path / "b", **changes, decoder_static=lambda graph: change(graph, error))
     opened = open_bundle(wrong)
     spec = replace(opened.manifest.spec, max_target_length=2)
     graphs = {name: opened.file(graph.file) for name, graph in opened.manifest.graphs.items()}
     report = verify_stages(Stages(model, graphs, spec), FEW)
     assert report.passed, report.problems()
     greedy = {rung.stage: rung for rung in report.decodes if rung.method == "greedy"}
-    assert greedy["ort concat"].exact == FEW.samples
+    assert greedy["ort concat"].exact == greedy["ort fused"].exact == FEW.samples
     assert (greedy["ort static"].exact, greedy["ort static"].ties) == (0, FEW.samples)
     assert "5 became 7, eager margin 9.5e-07" in str(greedy["ort static"].first)
     assert report.summary()["ties"] >= FEW.samples
