@@ -100,7 +100,8 @@ def test_an_encoder_alone_is_compared_on_engines(tmp_path: Path, monkeypatch: py
 def test_narrow_weights_are_judged_by_their_own_tolerance(
     dates_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    graphs = open_bundle(dates_bundle).manifest.graphs
+    entries = open_bundle(dates_bundle).manifest.graphs
+    graphs = {name: entries[name] for name in ("encoder", "decoder_static")}
     quantize_graphs(dates_bundle, graphs, tmp_path, "int8")
 
     def open_session(bundle: Bundle, backend: str, **options: Any) -> Session[Any]:
