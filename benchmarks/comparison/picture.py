@@ -24,7 +24,7 @@ svg { --page: #fff; --ink: #1a1d21; --soft: #5c6570; --line: #dde1e6; --c0: #2f6
 .back { fill: var(--page); } .grid { stroke: var(--line); } .one { stroke: var(--ink); stroke-width: 1.5; }
 .tick, .row { fill: var(--soft); } .title { fill: var(--ink); font-size: 15px; font-weight: 600; }
 .group { fill: var(--ink); font-weight: 600; } .dot { stroke-width: 1.8; } .span { stroke-width: 1.2; opacity: .45; }
-.hollow { fill: var(--page); }
+.any { stroke: var(--soft); fill: var(--soft); } .hollow { fill: var(--page); }
 """
 _COLOURS = 4
 _COLOUR_STYLE = "".join(
@@ -133,13 +133,12 @@ def _frame(axis: _Axis, height: int) -> str:
 
 
 def _legend(batches: list[int], sources: list[int]) -> str:
-    entries = [(index % _COLOURS, False, f"batch {batch}") for index, batch in enumerate(batches)]
+    entries = [(f"f{index % _COLOURS}", f"batch {batch}") for index, batch in enumerate(batches)]
     if len(sources) > 1:
         longer = " and ".join(map(str, sources[1:]))
-        entries += [(-1, False, f"source {sources[0]}"), (-1, True, f"source {longer}")]
+        entries += [("any", f"source {sources[0]}"), ("any hollow", f"source {longer}")]
     parts, x = [], 18.0
-    for colour, is_hollow, label in entries:
-        shown = "s0 hollow" if is_hollow else f"f{max(0, colour)}"
+    for shown, label in entries:
         parts.append(f'<circle class="dot {shown}" cx="{x}" cy="40" r="4"/>')
         parts.append(f'<text class="row" x="{x + 9}" y="44">{escape(label)}</text>')
         x += 28 + 7 * len(label)
