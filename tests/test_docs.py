@@ -24,7 +24,7 @@ from tfexport.decode.result import Hypothesis
 from tfexport.errors import ConfigError
 from tfexport.manifest import Manifest
 from tfexport.model import Result
-from tfexport.spec import ModelSpec, decoder_graph, encoder_graph
+from tfexport.spec import DECODER, ModelSpec, decoder_graph, encoder_graph
 from tfexport.verify import Decodes, Numbers, Report, VerifyConfig
 from tfexport.verify.report import TOLERANCE
 
@@ -255,7 +255,7 @@ def test_the_graphs_have_the_names_that_are_shown(dates_bundle: Path) -> None:
     text = (ROOT / "docs" / "graphs.md").read_text(encoding="utf-8")
     spec = tfexport.load(dates_bundle).spec
     alone = ModelSpec(d_model=8, source_vocab=9, max_source_length=9, tokens=spec.tokens, precision="fp32")
-    graphs = [encoder_graph(spec), decoder_graph(spec, "concat"), decoder_graph(spec, "static"), encoder_graph(alone)]
+    graphs = [encoder_graph(spec), encoder_graph(alone), *(decoder_graph(spec, form) for form in DECODER)]
     tensors = [tensor for graph in graphs for tensor in (*graph.inputs, *graph.outputs)]
     for name in {tensor.name.replace(".0", ".{i}").replace(".1", ".{i}") for tensor in tensors}:
         assert f"`{name}`" in text
