@@ -281,6 +281,8 @@ def test_a_weight_is_stored_once_and_the_file_is_small(way: str, share: float, d
                 assert found["location"] == WEIGHTS
                 spans.setdefault(weight.name, set()).add(found["offset"])
     assert all(len(offsets) == 1 for offsets in spans.values())
+    tables = {name.split(".")[3] for name in tensors if name.startswith("enc.embed.weight.")}
+    assert tables == {"int8_blocks", *(["int8_columns"] if way == "int8 throughput" else [])}
 
 
 def test_equal_input_gives_equal_bytes(dates_bundle: Path, once: Once, tmp_path: Path) -> None:

@@ -58,19 +58,20 @@ class _Store:
     source: Path
     names: Mapping[Span, str]
     tensors: dict[str, NDArray[Any]] = field(default_factory=dict)
-    _made: dict[tuple[Span, _Kind], list[str]] = field(default_factory=dict)
+    _made: dict[tuple[Span, _Kind, int], list[str]] = field(default_factory=dict)
 
     def put(self, weight: onnx.TensorProto, kind: _Kind, outputs: int = 0) -> list[str]:
         """Store a weight and name its tensors: itself, or values, scales and zero points."""
         place = span(weight)
-        if (place, kind) not in self._made:
+        key = (place, kind, outputs)
+        if key not in self._made:
             # Joint parameters have no name of their own in the file; graphs name them within a module `model`.
             name = self.names.get(place, weight.name.removeprefix("model."))
             tensors = _round(name, read_weight(self.source, weight), kind, outputs)
             assert not tensors.keys() & self.tensors.keys()
-            self._made[place, kind] = list(tensors)
+            self._made[key] = list(tensors)
             self.tensors.update(tensors)
-        return self._made[place, kind]
+        return self._made[key]
 
     def part(self, tensor: str) -> _Part:
         """Return an initializer under the name and shape of its tensor."""
