@@ -32,6 +32,11 @@ SHAPE_OPERATORS = frozenset(
 )
 
 
+# Threads of a decoder that sleep between two steps are woken for each; longer awake they would take the cores of the
+# next encoder, as those of an encoder would take the decoder's.
+STEP_SPIN_US = 1000
+
+
 class OrtDevice:
     """A device, its memory, and the two graphs that move caches in it.
 
@@ -61,13 +66,14 @@ class OrtDevice:
         self._reorder = self.load(reorder_model(dtype, num_caches), "reorder", 1) if num_caches else None
         self._extend = self.load(extend_model(dtype, num_caches), "extend", 1) if num_caches else None
 
-    def load(self, graph: Path | bytes, name: str, threads: int | None) -> ort.InferenceSession:
+    def load(self, graph: Path | bytes, name: str, threads: int | None, *, spin_us: int = 0) -> ort.InferenceSession:
         """Load a graph onto the device.
 
         Args:
             graph: path, or the bytes of a graph without weights.
             name: used in errors.
             threads: of the CPU for one call; None means one for each core.
+            spin_us: how long its threads wait awake for the next run, in microseconds.
 
         Raises:
             BackendError: the graph does not load, or part of it would run elsewhere.
@@ -76,6 +82,10 @@ class OrtDevice:
         options.log_severity_level = 3
         options.intra_op_num_threads = threads or 0
         options.inter_op_num_threads = 1
+        if spin_us:
+            options.add_session_config_entry("session.intra_op.spin_duration_us", str(spin_us))
+        else:
+            options.add_session_config_entry("session.force_spinning_stop", "1")
         options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
         try:
             session = ort.InferenceSession(

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from tfexport.config import Accuracy, WeightType
 from tfexport.errors import BackendError
-from tfexport.runtime.ort.device import OrtDevice, host_value, run
+from tfexport.runtime.ort.device import STEP_SPIN_US, OrtDevice, host_value, run
 from tfexport.runtime.session import Candidates, Floats, Ids, Mask, check_rows, check_source, check_target
 from tfexport.spec import (
     CANDIDATE_IDS,
@@ -126,11 +126,11 @@ class FusedSession:
         self.spec = spec
         self.accuracy: Accuracy = weights or spec.precision
         device = OrtDevice("cpu", "float32", 0)
-        names = (ENCODER_FUSED, DECODER["fused"])
-        with ThreadPoolExecutor(len(names)) as pool:
-            loaded = list(pool.map(lambda name: device.load(graphs[name], name, threads), names))
-        self._encoder: ort.InferenceSession | None = loaded[0]
-        self._decoder: ort.InferenceSession | None = loaded[1]
+        with ThreadPoolExecutor(1) as pool:
+            encoder = pool.submit(device.load, graphs[ENCODER_FUSED], ENCODER_FUSED, threads)
+            name = DECODER["fused"]
+            self._decoder: ort.InferenceSession | None = device.load(graphs[name], name, threads, spin_us=STEP_SPIN_US)
+        self._encoder: ort.InferenceSession | None = encoder.result()
         self._cross_names = key_value_names("cross", spec.layers)
         self._caches = list(
             zip(key_value_names("past", spec.layers), key_value_names("present", spec.layers), strict=True)

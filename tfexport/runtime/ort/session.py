@@ -19,7 +19,7 @@ import onnxruntime as ort
 from tfexport.config import Accuracy, Device, Form, WeightType
 from tfexport.errors import BackendError
 from tfexport.runtime.ort.cache import OrtCache, make_cache
-from tfexport.runtime.ort.device import OrtDevice, host_value, run
+from tfexport.runtime.ort.device import STEP_SPIN_US, OrtDevice, host_value, run
 from tfexport.runtime.session import Candidates, Floats, Ids, Mask, check_rows, check_source, check_target
 from tfexport.spec import (
     CACHE_LENGTHS,
@@ -130,7 +130,7 @@ class OrtSession:
         self._device = OrtDevice(device, FLOAT[spec.precision], 0 if form is None else 2 * spec.layers)
         self._host_caches = device == "cpu" if host_caches is None else host_caches
         self._encoder: ort.InferenceSession | None = self._load(graphs, ENCODER, threads)
-        self._decoder = None if form is None else self._load(graphs, DECODER[form], threads)
+        self._decoder = None if form is None else self._load(graphs, DECODER[form], threads, spin_us=STEP_SPIN_US)
 
     def encode(self, source_ids: Ids, source_mask: Mask) -> OrtState:
         """Encode a batch and make room for one row a source; see `Session.encode`."""
@@ -184,8 +184,10 @@ class OrtSession:
         """Free the graphs; the session cannot be used afterwards."""
         self._encoder = self._decoder = None
 
-    def _load(self, graphs: Mapping[str, Path], name: str, threads: int | None) -> ort.InferenceSession:
-        return self._device.load(graphs[name], graphs[name].name, threads)
+    def _load(
+        self, graphs: Mapping[str, Path], name: str, threads: int | None, *, spin_us: int = 0
+    ) -> ort.InferenceSession:
+        return self._device.load(graphs[name], graphs[name].name, threads, spin_us=spin_us)
 
     def _run_encoder(self, source_ids: Ids, source_mask: Mask, outputs: list[str]) -> list[ort.OrtValue]:
         encoder = _open(self._encoder)
