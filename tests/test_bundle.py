@@ -73,6 +73,17 @@ def fill(builder: Builder, content: dict[str, bytes] = CONTENT, **facts: Any) ->
     builder.finish(**(FACTS | facts))
 
 
+def make_fused(path: Path, graphs: dict[str, GraphEntry]) -> Bundle:
+    """Make a bundle with these graphs and the fused ones."""
+    fused = {
+        "encoder_fused": GraphEntry(file="encoder_fused.onnx", opset=18, spec=encoder_graph(SPEC)),
+        "decoder_fused": GraphEntry(file="decoder_fused.onnx", opset=18, spec=decoder_graph(SPEC, "fused")),
+    }
+    with create_bundle(path) as builder:
+        fill(builder, CONTENT | {entry.file: b"fused" for entry in fused.values()}, graphs=graphs | fused)
+    return builder.bundle
+
+
 def make(path: Path, content: dict[str, bytes] = CONTENT, *, force: bool = False) -> Bundle:
     with create_bundle(path, force=force) as builder:
         fill(builder, content)
@@ -365,6 +376,10 @@ def test_a_missing_key_is_named(bundle: Path, key: str) -> None:
         (
             lambda data: data["graphs"].update(x=data["graphs"].pop("encoder")),
             "unknown graph 'x'; missing graph 'encoder'",
+        ),
+        (
+            lambda data: data["graphs"].update(decoder_fused=data["graphs"].pop("decoder")),
+            "of 'encoder_fused' and 'decoder_fused' there is only one, expected both or none",
         ),
         (
             lambda data: [data["graphs"].pop(name) for name in ("decoder", "decoder_static")],

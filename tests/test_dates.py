@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 import tfexport
 from tests.conftest import DATES
-from tfexport.config import ExportConfig
+from tfexport.config import ExportConfig, Form
 from tfexport.graph.export import export_bundle
 from tfexport.model import Model
 
@@ -64,13 +65,14 @@ def test_text_depends_neither_on_batch_mates_nor_on_padding(model: Model, held_o
     assert [result.text for result in model.generate(texts, batch_size=64)] == alone
 
 
-def test_beams_and_both_forms_read_the_same_dates(model: Model, dates_bundle: Path, held_out: Rows) -> None:
+def test_beams_and_all_forms_read_the_same_dates(model: Model, dates_bundle: Path, held_out: Rows) -> None:
     texts = [text for text, *_ in held_out[::10]]
     greedy = [result.token_ids for result in model.generate(texts)]
-    with tfexport.load(dates_bundle, backend="ort", form="concat", threads=1) as concat:
-        assert [result.token_ids for result in concat.generate(texts)] == greedy
-        beams = [result.token_ids for result in concat.generate(texts, num_beams=4)]
-    assert [result.token_ids for result in model.generate(texts, num_beams=4)] == beams
+    beams = [result.token_ids for result in model.generate(texts, num_beams=4)]
+    for form in get_args(Form):
+        with tfexport.load(dates_bundle, backend="ort", form=form, threads=1) as loaded:
+            assert [result.token_ids for result in loaded.generate(texts)] == greedy
+            assert [result.token_ids for result in loaded.generate(texts, num_beams=4)] == beams
 
 
 def test_fp16_keeps_the_accuracy(model: Model, dates_fp16: Path, held_out: Rows) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from tests import stored
 from tests.stored import L4
-from tests.test_bundle import CONTENT, FACTS, GRAPHS, fill
+from tests.test_bundle import CONTENT, FACTS, GRAPHS, fill, make_fused
 from tfexport.bundle import Bundle, create_bundle
 from tfexport.config import EngineConfig, EngineLimits
 from tfexport.engine.flavour import Flavour, load_flavour
@@ -22,7 +22,7 @@ from tfexport.engine.forecast import cache_bytes
 from tfexport.engine.gauge import Gauge
 from tfexport.engine.interrupt import interruptible
 from tfexport.engine.recipe import decide
-from tfexport.errors import EngineError
+from tfexport.errors import ConfigError, EngineError
 
 trt = pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
 
@@ -96,6 +96,18 @@ def test_the_form_is_one_that_bundle_and_library_have(
     for given in (EngineConfig(form="static"), EngineConfig()):
         with pytest.raises(EngineError, match=r"form is static, which tensorrt 10\.3\.0 has no layer for"):
             decide(static, given, old, L4)
+
+
+def test_the_fused_form_is_for_no_engine(bundle: Bundle, rtx: Flavour, old: Flavour, tmp_path: Path) -> None:
+    with_fused = make_fused(tmp_path / "with", GRAPHS)
+    assert decide(with_fused, EngineConfig(), rtx, None).form == "static"
+    assert decide(with_fused, EngineConfig(), old, L4).form == "concat"
+    alone = make_fused(tmp_path / "alone", {"encoder": GRAPHS["encoder"]})
+    for given in (EngineConfig(), EngineConfig(form="static")):
+        with pytest.raises(EngineError, match=r"has the fused form alone.*; export it with --forms concat,static"):
+            decide(alone, given, rtx, None)
+    with pytest.raises(ConfigError, match="form is fused, which is for ONNX Runtime alone; use static or concat"):
+        EngineConfig(form="fused")
 
 
 def test_another_precision_needs_a_model(rtx: Flavour, bundle: Bundle, tmp_path: Path) -> None:
