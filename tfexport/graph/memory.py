@@ -50,16 +50,25 @@ def _load(path: Path) -> ir.Model:
 
 
 def _fix(graph: ir.Graph, sizes: Mapping[str, int], subject: str) -> None:
-    """Put numbers for the dimensions of the inputs and forget every shape that follows from them."""
+    """Put numbers for the dimensions of the inputs and forget every shape that follows from them.
+
+    What `TopK` gives follows from the value of an input: of the outputs of a graph the dimensions that have names stay.
+    """
     names = {dim.value for value in graph.inputs for dim in value.shape or () if isinstance(dim, ir.SymbolicDim)}
     problems = [f"dimension {name} has no size" for name in sorted(map(str, names - sizes.keys()))]
     raise_all(GraphError, subject, problems)
     for value in graph.inputs:
         assert value.shape is not None
-        value.shape = ir.Shape([dim if isinstance(dim, int) else sizes[str(dim.value)] for dim in value.shape])
+        value.shape = _sized(value.shape, sizes)
     for node in graph:
         for value in node.outputs:
-            value.shape = None
+            declared = value.shape if node.op_type == "TopK" and value.is_graph_output() else None
+            value.shape = None if declared is None else _sized(declared, sizes)
+
+
+def _sized(shape: ir.Shape, sizes: Mapping[str, int]) -> ir.Shape:
+    """Put numbers for the names that have one."""
+    return ir.Shape([dim if isinstance(dim, int) else sizes.get(str(dim.value), dim) for dim in shape])
 
 
 def _peak(graph: ir.Graph, subject: str) -> int:
