@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,15 @@ from hypothesis import strategies as st
 
 from tests import tiny
 from tests.test_session_contract import assert_candidates, exported, fused_session, sources, targets
-from tfexport.config import TransformerConfig
+from tfexport.config import DecodeConfig, TransformerConfig
+from tfexport.decode.batch import decode
 from tfexport.errors import BackendError, InputError
 from tfexport.graph.write import write_graphs
 from tfexport.models.transformer import Transformer
 from tfexport.runtime.eager import EagerSession
 from tfexport.runtime.ort.cache import FIRST_CAPACITY
 from tfexport.runtime.ort.fused import FusedSession
-from tfexport.runtime.session import Ids, Session
+from tfexport.runtime.session import Candidates, Ids, RunsAhead, Session
 from tfexport.spec import ModelSpec
 
 Once = Callable[[str, Callable[[Path], object]], Path]
@@ -190,3 +192,71 @@ def test_the_widths_of_the_encoder_are_its_own(tmp_path: Path) -> None:
     pair = Pair(FusedSession(graphs, spec, threads=1), model, *sources(config))
     for seed in range(3):
         pair.step(targets(config, 4, 1, seed=seed))
+
+
+# ---- many greedy steps at once
+
+
+class OneByOne:
+    """A session that cannot run ahead."""
+
+    def __init__(self, session: Session[Any]) -> None:
+        self.spec, self.max_rows, self.max_candidates = session.spec, session.max_rows, session.max_candidates
+        self.encode, self.step, self.reorder = session.encode, session.step, session.reorder
+
+
+@pytest.mark.parametrize("eos", range(4, 12))
+def test_running_ahead_finds_what_steps_find(eos: int, session: Session[Any], model: Transformer) -> None:
+    """With any token as the end, so that texts end early, late and never; with bans of the end and with prefixes."""
+    spec = replace(session.spec, tokens=replace(session.spec.tokens, eos=eos))
+    ahead, single = FusedLike(session, spec), OneByOne(FusedLike(session, spec))
+    assert isinstance(ahead, RunsAhead)
+    assert not isinstance(single, RunsAhead)
+    texts = np.random.default_rng(eos).integers(4, tiny.VOCAB, (5, 7)).tolist()
+    for options in ({}, {"min_new_tokens": 9}, {"num_return_sequences": 1, "forced_bos_token_id": 3}):
+        config = DecodeConfig(max_new_tokens=FIRST_CAPACITY + 6, **options)
+        prefixes = None if "forced_bos_token_id" in options else [[5, 6], [], [7], [], [8]]
+        found = [decode(each, texts, config, prefixes=prefixes, batch_size=3) for each in (ahead, single)]
+        assert found[0] == found[1]
+
+
+def test_running_ahead_stops_where_a_row_ends(session: Session[Any], model: Transformer) -> None:
+    state, expected = (session.encode(*sources(model.config)) for _ in range(2))
+    start = targets(model.config, state.rows, 1)
+    step = session.step(expected, start, 2)
+    again = session.step(expected, step.token_ids[:, :1], 2)
+    found = session.ahead(state, start, 2, 10, int(again.token_ids[-1, 0]))  # type: ignore[attr-defined]
+    assert len(found.token_ids) <= 2
+    assert state.past_len == len(found.token_ids)
+    np.testing.assert_array_equal(
+        found.logits[: len(found.logits)], np.stack([step.logits, again.logits])[: len(found.logits)]
+    )
+
+
+def test_running_ahead_keeps_to_the_limit(session: Session[Any], model: Transformer) -> None:
+    state = session.encode(*sources(model.config))
+    with pytest.raises(InputError, match=f"the limit is {LIMIT}"):
+        session.ahead(state, targets(model.config, state.rows, 2), 1, LIMIT, 2)  # type: ignore[attr-defined]
+    assert state.past_len == 0
+
+
+def test_numbers_that_are_none_are_found_ahead_too(session: Session[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fifth token of the second text: a session that gives NaN there is refused by that name."""
+    ahead = session.ahead  # type: ignore[attr-defined]
+
+    def broken(state: Any, target_ids: Ids, num_candidates: int, steps: int, stop_id: int) -> Candidates:
+        found: Candidates = ahead(state, target_ids, num_candidates, steps, stop_id)
+        found.logits[4, 1], found.log_normalizer[4, 1] = np.nan, np.nan
+        return found
+
+    monkeypatch.setattr(session, "ahead", broken)
+    with pytest.raises(BackendError, match="infinite logits for text 2 at new token 5;"):
+        decode(session, [[4, 5], [6, 7], [8, 9]], DecodeConfig(max_new_tokens=12, min_new_tokens=12))
+
+
+class FusedLike(OneByOne):
+    """The session with another specification."""
+
+    def __init__(self, session: Session[Any], spec: ModelSpec) -> None:
+        super().__init__(session)
+        self.spec, self.ahead = spec, session.ahead  # type: ignore[attr-defined]

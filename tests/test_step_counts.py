@@ -95,15 +95,17 @@ def test_what_crosses_into_python(
 ) -> None:
     """Ids, logits and a normaliser of a few candidates a row: nothing of the width of the vocabulary or the cache."""
     crossed: list[tuple[int, int]] = []
-    step = model.session.step
+    name = "ahead" if num_beams == 1 else "step"
+    call = getattr(model.session, name)
 
-    def counted(state: Any, target_ids: Ids, num_candidates: int) -> Candidates:
-        found = step(state, target_ids, num_candidates)
-        arrays = (found.token_ids, found.logits, found.log_normalizer)
-        crossed.append((len(target_ids), sum(array.nbytes for array in arrays)))
+    def counted(state: Any, target_ids: Ids, *settings: int) -> Candidates:
+        found: Candidates = call(state, target_ids, *settings)
+        steps = len(found.token_ids) if name == "ahead" else 1
+        size = found.token_ids.nbytes + found.logits.nbytes + found.log_normalizer.nbytes
+        crossed.extend([(len(target_ids), size // steps)] * steps)
         return found
 
-    monkeypatch.setattr(model.session, "step", counted)
+    monkeypatch.setattr(model.session, name, counted)
     model.generate_ids(sources, num_beams=num_beams, **LENGTH)
     candidates = (2 * num_beams if num_beams > 1 else 1) + 1  # one more, for the end that is banned before its time
     assert len(crossed) == NEW_TOKENS

@@ -22,6 +22,7 @@ class Filters:
 
     Attributes:
         are_set: whether there is one that could change anything.
+        leave_best: whether the best token stays the best wherever it does not end the text.
     """
 
     def __init__(self, config: DecodeConfig, spec: ModelSpec) -> None:
@@ -30,6 +31,7 @@ class Filters:
         self._penalises = config.repetition_penalty != 1
         self._num_banned = len(set(config.suppress_tokens)) + (config.min_new_tokens > 0)
         self.are_set = self._penalises or config.no_repeat_ngram_size > 0 or self._num_banned > 0
+        self.leave_best = not (self._penalises or config.no_repeat_ngram_size or config.suppress_tokens)
         self._suppressed: NDArray[np.bool_] | None = None
         if config.suppress_tokens:
             self._suppressed = np.zeros(spec.vocab, np.bool_)

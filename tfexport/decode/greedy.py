@@ -29,13 +29,14 @@ class Chosen(NamedTuple):
     log_probs: Floats
 
 
-def choose_tokens(session: Session[S], batch: Batch, config: DecodeConfig) -> Iterator[Chosen]:
+def choose_tokens(session: Session[S], batch: Batch, config: DecodeConfig, *, ahead: bool = False) -> Iterator[Chosen]:
     """Decode a batch token by token; finished rows leave it.
 
     Args:
         session: any backend.
         batch: for sampling, each text num_return_sequences times.
         config: num_beams is 1.
+        ahead: take many steps at once where nothing is drawn and the session can: their tokens come late.
 
     Yields:
         The tokens of each step, the end-of-sequence tokens included.
@@ -49,6 +50,9 @@ def choose_tokens(session: Session[S], batch: Batch, config: DecodeConfig) -> It
     wanted = sampler.wanted if sampler else 1
     rows, running = Rows(session, batch, config), np.arange(len(batch.texts))
     while rows.num_new < batch.max_new_tokens:
+        if ahead and not sampler:
+            taken, chosen = rows.run_ahead(batch.max_new_tokens - rows.num_new)
+            yield Chosen(np.tile(running, len(taken)), taken.ravel(), chosen.ravel())
         candidates, log_probs = rows.best(wanted, filter_logits=True)
         best = log_probs[:, 0].copy()  # a view would keep all candidates of the step
         # `in` a list is the fastest search of a few numbers.
@@ -94,7 +98,9 @@ def greedy_search(session: Session[S], batch: Batch, config: DecodeConfig) -> li
     """
     samples, eos = config.num_return_sequences, session.spec.tokens.eos
     repeated = batch.repeat(samples)
-    rows, token_ids, log_probs = map(np.concatenate, zip(*choose_tokens(session, repeated, config), strict=True))
+    rows, token_ids, log_probs = map(
+        np.concatenate, zip(*choose_tokens(session, repeated, config, ahead=True), strict=True)
+    )
     lengths = np.bincount(rows)
     new_ids = np.split(token_ids[rows.argsort(kind="stable")], lengths.cumsum()[:-1])
     totals = np.bincount(rows, log_probs)  # added up in float64, step after step

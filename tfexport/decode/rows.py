@@ -10,7 +10,7 @@ from tfexport.config import DecodeConfig
 from tfexport.decode.filters import Filters
 from tfexport.decode.request import Batch
 from tfexport.errors import BackendError, InputError
-from tfexport.runtime.session import Candidates, Floats, Ids, S, Session
+from tfexport.runtime.session import Candidates, Floats, Ids, RunsAhead, S, Session
 
 # Room for this many new tokens at first; it doubles when it is full, for the limit may be far away.
 FIRST_ROOM = 64
@@ -31,6 +31,7 @@ class Rows(Generic[S]):
         self._tokens = np.empty((num_rows, self._length + FIRST_ROOM), np.int64)
         self._tokens[:, : self._length] = batch.prompts
         self._in_place = np.arange(num_rows)
+        self._found: Candidates | None = None
         self._session = session
         self._filters = Filters(config, session.spec)
         self._state = session.encode(batch.source_ids, batch.source_mask)
@@ -56,10 +57,9 @@ class Rows(Generic[S]):
         Raises:
             BackendError: the model gave numbers that are none.
         """
-        unread = self._tokens[:, self._state.past_len : self._length]
         repeats = self._filters.repeats(self.history)
         num_candidates = self._filters.num_candidates(wanted, self._length, repeats)
-        found = self._session.step(self._state, unread, num_candidates)
+        found, self._found = self._found or self._session.step(self._state, self._unread, num_candidates), None
         log_normalizer = found.log_normalizer[:, None]
         if not np.isfinite(log_normalizer).all():
             self._refuse(found)
@@ -71,6 +71,33 @@ class Rows(Generic[S]):
         scores = found.logits if filter_logits else log_probs
         token_ids, scores = self._filters.apply(self.history, self.num_new, repeats, found.token_ids, scores)
         return token_ids, scores - log_normalizer if filter_logits else scores
+
+    def run_ahead(self, steps: int) -> tuple[Ids, Floats]:
+        """Take up to `steps` greedy steps at once, where session and filters allow it.
+
+        The last of them, the first where a text may end, is left to `best`.
+
+        Returns:
+            The tokens of the others, int64, and their log-probabilities, float32,
+            [steps taken - 1, rows]; every row is longer by them.
+
+        Raises:
+            BackendError: the model gave numbers that are none.
+        """
+        if not (isinstance(self._session, RunsAhead) and self._filters.leave_best):
+            return np.empty((0, len(self._tokens)), np.int64), np.empty((0, len(self._tokens)), np.float32)
+        num_candidates = self._filters.num_candidates(1, self._length, None)
+        eos = self._session.spec.tokens.eos
+        found = self._session.ahead(self._state, self._unread, num_candidates, steps, eos)
+        token_ids, log_probs = found.token_ids[:-1, :, 0], found.logits[:-1, :, 0] - found.log_normalizer[:-1]
+        if not np.isfinite(log_probs).all():
+            first = int(np.isfinite(log_probs).all(1).argmin())
+            self.num_new += first
+            self._refuse(_at(found, first))
+        for column in token_ids:
+            self.append(column)
+        self._found = _at(found, -1)
+        return token_ids, log_probs
 
     def append(self, token_ids: Ids) -> None:
         """Lengthen every row by its token, int64 [rows]."""
@@ -92,6 +119,10 @@ class Rows(Generic[S]):
         self._tokens[:, : self._length] = taken
         self.texts = self.texts[rows]
 
+    @property
+    def _unread(self) -> Ids:
+        return self._tokens[:, self._state.past_len : self._length]
+
     def _refuse(self, found: Candidates) -> None:
         broken = np.isnan(found.logits).any(1) | ~np.isfinite(found.log_normalizer)
         texts = ", ".join(map(str, np.unique(self.texts[broken]) + 1))
@@ -99,6 +130,10 @@ class Rows(Generic[S]):
             f"decode: the model gave NaN or infinite logits for text {texts} at new token {self.num_new + 1}; "
             "check its weights, or export with --precision fp32"
         )
+
+
+def _at(found: Candidates, step: int) -> Candidates:
+    return Candidates(found.token_ids[step], found.logits[step], found.log_normalizer[step])
 
 
 def nothing_left(text: int, num_new: int) -> InputError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,6 +54,7 @@ class State(Protocol):
 
 
 S = TypeVar("S", bound=State)
+S_contra = TypeVar("S_contra", bound=State, contravariant=True)
 
 
 class Session(Protocol[S]):
@@ -126,6 +127,29 @@ class Session(Protocol[S]):
 
     def close(self) -> None:
         """Free what the session holds; it cannot be used afterwards."""
+        ...
+
+
+@runtime_checkable
+class RunsAhead(Protocol[S_contra]):
+    """A session that can take several greedy steps at once, with little between them."""
+
+    def ahead(self, state: S_contra, target_ids: Ids, num_candidates: int, steps: int, stop_id: int) -> Candidates:
+        """Step, and go on with the best token of each row until that of some row is `stop_id`.
+
+        Args:
+            state: from `encode`; past_len grows by target_len and one for each further step.
+            target_ids: int64 [rows, target_len], as for `step`.
+            num_candidates: best tokens wanted a row and step.
+            steps: at most, 1 or more; the last step's tokens are not read.
+            stop_id: ends the steps; its own are the last.
+
+        Returns:
+            The candidates of each step, with one axis more in front of all: [steps taken, rows, …].
+
+        Raises:
+            InputError: the steps would go beyond the model's limit.
+        """
         ...
 
 

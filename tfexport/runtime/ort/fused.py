@@ -21,7 +21,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from tfexport.config import Accuracy, WeightType
-from tfexport.errors import BackendError
+from tfexport.errors import BackendError, InputError
 from tfexport.runtime.ort.device import STEP_SPIN_US, OrtDevice, host_value, run
 from tfexport.runtime.session import Candidates, Floats, Ids, Mask, check_rows, check_source, check_target
 from tfexport.spec import (
@@ -171,6 +171,31 @@ class FusedSession:
             target_ids = target_ids[:, -1:]
         return self._step(state, target_ids, num_candidates)
 
+    def ahead(self, state: FusedState, target_ids: Ids, num_candidates: int, steps: int, stop_id: int) -> Candidates:
+        """Take greedy steps until the best token of some row is `stop_id`; see `RunsAhead.ahead`."""
+        length = state.past_len + target_ids.shape[1] + steps - 1
+        if length > self.spec.max_target_length:
+            raise InputError(f"{steps} steps end at {length} tokens, the limit is {self.spec.max_target_length}")
+        self.step(state, target_ids, num_candidates)
+        token_ids = np.empty((steps, state.rows, num_candidates), np.int64)
+        logits = np.empty((steps, state.rows, num_candidates), np.float32)
+        log_normalizer = np.empty((steps, state.rows), np.float32)
+        taken, bound = 0, state.bound
+        assert bound is not None
+        while True:
+            token_ids[taken], logits[taken], log_normalizer[taken] = (
+                bound.token_ids, bound.logits, bound.log_normalizer[:, 0],
+            )  # fmt: skip
+            best = token_ids[taken, :, 0]
+            taken += 1
+            if taken == steps or stop_id in best.tolist():
+                break
+            bound = self._bound(state, 1, num_candidates)
+            bound.inputs[TARGET_IDS][:, 0] = best
+            self._run(state, bound, 1)
+        every = np.s_[:taken, state.slots]
+        return Candidates(token_ids[every], logits[every], log_normalizer[every])
+
     def reorder(self, state: FusedState, rows: Ids) -> None:
         """Let row r continue what row rows[r] was; see `Session.reorder`."""
         kept = check_rows(state, rows)
@@ -190,21 +215,27 @@ class FusedSession:
         self._encoder = self._decoder = None
 
     def _step(self, state: FusedState, target_ids: Ids, num_candidates: int) -> Candidates:
-        target_len = target_ids.shape[1]
+        bound, slots = self._bound(state, target_ids.shape[1], num_candidates), state.slots
+        bound.inputs[TARGET_IDS][slots] = target_ids
+        self._run(state, bound, target_ids.shape[1])
+        return Candidates(bound.token_ids[slots], bound.logits[slots], bound.log_normalizer[slots, 0])
+
+    def _bound(self, state: FusedState, target_len: int, num_candidates: int) -> _Bound:
+        """Return what the next step is bound to, with room for its tokens."""
+        if state.past_len + target_len > state.cache.shape[3]:
+            self._grow(state, state.past_len + target_len)
+        if state.bound is None or not state.bound.fits(target_len, num_candidates):
+            state.bound = self._bind(state, target_len, num_candidates)
+        return state.bound
+
+    def _run(self, state: FusedState, bound: _Bound, target_len: int) -> None:
+        """Read the bound tokens."""
         total = state.past_len + target_len
-        if total > state.cache.shape[3]:
-            self._grow(state, total)
-        bound = state.bound
-        if bound is None or not bound.fits(target_len, num_candidates):
-            bound = state.bound = self._bind(state, target_len, num_candidates)
-        bound.inputs[TARGET_IDS][state.slots] = target_ids
         bound.inputs[POSITIONS][:] = state.past_len if target_len == 1 else np.arange(state.past_len, total)
         bound.inputs[LAST_POSITION][:] = total - 1
         bound.inputs[TOTAL_LENGTH][:] = total
         run(_open(self._decoder), bound.io)
         state.past_len = total
-        slots = state.slots
-        return Candidates(bound.token_ids[slots], bound.logits[slots], bound.log_normalizer[slots, 0])
 
     def _bind(self, state: FusedState, target_len: int, num_candidates: int) -> _Bound:
         io, rows = _open(self._decoder).io_binding(), state.rows
