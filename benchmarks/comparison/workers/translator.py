@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ COMPUTE_TYPES = {"fp32": "float32", "int8": "int8"}
 
 
 class Translator(System):
-    """A CTranslate2 model whose tokens are the ids in decimal."""
+    """A CTranslate2 model whose tokens are the ids in decimal, but for those that start and end a text."""
 
     libraries = ("ctranslate2", "numpy")
 
@@ -37,6 +38,8 @@ class Translator(System):
             inter_threads=1,
             intra_threads=threads or 0,
         )
+        words = json.loads(next(folder.glob("*vocabulary.json")).read_text())
+        self.ids = {word: token for token, word in enumerate(words)}
 
     def call(self, sources: Sources, num_beams: int, new_tokens: int) -> Call:
         """Decode all sources as one batch; writing ids as words is not timed."""
@@ -56,7 +59,7 @@ class Translator(System):
 
     def tokens(self, found: Any) -> list[list[int]]:
         """Read the words as ids."""
-        return [[int(token) for token in words] for words in found]
+        return [[self.ids[word] for word in words] for words in found]
 
 
 if __name__ == "__main__":
