@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -126,11 +125,10 @@ class FusedSession:
         self.spec = spec
         self.accuracy: Accuracy = weights or spec.precision
         device = OrtDevice("cpu", "float32", 0)
-        with ThreadPoolExecutor(1) as pool:
-            encoder = pool.submit(device.load, graphs[ENCODER_FUSED], ENCODER_FUSED, threads)
-            name = DECODER["fused"]
-            self._decoder: ort.InferenceSession | None = device.load(graphs[name], name, threads, spin_us=STEP_SPIN_US)
-        self._encoder: ort.InferenceSession | None = encoder.result()
+        name = DECODER["fused"]
+        # One after the other: while a graph loads, the whole weight file may lie in memory beside what it becomes.
+        self._encoder: ort.InferenceSession | None = device.load(graphs[ENCODER_FUSED], ENCODER_FUSED, threads)
+        self._decoder: ort.InferenceSession | None = device.load(graphs[name], name, threads, spin_us=STEP_SPIN_US)
         self._cross_names = key_value_names("cross", spec.layers)
         self._caches = list(
             zip(key_value_names("past", spec.layers), key_value_names("present", spec.layers), strict=True)
