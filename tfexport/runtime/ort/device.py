@@ -173,6 +173,17 @@ def run(session: ort.InferenceSession, binding: ort.IOBinding) -> None:
         raise BackendError(f"ort: the graph failed while running: {first_line(error)}") from error
 
 
+def still_open(session: ort.InferenceSession | None) -> ort.InferenceSession:
+    """Return a graph that was not closed.
+
+    Raises:
+        BackendError: it was.
+    """
+    if session is None:
+        raise BackendError("ort: this session is closed; load the bundle again")
+    return session
+
+
 def first_line(error: Exception) -> str:
     """Return what an error of the runtime says, without its trace."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

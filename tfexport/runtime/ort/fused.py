@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 from tfexport.config import Accuracy, WeightType
 from tfexport.errors import BackendError, InputError
-from tfexport.runtime.ort.device import STEP_SPIN_US, OrtDevice, host_value, run
+from tfexport.runtime.ort.cache import FIRST_CAPACITY
+from tfexport.runtime.ort.device import STEP_SPIN_US, OrtDevice, host_value, run, still_open
 from tfexport.runtime.session import Candidates, Floats, Ids, Mask, check_rows, check_source, check_target
 from tfexport.spec import (
     CANDIDATE_IDS,
@@ -42,8 +43,6 @@ from tfexport.spec import (
 
 Array = NDArray[Any]
 
-# The first buffers hold so many tokens, and double when they are full.
-_FIRST_CAPACITY = 64
 # How many tokens a row shares with itself: as many as there will be.
 _EQUAL = sys.maxsize
 
@@ -137,7 +136,7 @@ class FusedSession:
     def encode(self, source_ids: Ids, source_mask: Mask) -> FusedState:
         """Encode a batch and make room for one row a source; see `Session.encode`."""
         check_source(self.spec, source_ids, source_mask)
-        encoder = _open(self._encoder)
+        encoder = still_open(self._encoder)
         io = encoder.io_binding()
         source = {SOURCE_IDS: host_value(source_ids), SOURCE_MASK: host_value(source_mask)}
         for name, value in source.items():
@@ -147,7 +146,7 @@ class FusedSession:
         run(encoder, io)
         cross = [value.numpy() for value in io.get_outputs()]
         batch = len(source_ids)
-        capacity = min(_FIRST_CAPACITY, self.spec.max_target_length)
+        capacity = min(FIRST_CAPACITY, self.spec.max_target_length)
         return FusedState(
             batch=batch,
             rows=batch,
@@ -173,7 +172,10 @@ class FusedSession:
         """Take greedy steps until the best token of some row is `stop_id`; see `RunsAhead.ahead`."""
         length = state.past_len + target_ids.shape[1] + steps - 1
         if length > self.spec.max_target_length:
-            raise InputError(f"{steps} steps end at {length} tokens, the limit is {self.spec.max_target_length}")
+            raise InputError(
+                f"{steps} steps end at {length} tokens, the limit is {self.spec.max_target_length}; "
+                "lower max_new_tokens"
+            )
         self.step(state, target_ids, num_candidates)
         token_ids = np.empty((steps, state.rows, num_candidates), np.int64)
         logits = np.empty((steps, state.rows, num_candidates), np.float32)
@@ -232,11 +234,11 @@ class FusedSession:
         bound.inputs[POSITIONS][:] = state.past_len if target_len == 1 else np.arange(state.past_len, total)
         bound.inputs[LAST_POSITION][:] = total - 1
         bound.inputs[TOTAL_LENGTH][:] = total
-        run(_open(self._decoder), bound.io)
+        run(still_open(self._decoder), bound.io)
         state.past_len = total
 
     def _bind(self, state: FusedState, target_len: int, num_candidates: int) -> _Bound:
-        io, rows = _open(self._decoder).io_binding(), state.rows
+        io, rows = still_open(self._decoder).io_binding(), state.rows
         inputs: dict[str, Array] = {
             TARGET_IDS: np.empty((rows, target_len), np.int64),
             SOURCE_MASK: state.source_mask,
@@ -350,9 +352,3 @@ def _leave(state: FusedState, batch: int) -> None:
     state.cross = [array[:batch] for array in state.cross]
     state.source_mask, state.shared = state.source_mask[:batch], state.shared[:batch]
     state.batch, state.rows, state.bound = batch, batch * beams, None
-
-
-def _open(session: ort.InferenceSession | None) -> ort.InferenceSession:
-    if session is None:
-        raise BackendError("ort: this session is closed; load the bundle again")
-    return session

@@ -19,7 +19,7 @@ import onnxruntime as ort
 from tfexport.config import Accuracy, Device, Form, WeightType
 from tfexport.errors import BackendError
 from tfexport.runtime.ort.cache import OrtCache, make_cache
-from tfexport.runtime.ort.device import STEP_SPIN_US, OrtDevice, host_value, run
+from tfexport.runtime.ort.device import STEP_SPIN_US, OrtDevice, host_value, run, still_open
 from tfexport.runtime.session import Candidates, Floats, Ids, Mask, check_rows, check_source, check_target
 from tfexport.spec import (
     CACHE_LENGTHS,
@@ -151,7 +151,7 @@ class OrtSession:
             bound = self._bind(state, target_ids.shape[1], num_candidates)
         bound.target_ids.update_inplace(np.ascontiguousarray(target_ids))
         bound.cache_lengths.update_inplace(np.full(state.rows, state.past_len, np.int64))
-        run(_open(self._decoder), bound.io)
+        run(still_open(self._decoder), bound.io)
         state.past_len += target_ids.shape[1]
         state.binding = None if state.cache.advance(bound.io) else bound
         # On the CPU numpy() is a view of a buffer that the next step writes.
@@ -190,7 +190,7 @@ class OrtSession:
         return self._device.load(graphs[name], graphs[name].name, threads, spin_us=spin_us)
 
     def _run_encoder(self, source_ids: Ids, source_mask: Mask, outputs: list[str]) -> list[ort.OrtValue]:
-        encoder = _open(self._encoder)
+        encoder = still_open(self._encoder)
         io = encoder.io_binding()
         for name, array in ((SOURCE_IDS, source_ids), (SOURCE_MASK, source_mask)):
             io.bind_ortvalue_input(name, self._device.upload(array))
@@ -202,7 +202,7 @@ class OrtSession:
     def _bind(self, state: OrtState, target_len: int, num_candidates: int) -> _Binding:
         device, rows = self._device, state.rows
         bound = _Binding(
-            _open(self._decoder).io_binding(),
+            still_open(self._decoder).io_binding(),
             num_candidates=host_value(np.array([num_candidates])),
             target_ids=device.empty((rows, target_len), "int64"),
             cache_lengths=device.empty((rows,), "int64"),
@@ -231,9 +231,3 @@ class OrtSession:
             bound.io.bind_ortvalue_output(name, value)
         state.cache.bind(bound.io)
         return bound
-
-
-def _open(session: ort.InferenceSession | None) -> ort.InferenceSession:
-    if session is None:
-        raise BackendError("ort: this session is closed; load the bundle again")
-    return session
