@@ -122,12 +122,12 @@ def beam_search(session: Session[S], batch: Batch, config: DecodeConfig) -> list
         at_limit = rows.num_new + 1 == batch.max_new_tokens
         ends = (best.token_ids == eos) | at_limit
         going = best
-        if ends.any():
+        if np.count_nonzero(ends):
             _finish(finished, rows, best, ends, config)
             going = _continue(best, ends)
         going = going.first(num_beams)
         closed = at_limit | _is_settled(finished, going, rows.num_new + 1, batch.max_new_tokens, config)
-        if closed.any():
+        if np.count_nonzero(closed):
             for source in np.flatnonzero(closed).tolist():
                 found = finished.hypotheses(source, config.num_return_sequences, eos)
                 if not found:
@@ -155,9 +155,10 @@ def _extend(running: Floats, token_ids: Ids, log_probs: Floats, num: int) -> Ext
     totals = running.reshape(-1, 1) + log_probs
     by_source = totals.reshape(len(running), -1)
     # Equal ones keep their order: that of the beams, then that of the candidates.
-    order = (-by_source).argsort(1, kind="stable")[:, :num]
-    chosen = order + np.arange(0, totals.size, by_source.shape[1])[:, None]
-    return Extensions(chosen // token_ids.shape[1], token_ids.ravel()[chosen], totals.ravel()[chosen])
+    chosen = (-by_source).argsort(1, kind="stable")[:, :num]
+    if len(running) > 1:
+        chosen = chosen + np.arange(0, totals.size, by_source.shape[1])[:, None]
+    return Extensions(chosen // token_ids.shape[1], token_ids.take(chosen), totals.take(chosen))
 
 
 def _continue(best: Extensions, ends: Mask) -> Extensions:

@@ -109,7 +109,7 @@ class Filters:
         if not masks:
             return None
         banned = functools.reduce(np.logical_or, masks)
-        return banned if banned.any() else None
+        return banned if np.count_nonzero(banned) else None
 
     def _contains(self, members: Ids, token_ids: Ids) -> Mask:
         """Say which of `token_ids` [rows, k] are among the `members` [rows, n] of their row."""

@@ -226,7 +226,7 @@ def check_rows(state: State, rows: Ids) -> Ids:
         InputError: rows out of range, mixed sources or unequal numbers of beams.
     """
     beams = state.rows // state.batch
-    if rows.shape == (state.rows,) and np.array_equal(rows // beams, np.arange(rows.size) // beams):
+    if rows.shape == (state.rows,) and (rows // beams).tobytes() == np.arange(state.batch).repeat(beams).tobytes():
         return np.arange(state.batch)  # what most steps of a beam search do
     if rows.ndim != 1 or rows.size == 0 or rows.min() < 0 or rows.max() >= state.rows:
         raise InputError(f"rows is {rows.tolist()}, expected indices 0 … {state.rows - 1}")
