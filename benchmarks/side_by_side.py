@@ -14,6 +14,7 @@ and a plot: python benchmarks/report.py FILE.
 
 from __future__ import annotations
 
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -65,6 +66,8 @@ def pythons(given: Sequence[str]) -> dict[str, Path]:
         name, _, path = setting.partition("=")
         if name not in found or not path:
             raise click.BadParameter(f"{setting}: expected NAME=PATH with NAME one of {', '.join(found)}")
+        if not shutil.which(path):
+            raise click.BadParameter(f"{setting}: {path} is no program; name the bin/python of an environment")
         found[name] = Path(path)
     return found
 
@@ -95,7 +98,11 @@ def main(
     num_beams: list[int], source_length: list[int], rounds: int, quick: bool, given: tuple[str, ...],
     work: Path | None, resume: bool,
 ) -> None:  # fmt: skip
-    rounds = QUICK_ROUNDS if quick else rounds
+    rounds, environments = QUICK_ROUNDS if quick else rounds, pythons(given)
+    if not any(environments[SYSTEMS[peer].environment].exists() for peer in peers):
+        raise click.ClickException(
+            f"nobody to compare with: no environment of {', '.join(peers)} is there; run benchmarks/environments"
+        )
     kinds = [kind for kind in (False, True) if any((name != "fp32") == kind for name in precision)]
     settings = matrix(models, kinds, source_length, batch_size, num_beams)
     field = Field(peers=peers, precisions=precision, cores=threads(), rounds=rounds)
@@ -113,7 +120,7 @@ def main(
         try:
             folder = work or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="side-by-side-")))
             result = Result(output, options, resume=resume)
-            compare(settings, field, Workshop(folder, pythons(given)), result, lambda line: click.echo(line, err=True))
+            compare(settings, field, Workshop(folder, environments), result, lambda line: click.echo(line, err=True))
         except TfexportError as error:
             raise click.ClickException(str(error)) from error
     click.echo(markdown.render(result.document))

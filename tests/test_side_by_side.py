@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -456,6 +457,7 @@ def test_the_plot_holds_all_it_needs(tmp_path: Path) -> None:
         (["--batch-size", "0"], "0 is not in the range x>=1"),
         (["--python", "ctranslate3=/bin/python"], "expected NAME=PATH with NAME one of tfexport, ctranslate2,"),
         (["--python", "ctranslate2"], "expected NAME=PATH"),
+        (["--python", "ctranslate2=/nowhere/python"], "/nowhere/python is no program"),
     ],
 )
 def test_wrong_arguments_are_refused_before_anything_runs(arguments: list[str], message: str, tmp_path: Path) -> None:
@@ -465,16 +467,25 @@ def test_wrong_arguments_are_refused_before_anything_runs(arguments: list[str], 
     assert not list(tmp_path.iterdir())
 
 
+def test_a_comparison_with_nobody_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(side_by_side, "ENVIRONMENTS", tmp_path / "nowhere")
+    done = CliRunner().invoke(side_by_side.main, ["--output", str(tmp_path / "found.json"), "--peers", "ctranslate2"])
+    assert done.exit_code == 1
+    assert "no environment of ctranslate2 is there; run benchmarks/environments" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_command_measures_writes_and_prints(
     scripted: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(side_by_side, "ENVIRONMENTS", tmp_path / "nowhere")
     output = tmp_path / "results" / "found.json"
+    mute = shutil.which("false")  # a program, but no Python
     words = ["--output", str(output), "--models", "tiny", "--peers", "ctranslate2", "--precision", "fp32"]
     words += ["--batch-size", "1,2", "--num-beams", "1", "--source-length", "7,7", "--quick", "--work", str(tmp_path)]
+    words += ["--python", f"ctranslate2={mute}"]
     done = CliRunner().invoke(side_by_side.main, words)
     assert done.exit_code == 0, done.output
-    assert "not measured: ctranslate2 fp32, 1 thread: no Python at" in done.stderr
+    assert "not measured: ctranslate2 fp32, 1 thread: " in done.stderr
     assert "| tiny | ctranslate2 fp32" in done.stdout
     document = result.read(output)
     assert [len(cell["runs"][0]["seconds"]) for cell in document["cells"]] == [3, 3]
