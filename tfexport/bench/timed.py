@@ -6,8 +6,18 @@ import time
 from array import array
 from typing import Generic
 
-from tfexport.runtime.session import Candidates, Floats, Ids, Mask, S, Session
+import numpy as np
+
+from tfexport.runtime.session import Candidates, Floats, Ids, Mask, RunsAhead, S, Session
 from tfexport.spec import ModelSpec
+
+# Steps that a session takes ahead are timed together, so many at once: few enough to tell positions apart.
+STEPS_AHEAD = 16
+
+
+def timed(session: Session[S]) -> TimedSession[S]:
+    """Wrap a session in one that notes times, and runs ahead if it does."""
+    return TimedRunner(session) if isinstance(session, RunsAhead) else TimedSession(session)
 
 
 class TimedSession(Generic[S]):
@@ -71,3 +81,26 @@ class TimedSession(Generic[S]):
     def close(self) -> None:
         """Close the session inside."""
         self._session.close()
+
+
+class TimedRunner(TimedSession[S]):
+    """One whose session runs ahead; of the steps that it takes together, each counts the mean."""
+
+    def ahead(self, state: S, target_ids: Ids, num_candidates: int, steps: int, stop_id: int) -> Candidates:
+        """Take greedy steps, the first alone; see `RunsAhead.ahead`."""
+        assert isinstance(self._session, RunsAhead)
+        first = self.step(state, target_ids, num_candidates)
+        parts = [Candidates(first.token_ids[None], first.logits[None], first.log_normalizer[None])]
+        left = steps - 1
+        while left and stop_id not in (best := parts[-1].token_ids[-1, :, 0]).tolist():
+            began = time.perf_counter()
+            part = self._session.ahead(state, best[:, None], num_candidates, min(left, STEPS_AHEAD), stop_id)
+            taken = len(part.token_ids)
+            self.step_s.extend([(time.perf_counter() - began) / taken] * taken)
+            parts.append(part)
+            left -= taken
+        return Candidates(
+            np.concatenate([part.token_ids for part in parts]),
+            np.concatenate([part.logits for part in parts]),
+            np.concatenate([part.log_normalizer for part in parts]),
+        )

@@ -23,6 +23,7 @@ from tfexport.config import Accuracy, WeightType
 from tfexport.errors import BackendError, InputError
 from tfexport.runtime.ort.cache import FIRST_CAPACITY
 from tfexport.runtime.ort.device import STEP_SPIN_US, OrtDevice, host_value, run, still_open
+from tfexport.runtime.ort.lengths import runs
 from tfexport.runtime.session import Candidates, Floats, Ids, Mask, check_rows, check_source, check_target
 from tfexport.spec import (
     CANDIDATE_IDS,
@@ -136,15 +137,7 @@ class FusedSession:
     def encode(self, source_ids: Ids, source_mask: Mask) -> FusedState:
         """Encode a batch and make room for one row a source; see `Session.encode`."""
         check_source(self.spec, source_ids, source_mask)
-        encoder = still_open(self._encoder)
-        io = encoder.io_binding()
-        source = {SOURCE_IDS: host_value(source_ids), SOURCE_MASK: host_value(source_mask)}
-        for name, value in source.items():
-            io.bind_ortvalue_input(name, value)
-        for name in self._cross_names:
-            io.bind_output(name)
-        run(encoder, io)
-        cross = [value.numpy() for value in io.get_outputs()]
+        cross = self._cross(source_ids, source_mask)
         batch = len(source_ids)
         capacity = min(FIRST_CAPACITY, self.spec.max_target_length)
         return FusedState(
@@ -213,6 +206,34 @@ class FusedSession:
     def close(self) -> None:
         """Free the graphs; the session cannot be used afterwards."""
         self._encoder = self._decoder = None
+
+    def _cross(self, source_ids: Ids, source_mask: Mask) -> list[Array]:
+        """Encode sources of about equal length together, and lay what belongs to short ones out as to the longest."""
+        lengths = source_mask.sum(1)
+        divided = runs(lengths)
+        if len(divided) == 1:
+            return self._encode(source_ids, source_mask)
+        spec = self.spec
+        shape = (len(source_ids), spec.heads, source_ids.shape[1], spec.head_dim)
+        cross: list[Array] = [np.zeros(shape, np.float32) for _ in self._cross_names]  # what is masked must be finite
+        for rows in divided:
+            longest = lengths[rows[0]]
+            for whole, part in zip(
+                cross, self._encode(source_ids[rows, :longest], source_mask[rows, :longest]), strict=True
+            ):
+                whole[rows, :, :longest] = part
+        return cross
+
+    def _encode(self, source_ids: Ids, source_mask: Mask) -> list[Array]:
+        encoder = still_open(self._encoder)
+        io = encoder.io_binding()
+        source = {SOURCE_IDS: host_value(source_ids), SOURCE_MASK: host_value(source_mask)}
+        for name, value in source.items():
+            io.bind_ortvalue_input(name, value)
+        for name in self._cross_names:
+            io.bind_output(name)
+        run(encoder, io)
+        return [value.numpy() for value in io.get_outputs()]
 
     def _step(self, state: FusedState, target_ids: Ids, num_candidates: int) -> Candidates:
         bound, slots = self._bound(state, target_ids.shape[1], num_candidates), state.slots
