@@ -66,9 +66,10 @@ def pythons(given: Sequence[str]) -> dict[str, Path]:
         name, _, path = setting.partition("=")
         if name not in found or not path:
             raise click.BadParameter(f"{setting}: expected NAME=PATH with NAME one of {', '.join(found)}")
-        if not shutil.which(path):
+        program = shutil.which(path)
+        if not program:
             raise click.BadParameter(f"{setting}: {path} is no program; name the bin/python of an environment")
-        found[name] = Path(path)
+        found[name] = Path(program)
     return found
 
 

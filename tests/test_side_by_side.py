@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -478,11 +477,11 @@ def test_a_comparison_with_nobody_is_refused(tmp_path: Path, monkeypatch: pytest
 def test_the_command_measures_writes_and_prints(
     scripted: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(side_by_side, "ENVIRONMENTS", tmp_path / "nowhere")
     output = tmp_path / "results" / "found.json"
-    mute = shutil.which("false")  # a program, but no Python
     words = ["--output", str(output), "--models", "tiny", "--peers", "ctranslate2", "--precision", "fp32"]
     words += ["--batch-size", "1,2", "--num-beams", "1", "--source-length", "7,7", "--quick", "--work", str(tmp_path)]
-    words += ["--python", f"ctranslate2={mute}"]
+    words += ["--python", "ctranslate2=false"]  # a program that is found on the path, but no Python
     done = CliRunner().invoke(side_by_side.main, words)
     assert done.exit_code == 0, done.output
     assert "not measured: ctranslate2 fp32, 1 thread: " in done.stderr

@@ -218,9 +218,8 @@ class FusedSession:
         cross: list[Array] = [np.zeros(shape, np.float32) for _ in self._cross_names]  # what is masked must be finite
         for rows in divided:
             longest = lengths[rows[0]]
-            for whole, part in zip(
-                cross, self._encode(source_ids[rows, :longest], source_mask[rows, :longest]), strict=True
-            ):
+            parts = self._encode(source_ids[rows, :longest], source_mask[rows, :longest])
+            for whole, part in zip(cross, parts, strict=True):
                 whole[rows, :, :longest] = part
         return cross
 
@@ -239,7 +238,7 @@ class FusedSession:
         bound, slots = self._bound(state, target_ids.shape[1], num_candidates), state.slots
         bound.inputs[TARGET_IDS][slots] = target_ids
         self._run(state, bound, target_ids.shape[1])
-        # `take` is four times as fast as an index for so few numbers.
+        # `take` is three to five times as fast as an index for so few numbers.
         return Candidates(
             bound.token_ids.take(slots, 0), bound.logits.take(slots, 0), bound.log_normalizer.ravel().take(slots)
         )
@@ -328,7 +327,7 @@ class FusedSession:
 
 def _branch(state: FusedState, rows: Ids) -> None:
     """Give each hypothesis the row of the one it continues; all but the first of several a dead one."""
-    # Lists: most steps have few rows, and an array call costs as much as thirty of these turns.
+    # Lists: 1.4 µs instead of 8 with arrays for 4 rows, 4 for 32, and for 128 hardly more than arrays.
     slots: list[int] = state.slots.take(rows).tolist()
     continued, copies = set(), []
     for row, slot in enumerate(slots):
