@@ -13,11 +13,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from tfexport.config import TransformerConfig
 from tfexport.errors import CheckpointError, raise_all
+from tfexport.files.atomic import locked, publish, recover, temporary
+from tfexport.files.strict_json import plain_problem, read_json
+from tfexport.models.config import TransformerConfig
 from tfexport.models.transformer import Transformer
-from tfexport.smallfile import plain_problem, read_json
-from tfexport.staging import locked, publish, recover, temporary
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tfexport.config import TransformerConfig
+from tfexport.models.config import TransformerConfig
 
 
 class LayerNorm(nn.Module):

@@ -11,10 +11,11 @@ import math
 import numpy as np
 import torch
 
-from tfexport.config import NormPlace, StackConfig, TokenIds, TransformerConfig
 from tfexport.errors import ConfigError
+from tfexport.models.config import NormPlace, StackConfig, TransformerConfig
 from tfexport.models.positions import sinusoid_table
 from tfexport.models.transformer import Transformer
+from tfexport.spec import TokenIds
 
 # Half width of the uniform distribution whose standard deviation is 3.
 _LOGIT_SPREAD = 3 * math.sqrt(3)

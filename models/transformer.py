@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tfexport.config import StackConfig, TransformerConfig
 from tfexport.models.attention import MultiHeadAttention
 from tfexport.models.cache import Cache, ConcatCache, KeyValue
+from tfexport.models.config import StackConfig, TransformerConfig
 from tfexport.models.layers import FeedForward, LayerNorm
 from tfexport.models.positions import RelativeBias, sinusoid_table
 

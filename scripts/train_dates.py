@@ -24,10 +24,12 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from torch import Tensor
 from torch.nn import functional as F
 
-from tfexport.config import DecodeConfig, StackConfig, TokenIds, TransformerConfig
 from tfexport.decode.batch import decode
+from tfexport.decode.config import DecodeConfig
+from tfexport.models.config import StackConfig, TransformerConfig
 from tfexport.models.transformer import Transformer
 from tfexport.runtime.eager import EagerSession
+from tfexport.spec import TokenIds
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
 TOKENS = TokenIds(pad=0, start=1, eos=2, unk=3)

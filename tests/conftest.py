@@ -45,7 +45,7 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[P
 @pytest.fixture(scope="session")
 def dates_bundle(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
     """Export models/dates in fp32; not to be changed."""
-    from tfexport.config import ExportConfig
-    from tfexport.graph.export import export_bundle
+    from tfexport.export import export_bundle
+    from tfexport.graph.config import ExportConfig
 
     return once("dates", lambda path: export_bundle(str(DATES), path, ExportConfig(), verify=False))

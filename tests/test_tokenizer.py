@@ -16,9 +16,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from tfexport.config import TokenIds
 from tfexport.errors import BackendError, BundleError, InputError
-from tfexport.spec import ModelSpec
+from tfexport.spec import ModelSpec, TokenIds
 from tfexport.tokenizer import Tokenizer
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tfexport.config import StackConfig, TokenIds, TransformerConfig
+from tfexport.models.config import StackConfig, TransformerConfig
 from tfexport.models.transformer import Transformer
+from tfexport.spec import TokenIds
 
 VOCAB = 31
 

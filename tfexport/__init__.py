@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tfexport.config import DecodeConfig as DecodeConfig
+    from tfexport.decode.config import DecodeConfig as DecodeConfig
     from tfexport.errors import BackendError as BackendError
     from tfexport.errors import BundleError as BundleError
     from tfexport.errors import CheckpointError as CheckpointError
@@ -26,7 +26,7 @@ _HOME = {
     "load": "model",
     "Model": "model",
     "Result": "model",
-    "DecodeConfig": "config",
+    "DecodeConfig": "decode.config",
     "TfexportError": "errors",
     "BackendError": "errors",
     "BundleError": "errors",

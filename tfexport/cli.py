@@ -14,8 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 import click
 
 from tfexport.bench.config import BenchConfig, Scenario
-from tfexport.config import CONCAT_OPSETS, Backend, DecodeConfig, Device, EngineConfig, ExportConfig, Form, ImportConfig
+from tfexport.checkpoint.config import ImportConfig
+from tfexport.decode.config import DecodeConfig
 from tfexport.errors import BenchError, InputError, ParityError, TfexportError, printable, raise_all
+from tfexport.graph.config import ExportConfig
+from tfexport.spec import CONCAT_OPSETS, Backend, Device, Form
+from tfexport.trt.config import EngineConfig
 
 if TYPE_CHECKING:
     from tfexport.model import Pooling
@@ -244,7 +248,7 @@ def onnx(source: str, output: Path, verify: bool, force: bool, **config: Any) ->
     SOURCE is a model directory (config.json, model.safetensors, optional tokenizer.json) or preset:NAME.
     """
     settings = ExportConfig(**config)
-    from tfexport.graph.export import export_bundle
+    from tfexport.export import export_bundle
 
     bundle = export_bundle(source, output, settings, verify=verify, force=force, report=_report)
     proof = "verified" if verify else "not verified"
@@ -303,7 +307,7 @@ def trt(bundle: Path, dry_run: bool, force: bool, as_json: bool, **config: Any) 
     An engine is named by target, form, precision and weights, and lies in engines/ of the bundle.
     """
     settings = EngineConfig(**config)
-    from tfexport.engine.export import build_engines, forecast_engines
+    from tfexport.build import build_engines, forecast_engines
 
     if dry_run:
         forecast = forecast_engines(bundle, settings, report=_report)
@@ -457,7 +461,7 @@ def bench(
     from tfexport.bench.page import render
     from tfexport.bench.run import bench_bundle
     from tfexport.bench.table import lines
-    from tfexport.lines import write_whole
+    from tfexport.files.text import write_whole
 
     with ExitStack() as stack:
         json_lines = stack.enter_context(write_whole(json_file)) if json_file else []
@@ -511,7 +515,7 @@ def doctor(as_json: bool) -> None:
 
 
 def _inputs(texts: Sequence[str], source: Path | None) -> list[str]:
-    from tfexport.lines import read_lines
+    from tfexport.files.text import read_lines
 
     if texts and source:
         raise click.UsageError("TEXT and --input were both given; choose one.")
@@ -527,7 +531,7 @@ def _inputs(texts: Sequence[str], source: Path | None) -> list[str]:
 
 @contextmanager
 def _lines_to(output: Path | None) -> Iterator[Callable[[str], None]]:
-    from tfexport.lines import write_whole
+    from tfexport.files.text import write_whole
 
     if output is None:
         yield click.echo

@@ -12,13 +12,13 @@ from operator import index
 from pathlib import Path
 from typing import Any
 
-from tfexport.bundle import Bundle, open_bundle
-from tfexport.config import TransformerConfig
-from tfexport.engine.refusals import explain, refusals, this_machine
-from tfexport.engine.store import engine_names, open_engine
+from tfexport.bundle.bundle import Bundle, open_bundle
+from tfexport.bundle.manifest import MANIFEST
 from tfexport.errors import CheckpointError, ConfigError, EngineError, GraphError, InputError
-from tfexport.manifest import MANIFEST
-from tfexport.smallfile import plain_problem, read_json
+from tfexport.files.strict_json import plain_problem, read_json
+from tfexport.models.config import TransformerConfig
+from tfexport.trt.artifact.compatibility import explain, refusals, this_machine
+from tfexport.trt.artifact.store import engine_names, open_engine
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"

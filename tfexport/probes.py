@@ -48,8 +48,8 @@ print(json.dumps({"devices": found}))
 _TRT = """
 import json, pathlib, sys
 from tfexport.config import EngineConfig
-from tfexport.engine.flavour import load_flavour
-from tfexport.engine.plan import build_plan
+from tfexport.trt.library import load_flavour
+from tfexport.trt.build.builder import build_plan
 from tfexport.errors import TfexportError
 
 found = {"gpu": ""}
@@ -69,7 +69,7 @@ print(json.dumps({"devices": found}))
 """
 _GPUS = """
 import dataclasses, json
-from tfexport.engine.cuda import find_gpus, need_gpu
+from tfexport.trt.cuda import find_gpus, need_gpu
 from tfexport.errors import BackendError
 
 try:

@@ -7,12 +7,30 @@ by side. `num_candidates` is how many best tokens a step returns.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tfexport.config import Config, Form, Precision, TokenIds, TransformerConfig, size_problems
 from tfexport.errors import ConfigError, raise_all
+from tfexport.fields import Config, size_problems
+
+Precision = Literal["fp32", "fp16", "bf16"]
+Form = Literal["concat", "static", "fused"]
+Device = Literal["cpu", "cuda"]
+Backend = Literal["auto", "eager", "ort", "trt"]
+WeightType = Literal["int8", "int4", "fp8"]
+QuantizedWeights = Literal["int8", "int4"]
+OptimizeFor = Literal["latency", "throughput"]
+# What bounds how exactly a stage computes: its narrow weights, else the type of its graph.
+Accuracy = Precision | WeightType
+
+NO_INT4_THROUGHPUT = (
+    "optimize_for is throughput, but ONNX Runtime multiplies 4 bits weight-only; use int8, or optimize for latency"
+)
+
+CONCAT_OPSETS = (18, 19, 20)
+STATIC_OPSET = 24
 
 WEIGHTS = "weights.safetensors"
 # Plain bytes: safetensors knows no type of 4 bits.
@@ -43,6 +61,56 @@ REORDERED = "reordered"
 DType = Literal["int64", "int32", "bool", "float32", "float16", "bfloat16"]
 Dim = str | int
 FLOAT: dict[Precision, DType] = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenIds(Config):
+    """Ids that decoding needs to know.
+
+    `start` is the decoder's first input. `pad` fills short rows of a batch and
+    is never attended to.
+    """
+
+    pad: int
+    start: int
+    eos: int
+    unk: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            ConfigError: an id is negative or no whole number.
+        """
+        problems = self._check_types() or [
+            f"{name} is {value}, expected 0 or more"
+            for name, value in dataclasses.asdict(self).items()
+            if value is not None and value < 0
+        ]
+        raise_all(ConfigError, "tokens", problems)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantization(Config):
+    """How a bundle stores its matrices narrower than it computes: for ONNX Runtime on the CPU.
+
+    `latency` rounds the activations of each row by themselves, so that a text does not depend on its batch;
+    `throughput` rounds those of a batch together, which is faster where batches are large and is there in 8 bits only.
+    """
+
+    weights: QuantizedWeights
+    optimize_for: OptimizeFor = "latency"
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            ConfigError: lists every problem.
+        """
+        problems = self._check_types()
+        if not problems and self.weights == "int4" and self.optimize_for == "throughput":
+            problems.append(NO_INT4_THROUGHPUT)
+        raise_all(ConfigError, "quantization", problems)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,28 +149,6 @@ class ModelSpec(Config):
     def has_decoder(self) -> bool:
         """Whether the model generates, or only encodes."""
         return self.layers > 0
-
-    @classmethod
-    def of(cls, config: TransformerConfig, precision: Precision) -> ModelSpec:
-        """Derive the specification of a canonical transformer."""
-        shared = {
-            "d_model": config.d_model,
-            "source_vocab": config.source_vocab,
-            "max_source_length": config.max_source_length,
-            "tokens": config.tokens,
-            "precision": precision,
-        }
-        if config.decoder is None:
-            return cls(**shared)  # type: ignore[arg-type]
-        return cls(
-            **shared,  # type: ignore[arg-type]
-            vocab=config.target_vocab or 0,
-            layers=config.decoder.layers,
-            heads=config.decoder.num_heads,
-            head_dim=config.d_k("decoder"),
-            value_dim=config.d_v("decoder"),
-            max_target_length=config.max_target_length or 0,
-        )
 
 
 @dataclass(frozen=True)

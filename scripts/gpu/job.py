@@ -11,9 +11,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tfexport.config import EngineConfig, ExportConfig, Form, Precision, Target
+from tfexport.bundle.manifest import ENGINES
 from tfexport.errors import TfexportError
-from tfexport.manifest import ENGINES
+from tfexport.graph.config import ExportConfig
+from tfexport.spec import Form, Precision
+from tfexport.trt.config import EngineConfig, Target
 
 DATES = Path(__file__).resolve().parents[2] / "models" / "dates"
 
@@ -54,7 +56,7 @@ class Job:
 
     def bundle(self, source: str, precision: Precision = "fp32") -> Path:
         """Return a bundle of a preset or of models/dates; the first part that asks for it exports it."""
-        from tfexport.graph.export import export_bundle
+        from tfexport.export import export_bundle
 
         path = self.work / "bundles" / f"{source}-{precision}"
         if not path.exists():
@@ -68,8 +70,8 @@ class Job:
 
         The first part that asks for it builds it. `more` are further fields of its configuration.
         """
-        from tfexport.engine.export import build_engines, open_recipe
-        from tfexport.engine.manifest import engine_key
+        from tfexport.build import build_engines, open_recipe
+        from tfexport.trt.artifact.manifest import engine_key
 
         what = " ".join(part for part in ("build", bundle.name, form or "encoder", precision, spell(more)) if part)
         if target == "tensorrt":

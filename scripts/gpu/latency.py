@@ -9,10 +9,10 @@ from unittest import mock
 from gpu import decodes
 from gpu.decodes import hypotheses, measure
 from gpu.job import Job
-from tfexport.bundle import open_bundle
-from tfexport.config import Device, Precision, Target
+from tfexport.bundle.bundle import open_bundle
 from tfexport.runtime.open import open_session
-from tfexport.spec import FLOAT
+from tfexport.spec import FLOAT, Device, Precision
+from tfexport.trt.config import Target
 
 # Random weights of the paper's base model: its decodes seldom end by themselves.
 MEASURED = "paper-base"

@@ -12,12 +12,12 @@ import numpy as np
 
 from gpu.decodes import hypotheses, random_sources
 from gpu.job import Job, spell
-from tfexport.bundle import open_bundle
-from tfexport.config import EngineConfig, Form, Precision, Target
+from tfexport.bundle.bundle import open_bundle
+from tfexport.bundle.manifest import ENGINES
 from tfexport.errors import EngineError
-from tfexport.manifest import ENGINES
 from tfexport.model import load
-from tfexport.spec import SOURCE_IDS, SOURCE_MASK, ModelSpec
+from tfexport.spec import SOURCE_IDS, SOURCE_MASK, Form, ModelSpec, Precision
+from tfexport.trt.config import EngineConfig, Target
 from tfexport.verify import Report, VerifyConfig, verify_bundle
 
 PRESETS = ("tiny", "paper-base", "notebook-000", "notebook-001", "notebook-002", "notebook-003", "notebook-004")
@@ -45,10 +45,10 @@ def rtx_accepts(job: Job) -> None:
 
     The library is asked itself, also where tfexport refuses the engine beforehand.
     """
-    from tfexport.engine.cuda import need_gpu
-    from tfexport.engine.export import build_engines
-    from tfexport.engine.flavour import PORTABLE
-    from tfexport.engine.load import load_engine
+    from tfexport.build import build_engines
+    from tfexport.trt.artifact.load import load_engine
+    from tfexport.trt.cuda import need_gpu
+    from tfexport.trt.library import PORTABLE
 
     capability = need_gpu().compute_capability
     wanted: tuple[str, ...]
@@ -71,7 +71,7 @@ def library_takes(plan: bytes) -> str:
     Raises:
         EngineError: it refuses, in its own words.
     """
-    from tfexport.engine.flavour import load_flavour
+    from tfexport.trt.library import load_flavour
 
     flavour = load_flavour("tensorrt-rtx")
     log = flavour.logger()
@@ -170,9 +170,9 @@ def read_dates(bundle: Path, **options: Any) -> list[str]:
 
 def sessions(job: Job, target: Target) -> None:
     """Two sessions over one loaded engine, from eight threads: everybody gets what one alone gets."""
-    from tfexport.engine.cuda import Cuda
-    from tfexport.engine.load import load_engine
     from tfexport.runtime.trt.session import TrtSession
+    from tfexport.trt.artifact.load import load_engine
+    from tfexport.trt.cuda import Cuda
 
     bundle = open_bundle(job.bundle("dates"))
     name = job.engine(bundle.path, target, "static", "fp32")

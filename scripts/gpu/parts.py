@@ -11,7 +11,7 @@ from gpu.job import Job
 from gpu.latency import compile_latency, eager_latency, latency, ort_latency
 from gpu.parity import comparator, dates, ort_cuda, ort_presets, presets, rtx_accepts, sessions, weights
 from gpu.refusals import refusals
-from tfexport.config import Target
+from tfexport.trt.config import Target
 
 TARGETS: tuple[Target, ...] = ("tensorrt", "tensorrt-rtx")
 FUNCTIONS: dict[str, Callable[[Job], None]] = {

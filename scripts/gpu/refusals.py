@@ -11,15 +11,15 @@ import numpy as np
 
 from gpu import decodes
 from gpu.job import Job
-from tfexport.bundle import open_bundle
-from tfexport.config import Target
+from tfexport.bundle.bundle import open_bundle
+from tfexport.bundle.manifest import ENGINES
 from tfexport.errors import EngineError, InputError
-from tfexport.manifest import ENGINES
+from tfexport.trt.config import Target
 
 
 def refusals(job: Job, target: Target) -> None:
     """Engines that are damaged or belong elsewhere, then requests beyond a profile."""
-    from tfexport.engine.load import load_engine
+    from tfexport.trt.artifact.load import load_engine
 
     original = job.bundle("dates")
     name = job.engine(original, target, "static", "fp32")

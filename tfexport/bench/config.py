@@ -6,9 +6,10 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-from tfexport.config import Backend, Config, DecodeConfig, Device
+from tfexport.decode.config import DecodeConfig
 from tfexport.errors import ConfigError, raise_all
-from tfexport.spec import ModelSpec
+from tfexport.fields import Config
+from tfexport.spec import Backend, Device, ModelSpec
 
 Scenario = Literal["single", "offline", "server", "sweep"]
 

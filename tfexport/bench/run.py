@@ -11,7 +11,7 @@ from tfexport.bench.config import BenchConfig, resolve
 from tfexport.bench.machine import environment
 from tfexport.bench.processes import run_process
 from tfexport.bench.result import build_result
-from tfexport.bundle import Bundle, open_bundle
+from tfexport.bundle.bundle import Bundle, open_bundle
 from tfexport.errors import BackendError, InputError, ParityError
 
 Tell = Callable[[str], None]

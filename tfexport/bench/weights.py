@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from tfexport.bundle import Bundle
+from tfexport.bundle.bundle import Bundle
 from tfexport.spec import WEIGHTS
 
 _MAX_HEADER_BYTES = 100 * 1024 * 1024

@@ -17,7 +17,7 @@ from tfexport.bench.samples import Samples
 from tfexport.bench.scenario import closed_loop, open_loop, poisson
 from tfexport.bench.sources import random_batches, text_batches
 from tfexport.bench.weights import step_weight_bytes
-from tfexport.bundle import open_bundle
+from tfexport.bundle.bundle import open_bundle
 from tfexport.errors import InputError, TfexportError
 from tfexport.model import Model, load
 

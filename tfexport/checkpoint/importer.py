@@ -11,14 +11,14 @@ from typing import Any
 
 from torch import Tensor
 
-from tfexport.checkpoint import hugging_face
-from tfexport.checkpoint.apply import Canonical, apply_layout, unmatched
-from tfexport.checkpoint.certificate import CERTIFICATE, Certificate, certify, unproven
-from tfexport.checkpoint.compare import BASELINES, Comparison, compare, tolerance
-from tfexport.checkpoint.container import Checkpoint, read_checkpoint, without_prefix
-from tfexport.checkpoint.detect import Detection, detect
-from tfexport.checkpoint.golden import Golden, read_golden
-from tfexport.checkpoint.layout import (
+from tfexport.checkpoint.config import ImportConfig
+from tfexport.checkpoint.detect.detect import Detection, detect
+from tfexport.checkpoint.detect.search import FLOAT32_TOLERANCE
+from tfexport.checkpoint.formats import hugging_face
+from tfexport.checkpoint.formats.container import Checkpoint, read_checkpoint, without_prefix
+from tfexport.checkpoint.formats.vocabulary import tokenizer_json
+from tfexport.checkpoint.layout.apply import Canonical, apply_layout, unmatched
+from tfexport.checkpoint.layout.layout import (
     SIDES,
     Layout,
     Value,
@@ -28,11 +28,12 @@ from tfexport.checkpoint.layout import (
     read_layout,
     render_layout,
 )
-from tfexport.checkpoint.search import FLOAT32_TOLERANCE
-from tfexport.checkpoint.uncovered import uncovered
-from tfexport.checkpoint.vocabulary import tokenizer_json
-from tfexport.config import ImportConfig, TransformerConfig
+from tfexport.checkpoint.layout.unsupported import uncovered
+from tfexport.checkpoint.reference.certificate import CERTIFICATE, Certificate, certify, unproven
+from tfexport.checkpoint.reference.compare import BASELINES, Comparison, compare, tolerance
+from tfexport.checkpoint.reference.golden import Golden, read_golden
 from tfexport.errors import CheckpointError, ConfigError, ParityError, raise_all
+from tfexport.models.config import TransformerConfig
 from tfexport.models.directory import TOKENIZER, check_free, save_model
 
 LAYOUT = "layout.yaml"
@@ -92,7 +93,7 @@ def import_checkpoint(
         path: a state dict file or a Hugging Face directory.
         output: model directory to create.
         config: which layout, heads and settings.
-        golden: file that `tfexport.checkpoint.golden.record` wrote.
+        golden: file that `tfexport.checkpoint.reference.golden.record` wrote.
         tokenizer: a tokenizer.json, a SentencePiece model, or a list with one token a line.
         force: replace a model directory that is there; it stays whole until the new one is.
         report: told what happens, a line at a time.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tfexport.config import DecodeConfig
 from tfexport.decode.beam import beam_search
+from tfexport.decode.config import DecodeConfig
 from tfexport.decode.greedy import greedy_search
 from tfexport.decode.request import Batch, batches, check_requests
 from tfexport.decode.result import Hypothesis

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tfexport.config import DecodeConfig
+from tfexport.decode.config import DecodeConfig
 from tfexport.decode.request import Batch
 from tfexport.decode.result import Hypothesis, finish_reason
 from tfexport.decode.rows import Rows, nothing_left

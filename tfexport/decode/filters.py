@@ -12,7 +12,7 @@ import functools
 import numpy as np
 from numpy.typing import NDArray
 
-from tfexport.config import DecodeConfig
+from tfexport.decode.config import DecodeConfig
 from tfexport.runtime.session import Floats, Ids, Mask
 from tfexport.spec import ModelSpec
 

@@ -8,7 +8,7 @@ from itertools import groupby
 
 import numpy as np
 
-from tfexport.config import DecodeConfig
+from tfexport.decode.config import DecodeConfig
 from tfexport.errors import InputError, raise_all
 from tfexport.runtime.session import Ids, Mask, pad_right
 from tfexport.spec import ModelSpec

@@ -6,7 +6,7 @@ from typing import Generic
 
 import numpy as np
 
-from tfexport.config import DecodeConfig
+from tfexport.decode.config import DecodeConfig
 from tfexport.decode.filters import Filters
 from tfexport.decode.request import Batch
 from tfexport.errors import BackendError, InputError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from tfexport.config import DecodeConfig
+from tfexport.decode.config import DecodeConfig
 from tfexport.decode.request import Batch
 from tfexport.runtime.session import Floats, Ids
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from tfexport.config import DecodeConfig
+from tfexport.decode.config import DecodeConfig
 from tfexport.decode.greedy import choose_tokens
 from tfexport.decode.request import Batch, check_requests
 from tfexport.errors import InputError, raise_all

@@ -8,7 +8,7 @@ from typing import cast
 import onnx
 
 from tfexport.errors import GraphError, raise_all
-from tfexport.graph.trust import attention_problems
+from tfexport.graph.passes.attention_check import attention_problems
 from tfexport.spec import DType, GraphSpec, TensorSpec
 
 

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import torch
 
-from tfexport.bundle import Bundle
-from tfexport.config import Form, Precision
+from tfexport.bundle.bundle import Bundle
+from tfexport.bundle.manifest import GraphEntry
 from tfexport.errors import BundleError, GraphError, raise_all
 from tfexport.graph.write import write_graphs
-from tfexport.manifest import GraphEntry
 from tfexport.models.directory import load_weights
-from tfexport.spec import ENCODER, FLOAT, WEIGHTS
+from tfexport.spec import ENCODER, FLOAT, WEIGHTS, Form, Precision
 
 
 def write_precision(

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tfexport.config import STATIC_OPSET, Form
 from tfexport.errors import GraphError
-from tfexport.graph.fused import FusedCache
+from tfexport.graph.forms.contrib import FusedCache
 from tfexport.models import attention
 from tfexport.models.attention import MASK_FILL
 from tfexport.models.cache import Cache, ConcatCache, KeyValue
@@ -30,7 +29,9 @@ from tfexport.spec import (
     CACHE_LENGTHS,
     LAST_POSITION,
     POSITIONS,
+    STATIC_OPSET,
     TOTAL_LENGTH,
+    Form,
     GraphSpec,
     ModelSpec,
     TensorSpec,

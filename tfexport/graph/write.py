@@ -9,20 +9,21 @@ from typing import cast
 import onnx_ir as ir
 from torch import nn
 
-from tfexport.config import STATIC_OPSET, Form
+from tfexport.bundle.manifest import GraphEntry
 from tfexport.errors import GraphError
 from tfexport.graph.contract import check_graph
-from tfexport.graph.fused import fuse, fusion_problems, joint_weights
-from tfexport.graph.select import append_selection
+from tfexport.graph.forms.contrib import fuse, fusion_problems, joint_weights
+from tfexport.graph.passes.topk import append_selection
 from tfexport.graph.trace import trace_decoder, trace_encoder
 from tfexport.graph.weights import write_weights
-from tfexport.manifest import GraphEntry
 from tfexport.models.transformer import Transformer
 from tfexport.spec import (
     DECODER,
     ENCODER,
     ENCODER_FUSED,
+    STATIC_OPSET,
     WEIGHTS,
+    Form,
     GraphSpec,
     ModelSpec,
     decoder_graph,

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tfexport.config import Accuracy
 from tfexport.errors import BackendError
 from tfexport.models.cache import ConcatCache, KeyValue
+from tfexport.models.config import model_spec
 from tfexport.models.transformer import Transformer
 from tfexport.runtime.session import Candidates, Floats, Ids, Mask, check_rows, check_source, check_target
-from tfexport.spec import ModelSpec
+from tfexport.spec import Accuracy, ModelSpec
 
 
 @dataclass
@@ -51,7 +51,7 @@ class EagerSession:
 
     def __init__(self, model: Transformer, spec: ModelSpec | None = None) -> None:
         """Take a model; `spec` None means that of its configuration in fp32."""
-        self.spec = spec or ModelSpec.of(model.config, "fp32")
+        self.spec = spec or model_spec(model.config, "fp32")
         self.accuracy: Accuracy = self.spec.precision
         self._model: Transformer | None = model.eval()
         self._device = next(model.parameters()).device

@@ -8,11 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tfexport.bundle import Bundle
-from tfexport.config import Backend, Device, Form, WeightType
+from tfexport.bundle.bundle import Bundle
 from tfexport.errors import BackendError, BundleError
 from tfexport.runtime.session import Session
-from tfexport.spec import DECODER, WEIGHTS, ModelSpec
+from tfexport.spec import DECODER, WEIGHTS, Backend, Device, Form, ModelSpec, WeightType
 
 if TYPE_CHECKING:
     from tfexport.models.transformer import Transformer
@@ -88,7 +87,7 @@ def open_ort(
     if form == "fused":
         if device != "cpu":
             raise BackendError(f"ort: the fused form runs on the CPU; for device {device} leave the form out")
-        from tfexport.runtime.ort.fused import FusedSession
+        from tfexport.runtime.ort.contrib import FusedSession
 
         return FusedSession(graphs, spec, threads, weights=weights)
     from tfexport.runtime.ort.session import OrtSession
@@ -126,9 +125,9 @@ def _open_eager(bundle: Bundle, form: Form | None) -> Session[Any]:
 
 
 def _open_engine(bundle: Bundle, name: str | None, form: Form | None) -> Session[Any]:
-    from tfexport.engine.cuda import Cuda
-    from tfexport.engine.load import load_engine
     from tfexport.runtime.trt.session import TrtSession
+    from tfexport.trt.artifact.load import load_engine
+    from tfexport.trt.cuda import Cuda
 
     engine = load_engine(bundle, name)
     built = engine.manifest.config

@@ -13,9 +13,8 @@ from typing import Protocol, TypeVar, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from tfexport.config import Accuracy
 from tfexport.errors import InputError
-from tfexport.spec import ModelSpec
+from tfexport.spec import Accuracy, ModelSpec
 
 Ids = NDArray[np.int64]
 Mask = NDArray[np.bool_]

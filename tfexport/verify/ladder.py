@@ -16,15 +16,15 @@ from typing import Any, Literal, Self, cast
 
 import numpy as np
 
-from tfexport.bundle import Bundle, open_bundle
-from tfexport.config import Config, Device, Form, WeightType
+from tfexport.bundle.bundle import Bundle, open_bundle
 from tfexport.errors import BundleError, ConfigError, raise_all
+from tfexport.fields import Config
 from tfexport.models.directory import load_model
 from tfexport.models.transformer import Transformer
 from tfexport.runtime.eager import EagerSession, full_logits
 from tfexport.runtime.open import load_eager_model, open_ort, open_session
 from tfexport.runtime.session import Floats, Session
-from tfexport.spec import DECODER, ModelSpec
+from tfexport.spec import DECODER, Device, Form, ModelSpec, WeightType
 from tfexport.verify.divergence import measure_divergence
 from tfexport.verify.numbers import Batch, compare, random_batches, random_sources, step_logits
 from tfexport.verify.report import TOLERANCE, Decodes, Numbers, Report

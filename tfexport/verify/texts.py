@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from tfexport.config import DecodeConfig
 from tfexport.decode.batch import decode
+from tfexport.decode.config import DecodeConfig
 from tfexport.decode.result import Hypothesis
 from tfexport.runtime.session import Session, pad_right
 from tfexport.spec import ModelSpec
 from tfexport.verify.divergence import parting
+from tfexport.verify.perturbed import ShakenSession
 from tfexport.verify.report import Decodes, Divergence
-from tfexport.verify.shaken import ShakenSession
 
 NEW_TOKENS = 12
 METHODS = {"greedy": 1, "beam 4": 4}

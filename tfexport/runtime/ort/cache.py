@@ -8,10 +8,9 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from tfexport.config import Form
 from tfexport.runtime.ort.device import OrtDevice, host_value
 from tfexport.runtime.session import Ids
-from tfexport.spec import FLOAT, ModelSpec, key_value_names
+from tfexport.spec import FLOAT, Form, ModelSpec, key_value_names
 
 Array = NDArray[Any]
 

@@ -14,11 +14,10 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from tfexport.config import Device
 from tfexport.errors import BackendError
 from tfexport.runtime.ort.move import ELEMENT_TYPE, ROWS, cache_names, extend_model, reorder_model
 from tfexport.runtime.session import Ids
-from tfexport.spec import DType
+from tfexport.spec import Device, DType
 
 Array = NDArray[Any]
 

@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 import onnxruntime as ort
 
-from tfexport.config import Accuracy, Device, Form, WeightType
 from tfexport.errors import BackendError
 from tfexport.runtime.ort.cache import OrtCache, make_cache
 from tfexport.runtime.ort.device import STEP_SPIN_US, OrtDevice, host_value, run, still_open
@@ -34,7 +33,11 @@ from tfexport.spec import (
     SOURCE_IDS,
     SOURCE_MASK,
     TARGET_IDS,
+    Accuracy,
+    Device,
+    Form,
     ModelSpec,
+    WeightType,
     key_value_names,
 )
 

@@ -6,7 +6,6 @@ import math
 
 import numpy as np
 
-from tfexport.config import Form
 from tfexport.runtime.session import Candidates, Ids
 from tfexport.runtime.trt.ahead import Lookahead
 from tfexport.runtime.trt.engine import Context
@@ -24,6 +23,7 @@ from tfexport.spec import (
     LOG_NORMALIZER,
     LOGITS,
     TARGET_IDS,
+    Form,
     decoder_graph,
     key_value_names,
 )

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from tfexport.config import EngineLimits
-from tfexport.engine.cuda import Cuda
 from tfexport.runtime.session import Candidates, Floats, Ids
 from tfexport.spec import DType, TensorSpec
+from tfexport.trt.config import EngineLimits
+from tfexport.trt.cuda import Cuda
 
 Array = NDArray[Any]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tfexport.engine.cuda import Cuda, Graph
+from tfexport.trt.cuda import Cuda, Graph
 
 
 class Replay:

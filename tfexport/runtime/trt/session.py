@@ -11,9 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from tfexport.config import Accuracy, EngineLimits, Form, WeightType
-from tfexport.engine.cuda import Cuda
-from tfexport.engine.flavour import Flavour
 from tfexport.errors import BackendError, InputError
 from tfexport.runtime.session import Candidates, Floats, Ids, Mask, check_rows, check_source, check_target
 from tfexport.runtime.trt.engine import Plan
@@ -24,12 +21,18 @@ from tfexport.spec import (
     DECODER,
     ENCODER,
     REORDER,
+    Accuracy,
+    Form,
     ModelSpec,
+    WeightType,
     decoder_graph,
     encoder_graph,
     key_value_names,
     reorder_spec,
 )
+from tfexport.trt.config import EngineLimits
+from tfexport.trt.cuda import Cuda
+from tfexport.trt.library import Flavour
 
 
 @dataclass(eq=False)

@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from tfexport.config import Form
 from tfexport.runtime.session import Ids
 from tfexport.runtime.trt.engine import Context
 from tfexport.runtime.trt.memory import Slot, shape_of
@@ -20,6 +19,7 @@ from tfexport.spec import (
     LOG_NORMALIZER,
     NUM_CANDIDATES,
     TARGET_IDS,
+    Form,
     decoder_graph,
 )
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tfexport.config import EngineLimits, Form
-from tfexport.engine.cuda import Cuda
 from tfexport.errors import BackendError
 from tfexport.runtime.trt.engine import Context, Plan, Use
 from tfexport.runtime.trt.memory import Memory, Pinned
-from tfexport.spec import ModelSpec
+from tfexport.spec import Form, ModelSpec
+from tfexport.trt.config import EngineLimits
+from tfexport.trt.cuda import Cuda
 
 _ACTIVATIONS = "activations"
 

@@ -1,0 +1,392 @@
+"""Measuring: what is counted, when it counts, and how requests arrive."""
+
+from __future__ import annotations
+
+import dataclasses
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from tests.decode.scripted import EOS, ScriptedSession, ScriptedState, drawn
+from tfexport.bench.caller import Caller
+from tfexport.bench.config import BenchConfig, Cell, Scenario, resolve
+from tfexport.bench.machine import environment, memory_bandwidth, peak_memory_bytes
+from tfexport.bench.samples import Call, Samples
+from tfexport.bench.scenario import closed_loop, open_loop, poisson
+from tfexport.bench.sources import random_batches, text_batches
+from tfexport.bench.summary import cell_metrics, distribution, histogram, is_stable, step_time_by_position, time_split
+from tfexport.bench.timed import STEPS_AHEAD, TimedSession
+from tfexport.bench.weights import step_weight_bytes
+from tfexport.bundle.bundle import open_bundle
+from tfexport.decode.batch import decode
+from tfexport.decode.config import DecodeConfig
+from tfexport.errors import ConfigError
+from tfexport.runtime.session import Candidates, Ids
+
+
+class Clock:
+    """Time that passes only when something takes it."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds > 0
+        self.now += seconds
+
+
+class Slow:
+    """A decoder that takes `seconds` a call, half of them for the encoder, and gives four tokens a source."""
+
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        self.clock, self.seconds = clock, seconds
+        self.batches: list[int] = []
+
+    def __call__(self, sources: Sequence[Sequence[int]]) -> Call:
+        began, count = self.clock.now, len(sources)
+        self.batches.append(count)
+        self.clock.now += self.seconds
+        step_s = array("d", [self.seconds / 8] * 4)
+        return Call(
+            began, began + self.seconds / 2, self.clock.now, count, count, 4 * count, self.seconds / 2, 0, step_s
+        )
+
+
+# ---- statistics
+
+
+def test_percentiles_are_those_of_numpy_over_all_processes() -> None:
+    rng = np.random.default_rng(0)
+    first, second = rng.gamma(2, 0.01, 700), rng.gamma(3, 0.01, 400)
+    found = distribution([first.tolist(), second.tolist()])
+    pooled = np.concatenate([first, second]) * 1000
+    for percent in (50, 90, 95, 99):
+        assert found[f"p{percent}"] == pytest.approx(np.quantile(pooled, percent / 100))
+    assert [found[name] for name in ("avg", "min", "max", "std")] == pytest.approx(
+        [pooled.mean(), pooled.min(), pooled.max(), pooled.std()]
+    )
+    assert found["per_process"] == pytest.approx([1000 * np.median(first), 1000 * np.median(second)])
+    assert (found["count"], found["unit"]) == (1100, "ms")
+    assert "note" not in found
+
+
+def test_there_is_no_p99_below_a_thousand_samples() -> None:
+    few, enough = distribution([[0.001] * 600, [0.002] * 399]), distribution([[0.001] * 600, [0.002] * 400])
+    assert (few["p99"], few["note"]) == (None, "p99 needs 1,000 samples, there are 999")
+    assert few["p95"] == 2
+    assert enough["p99"] == 2
+    assert "note" not in enough
+
+
+def test_without_samples_everything_is_null() -> None:
+    found = distribution([[], []])
+    assert (found["p50"], found["avg"], found["count"], found["note"]) == (None, None, 0, "no samples")
+
+
+@pytest.mark.parametrize(
+    ("windows", "stable"),
+    [
+        ([1, 1, 1], True),
+        ([900, 5, 100, 101, 99], True),
+        ([100, 91, 109], True),
+        ([100, 100, 116], False),
+        ([100, 100, 100, 100, 80], False),
+        ([100, 100], False),
+        ([], False),
+    ],
+)
+def test_stable_is_the_last_three_within_ten_percent_of_their_mean(windows: list[float], stable: bool) -> None:
+    assert is_stable(windows) is stable
+
+
+def test_every_latency_is_in_the_histogram() -> None:
+    latencies = np.random.default_rng(1).gamma(2, 0.01, 500)
+    found = histogram([latencies[:200].tolist(), latencies[200:].tolist()])
+    assert sum(found["counts"]) == 500
+    assert len(found["edges_ms"]) == len(found["counts"]) + 1
+    assert found["edges_ms"][0] == pytest.approx(1000 * latencies.min())
+    assert histogram([[0.5]])["counts"] != []
+
+
+def samples(*step_s: Sequence[float], windows: Sequence[float] = (10.0, 10.0, 10.0)) -> Samples:
+    """Calls of one source whose time is 1 ms of encoder, the steps and 1 ms more."""
+    found, began = Samples(windows=array("d", windows)), 0.0
+    for steps in step_s:
+        ended = began + sum(steps) + 0.002
+        call = Call(began, began + 0.001 + steps[0], ended, 1, 7, len(steps), 0.001, 0.0, array("d", steps))
+        found.add(call)
+        began = ended
+    found.elapsed_s = began
+    return found
+
+
+def test_step_times_are_told_by_position() -> None:
+    runs = [samples([0.001, 0.002, 0.003], [0.003, 0.004]), samples([0.002])]
+    assert step_time_by_position(runs) == pytest.approx([2, 3, 3])
+    assert step_time_by_position([Samples()]) == []
+
+
+def test_metrics_are_what_can_be_worked_out_by_hand() -> None:
+    runs = [samples([0.002, 0.002, 0.002], [0.002]), samples([0.004, 0.004])]
+    found = cell_metrics(runs)
+    seconds = 0.008 + 0.004 + 0.010
+    assert found["output_token_throughput"]["value"] == pytest.approx(6 / seconds)
+    assert found["output_token_throughput"]["per_process"] == pytest.approx([4 / 0.012, 2 / 0.010])
+    assert found["request_throughput"]["value"] == pytest.approx(3 / seconds)
+    assert (found["input_sequence_length"]["value"], found["output_sequence_length"]["value"]) == (7, 2)
+    assert found["time_to_first_token"]["p50"] == pytest.approx(3)
+    # After the first token: two more steps and 1 ms; none, so no sample; one more step and 1 ms.
+    assert found["inter_token_latency"]["count"] == 2
+    assert found["inter_token_latency"]["avg"] == pytest.approx((2.5 + 5) / 2)
+    split = time_split(runs)
+    assert split["encode"] == pytest.approx(0.003 / seconds)
+    assert split["step"] == pytest.approx(0.016 / seconds)
+    assert sum(split.values()) == pytest.approx(1)
+
+
+def test_samples_survive_the_way_between_processes() -> None:
+    before = samples([0.001, 0.002])
+    assert Samples.from_dict(before.to_dict()) == before
+
+
+# ---- scenarios
+
+
+def test_a_closed_loop_calls_again_when_the_last_has_returned() -> None:
+    clock = Clock()
+    slow = Slow(clock, 0.25)
+    found = closed_loop(slow, [[[5]], [[6], [7]]], 10.0, clock=clock)
+    assert found.calls == 40
+    assert (found.sequences, found.tokens) == (60, 240)
+    assert slow.batches == [1, 2] * 20
+    assert found.elapsed_s == pytest.approx(10)
+    assert list(found.windows) == pytest.approx([24] * 10)
+    assert list(found.latency_s) == pytest.approx([0.25] * 40)
+
+
+def test_slow_calls_still_make_three_windows() -> None:
+    clock = Clock()
+    found = closed_loop(Slow(clock, 7), [[[5]]], 1.0, clock=clock)
+    assert (found.calls, len(found.windows)) == (3, 3)
+
+
+def test_arrivals_are_a_poisson_process_that_the_seed_repeats() -> None:
+    arrivals = np.array(poisson(100, 60, 3))
+    assert arrivals.tolist() == list(poisson(100, 60, 3))
+    assert arrivals.tolist() != list(poisson(100, 60, 4))
+    gaps = np.diff(arrivals)
+    assert (gaps > 0).all()
+    assert arrivals[-1] < 60
+    assert arrivals.size == pytest.approx(6000, rel=0.05)
+    assert gaps.std() == pytest.approx(gaps.mean(), rel=0.05)  # as of an exponential distribution
+    assert np.mean(gaps > 0.01) == pytest.approx(np.exp(-1), abs=0.02)
+    assert len(poisson(0.01, 0.1, 0)) == 1
+
+
+def test_latency_grows_when_the_server_is_too_slow() -> None:
+    """The loop is open: requests keep arriving, and waiting counts from when they should have been served."""
+    clock = Clock()
+    arrivals = [0.5 + 0.1 * index for index in range(10)]
+    found = open_loop(Slow(clock, 1.0), [[5]], arrivals, 1, clock=clock, sleep=clock.sleep)
+    assert list(found.latency_s) == pytest.approx([1 + 0.9 * index for index in range(10)])
+    assert list(found.first_token_s) == pytest.approx([0.5 + 0.9 * index for index in range(10)])
+    assert not is_stable(found.windows)
+    assert (found.unserved, found.calls) == (0, 10)
+
+
+def test_latency_is_the_time_of_service_when_the_server_is_fast() -> None:
+    clock = Clock()
+    found = open_loop(
+        Slow(clock, 0.05), [[5]], [0.1 * index for index in range(1, 31)], 8, clock=clock, sleep=clock.sleep
+    )
+    assert list(found.latency_s) == pytest.approx([0.05] * 30)
+    assert is_stable(found.windows)
+    assert found.elapsed_s == pytest.approx(3.05)
+
+
+def test_what_waits_is_decoded_together() -> None:
+    clock = Clock()
+    slow = Slow(clock, 1.0)
+    found = open_loop(slow, [[5], [6]], [0.0, 0.1, 0.2, 0.3, 0.4, 0.5], 4, clock=clock, sleep=clock.sleep)
+    assert slow.batches == [1, 4, 1]
+    assert list(found.latency_s) == pytest.approx([1, 1.9, 1.8, 1.7, 1.6, 2.5])
+
+
+def test_a_hopeless_run_is_given_up() -> None:
+    clock = Clock()
+    found = open_loop(Slow(clock, 6.0), [[5]], [0.0, 0.1, 0.2, 0.3, 0.4], 1, clock=clock, sleep=clock.sleep)
+    assert (found.calls, found.unserved) == (2, 3)
+
+
+# ---- one call
+
+
+@pytest.mark.parametrize(("count", "num_beams"), [(1, 1), (3, 1), (1, 3), (3, 3)])
+def test_a_call_is_timed_and_changes_nothing(count: int, num_beams: int) -> None:
+    session = ScriptedSession(20, drawn(20, eos_bias=1.0))
+    sources = [[7, 8, 9], [5], [11, 12]][:count]
+    config = DecodeConfig(num_beams=num_beams, max_new_tokens=8)
+    call = Caller(session, config)(sources)
+    steps, session.steps = session.steps, []
+    expected = decode(session, sources, config)
+    assert session.steps == steps
+    assert call.tokens == sum(len(best[0].token_ids) for best in expected)
+    assert (call.sequences, call.source_tokens, len(call.step_s)) == (count, sum(map(len, sources)), len(steps))
+    assert call.began < call.began + call.encode_s < call.first_token <= call.ended
+    assert call.encode_s + sum(call.step_s) + call.reorder_s < call.ended - call.began
+    assert (call.reorder_s > 0) == (num_beams > 1 or count > 1)
+
+
+class ScriptedRunner(ScriptedSession):
+    """One that runs ahead; `taken` has the number of steps of each time."""
+
+    def __init__(self) -> None:
+        super().__init__(20, drawn(20, eos_bias=-5.0), max_target_length=64)
+        self.taken: list[int] = []
+
+    def ahead(self, state: ScriptedState, target_ids: Ids, num_candidates: int, steps: int, stop_id: int) -> Candidates:
+        found = [self.step(state, target_ids, num_candidates)]
+        while len(found) < steps and stop_id not in found[-1].token_ids[:, 0]:
+            found.append(self.step(state, found[-1].token_ids[:, :1], num_candidates))
+        self.taken.append(len(found))
+        columns = zip(*((each.token_ids, each.logits, each.log_normalizer) for each in found), strict=True)
+        return Candidates(*map(np.stack, columns))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_what_runs_ahead_is_timed_running_ahead(count: int) -> None:
+    sources, config = [[7, 8, 9], [5], [11, 12]][:count], DecodeConfig(max_new_tokens=60)
+    timed_one, free = ScriptedRunner(), ScriptedRunner()
+    call = Caller(timed_one, config)(sources)
+    found = decode(free, sources, config)
+    assert call.tokens == sum(len(best[0].token_ids) for best in found)
+    assert timed_one.steps == free.steps
+    assert len(call.step_s) == len(free.steps)
+    assert max(timed_one.taken) == STEPS_AHEAD < max(free.taken)
+    assert call.encode_s + sum(call.step_s) + call.reorder_s < call.ended - call.began
+    assert call.began < call.first_token < call.began + (call.ended - call.began) / 2
+
+
+def test_a_target_length_is_kept_to_exactly() -> None:
+    session = ScriptedSession(20, drawn(20, eos_bias=50.0))
+    config = BenchConfig(target_length=(6,)).decoding(Cell(2, 4, 6))
+    call = Caller(session, config)([[7, 8], [9]])
+    assert (call.tokens, len(call.step_s)) == (12, 6)
+
+
+def test_a_timed_session_starts_anew() -> None:
+    session = TimedSession(ScriptedSession(20, drawn(20)))
+    state = session.encode(np.array([[5]]), np.array([[True]]))
+    session.step(state, np.array([[1]]), 1)
+    assert session.first_step_ended > 0
+    session.restart()
+    assert (session.encode_s, session.first_step_ended, len(session.step_s)) == (0, 0, 0)
+    assert (session.spec.vocab, session.backend) == (20, "scripted")
+
+
+# ---- sources
+
+
+def test_random_sources_are_ordinary_tokens_and_repeat() -> None:
+    spec = ScriptedSession(20, drawn(20)).spec
+    batches = random_batches(spec, Cell(3, 5, 4), 1)
+    assert np.array(batches).shape == (64, 3, 5)
+    assert batches == random_batches(spec, Cell(3, 5, 4), 1)
+    assert batches != random_batches(spec, Cell(3, 5, 4), 2)
+    tokens = spec.tokens
+    assert not {tokens.pad, tokens.start, EOS} & set(np.ravel(batches).tolist())
+    assert len(random_batches(spec, Cell(4096, 256, 4), 1)) == 1
+
+
+def test_texts_are_batched_by_length_and_none_is_lost() -> None:
+    sources = [[5] * length for length in (3, 1, 2, 9, 4, 8, 7)]
+    batches = text_batches(sources, 3, 0)
+    assert sorted(len(source) for batch in batches for source in batch) == [1, 2, 3, 4, 7, 8, 9]
+    assert sorted(tuple(map(len, batch)) for batch in batches) == [(1,), (4, 3, 2), (9, 8, 7)]
+
+
+# ---- configuration
+
+
+SPEC = ScriptedSession(20, drawn(20)).spec  # takes 16 tokens on both sides
+
+
+@pytest.mark.parametrize(
+    ("scenario", "batch_size", "duration"),
+    [("single", (1,), 5.0), ("offline", (32,), 5.0), ("server", (8,), 8.0), ("sweep", (1, 2, 4, 8, 16, 32), 1.0)],
+)
+def test_what_is_not_given_is_filled_in(scenario: Scenario, batch_size: tuple[int, ...], duration: float) -> None:
+    config = BenchConfig(scenario=scenario, rate=5.0 if scenario == "server" else None)
+    resolved = resolve(config, SPEC, has_texts=False)
+    assert (resolved.batch_size, resolved.duration) == (batch_size, duration)
+    assert (resolved.source_length, resolved.target_length) == ((16,), (16,))
+    assert len(resolved.cells) == len(batch_size)
+    with_texts = resolve(config, SPEC, has_texts=True)
+    assert {(cell.source_length, cell.target_length) for cell in with_texts.cells} == {(None, None)}
+    long = dataclasses.replace(SPEC, max_source_length=512, max_target_length=512)
+    assert resolve(config, long, has_texts=False).cells[0] == Cell(batch_size[0], 32, 64)
+
+
+def test_a_sweep_has_every_combination() -> None:
+    config = BenchConfig(scenario="sweep", batch_size=(1, 4), source_length=(3, 5), target_length=(2,))
+    assert config.cells == [Cell(1, 3, 2), Cell(4, 3, 2), Cell(1, 5, 2), Cell(4, 5, 2)]
+
+
+def test_everything_wrong_is_said_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        BenchConfig(num_beams=0, processes=21, duration=-1.0, rate=3.0, batch_size=(0, 2), seed=-1)
+    for part in (
+        "num_beams is 0",
+        "processes is 21",
+        "duration is -1.0",
+        "batch_size is 0",
+        "seed is -1",
+        "--scenario",
+    ):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "has_texts", "message"),
+    [
+        (BenchConfig(source_length=(17,), target_length=(18,)), False, "source_length is 17.*target_length is 18"),
+        (BenchConfig(source_length=(5,)), True, "source_length is given"),
+        (BenchConfig(scenario="sweep", batch_size=tuple(range(1, 102))), False, "101 combinations"),
+        (BenchConfig(scenario="server", rate=1e5, duration=600.0), False, "60000000 requests"),
+    ],
+)
+def test_what_a_bundle_cannot_take_is_refused(config: BenchConfig, has_texts: bool, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve(config, SPEC, has_texts=has_texts)
+
+
+# ---- the machine
+
+
+def test_the_bytes_of_a_step_are_the_weights_of_the_graph(dates_bundle: Path) -> None:
+    graph = onnx.load(str(dates_bundle / "decoder.onnx"), load_external_data=False).graph
+    lengths = {
+        tensor.name: int(next(entry.value for entry in tensor.external_data if entry.key == "length"))
+        for tensor in graph.initializer
+        if tensor.external_data
+    }
+    gathered = {node.input[0] for node in graph.node if node.op_type == "Gather"}
+    multiplied = {name for node in graph.node if node.op_type != "Gather" for name in node.input}
+    expected = sum(length for name, length in lengths.items() if name in multiplied or name not in gathered)
+    assert step_weight_bytes(open_bundle(dates_bundle)) == expected
+
+
+def test_the_machine_is_described() -> None:
+    found = environment()
+    assert found["cpu"]
+    assert 1 <= found["threads"] <= found["cores"]
+    assert {"tfexport", "numpy"} <= set(found["versions"])
+    assert 1e7 < peak_memory_bytes() < 1e12
+    assert 1e8 < memory_bandwidth(3) < 1e13

@@ -1,0 +1,406 @@
+"""What a measurement is written as: report, table, page, comparison."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.bench.test_measuring import samples
+from tfexport.bench.compare import Condition, compare, read_result
+from tfexport.bench.config import BenchConfig
+from tfexport.bench.page import render
+from tfexport.bench.plot import ticks
+from tfexport.bench.result import build_result
+from tfexport.bench.table import lines
+from tfexport.errors import BenchError, ConfigError
+
+NUMBER = (int, float)
+DISTRIBUTION = {
+    "unit": str,
+    "count": int,
+    "per_process": [NUMBER],
+    **dict.fromkeys(("avg", "min", "max", "std", "p50", "p90", "p95"), NUMBER),
+    "p99": (int, float, type(None)),
+}
+VALUE = {"unit": str, "value": NUMBER}
+CELL_METRICS: dict[str, Any] = {
+    **dict.fromkeys(
+        ("time_to_first_token", "inter_token_latency", "request_latency", "encode_time", "step_time"), DISTRIBUTION
+    ),
+    **{key: {**VALUE, "per_process": [NUMBER]} for key in ("output_token_throughput", "request_throughput")},
+    **dict.fromkeys(
+        (
+            "input_sequence_length",
+            "output_sequence_length",
+            "request_count",
+            "benchmark_duration",
+            "memory_bandwidth_share",
+        ),
+        VALUE,
+    ),
+}
+SCHEMA: dict[str, Any] = {
+    "schema": str,
+    "bundle": {"name": str, "sha256": str, "precision": str},
+    "scenario": str,
+    "settings": {
+        "backend": str,
+        "device": str,
+        "engine": (str, type(None)),
+        "batch_size": [int],
+        "source_length": [int],
+        "target_length": [int],
+        "num_beams": int,
+        "rate": (float, type(None)),
+        "duration": float,
+        "processes": int,
+        "seed": int,
+        "input": (dict, type(None)),
+    },
+    "parity": {"passed": (bool, type(None)), "source": str},
+    "environment": {
+        "date": str,
+        "system": str,
+        "cpu": str,
+        "cores": int,
+        "threads": int,
+        "python": str,
+        "versions": dict,
+    },
+    "validity": {"valid": bool, "reasons": [str]},
+    "best_cell": int,
+    "metrics": {
+        **CELL_METRICS,
+        **{
+            key: {**VALUE, "per_process": [NUMBER]}
+            for key in ("load_time", "load_to_first_token", "peak_memory", "memory_bandwidth")
+        },
+        "step_weight_bytes": VALUE,
+    },
+    "cells": [
+        {
+            "batch_size": int,
+            "source_length": (int, type(None)),
+            "target_length": (int, type(None)),
+            "metrics": CELL_METRICS,
+            "stable": bool,
+            "windows": [[float]],
+            "unserved": int,
+            "time_split": dict.fromkeys(("encode", "step", "reorder", "rest"), float),
+            "step_time_by_position_ms": [float],
+            "latency_histogram": {"edges_ms": [float], "counts": [int]},
+        }
+    ],
+}
+
+
+def mismatches(value: Any, schema: Any, place: str = "report") -> list[str]:
+    """Say where a JSON value is not what is written down; a metric may say more in `note`."""
+    if isinstance(schema, dict):
+        if not isinstance(value, dict) or set(value) - {"note"} != set(schema):
+            return [f"{place}: {sorted(value) if isinstance(value, dict) else value}"]
+        return [wrong for key, part in schema.items() for wrong in mismatches(value[key], part, f"{place}.{key}")]
+    if isinstance(schema, list):
+        if not isinstance(value, list):
+            return [f"{place}: {value}"]
+        return [wrong for item in value for wrong in mismatches(item, schema[0], f"{place}[]")]
+    return [] if isinstance(value, schema) else [f"{place}: {value!r} is no {schema}"]
+
+
+def report(
+    *, scale: float = 1.0, name: str = "dates", windows: tuple[float, ...] = (10.0, 10.0, 10.0), **config: Any
+) -> dict[str, Any]:
+    """A report whose times are `scale` times 2 ms a step; a batch of b takes b times as long."""
+    settings = {"batch_size": (1,), "source_length": (7,), "target_length": (3,), "duration": 1.0, "processes": 2}
+    resolved = BenchConfig(**{**settings, **config})
+    process = {
+        "backend": "ort",
+        "load_s": 0.2 * scale,
+        "load_to_first_token_s": 0.3 * scale,
+        "peak_memory_bytes": int(9e7 * scale),
+        "step_weight_bytes": 2_000_000,
+        "memory_bandwidth": 5e10,
+        "cells": [
+            samples(*[[0.002 * scale * cell.batch_size] * 3] * 20, windows=windows).to_dict() for cell in resolved.cells
+        ],
+    }
+    about = {
+        "bundle": {"name": name, "sha256": "ab" * 32, "precision": "fp32"},
+        "input": None,
+        "environment": {
+            "date": "2026-01-02T03:04:05+00:00",
+            "system": "Linux 6 x86_64",
+            "cpu": "A <fast> one",
+            "cores": 4,
+            "threads": 2,
+            "python": "3.11.7",
+            "versions": {"numpy": "2.0.0"},
+        },
+    }
+    count = resolved.processes
+    return build_result(resolved, [process] * count, about, {"passed": True, "source": "verified by its export"})
+
+
+SWEEP = {"scenario": "sweep", "batch_size": (1, 4, 16), "source_length": (3, 5)}
+REPORTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "single": report,
+    "alone": lambda: report(processes=1),
+    "offline": lambda: report(scenario="offline", batch_size=(8,)),
+    "server": lambda: report(scenario="server", batch_size=(4,), rate=20.0),
+    "sweep": lambda: report(**SWEEP),
+    "unstable": lambda: report(windows=(1.0, 2.0)),
+}
+
+
+@pytest.mark.parametrize("name", sorted(REPORTS))
+def test_a_report_has_the_schema(name: str) -> None:
+    found = json.loads(json.dumps(REPORTS[name](), allow_nan=False))
+    assert found["schema"] == "tfexport.bench/1"
+    assert mismatches(found, SCHEMA) == []
+
+
+def test_the_schema_can_fail() -> None:
+    found = report()
+    del found["metrics"]["load_time"]
+    found["cells"][0]["windows"] = [3]
+    assert len(mismatches(found, SCHEMA)) == 2
+
+
+def test_the_top_has_the_best_cell() -> None:
+    found = report(**SWEEP)
+    assert found["best_cell"] == 0  # one step takes as many times longer as the batch is larger, for the same tokens
+    assert found["metrics"]["output_token_throughput"] == found["cells"][0]["metrics"]["output_token_throughput"]
+    share = found["metrics"]["memory_bandwidth_share"]["value"]
+    assert share == pytest.approx(2e6 / 0.002 / 5e10)
+
+
+def test_doubts_are_said() -> None:
+    assert report()["validity"] == {"valid": True, "reasons": []}
+    (reason,) = report(windows=(1.0, 2.0, 3.0))["validity"]["reasons"]
+    assert reason.startswith("unstable")
+    data = samples([0.01]).to_dict() | {"unserved": 3}
+    process = {
+        "backend": "eager",
+        "load_s": 1.0,
+        "load_to_first_token_s": 1.0,
+        "peak_memory_bytes": 1,
+        "step_weight_bytes": None,
+        "memory_bandwidth": 1e9,
+        "cells": [data],
+    }
+    about = {"bundle": {}, "input": None, "environment": {}}
+    found = build_result(BenchConfig(batch_size=(1,)), [process], about, {"passed": None, "source": "not verified"})
+    assert [reason.split(":")[0] for reason in found["validity"]["reasons"]] == [
+        "parity was not verified",
+        "overloaded",
+    ]
+    assert found["metrics"]["step_weight_bytes"]["value"] is None
+    assert "ONNX Runtime" in found["metrics"]["step_weight_bytes"]["note"]
+
+
+# ---- the table
+
+
+@pytest.mark.parametrize("name", sorted(REPORTS))
+def test_the_table_is_aligned_and_narrow(name: str) -> None:
+    found = lines(REPORTS[name]())
+    assert max(map(len, found)) <= 90
+    head = next(i for i, line in enumerate(found) if line.startswith(("milliseconds", "source  ")))
+    table = found[head : found.index("", head)]
+    place = re.search("p50" if name != "sweep" else r"tokens/s", table[0])
+    assert place is not None
+    numbers = [line for line in table[1:] if not line.startswith("–")]
+    assert len(numbers) == (6 if name == "sweep" else 5)
+    assert all(line[place.end() - 1].isdigit() and line[place.end()] == " " for line in numbers)
+    assert ("INVALID" in found[-1]) == (name == "unstable")
+
+
+def test_the_table_says_the_numbers() -> None:
+    text = "\n".join(lines(report()))
+    # 8 ms a request: 1 encoder, 3 · 2 steps, 1 rest.
+    for part in (
+        "end to end           8.00",
+        "375 (375 … 375) a second",
+        "decoder steps 75 %",
+    ):
+        assert part in text
+    assert "p99 needs 1,000 samples" in text
+    assert "2.00 MB a step, 2.0 % of the 50.0 GB/s" in text
+
+
+# ---- the page
+
+
+@pytest.mark.parametrize("name", sorted(REPORTS))
+def test_the_page_is_well_formed_and_holds_all_it_needs(name: str) -> None:
+    page = render(REPORTS[name]())
+    head, _, rest = page.partition("\n")
+    assert head == "<!doctype html>"
+    root = ElementTree.fromstring(rest)
+    assert [len(list(root.iter(tag))) for tag in ("svg", "script", "link", "img", "a")] == [4, 0, 0, 0, 0]
+    assert not re.search(r"https?:|//|url\(|@import|src=|href=", page)
+    for svg in root.iter("svg"):
+        assert "NaN" not in ElementTree.tostring(svg, encoding="unicode")
+        assert svg.get("aria-label")
+
+
+def test_the_page_shows_what_was_measured() -> None:
+    page = render(report(name='x<b>&"'))
+    assert "x&lt;b&gt;&amp;" in page
+    assert "A &lt;fast&gt; one" in page
+    assert "375" in page
+    assert "Throughput against batch" in render(report(**SWEEP))
+    assert "Throughput against batch" not in page
+
+
+def test_a_plot_marks_what_it_says() -> None:
+    root = ElementTree.fromstring(render(report(**SWEEP)).partition("\n")[2])
+    titles = [title.text or "" for title in root.iter("title")]
+    throughput = 60 / (20 * 0.026)
+    assert f"source 3, target 3 4: {throughput:.3g}" in titles
+    assert sum(text.startswith("source 5") for text in titles) == 3
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 0.0123), (3, 17), (0, 98765.4), (1.9, 2.1)])
+def test_ticks_are_round_and_inside(low: float, high: float) -> None:
+    found = ticks(low, high)
+    assert 2 <= len(found) <= 7
+    assert low - 1e-9 <= found[0] <= found[-1] <= high + 1e-9
+    step = found[1] - found[0]
+    assert f"{step:.0e}"[0] in "125"
+    assert ticks(3, 3) == [3]
+
+
+# ---- comparing
+
+
+def test_a_comparison_shows_the_change() -> None:
+    found = compare(report(), report(scale=2.0))
+    text = "\n".join(found.lines)
+    # 8 ms become 14: 1 encoder, 3 · 4 steps, 1 rest.
+    assert re.search(r"output_token_throughput +tokens/sec +375 +214 +-42.9 %$", text, re.MULTILINE)
+    assert re.search(r"request_latency p50 +ms +8.00 +14.0 +\+75.0 %$", text, re.MULTILINE)
+    assert "request_latency p99" not in text
+    assert found.failures == ()
+    same = compare(report(), report())
+    assert sum(line.endswith("within the spread") for line in same.lines) >= 8
+
+
+@pytest.mark.parametrize(
+    ("text", "fails"),
+    [
+        ("output_token_throughput<-5%", True),
+        ("output_token_throughput < -42.8 %", True),
+        ("output_token_throughput<-43%", False),
+        ("output_token_throughput>5%", False),
+        ("request_latency>10%", True),
+        ("request_latency.p95>80%", False),
+        ("peak_memory>99%", True),
+        ("load_time<+101%", True),
+    ],
+)
+def test_conditions(text: str, fails: bool) -> None:
+    found = compare(report(), report(scale=2.0), [Condition.parse(text)])
+    assert bool(found.failures) is fails
+
+
+def test_a_failure_names_change_limit_and_cell() -> None:
+    conditions = [Condition.parse("output_token_throughput<-5%"), Condition.parse("peak_memory>5%")]
+    found = compare(report(**SWEEP), report(scale=2.0, **SWEEP), conditions)
+    assert len(found.failures) == 7
+    assert found.failures[0] == ("output_token_throughput.value changed by -42.9 % at 3/3/1, the limit is -5 %")
+    assert found.failures[-1] == "peak_memory.value changed by +100.0 %, the limit is +5 %"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "x", "throughput<5", "a<b%", "request_latency.p42>5%", "a=5%", "A<5%", "a<1e999%"]
+)
+def test_what_is_no_condition_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="output_token_throughput<-5%"):
+        Condition.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("condition", "message"),
+    [("speed<5%", "no metric speed in both; there are benchmark_duration"), ("step_time.p99>5%", "p99 needs 1,000")],
+)
+def test_a_condition_on_nothing_is_refused(condition: str, message: str) -> None:
+    with pytest.raises(BenchError, match=message):
+        compare(report(), report(), [Condition.parse(condition)])
+
+
+def test_only_like_is_compared_with_like() -> None:
+    other = report(num_beams=4)
+    other["bundle"]["sha256"] = "cd" * 32
+    with pytest.raises(BenchError, match=r"bundle is .*num_beams is 1 and 4.* --vary bundle,num_beams$"):
+        compare(report(), other)
+    with pytest.raises(BenchError, match="num_beams is 1 and 4"):
+        compare(report(), other, vary=["bundle"])
+    found = compare(report(), other, vary=["bundle", "num_beams"])
+    assert "num_beams: 1 → 4" in found.lines
+    with pytest.raises(ConfigError, match="colour is no field, expected one of bundle, scenario"):
+        compare(report(), report(), vary=["colour"])
+    with pytest.raises(BenchError, match="the first has 6 combinations and the second 1"):
+        compare(report(**SWEEP), report(), vary=["scenario", "batch_size", "source_length"])
+
+
+def test_a_comparison_says_when_a_report_is_not_valid() -> None:
+    found = compare(report(), report(windows=(1.0, 2.0)))
+    assert found.lines[0].startswith("the second is not valid: 'unstable")
+
+
+def change(**values: object) -> Callable[[dict[str, Any]], object]:
+    return lambda data: data.update(values)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (change(schema="tfexport.bench/2"), "schema is 'tfexport.bench/2', expected 'tfexport.bench/1'"),
+        (change(bundle=None, settings=[]), "bundle.sha256 is missing; settings.backend is missing"),
+        (change(cells=[]), "cells is no list"),
+        (change(cells=[5]), "cells.0.metrics is no object of metrics"),
+        (change(metrics={"a": 5}), "metrics is no object"),
+        (change(metrics={"request_latency": {"unit": "ms", "p50": "fast"}}), "metrics is no object"),
+        (change(metrics={}), "metrics lacks one of output_token_throughput"),
+        (change(validity=5), "validity.reasons is no list"),
+        (lambda data: data["cells"][0]["metrics"]["request_latency"].update(p50=[1]), "cells.0.metrics is no object"),
+    ],
+)
+def test_a_damaged_report_is_refused(damage: Callable[[dict[str, Any]], object], message: str, tmp_path: Path) -> None:
+    data = copy.deepcopy(report())
+    damage(data)
+    (tmp_path / "a.json").write_text(json.dumps(data))
+    with pytest.raises(BenchError, match=re.escape(message)):
+        read_result(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b"", "is not JSON"),
+        (b"\xff", "is not JSON"),
+        (b"[" * 100_000, "is not JSON"),
+        (b'{"a": NaN}', "NaN is no JSON number"),
+        (b"[]", "schema is []"),
+        (b" " * (16 * 1024 * 1024 + 1), "the limit is 16777216"),
+    ],
+)
+def test_what_is_no_report_is_refused(raw: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_bytes(raw)
+    with pytest.raises(BenchError, match=re.escape(message)):
+        read_result(tmp_path / "a.json")
+    with pytest.raises(BenchError, match="is no plain file"):
+        read_result(tmp_path)
+
+
+def test_a_report_is_read_back(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(report()))
+    assert read_result(tmp_path / "a.json") == report()

@@ -1,0 +1,336 @@
+"""`tfexport bench` as a whole: fresh processes, parity, files, bad input, and what ends with it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+import tfexport.verify
+from tests.bench import test_report as reports
+from tfexport.bench.config import BenchConfig, resolve
+from tfexport.bench.processes import run_process
+from tfexport.bench.run import MAX_TEXTS, bench_bundle
+from tfexport.bundle.bundle import open_bundle
+from tfexport.cli import main
+from tfexport.errors import BenchError, InputError
+
+TFEXPORT = str(Path(sys.executable).with_name("tfexport"))
+# Small enough for a fraction of a second.
+TINY = ("--processes", 1, "--duration", 0.1, "--source-length", 5, "--target-length", 3, "--no-verify")
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def refuses(result: Result, *messages: str) -> None:
+    assert (result.exit_code, result.stdout) == (1, ""), result.output
+    error = result.stderr.splitlines()[-1]
+    assert error.startswith("error: ")
+    for message in messages:
+        assert message in error
+
+
+@pytest.fixture(scope="session")
+def measured(once: Callable[[str, Callable[[Path], object]], Path], dates_bundle: Path) -> Path:
+    """Measure models/dates for real: report.json, page.html and the table in `said`."""
+
+    def make(path: Path) -> None:
+        path.mkdir()
+        files = ("--json", path / "report.json", "--html", path / "page.html")
+        sizes = ("--scenario", "sweep", "--batch-size", "1,3", "--source-length", "5", "--target-length", 4)
+        result = run(
+            "bench", dates_bundle, *sizes, "--num-beams", 2, "--processes", 2, "--duration", 0.1, "--no-verify", *files
+        )
+        assert result.exit_code == 0, result.output
+        (path / "said").write_text(result.stdout)
+
+    return once("measured", make)
+
+
+@pytest.fixture
+def canned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let processes answer without being started; lists the number of each."""
+    started: list[int] = []
+
+    def answer(bundle: Path, config: BenchConfig, texts: object, number: int) -> dict[str, Any]:
+        started.append(number)
+        cell = reports.samples([0.001, 0.001]).to_dict()
+        return {
+            "backend": "ort",
+            "load_s": 0.1,
+            "load_to_first_token_s": 0.2,
+            "peak_memory_bytes": 10**8,
+            "step_weight_bytes": 10**6,
+            "memory_bandwidth": 1e10,
+            "cells": [cell for _ in config.cells],
+        }
+
+    monkeypatch.setattr("tfexport.bench.run.run_process", answer)
+    return started
+
+
+def with_parity(source: Path, target: Path, passed: bool | None) -> Path:
+    """Copy a bundle and let its manifest say how the verification of its export ended."""
+    shutil.copytree(source, target)
+    parity = None if passed is None else {"passed": passed}
+    manifest = dataclasses.replace(open_bundle(source).manifest, parity=parity)
+    (target / "manifest.json").write_bytes(manifest.to_bytes())
+    return target
+
+
+# ---- measured for real
+
+
+def test_a_real_run_writes_report_and_page(measured: Path, dates_bundle: Path) -> None:
+    found = json.loads((measured / "report.json").read_text())
+    assert reports.mismatches(found, reports.SCHEMA) == []
+    assert found["bundle"] == {"name": "dates", "sha256": open_bundle(dates_bundle).sha256, "precision": "fp32"}
+    assert found["settings"]["backend"] == "ort"
+    assert found["validity"]["reasons"][0] == "parity was not verified"
+    assert [cell["batch_size"] for cell in found["cells"]] == [1, 3]
+    for cell in found["cells"]:
+        metrics = cell["metrics"]
+        assert metrics["output_sequence_length"]["value"] == 4
+        assert metrics["input_sequence_length"]["value"] == 5
+        assert len(cell["step_time_by_position_ms"]) == 4
+        assert len(metrics["output_token_throughput"]["per_process"]) == len(cell["windows"]) == 2
+        assert all(len(windows) >= 3 for windows in cell["windows"])
+        assert 0 < metrics["time_to_first_token"]["min"] < metrics["request_latency"]["max"]
+        assert all(0 <= share <= 1 for share in cell["time_split"].values())
+        assert cell["time_split"]["reorder"] > 0
+    assert found["metrics"]["load_to_first_token"]["value"] > found["metrics"]["load_time"]["value"] > 0
+    assert 2e7 < 1e6 * found["metrics"]["peak_memory"]["value"] < 1e9
+    assert (measured / "page.html").read_text().startswith("<!doctype html>")
+    assert (measured / "said").read_text().startswith("dates · fp32 · ort · sweep · batch 1, 3 · source 5 · target 4")
+
+
+def test_a_real_report_compares_with_itself(measured: Path) -> None:
+    path = measured / "report.json"
+    result = run("bench", "compare", path, path, "--fail-if", "output_token_throughput<-5%")
+    assert result.exit_code == 0, result.output
+    assert "+0.0 %" in result.stdout
+    failed = run("bench", "compare", path, path, "--fail-if", "output_token_throughput<5%", "--fail-if", "load_time<1%")
+    assert failed.exit_code == 1
+    assert failed.stderr.startswith("error: bench compare: output_token_throughput.value changed by +0.0 % at 5/4/1")
+    assert failed.stderr.count("changed by") == 3
+    assert failed.stderr.count("\n") == 1
+
+
+def test_texts_and_requests_are_served_for_real(dates_bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "texts").write_text("3. März 2026\nle 14 juillet 1989\n5 May 2001\n")
+    result = run(
+        *("bench", dates_bundle, "--scenario", "server", "--rate", 100, "--input", tmp_path / "texts"),
+        *("--processes", 1, "--duration", 0.3, "--no-verify", "--json", tmp_path / "a.json"),
+    )
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "a.json").read_text())
+    assert found["settings"]["input"]["texts"] == 3
+    assert found["metrics"]["output_sequence_length"]["value"] == pytest.approx(11, abs=1)  # 2026-03-03 and the end
+    assert found["metrics"]["request_count"]["value"] > 5
+    assert "server at 100 requests/s · batch up to 8 · 3 texts" in result.stdout
+
+
+def test_an_error_of_the_process_is_told_as_it_is(dates_bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "texts").write_text("1 May 2001\n" + "x" * 500 + "\n")
+    refuses(run("bench", dates_bundle, "--input", tmp_path / "texts", "--no-verify"), "text 2")
+
+
+# ---- parity
+
+
+def test_the_verification_of_the_export_counts(dates_bundle: Path, tmp_path: Path, canned: list[int]) -> None:
+    bundle = with_parity(dates_bundle, tmp_path / "bundle", passed=True)
+    found = bench_bundle(bundle, BenchConfig())
+    assert found["parity"] == {"passed": True, "source": "verified by its export"}
+    assert canned == [0, 1, 2]
+
+
+@pytest.mark.parametrize("passed", [False, None])
+def test_what_fails_parity_is_not_timed(
+    passed: bool | None, dates_bundle: Path, tmp_path: Path, canned: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failed:
+        passed = False
+
+        def problems(self) -> list[str]:
+            return ["ort concat differs"]
+
+    monkeypatch.setattr(tfexport.verify, "verify_bundle", lambda *_, **__: Failed())
+    bundle = with_parity(dates_bundle, tmp_path / "bundle", passed)
+    result = run("bench", bundle, "--json", tmp_path / "a.json")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "fast and wrong is not timed" in result.stderr
+    assert canned == []
+    assert not (tmp_path / "a.json").exists()
+
+
+def test_without_pytorch_the_remedy_is_said(
+    dates_bundle: Path, canned: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(*_: object, **__: object) -> None:
+        raise ModuleNotFoundError(name="torch")
+
+    monkeypatch.setattr(tfexport.verify, "verify_bundle", missing)
+    refuses(run("bench", dates_bundle), "needs torch", "--no-verify")
+    assert canned == []
+
+
+# ---- the command
+
+
+def test_the_command_has_the_defaults_of_the_library() -> None:
+    given = main.commands["bench"].make_context("bench", ["bundle"]).params
+    assert BenchConfig(**{field.name: given[field.name] for field in dataclasses.fields(BenchConfig)}) == BenchConfig()
+
+
+def test_both_spellings_have_help() -> None:
+    measure, compare = run("bench", "--help"), run("bench", "compare", "--help")
+    assert (measure.exit_code, compare.exit_code) == (0, 0)
+    assert "[OPTIONS] BUNDLE" in measure.stdout
+    assert "bench compare [OPTIONS] FIRST SECOND" in compare.stdout
+
+
+def test_a_bundle_may_be_called_compare(
+    dates_bundle: Path, tmp_path: Path, canned: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(dates_bundle, tmp_path / "compare")
+    monkeypatch.chdir(tmp_path)
+    for arguments in (("./compare", *TINY), (*TINY, "compare")):
+        result = run("bench", *arguments)
+        assert result.exit_code == 0, result.output
+        assert result.stdout.startswith("compare · fp32")
+    refuses(run("bench", "compare"), "Missing argument 'FIRST'")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--scenario", "server"], "give --rate"),
+        (["--rate", "nan", "--scenario", "server"], "rate is nan"),
+        (["--duration", "inf"], "duration is inf"),
+        (["--duration", "1e9"], "duration is 1000000000.0, expected 0.1 to 600"),
+        (["--batch-size", "0"], "batch_size is 0"),
+        (["--batch-size", "x"], "'x' is not a valid integer"),
+        (["--scenario", "sweep", "--batch-size", "1,99999999999999999999"], "expected 1 to 4096"),
+        (["--target-length", "17"], "the limit of the bundle is 16"),
+        (["--processes", "1000"], "processes is 1000"),
+        (["--json", "missing/a.json"], "cannot be written"),
+        (["--html", "missing/a.html"], "cannot be written"),
+        (["--json", "same", "--html", "./same"], "same file"),
+        (["--input", "missing"], "missing"),
+        (["--backend", "magic"], "magic"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_measured(
+    arguments: list[str],
+    message: str,
+    dates_bundle: Path,
+    tmp_path: Path,
+    canned: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    refuses(run("bench", dates_bundle, "--no-verify", *arguments), message)
+    assert canned == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_no_bundle_is_refused(tmp_path: Path, canned: list[int]) -> None:
+    refuses(run("bench", tmp_path / "missing"), "there is no bundle")
+    refuses(run("bench", "compare", tmp_path, tmp_path), "is no plain file")
+    assert canned == []
+
+
+def test_there_is_a_limit_on_texts(dates_bundle: Path, canned: list[int]) -> None:
+    with pytest.raises(InputError, match="10001 texts"):
+        bench_bundle(dates_bundle, BenchConfig(), texts=["1 May 2001"] * (MAX_TEXTS + 1), verify=False)
+
+
+def test_a_failed_measurement_leaves_the_old_report(
+    dates_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(*_: object) -> None:
+        raise BenchError("bench: process 1 died")
+
+    monkeypatch.setattr("tfexport.bench.run.run_process", die)
+    (tmp_path / "a.json").write_text("old")
+    files = ("--json", tmp_path / "a.json", "--html", tmp_path / "a.html")
+    refuses(run("bench", dates_bundle, "--no-verify", *files), "process 1 died")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"a.json": "old"}
+
+
+# ---- processes
+
+
+@pytest.mark.parametrize(("script", "message"), [("exit 3", "ended with exit code 3"), ("kill -9 $$", "by signal 9")])
+@pytest.mark.parametrize("texts", [None, ["x" * 1000] * 2000])
+def test_the_death_of_a_process_is_one_error(
+    script: str, message: str, texts: list[str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = tmp_path / "python"
+    fake.write_text(f"#!/bin/sh\necho no such thing >&2\n{script}\n")
+    fake.chmod(0o700)
+    monkeypatch.setattr("tfexport.bench.processes.sys.executable", str(fake))
+    with pytest.raises(BenchError, match=f"process 2 .*{message} \\(no such thing\\)"):
+        run_process(tmp_path, BenchConfig(), texts, 1)
+
+
+def children(pid: int) -> list[int]:
+    path = Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(child) for child in path.read_text().split()]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_for(condition: Callable[[], Any]) -> Any:
+    """Return what the condition gives once it gives something; the limit only ends a test that would hang."""
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        if found := condition():
+            return found
+        time.sleep(0.02)
+    raise AssertionError("it never happened")
+
+
+@pytest.mark.skipif(not Path(f"/proc/self/task/{os.getpid()}/children").exists(), reason="needs /proc of Linux")
+@pytest.mark.parametrize(("how", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
+def test_nothing_goes_on_when_the_command_is_ended(how: int, code: int, dates_bundle: Path, tmp_path: Path) -> None:
+    command = [TFEXPORT, "bench", str(dates_bundle), "--no-verify", "--duration", "500", "--json", str(tmp_path / "a")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            (child,) = wait_for(lambda: children(process.pid))
+            process.send_signal(how)
+            stdout, stderr = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert (process.returncode, stdout) == (code, "")
+    if how == signal.SIGINT:
+        assert stderr.endswith("interrupted\n")
+        assert list(tmp_path.iterdir()) == []
+    wait_for(lambda: not is_alive(child))
+
+
+def test_the_processes_see_the_resolved_configuration(dates_bundle: Path, canned: list[int]) -> None:
+    spec = open_bundle(dates_bundle).manifest.spec
+    found = bench_bundle(dates_bundle, BenchConfig(processes=1), verify=False)
+    resolved = resolve(BenchConfig(processes=1), spec, has_texts=False)
+    assert found["settings"]["target_length"] == list(resolved.target_length) == [16]
+    assert canned == [0]

@@ -1,0 +1,267 @@
+"""`tfexport onnx`, `verify`, `inspect` and `doctor`, and what all commands share."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+import tfexport.bundle.bundle
+import tfexport.errors
+from tests.conftest import DATES, ROOT
+from tfexport.cli import main
+from tfexport.decode.config import DecodeConfig
+from tfexport.errors import ParityError, TfexportError
+from tfexport.graph.config import ExportConfig
+from tfexport.verify import VerifyConfig
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def parsed(command: str, *arguments: str) -> dict[str, Any]:
+    return main.commands[command].make_context(command, list(arguments)).params
+
+
+@pytest.fixture(scope="session")
+def verified(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
+    """Export preset:tiny through the command line; `said` beside it has what was printed."""
+
+    def make(path: Path) -> None:
+        result = run(
+            "onnx", "preset:tiny", "--output", path, "--forms", "concat", "--max-source-length", 12, "--seed", 5
+        )
+        assert result.exit_code == 0, result.output
+        path.with_name("said").write_text(json.dumps([result.stdout, result.stderr]))
+
+    return once("verified", make)
+
+
+def test_onnx_writes_a_verified_bundle_and_tells_its_progress_on_stderr(verified: Path) -> None:
+    stdout, stderr = json.loads(verified.with_name("said").read_text())
+    assert stdout == f"{verified}: encoder-decoder, fp32, verified\n"
+    assert stderr.startswith("loading preset:tiny\ntracing the encoder\n")
+    manifest = json.loads((verified / "manifest.json").read_text())
+    assert manifest["parity"]["passed"] is True
+    assert manifest["spec"]["max_source_length"] == 12
+    assert set(manifest["graphs"]) == {"encoder", "decoder"}
+
+
+def test_options_have_the_defaults_of_the_library() -> None:
+    for config, values in (
+        (ExportConfig, parsed("onnx", "model", "--output", "bundle")),
+        (DecodeConfig, parsed("generate", "bundle", "text")),
+        (VerifyConfig, parsed("verify", "bundle")),
+    ):
+        assert config(**{field.name: values[field.name] for field in fields(config)}) == config()
+
+
+def test_an_output_that_exists_is_not_touched_without_force(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("x")
+    result = run("onnx", "preset:tiny", "--output", tmp_path)
+    assert (result.exit_code, result.stderr.count("error: ")) == (1, 1)
+    assert (tmp_path / "mine").read_text() == "x"
+    assert not (tmp_path / "manifest.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["preset:nothing"], "nothing"),
+        (["/no/such/model"], "/no/such/model"),
+        (["preset:tiny", "--max-source-length", "0", "--max-target-length", "-1"], "max_target_length is -1"),
+        (["preset:tiny", "--forms", ""], "forms is empty"),
+        (["preset:tiny", "--precision", "bf16"], "--no-verify"),
+    ],
+)
+def test_onnx_refuses_in_one_line_and_writes_nothing(tmp_path: Path, arguments: list[str], message: str) -> None:
+    result = run("onnx", *arguments, "--output", tmp_path / "out")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert len(re.findall("^error: ", result.stderr, re.MULTILINE)) == 1
+    assert message in result.stderr.splitlines()[-1]
+    assert not list(tmp_path.iterdir())
+
+
+def test_verify_passes_on_what_was_exported(verified: Path) -> None:
+    result = run("verify", verified, "--samples", 6, "--seed", 1, "--json")
+    found = json.loads(result.stdout)
+    assert (result.exit_code, found["passed"], found["samples"], found["seed"]) == (0, True, 6, 1)
+    text = run("verify", verified, "--samples", 6)
+    assert (text.exit_code, text.stdout.splitlines()[-1]) == (0, "parity with the eager model: passed")
+
+
+def test_verify_exits_with_2_when_the_weights_differ(verified: Path, tmp_path: Path) -> None:
+    """The same configuration with other weights says something else."""
+    from tfexport.models.directory import save_model
+    from tfexport.runtime.open import load_eager_model
+
+    model = load_eager_model(tfexport.bundle.bundle.open_bundle(verified))
+    for parameter in model.parameters():
+        parameter.requires_grad_(False).mul_(1.01)
+    save_model(model, tmp_path / "other")
+    result = run("verify", verified, "--against", tmp_path / "other", "--samples", 4)
+    assert result.exit_code == 2
+    assert "FAILED" in result.stdout
+
+
+def test_every_error_of_the_tree_is_one_line_and_only_parity_exits_with_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    classes = [value for value in vars(tfexport.errors).values() if isinstance(value, type)]
+    assert ParityError in classes
+    for error in (value for value in classes if issubclass(value, TfexportError)):
+
+        def fail(error: type[TfexportError] = error) -> None:
+            raise error("what, got, expected, remedy")
+
+        monkeypatch.setattr("tfexport.doctor.diagnose", fail)
+        result = run("doctor")
+        assert result.exit_code == (2 if error is ParityError else 1)
+        assert (result.stdout, result.stderr) == ("", "error: what, got, expected, remedy\n")
+
+
+@pytest.mark.parametrize("module", ["torch", "torch._C", "onnx_ir"])
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+    def fail() -> None:
+        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+
+    monkeypatch.setattr("tfexport.doctor.diagnose", fail)
+    result = run("doctor")
+    assert result.exit_code == 1
+    assert result.stderr == f"error: this needs {module}, which is not installed; pip install 'tfexport[export]'\n"
+
+
+def test_a_defect_of_ours_keeps_its_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise ModuleNotFoundError("No module named 'oops'", name="oops")
+
+    monkeypatch.setattr("tfexport.doctor.diagnose", fail)
+    assert isinstance(run("doctor").exception, ModuleNotFoundError)
+
+
+def test_inspect_a_bundle(verified: Path) -> None:
+    found = json.loads(run("inspect", verified, "--json").stdout)
+    assert (found["kind"], found["model"], found["parity"]["passed"]) == ("bundle", "encoder-decoder", True)
+    text = run("inspect", verified).stdout
+    assert text.startswith(f"bundle {verified}: encoder-decoder, fp32, ")
+    assert ", verified\n" in text
+    assert "in   cross_key.0 … .1" in text
+    for entry in found["files"].values():
+        assert entry["sha256"] in text
+
+
+def test_inspect_a_graph_agrees_with_the_manifest(verified: Path) -> None:
+    manifest = json.loads((verified / "manifest.json").read_text())
+    for graph in manifest["graphs"].values():
+        found = json.loads(run("inspect", verified / graph["file"], "--json").stdout)
+        assert found["kind"] == "graph"
+        assert (found["inputs"], found["outputs"]) == (graph["inputs"], graph["outputs"])
+        assert found["opsets"]["ai.onnx"] == graph["opset"]
+        assert found["sha256"] == manifest["files"][graph["file"]]["sha256"]
+        assert found["weight_files"] == ["weights.safetensors"]
+        assert sum(found["operators"].values()) > 20
+
+
+def test_inspect_a_model_agrees_with_the_weights() -> None:
+    from safetensors import safe_open
+
+    found = json.loads(run("inspect", DATES, "--json").stdout)
+    assert found["config"] == json.loads((DATES / "config.json").read_text())
+    with safe_open(DATES / "model.safetensors", "np") as weights:
+        names = list(weights.keys())
+        assert {t["name"]: t["shape"] for t in found["tensors"]} == {
+            name: list(weights.get_tensor(name).shape) for name in names
+        }
+        assert found["parameters"] == sum(weights.get_tensor(name).size for name in names)
+    text = run("inspect", DATES).stdout
+    assert f"{found['parameters']:,} parameters, {len(names)} tensors ({len(names)} F32)" in text
+
+
+def damage(path: Path, change: Callable[[bytes], bytes]) -> None:
+    path.write_bytes(change(path.read_bytes()))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("model.safetensors", lambda data: data[:-1], "copy it again"),
+        ("model.safetensors", lambda data: data + b"x", "copy it again"),
+        ("model.safetensors", lambda data: data[:100], "header is cut off; copy it again"),
+        ("model.safetensors", lambda data: b"\xff" * 8 + data[8:], "header is cut off; copy it again"),
+        ("model.safetensors", lambda data: b"", "header is cut off; copy it again"),
+        ("config.json", lambda data: data[:-5], "is not JSON"),
+        (
+            "config.json",
+            lambda data: data.replace(b'"d_model"', b'"dmodel"'),
+            "unknown key dmodel; missing key d_model",
+        ),
+    ],
+)
+def test_inspect_a_damaged_model(tmp_path: Path, name: str, change: Callable[[bytes], bytes], message: str) -> None:
+    shutil.copytree(DATES, tmp_path / "model")
+    damage(tmp_path / "model" / name, change)
+    result = run("inspect", tmp_path / "model")
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (1, "", 1)
+    assert name in result.stderr
+    assert message in result.stderr
+
+
+@pytest.mark.parametrize("missing", ["model.safetensors", "config.json"])
+def test_inspect_half_a_model(tmp_path: Path, missing: str) -> None:
+    shutil.copytree(DATES, tmp_path / "model")
+    (tmp_path / "model" / missing).unlink()
+    result = run("inspect", tmp_path / "model")
+    assert result.exit_code == 1
+    assert f"{missing}: is missing; a model directory has config.json and model.safetensors" in result.stderr
+
+
+def test_inspect_something_else(tmp_path: Path) -> None:
+    (tmp_path / "bad.onnx").write_bytes(b"no protobuf \xff")
+    (tmp_path / "empty.onnx").touch()
+    for name, message in [
+        (".", "is something else, expected a bundle"),
+        ("none", "does not exist, expected a bundle"),
+        ("bad.onnx", "is not an ONNX model"),
+        ("empty.onnx", "is not an ONNX model"),
+    ]:
+        result = run("inspect", tmp_path / name)
+        assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+        assert message in result.stderr
+
+
+def test_doctor_tells_and_exits_by_whether_a_backend_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = run("doctor", "--json")
+    assert (result.exit_code, json.loads(result.stdout)["works"]) == (0, True)
+    monkeypatch.setattr("tfexport.doctor.PROBES", ())
+    result = run("doctor")
+    assert result.exit_code == 1
+    assert "no backend works, so no bundle can run\n    → pip install 'tfexport[cpu]'" in result.stdout
+
+
+def test_help_and_version_come_from_the_installed_command() -> None:
+    command = Path(sys.executable).with_name("tfexport")
+    for option_name in ("--help", "-h"):
+        done = subprocess.run([command, option_name], capture_output=True, text=True, check=True)
+        assert all(f"\n  {name} " in done.stdout for name in main.commands)
+    done = subprocess.run([command, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == "tfexport, version 0.1.0\n"
+
+
+def test_every_command_and_option_has_help() -> None:
+    for command in main.commands.values():
+        assert command.help
+        assert all(p.help for p in command.params if isinstance(p, click.Option))
+
+
+@pytest.mark.parametrize("name", sorted(main.commands))
+def test_every_command_is_in_the_readme(name: str) -> None:
+    assert f"tfexport {name}" in (ROOT / "README.md").read_text()

@@ -1,0 +1,211 @@
+"""`tfexport generate` and `embed`: texts in, texts out, and what happens to bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+import tfexport
+from tests import tiny
+from tests.conftest import DATES
+from tfexport.cli import main
+from tfexport.graph.config import ExportConfig
+from tfexport.spec import TokenIds
+
+TFEXPORT = str(Path(sys.executable).with_name("tfexport"))
+VOCAB = json.loads((DATES / "tokenizer.json").read_text())["model"]["vocab"]
+TEXTS = ["Dienstag, 3. März 2026", "2026年3月3日火曜日", "30 июня 2019 г.", "15 de septiembre de 2001"]
+ISO = ["2026-03-03", "2026-03-03", "2019-06-30", "2001-09-15"]
+
+
+def run(*arguments: object, stdin: bytes | None = None) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments], input=stdin)
+
+
+def says(result: Result, message: str) -> None:
+    """Expect exit code 1, nothing on standard output and one line of error with `message` in it."""
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert message in result.stderr
+
+
+def test_texts_on_the_command_line(dates_bundle: Path) -> None:
+    result = run("generate", dates_bundle, *TEXTS)
+    assert (result.exit_code, result.stdout.splitlines()) == (0, ISO)
+
+
+@pytest.mark.parametrize("source", ["-", None, "file"])
+def test_texts_from_a_file_or_standard_input(dates_bundle: Path, tmp_path: Path, source: str | None) -> None:
+    data = "\r\n".join(TEXTS).encode("utf-8-sig")
+    (tmp_path / "in").write_bytes(data)
+    option = [] if source is None else ["--input", tmp_path / "in" if source == "file" else "-"]
+    result = run("generate", dates_bundle, *option, "--output", tmp_path / "out", "--batch-size", 3, stdin=data)
+    assert (result.exit_code, result.output) == (0, "")
+    assert (tmp_path / "out").read_text().splitlines() == ISO
+
+
+def test_json_says_all_that_the_library_says(dates_bundle: Path) -> None:
+    result = run("generate", dates_bundle, *TEXTS, "--json", "--num-beams", 4, "--num-return-sequences", 2)
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    with tfexport.load(dates_bundle) as model:
+        expected = model.generate(TEXTS, num_beams=4, num_return_sequences=2)
+    assert [(row["index"], row["input"]) for row in rows] == [(i // 2, TEXTS[i // 2]) for i in range(8)]
+    assert [(row["text"], row["token_ids"], row["score"], row["finish_reason"]) for row in rows] == [
+        (best.text, list(best.token_ids), best.score, best.finish_reason) for best in expected
+    ]
+
+
+def test_several_texts_an_input_are_numbered_and_scored(dates_bundle: Path) -> None:
+    result = run("generate", dates_bundle, *TEXTS[:2], "--num-beams", 3, "--num-return-sequences", 3)
+    rows = [line.split("\t") for line in result.stdout.splitlines()]
+    assert [row[0] for row in rows] == ["1", "1", "1", "2", "2", "2"]
+    assert [rows[0][2], rows[3][2]] == ISO[:2]
+    assert float(rows[0][1]) > float(rows[1][1]) >= float(rows[2][1])
+
+
+def test_every_option_reaches_the_decoder(dates_bundle: Path) -> None:
+    dash = VOCAB["-"]
+    assert run("generate", dates_bundle, TEXTS[0], "--max-new-tokens", 4).stdout == "2026\n"
+    assert run("generate", dates_bundle, TEXTS[0], "--prefix", "1999-").stdout.startswith("1999-")
+    assert "-" not in run("generate", dates_bundle, TEXTS[0], "--suppress-tokens", f"{dash}, 1").stdout
+    drawn = ["generate", dates_bundle, TEXTS[0], "--do-sample", "--temperature", 3, "--num-return-sequences", 4]
+    assert run(*drawn, "--seed", 1).stdout == run(*drawn, "--seed", 1).stdout != run(*drawn, "--seed", 2).stdout
+    for value in ("true", "false", "never"):
+        result = run("generate", dates_bundle, TEXTS[0], "--num-beams", 2, "--early-stopping", value)
+        assert result.stdout == f"{ISO[0]}\n"
+
+
+@pytest.mark.parametrize("backend", ["eager", "ort"])
+def test_backends_agree(dates_bundle: Path, backend: str) -> None:
+    assert run("generate", dates_bundle, *TEXTS, "--backend", backend).stdout.splitlines() == ISO
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([""], "empty"),
+        (["  "], "white space"),
+        (["1" * 65], "64"),
+        (["1" * 1_000_000], "1000000 characters"),
+        (["x", "--num-beams", 0], "num_beams is 0"),
+        (["x", "--num-beams", 2, "--do-sample"], "do_sample"),
+        (["x", "--temperature", "nan", "--do-sample"], "temperature"),
+        (["x", "--suppress-tokens", "99999"], "99999"),
+        (["x", "--output", "/no/such/place"], "/no/such/place: cannot be written (No such file or directory)"),
+    ],
+)
+def test_bad_input_is_one_line(dates_bundle: Path, arguments: list[object], message: str) -> None:
+    says(run("generate", dates_bundle, *arguments), message)
+
+
+def test_bad_lines_of_a_file_are_named_and_the_old_output_stays(dates_bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "in").write_bytes(b"1.1.2000\n\n\xff\n" + b"2" * 65 + b"\n")
+    (tmp_path / "out").write_text("old")
+    result = run("generate", dates_bundle, "--input", tmp_path / "in", "--output", tmp_path / "out")
+    says(result, "in: line 3 is not UTF-8; convert the file")
+    assert "line 2 is empty" in result.stderr
+    (tmp_path / "in").write_bytes(b"1.1.2000\n" + b"2" * 65 + b"\n")
+    says(run("generate", dates_bundle, "--input", tmp_path / "in", "--output", tmp_path / "out"), "64")
+    assert (tmp_path / "out").read_text() == "old"
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["in", "out"]
+
+
+def test_a_bundle_that_is_missing_or_damaged_is_one_line(dates_bundle: Path, tmp_path: Path) -> None:
+    says(run("generate", tmp_path / "nothing", "x"), "tfexport onnx SOURCE --output")
+    shutil.copytree(dates_bundle, tmp_path / "copy")
+    with (tmp_path / "copy" / "decoder.onnx").open("r+b") as stream:
+        stream.write(b"\x00")
+    says(run("generate", tmp_path / "copy", "x"), "decoder.onnx")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate"], "Missing argument 'BUNDLE'"),
+        (["generate", "b", "x", "--input", "-"], "TEXT and --input were both given"),
+        (["generate", "b", "--input", "/no/such/file"], "/no/such/file"),
+        (["generate", "b", "x", "--nothing"], "No such option"),
+        (["generate", "b", "x", "--backend", "tpu"], "'tpu' is not one of"),
+        (["generate", "b", "x", "--suppress-tokens", "1,a"], "'a' is not a valid integer"),
+        (["nothing"], "No such command"),
+    ],
+)
+def test_wrong_usage_exits_with_1_too(arguments: list[str], message: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 1
+    assert message in result.stderr
+
+
+def test_piped_output_shows_no_bar_and_a_closed_pipe_no_trace(dates_bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "in").write_text("1.1.2000\n" * 200)
+    done = subprocess.run(
+        f'"{TFEXPORT}" generate "{dates_bundle}" --input "{tmp_path}/in" | head -n 1',
+        shell=True,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.stdout, done.stderr) == ("2000-01-01\n", "")
+
+
+def test_an_interrupt_exits_with_130_and_leaves_nothing(dates_bundle: Path, tmp_path: Path) -> None:
+    """Ctrl-C arrives while the input is awaited."""
+    command = [TFEXPORT, "generate", str(dates_bundle), "--output", str(tmp_path / "out")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1.5)
+        os.kill(process.pid, signal.SIGINT)
+        _, stderr = process.communicate()
+    assert (process.returncode, stderr.strip()) == (130, "interrupted")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture(scope="session")
+def encoder_bundle(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
+    """Export an encoder alone with the tokenizer of models/dates."""
+    from tfexport.export import export_bundle
+    from tfexport.models.directory import save_model
+
+    def make(path: Path) -> None:
+        model_directory = path.with_name("encoder_model")
+        vocab = len(VOCAB)
+        shape = replace(
+            tiny.config(source_vocab=vocab, target_vocab=vocab, tokens=TokenIds(pad=0, start=1, eos=2, unk=3)),
+            decoder=None,
+            target_vocab=None,
+            max_target_length=None,
+        )
+        save_model(tiny.model(shape).float(), model_directory, DATES / "tokenizer.json")
+        export_bundle(str(model_directory), path, ExportConfig(), verify=False)
+
+    return once("encoder", make)
+
+
+def test_embed_writes_the_vectors_of_the_library(encoder_bundle: Path) -> None:
+    for options, arguments in (
+        ({}, []),
+        ({"pooling": "cls"}, ["--pooling", "cls"]),
+        ({"normalize": False}, ["--no-normalize"]),
+    ):
+        result = run("embed", encoder_bundle, *TEXTS[:2], *arguments)
+        rows = [json.loads(line) for line in result.stdout.splitlines()]
+        assert [row["input"] for row in rows] == TEXTS[:2]
+        with tfexport.load(encoder_bundle) as model:
+            expected = model.embed(TEXTS[:2], **options)  # type: ignore[arg-type]
+        np.testing.assert_allclose([row["embedding"] for row in rows], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_generate_and_embed_name_one_another(encoder_bundle: Path, dates_bundle: Path) -> None:
+    says(run("generate", encoder_bundle, "x"), f"generates no text; use tfexport embed {encoder_bundle}")
+    says(run("embed", dates_bundle, "x"), "generate")

@@ -1,0 +1,374 @@
+"""`tfexport import` through the command line: what it writes and prints, and one line for everything that is wrong."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
+
+from tests.checkpoint.layout.test_layout import IDENTITY, state
+from tests.models.notebooks import Notebook000, Notebook004
+from tfexport.checkpoint.layout.layout import read_layout, render_layout
+from tfexport.checkpoint.reference.golden import record
+from tfexport.cli import main
+from tfexport.models.directory import load_model
+
+
+def run(*words: object, code: int = 0) -> Result:
+    result = CliRunner().invoke(main, ["import", *map(str, words)])
+    assert result.exit_code == code, result.output
+    if code:
+        assert result.stderr.splitlines()[-1].startswith("error: ")
+        assert "Traceback" not in result.output
+    return result
+
+
+def error(*words: object, code: int = 1) -> str:
+    return run(*words, code=code).stderr.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of somebody who has notebook 004: a checkpoint and a golden of it."""
+    folder = tmp_path_factory.mktemp("own")
+    torch.manual_seed(0)
+    model = Notebook004().eval()
+    torch.save({"model_state_dict": model.state_dict(), "epoch": 3}, folder / "model.pt")
+    record(model, Notebook004.forward, folder / "golden.safetensors", source_vocab=31, target_vocab=31, heads=6)
+    record(model, Notebook004.forward, folder / "no_heads.safetensors", source_vocab=31, target_vocab=31)
+    other = Notebook000().eval()
+    record(other, Notebook000.forward, folder / "other.safetensors", source_vocab=31, target_vocab=31, heads=4)
+    save_file(state(), folder / "canonical.safetensors")
+    (folder / "identity.yaml").write_text(render_layout(IDENTITY))
+    return folder
+
+
+def test_a_proven_import(own: Path, tmp_path: Path) -> None:
+    result = run(own / "model.pt", "--output", tmp_path / "m", "--golden", own / "golden.safetensors")
+    first, *rest = result.stdout.splitlines()
+    assert first.startswith(f"{tmp_path / 'm'}: encoder-decoder, layout notebook-004, proven: error ")
+    assert [line for line in rest if "k.bias" in line] == [
+        f"unverified: {part}.k.bias: makes no difference"
+        for part in ("enc.layers.*.self", "dec.layers.*.self", "dec.layers.*.cross")
+    ]
+    assert "tokens pad, start, eos are not known" in rest[-1]
+    assert "taken from the entry 'model_state_dict'" in result.stderr
+    assert sorted(path.name for path in (tmp_path / "m").iterdir()) == [
+        "certificate.json",
+        "config.json",
+        "layout.yaml",
+        "model.safetensors",
+    ]
+    certificate = json.loads((tmp_path / "m" / "certificate.json").read_text())
+    assert (certificate["layout"], certificate["proven"]) == ("notebook-004", True)
+
+
+def test_the_weights_written_are_those_of_the_checkpoint_and_not_of_the_golden(own: Path, tmp_path: Path) -> None:
+    run(own / "model.pt", "--output", tmp_path / "m", "--golden", own / "golden.safetensors")
+    theirs = torch.load(own / "model.pt", weights_only=True)["model_state_dict"]
+    ours = load_file(tmp_path / "m" / "model.safetensors")
+    assert torch.equal(ours["out.weight"], theirs["generator.weight"])
+
+
+def test_a_later_checkpoint_of_the_same_model_is_imported_and_said(own: Path, tmp_path: Path) -> None:
+    """The golden proves the layout; that the weights are others than those recorded beside it is no error."""
+    words = ["--golden", own / "golden.safetensors"]
+    own_weights = "with the checkpoint's own weights the error is "
+    result = run(own / "model.pt", "--output", tmp_path / "m", *words)
+    assert own_weights in result.stderr
+    assert "not those that the golden was recorded beside" not in result.stderr
+    weights = torch.load(own / "model.pt", weights_only=True)["model_state_dict"]
+    weights["generator.weight"] *= 2
+    torch.save(weights, tmp_path / "later.pt")
+    result = run(tmp_path / "later.pt", "--output", tmp_path / "n", *words)
+    assert "they are not those that the golden was recorded beside" in result.stderr
+    assert torch.equal(load_file(tmp_path / "n" / "model.safetensors")["out.weight"], weights["generator.weight"])
+
+
+def test_a_golden_of_the_wrapped_model_and_a_checkpoint_of_it(own: Path, tmp_path: Path) -> None:
+    """Lightning puts model. before every key: in the checkpoint and in the golden alike."""
+    weights = torch.load(own / "model.pt", weights_only=True)["model_state_dict"]
+    torch.save({"state_dict": {f"model.{key}": value for key, value in weights.items()}}, tmp_path / "a.ckpt")
+    tensors = {k.replace("state.", "state.model."): v for k, v in load_file(own / "golden.safetensors").items()}
+    save_file(tensors, tmp_path / "g", metadata={"heads": "6", "outputs": "logits", "baseline": "4e-9"})
+    result = run(tmp_path / "a.ckpt", "--output", tmp_path / "m", "--golden", tmp_path / "g")
+    assert "layout notebook-004, proven" in result.stdout
+
+
+def test_the_layout_used_imports_again(own: Path, tmp_path: Path) -> None:
+    golden = own / "golden.safetensors"
+    run(own / "model.pt", "--output", tmp_path / "m", "--golden", golden, "--set", "tokens.pad=3")
+    used = tmp_path / "m" / "layout.yaml"
+    assert read_layout(used).tokens["pad"] == 3
+    run(own / "model.pt", "--output", tmp_path / "n", "--golden", golden, "--layout", used)
+    for name in ("config.json", "model.safetensors", "layout.yaml"):
+        assert (tmp_path / "m" / name).read_bytes() == (tmp_path / "n" / name).read_bytes()
+
+
+def test_switches_and_tokens_are_set(own: Path, tmp_path: Path) -> None:
+    ids = [word for name, i in (("pad", 0), ("start", 5), ("eos", 6)) for word in ("--set", f"tokens.{name}={i}")]
+    words = ["--layout", "notebook-004", "--heads", 6, *ids, "--set", "norm_eps=1e-6", "--set", "act=gelu"]
+    result = run(own / "model.pt", "--output", tmp_path / "m", *words)
+    assert "not proven" in result.stdout
+    assert "nothing was proven: there was no golden" in result.stderr
+    config = load_model(tmp_path / "m").config
+    assert (config.norm_eps, config.activation, config.tokens.start, config.tokens.eos) == (1e-6, "gelu", 5, 6)
+    assert config.encoder.num_heads == 6
+
+
+def test_a_layout_file(own: Path, tmp_path: Path) -> None:
+    words = ["--layout", own / "identity.yaml", "--heads", 4]
+    run(own / "canonical.safetensors", "--output", tmp_path / "m", *words)
+    assert load_model(tmp_path / "m").config.encoder.num_heads == 4
+
+
+def test_force_replaces_a_model_directory_and_nothing_else(own: Path, tmp_path: Path) -> None:
+    words = ["--layout", own / "identity.yaml", "--heads", 4]
+    for _ in range(2):
+        run(own / "canonical.safetensors", "--output", tmp_path / "m", *words, "--force")
+    assert "exists and is not an empty" in error(own / "canonical.safetensors", "--output", tmp_path / "m", *words)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.txt").write_text("mine")
+    message = error(own / "canonical.safetensors", "--output", tmp_path / "other", *words, "--force")
+    assert "is no model directory, which alone is replaced" in message
+    assert (tmp_path / "other" / "thesis.txt").read_text() == "mine"
+
+
+def test_without_a_golden_a_guess_has_to_be_accepted(own: Path, tmp_path: Path) -> None:
+    words = [own / "model.pt", "--output", tmp_path / "m", "--heads", 6]
+    message = error(*words)
+    assert "the layout notebook-004 is a guess from names and shapes, and nothing was proven" in message
+    assert "--accept-unverified" in message
+    assert not (tmp_path / "m").exists()
+    assert "not proven" in run(*words, "--accept-unverified").stdout
+
+
+# Everything that is wrong
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (
+            ["--layout", "notebook-004"],
+            "the number of heads is not given and no shape tells it; give --heads",
+        ),
+        (["--layout", "notebook-004", "--heads", "7"], "n_heads is 7, which does not divide 30 rows of queries"),
+        (["--layout", "notebook-004", "--heads", "6", "--set", "n_heads=6"], "number of heads is given twice"),
+        (["--layout", "notebook-004", "--set", "eps=1"], "switch eps is unknown, expected one of norm, norm_eps"),
+        (["--layout", "notebook-004", "--set", "act"], "expected KEY=VALUE"),
+        (["--layout", "notebook-004", "--set", "act=relu", "--set", "act=gelu"], "setting act is given twice"),
+        (["--layout", "notebook-4"], "layout 'notebook-4' is neither built in nor a file; built in are annotated_tran"),
+        (["--layout", "./absent.yaml"], "absent.yaml: is missing"),
+        (["--layout", "notebook-004", "--no-builtin"], "builtin is false, but layout is notebook-004"),
+        (["--layout", "hkproj", "--heads", "6"], "layout hkproj: map 1 "),
+        (["--heads", "0"], "Invalid value for '--heads'"),
+        (["--golden", "{tmp}/absent"], "absent: is missing"),
+    ],
+)
+def test_what_is_wrong_is_one_line(words: list[str], problem: str, own: Path, tmp_path: Path) -> None:
+    given = [word.format(tmp=tmp_path) for word in words]
+    assert problem in error(own / "model.pt", "--output", tmp_path / "m", *given)
+    assert not (tmp_path / "m").exists()
+
+
+def test_a_golden_of_another_model(own: Path, tmp_path: Path) -> None:
+    """A golden with its own state dict decides on that; the checkpoint then has other keys."""
+    message = error(own / "model.pt", "--output", tmp_path / "m", "--golden", own / "other.safetensors")
+    assert "layout notebook-000" in message
+    assert "the layout that the golden proves does not fit this checkpoint; is it a golden of this model?" in message
+    assert "is not used; map or ignore it" in message
+
+
+def test_wrong_outputs_exit_with_2(own: Path, tmp_path: Path) -> None:
+    tensors = load_file(own / "golden.safetensors")
+    tensors["logits"] = tensors["logits"].flip(2)
+    save_file(tensors, tmp_path / "g", metadata={"heads": "6", "outputs": "logits"})
+    words = ["--output", tmp_path / "m", "--golden", tmp_path / "g", "--layout", "notebook-004"]
+    message = error(own / "model.pt", *words, code=2)
+    assert "layout notebook-004 does not reproduce the golden: error" in message
+    assert "expected at most" in message
+    assert not (tmp_path / "m").exists()
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("norm_eps: 1.0e-05", "norm_eps: 1.0e-06"),
+        ("act: relu", "act: gelu"),
+        ("norm_place: post", "norm_place: pre"),
+        ("emb_scale: sqrt(d_model)", "emb_scale: 1.0"),
+        ("norm{1,2}.{wb} -> {enc,dec}.layers.{i}.norm{1,2}", "norm{1,2}.{wb} -> {enc,dec}.layers.{i}.norm{2,1}"),
+        ("self.{q,k,v}.{wb}", "self.{q,v,k}.{wb}"),
+        ("cross.{q,k,v}.{wb}", "cross.{k,q,v}.{wb}"),
+        ("- generator.{wb} -> out.{wb}", "- generator.{wb} -> out.{wb} |> mul 1.0001"),
+        ("- generator.{wb} -> out.{wb}", "- generator.{wb} -> out.{wb}\npost: [enc.pos |> mul 0.999]"),
+    ],
+)
+def test_a_mistake_in_a_layout_file_exits_with_2(old: str, new: str, own: Path, tmp_path: Path) -> None:
+    text = render_layout(read_layout_of("notebook-004"))
+    assert old in text
+    (tmp_path / "wrong.yaml").write_text(text.replace(old, new))
+    words = ["--output", tmp_path / "m", "--golden", own / "golden.safetensors", "--layout", tmp_path / "wrong.yaml"]
+    assert "does not reproduce the golden" in error(own / "model.pt", *words, code=2)
+    assert not (tmp_path / "m").exists()
+
+
+def read_layout_of(name: str) -> Any:
+    from tfexport.checkpoint.layout.layout import builtin_layouts
+
+    return builtin_layouts()[name]
+
+
+def test_nan_weights_and_nan_outputs(own: Path, tmp_path: Path) -> None:
+    weights = torch.load(own / "model.pt", weights_only=True)["model_state_dict"]
+    weights["generator.bias"][3] = float("nan")
+    torch.save(weights, tmp_path / "nan.pt")
+    words = ["--output", tmp_path / "m", "--layout", "notebook-004", "--heads", 6]
+    message = error(tmp_path / "nan.pt", *words)
+    assert "generator.bias holds NaN or infinity; take a checkpoint from before the training diverged" in message
+    tensors = load_file(own / "golden.safetensors")
+    tensors["logits"][0, 0, 0] = float("nan")
+    save_file(tensors, tmp_path / "g")
+    assert "logits holds NaN or infinity" in error(own / "model.pt", *words, "--golden", tmp_path / "g")
+
+
+def test_two_layouts_that_both_fit_by_name(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a golden both are named; with one, numbers decide."""
+    from dataclasses import replace
+
+    from tfexport.checkpoint import importer
+
+    right = read_layout_of("notebook-004")
+    wrong = replace(right, name="look-alike", arch={**right.arch, "norm_place": "pre"})
+    monkeypatch.setattr(importer, "builtin_layouts", lambda: {"look-alike": wrong, "notebook-004": right})
+    words = [own / "model.pt", "--output", tmp_path / "m", "--heads", 6]
+    message = error(*words, "--accept-unverified")
+    assert "2 layouts fit by name (look-alike, notebook-004) and nothing tells which; give --layout" in message
+    assert "layout notebook-004, proven" in run(*words, "--golden", own / "golden.safetensors").stdout
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "is empty"),
+        (b"garbage", "is neither safetensors nor a file of torch.save"),
+        (None, "is missing"),
+    ],
+)
+def test_a_checkpoint_that_is_none(content: bytes | None, problem: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "a").write_bytes(content)
+    assert problem in error(tmp_path / "a", "--output", tmp_path / "m")
+
+
+# Tokenizers
+
+
+def imported_with(tokenizer: Path, own: Path, output: Path) -> Tokenizer:
+    ids = [
+        word
+        for name, i in (("pad", 0), ("start", 1), ("eos", 2), ("unk", 3))
+        for word in ("--set", f"tokens.{name}={i}")
+    ]
+    run(own / "canonical.safetensors", "--output", output, *identity(own), *ids, "--tokenizer", tokenizer)
+    return Tokenizer.from_file(str(output / "tokenizer.json"))
+
+
+def identity(own: Path) -> list[object]:
+    return ["--layout", own / "identity.yaml", "--heads", 4]
+
+
+WORDS = ["<pad>", "<s>", "</s>", "<unk>", "the", "cat", "sat", "."]
+
+
+def test_a_vocabulary_list(own: Path, tmp_path: Path) -> None:
+    (tmp_path / "vocab.txt").write_text("\n".join(WORDS) + "\n")
+    found = imported_with(tmp_path / "vocab.txt", own, tmp_path / "m")
+    assert found.encode("the dog  sat .").ids == [4, 3, 6, 7]
+    assert found.decode([1, 4, 5, 2, 0]) == "the cat"
+    assert [found.id_to_token(i) for i in range(8)] == WORDS
+
+
+def test_a_tokenizer_json_is_copied(own: Path, tmp_path: Path) -> None:
+    Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>")).save(
+        str(tmp_path / "t.json")
+    )
+    imported_with(tmp_path / "t.json", own, tmp_path / "m")
+    assert (tmp_path / "m" / "tokenizer.json").read_bytes() == (tmp_path / "t.json").read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["unigram", "bpe"])
+@pytest.mark.parametrize("byte_fallback", [False, True])
+def test_a_sentencepiece_model_encodes_as_sentencepiece_does(
+    kind: str, byte_fallback: bool, own: Path, tmp_path: Path
+) -> None:
+    from dataclasses import replace
+
+    from tests import tiny
+    from tfexport.checkpoint.formats.vocabulary import tokenizer_json
+
+    sentencepiece = pytest.importorskip("sentencepiece", reason="sentencepiece is not installed")
+    lines = [line for line in Path(__file__).read_text().splitlines() if line.strip()]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines),
+        model_prefix=str(tmp_path / "sp"),
+        vocab_size=600,
+        model_type=kind,
+        byte_fallback=byte_fallback,
+        pad_id=3,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    theirs = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "sp.model"))
+    config = replace(tiny.config(), source_vocab=1000, target_vocab=1000)
+    ours = Tokenizer.from_str(tokenizer_json(tmp_path / "sp.model", config).decode())
+    texts = [line for line in lines if "<" not in line] + ["  two  spaces ", "naïve ﬁne", "日本"]
+    assert [ours.encode(text, add_special_tokens=False).ids for text in texts] == theirs.encode(texts)
+    known = [ids for ids in theirs.encode(texts) if theirs.unk_id() not in ids]
+    assert [ours.decode(ids) for ids in known] == theirs.decode(known)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (
+            b"a\n\nb\na\n" + b"\n".join(b"%d" % i for i in range(40)),
+            "line 2 is empty; line 4 repeats line 1; has 44",
+        ),
+        (b"a\nb\n", "has 2 tokens, tokens.unk is 3"),
+        (b"", "has 0 tokens"),
+    ],
+)
+def test_a_vocabulary_that_does_not_fit(content: bytes, problem: str, own: Path, tmp_path: Path) -> None:
+    (tmp_path / "v").write_bytes(content)
+    words = [*identity(own), "--set", "tokens.unk=3", "--tokenizer", tmp_path / "v"]
+    assert problem in error(own / "canonical.safetensors", "--output", tmp_path / "m", *words)
+    assert not (tmp_path / "m").exists()
+
+
+def test_a_sentencepiece_model_without_the_package(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    (tmp_path / "sp.model").write_bytes(b"\x0a\x0e\xff\x00")
+    words = [*identity(own), "--tokenizer", tmp_path / "sp.model"]
+    message = error(own / "canonical.safetensors", "--output", tmp_path / "m", *words)
+    assert "pip install sentencepiece protobuf" in message
+
+
+def test_an_import_without_the_export_extra_says_what_to_install(
+    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the command line's own part is tried here; the environment without torch is in test_packaging."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise ModuleNotFoundError("No module named 'yaml'", name="yaml")
+
+    monkeypatch.setattr("tfexport.checkpoint.importer.import_checkpoint", fail)
+    assert "pip install 'tfexport[export]'" in error(own / "model.pt", "--output", tmp_path / "m")

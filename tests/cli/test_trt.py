@@ -1,0 +1,296 @@
+"""`tfexport trt` through the command line, with TensorRT-RTX for real; it builds without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from tests import tiny
+from tfexport.bundle.bundle import open_bundle
+from tfexport.cli import main
+from tfexport.errors import EngineError
+from tfexport.export import export_bundle
+from tfexport.graph.config import ExportConfig
+from tfexport.models.directory import save_model
+from tfexport.trt.artifact.load import load_engine, validity_problem
+from tfexport.trt.artifact.store import open_engine
+from tfexport.trt.config import EngineConfig
+from tfexport.trt.cuda import find_gpus
+
+trt = pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
+
+RTX = ("--target", "tensorrt-rtx", "--compute-capability", "8.9")
+SMALL = ("--max-batch", "4", "--max-source-length", "16", "--max-target-length", "12")
+Once = Callable[[str, Callable[[Path], object]], Path]
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def build(bundle: Path, *options: str) -> Result:
+    result = run("trt", bundle, *RTX, *SMALL, *options)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+@pytest.fixture(scope="session")
+def built(once: Once, dates_bundle: Path) -> Path:
+    """Return dates with an fp32 engine; `said` beside it has what was printed. Not to be changed."""
+
+    def make(path: Path) -> None:
+        shutil.copytree(dates_bundle, path)
+        result = build(path)
+        path.with_name("trt-said").write_text(json.dumps([result.stdout, result.stderr]))
+
+    return once("trt-dates", make)
+
+
+@pytest.fixture
+def copy(built: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(built, tmp_path / "bundle"))
+
+
+def plan_bytes(bundle: Path, name: str) -> int:
+    manifest = open_engine(bundle.resolve(), name).manifest
+    return sum(plan.content.bytes for plan in manifest.plans.values())
+
+
+def test_a_bundle_gets_an_engine(built: Path) -> None:
+    stdout, stderr = json.loads(built.with_name("trt-said").read_text())
+    folder = built.resolve() / "engines" / "tensorrt-rtx-static-fp32"
+    size = plan_bytes(built, folder.name) / 1e6
+    assert stdout == f"{folder}: tensorrt-rtx {trt.__version__}, encoder, decoder_static, reorder, {size:.1f} MB\n"
+    assert stderr == "building encoder\nbuilding decoder_static\nbuilding reorder\n"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "build.log", "decoder_static.plan", "encoder.plan", "engine.json", "reorder.plan",
+    ]  # fmt: skip
+    engine = open_engine(built.resolve(), folder.name)
+    engine.check_plans()
+    manifest = engine.manifest
+    assert manifest.config.compute_capabilities == ("8.9",)
+    assert manifest.limits.to_dict() == {
+        "max_batch": 4, "max_source_length": 16, "max_target_length": 12, "max_candidates": 256,
+    }  # fmt: skip
+    decoder = manifest.plans["decoder_static"]
+    layers = open_bundle(built).manifest.spec.layers
+    assert decoder.layers["KV_CACHE_UPDATE"] == 2 * layers
+    assert decoder.layers["ATTENTION_INPUT"] == 2 * layers
+    assert [profile["target_ids"].max for profile in decoder.profiles] == [(4, 1), (4, 12)]
+    assert decoder.profiles[0]["past_key.0"].max[2] == 12
+    assert not [flag for flag in manifest.flags if flag == "TF32"]
+    assert "== decoder_static" in (folder / "build.log").read_text()
+
+
+def test_the_bundle_still_says_the_same(built: Path, dates_bundle: Path) -> None:
+    assert open_bundle(built).sha256 == open_bundle(dates_bundle).sha256
+    assert run("generate", built, "3 March 2026").stdout == "2026-03-03\n"
+
+
+@pytest.mark.parametrize("options", [(), ("--force",)])
+def test_an_engine_is_replaced_only_with_force(copy: Path, options: tuple[str, ...]) -> None:
+    before = (copy / "engines" / "tensorrt-rtx-static-fp32" / "engine.json").read_bytes()
+    result = run("trt", copy, *RTX, *SMALL, "--max-batch", "2", *options)
+    after = (copy / "engines" / "tensorrt-rtx-static-fp32" / "engine.json").read_bytes()
+    assert result.exit_code == (0 if options else 1)
+    assert (after == before) is not bool(options)
+    if not options:
+        assert result.stderr.count("\n") == 1
+        assert result.stderr.endswith("exists; replace it with --force\n")
+
+
+def test_the_concat_form_and_fp16_from_the_weights_of_an_fp32_bundle(copy: Path) -> None:
+    build(copy, "--form", "concat", "--precision", "fp16")
+    manifest = open_engine(copy.resolve(), "tensorrt-rtx-concat-fp16").manifest
+    decoder = manifest.plans["decoder"]
+    assert {t.dtype for t in decoder.inputs if t.name.startswith("past_")} == {"float16"}
+    assert (decoder.aliases, decoder.profiles[1]["past_key.0"].min[2]) == ({}, 0)
+    assert "KV_CACHE_UPDATE" not in decoder.layers
+    assert manifest.versions["torch"]
+    assert not list(copy.glob("engines/*/*.onnx"))
+
+
+def test_int8_weights_make_smaller_plans(copy: Path) -> None:
+    build(copy, "--weights", "int8")
+    manifest = open_engine(copy.resolve(), "tensorrt-rtx-static-fp32-int8").manifest
+    whole = open_engine(copy.resolve(), "tensorrt-rtx-static-fp32").manifest
+    assert manifest.config.weights == "int8"
+    assert manifest.plans["encoder"].layers["DEQUANTIZE"] > 0
+    for plan in ("encoder", "decoder_static"):
+        assert manifest.plans[plan].content.bytes < whole.plans[plan].content.bytes
+
+
+def test_an_encoder_alone_gets_one_plan(tmp_path: Path) -> None:
+    config = replace(tiny.config(encoder={"layers": 1}), decoder=None, target_vocab=None, max_target_length=None)
+    save_model(tiny.model(config), tmp_path / "model")
+    export_bundle(str(tmp_path / "model"), tmp_path / "bundle", ExportConfig(), verify=False)
+    result = run("trt", tmp_path / "bundle", *RTX, "--max-batch", "2", "--json")
+    manifest = json.loads(result.stdout)["manifest"]
+    assert list(manifest["plans"]) == ["encoder"]
+    assert [tensor["name"] for tensor in manifest["plans"]["encoder"]["outputs"]] == ["hidden_states"]
+    assert (manifest["config"]["form"], manifest["limits"]["max_target_length"]) == (None, 0)
+    refused = run("trt", tmp_path / "bundle", *RTX, "--form", "static", "--max-target-length", "8")
+    assert "form is static, but an encoder alone has no decoder" in refused.stderr
+    assert "max_target_length is 8" in refused.stderr
+
+
+def test_a_dry_run_builds_and_writes_nothing(dates_bundle: Path) -> None:
+    before = sorted(path.name for path in dates_bundle.iterdir())
+    found = json.loads(run("trt", dates_bundle, *RTX, *SMALL, "--precision", "fp16", "--dry-run", "--json").stdout)
+    assert sorted(path.name for path in dates_bundle.iterdir()) == before
+    assert found["name"] == "tensorrt-rtx-static-fp16"
+    assert found["config"]["compute_capabilities"] == ["8.9"]
+    assert found["profiles"]["decoder_static"][0]["target_ids"]["max"] == [4, 1]
+    spec = open_bundle(dates_bundle).manifest.spec
+    token = spec.layers * spec.heads * (spec.head_dim + spec.value_dim) * 2
+    assert 4 * token * (12 + 16) <= found["memory"]["caches"] <= 4 * token * (12 + 16) * 1.5
+    weights = (dates_bundle / "weights.safetensors").stat().st_size
+    assert 0.3 * weights < found["memory"]["weights"] < 0.6 * weights
+    assert found["memory"]["activations"] > 0
+    text = run("trt", dates_bundle, *RTX, *SMALL, "--dry-run").stdout
+    assert text.startswith(f"would build tensorrt-rtx-static-fp32 with tensorrt-rtx {trt.__version__}: static, fp32\n")
+    assert "Plan decoder_static, prefill" in text
+    assert "noTF32" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "messages"),
+    [
+        (["--max-source-length", "9999"], ["max_source_length is 9999, the bundle has 64"]),
+        (["--maxShapes", "colour:4x4"], ["max_shapes has 'colour'"]),
+        (["--maxShapes", "source_ids:4"], ["source_ids with 1 sizes"]),
+        (["--compute-capability", "9.0"], ["compute capability 9.0", "builds for 7.5, 8.0"]),
+        (["--compute-capability", "sm_90"], ["compute_capabilities has 'sm_90'"]),
+        (["--builder-optimization-level", "7"], ["builder_optimization_level is 7, expected 0 to 5"]),
+        (["--version-compatible"], ["leave --version-compatible out"]),
+        (["--timing-cache", "cache"], ["leave --timing-cache out"]),
+        (["--hardware-compatibility-level", "ampere_plus"], ["hardware compatibility is ignored"]),
+        (["--strip-weights", "--weights", "int8"], ["strip_weights takes the weights from the bundle's own graphs"]),
+        (
+            ["--max-batch", "0", "--max-target-length", "-1", "--workspace", "0"],
+            ["max_batch is 0", "max_target_length is -1", "workspace_mib is 0"],
+        ),
+        (
+            ["--max-source-length", "9999", "--version-compatible", "--compute-capability", "5.0"],
+            ["max_source_length is 9999", "--version-compatible", "compute capability 5.0"],
+        ),
+    ],
+)
+def test_what_cannot_be_built_is_one_line_and_nothing_is_written(
+    dates_bundle: Path, options: list[str], messages: list[str]
+) -> None:
+    result = run("trt", dates_bundle, "--target", "tensorrt-rtx", *options)
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (1, "", 1)
+    for message in messages:
+        assert message in result.stderr
+    assert not (dates_bundle / "engines").exists()
+
+
+def test_options_have_the_defaults_of_the_library() -> None:
+    values = main.commands["trt"].make_context("trt", ["bundle"]).params
+    assert EngineConfig(**{field.name: values[field.name] for field in fields(EngineConfig)}) == EngineConfig()
+
+
+@pytest.mark.parametrize("path", ["none", "."])
+def test_what_is_no_bundle_is_refused(tmp_path: Path, path: str) -> None:
+    result = run("trt", tmp_path / path)
+    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+
+
+def test_inspect_lists_engines(built: Path) -> None:
+    (engine,) = json.loads(run("inspect", built, "--json").stdout)["engines"].items()
+    name, facts = engine
+    assert (name, facts["target"], facts["version"]) == ("tensorrt-rtx-static-fp32", "tensorrt-rtx", trt.__version__)
+    assert (facts["precision"], facts["limits"]["max_batch"]) == ("fp32", 4)
+    text = run("inspect", built).stdout
+    assert f"Engine {name}\n  tensorrt-rtx {trt.__version__} for 8.9: static, fp32, " in text
+    if not find_gpus():
+        assert "may not be used here: GPU: built with 8.9, here is none that can be used" in text
+
+
+def test_inspect_says_what_is_damaged_and_shows_the_rest(copy: Path) -> None:
+    (copy / "engines" / "tensorrt-rtx-static-fp32" / "encoder.plan").write_bytes(b"cut off")
+    result = run("inspect", copy)
+    assert result.exit_code == 0
+    assert "encoder.plan has 7 bytes, expected " in result.stdout
+    assert "Graph encoder: encoder.onnx" in result.stdout
+    (copy / "engines" / "notes").write_text("x")
+    assert json.loads(run("inspect", copy, "--json").stdout)["engines"]["notes"]["problem"].endswith("remove it")
+
+
+def command(*arguments: object) -> list[str]:
+    return [str(Path(sys.executable).with_name("tfexport")), *map(str, arguments)]
+
+
+def test_ctrl_c_leaves_nothing(copy: Path) -> None:
+    shutil.rmtree(copy / "engines")
+    process = subprocess.Popen(
+        command("trt", copy, *RTX), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1
+    )
+    assert process.stderr is not None
+    assert process.stderr.readline() == "building encoder\n"
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stdout, stderr.splitlines()[-1]) == (130, "", "interrupted")
+    assert not (copy / "engines").exists()
+
+
+def test_a_terminal_sees_a_bar(copy: Path) -> None:
+    controller, terminal = pty.openpty()
+    process = subprocess.Popen(command("trt", copy, *RTX, *SMALL, "--force"), stdout=subprocess.PIPE, stderr=terminal)
+    os.close(terminal)
+    shown = b""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        try:
+            shown += os.read(controller, 65536)
+        except OSError:  # Linux says so when the other side is closed
+            break
+    os.close(controller)
+    stdout, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert stdout.count(b"\n") == 1
+    assert b"building decoder_static" in shown
+    assert b"100%" in shown
+
+
+def test_without_a_gpu_an_engine_is_not_loaded(built: Path) -> None:
+    if find_gpus():
+        pytest.skip("there is a GPU")
+    with pytest.raises(EngineError, match=r"engine tensorrt-rtx-static-fp32: GPU: built with 8\.9, here is none"):
+        load_engine(open_bundle(built), "tensorrt-rtx-static-fp32")
+
+
+def test_the_bits_of_an_invalid_engine_are_named() -> None:
+    valid, suboptimal, invalid = (getattr(trt.EngineValidity, name) for name in ("VALID", "SUBOPTIMAL", "INVALID"))
+    bits = trt.EngineInvalidityDiagnostics
+    assert validity_problem(trt, valid, 0) is None
+    assert validity_problem(trt, suboptimal, int(bits.UNSUPPORTED_CC)) is None
+    both = int(bits.VERSION_MISMATCH) | int(bits.UNSUPPORTED_CC)
+    assert set(str(validity_problem(trt, invalid, both)).split(", ")) == {
+        "invalid", "VERSION_MISMATCH", "UNSUPPORTED_CC",
+    }  # fmt: skip
+    assert validity_problem(trt, invalid, 0) == "invalid, without a reason"
+
+
+@pytest.mark.gpu
+def test_an_engine_for_this_gpu_is_loaded(copy: Path) -> None:
+    if not find_gpus():
+        pytest.skip("the driver finds no GPU")
+    result = run("trt", copy, *SMALL, "--force")
+    assert result.exit_code == 0, result.output
+    engine: Any = load_engine(open_bundle(copy), json.loads(result.stdout)["name"])
+    assert set(engine.plans) == {"encoder", "decoder_static", "reorder"}

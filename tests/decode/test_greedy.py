@@ -1,0 +1,254 @@
+"""Greedy search and sampling on scripted logits."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from tests.decode.scripted import EOS, START, ScriptedSession, ScriptedState, drawn, table
+from tfexport.decode.batch import decode
+from tfexport.decode.config import DecodeConfig
+from tfexport.decode.result import Hypothesis
+from tfexport.decode.sample import distribution
+from tfexport.decode.stream import stream
+from tfexport.errors import BackendError, InputError
+from tfexport.runtime.session import Candidates, Ids
+
+SOURCES = st.lists(st.lists(st.integers(3, 99), min_size=1, max_size=5), min_size=1, max_size=7)
+SAMPLING = DecodeConfig(do_sample=True, max_new_tokens=8, num_return_sequences=3, temperature=1.3, top_p=0.9, seed=7)
+
+
+def test_takes_the_best_token_until_the_end() -> None:
+    script = table(6, {(): {3: 0.5, 4: 0.4}, (3,): {5: 0.7}, (3, 5): {EOS: 0.6}})
+    (found,) = decode(ScriptedSession(6, script), [[7]], DecodeConfig())
+    log_prob = math.log(0.5 * 0.7 * 0.6)
+    assert found == [Hypothesis((3, 5, EOS), pytest.approx(log_prob / 3), pytest.approx(log_prob), "eos")]
+
+
+def test_stops_at_max_new_tokens() -> None:
+    script = table(6, {(): {3: 0.5, 4: 0.4}, (3,): {5: 0.7}})
+    (found,) = decode(ScriptedSession(6, script), [[7]], DecodeConfig(max_new_tokens=2))
+    assert (found[0].token_ids, found[0].finish_reason) == ((3, 5), "length")
+
+
+def test_fills_the_model_when_no_limit_is_given() -> None:
+    session = ScriptedSession(6, drawn(6, eos_bias=-99), max_target_length=9)
+    found = decode(session, [[7], [8]], DecodeConfig(), prefixes=[[], [3, 4]])
+    assert [len(hypotheses[0].token_ids) for hypotheses in found] == [9, 9]
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_long_texts_are_kept_whole(num_beams: int) -> None:
+    script = drawn(6, eos_bias=-99)
+    config = DecodeConfig(num_beams=num_beams)
+    (found,) = decode(ScriptedSession(6, script, max_target_length=300), [[7]], config)[0]
+    assert len(found.token_ids) == 300
+    log_prob = 0.0
+    for place, token in enumerate(found.token_ids):
+        logits = script((7,), (START, *found.token_ids[:place]))
+        log_prob += logits[token] - np.log(np.exp(logits).sum())
+    assert found.log_prob == pytest.approx(log_prob, rel=1e-4)
+
+
+def test_equal_logits_give_the_lowest_id() -> None:
+    (found,) = decode(ScriptedSession(6, lambda *_: np.zeros(6)), [[7]], DecodeConfig(max_new_tokens=1))
+    assert found[0].token_ids == (0,)
+
+
+def test_prefix_is_in_the_ids_but_not_in_the_score() -> None:
+    script = table(6, {(4, 3): {5: 0.7}, (4, 3, 5): {EOS: 0.6}})
+    session = ScriptedSession(6, script)
+    (found,) = decode(session, [[7]], DecodeConfig(), prefixes=[[4, 3]])
+    assert found == [
+        Hypothesis((4, 3, 5, EOS), pytest.approx(math.log(0.42) / 2), pytest.approx(math.log(0.42)), "eos")
+    ]
+    assert len(session.steps) == 2, "start token and prefix are read in one step"
+
+
+def test_forced_first_token_counts_as_generated_and_costs_nothing() -> None:
+    script = table(6, {(4,): {5: 0.7}})
+    (found,) = decode(ScriptedSession(6, script), [[7]], DecodeConfig(forced_bos_token_id=4, max_new_tokens=2))
+    assert found == [Hypothesis((4, 5), pytest.approx(math.log(0.7) / 2), pytest.approx(math.log(0.7)), "length")]
+
+
+def test_finished_rows_leave_the_batch() -> None:
+    ends = {3: 1, 4: 3, 5: 2}  # first source token → new tokens until the end
+    session = ScriptedSession(6, lambda source, history: np.eye(6)[EOS if len(history) == ends[source[0]] else 3])
+    found = decode(session, [[3], [4], [5]], DecodeConfig())
+    assert [hypotheses[0].token_ids for hypotheses in found] == [(EOS,), (3, 3, EOS), (3, EOS)]
+    assert [rows for rows, _ in session.steps] == [3, 2, 1]
+
+
+class MovesRecorded(ScriptedSession):
+    """Writes down how rows are moved."""
+
+    def reorder(self, state: ScriptedState, rows: Ids) -> None:
+        self.moves = [*getattr(self, "moves", []), rows.tolist()]
+        super().reorder(state, rows)
+
+
+def test_the_last_rows_take_the_places_of_those_that_leave() -> None:
+    ends = {3: 2, 4: 4, 5: 2, 6: 4, 7: 4}
+    session = MovesRecorded(6, lambda source, history: np.eye(6)[EOS if len(history) == ends[source[0]] else 3])
+    found = decode(session, [[3], [4], [5], [6], [7]], DecodeConfig())
+    assert [len(hypotheses[0].token_ids) for hypotheses in found] == [2, 4, 2, 4, 4]
+    assert session.moves == [[3, 1, 4]], "two caches move, once"
+
+
+def test_asks_for_no_more_candidates_than_it_needs() -> None:
+    session = ScriptedSession(50, drawn(50, eos_bias=-99))
+    decode(session, [[7]], DecodeConfig(max_new_tokens=2))
+    decode(
+        session, [[7]], DecodeConfig(max_new_tokens=2, no_repeat_ngram_size=2, min_new_tokens=1, suppress_tokens=(5, 6))
+    )
+    decode(session, [[7]], DecodeConfig(max_new_tokens=3, no_repeat_ngram_size=1))  # bans the 1, 2, 3 tokens before
+    decode(session, [[7]], DecodeConfig(max_new_tokens=2, repetition_penalty=1.1))
+    decode(session, [[7]], DecodeConfig(max_new_tokens=1, repetition_penalty=0.9))
+    decode(session, [[7]], DecodeConfig(max_new_tokens=1, do_sample=True, top_k=9))
+    decode(session, [[7]], DecodeConfig(max_new_tokens=1, do_sample=True, top_k=0))
+    assert [count for _, count in session.steps] == [1, 1, 4, 4, 2, 3, 4, 2, 3, 50, 9, 50]
+
+
+def test_bans_beyond_the_vocabulary_are_an_error() -> None:
+    config = DecodeConfig(no_repeat_ngram_size=1, min_new_tokens=7, max_new_tokens=8)
+    with pytest.raises(InputError, match="text 1 has no token to choose from after 4 new ones"):
+        decode(ScriptedSession(6, drawn(6)), [[7]], config)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("num_beams", [1, 2])
+def test_broken_logits_name_their_text(bad: float, num_beams: int) -> None:
+    def script(source: tuple[int, ...], history: tuple[int, ...]) -> np.ndarray:
+        return np.full(6, bad) if source == (8,) and len(history) == 3 else np.array([0, 0, -9.0, 2, 1, 0])
+
+    with pytest.raises(BackendError, match="text 2 at new token 3"), np.errstate(all="ignore"):
+        decode(ScriptedSession(6, script), [[7], [8], [9, 9]], DecodeConfig(num_beams=num_beams))
+
+
+def test_banned_by_the_model_is_not_broken() -> None:
+    logits = np.array([-np.inf, -np.inf, 0, 1, -np.inf, -np.inf])
+    (found,) = decode(ScriptedSession(6, lambda *_: logits), [[7]], DecodeConfig(max_new_tokens=2))
+    assert found[0].token_ids == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"),
+    [(1.0, 0, 1.0), (0.7, 5, 1.0), (1.5, 0, 0.8), (2.0, 12, 0.5), (1.0, 3, 0.05), (1.0, 3, 1e-20)],
+)
+def test_samples_are_drawn_from_the_distribution_of_hugging_face(temperature: float, top_k: int, top_p: float) -> None:
+    logits = np.random.default_rng(0).normal(size=(300, 20)).astype(np.float32) * 2
+    config = DecodeConfig(do_sample=True, temperature=temperature, top_k=top_k, top_p=top_p)
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
+    if top_k:
+        warpers.append(TopKLogitsWarper(top_k))
+    if top_p < 1:
+        warpers.append(TopPLogitsWarper(top_p))
+    expected = warpers(torch.empty(0), torch.from_numpy(logits)).softmax(1).numpy()
+    order = np.argsort(-logits, axis=1)[:, : top_k or 20]
+    found = np.zeros_like(expected)
+    np.put_along_axis(found, order, distribution(np.take_along_axis(logits, order, 1), config).astype(np.float32), 1)
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_samples_follow_their_probabilities() -> None:
+    script = table(6, {(): {3: 0.6, 4: 0.3, 5: 0.1 - 3e-9}})
+    config = DecodeConfig(do_sample=True, max_new_tokens=1, num_return_sequences=50)
+    found = decode(ScriptedSession(6, script), [[7]] * 40, config)
+    drawn_ids = np.array([sample.token_ids[0] for samples in found for sample in samples])
+    shares = np.bincount(drawn_ids, minlength=6)[3:] / 2000
+    np.testing.assert_allclose(shares, [0.6, 0.3, 0.1], atol=4 * math.sqrt(0.25 / 2000))
+    for samples in found:
+        for sample in samples:
+            assert sample.log_prob == pytest.approx(math.log({3: 0.6, 4: 0.3, 5: 0.1}[sample.token_ids[0]]), abs=1e-5)
+
+
+@given(sources=SOURCES, batch_size=st.integers(1, 8), mate=st.integers(3, 99))
+@settings(max_examples=40, deadline=None)
+def test_a_sample_depends_on_seed_and_place_only(sources: list[list[int]], batch_size: int, mate: int) -> None:
+    session = ScriptedSession(9, drawn(9))
+    found = decode(session, sources, SAMPLING)
+    assert_same(decode(session, sources, SAMPLING, batch_size=batch_size), found)
+    # The last text in its place, behind other batch mates.
+    mates = [[mate]] * (len(sources) - 1)
+    assert_same(decode(session, [*mates, sources[-1]], SAMPLING, batch_size=3)[-1:], found[-1:])
+
+
+def assert_same(found: list[list[Hypothesis]], expected: list[list[Hypothesis]]) -> None:
+    """Compare ids exactly and scores but for the last bits, which numpy computes by place in the array."""
+    for samples, others in zip(found, expected, strict=True):
+        assert [sample.token_ids for sample in samples] == [sample.token_ids for sample in others]
+        np.testing.assert_allclose([sample.score for sample in samples], [sample.score for sample in others], rtol=1e-6)
+
+
+def test_samples_differ_between_seeds_texts_and_numbers() -> None:
+    config = DecodeConfig(do_sample=True, max_new_tokens=8, num_return_sequences=4, temperature=3.0)
+    session = ScriptedSession(30, drawn(30, eos_bias=-99))
+    found = decode(session, [[7], [7]], config) + decode(
+        session, [[7]], DecodeConfig(**{**config.to_dict(), "seed": 1})
+    )
+    assert len({sample.token_ids for samples in found for sample in samples}) == 12
+
+
+class BuffersReused(ScriptedSession):
+    """Hands out the same memory at every step, as a session does that copies nothing."""
+
+    def step(self, state: ScriptedState, target_ids: Ids, num_candidates: int) -> Candidates:
+        target_ids = target_ids.copy()
+        for array in getattr(self, "handed_out", ()):
+            array.fill(-1)
+        found = super().step(state, target_ids, num_candidates)
+        self.handed_out = (found.token_ids, found.logits, found.log_normalizer)
+        return found
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        DecodeConfig(),
+        DecodeConfig(min_new_tokens=4, suppress_tokens=(5,)),
+        DecodeConfig(repetition_penalty=1.3, no_repeat_ngram_size=2, max_new_tokens=9),
+        SAMPLING,
+        DecodeConfig(num_beams=3, num_return_sequences=3),
+        DecodeConfig(num_beams=3, min_new_tokens=2, no_repeat_ngram_size=2),
+    ],
+)
+def test_candidates_are_not_needed_after_their_step(config: DecodeConfig) -> None:
+    sources = [[3], [4, 5], [6], [7, 8, 9]]
+    expected = decode(ScriptedSession(12, drawn(12, eos_bias=1)), sources, config)
+    assert decode(BuffersReused(12, drawn(12, eos_bias=1)), sources, config) == expected
+    if config.num_beams == 1 == config.num_return_sequences:
+        tokens = tuple(stream(BuffersReused(12, drawn(12, eos_bias=1)), sources[0], config))
+        assert tokens == expected[0][0].token_ids
+
+
+@given(source=st.lists(st.integers(3, 99), min_size=1, max_size=5), sample=st.booleans(), forced=st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_a_stream_gives_what_decode_gives(source: list[int], sample: bool, forced: bool) -> None:
+    session = ScriptedSession(9, drawn(9))
+    config = DecodeConfig(do_sample=sample, forced_bos_token_id=5 if forced else None)
+    prefix = [] if forced else [4, 6]
+    (found,) = decode(session, [source], config, prefixes=[prefix])
+    assert tuple(stream(session, source, config, prefix=prefix)) == found[0].token_ids
+
+
+def test_a_stream_runs_as_it_is_read() -> None:
+    session = ScriptedSession(9, drawn(9, eos_bias=-99))
+    tokens = stream(session, [7], DecodeConfig())
+    assert session.steps == []
+    next(tokens)
+    next(tokens)
+    assert len(session.steps) == 2
+
+
+def test_a_stream_is_checked_before_it_is_read() -> None:
+    session = ScriptedSession(9, drawn(9))
+    with pytest.raises(InputError, match="the source is empty"):
+        stream(session, [], DecodeConfig())
+    with pytest.raises(InputError, match=r"num_beams is 2.*set it to 1.*num_return_sequences is 2.*set it to 1"):
+        stream(session, [7], DecodeConfig(num_beams=2, num_return_sequences=2))

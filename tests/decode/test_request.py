@@ -1,0 +1,174 @@
+"""What cannot be decoded is refused at once, all of it, with the remedy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.decode.scripted import EOS, ScriptedSession, drawn
+from tfexport.decode.batch import decode
+from tfexport.decode.config import DecodeConfig
+from tfexport.errors import ConfigError, InputError
+
+
+@pytest.fixture
+def session() -> ScriptedSession:
+    return ScriptedSession(12, drawn(12, eos_bias=1))
+
+
+def refusal(session: ScriptedSession, *args: object, **kwargs: object) -> str:
+    with pytest.raises(InputError) as caught:
+        decode(session, *args, **kwargs)  # type: ignore[arg-type]
+    assert session.steps == [], "nothing runs before everything is checked"
+    return str(caught.value)
+
+
+def test_every_bad_text_is_named(session: ScriptedSession) -> None:
+    message = refusal(session, [[5], [], [5, 100], [-1], [1.5], [True], ["a"], [3] * 17], DecodeConfig())
+    assert message == (
+        "decode: text 2: the source is empty, expected one token or more; "
+        "text 3: source has 100, expected ids 0 to 99; "
+        "text 4: source has -1, expected ids 0 to 99; "
+        "text 5: source has 1.5, expected ids 0 to 99; "
+        "text 6: source has True, expected ids 0 to 99; "
+        "text 7: source has a, expected ids 0 to 99; "
+        "text 8: the source has 17 tokens, the limit is 16; shorten it"
+    )
+
+
+def test_a_length_that_engines_limit_comes_with_the_command_for_larger_ones() -> None:
+    session = ScriptedSession(12, drawn(12), max_rows=4)
+    build = "or build engines for more: tfexport trt BUNDLE"
+    assert refusal(session, [[3] * 18], DecodeConfig()) == (
+        f"decode: text 1: the source has 18 tokens, the limit is 16; shorten it, {build} --max-source-length 18 --force"
+    )
+    too_many = refusal(session, [[3]], DecodeConfig(max_new_tokens=20))
+    assert too_many.endswith(f"lower max_new_tokens to 16, {build} --max-target-length 20 --force")
+    no_room = refusal(session, [[3]], DecodeConfig(min_new_tokens=3), prefixes=[[4] * 15])
+    assert no_room.endswith(f"lower min_new_tokens, {build} --max-target-length 18 --force")
+
+
+def test_a_long_list_is_cut(session: ScriptedSession) -> None:
+    message = refusal(session, [[]] * 1000, DecodeConfig())
+    assert message.endswith("text 20: the source is empty, expected one token or more; and 980 more")
+
+
+def test_limits_name_what_would_fit(session: ScriptedSession) -> None:
+    config = DecodeConfig(max_new_tokens=14)
+    message = refusal(session, [[5]] * 4, config, prefixes=[[], [3], [3, 4, 5], [3] * 16])
+    assert message == (
+        "decode: text 3: max_new_tokens is 14, but a prefix of 3 leaves 13 of the limit 16; "
+        "lower max_new_tokens to 13; text 4: a prefix of 16 and 1 new tokens are above the limit of 16; "
+        "shorten the prefix or lower min_new_tokens"
+    )
+    assert "prefix of 3 and 14 new tokens" in refusal(
+        session, [[5]], DecodeConfig(min_new_tokens=14), prefixes=[[3, 4, 5]]
+    )
+    decode(session, [[5]], DecodeConfig(max_new_tokens=13, min_new_tokens=13), prefixes=[[3, 4, 5]])
+
+
+def test_prefixes(session: ScriptedSession) -> None:
+    assert "1 prefixes for 2 texts" in refusal(session, [[5], [6]], DecodeConfig(), prefixes=[[3]])
+    assert "text 1: prefix has 12, expected ids 0 to 11" in refusal(session, [[5]], DecodeConfig(), prefixes=[[12]])
+    message = refusal(session, [[5]], DecodeConfig(forced_bos_token_id=4), prefixes=[[3]])
+    assert "a prefix and forced_bos_token_id exclude one another" in message
+
+
+def test_settings_that_the_model_cannot_take(session: ScriptedSession) -> None:
+    config = DecodeConfig(num_beams=7, suppress_tokens=(3, 12), forced_bos_token_id=EOS)
+    message = refusal(session, [[5]], config)
+    assert "suppress_tokens has 12, expected below the vocabulary of 12" in message
+    assert f"forced_bos_token_id {EOS} ends the text before it begins" in message
+    assert "num_beams 7 needs a vocabulary of 14, it has 12; lower num_beams to 6" in message
+    assert "batch_size is 0" in refusal(session, [[5]], DecodeConfig(), batch_size=0)
+
+
+def test_order_progress_and_nothing_to_do(session: ScriptedSession) -> None:
+    sources = [[3] * length for length in (2, 9, 4, 9, 1)]
+    prefixes = [[3], [], [4, 5], [], [6]]
+    done: list[int] = []
+    found = decode(session, sources, DecodeConfig(), prefixes=prefixes, batch_size=2, on_progress=done.append)
+    for text in range(5):
+        alone = decode(session, [sources[text]], DecodeConfig(), prefixes=[prefixes[text]])
+        assert found[text] == alone[0]
+        assert list(found[text][0].token_ids[: len(prefixes[text])]) == prefixes[text]
+    assert done == [2, 2, 1]
+    assert decode(session, [], DecodeConfig()) == []
+
+
+def test_texts_of_like_length_go_together(session: ScriptedSession) -> None:
+    decode(session, [[3] * length for length in (1, 9, 2, 8, 5)], DecodeConfig(), batch_size=2)
+    assert session.encoded == [(2, 9), (2, 5), (1, 1)]
+
+
+def test_numpy_ids_are_ids(session: ScriptedSession) -> None:
+    found = decode(session, [np.array([5, 6])], DecodeConfig(), prefixes=[np.array([3], np.int32)])  # type: ignore[list-item]
+    assert found == decode(session, [[5, 6]], DecodeConfig(), prefixes=[[3]])
+    assert all(type(token) is int for token in found[0][0].token_ids)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_return_sequences": 3}, "num_return_sequences is 3 but num_beams is 1; set num_beams to 3 or do_sample"),
+        ({"do_sample": True, "num_beams": 4}, "do_sample with num_beams 4; set num_beams to 1 or do_sample to false"),
+        ({"temperature": 0.7}, "temperature is 0.7 but do_sample is false; set do_sample to true or leave temperature"),
+        ({"top_k": 0}, "top_k is 0 but do_sample is false"),
+        ({"top_p": 0.5}, "top_p is 0.5 but do_sample is false"),
+        ({"length_penalty": 2.0}, "length_penalty is 2.0 but num_beams is 1; set num_beams to 2 or more or leave"),
+        ({"early_stopping": "never"}, "early_stopping is 'never' but num_beams is 1"),
+        ({"min_new_tokens": 5, "max_new_tokens": 4}, "min_new_tokens is 5 but max_new_tokens is 4; lower the one"),
+        (
+            {"forced_bos_token_id": 3, "suppress_tokens": [3]},
+            "forced_bos_token_id 3 is in suppress_tokens; take it out",
+        ),
+        ({"forced_bos_token_id": 3, "max_new_tokens": 1}, "forced_bos_token_id takes the only new token"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0, expected 1 or more"),
+        ({"num_beams": 65}, "num_beams is 65, expected 1 to 64"),
+        ({"num_beams": True}, "num_beams is True, expected a whole number"),
+        ({"num_beams": 2.0}, "num_beams is 2.0, expected a whole number"),
+        ({"early_stopping": 1}, "early_stopping is 1, expected true or false or 'never'"),
+        ({"early_stopping": "always"}, "early_stopping is 'always', expected true or false or 'never'"),
+        ({"temperature": 0.0, "do_sample": True}, "temperature is 0.0, expected 0.01 to 100"),
+        ({"temperature": float("nan"), "do_sample": True}, "temperature is nan, expected a finite number"),
+        ({"length_penalty": 10**400, "num_beams": 2}, "expected a finite number"),
+        ({"top_p": 0.0, "do_sample": True}, "top_p is 0.0, expected above 0 and up to 1"),
+        ({"repetition_penalty": -1.0}, "repetition_penalty is -1.0, expected 0.01 to 100"),
+        ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size is -1, expected 0 or more"),
+        ({"suppress_tokens": [3, -4]}, "suppress_tokens has -4, expected 0 or more"),
+        ({"seed": -1}, "seed is -1, expected 0 or more"),
+        ({"num_beam": 4}, "unknown key num_beam"),
+    ],
+)
+def test_contradictions_and_ranges(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        DecodeConfig.from_dict(settings)
+    assert message in str(caught.value)
+
+
+def test_all_contradictions_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        DecodeConfig(num_return_sequences=3, top_k=5, early_stopping=True, max_new_tokens=0)
+    assert str(caught.value).count(";") >= 4
+
+
+def test_settings_survive_json() -> None:
+    config = DecodeConfig(num_beams=4, early_stopping="never", suppress_tokens=(3, 4), length_penalty=2)
+    assert DecodeConfig.from_dict({**config.to_dict(), "suppress_tokens": [3, 4]}) == config
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [({"num_beams": 4}, "num_beams"), ({"num_return_sequences": 4, "do_sample": True}, "num_return_sequences")],
+)
+def test_a_batch_never_has_more_rows_than_the_session_takes(options: dict[str, int], name: str) -> None:
+    sources, config = [[3 + text] for text in range(7)], DecodeConfig(**options)  # type: ignore[arg-type]
+    free, bound = ScriptedSession(12, drawn(12, eos_bias=1)), ScriptedSession(12, drawn(12, eos_bias=1), max_rows=9)
+    assert decode(bound, sources, config) == decode(free, sources, config)
+    assert max(rows for rows, _ in bound.steps) <= 9 < max(rows for rows, _ in free.steps)
+    assert max(rows for rows, _ in bound.steps) == 8, "two texts of four rows fit"
+    narrow = ScriptedSession(12, drawn(12), max_rows=3)
+    assert refusal(narrow, sources, config) == (
+        f"decode: {name} is 4, but the session takes 3 rows at once; "
+        "lower it, or build engines for more: tfexport trt BUNDLE --max-batch 4 --force"
+    )

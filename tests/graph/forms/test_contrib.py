@@ -1,0 +1,122 @@
+"""Which models have a fused form, and what is said and done where one has none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+from tests import tiny
+from tests.graph.test_export import ENCODER_ALONE
+from tests.graph.test_protocol import SPEC as PROTOCOL_SPEC
+from tests.graph.test_protocol import made
+from tfexport.cli import main
+from tfexport.errors import GraphError
+from tfexport.graph import write
+from tfexport.graph.forms.contrib import fuse, fusion_problems, joint_weights
+from tfexport.graph.write import write_graphs
+from tfexport.models.config import model_spec
+from tfexport.models.directory import save_model
+from tfexport.spec import ModelSpec
+
+WIDTH = "keys and values are not equally wide, or 8 does not divide that"
+RELATIVE = tiny.config(relative_bias="t5", relative_buckets=8, relative_max_distance=16)
+UNFIT: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
+    "relative bias": (lambda: tiny.model(RELATIVE, dtype=torch.float32), ["it has a relative bias"]),
+    "heads of 12": (lambda: tiny.model(tiny.config(decoder={"d_k": 12, "d_v": 12}), dtype=torch.float32), [WIDTH]),
+    "wider values": (lambda: tiny.model(tiny.config(decoder={"d_k": 8, "d_v": 16}), dtype=torch.float32), [WIDTH]),
+    "half precision": (lambda: tiny.model(tiny.config(), dtype=torch.float16), ["it is not fp32"]),
+    "its own module": (lambda: made("rotary"), ["it is a module of its own"]),
+    "an encoder alone": (lambda: tiny.model(ENCODER_ALONE, dtype=torch.float32), ["it is an encoder alone"]),
+    "everything": (
+        lambda: tiny.model(tiny.VARIANTS["t5"], dtype=torch.float16),
+        [WIDTH, "it has a relative bias", "it is not fp32"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_models_that_do_not_fuse_are_told_why(name: str) -> None:
+    make, problems = UNFIT[name]
+    assert fusion_problems(make()) == problems
+
+
+@pytest.mark.parametrize("name", ["post", "pre-std", "mixed"])
+def test_models_that_fuse(name: str) -> None:
+    assert fusion_problems(tiny.model(tiny.VARIANTS[name], dtype=torch.float32)) == []
+
+
+def test_a_fused_model_shares_its_weights_with_the_model() -> None:
+    """A large model is not in memory twice to be exported; joined matrices alone are new."""
+    model = tiny.model(tiny.config(), dtype=torch.float32)
+    own = {parameter.data_ptr() for parameter in model.parameters()}
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    new = [name for name, parameter in fuse(model).named_parameters() if parameter.data_ptr() not in own]
+    assert new == [f"dec.layers.{layer}.self.{kind}" for layer in range(2) for kind in ("weight", "bias")]
+    assert list(before) == [name for name, _ in model.named_parameters()]
+    assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+
+
+def test_what_lies_side_by_side_is_query_key_and_value() -> None:
+    model = tiny.model(tiny.config(attention_bias=False), dtype=torch.float32)
+    assert list(joint_weights(model)) == [
+        tuple(f"{side}.layers.{layer}.self.{part}.weight" for part in "qkv")
+        for side in ("enc", "dec")
+        for layer in range(2)
+    ]
+    assert list(joint_weights(made("rotary"))) == []
+
+
+@pytest.fixture
+def untraced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Note what would be traced; nothing is, for it takes seconds."""
+    traced: list[str] = []
+
+    def trace_decoder(model: nn.Module, spec: ModelSpec, form: str, opset: int) -> Any:
+        traced.append(form)
+        raise GraphError("stops here")
+
+    monkeypatch.setattr(write, "trace_encoder", lambda *arguments: None)
+    monkeypatch.setattr(write, "trace_decoder", trace_decoder)
+    return traced
+
+
+@pytest.mark.parametrize("name", ["relative bias", "half precision", "its own module"])
+def test_other_forms_are_exported_and_the_report_says_why(name: str, untraced: list[str], tmp_path: Path) -> None:
+    make, problems = UNFIT[name]
+    model, told = make(), list[str]()
+    spec = model_spec(model.config, "fp32") if isinstance(model, tiny.Transformer) else PROTOCOL_SPEC
+    with pytest.raises(GraphError, match="stops here"):
+        write_graphs(model, spec, tmp_path, forms=("fused", "static"), opset=18, report=told.append)
+    assert untraced == ["static"]
+    assert told[0] == f"no fused form of this model: {problems[0]}"
+
+
+def test_fused_alone_is_refused_where_there_is_none(untraced: list[str], tmp_path: Path) -> None:
+    model = tiny.model(tiny.VARIANTS["t5"], dtype=torch.float16)
+    spec = model_spec(model.config, "fp16")
+    with pytest.raises(GraphError) as caught:
+        write_graphs(model, spec, tmp_path, forms=("fused",), opset=18, report=lambda line: None)
+    assert str(caught.value) == (
+        f"decoder: no fused form of this model: {WIDTH} and it has a relative bias and it is not fp32; "
+        "export it with --forms concat,static"
+    )
+    assert not untraced
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_line_refuses_in_one_line_and_writes_nothing(tmp_path: Path) -> None:
+    save_model(tiny.model(RELATIVE, dtype=torch.float32), tmp_path / "m")
+    result = CliRunner().invoke(
+        main, ["onnx", str(tmp_path / "m"), "--output", str(tmp_path / "b"), "--forms", "fused"]
+    )
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.splitlines()[-1] == (
+        "error: decoder: no fused form of this model: it has a relative bias; export it with --forms concat,static"
+    )
+    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == ["m"]

@@ -1,0 +1,360 @@
+"""Export: the contract of the graphs, one weight file, equal bytes, every variant of the model verified."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from click.testing import CliRunner
+from onnx.external_data_helper import ExternalDataInfo
+from safetensors.numpy import load_file
+from torch import nn
+
+from tests import tiny
+from tests.tiny import VARIANTS
+from tfexport import export
+from tfexport.bundle.bundle import open_bundle
+from tfexport.cli import main
+from tfexport.errors import BackendError, ConfigError, GraphError, ParityError
+from tfexport.export import export_bundle
+from tfexport.graph.config import ExportConfig
+from tfexport.graph.contract import check_graph
+from tfexport.graph.trace import trace_encoder
+from tfexport.models.config import model_spec
+from tfexport.models.directory import load_model, save_model
+from tfexport.models.transformer import Transformer
+from tfexport.spec import DECODER, ModelSpec, decoder_graph
+
+DTYPES = {onnx.TensorProto.INT64: "int64", onnx.TensorProto.INT32: "int32", onnx.TensorProto.BOOL: "bool"}
+DTYPES |= {
+    onnx.TensorProto.FLOAT: "float32",
+    onnx.TensorProto.FLOAT16: "float16",
+    onnx.TensorProto.BFLOAT16: "bfloat16",
+}
+ENCODER_ALONE = replace(VARIANTS["post"], decoder=None, target_vocab=None, max_target_length=None)
+EVERY = {**VARIANTS, "encoder alone": ENCODER_ALONE}
+Make = Callable[[Path], object]
+
+
+def model_directory(name: str, path: Path) -> Path:
+    model = Transformer(EVERY[name])
+    tiny.randomise(model)
+    save_model(model, path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def post(once: Callable[[str, Make], Path]) -> Path:
+    """The bundle of the plainest variant, unverified; not to be changed."""
+
+    def make(path: Path) -> None:
+        export_bundle(str(model_directory("post", path.with_name("post-model"))), path, ExportConfig(), verify=False)
+
+    return once("post-bundle", make)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_variant_exports_and_says_what_eager_says(name: str, tmp_path: Path) -> None:
+    source = model_directory(name, tmp_path / "model")
+    bundle = export_bundle(str(source), tmp_path / "bundle", ExportConfig())
+    parity = bundle.manifest.parity
+    assert parity is not None
+    assert parity["passed"] is True
+    if EVERY[name].decoder is not None:
+        forms = {"t5": 2}.get(name, 3)
+        assert len(set(bundle.manifest.graphs) & set(DECODER.values())) == forms
+        assert parity["exact"] == parity["sequences"] == forms * (2 * 16 + 9)
+
+
+def described(graph: Path) -> dict[str, tuple[str, list[str | int]]]:
+    model = onnx.load(str(graph), load_external_data=False)
+    return {
+        value.name: (
+            DTYPES[value.type.tensor_type.elem_type],
+            [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim],
+        )
+        for value in (*model.graph.input, *model.graph.output)
+    }
+
+
+def test_the_graphs_keep_the_contract_of_the_design(post: Path) -> None:
+    cross: dict[str, Any] = {
+        f"cross_{part}.{i}": ("float32", ["batch", 4, "source_len", 8]) for i in range(2) for part in ("key", "value")
+    }
+    source = {"source_ids": ("int64", ["batch", "source_len"]), "source_mask": ("bool", ["batch", "source_len"])}
+    assert described(post / "encoder.onnx") == described(post / "encoder_fused.onnx") == source | cross
+    shared = cross | {
+        "source_mask": source["source_mask"],
+        "target_ids": ("int64", ["rows", "target_len"]),
+        "num_candidates": ("int64", [1]),
+        "logits": ("float32", ["rows", tiny.VOCAB]),
+        "candidate_ids": ("int64", ["rows", "num_candidates"]),
+        "candidate_logits": ("float32", ["rows", "num_candidates"]),
+        "log_normalizer": ("float32", ["rows", 1]),
+    }
+
+    def caches(prefix: str, length: str) -> dict[str, Any]:
+        return {f"{prefix}_{p}.{i}": ("float32", ["rows", 4, length, 8]) for i in range(2) for p in ("key", "value")}
+
+    concat = caches("past", "past_len") | caches("present", "past_len + target_len")
+    assert described(post / "decoder.onnx") == shared | concat
+    buffers = caches("past", "capacity") | caches("present", "capacity")
+    assert described(post / "decoder_static.onnx") == shared | buffers | {"cache_lengths": ("int64", ["rows"])}
+    assert described(post / "decoder_fused.onnx") == shared | buffers | {
+        "positions": ("int64", ["rows", "target_len"]),
+        "last_position": ("int32", ["rows"]),
+        "total_length": ("int32", [1]),
+    }
+
+
+def test_opsets_and_operators_are_those_that_runtimes_take(post: Path) -> None:
+    for name, opset in (("encoder", 18), ("decoder", 18), ("decoder_static", 24)):
+        model = onnx.load(str(post / f"{name}.onnx"), load_external_data=False)
+        assert {(entry.domain, entry.version) for entry in model.opset_import} == {("", opset)}
+        operators = {node.op_type for node in model.graph.node}
+        assert not operators & {"If", "Loop", "NonZero", "Multinomial"}
+        assert not model.functions
+        assert ("TensorScatter" in operators) is ("Attention" in operators) is (name == "decoder_static")
+
+
+def test_the_fused_form_is_the_standard_and_two_operators_of_onnx_runtime(post: Path) -> None:
+    kinds = {
+        "encoder_fused": {"MultiHeadAttention": 2},
+        "decoder_fused": {"MultiHeadAttention": 2, "GroupQueryAttention": 2},
+    }
+    for name, expected in kinds.items():
+        model = onnx.load(str(post / f"{name}.onnx"), load_external_data=False)
+        assert {(entry.domain, entry.version) for entry in model.opset_import} == {("", 18), ("com.microsoft", 1)}
+        assert not model.functions
+        assert Counter(node.op_type for node in model.graph.node if node.domain) == expected
+        assert not {"If", "Loop", "NonZero", "TensorScatter"} & {node.op_type for node in model.graph.node}
+
+
+def test_a_fused_cache_goes_straight_from_input_to_output(post: Path) -> None:
+    graph = onnx.load(str(post / "decoder_fused.onnx"), load_external_data=False).graph
+    nodes = [node for node in graph.node if node.op_type == "GroupQueryAttention"]
+    assert [(node.input[3:5], node.output[1:3]) for node in nodes] == [
+        ([f"past_key.{i}", f"past_value.{i}"], [f"present_key.{i}", f"present_value.{i}"]) for i in range(2)
+    ]
+
+
+def test_query_key_and_value_are_one_product_over_the_weights_of_the_file(post: Path) -> None:
+    """They lie side by side there, so that the product has its weight without a copy of it."""
+    raw, stored = (post / "weights.safetensors").read_bytes(), load_file(post / "weights.safetensors")
+    graph = onnx.load(str(post / "decoder_fused.onnx"), load_external_data=False).graph
+    joined = {
+        tensor.name: tensor for tensor in graph.initializer if ".self." in tensor.name and ".o." not in tensor.name
+    }
+    assert len(joined) == 2 * 2, "a weight and a bias for each layer"
+    for name, tensor in joined.items():
+        layer, kind = name.removeprefix("model.").rsplit(".", 1)
+        parts = np.concatenate([stored[f"{layer}.{part}.{kind}"] for part in "qkv"])
+        info = ExternalDataInfo(tensor)
+        assert tuple(tensor.dims) == parts.shape
+        assert raw[info.offset : info.offset + info.length] == parts.tobytes()
+    # Nothing is stored twice: the file is as long as its header and every parameter once.
+    header = 8 + int.from_bytes(raw[:8], "little")
+    assert len(raw) == header + sum(array.nbytes for array in stored.values())
+
+
+def test_graphs_are_small(post: Path) -> None:
+    """What they compute with lies in the weight file; a graph holds operators, names and shapes."""
+    for path in post.glob("*.onnx"):
+        assert path.stat().st_size < 40_000, path.name
+
+
+def test_a_static_cache_goes_straight_from_input_to_output(post: Path) -> None:
+    graph = onnx.load(str(post / "decoder_static.onnx"), load_external_data=False).graph
+    scatters = {node.output[0]: node.input[0] for node in graph.node if node.op_type == "TensorScatter"}
+    assert scatters == {f"present_{p}.{i}": f"past_{p}.{i}" for i in range(2) for p in ("key", "value")}
+
+
+def test_all_graphs_share_one_weight_file_that_holds_the_model(post: Path) -> None:
+    stored = load_file(post / "weights.safetensors")
+    model = load_model(post.with_name("post-model"))
+    assert {name: array.shape for name, array in stored.items()} == {
+        name: tuple(parameter.shape) for name, parameter in model.named_parameters()
+    }
+    raw, used = (post / "weights.safetensors").read_bytes(), set()
+    joint = {
+        name.replace(".q.", "."): np.concatenate([stored[name.replace(".q.", f".{part}.")] for part in "qkv"])
+        for name in stored
+        if name.startswith("dec.") and ".self.q." in name
+    }
+    for name in ("encoder", "decoder", "decoder_static", "encoder_fused", "decoder_fused"):
+        for tensor in onnx.load(str(post / f"{name}.onnx"), load_external_data=False).graph.initializer:
+            if tensor.data_location != onnx.TensorProto.EXTERNAL:
+                assert len(tensor.raw_data) < 1024, f"{tensor.name} lies in the graph"
+                continue
+            info = ExternalDataInfo(tensor)
+            assert info.location == "weights.safetensors"
+            content = raw[info.offset : info.offset + info.length]
+            matching = {key for key, array in (stored | joint).items() if array.tobytes() == content}
+            assert matching, f"{tensor.name} is no parameter"
+            used |= matching
+    assert used == set(stored) | set(joint)
+
+
+def test_equal_input_gives_equal_bytes(post: Path, tmp_path: Path) -> None:
+    model = post.with_name("post-model")
+    run = [sys.executable, "-c", "from tfexport.cli import main; main()"]
+    command = [*run, "onnx", str(model), "--output", str(tmp_path / "b"), "--no-verify"]
+    done = subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": "7"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for file in sorted(post.iterdir()):
+        assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes(), file.name
+
+
+def test_a_graph_tells_nothing_of_the_machine_that_made_it(post: Path) -> None:
+    for file in post.glob("*.onnx"):
+        raw = file.read_bytes()
+        assert b"/" + b"models/" not in raw
+        assert str(Path.cwd()).encode() not in raw
+        assert b".py" not in raw
+
+
+def test_limits_shorten_the_tables(post: Path, tmp_path: Path) -> None:
+    config = ExportConfig(max_source_length=5, max_target_length=3, forms=("concat",))
+    bundle = export_bundle(str(post.with_name("post-model")), tmp_path / "b", config)
+    assert bundle.manifest.spec.max_source_length == 5
+    assert load_file(bundle.file("weights.safetensors"))["dec.pos"].shape == (3, 32)
+    assert sorted(bundle.manifest.graphs) == ["decoder", "encoder"]
+    with pytest.raises(ConfigError, match=r"max_source_length is 99, above the model's position table of 24; ask for"):
+        export_bundle(str(post.with_name("post-model")), tmp_path / "c", ExportConfig(max_source_length=99))
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_reduced_precision_lies_in_the_graph(precision: Any, post: Path, tmp_path: Path) -> None:
+    source = str(post.with_name("post-model"))
+    bundle = export_bundle(source, tmp_path / "b", ExportConfig(precision=precision), verify=precision == "fp16")
+    wide = {"fp16": "float16", "bf16": "bfloat16"}[precision]
+    found = described(bundle.file("decoder.onnx"))
+    assert found["past_key.0"][0] == found["cross_value.1"][0] == wide
+    assert found["logits"][0] == found["log_normalizer"][0] == "float32"
+    ratio = bundle.file("weights.safetensors").stat().st_size / (post / "weights.safetensors").stat().st_size
+    assert ratio < 0.6
+
+
+def test_bf16_is_refused_before_anything_is_written(post: Path, tmp_path: Path) -> None:
+    arguments = ["onnx", str(post.with_name("post-model")), "--output", str(tmp_path / "b"), "--precision", "bf16"]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 1
+    assert "ONNX Runtime has no bfloat16 kernels on the CPU; use --precision fp16, or --no-verify" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_bf16_bundle_does_not_open_in_onnx_runtime(post: Path, tmp_path: Path) -> None:
+    import tfexport
+
+    source = str(post.with_name("post-model"))
+    export_bundle(source, tmp_path / "b", ExportConfig(precision="bf16"), verify=False)
+    with pytest.raises(BackendError, match="no bfloat16 kernels"):
+        tfexport.load(tmp_path / "b", backend="ort")
+
+
+def test_a_failed_verification_leaves_the_old_bundle(
+    post: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, output = str(post.with_name("post-model")), tmp_path / "b"
+    config = ExportConfig(forms=("concat",))
+    old = export_bundle(source, output, config, verify=False)
+
+    def one_weight_off(model: Transformer, spec: ModelSpec) -> nn.Module:
+        wrong = load_model(Path(source))
+        with torch.no_grad():
+            wrong.dec.layers[1].norm2.weight[3] *= 1.01  # type: ignore[union-attr,index,operator]
+        return wrong
+
+    monkeypatch.setattr(export, "_cast", one_weight_off)
+    with pytest.raises(ParityError, match=r"onnx: ort concat differs by .* of the largest value at batch"):
+        export_bundle(source, output, config, force=True)
+    assert open_bundle(output).sha256 == old.sha256
+    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == ["b"]
+
+
+class Branching(nn.Module):
+    """Encodes by a branch on values, which no trace can follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(31, 32))
+
+    def hidden_states(self, source_ids: torch.Tensor, source_mask: torch.Tensor) -> torch.Tensor:
+        if source_ids.sum() > 3:
+            return self.weight[source_ids]
+        return -self.weight[source_ids]
+
+
+def test_a_model_that_does_not_trace_is_one_line() -> None:
+    spec = model_spec(ENCODER_ALONE, "fp32")
+    with pytest.raises(
+        GraphError, match=r"^encoder: the model does not trace \(.*\); remove branches on tensor values"
+    ):
+        trace_encoder(Branching().eval(), spec, 18)
+
+
+def test_the_contract_check_lists_every_difference(post: Path, tmp_path: Path) -> None:
+    model = onnx.load(str(post / "decoder_static.onnx"), load_external_data=False)
+    model.graph.input[0].name = "tokens"
+    for node in model.graph.node:
+        for index, name in enumerate(node.input):
+            node.input[index] = "tokens" if name == "target_ids" else name
+        if node.op_type == "Attention" and node.input[3]:
+            next(attribute for attribute in node.attribute if attribute.name == "is_causal").i = 1
+    (tmp_path / "weights.safetensors").write_bytes((post / "weights.safetensors").read_bytes())
+    onnx.save(model, str(tmp_path / "decoder_static.onnx"))
+    spec = open_bundle(post).manifest.spec
+    with pytest.raises(GraphError) as caught:
+        check_graph(tmp_path / "decoder_static.onnx", decoder_graph(spec, "static"))
+    message = str(caught.value)
+    assert "input tokens int64 [rows, target_len] is not in the contract" in message
+    assert "input target_ids int64 [rows, target_len] is missing" in message
+    assert "has is_causal where queries and keys may differ in number, which TensorRT drops or misreads" in message
+
+
+def test_a_graph_that_is_not_onnx_is_one_line(post: Path, tmp_path: Path) -> None:
+    (tmp_path / "decoder.onnx").write_bytes((post / "decoder.onnx").read_bytes()[:1000])
+    with pytest.raises(GraphError, match=r"^decoder\.onnx: not valid ONNX: "):
+        check_graph(tmp_path / "decoder.onnx", decoder_graph(open_bundle(post).manifest.spec, "concat"))
+
+
+def greedy_by_hand(bundle: Path, source: list[int], steps: int) -> Iterator[int]:
+    """Decode with onnxruntime and numpy alone, the concat form."""
+    import onnxruntime as ort
+
+    encoder = ort.InferenceSession(str(bundle / "encoder.onnx"))
+    decoder = ort.InferenceSession(str(bundle / "decoder.onnx"))
+    ids = np.array([source])
+    names = [output.name for output in encoder.get_outputs()]
+    cross = dict(zip(names, encoder.run(None, {"source_ids": ids, "source_mask": ids >= 0}), strict=True))
+    past = {name.replace("cross", "past"): array[:, :, :0] for name, array in cross.items()}
+    token = np.array([[1]])
+    for _ in range(steps):
+        outputs = [output.name for output in decoder.get_outputs()]
+        feed = {"target_ids": token, "source_mask": ids >= 0, "num_candidates": np.array([1]), **cross, **past}
+        found = dict(zip(outputs, decoder.run(None, feed), strict=True))
+        past = {name.replace("present", "past"): found[name] for name in outputs if name.startswith("present")}
+        assert found["logits"].argmax(-1) == found["candidate_ids"][:, 0]
+        token = found["candidate_ids"]
+        yield int(token[0, 0])
+
+
+def test_a_graph_decodes_without_this_project(post: Path) -> None:
+    model, source = load_model(post.with_name("post-model")), [5, 9, 20, 7]
+    target = [1]
+    with torch.no_grad():
+        for _ in range(6):
+            logits = model(torch.tensor([source]), torch.ones(1, 4, dtype=torch.bool), torch.tensor([target]))
+            target.append(int(logits[0, -1].argmax()))
+    assert list(greedy_by_hand(post, source, 6)) == target[1:]

@@ -1,0 +1,87 @@
+"""Every switch, scalar and bias flag of the configuration changes what the model computes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests import tiny
+from tests.tiny import VARIANTS
+from tfexport.models.config import TransformerConfig
+
+BASE = VARIANTS["post"]
+T5 = VARIANTS["t5"]
+
+CHANGES: dict[str, tuple[TransformerConfig, dict[str, Any]]] = {
+    "encoder.norm_place": (BASE, {"encoder": replace(BASE.encoder, norm_place="pre")}),
+    "decoder.norm_place": (BASE, {"decoder": replace(BASE.encoder, norm_place="pre")}),
+    "encoder.final_norm": (BASE, {"encoder": replace(BASE.encoder, final_norm=True)}),
+    "decoder.final_norm": (BASE, {"decoder": replace(BASE.encoder, final_norm=True)}),
+    "embedding_norm": (BASE, {"embedding_norm": True}),
+    "norm std": (BASE, {"norm": "std"}),
+    "norm rms": (BASE, {"norm": "rms"}),
+    "norm_eps": (BASE, {"norm_eps": 1e-2}),
+    "norm_eps of std": (replace(BASE, norm="std"), {"norm_eps": 1e-2}),
+    "norm_eps of rms": (replace(BASE, norm="rms"), {"norm_eps": 1e-2}),
+    "activation gelu": (BASE, {"activation": "gelu"}),
+    "activation silu": (BASE, {"activation": "silu"}),
+    "activation gelu_tanh": (replace(BASE, activation="gelu"), {"activation": "gelu_tanh"}),
+    "feed_forward": (BASE, {"feed_forward": "glu"}),
+    "relative_bias": (BASE, {"relative_bias": "t5", "relative_buckets": 8, "relative_max_distance": 16}),
+    "relative_buckets": (T5, {"relative_buckets": 6}),
+    "relative_max_distance": (T5, {"relative_max_distance": 5}),
+    "residual_scale": (BASE, {"residual_scale": 0.9}),
+    "residual_scale of pre-norm": (VARIANTS["pre-std"], {"residual_scale": 0.9}),
+    "positions": (BASE, {"positions": "none"}),
+    "embedding_scale": (BASE, {"embedding_scale": 1.1}),
+    "attention_scale": (BASE, {"attention_scale": 1.0}),
+    "logit_scale": (BASE, {"logit_scale": 0.5}),
+    "attention_bias": (BASE, {"attention_bias": False}),
+    "feed_forward_bias": (BASE, {"feed_forward_bias": False}),
+    "norm_bias": (BASE, {"norm_bias": False}),
+    "output_bias": (BASE, {"output_bias": False}),
+    "tie_embeddings": (BASE, {"tie_embeddings": True}),
+    "tie_output": (BASE, {"tie_output": True}),
+    "num_heads": (BASE, {"encoder": replace(BASE.encoder, num_heads=2)}),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_is_not_dead(name: str) -> None:
+    """Equal parameters, one setting changed: the logits differ by far more than float64 noise."""
+    base, change = CHANGES[name]
+    batch = tiny.batch()
+    with torch.no_grad():
+        before, after = tiny.model(base)(*batch), tiny.model(replace(base, **change))(*batch)
+    assert (before - after).abs().max() > 1e-6 * before.abs().max()
+
+
+def test_equal_settings_give_equal_logits() -> None:
+    """The check above sees settings only: the same ones in other words differ by rounding."""
+    batch = tiny.batch()
+    with torch.no_grad():
+        spelt_out = tiny.model(replace(BASE, attention_scale=8**-0.5))(*batch)
+        torch.testing.assert_close(spelt_out, tiny.model(BASE)(*batch), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("side", ["encoder", "decoder"])
+def test_head_sizes_are_free(side: str) -> None:
+    stack = replace(BASE.encoder, d_k=5, d_v=7)
+    model = tiny.model(replace(BASE, **{side: stack}))
+    attention = (model.enc if side == "encoder" else model.dec).layers[0].self
+    assert [tuple(getattr(attention, name).weight.shape) for name in "qkvo"] == [(20, 32), (20, 32), (28, 32), (32, 28)]
+    assert model(*tiny.batch()).isfinite().all()
+
+
+def test_an_encoder_alone_has_only_an_encoder() -> None:
+    config = replace(BASE, decoder=None, target_vocab=None, max_target_length=None)
+    model = tiny.model(config)
+    assert not [name for name, _ in model.named_parameters() if not name.startswith("enc.")]
+    source_ids, source_mask, _ = tiny.batch()
+    with torch.no_grad():
+        assert torch.equal(
+            model.hidden_states(source_ids, source_mask), tiny.model(BASE).hidden_states(source_ids, source_mask)
+        )

@@ -1,0 +1,92 @@
+"""Sources of unequal length: which are encoded together, and that it changes nothing but the work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests import tiny
+from tests.runtime.test_contract import fused_session, sources
+from tfexport.decode.batch import decode
+from tfexport.decode.config import DecodeConfig
+from tfexport.models.transformer import Transformer
+from tfexport.runtime.ort.contrib import FusedSession
+from tfexport.runtime.ort.lengths import RUN_TOKENS, runs
+from tfexport.runtime.session import Ids, Mask
+
+Once = Callable[[str, Callable[[Path], object]], Path]
+LONGEST = 200
+MIXED = (13, 180, 20, 9, 200, 2, 31, 1, 150)
+
+
+def cost(lengths: Ids, divided: list[Ids]) -> int:
+    return sum(rows.size * int(lengths[rows].max()) + RUN_TOKENS for rows in divided)
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=9))
+def test_no_division_costs_less(drawn: list[int]) -> None:
+    """Against all ways to cut the sources in order of length."""
+    lengths = np.array(drawn)
+    divided, order = runs(lengths), np.argsort(-lengths, kind="stable")
+    assert sorted(np.concatenate(divided).tolist()) == list(range(lengths.size))
+    assert all(lengths[rows[0]] == lengths[rows].max() for rows in divided)
+    cuts = (c for count in range(lengths.size) for c in combinations(range(1, lengths.size), count))
+    assert cost(lengths, divided) == min(cost(lengths, np.split(order, list(cut))) for cut in cuts)
+
+
+def test_equal_sources_stay_together() -> None:
+    assert [rows.tolist() for rows in runs(np.full(40, 128))] == [list(range(40))]
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    return tiny.model(tiny.config(max_source_length=LONGEST), dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def session(model: Transformer, once: Once) -> FusedSession:
+    opened = fused_session(model, once)
+    assert isinstance(opened, FusedSession)
+    return opened
+
+
+def test_each_source_is_encoded_as_if_alone(
+    session: FusedSession, model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, mask = sources(model.config, MIXED)
+    alone = [session.encode(ids[[row], :length], mask[[row], :length]) for row, length in enumerate(MIXED)]
+    computed: list[int] = []
+    encode = session._encode
+
+    def counted(source_ids: Ids, source_mask: Mask) -> Any:
+        computed.append(source_ids.size)
+        return encode(source_ids, source_mask)
+
+    monkeypatch.setattr(session, "_encode", counted)
+    state = session.encode(ids, mask)
+    assert len(computed) > 1
+    assert sum(computed) < 1.3 * sum(MIXED) < 0.5 * ids.size
+    assert state.source_mask.tolist() == mask.tolist()
+    for place, whole in enumerate(state.cross):
+        for row, length in enumerate(MIXED):
+            np.testing.assert_allclose(whole[row, :, :length], alone[row].cross[place][0], atol=2e-6)
+            assert np.isfinite(whole[row]).all()
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_texts_do_not_depend_on_the_division(num_beams: int, session: FusedSession, model: Transformer) -> None:
+    ids, _ = sources(model.config, MIXED, seed=3)
+    texts = [ids[row, :length].tolist() for row, length in enumerate(MIXED)]
+    config = DecodeConfig(num_beams=num_beams, max_new_tokens=12)
+    together, single = (decode(session, texts, config, batch_size=size) for size in (len(texts), 1))
+    assert [[best.token_ids for best in found] for found in together] == [
+        [best.token_ids for best in found] for found in single
+    ]

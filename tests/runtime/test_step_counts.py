@@ -1,0 +1,168 @@
+"""What a step of decoding costs, in counts that no busy machine changes: kernels, runs, bytes that move.
+
+Times are measured outside CI; here a change that makes decoding slower shows as a larger number.
+"""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+
+import tfexport
+from tfexport.bench.weights import step_weight_bytes
+from tfexport.bundle.bundle import open_bundle
+from tfexport.export import export_bundle
+from tfexport.graph.config import ExportConfig
+from tfexport.model import Model
+from tfexport.models.presets import build_preset
+from tfexport.runtime.ort import contrib as fused
+from tfexport.runtime.session import Candidates, Ids
+
+Once = Callable[[str, Callable[[Path], object]], Path]
+BATCH, NEW_TOKENS, BEAMS = 8, 60, 4
+LENGTH = {"min_new_tokens": NEW_TOKENS, "max_new_tokens": NEW_TOKENS}
+
+
+@pytest.fixture(scope="module")
+def bundle(once: Once) -> Path:
+    """The preset tiny: two layers on each side, 1,000 tokens of vocabulary, random weights."""
+    return once(
+        "tiny-fused",
+        lambda path: export_bundle("preset:tiny", path, ExportConfig(forms=("fused",)), verify=False),
+    )
+
+
+@pytest.fixture
+def model(bundle: Path) -> Iterator[Model]:
+    with tfexport.load(bundle, threads=1) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def sources() -> list[list[int]]:
+    found: list[list[int]] = np.random.default_rng(0).integers(4, 1000, (BATCH, 12)).tolist()
+    return found
+
+
+def test_kernels_of_a_step(bundle: Path, tmp_path: Path) -> None:
+    """Count what is left when ONNX Runtime has optimized the graph: it has no loops, so each node is one call."""
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    ort.InferenceSession(str(bundle / "decoder_fused.onnx"), options, providers=["CPUExecutionProvider"])
+    nodes = onnx.load(str(tmp_path / "optimized.onnx"), load_external_data=False).graph.node
+    calls, layers = Counter(node.op_type for node in nodes), 2
+    assert (calls["GroupQueryAttention"], calls["MultiHeadAttention"]) == (layers, layers)
+    # Joint query, key and value, and five more a layer; the projection to the vocabulary.
+    assert calls["Gemm"] + calls["FusedGemm"] + calls["MatMul"] == 6 * layers + 1
+    assert not {"Transpose", "Split", "Expand", "Slice", "ReduceLogSumExp", "TensorScatter"} & set(calls)
+    assert len(nodes) <= 61, calls
+
+
+def test_runs_and_bindings_of_a_call(model: Model, sources: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A greedy call runs the encoder once and the decoder once for each token, bound once while shapes stay."""
+    runs: Counter[str] = Counter()
+    bind, run = fused.FusedSession._bind, fused.run
+
+    def counted_bind(session: Any, *arguments: Any) -> Any:
+        runs["bind"] += 1
+        return bind(session, *arguments)
+
+    def counted_run(graph: Any, binding: Any) -> None:
+        runs["decoder" if graph is model.session._decoder else "encoder"] += 1  # type: ignore[attr-defined]
+        run(graph, binding)
+
+    monkeypatch.setattr(fused.FusedSession, "_bind", counted_bind)
+    monkeypatch.setattr(fused, "run", counted_run)
+    model.generate_ids(sources, **LENGTH)
+    assert runs == {"encoder": 1, "decoder": NEW_TOKENS, "bind": 1}
+    runs.clear()
+    model.generate_ids(sources, num_beams=BEAMS, **LENGTH)
+    assert runs == {"encoder": 1, "decoder": NEW_TOKENS, "bind": 2}  # one row a source in the first step
+
+
+@pytest.mark.parametrize("num_beams", [1, BEAMS])
+def test_what_crosses_into_python(
+    model: Model, sources: list[list[int]], num_beams: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ids, logits and a normaliser of a few candidates a row: nothing of the width of the vocabulary or the cache."""
+    crossed: list[tuple[int, int]] = []
+    name = "ahead" if num_beams == 1 else "step"
+    call = getattr(model.session, name)
+
+    def counted(state: Any, target_ids: Ids, *settings: int) -> Candidates:
+        found: Candidates = call(state, target_ids, *settings)
+        steps = len(found.token_ids) if name == "ahead" else 1
+        size = found.token_ids.nbytes + found.logits.nbytes + found.log_normalizer.nbytes
+        crossed.extend([(len(target_ids), size // steps)] * steps)
+        return found
+
+    monkeypatch.setattr(model.session, name, counted)
+    model.generate_ids(sources, num_beams=num_beams, **LENGTH)
+    candidates = (2 * num_beams if num_beams > 1 else 1) + 1  # one more, for the end that is banned before its time
+    assert len(crossed) == NEW_TOKENS
+    assert all(size == rows * (candidates * 12 + 4) for rows, size in crossed)
+    assert {rows for rows, _ in crossed[1:]} == {BATCH * num_beams}
+
+
+def test_python_memory_of_a_greedy_step(model: Model, sources: list[list[int]]) -> None:
+    """A step makes room for its candidates and no more: no cache is copied, no history built anew."""
+    session = model.session
+    state = session.encode(np.array(sources), np.ones((BATCH, 12), bool))
+    token_ids = np.full((BATCH, 1), 5)
+    for _ in range(5):
+        session.step(state, token_ids, 2)
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        for _ in range(20):
+            session.step(state, token_ids, 2)
+        after, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert after - before < 2_000
+    assert peak - before < 8_000  # the keys of one layer alone have 131,072 bytes
+
+
+def test_tokens_that_a_beam_search_copies(
+    model: Model, sources: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beams that go on stay where they are; one that branches is copied from where it parts, not from the start."""
+    counts: Counter[str] = Counter()
+    copy, reorder = fused._copy_row, fused.FusedSession.reorder
+
+    def counted_copy(state: fused.FusedState, to: int, of: int) -> None:
+        beams = state.rows // state.batch
+        counts["rows"] += 1
+        counts["tokens"] += state.past_len - state.shared[of // beams][to % beams][of % beams]
+        counts["tokens held"] += state.past_len
+        copy(state, to, of)
+
+    def counted_reorder(session: Any, state: fused.FusedState, rows: Ids) -> None:
+        counts["rows moved by a plain gather"] += int((rows != np.arange(rows.size)).sum())
+        reorder(session, state, rows)
+
+    monkeypatch.setattr(fused, "_copy_row", counted_copy)
+    monkeypatch.setattr(fused.FusedSession, "reorder", counted_reorder)
+    model.generate_ids(sources, num_beams=BEAMS, **LENGTH)
+    assert 0 < counts["rows"] < 0.75 * counts["rows moved by a plain gather"]
+    assert counts["tokens"] < 0.25 * counts["tokens held"], counts
+
+
+def test_bytes_that_a_step_reads(bundle: Path) -> None:
+    """Every weight of the decoder but the source's keys and values, and of the tables a row; once, in float32."""
+    parameters = dict(build_preset("tiny").named_parameters())
+    unread = ("dec.embed.", "dec.pos", ".cross.k.", ".cross.v.")
+    read = [
+        p.numel() for n, p in parameters.items() if n.startswith(("dec.", "out.")) and not any(u in n for u in unread)
+    ]
+    assert step_weight_bytes(open_bundle(bundle)) == 4 * sum(read)

@@ -1,0 +1,138 @@
+"""The trained model and every preset build with TensorRT-RTX: both forms, three precisions, attention fused.
+
+By default each preset is built one layer deep and with a small vocabulary: what is fused shows in one layer.
+`scripts/verify_engines` builds them whole too, and shows a row for each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import DATES
+from tfexport.bundle.bundle import Bundle, open_bundle
+from tfexport.export import export_bundle
+from tfexport.graph.config import ExportConfig
+from tfexport.graph.passes.capacity import fix_capacity
+from tfexport.graph.reorder import reorder_graph
+from tfexport.models.config import TransformerConfig
+from tfexport.models.directory import save_model
+from tfexport.models.presets import PRESETS, preset
+from tfexport.models.transformer import Transformer
+from tfexport.spec import DECODER, ENCODER, REORDER, Form, Precision
+from tfexport.trt.build.builder import Plan, build_plan
+from tfexport.trt.build.profiles import make_profiles
+from tfexport.trt.config import EngineConfig
+from tfexport.trt.library import Flavour, load_flavour
+
+pytest.importorskip("tensorrt_rtx")
+
+MIB = 1024 * 1024
+SETTINGS = EngineConfig(max_batch=8)
+
+
+@pytest.fixture(scope="module")
+def rtx() -> Flavour:
+    return load_flavour("tensorrt-rtx")
+
+
+def shallow(config: TransformerConfig) -> TransformerConfig:
+    """Return a model of one layer a side and few tokens."""
+    one = {
+        side: dataclasses.replace(stack, layers=1)
+        for side in ("encoder", "decoder")
+        if (stack := getattr(config, side)) is not None
+    }
+    vocab = {name: min(size, 500) for name in ("source_vocab", "target_vocab") if (size := getattr(config, name))}
+    tokens = dataclasses.replace(config.tokens, pad=0, start=1, eos=2, unk=None)
+    return dataclasses.replace(config, **one, **vocab, tokens=tokens)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def bundle(model: str, precision: Precision, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Bundle]:
+    """Export one model; it is gone afterwards, the large ones have gigabytes."""
+    if (model, precision) == ("dates", "fp32"):
+        yield open_bundle(request.getfixturevalue("dates_bundle"))
+        return
+    if model == "dates":
+        source = str(DATES)
+    elif request.node.get_closest_marker("slow"):
+        source = f"preset:{model}"
+    else:
+        save_model(Transformer(shallow(preset(model))), tmp_path / "model")
+        source = str(tmp_path / "model")
+    config = ExportConfig(precision=precision, forms=("concat", "static"))
+    yield export_bundle(source, tmp_path / "bundle", config, verify=False)
+    shutil.rmtree(tmp_path / "bundle")
+
+
+def build(rtx: Flavour, bundle: Bundle, form: Form, plans: dict[str, Plan]) -> None:
+    """Build every engine of one form that is not there yet, as `tfexport trt` does, and print a row for each."""
+    spec = bundle.manifest.spec
+    profiles = make_profiles(spec, form, SETTINGS)
+    for name, wanted in profiles.engines.items():
+        if name in plans:
+            continue
+        path = bundle.path / f"{name}.onnx"
+        if name == REORDER:
+            graph = reorder_graph(spec.precision)
+        elif name == DECODER["static"]:
+            graph = fix_capacity(path, profiles.limits.max_target_length)
+        else:
+            graph = path.read_bytes()
+        start = time.perf_counter()
+        plan = build_plan(rtx, name, graph, path, wanted, SETTINGS, rtx.choose_compute_capabilities(()))
+        print(
+            f"\n{spec.precision:5}{name:16}{sum(plan.layers.values()):6} layers"
+            f"{plan.layers.get('KV_CACHE_UPDATE', 0):4} cache updates{fused(plan):4} fused attentions"
+            f"{len(plan.data) / MIB:8.1f} MiB{time.perf_counter() - start:7.1f} s",
+            end="",
+        )
+        plans[name] = plan
+
+
+def fused(plan: Plan) -> int:
+    """Count kernels of fused attention in all profiles of a plan."""
+    return sum(count for name, count in plan.kernels.items() if "mha" in name)
+
+
+def check_decoder(plan: Plan, bundle: Bundle, form: Form) -> None:
+    spec = bundle.manifest.spec
+    assert plan.layers.get("KV_CACHE_UPDATE", 0) == (2 * spec.layers if form == "static" else 0)
+    assert plan.layers.get("ATTENTION_INPUT", 0) == (2 * spec.layers if form == "static" else 0)
+    if spec.precision != "fp32" and plan.kernels:
+        # Self-attention and cross-attention of every layer, in the step and in the prefill.
+        assert fused(plan) == 2 * 2 * spec.layers
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        "dates",
+        *[pytest.param(name, id=f"{name} one layer") for name in PRESETS],
+        *[pytest.param(name, id=f"{name} whole", marks=pytest.mark.slow) for name in PRESETS],
+    ],
+)
+def test_every_model_builds_in_both_forms(rtx: Flavour, bundle: Bundle, model: str, precision: Precision) -> None:
+    spec, config = bundle.manifest.spec, bundle.manifest.config
+    assert config is not None
+    assert spec.precision == precision
+    print(f"\n{model}, weights of {(bundle.path / 'weights.safetensors').stat().st_size / MIB:.1f} MiB", end="")
+    plans: dict[str, Plan] = {}
+    for form in ("static", "concat"):
+        build(rtx, bundle, form, plans)
+    if precision != "fp32" and plans[ENCODER].kernels:
+        assert fused(plans[ENCODER]) == config.encoder.layers
+    assert "KV_CACHE_UPDATE" not in plans[ENCODER].layers
+    if spec.has_decoder:
+        assert plans[REORDER].layers["GATHER"] == 1
+        check_decoder(plans[DECODER["static"]], bundle, "static")
+        check_decoder(plans[DECODER["concat"]], bundle, "concat")
+    else:
+        assert list(plans) == [ENCODER]

@@ -1,0 +1,150 @@
+"""The layer over cuda-python: what it says without a GPU, and, where there is one, that it does what it says."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tfexport.errors import BackendError
+from tfexport.trt import cuda
+from tfexport.trt.cuda import Cuda, Gpu, find_gpus, need_gpu
+
+runtime = pytest.importorskip("cuda.bindings.runtime")
+has_gpu = bool(find_gpus())
+without_gpu = pytest.mark.skipif(has_gpu, reason="there is a GPU")
+
+
+class FakeDriver:
+    """Answers as `cuda.bindings.driver` does on a machine with two GPUs."""
+
+    CUdevice_attribute = SimpleNamespace(
+        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR="major", CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR="minor"
+    )
+
+    def __init__(self, **answers: Any) -> None:
+        self.answers = {
+            "cuInit": (),
+            "cuDriverGetVersion": (13010,),
+            "cuDeviceGetCount": (2,),
+            "cuDeviceTotalMem": (1 << 34,),
+            **answers,
+        }
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> tuple[Any, ...]:
+            if name == "cuDeviceGet":
+                return self.code(), arguments[0]
+            if name == "cuDeviceGetName":
+                return self.code(), f"GPU {arguments[1]}".encode().ljust(arguments[0], b"\0")
+            if name == "cuDeviceGetAttribute":
+                return self.code(), {"major": 8, "minor": 9}[arguments[0]]
+            answer = self.answers[name]
+            return (self.code(answer),) if isinstance(answer, str) else (self.code(), *answer)
+
+        return call
+
+    @staticmethod
+    def code(name: str = "CUDA_SUCCESS") -> Any:
+        return SimpleNamespace(name=name, value=int(name != "CUDA_SUCCESS"))
+
+
+def test_gpus_are_listed() -> None:
+    expected = [Gpu(index, f"GPU {index}", "8.9", 1 << 34, "13.1") for index in range(2)]
+    assert cuda._list_gpus(FakeDriver()) == expected
+
+
+def test_a_driver_that_refuses_says_why() -> None:
+    with pytest.raises(BackendError, match=r"^cuInit failed with CUDA_ERROR_SYSTEM_DRIVER_MISMATCH$"):
+        cuda._list_gpus(FakeDriver(cuInit="CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"))
+
+
+@without_gpu
+def test_without_a_gpu_nothing_is_found_and_the_reason_is_said() -> None:
+    assert find_gpus() == []
+    for call in (need_gpu, Cuda):
+        with pytest.raises(BackendError, match=r"^cuda: no GPU can be used here: "):
+            call()
+
+
+def test_without_cuda_python_nothing_is_found() -> None:
+    code = (
+        "import sys; sys.modules['cuda'] = None\n"
+        "from tfexport.trt.cuda import find_gpus, need_gpu\n"
+        "assert find_gpus() == []\n"
+        "need_gpu()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "cuda-python is not installed; pip install 'cuda-python>=12.6'" in done.stderr
+
+
+def test_every_function_that_is_called_exists() -> None:
+    names = set(re.findall(r'"(cuda[A-Z]\w+)"', inspect.getsource(cuda)))
+    kinds = {name for name in names if name.startswith(("cudaMemcpyHost", "cudaMemcpyDevice"))}
+    called = names - kinds - {"cudaErrorMemoryAllocation"}
+    assert len(called) > 15
+    assert not {name for name in called if not hasattr(runtime, name)}
+    assert not {name for name in kinds if not hasattr(runtime.cudaMemcpyKind, name)}
+    assert hasattr(runtime.cudaError_t, "cudaErrorMemoryAllocation")
+
+
+@without_gpu
+def test_an_error_of_cuda_names_function_and_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "need_gpu", lambda: None)
+    device = Cuda()
+    with pytest.raises(
+        BackendError, match=r"^cuda: cudaMalloc failed with cudaError.* while allocating 8 bytes"
+    ) as caught:
+        device.allocate(8)
+    assert "restart the process" in str(caught.value)
+    code = SimpleNamespace(name="cudaErrorMemoryAllocation", value=2)
+    monkeypatch.setattr(
+        device,
+        "_runtime",
+        SimpleNamespace(cudaMalloc=lambda size: (code, None), cudaGetErrorString=lambda code: (None, b"out of memory")),
+    )
+    with pytest.raises(BackendError, match=r"\(out of memory\) while allocating 8 bytes.*a smaller --max-batch"):
+        device.allocate(8)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not has_gpu, reason="no GPU")
+def test_copies_and_graphs_on_a_gpu() -> None:
+    device = Cuda()
+    stream, event = device.stream(), device.event()
+    given, back = device.pinned((4,), np.int64), device.pinned((4,), np.int64)
+    one, two = device.allocate(32), device.allocate(32)
+    assert one % 256 == 0
+    with device.capture(stream) as graph:
+        device.upload(one, given, stream)
+        device.copy(two, one, 32, stream)
+        device.clear(one, 32, stream)
+        device.download(back, two, stream)
+    for start in (0, 10):
+        given[:] = np.arange(start, start + 4)
+        device.launch(graph, stream)
+        device.record(event, stream)
+        device.wait(event)
+        assert back.tolist() == list(range(start, start + 4))
+    device.download(back, one, stream)
+    device.synchronize(stream)
+    assert back.tolist() == [0] * 4
+    with pytest.raises(BackendError, match="cudaStreamSynchronize"), device.capture(stream):
+        device.synchronize(stream)
+    device.upload(one, given, stream)
+    device.synchronize(stream)
+    device.destroy_graph(graph)
+    device.destroy_event(event)
+    device.destroy_stream(stream)
+    for address in (one, two):
+        device.free(address)
+    for array in (given, back):
+        device.unpin(array)
+    with pytest.raises(BackendError, match="cudaErrorMemoryAllocation"):
+        device.allocate(1 << 50)

@@ -1,0 +1,184 @@
+"""The ladder on other backends: engines, with their own lengths, precision and number of candidates, and CUDA."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+
+from tests import tiny
+from tests.runtime.trt.trt_double import trt_session
+from tests.tiny import VARIANTS
+from tfexport.bundle.bundle import Bundle, open_bundle
+from tfexport.cli import main
+from tfexport.errors import BackendError, ConfigError
+from tfexport.export import export_bundle
+from tfexport.graph.config import ExportConfig
+from tfexport.graph.quantize.qdq import quantize_graphs
+from tfexport.models.config import TransformerConfig
+from tfexport.models.directory import save_model
+from tfexport.runtime.eager import EagerSession
+from tfexport.runtime.open import load_eager_model
+from tfexport.runtime.session import Candidates, Floats, Session
+from tfexport.verify import VerifyConfig, ladder, verify_bundle
+from tfexport.verify.numbers import compare, random_batches, step_logits
+from tfexport.verify.report import TOLERANCE
+
+Once = Callable[[str, Callable[[Path], object]], Path]
+FEW = VerifyConfig(samples=8)
+
+
+@pytest.fixture(scope="session")
+def bundle(once: Once) -> Path:
+    source = once("verify-model", lambda path: save_model(tiny.model(VARIANTS["post"], dtype=torch.float32), path))
+    return once("verify-bundle", lambda path: export_bundle(str(source), path, ExportConfig(), verify=False))
+
+
+def graphs_of(bundle: Bundle) -> dict[str, Path]:
+    return {name: bundle.file(graph.file) for name, graph in bundle.manifest.graphs.items()}
+
+
+def engines(**changes: Any) -> Callable[..., Session[Any]]:
+    """Stand in for `open_session` with doubles of engines; reading and refusing real ones is tested elsewhere."""
+
+    def open_session(bundle: Bundle, backend: str, **options: Any) -> Session[Any]:
+        assert (backend, options) == ("trt", {"form": None, "threads": None, "engine": None})
+        form = "static" if bundle.manifest.spec.has_decoder else None
+        return trt_session(graphs_of(bundle), bundle.manifest.spec, form, **changes)
+
+    return open_session
+
+
+def test_engines_have_a_rung_of_their_own(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ladder, "open_session", engines())
+    command = ["verify", str(bundle), "--backend", "trt", "--samples", "8", "--json"]
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert [number["stage"] for number in report["numbers"]] == ["eager float64", "eager cached", "trt fp32"]
+    assert [(rung["stage"], rung["method"]) for rung in report["decodes"]] == [
+        ("trt fp32", "greedy"),
+        ("trt fp32", "beam 4"),
+        ("trt fp32", "batch mates"),
+    ]
+    assert all(rung["exact"] == rung["sequences"] and rung["must_be_exact"] for rung in report["decodes"])
+
+
+def test_engines_that_take_less_than_the_bundle_are_asked_for_less(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = {"max_batch": 5, "max_source_length": 7, "max_target_length": 6, "max_shapes": "num_candidates:9"}
+    monkeypatch.setattr(ladder, "open_session", engines(**limits))
+    assert verify_bundle(bundle, config=FEW, backend="trt").passed
+
+
+def test_too_few_rows_for_beams_leave_out_that_rung_and_say_so(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ladder, "open_session", engines(max_batch=3))
+    told: list[str] = []
+    report = verify_bundle(bundle, config=FEW, backend="trt", report=told.append)
+    assert report.passed
+    assert {rung.method for rung in report.decodes} == {"greedy", "batch mates"}
+    assert "trt fp32 takes 3 rows, too few for beam 4" in told
+
+
+def test_an_encoder_alone_is_compared_on_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = VARIANTS["post"].to_dict()
+    config = TransformerConfig.from_dict({**base, "decoder": None, "target_vocab": None, "max_target_length": None})
+    save_model(tiny.model(config, dtype=torch.float32), tmp_path / "m")
+    export_bundle(str(tmp_path / "m"), tmp_path / "b", ExportConfig(), verify=False)
+    monkeypatch.setattr(ladder, "open_session", engines())
+    report = verify_bundle(tmp_path / "b", config=FEW, backend="trt")
+    assert report.passed
+    assert [number.stage for number in report.numbers] == ["trt fp32"]
+
+
+def test_narrow_weights_are_judged_by_their_own_tolerance(
+    dates_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = open_bundle(dates_bundle).manifest.graphs
+    graphs = {name: entries[name] for name in ("encoder", "decoder_static")}
+    quantize_graphs(dates_bundle, graphs, tmp_path, "int8")
+
+    def open_session(bundle: Bundle, backend: str, **options: Any) -> Session[Any]:
+        paths = {name: tmp_path / graph.file for name, graph in graphs.items()}
+        return trt_session(paths, bundle.manifest.spec, "static", weights="int8")
+
+    monkeypatch.setattr(ladder, "open_session", open_session)
+    report = verify_bundle(dates_bundle, config=FEW, backend="trt")
+    assert report.passed
+    numbers = report.numbers[-1]
+    assert (numbers.stage, numbers.tolerance) == ("trt int8", TOLERANCE["int8"])
+    assert numbers.error > TOLERANCE["fp32"], "the weights are narrow indeed"
+    assert not any(rung.must_be_exact for rung in report.decodes)
+
+
+def test_wrong_engines_fail(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The static graph with the weights of another model, at an engine's limits."""
+    make = engines(max_shapes="num_candidates:9")
+
+    def swapped(opened: Bundle, backend: str, **options: Any) -> Session[Any]:
+        session = make(opened, backend, **options)
+        step = session.step
+
+        def wrong(*arguments: Any) -> Candidates:
+            found = step(*arguments)
+            return Candidates(found.token_ids, found.logits[:, ::-1].copy(), found.log_normalizer)
+
+        session.step = wrong  # type: ignore[method-assign]
+        return session
+
+    monkeypatch.setattr(ladder, "open_session", swapped)
+    report = verify_bundle(bundle, config=FEW, backend="trt")
+    assert not report.passed
+    assert "trt fp32 differs by" in report.problems()[0]
+
+
+class Limited(EagerSession):
+    """The eager model, returning five candidates at most, some of them wrong."""
+
+    max_candidates = 5
+    raised, hidden = 0.0, False
+
+    def step(self, state: Any, target_ids: Any, num_candidates: int) -> Candidates:
+        assert num_candidates <= 5
+        found = super().step(state, target_ids, 6)
+        kept = slice(1, 6) if self.hidden else slice(0, 5)
+        return Candidates(found.token_ids[:, kept], found.logits[:, kept] + self.raised, found.log_normalizer)
+
+
+@pytest.mark.parametrize(("raised", "hidden"), [(0.0, False), (0.5, False), (0.0, True)])
+def test_few_candidates_are_compared_as_far_as_they_tell(bundle: Path, raised: float, hidden: bool) -> None:
+    """A logit that is off shows, and so does a best token that is missing."""
+    model = load_eager_model(open_bundle(bundle))
+    limited = Limited(model)
+    limited.raised, limited.hidden = raised, hidden
+    batches = random_batches(limited.spec, 8, np.random.default_rng(0))
+    whole = EagerSession(model)
+    expected: list[Floats] = []
+    for batch in batches:
+        shape = (len(batch.target_ids), batch.target_ids.shape[1] - batch.prefill + 1, whole.spec.vocab)
+        expected.append(step_logits(whole, batch, np.zeros(shape, np.float32)))
+    got = [step_logits(limited, batch, logits) for batch, logits in zip(batches, expected, strict=True)]
+    found = compare("limited", expected, got, 1e-6)
+    assert found.passed == (not raised and not hidden)
+    if raised:
+        assert found.worst == pytest.approx(0.5, abs=1e-5)
+
+
+def test_cuda_is_never_replaced_by_the_cpu(bundle: Path) -> None:
+    import onnxruntime
+
+    if "CUDAExecutionProvider" in onnxruntime.get_available_providers():
+        pytest.skip("onnxruntime-gpu is installed")
+    with pytest.raises(BackendError, match="has no CUDA"):
+        verify_bundle(bundle, config=FEW, device="cuda")
+    with pytest.raises(ConfigError, match="engine tensorrt-static is TensorRT's"):
+        verify_bundle(bundle, config=FEW, engine="tensorrt-static")
+    with pytest.raises(ConfigError, match="device cuda is ONNX Runtime's"):
+        verify_bundle(bundle, config=FEW, backend="trt", device="cuda")

@@ -1,0 +1,330 @@
+"""The ladder itself: whatever is wrong with a graph fails, and what is only rounding does not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from onnx import helper, numpy_helper
+
+from tests import tiny
+from tests.tiny import VARIANTS
+from tfexport.bundle.bundle import create_bundle, open_bundle
+from tfexport.cli import main
+from tfexport.export import export_bundle
+from tfexport.graph.config import ExportConfig
+from tfexport.models.config import model_spec
+from tfexport.models.directory import load_model, save_model
+from tfexport.runtime.eager import EagerSession
+from tfexport.runtime.open import open_ort
+from tfexport.verify import Report, Stages, VerifyConfig, verify_stages
+from tfexport.verify.numbers import compare, random_batches, random_sources
+from tfexport.verify.texts import compare_decodes, decode_best
+
+Make = Callable[[Path], object]
+Change = Callable[[onnx.ModelProto], None]
+FEW = VerifyConfig(samples=8)
+
+
+@pytest.fixture(scope="session")
+def source(once: Callable[[str, Make], Path]) -> Path:
+    """The model directory of the plainest variant."""
+    return once("verify-model", lambda path: save_model(tiny.model(VARIANTS["post"], dtype=torch.float32), path))
+
+
+@pytest.fixture(scope="session")
+def bundle(once: Callable[[str, Make], Path], source: Path) -> Path:
+    """Its bundle in all forms, unverified; not to be changed."""
+    return once("verify-bundle", lambda path: export_bundle(str(source), path, ExportConfig(), verify=False))
+
+
+def verify(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["verify", *map(str, arguments)])
+
+
+def altered(bundle: Path, output: Path, **changes: Change) -> Path:
+    """Write the bundle anew with changed graphs: its hashes are right and only the ladder can tell."""
+    opened = open_bundle(bundle)
+    manifest = opened.manifest
+    with create_bundle(output) as builder:
+        shutil.copytree(bundle, builder.path, dirs_exist_ok=True)
+        for name, change in changes.items():
+            path = builder.path / manifest.graphs[name].file
+            graph = onnx.load(path)
+            change(graph)
+            onnx.save(graph, path)
+        builder.finish(spec=manifest.spec, config=manifest.config, graphs=manifest.graphs, versions=manifest.versions)
+    return output
+
+
+def rewire(graph: onnx.ModelProto, node: onnx.NodeProto, index: int, *added: onnx.NodeProto) -> None:
+    """Put nodes before `node` and let its input `index` come from the last of them."""
+    position = next(i for i, other in enumerate(graph.graph.node) if other is node or other == node)
+    graph.graph.node[position].input[index] = added[-1].output[0]
+    for offset, new in enumerate(added):
+        graph.graph.node.insert(position + offset, new)
+
+
+def constant(name: str, value: int) -> onnx.NodeProto:
+    return helper.make_node("Constant", [], [name], value=numpy_helper.from_array(np.array(value, np.int64)))
+
+
+def first(graph: onnx.ModelProto, kind: str, has_input: str = "") -> onnx.NodeProto:
+    return next(
+        node
+        for node in graph.graph.node
+        if node.op_type == kind and any(name.endswith(has_input) for name in node.input)
+    )
+
+
+def change_weight(name: str, change: Callable[[Any], None]) -> Change:
+    def apply(graph: onnx.ModelProto) -> None:
+        tensor = next(t for t in graph.graph.initializer if t.name.endswith(name))
+        array = numpy_helper.to_array(tensor).copy()
+        change(array)
+        tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))
+
+    return apply
+
+
+def one_percent(array: Any) -> None:
+    array.flat[np.abs(array).argmax()] *= 1.01
+
+
+def one_percent_of_value(array: Any) -> None:
+    one_percent(array[-len(array) // 3 :])  # query, key and value lie one below the other
+
+
+def one_nan(array: Any) -> None:
+    array.flat[7] = np.nan
+
+
+def one_infinity(array: Any) -> None:
+    array.flat[7] = np.inf
+
+
+def swap_norms(graph: onnx.ModelProto) -> None:
+    norms = [node for node in graph.graph.node if node.op_type == "LayerNormalization"][:2]
+    for index in (1, 2):
+        norms[0].input[index], norms[1].input[index] = norms[1].input[index], norms[0].input[index]
+
+
+def drop_mask(graph: onnx.ModelProto) -> None:
+    node = first(graph, "Unsqueeze", "source_mask")
+    negated = helper.make_node("Not", ["source_mask"], ["negated_mask"])
+    rewire(graph, node, 0, negated, helper.make_node("Or", ["source_mask", "negated_mask"], ["every_token"]))
+
+
+def shift_positions(graph: onnx.ModelProto) -> None:
+    node = first(graph, "Gather", "dec.pos")
+    shifted = helper.make_node("Sub", [node.input[1], "one_back"], ["shifted_positions"])
+    rewire(graph, node, 1, constant("one_back", 1), shifted)
+
+
+def shift_slot(graph: onnx.ModelProto) -> None:
+    node = first(graph, "TensorScatter")
+    back = helper.make_node("Sub", ["cache_lengths", "one_slot"], ["slot_before"])
+    slot = helper.make_node("Max", ["slot_before", "no_slot"], ["wrong_slot"])
+    rewire(graph, node, 2, constant("one_slot", 1), constant("no_slot", 0), back, slot)
+
+
+def wrong_scale(kind: str) -> Change:
+    def apply(graph: onnx.ModelProto) -> None:
+        attribute = next(a for a in first(graph, kind).attribute if a.name == "scale")
+        attribute.f *= 1.02
+
+    return apply
+
+
+MUTATIONS: dict[str, tuple[str, Change]] = {
+    "one weight by 1 %": ("decoder", change_weight("dec.layers.0.ffn.fc1.weight", one_percent)),
+    "one weight of the encoder": ("encoder", change_weight("enc.layers.1.self.v.weight", one_percent)),
+    "two norms swapped": ("decoder", swap_norms),
+    "no mask": ("decoder", drop_mask),
+    "no mask in the encoder": ("encoder", drop_mask),
+    "no mask, static": ("decoder_static", drop_mask),
+    "positions off by one": ("decoder_static", shift_positions),
+    "wrong slot": ("decoder_static", shift_slot),
+    "wrong attention scale": ("decoder_static", wrong_scale("Attention")),
+    "one weight of query, key and value": (
+        "decoder_fused",
+        change_weight("dec.layers.1.self.weight", one_percent_of_value),
+    ),
+    "one weight of the encoder, fused": (
+        "encoder_fused",
+        change_weight("enc.layers.1.self.attention.v.weight", one_percent),
+    ),
+    "no mask, fused": ("decoder_fused", drop_mask),
+    "no mask in the encoder, fused": ("encoder_fused", drop_mask),
+    "positions off by one, fused": ("decoder_fused", shift_positions),
+    "wrong attention scale, fused": ("decoder_fused", wrong_scale("GroupQueryAttention")),
+    "NaN": ("decoder", change_weight("dec.layers.1.ffn.fc2.weight", one_nan)),
+    "infinity": ("decoder_static", change_weight("out.bias", one_infinity)),
+}
+STAGES = {
+    "encoder": {"ort concat", "ort static"},
+    "decoder": {"ort concat"},
+    "decoder_static": {"ort static"},
+    "encoder_fused": {"ort fused"},
+    "decoder_fused": {"ort fused"},
+}
+
+
+def strict_json(text: str) -> dict[str, Any]:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    data: dict[str, Any] = json.loads(text, parse_constant=refuse)
+    return data
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_every_mutation_fails_at_its_stage_and_says_where(name: str, bundle: Path, tmp_path: Path) -> None:
+    graph, change = MUTATIONS[name]
+    wrong = altered(bundle, tmp_path / "b", **{graph: change})
+    result = verify(wrong, "--samples", FEW.samples, "--json")
+    assert result.exit_code == 2, result.output
+    report = strict_json(result.stdout)
+    assert report["passed"] is False
+    assert {rung["stage"] for rung in report["numbers"] if not rung["passed"]} == STAGES[graph]
+    assert {rung["stage"] for rung in report["decodes"] if not rung["passed"]} <= STAGES[graph]
+    text = verify(wrong, "--samples", FEW.samples)
+    assert text.exit_code == 2
+    lines = text.stdout.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert lines[-1] == "parity with the eager model: FAILED"
+    said = " ".join(" ".join(lines).split())
+    for stage in STAGES[graph]:
+        assert f"✗ {stage} {'gives NaN' if name == 'NaN' else 'differs by'}" in said
+    assert " at batch " in said
+    assert ", row " in said
+
+
+def test_the_bundle_itself_passes_the_same_way(bundle: Path, tmp_path: Path) -> None:
+    """The mutations above fail for what they change, not for how they are written."""
+    result = verify(altered(bundle, tmp_path / "b", decoder=lambda graph: None), "--samples", FEW.samples)
+    assert result.exit_code == 0, result.output
+    assert max(map(len, result.stdout.splitlines())) <= 100
+
+
+def test_the_same_seed_gives_the_same_report(bundle: Path) -> None:
+    reports = [verify(bundle, "--samples", 6, "--seed", seed, "--json").stdout for seed in (3, 3, 4)]
+    assert strict_json(reports[0]) == strict_json(reports[1])
+    assert strict_json(reports[0])["numbers"] != strict_json(reports[2])["numbers"]
+
+
+def test_a_tie_is_what_rounding_can_turn_and_nothing_else(bundle: Path, source: Path, tmp_path: Path) -> None:
+    """Two tokens win everywhere; the eager model prefers one of them by a millionth, the static graph the other."""
+    gap, error = 1e-6, 3e-6
+
+    def twins(weight: Any, bias: Any, more: float = 0.0) -> None:
+        weight[7] = weight[5]
+        bias[5], bias[7] = 9 + gap, 9 + more
+
+    def change(graph: onnx.ModelProto, more: float = 0.0) -> None:
+        tensors = {tensor.name: tensor for tensor in graph.graph.initializer}
+        weight, bias = (numpy_helper.to_array(tensors[f"model.out.{end}"]).copy() for end in ("weight", "bias"))
+        twins(weight, bias, more)
+        for end, array in (("weight", weight), ("bias", bias)):
+            tensors[f"model.out.{end}"].CopyFrom(numpy_helper.from_array(array, f"model.out.{end}"))
+
+    model = load_model(source)
+    assert model.out is not None
+    with torch.no_grad():
+        twins(model.out.weight, model.out.bias)
+    changes: dict[str, Change] = {"decoder": change, "decoder_fused": change}
+    wrong = altered(bundle, tmp_path / "b", **changes, decoder_static=lambda graph: change(graph, error))
+    opened = open_bundle(wrong)
+    spec = replace(opened.manifest.spec, max_target_length=2)
+    graphs = {name: opened.file(graph.file) for name, graph in opened.manifest.graphs.items()}
+    report = verify_stages(Stages(model, graphs, spec), FEW)
+    assert report.passed, report.problems()
+    greedy = {rung.stage: rung for rung in report.decodes if rung.method == "greedy"}
+    assert greedy["ort concat"].exact == greedy["ort fused"].exact == FEW.samples
+    assert (greedy["ort static"].exact, greedy["ort static"].ties) == (0, FEW.samples)
+    assert "5 became 7, eager margin 9.5e-07" in str(greedy["ort static"].first)
+    assert report.summary()["ties"] >= FEW.samples
+
+    # The same decodes, judged by an error too small to turn them, differ.
+    eager, static = EagerSession(model, spec), open_ort(graphs, spec, "static")
+    sources = random_sources(spec, FEW.samples, np.random.default_rng(0))
+    decodes = [decode_best(session, sources, 1, 8) for session in (eager, static)]
+    judged = [
+        compare_decodes("ort static", "greedy", eager, sources, *decodes, num_beams=1, noise=noise, must_be_exact=True)
+        for noise in (error, gap / 10)
+    ]
+    assert [rung.passed for rung in judged] == [True, False]
+    assert "8 of 8 sequences differ; first: sequence 0, token 0" in str(judged[1].problem())
+
+
+@pytest.mark.parametrize("count", [1, 2, 16])
+def test_however_few_sequences_the_cache_is_filled_step_by_step(count: int) -> None:
+    spec = model_spec(VARIANTS["post"], "fp32")
+    for seed in range(20):
+        batches = random_batches(spec, count, np.random.default_rng(seed))
+        assert sum(len(batch.source_ids) for batch in batches) == count
+        assert batches[0].target_ids.shape[1] - batches[0].prefill > 20
+        assert count < 8 or not batches[0].source_mask.all()
+
+
+def test_a_model_that_says_nothing_at_all_can_be_compared() -> None:
+    """All logits are 0 with logit_scale 0; nothing is divided by them."""
+    zeros = [np.zeros((1, 2, 3), np.float32)]
+    assert compare("stage", zeros, zeros, 1e-5).passed
+    assert not compare("stage", zeros, [zeros[0] + 1], 1e-5).passed
+
+
+def test_a_stage_that_is_not_finite_leaves_no_such_number_in_the_report() -> None:
+    ones = np.ones((1, 2, 3), np.float32)
+    for value, word in ((np.nan, "NaN"), (np.inf, "inf")):
+        wrong = ones.copy()
+        wrong[0, 1, 2] = value
+        number = compare("ort static", [ones], [wrong], 1e-5)
+        assert word in str(number.problem())
+        assert "batch 0, row 0, position 1, entry 2" in str(number.problem())
+        report = Report("the eager model", 1, 0, (number,), ())
+        assert strict_json(json.dumps(report.to_dict()))["numbers"][0]["worst"] is None
+        assert not report.passed
+
+
+def test_an_fp16_bundle_is_measured_against_its_original(source: Path, tmp_path: Path) -> None:
+    export_bundle(str(source), tmp_path / "b", ExportConfig(precision="fp16", forms=("static",)), verify=False)
+    result = verify(tmp_path / "b", "--against", source, "--samples", FEW.samples, "--json")
+    report = strict_json(result.stdout)
+    assert (result.exit_code, report["passed"], report["reference"]) == (0, True, "the eager model")
+    own = strict_json(verify(tmp_path / "b", "--samples", FEW.samples, "--json").stdout)
+    assert own["reference"] == "the eager model with the bundle's fp16 weights"
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "message"),
+    [
+        ({}, 2, "FAILED"),
+        ({"activation": "silu", "norm_eps": 1e-3}, 1, "activation is silu, the bundle has relu; norm_eps"[:-10]),
+        ({"max_source_length": 12}, 1, "max_source_length is 12, the bundle has 24"),
+    ],
+)
+def test_against_another_model(changes: dict[str, Any], code: int, message: str, bundle: Path, tmp_path: Path) -> None:
+    """Other weights are a failure of parity, another configuration is a mistake."""
+    save_model(tiny.model(replace(VARIANTS["post"], **changes), seed=9, dtype=torch.float32), tmp_path / "m")
+    result = verify(bundle, "--against", tmp_path / "m", "--samples", 4)
+    assert result.exit_code == code
+    assert message in (result.stdout if code == 2 else result.stderr)
+    if code == 1:
+        assert (result.stdout, result.stderr.count("\n")) == ("", 1)
+
+
+def test_a_longer_original_is_the_same_model(bundle: Path, source: Path, tmp_path: Path) -> None:
+    """A bundle may take less than the model that it was made from."""
+    config = ExportConfig(forms=("concat",), max_source_length=10, max_target_length=8)
+    export_bundle(str(source), tmp_path / "b", config, verify=False)
+    assert verify(tmp_path / "b", "--against", source, "--samples", 4).exit_code == 0

@@ -1,0 +1,36 @@
+"""How a foreign checkpoint is imported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tfexport.errors import ConfigError, raise_all
+from tfexport.fields import Config, size_problems
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportConfig(Config):
+    """How a foreign checkpoint becomes a model directory.
+
+    `layout` is auto, the name of a built-in layout or a layout file. `heads` is
+    what no shape tells. `settings` are KEY=VALUE, switches and tokens that take
+    the place of the layout's. `builtin` lets auto propose the built-in layouts;
+    `accept_unverified` takes what it proposes without a golden.
+    """
+
+    layout: str = "auto"
+    heads: int | None = None
+    settings: tuple[str, ...] = ()
+    builtin: bool = True
+    accept_unverified: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            ConfigError: lists every problem.
+        """
+        problems = self._check_types() or size_problems(self, "heads")
+        if not problems and not self.builtin and self.layout != "auto":
+            problems.append(f"builtin is false, but layout is {self.layout}; leave one of them out")
+        raise_all(ConfigError, "import", problems)

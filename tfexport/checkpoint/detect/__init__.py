@@ -1,0 +1,1 @@
+"""Detection: which layout reads a checkpoint, from its names, indices and shapes."""

@@ -1,0 +1,1 @@
+"""The formats that checkpoints, configurations and vocabularies come in."""

@@ -1,0 +1,1 @@
+"""Layouts: how the state dict of another implementation becomes the canonical model."""

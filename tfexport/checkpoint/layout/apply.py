@@ -1,0 +1,167 @@
+"""Apply a layout: a state dict of another implementation becomes configuration and tensors of the canonical model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tfexport.checkpoint.layout.execute import LineUse, Pair, Production, pair_names, same
+from tfexport.checkpoint.layout.layout import SIDES, Layout, Value, override
+from tfexport.checkpoint.layout.sizes import check_shapes, expected_shapes, read_config, read_heads, read_tokens
+from tfexport.checkpoint.layout.unsupported import uncovered
+from tfexport.errors import CheckpointError, raise_all
+from tfexport.fields import MAX_SIZE
+from tfexport.models.config import TransformerConfig
+from tfexport.models.transformer import Transformer
+
+__all__ = ["Canonical", "LineUse", "apply_layout", "unmatched"]
+
+
+@dataclass(frozen=True)
+class Canonical:
+    """A checkpoint in canonical form.
+
+    `tensors` has every canonical name, tied ones under each of theirs, in the
+    dtype of the checkpoint. `lines` says which line of the layout took which keys
+    and made which tensors, `notes` what is in none of them.
+    """
+
+    config: TransformerConfig
+    tensors: dict[str, Tensor]
+    lines: tuple[LineUse, ...]
+    notes: tuple[str, ...] = ()
+
+    def model(self) -> Transformer:
+        """Make the model, in eval mode; it shares the tensors and keeps their dtypes."""
+        with torch.device("meta"):
+            model = Transformer(self.config)
+        model.load_state_dict(self.tensors, assign=True)
+        model._tie()
+        return model.eval()
+
+
+def apply_layout(
+    layout: Layout,
+    tensors: Mapping[str, Tensor],
+    *,
+    heads: int | None = None,
+    settings: Mapping[str, Value] | None = None,
+    attributes: Mapping[str, Tensor] | None = None,
+) -> Canonical:
+    """Map a state dict to the canonical model, strictly both ways.
+
+    Args:
+        layout: which key becomes what, and the switches.
+        tensors: the state dict; not changed, and its values not read before all names and shapes fit.
+        heads: attention heads, which no shape tells; None where the layout or `settings` has `n_heads`.
+        settings: switches and tokens in place of the layout's, see `override`.
+        attributes: tensors outside of the state dict, for `derive: attr`.
+
+    Raises:
+        CheckpointError: lists every line without a key, key without a line or with two, tensor that is missing,
+            superfluous, wrongly shaped or contradictory, tie that does not hold, size that is not given, and weights
+            that are not finite.
+        ConfigError: lists every setting that is unknown or has a wrong value.
+    """
+    layout = override(layout, {**(settings or {}), **({} if heads is None else {"n_heads": heads})})
+    problems: list[str] = []
+    production = Production(layout, pair_names(layout, list(tensors), problems), attributes or {})
+    # Said only where names do not fit: an ignored buffer may have any name.
+    problems += uncovered(tensors) if problems else []
+    problems += _source_problems(layout, tensors, production.pairs)
+    sizes, config, filled = _sizes(layout, tensors, production, problems)
+    # What is wrong on both sides alike is said once.
+    raise_all(CheckpointError, f"layout {layout.name}", list(dict.fromkeys(problems)))
+    assert config is not None
+    made = production.run(tensors, sizes, _said_length(layout), problems)
+    raise_all(CheckpointError, f"layout {layout.name}", problems or _not_finite(made, production))
+    made |= {name: made["enc.embed.weight"].new_zeros(shape) for name, shape in filled.items()}
+    notes = (f"{len(filled)} biases that the checkpoint has not are 0, {next(iter(filled))} first",) if filled else ()
+    complete = {name: made[name].contiguous() for name in expected_shapes(config)}
+    return Canonical(_with_ties(config, complete), complete, tuple(production.uses), notes)
+
+
+def unmatched(layout: Layout, keys: Sequence[str]) -> list[str]:
+    """Say why a layout does not fit the names of a state dict: lines without a key, keys without a line or with two."""
+    problems: list[str] = []
+    pair_names(layout, keys, problems)
+    return problems
+
+
+def _source_problems(layout: Layout, tensors: Mapping[str, Tensor], pairs: Sequence[Pair]) -> list[str]:
+    used = {key for pair in pairs for key in pair.sources}
+    problems = [
+        f"key {key[:120]} holds {str(tensor.dtype).removeprefix('torch.')}, expected floating point"
+        for key, tensor in tensors.items()
+        if key in used and not tensor.is_floating_point()
+    ]
+    for keys in layout.assert_tied:
+        there = [key for key in keys if key in tensors]
+        problems += [
+            f"{there[0]} and {other} differ, but the layout says that they are tied"
+            for other in there[1:]
+            if not same(tensors[there[0]], tensors[other])
+        ]
+    return problems
+
+
+def _sizes(
+    layout: Layout, tensors: Mapping[str, Tensor], production: Production, problems: list[str]
+) -> tuple[dict[str, dict[str, float]], TransformerConfig | None, dict[str, tuple[int, ...]]]:
+    """Find all sizes by running the layout without values, on the device "meta".
+
+    Returns:
+        Sizes by name for each side, the configuration, and the biases to fill.
+    """
+    meta = {key: tensor.to("meta") for key, tensor in tensors.items()}
+    names: dict[str, float] = {"d_model": 1.0, "n_heads": 1.0, "d_k": 1.0, **read_tokens(layout)}
+    width = production.width(meta, names, problems)
+    if width is None:
+        return {}, None, {}
+    sizes = {side: {**names, "d_model": float(width), "n_heads": _said_heads(layout, side)} for side in SIDES}
+    made = production.run(meta, sizes, _said_length(layout), problems)
+    for side in SIDES:
+        query = made.get(f"{side}.layers.0.self.q.weight")
+        if query is not None:
+            bias = made.get(f"{side}.rel_bias.weight")
+            told = None if bias is None else bias.shape[-1]
+            heads = read_heads(layout.switch("n_heads", side) or told, query.shape[0], problems)
+            sizes[side] |= {"n_heads": heads, "d_k": query.shape[0] // heads}
+    shapes = {name: tuple(tensor.shape) for name, tensor in made.items()}
+    config = read_config(layout, shapes, sizes, problems)
+    filled = check_shapes(config, shapes, problems) if config is not None else {}
+    return sizes, config, filled
+
+
+def _said_heads(layout: Layout, side: str) -> float:
+    value = layout.switch("n_heads", side)
+    return float(value) if isinstance(value, int) and value > 0 else 1.0
+
+
+def _said_length(layout: Layout) -> int:
+    value = layout.switch("max_length")
+    return value if isinstance(value, int) and 0 < value <= MAX_SIZE else 0
+
+
+def _not_finite(made: Mapping[str, Tensor], production: Production) -> list[str]:
+    origin = {target: pair.sources[0] for pair in production.pairs for target in pair.targets}
+    return [
+        f"{origin.get(name, name)[:120]} holds NaN or infinity; take a checkpoint from before the training diverged"
+        for name, tensor in made.items()
+        if not tensor.isfinite().all()
+    ]
+
+
+def _with_ties(config: TransformerConfig, tensors: Mapping[str, Tensor]) -> TransformerConfig:
+    """Say which tables are equal, so that they are stored once; equal values make that exact."""
+    if config.decoder is None:
+        return config
+    table = tensors["dec.embed.weight"]
+    return replace(
+        config,
+        tie_embeddings=same(tensors["enc.embed.weight"], table),
+        tie_output=same(tensors["out.weight"], table),
+    )

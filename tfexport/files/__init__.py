@@ -1,0 +1,1 @@
+"""Files, read strictly and written whole: text, JSON, sealed JSON, directories."""

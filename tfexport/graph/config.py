@@ -1,0 +1,77 @@
+"""How a model is exported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tfexport.errors import ConfigError, raise_all
+from tfexport.fields import Config, size_problems
+from tfexport.spec import (
+    CONCAT_OPSETS,
+    NO_INT4_THROUGHPUT,
+    Form,
+    OptimizeFor,
+    Precision,
+    Quantization,
+    QuantizedWeights,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig(Config):
+    """How a model becomes graphs.
+
+    `precision` int8 and int4 are those of the weights, for ONNX Runtime on the CPU: activations and caches are fp32,
+    and of `forms` only the fastest is written. `optimize_for` says how they compute; see `Quantization`.
+    `forms` are those of the decoder; fused is left out of several where ONNX Runtime's operators cannot do the model.
+    `opset` is that of the encoder and of all forms but the static one, which needs 24.
+    The two lengths limit what the bundle takes, at most what the model can;
+    None means as much as it can. `seed` draws the weights of a preset.
+    """
+
+    precision: Precision | QuantizedWeights = "fp32"
+    optimize_for: OptimizeFor = "latency"
+    forms: tuple[Form, ...] = ("concat", "static", "fused")
+    opset: int = 18
+    max_source_length: int | None = None
+    max_target_length: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            ConfigError: lists every problem.
+        """
+        problems = self._check_types()
+        if not problems:
+            if self.opset not in CONCAT_OPSETS:
+                problems.append(f"opset is {self.opset}, expected {CONCAT_OPSETS[0]} to {CONCAT_OPSETS[-1]}")
+            if not self.forms or len(set(self.forms)) != len(self.forms):
+                problems.append(
+                    f"forms is {', '.join(self.forms) or 'empty'}, expected some of concat, static and fused, once each"
+                )
+            problems += size_problems(self, "max_source_length", "max_target_length")
+            if self.seed < 0:
+                problems.append(f"seed is {self.seed}, expected 0 or more")
+            problems += self._quantization_problems()
+        raise_all(ConfigError, "export", problems)
+
+    def _quantization_problems(self) -> list[str]:
+        if self.optimize_for == "latency" or self.precision == "int8":
+            return []
+        if self.precision == "int4":
+            return [NO_INT4_THROUGHPUT]
+        return [f"optimize_for is throughput, which is for precision int8, not {self.precision}; leave it out"]
+
+    @property
+    def quantization(self) -> Quantization | None:
+        """How the weights are stored; None where they have the type of the graph."""
+        if self.precision == "int8" or self.precision == "int4":
+            return Quantization(weights=self.precision, optimize_for=self.optimize_for)
+        return None
+
+    @property
+    def graph_precision(self) -> Precision:
+        """Of activations and caches."""
+        return "fp32" if self.precision == "int8" or self.precision == "int4" else self.precision

@@ -1,0 +1,1 @@
+"""From graphs to TensorRT engines: resolve, profiles, network, builder."""

@@ -1,0 +1,151 @@
+"""What a build would make and need, without building: the answer of `--dry-run`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tfexport.graph.describe import weight_bytes
+from tfexport.graph.memory import activation_bytes
+from tfexport.spec import DECODER, REORDER, ModelSpec, Precision
+from tfexport.trt.artifact.manifest import engine_key
+from tfexport.trt.build.graphs import Graph
+from tfexport.trt.build.profiles import STEP, Profile
+from tfexport.trt.build.resolve import Recipe
+from tfexport.trt.config import EngineConfig, EngineLimits
+
+_BOUNDS = ("min", "opt", "max")
+_ITEM_BYTES: dict[Precision, int] = {"fp32": 4, "fp16": 2, "bf16": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Device memory in bytes at the largest shapes.
+
+    Attributes:
+        weights: of all plans; each holds its own.
+        caches: self-attention and cross-attention keys and values of one batch, with what reordering needs.
+        activations: what the hungriest plan needs while it computes node by node. The library's own number, which
+            may be less or a few times more, is in the build log.
+    """
+
+    weights: int
+    caches: int
+    activations: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """What `build_engines` would do.
+
+    Attributes:
+        name: of the engine in its bundle.
+        library_version: of the target, in full.
+        config: with everything decided.
+        limits: the most that the engine would take.
+        flags: of the builder, by name.
+        profiles: by plan, in the order of their index.
+        memory: at the largest shapes.
+    """
+
+    name: str
+    library_version: str
+    config: EngineConfig
+    limits: EngineLimits
+    flags: tuple[str, ...]
+    profiles: dict[str, tuple[Profile, ...]]
+    memory: Memory
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as JSON values."""
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """Write everything for the terminal."""
+        config, memory = self.config, self.memory
+        kind = ", ".join(part for part in (config.form, config.precision, config.weights) if part)
+        lines = [
+            f"would build {self.name} with {config.target} {self.library_version}: {kind}",
+            f"  for    {', '.join(config.compute_capabilities) or 'the GPU at hand'}",
+            f"  flags  {', '.join(self.flags)}",
+            *("", "Limits", *(f"  {name:<18} {value}" for name, value in asdict(self.limits).items())),
+        ]
+        for plan, profiles in self.profiles.items():
+            for index, profile in enumerate(profiles):
+                lines += ["", f"Plan {plan}{_kind(plan, index)}", *_ranges(profile)]
+        sizes = (f"  {name:<12} {size / 1e6:>10.1f} MB" for name, size in asdict(memory).items())
+        return [*lines, "", "Device memory at these limits, about", *sizes]
+
+
+def forecast(recipe: Recipe, graphs: Sequence[Graph]) -> Forecast:
+    """Say what a recipe would build and need.
+
+    Args:
+        recipe: what was decided.
+        graphs: that would become plans.
+
+    Raises:
+        GraphError: the sizes inside a graph cannot be told.
+    """
+    limits = recipe.profiles.limits
+    return Forecast(
+        name=engine_key(recipe.config),
+        library_version=recipe.flavour.version,
+        config=recipe.config,
+        limits=limits,
+        flags=recipe.options.flags,
+        profiles=dict(recipe.profiles.engines),
+        memory=Memory(
+            weights=sum(weight_bytes(graph.data) for graph in graphs),
+            caches=cache_bytes(recipe.spec, limits, grows=recipe.form == "concat"),
+            # Reordering has nothing between its input and its output.
+            activations=max(_activations(recipe, graph) for graph in graphs if graph.name != REORDER),
+        ),
+    )
+
+
+def _activations(recipe: Recipe, graph: Graph) -> int:
+    """Say what a plan needs at the largest shapes of its last profile; of a decoder the prefill."""
+    profile = recipe.profiles.engines[graph.name][-1]
+    sizes = {
+        dim: size
+        for tensor in recipe.contract(graph.name).inputs
+        for dim, size in zip(tensor.shape, profile[tensor.name].max, strict=True)
+        if isinstance(dim, str)
+    }
+    return activation_bytes(graph.path, sizes)
+
+
+def cache_bytes(spec: ModelSpec, limits: EngineLimits, *, grows: bool) -> int:
+    """Size the keys and values of a full batch.
+
+    Args:
+        spec: of the model, in the precision of the engine.
+        limits: of the engine.
+        grows: whether old and new cache are both in memory, as in the concat form.
+    """
+    token = spec.layers * spec.heads * (spec.head_dim + spec.value_dim) * _ITEM_BYTES[spec.precision]
+    longest = limits.max_target_length * (2 if grows else 1) + limits.max_source_length
+    # Reordering writes one cache at a time into a buffer of its own.
+    one = spec.heads * max(spec.head_dim, spec.value_dim) * _ITEM_BYTES[spec.precision]
+    return limits.max_batch * (token * longest + one * max(limits.max_target_length, limits.max_source_length))
+
+
+def _kind(plan: str, index: int) -> str:
+    if plan not in DECODER.values():
+        return ""
+    return ", step" if index == STEP else ", prefill"
+
+
+def _ranges(profile: Profile) -> Iterator[str]:
+    """List the inputs of a profile; those of all layers share a line."""
+    rows: list[tuple[str, ...]] = [("", *_BOUNDS)]
+    for name, shape in profile.items():
+        stem, _, layer = name.partition(".")
+        if layer in ("", "0"):
+            spelled = ("x".join(map(str, getattr(shape, bound))) for bound in _BOUNDS)
+            rows.append((f"{stem}.*" if layer else stem, *spelled))
+    width = max(len(row[0]) for row in rows)
+    for name, *shapes in rows:
+        yield f"  {name:<{width}}" + "".join(f"{shape:>16}" for shape in shapes)

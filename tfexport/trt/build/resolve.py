@@ -1,0 +1,187 @@
+"""Decide how the engines of a bundle are built: everything that was left open, and everything that does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from tfexport.bundle.bundle import TOKENIZER, Bundle
+from tfexport.errors import ConfigError, EngineError, raise_all
+from tfexport.spec import (
+    DECODER,
+    ENCODER,
+    REORDER,
+    WEIGHTS,
+    Form,
+    GraphSpec,
+    ModelSpec,
+    decoder_graph,
+    encoder_graph,
+    reorder_spec,
+)
+from tfexport.trt.build.options import BuildOptions, choose_options
+from tfexport.trt.build.profiles import Profiles, make_profiles
+from tfexport.trt.config import EngineConfig
+from tfexport.trt.cuda import Gpu
+from tfexport.trt.library import Flavour
+
+T = TypeVar("T")
+
+# The oldest GPUs with float8 (Ada).
+_FP8 = (8, 9)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the engines of a bundle are built, with nothing left open.
+
+    Attributes:
+        bundle: opened and checked.
+        flavour: the library that builds.
+        config: what was decided, as the manifest says it.
+        settings: the same with the timing cache, a place on this machine that decides nothing.
+        spec: of the model in the precision of the engines.
+        profiles: of every plan, and the limits that follow.
+        options: what the builder is told.
+    """
+
+    bundle: Bundle
+    flavour: Flavour
+    config: EngineConfig
+    settings: EngineConfig
+    spec: ModelSpec
+    profiles: Profiles
+    options: BuildOptions
+
+    @property
+    def form(self) -> Form | None:
+        """Of the decoder; None for an encoder alone."""
+        return self.config.form
+
+    @property
+    def graphs(self) -> tuple[str, ...]:
+        """The graphs of the bundle that become plans, by name."""
+        return (ENCODER,) if self.form is None else (ENCODER, DECODER[self.form])
+
+    @property
+    def is_exported_again(self) -> bool:
+        """Whether the graphs are made anew, since the bundle has another precision."""
+        return self.spec.precision != self.bundle.manifest.spec.precision
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """The sha256 of every file of the bundle that the engines come from, by name."""
+        files = self.bundle.manifest.files
+        names = [self.bundle.manifest.graphs[graph].file for graph in self.graphs]
+        return {name: files[name].sha256 for name in (*names, WEIGHTS, TOKENIZER) if name in files}
+
+    def contract(self, plan: str) -> GraphSpec:
+        """Return the inputs and outputs of a plan."""
+        if plan == REORDER:
+            return reorder_spec(self.spec.precision)
+        if self.form is None or plan == ENCODER:
+            return encoder_graph(self.spec)
+        return decoder_graph(self.spec, self.form)
+
+
+def decide(bundle: Bundle, config: EngineConfig, flavour: Flavour, gpu: Gpu | None) -> Recipe:
+    """Resolve a configuration against a bundle and a library; builds nothing.
+
+    Args:
+        bundle: opened and checked.
+        config: what the user wants.
+        flavour: the library that will build.
+        gpu: of this machine, None without one.
+
+    Raises:
+        EngineError: lists everything that the bundle or the library does not have.
+    """
+    manifest, problems = bundle.manifest, _bundle_problems(bundle, config)
+    form = _form(bundle, config, flavour, problems)
+    spec = replace(manifest.spec, precision=config.precision or manifest.spec.precision)
+    profiles = _collect(problems, lambda: make_profiles(spec, form or "concat", config))
+    wanted = config.compute_capabilities
+    if not wanted and flavour.builds_without_gpu and gpu is not None:
+        wanted = (gpu.compute_capability,)
+    capabilities = _collect(problems, lambda: flavour.choose_compute_capabilities(wanted))
+    problems += _fp8_problems(config, capabilities or ((gpu.compute_capability,) if gpu else ()))
+    options = _collect(problems, lambda: choose_options(flavour, config, capabilities or ()))
+    raise_all(EngineError, "trt", problems)
+    assert profiles is not None
+    assert capabilities is not None
+    assert options is not None
+    limits = profiles.limits
+    decided = replace(
+        config,
+        target=flavour.target,
+        form=form,
+        precision=spec.precision,
+        max_source_length=limits.max_source_length,
+        max_target_length=limits.max_target_length or None,
+        compute_capabilities=capabilities,
+    )
+    return Recipe(bundle, flavour, replace(decided, timing_cache=None), decided, spec, profiles, options)
+
+
+def _bundle_problems(bundle: Bundle, config: EngineConfig) -> list[str]:
+    """Say what the bundle cannot be made into."""
+    manifest = bundle.manifest
+    own = manifest.spec.precision
+    is_changed = config.precision not in (None, own)
+    problems = []
+    if manifest.quantization is not None:
+        remedy = "export it with --precision fp32 and build that with --weights"
+        return [f"the bundle holds {manifest.accuracy} weights for ONNX Runtime on the CPU; {remedy}"]
+    if is_changed and (manifest.config is None or WEIGHTS not in manifest.files):
+        problems.append(
+            f"precision is {config.precision}, the bundle has {own} and no model to export again; "
+            f"export it with --precision {config.precision}"
+        )
+    if config.strip_weights and (is_changed or config.weights):
+        problems.append(
+            "strip_weights takes the weights from the bundle's own graphs when it loads; "
+            "leave out it, or the other precision and weight type"
+        )
+    return problems
+
+
+def _fp8_problems(config: EngineConfig, capabilities: Sequence[str]) -> list[str]:
+    """Refuse float8 for GPUs that do not have it."""
+    too_old = [capability for capability in capabilities if tuple(map(int, capability.split("."))) < _FP8]
+    if config.weights != "fp8" or not too_old:
+        return []
+    least, listed = ".".join(map(str, _FP8)), ", ".join(too_old)
+    need = f"weights fp8 need compute capability {least} or newer, not {listed}"
+    return [f"{need}; name newer ones with --compute-capability, or choose int8"]
+
+
+def _form(bundle: Bundle, config: EngineConfig, flavour: Flavour, problems: list[str]) -> Form | None:
+    """Choose the form of the decoder, appending what speaks against it."""
+    if not bundle.manifest.spec.has_decoder:
+        if config.form is not None:
+            problems.append(f"form is {config.form}, but an encoder alone has no decoder; leave it out")
+        return None
+    there = [form for form, graph in DECODER.items() if graph in bundle.manifest.graphs and form != "fused"]
+    if not there:
+        problems.append(
+            "the bundle has the fused form alone, which is for ONNX Runtime; export it with --forms concat,static"
+        )
+        return None
+    form = config.form or (flavour.preferred_form if flavour.preferred_form in there else there[0])
+    if form not in there:
+        problems.append(f"form is {form}, the bundle has {there[0]} alone; export it with --forms concat,static")
+    if form == "static" and not flavour.updates_caches_in_place:
+        problems.append(
+            f"form is static, which {flavour.target} {flavour.version} has no layer for; "
+            "use --form concat, or TensorRT 10.15 or newer"
+        )
+    return form
+
+
+def _collect(problems: list[str], decide: Callable[[], T]) -> T | None:
+    try:
+        return decide()
+    except (ConfigError, EngineError) as error:
+        problems.append(str(error))
+        return None
