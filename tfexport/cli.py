@@ -229,7 +229,7 @@ def import_(
     "--forms",
     type=_List(click.Choice(get_args(Form))),
     default=",".join(ExportConfig.forms),
-    help="Of the decoder: concat is portable, static is for engines and GPUs, fused is for ONNX Runtime on the CPU.",
+    help="Of the decoder: concat is portable, static is for engines and GPUs, contrib is for ONNX Runtime on the CPU.",
 )
 @click.option(
     "--opset",

@@ -18,14 +18,14 @@ from tfexport.bundle.manifest import GraphEntry
 from tfexport.errors import BackendError, ConfigError, ParityError, raise_all
 from tfexport.files.sealed_json import render
 from tfexport.graph.config import ExportConfig
-from tfexport.graph.forms.contrib import fusion_problems
+from tfexport.graph.forms.contrib import contrib_problems
 from tfexport.graph.quantize.ort_quantize import write_integer_graphs
 from tfexport.graph.write import write_graphs
 from tfexport.models.config import model_spec
 from tfexport.models.directory import load_model
 from tfexport.models.presets import build_preset
 from tfexport.models.transformer import Transformer
-from tfexport.spec import ENCODER, ENCODER_FUSED, FLOAT, Form, ModelSpec
+from tfexport.spec import ENCODER, ENCODER_CONTRIB, FLOAT, Form, ModelSpec
 from tfexport.tokenizer import Tokenizer
 from tfexport.verify import Stages, VerifyConfig, verify_stages
 
@@ -143,7 +143,7 @@ def _write(
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
         source = Path(scratch)
         graphs = write(source)
-        if ENCODER_FUSED in graphs:
+        if ENCODER_CONTRIB in graphs:
             del graphs[ENCODER]  # for decoders of the other forms, and there are none
         return write_integer_graphs(source, graphs, directory, config.quantization, report=report)
 
@@ -152,7 +152,7 @@ def _forms(model: Transformer, config: ExportConfig) -> tuple[Form, ...]:
     """Return the forms to write; of quantised graphs, which are for one runtime, only its fastest."""
     if config.quantization is None:
         return config.forms
-    fastest: tuple[Form, ...] = ("static", "concat") if fusion_problems(model) else ("fused", "static", "concat")
+    fastest: tuple[Form, ...] = ("static", "concat") if contrib_problems(model) else ("contrib", "static", "concat")
     return next(((form,) for form in fastest if form in config.forms), config.forms)
 
 

@@ -59,7 +59,7 @@ def load(
     Args:
         path: of the bundle.
         backend: "auto" takes ONNX Runtime, and PyTorch where that is not installed.
-        form: of the decoder graph; None takes fused on the CPU, else static, or concat where it is the only one.
+        form: of the decoder graph; None takes contrib on the CPU, else static, or concat where it is the only one.
         threads: for one call on the CPU; None means one for each core.
         device: where ONNX Runtime computes, "cpu" or "cuda"; never another than the one asked for.
         engine: name of the TensorRT engine for backend "trt"; None for the only one that may be used here.

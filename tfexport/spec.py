@@ -16,7 +16,7 @@ from tfexport.errors import ConfigError, raise_all
 from tfexport.fields import Config, size_problems
 
 Precision = Literal["fp32", "fp16", "bf16"]
-Form = Literal["concat", "static", "fused"]
+Form = Literal["concat", "static", "contrib"]
 Device = Literal["cpu", "cuda"]
 Backend = Literal["auto", "eager", "ort", "trt"]
 WeightType = Literal["int8", "int4", "fp8"]
@@ -36,8 +36,8 @@ WEIGHTS = "weights.safetensors"
 # Plain bytes: safetensors knows no type of 4 bits.
 QUANTIZED_WEIGHTS = "weights.bin"
 ENCODER = "encoder"
-ENCODER_FUSED = "encoder_fused"
-DECODER: dict[Form, str] = {"concat": "decoder", "static": "decoder_static", "fused": "decoder_fused"}
+ENCODER_CONTRIB = "encoder_contrib"
+DECODER: dict[Form, str] = {"concat": "decoder", "static": "decoder_static", "contrib": "decoder_contrib"}
 
 SOURCE_IDS = "source_ids"
 SOURCE_MASK = "source_mask"
@@ -191,12 +191,12 @@ def encoder_graph(spec: ModelSpec) -> GraphSpec:
 
 
 def decoder_graph(spec: ModelSpec, form: Form) -> GraphSpec:
-    """Return the contract of `decoder.onnx` (concat), `decoder_static.onnx` (static) or `decoder_fused.onnx` (fused).
+    """Return the contract of `decoder.onnx` (concat), `decoder_static.onnx` or `decoder_contrib.onnx`.
 
     Caches go in as `past_*` and come out as `present_*`. The concat form returns
     them longer by target_len; the others write the new tokens into buffers of
     `capacity`, and one buffer serves as both. The static form writes at
-    `cache_lengths`, past_len of each row. The fused form, ONNX Runtime's own,
+    `cache_lengths`, past_len of each row. The contrib form, ONNX Runtime's own,
     takes what its operator takes: the `positions` of the new tokens, the last of
     them, and past_len + target_len, the most of all rows; past_len is 0, or
     target_len or the number of rows 1.
@@ -209,7 +209,7 @@ def decoder_graph(spec: ModelSpec, form: Form) -> GraphSpec:
     ]
     if form == "static":
         inputs.append(TensorSpec(CACHE_LENGTHS, "int64", ("rows",)))
-    if form == "fused":
+    if form == "contrib":
         inputs.append(TensorSpec(POSITIONS, "int64", ("rows", "target_len")))
         inputs.append(TensorSpec(LAST_POSITION, "int32", ("rows",)))
         inputs.append(TensorSpec(TOTAL_LENGTH, "int32", (1,)))

@@ -73,14 +73,14 @@ def fill(builder: Builder, content: dict[str, bytes] = CONTENT, **facts: Any) ->
     builder.finish(**(FACTS | facts))
 
 
-def make_fused(path: Path, graphs: dict[str, GraphEntry]) -> Bundle:
-    """Make a bundle with these graphs and the fused ones."""
-    fused = {
-        "encoder_fused": GraphEntry(file="encoder_fused.onnx", opset=18, spec=encoder_graph(SPEC)),
-        "decoder_fused": GraphEntry(file="decoder_fused.onnx", opset=18, spec=decoder_graph(SPEC, "fused")),
+def make_contrib(path: Path, graphs: dict[str, GraphEntry]) -> Bundle:
+    """Make a bundle with these graphs and the contrib ones."""
+    contrib = {
+        "encoder_contrib": GraphEntry(file="encoder_contrib.onnx", opset=18, spec=encoder_graph(SPEC)),
+        "decoder_contrib": GraphEntry(file="decoder_contrib.onnx", opset=18, spec=decoder_graph(SPEC, "contrib")),
     }
     with create_bundle(path) as builder:
-        fill(builder, CONTENT | {entry.file: b"fused" for entry in fused.values()}, graphs=graphs | fused)
+        fill(builder, CONTENT | {entry.file: b"contrib" for entry in contrib.values()}, graphs=graphs | contrib)
     return builder.bundle
 
 
@@ -378,8 +378,8 @@ def test_a_missing_key_is_named(bundle: Path, key: str) -> None:
             "unknown graph 'x'; missing graph 'encoder'",
         ),
         (
-            lambda data: data["graphs"].update(decoder_fused=data["graphs"].pop("decoder")),
-            "of 'encoder_fused' and 'decoder_fused' there is only one, expected both or none",
+            lambda data: data["graphs"].update(decoder_contrib=data["graphs"].pop("decoder")),
+            "of 'encoder_contrib' and 'decoder_contrib' there is only one, expected both or none",
         ),
         (
             lambda data: [data["graphs"].pop(name) for name in ("decoder", "decoder_static")],

@@ -275,7 +275,7 @@ def test_what_is_no_model(source: str, messages: list[str], model: Path, dates_b
         ),
         (
             ["--forms", "concat,concat"],
-            ["forms is concat, concat, expected some of concat, static and fused, once each"],
+            ["forms is concat, concat, expected concat, static, contrib, once each"],
         ),
         (["--opset", "99"], ["99 is not in the range 18<=x<=20", "onnx --help."]),
         (["--precision", "fp8"], ["'fp8' is not one of 'fp32', 'fp16', 'bf16'"]),

@@ -92,7 +92,7 @@ def test_the_graphs_keep_the_contract_of_the_design(post: Path) -> None:
         f"cross_{part}.{i}": ("float32", ["batch", 4, "source_len", 8]) for i in range(2) for part in ("key", "value")
     }
     source = {"source_ids": ("int64", ["batch", "source_len"]), "source_mask": ("bool", ["batch", "source_len"])}
-    assert described(post / "encoder.onnx") == described(post / "encoder_fused.onnx") == source | cross
+    assert described(post / "encoder.onnx") == described(post / "encoder_contrib.onnx") == source | cross
     shared = cross | {
         "source_mask": source["source_mask"],
         "target_ids": ("int64", ["rows", "target_len"]),
@@ -110,7 +110,7 @@ def test_the_graphs_keep_the_contract_of_the_design(post: Path) -> None:
     assert described(post / "decoder.onnx") == shared | concat
     buffers = caches("past", "capacity") | caches("present", "capacity")
     assert described(post / "decoder_static.onnx") == shared | buffers | {"cache_lengths": ("int64", ["rows"])}
-    assert described(post / "decoder_fused.onnx") == shared | buffers | {
+    assert described(post / "decoder_contrib.onnx") == shared | buffers | {
         "positions": ("int64", ["rows", "target_len"]),
         "last_position": ("int32", ["rows"]),
         "total_length": ("int32", [1]),
@@ -127,10 +127,10 @@ def test_opsets_and_operators_are_those_that_runtimes_take(post: Path) -> None:
         assert ("TensorScatter" in operators) is ("Attention" in operators) is (name == "decoder_static")
 
 
-def test_the_fused_form_is_the_standard_and_two_operators_of_onnx_runtime(post: Path) -> None:
+def test_the_contrib_form_is_the_standard_and_two_operators_of_onnx_runtime(post: Path) -> None:
     kinds = {
-        "encoder_fused": {"MultiHeadAttention": 2},
-        "decoder_fused": {"MultiHeadAttention": 2, "GroupQueryAttention": 2},
+        "encoder_contrib": {"MultiHeadAttention": 2},
+        "decoder_contrib": {"MultiHeadAttention": 2, "GroupQueryAttention": 2},
     }
     for name, expected in kinds.items():
         model = onnx.load(str(post / f"{name}.onnx"), load_external_data=False)
@@ -140,8 +140,8 @@ def test_the_fused_form_is_the_standard_and_two_operators_of_onnx_runtime(post: 
         assert not {"If", "Loop", "NonZero", "TensorScatter"} & {node.op_type for node in model.graph.node}
 
 
-def test_a_fused_cache_goes_straight_from_input_to_output(post: Path) -> None:
-    graph = onnx.load(str(post / "decoder_fused.onnx"), load_external_data=False).graph
+def test_a_contrib_cache_goes_straight_from_input_to_output(post: Path) -> None:
+    graph = onnx.load(str(post / "decoder_contrib.onnx"), load_external_data=False).graph
     nodes = [node for node in graph.node if node.op_type == "GroupQueryAttention"]
     assert [(node.input[3:5], node.output[1:3]) for node in nodes] == [
         ([f"past_key.{i}", f"past_value.{i}"], [f"present_key.{i}", f"present_value.{i}"]) for i in range(2)
@@ -151,7 +151,7 @@ def test_a_fused_cache_goes_straight_from_input_to_output(post: Path) -> None:
 def test_query_key_and_value_are_one_product_over_the_weights_of_the_file(post: Path) -> None:
     """They lie side by side there, so that the product has its weight without a copy of it."""
     raw, stored = (post / "weights.safetensors").read_bytes(), load_file(post / "weights.safetensors")
-    graph = onnx.load(str(post / "decoder_fused.onnx"), load_external_data=False).graph
+    graph = onnx.load(str(post / "decoder_contrib.onnx"), load_external_data=False).graph
     joined = {
         tensor.name: tensor for tensor in graph.initializer if ".self." in tensor.name and ".o." not in tensor.name
     }
@@ -191,7 +191,7 @@ def test_all_graphs_share_one_weight_file_that_holds_the_model(post: Path) -> No
         for name in stored
         if name.startswith("dec.") and ".self.q." in name
     }
-    for name in ("encoder", "decoder", "decoder_static", "encoder_fused", "decoder_fused"):
+    for name in ("encoder", "decoder", "decoder_static", "encoder_contrib", "decoder_contrib"):
         for tensor in onnx.load(str(post / f"{name}.onnx"), load_external_data=False).graph.initializer:
             if tensor.data_location != onnx.TensorProto.EXTERNAL:
                 assert len(tensor.raw_data) < 1024, f"{tensor.name} lies in the graph"

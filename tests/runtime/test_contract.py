@@ -16,7 +16,7 @@ from tests import tiny
 from tests.runtime.trt.trt_double import trt_session
 from tests.trt.cuda_double import CudaDouble
 from tfexport.errors import BackendError, InputError
-from tfexport.graph.forms.contrib import fusion_problems
+from tfexport.graph.forms.contrib import contrib_problems
 from tfexport.graph.write import write_graphs
 from tfexport.models.config import TransformerConfig, model_spec
 from tfexport.models.transformer import Transformer
@@ -38,7 +38,7 @@ def exported(model: Transformer, once: Once) -> tuple[dict[str, Path], ModelSpec
 
     def make(path: Path) -> None:
         path.mkdir()
-        write_graphs(model, spec, path, forms=("concat", "static", "fused"), opset=18, report=lambda line: None)
+        write_graphs(model, spec, path, forms=("concat", "static", "contrib"), opset=18, report=lambda line: None)
 
     return {path.stem: path for path in once(f"graphs-{weights.hexdigest()[:16]}", make).glob("*.onnx")}, spec
 
@@ -48,11 +48,11 @@ def ort_session(model: Transformer, form: Form, once: Once, *, host_caches: bool
     return OrtSession(graphs, spec, form if spec.has_decoder else None, threads=1, host_caches=host_caches)
 
 
-def fused_session(model: Transformer, once: Once) -> Session:  # type: ignore[type-arg]
+def contrib_session(model: Transformer, once: Once) -> Session:  # type: ignore[type-arg]
     graphs, spec = exported(model, once)
-    if spec.has_decoder and DECODER["fused"] not in graphs:
-        pytest.skip(f"no fused form: {' and '.join(fusion_problems(model))}")
-    return open_ort(graphs, spec, "fused" if spec.has_decoder else None, threads=1)
+    if spec.has_decoder and DECODER["contrib"] not in graphs:
+        pytest.skip(f"no contrib form: {' and '.join(contrib_problems(model))}")
+    return open_ort(graphs, spec, "contrib" if spec.has_decoder else None, threads=1)
 
 
 def engine_session(model: Transformer, form: Form, once: Once, *, prompt: bool = False) -> Session:  # type: ignore[type-arg]
@@ -67,7 +67,7 @@ BACKENDS: dict[str, Callable[[Transformer, Once], Session]] = {  # type: ignore[
     "ort static": lambda model, once: ort_session(model, "static", once),
     # What a GPU runs: no buffer is shared with numpy, caches are moved by graphs. The concat form runs so everywhere.
     "ort static device": lambda model, once: ort_session(model, "static", once, host_caches=False),
-    "ort fused": fused_session,
+    "ort contrib": contrib_session,
     # The session that drives TensorRT, on doubles of engines and CUDA: once the device is late, once it is at once.
     "trt concat": lambda model, once: engine_session(model, "concat", once),
     "trt static": lambda model, once: engine_session(model, "static", once),

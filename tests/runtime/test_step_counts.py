@@ -23,7 +23,7 @@ from tfexport.export import export_bundle
 from tfexport.graph.config import ExportConfig
 from tfexport.model import Model
 from tfexport.models.presets import build_preset
-from tfexport.runtime.ort import contrib as fused
+from tfexport.runtime.ort import contrib
 from tfexport.runtime.session import Candidates, Ids
 
 Once = Callable[[str, Callable[[Path], object]], Path]
@@ -35,8 +35,8 @@ LENGTH = {"min_new_tokens": NEW_TOKENS, "max_new_tokens": NEW_TOKENS}
 def bundle(once: Once) -> Path:
     """The preset tiny: two layers on each side, 1,000 tokens of vocabulary, random weights."""
     return once(
-        "tiny-fused",
-        lambda path: export_bundle("preset:tiny", path, ExportConfig(forms=("fused",)), verify=False),
+        "tiny-contrib",
+        lambda path: export_bundle("preset:tiny", path, ExportConfig(forms=("contrib",)), verify=False),
     )
 
 
@@ -57,7 +57,7 @@ def test_kernels_of_a_step(bundle: Path, tmp_path: Path) -> None:
     options = ort.SessionOptions()
     options.log_severity_level = 3
     options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
-    ort.InferenceSession(str(bundle / "decoder_fused.onnx"), options, providers=["CPUExecutionProvider"])
+    ort.InferenceSession(str(bundle / "decoder_contrib.onnx"), options, providers=["CPUExecutionProvider"])
     nodes = onnx.load(str(tmp_path / "optimized.onnx"), load_external_data=False).graph.node
     calls, layers = Counter(node.op_type for node in nodes), 2
     assert (calls["GroupQueryAttention"], calls["MultiHeadAttention"]) == (layers, layers)
@@ -70,7 +70,7 @@ def test_kernels_of_a_step(bundle: Path, tmp_path: Path) -> None:
 def test_runs_and_bindings_of_a_call(model: Model, sources: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """A greedy call runs the encoder once and the decoder once for each token, bound once while shapes stay."""
     runs: Counter[str] = Counter()
-    bind, run = fused.FusedSession._bind, fused.run
+    bind, run = contrib.ContribSession._bind, contrib.run
 
     def counted_bind(session: Any, *arguments: Any) -> Any:
         runs["bind"] += 1
@@ -80,8 +80,8 @@ def test_runs_and_bindings_of_a_call(model: Model, sources: list[list[int]], mon
         runs["decoder" if graph is model.session._decoder else "encoder"] += 1  # type: ignore[attr-defined]
         run(graph, binding)
 
-    monkeypatch.setattr(fused.FusedSession, "_bind", counted_bind)
-    monkeypatch.setattr(fused, "run", counted_run)
+    monkeypatch.setattr(contrib.ContribSession, "_bind", counted_bind)
+    monkeypatch.setattr(contrib, "run", counted_run)
     model.generate_ids(sources, **LENGTH)
     assert runs == {"encoder": 1, "decoder": NEW_TOKENS, "bind": 1}
     runs.clear()
@@ -138,21 +138,21 @@ def test_tokens_that_a_beam_search_copies(
 ) -> None:
     """Beams that go on stay where they are; one that branches is copied from where it parts, not from the start."""
     counts: Counter[str] = Counter()
-    copy, reorder = fused._copy_row, fused.FusedSession.reorder
+    copy, reorder = contrib._copy_row, contrib.ContribSession.reorder
 
-    def counted_copy(state: fused.FusedState, to: int, of: int) -> None:
+    def counted_copy(state: contrib.ContribState, to: int, of: int) -> None:
         beams = state.rows // state.batch
         counts["rows"] += 1
         counts["tokens"] += state.past_len - state.shared[of // beams][to % beams][of % beams]
         counts["tokens held"] += state.past_len
         copy(state, to, of)
 
-    def counted_reorder(session: Any, state: fused.FusedState, rows: Ids) -> None:
+    def counted_reorder(session: Any, state: contrib.ContribState, rows: Ids) -> None:
         counts["rows moved by a plain gather"] += int((rows != np.arange(rows.size)).sum())
         reorder(session, state, rows)
 
-    monkeypatch.setattr(fused, "_copy_row", counted_copy)
-    monkeypatch.setattr(fused.FusedSession, "reorder", counted_reorder)
+    monkeypatch.setattr(contrib, "_copy_row", counted_copy)
+    monkeypatch.setattr(contrib.ContribSession, "reorder", counted_reorder)
     model.generate_ids(sources, num_beams=BEAMS, **LENGTH)
     assert 0 < counts["rows"] < 0.75 * counts["rows moved by a plain gather"]
     assert counts["tokens"] < 0.25 * counts["tokens held"], counts

@@ -73,9 +73,9 @@ def test_nothing_parts(eager: EagerSession) -> None:
 
 
 def test_the_table_and_the_report_have_it() -> None:
-    numbers = (Numbers("ort fused", 0.01, 0.1, 0.1, "nowhere"),)
-    parted = Decodes("ort fused", "greedy", 40, 32, 7, "…", False, Divergence(0.8, 6.5, 0.25))
-    equal = Decodes("ort fused", "beam 4", 40, 40, 0, None, False, Divergence(1.0, None, None))
+    numbers = (Numbers("ort contrib", 0.01, 0.1, 0.1, "nowhere"),)
+    parted = Decodes("ort contrib", "greedy", 40, 32, 7, "…", False, Divergence(0.8, 6.5, 0.25))
+    equal = Decodes("ort contrib", "beam 4", 40, 40, 0, None, False, Divergence(1.0, None, None))
     report = Report("the eager model", 40, 0, numbers, (parted, equal))
     lines = report.lines()
     assert "32/40 exact, 7 ties, parting at token 6.5, margin 2.5e-01  ·" in lines[2]

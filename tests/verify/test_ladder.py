@@ -156,17 +156,17 @@ MUTATIONS: dict[str, tuple[str, Change]] = {
     "wrong slot": ("decoder_static", shift_slot),
     "wrong attention scale": ("decoder_static", wrong_scale("Attention")),
     "one weight of query, key and value": (
-        "decoder_fused",
+        "decoder_contrib",
         change_weight("dec.layers.1.self.weight", one_percent_of_value),
     ),
-    "one weight of the encoder, fused": (
-        "encoder_fused",
+    "one weight of the encoder, contrib": (
+        "encoder_contrib",
         change_weight("enc.layers.1.self.attention.v.weight", one_percent),
     ),
-    "no mask, fused": ("decoder_fused", drop_mask),
-    "no mask in the encoder, fused": ("encoder_fused", drop_mask),
-    "positions off by one, fused": ("decoder_fused", shift_positions),
-    "wrong attention scale, fused": ("decoder_fused", wrong_scale("GroupQueryAttention")),
+    "no mask, contrib": ("decoder_contrib", drop_mask),
+    "no mask in the encoder, contrib": ("encoder_contrib", drop_mask),
+    "positions off by one, contrib": ("decoder_contrib", shift_positions),
+    "wrong attention scale, contrib": ("decoder_contrib", wrong_scale("GroupQueryAttention")),
     "NaN": ("decoder", change_weight("dec.layers.1.ffn.fc2.weight", one_nan)),
     "infinity": ("decoder_static", change_weight("out.bias", one_infinity)),
 }
@@ -174,8 +174,8 @@ STAGES = {
     "encoder": {"ort concat", "ort static"},
     "decoder": {"ort concat"},
     "decoder_static": {"ort static"},
-    "encoder_fused": {"ort fused"},
-    "decoder_fused": {"ort fused"},
+    "encoder_contrib": {"ort contrib"},
+    "decoder_contrib": {"ort contrib"},
 }
 
 
@@ -241,7 +241,7 @@ def test_a_tie_is_what_rounding_can_turn_and_nothing_else(bundle: Path, source: 
     assert model.out is not None
     with torch.no_grad():
         twins(model.out.weight, model.out.bias)
-    changes: dict[str, Change] = {"decoder": change, "decoder_fused": change}
+    changes: dict[str, Change] = {"decoder": change, "decoder_contrib": change}
     wrong = altered(bundle, tmp_path / "b", **changes, decoder_static=lambda graph: change(graph, error))
     opened = open_bundle(wrong)
     spec = replace(opened.manifest.spec, max_target_length=2)
@@ -249,7 +249,7 @@ def test_a_tie_is_what_rounding_can_turn_and_nothing_else(bundle: Path, source: 
     report = verify_stages(Stages(model, graphs, spec), FEW)
     assert report.passed, report.problems()
     greedy = {rung.stage: rung for rung in report.decodes if rung.method == "greedy"}
-    assert greedy["ort concat"].exact == greedy["ort fused"].exact == FEW.samples
+    assert greedy["ort concat"].exact == greedy["ort contrib"].exact == FEW.samples
     assert (greedy["ort static"].exact, greedy["ort static"].ties) == (0, FEW.samples)
     assert "5 became 7, eager margin 9.5e-07" in str(greedy["ort static"].first)
     assert report.summary()["ties"] >= FEW.samples

@@ -16,7 +16,7 @@ from tfexport.models.config import TransformerConfig, model_spec
 from tfexport.spec import (
     DECODER,
     ENCODER,
-    ENCODER_FUSED,
+    ENCODER_CONTRIB,
     Accuracy,
     Dim,
     DType,
@@ -78,7 +78,7 @@ class Manifest:
         kind: an encoder alone has no decoder graph.
         spec: sizes, limits, token ids and precision.
         config: None for a module that is not the canonical transformer.
-        graphs: by name: encoder, decoder, decoder_static; encoder_fused and decoder_fused together.
+        graphs: by name: encoder, decoder, decoder_static; encoder_contrib and decoder_contrib together.
         files: every file but the manifest and engines, by path relative to the bundle.
         versions: of the tools that made the bundle, by name.
         parity: summary of the verification with at least `passed`; None when there was none.
@@ -123,13 +123,15 @@ class Manifest:
         ]
         decoders = set(DECODER.values())
         problems += [
-            f"unknown graph {name!r}" for name in self.graphs if name not in decoders | {ENCODER, ENCODER_FUSED}
+            f"unknown graph {name!r}" for name in self.graphs if name not in decoders | {ENCODER, ENCODER_CONTRIB}
         ]
-        portable = decoders - {DECODER["fused"]}
-        if ENCODER not in self.graphs and (ENCODER_FUSED not in self.graphs or portable & set(self.graphs)):
+        portable = decoders - {DECODER["contrib"]}
+        if ENCODER not in self.graphs and (ENCODER_CONTRIB not in self.graphs or portable & set(self.graphs)):
             problems.append(f"missing graph {ENCODER!r}")
-        if (ENCODER_FUSED in self.graphs) != (DECODER["fused"] in self.graphs):
-            problems.append(f"of {ENCODER_FUSED!r} and {DECODER['fused']!r} there is only one, expected both or none")
+        if (ENCODER_CONTRIB in self.graphs) != (DECODER["contrib"] in self.graphs):
+            problems.append(
+                f"of {ENCODER_CONTRIB!r} and {DECODER['contrib']!r} there is only one, expected both or none"
+            )
         if self.spec.has_decoder != bool(decoders & set(self.graphs)):
             problems.append(f"kind is {self.kind!r}, but the graphs are {', '.join(sorted(self.graphs)) or 'none'}")
         return problems
@@ -242,12 +244,16 @@ def _read_kind(value: object) -> str:
     return typing.cast(str, value)
 
 
+# The form in ONNX Runtime's own operators was called "fused" once; such bundles are read as they are.
+_OLD_NAMES = {"encoder_fused": ENCODER_CONTRIB, "decoder_fused": DECODER["contrib"]}
 _READERS: dict[str, Callable[[Any], object]] = {
     "format_version": int,  # checked before everything else
     "kind": _read_kind,
     "spec": lambda value: ModelSpec.from_dict(value, subject="spec"),
     "config": lambda value: None if value is None else TransformerConfig.from_dict(value, subject="config"),
-    "graphs": lambda value: read_map(value, "graphs", _read_graph),
+    "graphs": lambda value: {
+        _OLD_NAMES.get(name, name): graph for name, graph in read_map(value, "graphs", _read_graph).items()
+    },
     "files": lambda value: read_map(value, "files", _read_file),
     "versions": lambda value: read_map(value, "versions", read_text),
     "parity": lambda value: None if value is None else read_object(value, "parity"),

@@ -23,7 +23,7 @@ class ExportConfig(Config):
 
     `precision` int8 and int4 are those of the weights, for ONNX Runtime on the CPU: activations and caches are fp32,
     and of `forms` only the fastest is written. `optimize_for` says how they compute; see `Quantization`.
-    `forms` are those of the decoder; fused is left out of several where ONNX Runtime's operators cannot do the model.
+    `forms` are those of the decoder; contrib is left out of several where ONNX Runtime's operators cannot do the model.
     `opset` is that of the encoder and of all forms but the static one, which needs 24.
     The two lengths limit what the bundle takes, at most what the model can;
     None means as much as it can. `seed` draws the weights of a preset.
@@ -31,7 +31,7 @@ class ExportConfig(Config):
 
     precision: Precision | QuantizedWeights = "fp32"
     optimize_for: OptimizeFor = "latency"
-    forms: tuple[Form, ...] = ("concat", "static", "fused")
+    forms: tuple[Form, ...] = ("concat", "static", "contrib")
     opset: int = 18
     max_source_length: int | None = None
     max_target_length: int | None = None
@@ -49,7 +49,7 @@ class ExportConfig(Config):
                 problems.append(f"opset is {self.opset}, expected {CONCAT_OPSETS[0]} to {CONCAT_OPSETS[-1]}")
             if not self.forms or len(set(self.forms)) != len(self.forms):
                 problems.append(
-                    f"forms is {', '.join(self.forms) or 'empty'}, expected some of concat, static and fused, once each"
+                    f"forms is {', '.join(self.forms) or 'empty'}, expected concat, static, contrib, once each"
                 )
             problems += size_problems(self, "max_source_length", "max_target_length")
             if self.seed < 0:

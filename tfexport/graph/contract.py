@@ -18,7 +18,7 @@ def check_graph(path: Path, contract: GraphSpec, *, portable: bool = True) -> No
     Args:
         path: of the graph, its external data beside it.
         contract: inputs and outputs that it must have, in order.
-        portable: refuse attention that TensorRT would misread; the fused form is not for it.
+        portable: refuse attention that TensorRT would misread; the contrib form is not for it.
 
     Raises:
         GraphError: lists every difference.

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tfexport.errors import GraphError
-from tfexport.graph.forms.contrib import FusedCache
+from tfexport.graph.forms.contrib import ContribCache
 from tfexport.models import attention
 from tfexport.models.attention import MASK_FILL
 from tfexport.models.cache import Cache, ConcatCache, KeyValue
@@ -91,7 +91,7 @@ class StaticCache:
         )
 
 
-def fused_attend(
+def sdpa_attend(
     query: Tensor, memory: KeyValue, mask: Tensor, bias: Tensor | None, *, scale: float, dropout: float = 0.0
 ) -> Tensor:
     """Do what `models.attention.attend` does in one operator, which becomes ONNX `Attention`.
@@ -131,12 +131,12 @@ class _Decoder(nn.Module):
         return [logits, *_flatten(cache.present)]
 
 
-_CACHES: dict[Form, Any] = {"concat": ConcatCache, "static": StaticCache, "fused": FusedCache}
+_CACHES: dict[Form, Any] = {"concat": ConcatCache, "static": StaticCache, "contrib": ContribCache}
 # What tells a cache of fixed size how full it is.
 _LENGTHS: dict[Form, list[str]] = {
     "concat": [],
     "static": [CACHE_LENGTHS],
-    "fused": [POSITIONS, LAST_POSITION, TOTAL_LENGTH],
+    "contrib": [POSITIONS, LAST_POSITION, TOTAL_LENGTH],
 }
 
 
@@ -185,7 +185,7 @@ def trace_decoder(model: nn.Module, spec: ModelSpec, form: Form, opset: int) -> 
     groups += _LENGTHS[form]
     decoder, subject = _Decoder(model, form), f"decoder, {form} form"
     if form == "static":
-        with mock.patch.object(attention, "attend", fused_attend):
+        with mock.patch.object(attention, "attend", sdpa_attend):
             return _trace(decoder, traced, groups, opset, subject)
     return _trace(decoder, traced, groups, opset, subject)
 

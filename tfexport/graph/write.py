@@ -12,7 +12,7 @@ from torch import nn
 from tfexport.bundle.manifest import GraphEntry
 from tfexport.errors import GraphError
 from tfexport.graph.contract import check_graph
-from tfexport.graph.forms.contrib import fuse, fusion_problems, joint_weights
+from tfexport.graph.forms.contrib import contrib_problems, joint_weights, to_contrib
 from tfexport.graph.passes.topk import append_selection
 from tfexport.graph.trace import trace_decoder, trace_encoder
 from tfexport.graph.weights import write_weights
@@ -20,7 +20,7 @@ from tfexport.models.transformer import Transformer
 from tfexport.spec import (
     DECODER,
     ENCODER,
-    ENCODER_FUSED,
+    ENCODER_CONTRIB,
     STATIC_OPSET,
     WEIGHTS,
     Form,
@@ -46,7 +46,7 @@ def write_graphs(
         model: in eval mode, its parameters of the precision that `spec` names.
         spec: of the model.
         directory: existing; receives `NAME.onnx` for each graph and the weight file.
-        forms: of the decoder; not used for an encoder alone, and fused not where the operators cannot do the model.
+        forms: of the decoder; not used for an encoder alone, and contrib not where the operators cannot do the model.
         opset: of the encoder and the concat form.
         report: told what happens, a line at a time.
 
@@ -64,9 +64,9 @@ def write_graphs(
     for form in possible:
         report(f"tracing the decoder, {form} form")
         form_opset = STATIC_OPSET if form == "static" else opset
-        subject = fuse(cast(Transformer, model)) if form == "fused" else model
-        if form == "fused":
-            traced[ENCODER_FUSED] = (trace_encoder(subject, spec, opset), encoder_graph(spec), opset)
+        subject = to_contrib(cast(Transformer, model)) if form == "contrib" else model
+        if form == "contrib":
+            traced[ENCODER_CONTRIB] = (trace_encoder(subject, spec, opset), encoder_graph(spec), opset)
         decoder = trace_decoder(subject, spec, form, form_opset)
         append_selection(decoder)
         traced[DECODER[form]] = (decoder, decoder_graph(spec, form), form_opset)
@@ -77,20 +77,20 @@ def write_graphs(
     for name, (graph, contract, graph_opset) in traced.items():
         path = directory / f"{name}.onnx"
         _save(graph, path)
-        check_graph(path, contract, portable=name not in (ENCODER_FUSED, DECODER["fused"]))
+        check_graph(path, contract, portable=name not in (ENCODER_CONTRIB, DECODER["contrib"]))
         written[name] = GraphEntry(file=path.name, opset=graph_opset, spec=contract)
     return written
 
 
 def _possible(forms: Sequence[Form], model: nn.Module, report: Callable[[str], None]) -> list[Form]:
-    """Leave the fused form out, with the reason, where ONNX Runtime's operators cannot do the model."""
-    problems = fusion_problems(model) if "fused" in forms else []
+    """Leave the contrib form out, with the reason, where ONNX Runtime's operators cannot do the model."""
+    problems = contrib_problems(model) if "contrib" in forms else []
     if problems:
-        reason = f"no fused form of this model: {' and '.join(problems)}"
-        if list(forms) == ["fused"]:
+        reason = f"no contrib form of this model: {' and '.join(problems)}"
+        if list(forms) == ["contrib"]:
             raise GraphError(f"decoder: {reason}; export it with --forms concat,static")
         report(reason)
-    return [form for form in forms if form != "fused" or not problems]
+    return [form for form in forms if form != "contrib" or not problems]
 
 
 def _save(graph: ir.Model, path: Path) -> None:

@@ -36,7 +36,7 @@ def open_session(
     Args:
         bundle: opened and checked.
         backend: "auto" takes ONNX Runtime, and PyTorch where that is not installed.
-        form: of the decoder; None takes fused on the CPU, else static, or concat where it is the only one.
+        form: of the decoder; None takes contrib on the CPU, else static, or concat where it is the only one.
         threads: for one call on the CPU; None means one for each core.
         device: where ONNX Runtime runs the graphs and keeps the caches.
         engine: name of the TensorRT engine; None for the only one that may be used here.
@@ -84,12 +84,12 @@ def open_ort(
         BackendError: ONNX Runtime is not installed, or cannot use the device, load or run the graphs.
     """
     _need("ort", "onnxruntime")
-    if form == "fused":
+    if form == "contrib":
         if device != "cpu":
-            raise BackendError(f"ort: the fused form runs on the CPU; for device {device} leave the form out")
-        from tfexport.runtime.ort.contrib import FusedSession
+            raise BackendError(f"ort: the contrib form runs on the CPU; for device {device} leave the form out")
+        from tfexport.runtime.ort.contrib import ContribSession
 
-        return FusedSession(graphs, spec, threads, weights=weights)
+        return ContribSession(graphs, spec, threads, weights=weights)
     from tfexport.runtime.ort.session import OrtSession
 
     return OrtSession(graphs, spec, form, threads, device, weights=weights)
@@ -149,15 +149,15 @@ def _choose_form(bundle: Bundle, form: Form | None, device: Device) -> Form | No
     if not bundle.manifest.spec.has_decoder:
         return None
     if form is None:
-        preferred: tuple[Form, ...] = ("fused", "static", "concat") if device == "cpu" else ("static", "concat")
+        preferred: tuple[Form, ...] = ("contrib", "static", "concat") if device == "cpu" else ("static", "concat")
         form = next((each for each in preferred if DECODER[each] in graphs), None)
         if form is None:
             raise BundleError(
-                f"{bundle.path}: has the fused form alone, which runs on the CPU; "
+                f"{bundle.path}: has the contrib form alone, which runs on the CPU; "
                 f"for device {device} export it with --forms concat,static"
             )
     if DECODER[form] not in graphs:
-        raise BundleError(f"{bundle.path}: has no {form} form; export it with --forms concat,static,fused")
+        raise BundleError(f"{bundle.path}: has no {form} form; export it with --forms concat,static,contrib")
     return form
 
 

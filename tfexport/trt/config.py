@@ -55,8 +55,8 @@ class EngineConfig(Config):
         problems = self._check_types()
         if not problems:
             problems += size_problems(self, "max_batch", "max_source_length", "max_target_length", "workspace_mib")
-            if self.form == "fused":
-                problems.append("form is fused, which is for ONNX Runtime alone; use static or concat")
+            if self.form == "contrib":
+                problems.append("form is contrib, which is for ONNX Runtime alone; use static or concat")
             level = self.builder_optimization_level
             if level is not None and not 0 <= level <= 5:
                 problems.append(f"builder_optimization_level is {level}, expected 0 to 5")

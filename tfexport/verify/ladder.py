@@ -1,4 +1,4 @@
-"""The ladder: eager full ↔ eager cached ↔ concat ↔ static ↔ fused, or engines, in their precision; then whole decodes.
+"""The ladder: eager full ↔ eager cached ↔ concat ↔ static ↔ contrib, or engines; then whole decodes.
 
 Its foot is float64: what float32 itself loses on a model bounds what a stage may.
 """
@@ -200,11 +200,11 @@ def _closing(opening: Iterator[Named]) -> Iterator[list[Named]]:
 
 def _ort_sessions(stages: Stages, device: Device) -> Iterator[Named]:
     forms: list[Form | None] = [form for form, name in DECODER.items() if name in stages.graphs]
-    if device != "cpu" and "fused" in forms:
-        forms.remove("fused")
+    if device != "cpu" and "contrib" in forms:
+        forms.remove("contrib")
         if not forms:
             raise BundleError(
-                "verify: the bundle has the fused form alone, which runs on the CPU; "
+                "verify: the bundle has the contrib form alone, which runs on the CPU; "
                 f"for device {device} export it with --forms concat,static"
             )
     where = "" if device == "cpu" else f" {device}"

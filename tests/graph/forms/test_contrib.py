@@ -1,4 +1,4 @@
-"""Which models have a fused form, and what is said and done where one has none."""
+"""Which models have a contrib form, and what is said and done where one has none."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.graph.test_protocol import made
 from tfexport.cli import main
 from tfexport.errors import GraphError
 from tfexport.graph import write
-from tfexport.graph.forms.contrib import fuse, fusion_problems, joint_weights
+from tfexport.graph.forms.contrib import contrib_problems, joint_weights, to_contrib
 from tfexport.graph.write import write_graphs
 from tfexport.models.config import model_spec
 from tfexport.models.directory import save_model
@@ -41,22 +41,22 @@ UNFIT: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", UNFIT)
-def test_models_that_do_not_fuse_are_told_why(name: str) -> None:
+def test_models_that_have_no_contrib_form_are_told_why(name: str) -> None:
     make, problems = UNFIT[name]
-    assert fusion_problems(make()) == problems
+    assert contrib_problems(make()) == problems
 
 
 @pytest.mark.parametrize("name", ["post", "pre-std", "mixed"])
-def test_models_that_fuse(name: str) -> None:
-    assert fusion_problems(tiny.model(tiny.VARIANTS[name], dtype=torch.float32)) == []
+def test_models_that_have_one(name: str) -> None:
+    assert contrib_problems(tiny.model(tiny.VARIANTS[name], dtype=torch.float32)) == []
 
 
-def test_a_fused_model_shares_its_weights_with_the_model() -> None:
+def test_a_contrib_model_shares_its_weights_with_the_model() -> None:
     """A large model is not in memory twice to be exported; joined matrices alone are new."""
     model = tiny.model(tiny.config(), dtype=torch.float32)
     own = {parameter.data_ptr() for parameter in model.parameters()}
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    new = [name for name, parameter in fuse(model).named_parameters() if parameter.data_ptr() not in own]
+    new = [name for name, parameter in to_contrib(model).named_parameters() if parameter.data_ptr() not in own]
     assert new == [f"dec.layers.{layer}.self.{kind}" for layer in range(2) for kind in ("weight", "bias")]
     assert list(before) == [name for name, _ in model.named_parameters()]
     assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
@@ -92,18 +92,18 @@ def test_other_forms_are_exported_and_the_report_says_why(name: str, untraced: l
     model, told = make(), list[str]()
     spec = model_spec(model.config, "fp32") if isinstance(model, tiny.Transformer) else PROTOCOL_SPEC
     with pytest.raises(GraphError, match="stops here"):
-        write_graphs(model, spec, tmp_path, forms=("fused", "static"), opset=18, report=told.append)
+        write_graphs(model, spec, tmp_path, forms=("contrib", "static"), opset=18, report=told.append)
     assert untraced == ["static"]
-    assert told[0] == f"no fused form of this model: {problems[0]}"
+    assert told[0] == f"no contrib form of this model: {problems[0]}"
 
 
-def test_fused_alone_is_refused_where_there_is_none(untraced: list[str], tmp_path: Path) -> None:
+def test_contrib_alone_is_refused_where_there_is_none(untraced: list[str], tmp_path: Path) -> None:
     model = tiny.model(tiny.VARIANTS["t5"], dtype=torch.float16)
     spec = model_spec(model.config, "fp16")
     with pytest.raises(GraphError) as caught:
-        write_graphs(model, spec, tmp_path, forms=("fused",), opset=18, report=lambda line: None)
+        write_graphs(model, spec, tmp_path, forms=("contrib",), opset=18, report=lambda line: None)
     assert str(caught.value) == (
-        f"decoder: no fused form of this model: {WIDTH} and it has a relative bias and it is not fp32; "
+        f"decoder: no contrib form of this model: {WIDTH} and it has a relative bias and it is not fp32; "
         "export it with --forms concat,static"
     )
     assert not untraced
@@ -113,10 +113,10 @@ def test_fused_alone_is_refused_where_there_is_none(untraced: list[str], tmp_pat
 def test_the_command_line_refuses_in_one_line_and_writes_nothing(tmp_path: Path) -> None:
     save_model(tiny.model(RELATIVE, dtype=torch.float32), tmp_path / "m")
     result = CliRunner().invoke(
-        main, ["onnx", str(tmp_path / "m"), "--output", str(tmp_path / "b"), "--forms", "fused"]
+        main, ["onnx", str(tmp_path / "m"), "--output", str(tmp_path / "b"), "--forms", "contrib"]
     )
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr.splitlines()[-1] == (
-        "error: decoder: no fused form of this model: it has a relative bias; export it with --forms concat,static"
+        "error: decoder: no contrib form of this model: it has a relative bias; export it with --forms concat,static"
     )
     assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == ["m"]

@@ -76,10 +76,10 @@ def test_the_bundle_says_what_it_is(int4: Path) -> None:
     manifest = open_bundle(int4).manifest
     assert manifest.quantization == Quantization(weights="int4", optimize_for="latency")
     assert (manifest.accuracy, manifest.spec.precision) == ("int4", "fp32")
-    assert set(manifest.graphs) == {"encoder_fused", "decoder_fused"}
+    assert set(manifest.graphs) == {"encoder_contrib", "decoder_contrib"}
     assert set(manifest.files) == {
-        "encoder_fused.onnx",
-        "decoder_fused.onnx",
+        "encoder_contrib.onnx",
+        "decoder_contrib.onnx",
         "weights.safetensors",
         "tokenizer.json",
         "parity.json",
@@ -134,7 +134,7 @@ def test_verify_needs_the_model_that_it_was_made_from(int4: Path) -> None:
     assert result.stderr == f"error: {int4}: holds int4 weights and no model to compare with; {remedy}\n"
     report = verify_bundle(int4, against=DATES, config=VerifyConfig(samples=8))
     assert report.passed
-    assert {rung.stage for rung in report.numbers} == {"eager float64", "eager cached", "ort fused"}
+    assert {rung.stage for rung in report.numbers} == {"eager float64", "eager cached", "ort contrib"}
     assert report.numbers[-1].tolerance == 0.5
 
 
@@ -152,7 +152,7 @@ def test_a_quantised_bundle_of_another_model_fails(int4: Path, tmp_path: Path) -
     save_model(model, tmp_path / "other")
     result = run("verify", int4, "--against", tmp_path / "other", "--samples", 4)
     assert result.exit_code == 2
-    assert "ort fused differs by" in result.stdout
+    assert "ort contrib differs by" in result.stdout
 
 
 def test_what_needs_wide_weights_is_refused_with_the_remedy(int4: Path) -> None:
@@ -250,7 +250,7 @@ T5 = replace(
 
 
 @pytest.mark.parametrize(("config", "form"), [(T5, {"decoder_static"}), (ALONE, set())])
-def test_models_that_do_not_fuse(config: TransformerConfig, form: set[str], tmp_path: Path) -> None:
+def test_models_that_have_no_contrib_form(config: TransformerConfig, form: set[str], tmp_path: Path) -> None:
     """Without biases a linear map is a turned matrix; the inputs of some are no multiple of a block."""
     torch.manual_seed(0)
     save_model(Transformer(config), tmp_path / "model")

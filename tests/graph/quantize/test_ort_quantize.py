@@ -35,7 +35,7 @@ WAYS = {
     "int8 throughput": Quantization(weights="int8", optimize_for="throughput"),
     "int4": Quantization(weights="int4"),
 }
-FORMS: tuple[Form, ...] = ("fused", "static", "concat")
+FORMS: tuple[Form, ...] = ("contrib", "static", "concat")
 
 
 # ---- single operators, in graphs made by hand
@@ -91,14 +91,14 @@ def dequantised(folder: Path, name: str) -> NDArray[np.float64]:
 
 def product(kind: str) -> tuple[list[onnx.NodeProto], Initializers]:
     """Write y = x · W + b with 128 inputs and 96 outputs, as one of the ways that exporters have."""
-    stored = random(96, 128) if kind in ("gemm", "turned", "fused") else random(128, 96)
+    stored = random(96, 128) if kind in ("gemm", "turned", "contrib") else random(128, 96)
     bias = {"b": random(96, seed=1)}
     match kind:
         case "gemm":
             return [helper.make_node("Gemm", ["x", "w", "b"], ["y"], transB=1)], {"w": stored, **bias}
         case "gemm of [inputs, outputs]":
             return [helper.make_node("Gemm", ["x", "w", "b"], ["y"])], {"w": stored, **bias}
-        case "fused":
+        case "contrib":
             more: dict[str, Any] = {"domain": "com.microsoft", "activation": "Relu", "transB": 1}
             return [helper.make_node("FusedGemm", ["x", "w", "b"], ["y"], **more)], {"w": stored, **bias}
         case "matmul":
@@ -108,7 +108,7 @@ def product(kind: str) -> tuple[list[onnx.NodeProto], Initializers]:
             return [turn, helper.make_node("MatMul", ["x", "t"], ["y"])], {"w": stored}
 
 
-@pytest.mark.parametrize("kind", ["gemm", "gemm of [inputs, outputs]", "fused", "matmul", "turned"])
+@pytest.mark.parametrize("kind", ["gemm", "gemm of [inputs, outputs]", "contrib", "matmul", "turned"])
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_to_write_a_linear_map(way: str, kind: str, tmp_path: Path) -> None:
     """The operator gives what NumPy makes of the file, but for its 8-bit activations; the file is near the matrix."""
@@ -117,7 +117,7 @@ def test_every_way_to_write_a_linear_map(way: str, kind: str, tmp_path: Path) ->
     write_integer_graphs(tmp_path / "source", graphs, tmp_path / "out", WAYS[way])
     x, narrow = random(5, 128, seed=2), dequantised(tmp_path / "out", "w")
     expected = x @ narrow.T + weights.get("b", np.zeros(96))
-    if kind == "fused":
+    if kind == "contrib":
         expected = expected.clip(0)
     found = run(tmp_path / "out" / "g.onnx", x=x)
     assert 0 < np.abs(found - expected).std() < 0.01 * expected.std()
@@ -125,7 +125,7 @@ def test_every_way_to_write_a_linear_map(way: str, kind: str, tmp_path: Path) ->
     assert np.abs(found - original).std() < (0.12 if way == "int4" else 0.015) * original.std()
     graph = onnx.load(str(tmp_path / "out" / "g.onnx"), load_external_data=False).graph
     operator = "DynamicQuantizeMatMul" if way == "int8 throughput" else "MatMulNBits"
-    assert [node.op_type for node in graph.node] == [operator, *(["Relu"] if kind == "fused" else [])]
+    assert [node.op_type for node in graph.node] == [operator, *(["Relu"] if kind == "contrib" else [])]
     assert {weight.name for weight in graph.initializer} == set(load_file(tmp_path / "out" / WEIGHTS))
 
 
@@ -228,7 +228,7 @@ def test_the_graphs_are_the_model_with_the_weights_of_the_file(
 def test_held_out_dates_are_read_as_well(way: str, points: float, form: Form, dates_bundle: Path, once: Once) -> None:
     rows = [line.split("\t") for line in (DATES / "heldout.tsv").read_text(encoding="utf-8").splitlines()]
     # Every date in the form that a bundle has; the others compute the same with the same weights.
-    rows = rows if form == "fused" else rows[::10]
+    rows = rows if form == "contrib" else rows[::10]
     bundle = open_bundle(dates_bundle)
 
     def share(folder: Path) -> float:
@@ -264,7 +264,7 @@ def test_what_a_text_becomes_depends_on_its_batch_for_throughput_only(
 
 @pytest.mark.parametrize(("way", "share"), [("int8", 0.30), ("int8 throughput", 0.31), ("int4", 0.21)])
 def test_a_weight_is_stored_once_and_the_file_is_small(way: str, share: float, dates_bundle: Path, once: Once) -> None:
-    """All forms share the file; that the fused one reads query, key and value as one costs it a copy here."""
+    """All forms share the file; that the contrib one reads query, key and value as one costs it a copy here."""
     folder = narrow(dates_bundle, once, way)
     tensors = load_file(folder / WEIGHTS)
     both = [name for name in tensors if ".dec" in name or name.startswith("dec.")]

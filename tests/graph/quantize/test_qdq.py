@@ -47,7 +47,7 @@ def dates_fp16(once: Once) -> Path:
 
 def portable(bundle: Bundle) -> dict[str, GraphEntry]:
     """Return the graphs that an engine can be built from."""
-    return {name: entry for name, entry in bundle.manifest.graphs.items() if not name.endswith("_fused")}
+    return {name: entry for name, entry in bundle.manifest.graphs.items() if not name.endswith("_contrib")}
 
 
 def narrow(bundle: Bundle, once: Once, weights: WeightType) -> Path:

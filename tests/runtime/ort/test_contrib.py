@@ -1,4 +1,4 @@
-"""The fused form's session: hypotheses that keep their rows, buffers that nobody cleared, and what is copied."""
+"""The contrib form's session: hypotheses that keep their rows, buffers that nobody cleared, and what is copied."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import tiny
-from tests.runtime.test_contract import assert_candidates, exported, fused_session, sources, targets
+from tests.runtime.test_contract import assert_candidates, contrib_session, exported, sources, targets
 from tfexport.decode.batch import decode
 from tfexport.decode.config import DecodeConfig
 from tfexport.errors import BackendError, InputError
@@ -23,7 +23,7 @@ from tfexport.models.config import TransformerConfig, model_spec
 from tfexport.models.transformer import Transformer
 from tfexport.runtime.eager import EagerSession
 from tfexport.runtime.ort.cache import FIRST_CAPACITY
-from tfexport.runtime.ort.contrib import FusedSession
+from tfexport.runtime.ort.contrib import ContribSession
 from tfexport.runtime.session import Candidates, Ids, RunsAhead, Session
 from tfexport.spec import ModelSpec
 
@@ -39,8 +39,8 @@ def model() -> Transformer:
 
 @pytest.fixture(scope="session")
 def session(model: Transformer, once: Once) -> Session[Any]:
-    opened = fused_session(model, once)
-    assert isinstance(opened, FusedSession)
+    opened = contrib_session(model, once)
+    assert isinstance(opened, ContribSession)
     return opened
 
 
@@ -167,7 +167,7 @@ def test_rows_that_nobody_continues_are_all_that_is_overwritten(
 
 
 def test_a_closed_session_says_so_in_the_middle_of_a_text(model: Transformer, once: Once) -> None:
-    opened = fused_session(model, once)
+    opened = contrib_session(model, once)
     state = opened.encode(*sources(model.config))
     opened.step(state, targets(model.config, 4, 1), 1)
     opened.close()
@@ -178,9 +178,9 @@ def test_a_closed_session_says_so_in_the_middle_of_a_text(model: Transformer, on
 
 def test_a_graph_that_is_no_onnx_is_refused(model: Transformer, once: Once, tmp_path: Path) -> None:
     graphs, spec = exported(model, once)
-    (tmp_path / "decoder_fused.onnx").write_bytes(b"no graph")
-    with pytest.raises(BackendError, match="decoder_fused"):
-        FusedSession({**graphs, "decoder_fused": tmp_path / "decoder_fused.onnx"}, spec)
+    (tmp_path / "decoder_contrib.onnx").write_bytes(b"no graph")
+    with pytest.raises(BackendError, match="decoder_contrib"):
+        ContribSession({**graphs, "decoder_contrib": tmp_path / "decoder_contrib.onnx"}, spec)
 
 
 def test_the_widths_of_the_encoder_are_its_own(tmp_path: Path) -> None:
@@ -188,9 +188,9 @@ def test_the_widths_of_the_encoder_are_its_own(tmp_path: Path) -> None:
     config: TransformerConfig = tiny.config(encoder={"d_k": 6, "d_v": 10}, attention_bias=False)
     model = tiny.model(config, dtype=torch.float32)
     spec = model_spec(config, "fp32")
-    write_graphs(model, spec, tmp_path, forms=("fused",), opset=18, report=lambda line: None)
+    write_graphs(model, spec, tmp_path, forms=("contrib",), opset=18, report=lambda line: None)
     graphs = {path.stem: path for path in tmp_path.glob("*.onnx")}
-    pair = Pair(FusedSession(graphs, spec, threads=1), model, *sources(config))
+    pair = Pair(ContribSession(graphs, spec, threads=1), model, *sources(config))
     for seed in range(3):
         pair.step(targets(config, 4, 1, seed=seed))
 

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import tiny
-from tests.runtime.test_contract import fused_session, sources
+from tests.runtime.test_contract import contrib_session, sources
 from tfexport.decode.batch import decode
 from tfexport.decode.config import DecodeConfig
 from tfexport.models.transformer import Transformer
-from tfexport.runtime.ort.contrib import FusedSession
+from tfexport.runtime.ort.contrib import ContribSession
 from tfexport.runtime.ort.lengths import RUN_TOKENS, runs
 from tfexport.runtime.session import Ids, Mask
 
@@ -52,14 +52,14 @@ def model() -> Transformer:
 
 
 @pytest.fixture(scope="module")
-def session(model: Transformer, once: Once) -> FusedSession:
-    opened = fused_session(model, once)
-    assert isinstance(opened, FusedSession)
+def session(model: Transformer, once: Once) -> ContribSession:
+    opened = contrib_session(model, once)
+    assert isinstance(opened, ContribSession)
     return opened
 
 
 def test_each_source_is_encoded_as_if_alone(
-    session: FusedSession, model: Transformer, monkeypatch: pytest.MonkeyPatch
+    session: ContribSession, model: Transformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids, mask = sources(model.config, MIXED)
     alone = [session.encode(ids[[row], :length], mask[[row], :length]) for row, length in enumerate(MIXED)]
@@ -82,7 +82,7 @@ def test_each_source_is_encoded_as_if_alone(
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
-def test_texts_do_not_depend_on_the_division(num_beams: int, session: FusedSession, model: Transformer) -> None:
+def test_texts_do_not_depend_on_the_division(num_beams: int, session: ContribSession, model: Transformer) -> None:
     ids, _ = sources(model.config, MIXED, seed=3)
     texts = [ids[row, :length].tolist() for row, length in enumerate(MIXED)]
     config = DecodeConfig(num_beams=num_beams, max_new_tokens=12)

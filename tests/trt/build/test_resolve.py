@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.bundle.test_bundle import CONTENT, FACTS, GRAPHS, fill, make_fused
+from tests.bundle.test_bundle import CONTENT, FACTS, GRAPHS, fill, make_contrib
 from tests.trt.artifact import stored
 from tests.trt.artifact.stored import L4
 from tfexport.bundle.bundle import Bundle, create_bundle
@@ -98,16 +98,16 @@ def test_the_form_is_one_that_bundle_and_library_have(
             decide(static, given, old, L4)
 
 
-def test_the_fused_form_is_for_no_engine(bundle: Bundle, rtx: Flavour, old: Flavour, tmp_path: Path) -> None:
-    with_fused = make_fused(tmp_path / "with", GRAPHS)
-    assert decide(with_fused, EngineConfig(), rtx, None).form == "static"
-    assert decide(with_fused, EngineConfig(), old, L4).form == "concat"
-    alone = make_fused(tmp_path / "alone", {"encoder": GRAPHS["encoder"]})
+def test_the_contrib_form_is_for_no_engine(bundle: Bundle, rtx: Flavour, old: Flavour, tmp_path: Path) -> None:
+    with_contrib = make_contrib(tmp_path / "with", GRAPHS)
+    assert decide(with_contrib, EngineConfig(), rtx, None).form == "static"
+    assert decide(with_contrib, EngineConfig(), old, L4).form == "concat"
+    alone = make_contrib(tmp_path / "alone", {"encoder": GRAPHS["encoder"]})
     for given in (EngineConfig(), EngineConfig(form="static")):
-        with pytest.raises(EngineError, match=r"has the fused form alone.*; export it with --forms concat,static"):
+        with pytest.raises(EngineError, match=r"has the contrib form alone.*; export it with --forms concat,static"):
             decide(alone, given, rtx, None)
-    with pytest.raises(ConfigError, match="form is fused, which is for ONNX Runtime alone; use static or concat"):
-        EngineConfig(form="fused")
+    with pytest.raises(ConfigError, match="form is contrib, which is for ONNX Runtime alone; use static or concat"):
+        EngineConfig(form="contrib")
 
 
 def test_another_precision_needs_a_model(rtx: Flavour, bundle: Bundle, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The model in ONNX Runtime's own operators: the fused form, for its CPU.
+"""The model in ONNX Runtime's own operators: the contrib form, for its CPU.
 
 An attention is one operator, query, key and value one product, and the cache of
 the static form is written in place by the attention itself, which reads it no
@@ -27,7 +27,7 @@ _DOMAIN = "com.microsoft"
 _HEAD_DIM_STEP = 8
 
 
-def fusion_problems(model: nn.Module) -> list[str]:
+def contrib_problems(model: nn.Module) -> list[str]:
     """Say what of a model the operators cannot do; the other forms can."""
     if not isinstance(model, Transformer):
         return ["it is a module of its own"]
@@ -45,26 +45,26 @@ def fusion_problems(model: nn.Module) -> list[str]:
 
 
 def joint_weights(model: nn.Module) -> Iterator[tuple[str, ...]]:
-    """Name the parameters that the fused form reads as one: they have to lie side by side."""
+    """Name the parameters that the contrib form reads as one: they have to lie side by side."""
     for name, module in model.named_modules():
         if isinstance(module, MultiHeadAttention) and name.endswith(".self"):
             for kind, _ in module.q.named_parameters():
                 yield tuple(f"{name}.{part}.{kind}" for part in ("q", "k", "v"))
 
 
-def fuse(model: Transformer) -> Transformer:
+def to_contrib(model: Transformer) -> Transformer:
     """Return a copy of the model to trace: its attentions are the operators, what it computes is the same.
 
-    Its decoder takes a `FusedCache`, and its weights stay those of `model` but for query, key and value, joined.
+    Its decoder takes a `ContribCache`, and its weights stay those of `model` but for query, key and value, joined.
     """
     shared = {id(parameter): parameter for parameter in model.parameters()}
-    fused = copy.deepcopy(model, shared)
-    assert fused.dec is not None
-    for block in cast("Iterable[Any]", fused.enc.blocks):
+    contrib = copy.deepcopy(model, shared)
+    assert contrib.dec is not None
+    for block in cast("Iterable[Any]", contrib.enc.blocks):
         block.self = _EncoderAttention(block.self)
-    for block in cast("Iterable[Any]", fused.dec.blocks):
+    for block in cast("Iterable[Any]", contrib.dec.blocks):
         block.self, block.cross = _CachedAttention(block.self), _CrossAttention(block.cross)
-    return fused
+    return contrib
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class _Packed:
     scale: float
 
 
-class FusedCache:
+class ContribCache:
     """The buffers of the static form, which the attention itself writes.
 
     It exists only in a trace: `GroupQueryAttention` has no PyTorch twin.

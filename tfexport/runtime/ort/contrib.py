@@ -1,4 +1,4 @@
-"""The fused form in ONNX Runtime on the CPU: buffers that numpy and the graphs share, and hypotheses that stay put.
+"""The contrib form in ONNX Runtime on the CPU: buffers that numpy and the graphs share, and hypotheses that stay put.
 
 A beam that goes on keeps its row of the cache, whatever its rank; only beams
 that branch are copied, over rows that nobody continues, from the token on where
@@ -28,7 +28,7 @@ from tfexport.spec import (
     CANDIDATE_IDS,
     CANDIDATE_LOGITS,
     DECODER,
-    ENCODER_FUSED,
+    ENCODER_CONTRIB,
     LAST_POSITION,
     LOG_NORMALIZER,
     NUM_CANDIDATES,
@@ -50,7 +50,7 @@ _EQUAL = sys.maxsize
 
 
 @dataclass
-class FusedState:
+class ContribState:
     """One batch being decoded.
 
     Attributes:
@@ -90,17 +90,17 @@ class _Bound:
         return bool(self.inputs[TARGET_IDS].shape[1] == target_len and self.token_ids.shape[1] == num_candidates)
 
 
-class FusedSession:
+class ContribSession:
     """A model in ONNX Runtime's own operators.
 
     Attributes:
         spec: sizes, limits and token ids.
         backend: "ort".
-        form: "fused".
+        form: "contrib".
     """
 
     backend = "ort"
-    form = "fused"
+    form = "contrib"
     max_rows: int | None = None
     max_candidates: int | None = None
 
@@ -126,22 +126,22 @@ class FusedSession:
         self.spec = spec
         self.accuracy: Accuracy = weights or spec.precision
         device = OrtDevice("cpu", "float32", 0)
-        name = DECODER["fused"]
+        name = DECODER["contrib"]
         # One after the other: while a graph loads, the whole weight file may lie in memory beside what it becomes.
-        self._encoder: ort.InferenceSession | None = device.load(graphs[ENCODER_FUSED], ENCODER_FUSED, threads)
+        self._encoder: ort.InferenceSession | None = device.load(graphs[ENCODER_CONTRIB], ENCODER_CONTRIB, threads)
         self._decoder: ort.InferenceSession | None = device.load(graphs[name], name, threads, spin_us=STEP_SPIN_US)
         self._cross_names = key_value_names("cross", spec.layers)
         self._caches = list(
             zip(key_value_names("past", spec.layers), key_value_names("present", spec.layers), strict=True)
         )
 
-    def encode(self, source_ids: Ids, source_mask: Mask) -> FusedState:
+    def encode(self, source_ids: Ids, source_mask: Mask) -> ContribState:
         """Encode a batch and make room for one row a source; see `Session.encode`."""
         check_source(self.spec, source_ids, source_mask)
         cross = self._cross(source_ids, source_mask)
         batch = len(source_ids)
         capacity = min(FIRST_CAPACITY, self.spec.max_target_length)
-        return FusedState(
+        return ContribState(
             batch=batch,
             rows=batch,
             past_len=0,
@@ -152,7 +152,7 @@ class FusedSession:
             shared=[[[_EQUAL]] for _ in range(batch)],
         )
 
-    def step(self, state: FusedState, target_ids: Ids, num_candidates: int) -> Candidates:
+    def step(self, state: ContribState, target_ids: Ids, num_candidates: int) -> Candidates:
         """Run the decoder on the newest tokens; see `Session.step`."""
         check_target(self.spec, state, target_ids, num_candidates)
         if target_ids.shape[1] > 1 and state.past_len and state.rows > 1:
@@ -162,7 +162,7 @@ class FusedSession:
             target_ids = target_ids[:, -1:]
         return self._step(state, target_ids, num_candidates)
 
-    def ahead(self, state: FusedState, target_ids: Ids, num_candidates: int, steps: int, stop_id: int) -> Candidates:
+    def ahead(self, state: ContribState, target_ids: Ids, num_candidates: int, steps: int, stop_id: int) -> Candidates:
         """Take greedy steps until the best token of some row is `stop_id`; see `RunsAhead.ahead`."""
         length = state.past_len + target_ids.shape[1] + steps - 1
         if length > self.spec.max_target_length:
@@ -190,7 +190,7 @@ class FusedSession:
         every = np.s_[:taken, state.slots]
         return Candidates(token_ids[every], logits[every], log_normalizer[every])
 
-    def reorder(self, state: FusedState, rows: Ids) -> None:
+    def reorder(self, state: ContribState, rows: Ids) -> None:
         """Let row r continue what row rows[r] was; see `Session.reorder`."""
         kept = check_rows(state, rows)
         if rows.size * state.batch != kept.size * state.rows:
@@ -235,7 +235,7 @@ class FusedSession:
         run(encoder, io)
         return [value.numpy() for value in io.get_outputs()]
 
-    def _step(self, state: FusedState, target_ids: Ids, num_candidates: int) -> Candidates:
+    def _step(self, state: ContribState, target_ids: Ids, num_candidates: int) -> Candidates:
         bound, slots = self._bound(state, target_ids.shape[1], num_candidates), state.slots
         bound.inputs[TARGET_IDS][slots] = target_ids
         self._run(state, bound, target_ids.shape[1])
@@ -244,7 +244,7 @@ class FusedSession:
             bound.token_ids.take(slots, 0), bound.logits.take(slots, 0), bound.log_normalizer.ravel().take(slots)
         )
 
-    def _bound(self, state: FusedState, target_len: int, num_candidates: int) -> _Bound:
+    def _bound(self, state: ContribState, target_len: int, num_candidates: int) -> _Bound:
         """Return what the next step is bound to, with room for its tokens."""
         if state.past_len + target_len > state.cache.shape[3]:
             self._grow(state, state.past_len + target_len)
@@ -252,7 +252,7 @@ class FusedSession:
             state.bound = self._bind(state, target_len, num_candidates)
         return state.bound
 
-    def _run(self, state: FusedState, bound: _Bound, target_len: int) -> None:
+    def _run(self, state: ContribState, bound: _Bound, target_len: int) -> None:
         """Read the bound tokens."""
         total = state.past_len + target_len
         bound.inputs[POSITIONS][:] = state.past_len if target_len == 1 else np.arange(state.past_len, total)
@@ -261,7 +261,7 @@ class FusedSession:
         run(still_open(self._decoder), bound.io)
         state.past_len = total
 
-    def _bind(self, state: FusedState, target_len: int, num_candidates: int) -> _Bound:
+    def _bind(self, state: ContribState, target_len: int, num_candidates: int) -> _Bound:
         io, rows = still_open(self._decoder).io_binding(), state.rows
         inputs: dict[str, Array] = {
             TARGET_IDS: np.empty((rows, target_len), np.int64),
@@ -298,7 +298,7 @@ class FusedSession:
         # Not zeroed: the operator reads no further than a row is filled.
         return np.empty((len(self._caches), rows, self.spec.heads, capacity, self.spec.head_dim), np.float32)
 
-    def _grow(self, state: FusedState, length: int) -> None:
+    def _grow(self, state: ContribState, length: int) -> None:
         """Double the buffers until `length` tokens fit."""
         capacity = state.cache.shape[3]
         while capacity < length:
@@ -307,7 +307,7 @@ class FusedSession:
         grown[:, :, :, : state.past_len] = state.cache[:, : state.rows, :, : state.past_len]
         state.cache, state.bound = grown, None
 
-    def _regroup(self, state: FusedState, rows: Ids, kept: Ids) -> None:
+    def _regroup(self, state: ContribState, rows: Ids, kept: Ids) -> None:
         """Give every source another number of rows, in new buffers that have the order of the hypotheses."""
         grown, beams = self._buffers(rows.size, state.cache.shape[3]), state.rows // state.batch
         origin = state.slots[rows]
@@ -326,7 +326,7 @@ class FusedSession:
         state.batch, state.rows = kept.size, rows.size
 
 
-def _branch(state: FusedState, rows: Ids) -> None:
+def _branch(state: ContribState, rows: Ids) -> None:
     """Give each hypothesis the row of the one it continues; all but the first of several a dead one."""
     # Lists: 1.4 µs instead of 8 with arrays for 4 rows, 4 for 32, and for 128 hardly more than arrays.
     slots: list[int] = state.slots.take(rows).tolist()
@@ -346,7 +346,7 @@ def _branch(state: FusedState, rows: Ids) -> None:
     state.slots = np.array(slots)
 
 
-def _copy_row(state: FusedState, to: int, of: int) -> None:
+def _copy_row(state: ContribState, to: int, of: int) -> None:
     """Make a dead row equal to another of its source."""
     beams = state.rows // state.batch
     shared, new, old = state.shared[of // beams], to % beams, of % beams
@@ -358,7 +358,7 @@ def _copy_row(state: FusedState, to: int, of: int) -> None:
     shared[new][new] = _EQUAL
 
 
-def _leave(state: FusedState, batch: int) -> None:
+def _leave(state: ContribState, batch: int) -> None:
     """Let the buffers end behind `batch` sources: what lies behind moves to the places of those that left."""
     beams = state.rows // state.batch
     sources = state.slots[::beams] // beams

@@ -162,10 +162,10 @@ def _form(bundle: Bundle, config: EngineConfig, flavour: Flavour, problems: list
         if config.form is not None:
             problems.append(f"form is {config.form}, but an encoder alone has no decoder; leave it out")
         return None
-    there = [form for form, graph in DECODER.items() if graph in bundle.manifest.graphs and form != "fused"]
+    there = [form for form, graph in DECODER.items() if graph in bundle.manifest.graphs and form != "contrib"]
     if not there:
         problems.append(
-            "the bundle has the fused form alone, which is for ONNX Runtime; export it with --forms concat,static"
+            "the bundle has the contrib form alone, which is for ONNX Runtime; export it with --forms concat,static"
         )
         return None
     form = config.form or (flavour.preferred_form if flavour.preferred_form in there else there[0])
