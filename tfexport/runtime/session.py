@@ -1,14 +1,14 @@
-"""What every backend offers: encode a source, step the decoder, reorder the rows.
+"""What every backend offers: a session opens batches, a batch is decoded while sources join and leave.
 
-Only numpy arrays cross this line; the cache stays in the session's memory. A
-session may be shared between threads, a state belongs to one call.
+Only numpy arrays cross this line; the caches stay in the session's memory. A
+session may be shared between threads, a batch belongs to one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,8 @@ from tfexport.spec import Accuracy, ModelSpec
 Ids = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 Floats = NDArray[np.float32]
+# Token ids that the decoder reads first, one sequence a source: the start token, a prefix, what is forced.
+Prompts = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -38,82 +40,165 @@ class Candidates:
     log_normalizer: Floats
 
 
-class State(Protocol):
-    """One batch being decoded, owned by the session that made it.
+@dataclass(frozen=True)
+class Limit:
+    """The most of something that a session takes, and how to get more.
 
     Attributes:
-        batch: sources still being decoded.
-        rows: hypotheses, a multiple of batch.
-        past_len: tokens in the cache of every row.
+        most: None where memory is the only limit.
+        remedy: what to do for more, "{number}" where the number that is needed belongs; "" where nothing helps.
     """
 
-    batch: int
-    rows: int
-    past_len: int
+    most: int | None = None
+    remedy: str = ""
+
+    def is_below(self, number: int) -> bool:
+        """Say whether `number` is too many."""
+        return self.most is not None and number > self.most
+
+    def for_more(self, number: int) -> str:
+        """Return the remedy for `number`, behind a comma, or nothing."""
+        return f", or {self.remedy.format(number=number)}" if self.remedy else ""
 
 
-S = TypeVar("S", bound=State)
-S_contra = TypeVar("S_contra", bound=State, contravariant=True)
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """The most that a session takes at once; each limit carries its own remedy.
+
+    Attributes:
+        rows: hypotheses of all sources of a batch together.
+        source_length: tokens of a source.
+        target_length: tokens that the decoder reads of a target.
+        candidates: best tokens of a step.
+    """
+
+    rows: Limit = Limit()
+    source_length: Limit
+    target_length: Limit
+    candidates: Limit
+
+    @classmethod
+    def of(cls, spec: ModelSpec) -> Limits:
+        """Return the limits of a model where the backend adds none."""
+        return cls(
+            source_length=Limit(spec.max_source_length, LONGER.format("source")),
+            target_length=Limit(spec.max_target_length, LONGER.format("target")),
+            candidates=Limit(spec.vocab),
+        )
 
 
-class Session(Protocol[S]):
+LONGER = "export with a larger --max-{}-length if the model allows it"
+
+
+class Batch(Protocol):
+    """Sources that are being decoded, `width` rows each, every row at its own length.
+
+    Rows of source s are s · width … (s + 1) · width - 1. Live sources are always 0 … n-1: those that are added come
+    behind, and `close_up` says who takes the place of one that is removed. One thread uses a batch.
+
+    Attributes:
+        width: rows of each source: 1, or as many as there are beams.
+        lengths: tokens in the cache of every row, int64 [rows]; read it, never write it.
+    """
+
+    width: int
+    lengths: Ids
+
+    def add(self, source_ids: Ids, source_mask: Mask, prompts: Prompts) -> None:
+        """Encode sources, give each `width` equal rows, and read every prompt but its last token.
+
+        Args:
+            source_ids: int64 [new sources, source_len], padded on the right.
+            source_mask: bool [new sources, source_len], True = token.
+            prompts: of each new source, at least one token; they may be of unequal length.
+
+        Raises:
+            InputError: shapes, ids, lengths or rows that the session does not take; the batch is as it was.
+        """
+        ...
+
+    def step(self, target_ids: Ids, num_candidates: int) -> Candidates:
+        """Read one token of every row; each row grows by it.
+
+        Args:
+            target_ids: int64 [rows]; in the first step of a row the last token of its prompt.
+            num_candidates: best tokens wanted a row, 1 … vocab.
+
+        Raises:
+            InputError: ids or numbers that are out of range, or a row that is full.
+        """
+        ...
+
+    def reorder(self, rows: Ids) -> None:
+        """Let row r continue what row rows[r] was, a row of the same source.
+
+        Args:
+            rows: int64 [rows].
+
+        Raises:
+            InputError: rows that are out of range or of another source.
+        """
+        ...
+
+    def remove(self, sources: Ids) -> None:
+        """Let sources leave; the last ones take the free places, as `close_up` says.
+
+        Args:
+            sources: int64, each once.
+
+        Raises:
+            InputError: sources that are not there.
+        """
+        ...
+
+
+@runtime_checkable
+class MultiStep(Protocol):
+    """A batch that can take several greedy steps in one call, with little between them."""
+
+    def multi_step(self, target_ids: Ids, num_candidates: int, steps: int, stop_id: int) -> Candidates:
+        """Step, and go on with the best token of each row until that of some row is `stop_id`.
+
+        Args:
+            target_ids: int64 [rows], as for `step`.
+            num_candidates: best tokens wanted a row and step.
+            steps: at most, 1 or more; the last step's tokens are not read.
+            stop_id: ends the steps; its own are the last.
+
+        Returns:
+            The candidates of each step, with one axis more in front of all: [steps taken, rows, …].
+
+        Raises:
+            InputError: the steps would go beyond what some row takes.
+        """
+        ...
+
+
+class Session(Protocol):
     """A model on a backend.
 
     Attributes:
         spec: sizes, limits and token ids.
-        backend: "eager", "ort" or "trt".
-        max_rows: hypotheses that it takes at once; None where memory is the only limit.
+        backend: its name in the registry.
         accuracy: what bounds how exactly it computes; token for token only for fp32.
-        max_candidates: best tokens that a step returns at most; None for the whole vocabulary.
+        limits: the most that it takes at once.
     """
 
     spec: ModelSpec
     backend: str
-    max_rows: int | None
     accuracy: Accuracy
-    max_candidates: int | None
+    limits: Limits
 
-    def encode(self, source_ids: Ids, source_mask: Mask) -> S:
-        """Encode a batch and make room for one row a source.
-
-        Args:
-            source_ids: int64 [batch, source_len], padded on the right.
-            source_mask: bool [batch, source_len], True = token.
+    def batch(self, width: int = 1) -> Batch:
+        """Return an empty batch for `width` rows a source; as many batches as are wanted live side by side.
 
         Raises:
-            InputError: shapes, ids or lengths that the model cannot take.
-        """
-        ...
-
-    def step(self, state: S, target_ids: Ids, num_candidates: int) -> Candidates:
-        """Run the decoder on the newest tokens and grow the cache in place.
-
-        Args:
-            state: from `encode`; past_len grows by target_len.
-            target_ids: int64 [rows, target_len]; more than one for a prefix.
-            num_candidates: best tokens wanted a row, 1 … vocab.
-
-        Raises:
-            InputError: past_len + target_len is above the model's limit.
-        """
-        ...
-
-    def reorder(self, state: S, rows: Ids) -> None:
-        """Let row r continue what row rows[r] was, in place.
-
-        Args:
-            state: changed in place.
-            rows: int64 [new_rows]. Rows of one source stay side by side and
-                every source that stays has equally many; a source that no row
-                continues leaves the batch.
-
-        Raises:
-            InputError: rows that are out of range or mix sources.
+            BackendError: the model is an encoder alone, or the session is closed.
         """
         ...
 
     def hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats:
-        """Encode a batch with an encoder alone.
+        """Encode sources with an encoder alone.
 
         Args:
             source_ids: int64 [batch, source_len], padded on the right.
@@ -129,27 +214,22 @@ class Session(Protocol[S]):
         ...
 
 
-@runtime_checkable
-class RunsAhead(Protocol[S_contra]):
-    """A session that can take several greedy steps at once, with little between them."""
+def close_up(num_sources: int, removed: Ids) -> Ids:
+    """Say which source is in each place once some have left: the last ones, in order, in the places that are free.
 
-    def ahead(self, state: S_contra, target_ids: Ids, num_candidates: int, steps: int, stop_id: int) -> Candidates:
-        """Step, and go on with the best token of each row until that of some row is `stop_id`.
+    Args:
+        num_sources: that there were.
+        removed: int64, each once.
 
-        Args:
-            state: from `encode`; past_len grows by target_len and one for each further step.
-            target_ids: int64 [rows, target_len], as for `step`.
-            num_candidates: best tokens wanted a row and step.
-            steps: at most, 1 or more; the last step's tokens are not read.
-            stop_id: ends the steps; its own are the last.
-
-        Returns:
-            The candidates of each step, with one axis more in front of all: [steps taken, rows, …].
-
-        Raises:
-            InputError: the steps would go beyond the model's limit.
-        """
-        ...
+    Returns:
+        int64 [sources that stay].
+    """
+    stays = np.ones(num_sources, np.bool_)
+    stays[removed] = False
+    left = num_sources - removed.size
+    kept = np.arange(left)
+    kept[~stays[:left]] = np.flatnonzero(stays[left:]) + left
+    return kept
 
 
 def pad_right(sources: Sequence[Sequence[int]], pad_id: int) -> tuple[Ids, Mask]:
@@ -194,18 +274,34 @@ def check_source(spec: ModelSpec, source_ids: Ids, source_mask: Mask) -> None:
         )
 
 
-def check_target(spec: ModelSpec, state: State, target_ids: Ids, num_candidates: int) -> None:
+def check_prompts(spec: ModelSpec, sources: int, prompts: Prompts) -> None:
+    """Refuse prompts that would be computed wrongly or not at all.
+
+    Raises:
+        InputError: names the first that is wrong.
+    """
+    if len(prompts) != sources:
+        raise InputError(f"prompts are {len(prompts)}, expected one for each of {sources} sources")
+    for prompt in prompts:
+        if not 1 <= len(prompt) <= spec.max_target_length:
+            raise InputError(f"a prompt has {len(prompt)} tokens, expected 1 to {spec.max_target_length}")
+        if min(prompt) < 0 or max(prompt) >= spec.vocab:
+            raise InputError(f"a prompt reaches from {min(prompt)} to {max(prompt)}, expected 0 … {spec.vocab - 1}")
+
+
+def check_step(spec: ModelSpec, lengths: Ids, target_ids: Ids, num_candidates: int, steps: int = 1) -> None:
     """Refuse a step that would be computed wrongly or not at all.
 
     Raises:
         InputError: names the first of shape, length, id or count that is wrong.
     """
-    if target_ids.ndim != 2 or target_ids.shape[0] != state.rows or target_ids.shape[1] < 1:
-        raise InputError(f"target_ids is {target_ids.shape}, expected [{state.rows}, target_len]")
-    if state.past_len + target_ids.shape[1] > spec.max_target_length:
+    if target_ids.shape != lengths.shape or lengths.size == 0:
+        raise InputError(f"target_ids is {target_ids.shape}, expected [{lengths.size}], one or more")
+    longest = int(lengths.max()) + steps
+    if longest > spec.max_target_length:
         raise InputError(
-            f"target has {state.past_len + target_ids.shape[1]} tokens, the limit is {spec.max_target_length}; "
-            "lower max_new_tokens, or export with a larger --max-target-length if the model allows it"
+            f"target has {longest} tokens, the limit is {spec.max_target_length}; "
+            f"lower max_new_tokens, or {LONGER.format('target')}"
         )
     if target_ids.view(np.uint64).max() >= spec.vocab:  # what is negative counts as very large
         raise InputError(
@@ -215,24 +311,28 @@ def check_target(spec: ModelSpec, state: State, target_ids: Ids, num_candidates:
         raise InputError(f"num_candidates is {num_candidates}, expected 1 … {spec.vocab}")
 
 
-def check_rows(state: State, rows: Ids) -> Ids:
-    """Refuse an order of rows that breaks the layout, and return the sources that stay.
-
-    Returns:
-        int64 [new_batch], indices into the old batch, one for each group of rows.
+def check_rows(lengths: Ids, width: int, rows: Ids) -> None:
+    """Refuse an order of rows that breaks the layout.
 
     Raises:
-        InputError: rows out of range, mixed sources or unequal numbers of beams.
+        InputError: rows out of range or of another source.
     """
-    beams = state.rows // state.batch
-    if rows.shape == (state.rows,) and (rows // beams).tobytes() == np.arange(state.batch).repeat(beams).tobytes():
-        return np.arange(state.batch)  # what most steps of a beam search do
-    if rows.ndim != 1 or rows.size == 0 or rows.min() < 0 or rows.max() >= state.rows:
-        raise InputError(f"rows is {rows.tolist()}, expected indices 0 … {state.rows - 1}")
-    sources = rows // beams
-    starts = np.flatnonzero(np.diff(sources, prepend=-1))
-    kept: Ids = sources[starts]
-    beams = rows.size // kept.size
-    if rows.size % kept.size or (starts != np.arange(kept.size) * beams).any() or np.unique(kept).size != kept.size:
-        raise InputError(f"rows {rows.tolist()} do not keep the beams of each source side by side and equally many")
-    return kept
+    if (
+        rows.shape != lengths.shape
+        or (rows // width).tobytes() != np.arange(lengths.size // width).repeat(width).tobytes()
+    ):
+        raise InputError(f"rows is {rows.tolist()}, expected {lengths.size} rows, each of the source that it is in")
+
+
+def check_sources(num_sources: int, sources: Ids) -> None:
+    """Refuse to remove what is not there.
+
+    Raises:
+        InputError: sources out of range, or one of them twice.
+    """
+    if (
+        sources.ndim != 1
+        or np.unique(sources).size != sources.size
+        or (sources.size and not 0 <= sources.min() <= sources.max() < num_sources)
+    ):
+        raise InputError(f"sources is {sources.tolist()}, expected some of 0 … {num_sources - 1}, each once")
