@@ -227,7 +227,7 @@ def decoder_graph(spec: ModelSpec, form: Form) -> GraphSpec:
 def reorder_spec(precision: Precision) -> GraphSpec:
     """Return the contract of the graph that copies rows of one cache tensor, viewed as [rows, width].
 
-    It belongs to no bundle: `tfexport.graph.reorder` makes it, and it serves every cache of every model.
+    It serves every cache of every model: a GPU runs the bundle's own, an engine has one of its own precision.
     """
     dtype = FLOAT[precision]
     inputs = (TensorSpec(CACHE, dtype, ("rows", "width")), TensorSpec(ORDER, "int64", ("new_rows",)))

@@ -228,7 +228,7 @@ def test_limits_shorten_the_tables(post: Path, tmp_path: Path) -> None:
     bundle = export_bundle(str(post.with_name("post-model")), tmp_path / "b", config)
     assert bundle.manifest.spec.max_source_length == 5
     assert load_file(bundle.file("weights.safetensors"))["dec.pos"].shape == (3, 32)
-    assert sorted(bundle.manifest.graphs) == ["decoder", "encoder"]
+    assert sorted(bundle.manifest.graphs) == ["decoder", "encoder", "reorder"]
     with pytest.raises(ConfigError, match=r"max_source_length is 99, above the model's position table of 24; ask for"):
         export_bundle(str(post.with_name("post-model")), tmp_path / "c", ExportConfig(max_source_length=99))
     assert not (tmp_path / "c").exists()

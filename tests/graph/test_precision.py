@@ -28,7 +28,7 @@ def test_the_graphs_are_those_of_an_export(dates_bundle: Path, dates_fp16: Path,
     written = write_precision(open_bundle(dates_bundle), "fp16", "static", tmp_path)
     expected = open_bundle(dates_fp16).manifest.graphs
     assert written == {name: expected[name] for name in ("encoder", "decoder_static")}
-    files = ["decoder_static.onnx", "encoder.onnx", "weights.safetensors"]
+    files = ["decoder_static.onnx", "encoder.onnx", "reorder.onnx", "weights.safetensors"]
     assert sorted(path.name for path in tmp_path.iterdir()) == files
     for file in files:
         assert (tmp_path / file).read_bytes() == (dates_fp16 / file).read_bytes(), file

@@ -17,6 +17,7 @@ from tfexport.spec import (
     DECODER,
     ENCODER,
     ENCODER_CONTRIB,
+    REORDER,
     Accuracy,
     Dim,
     DType,
@@ -78,7 +79,8 @@ class Manifest:
         kind: an encoder alone has no decoder graph.
         spec: sizes, limits, token ids and precision.
         config: None for a module that is not the canonical transformer.
-        graphs: by name: encoder, decoder, decoder_static; encoder_contrib and decoder_contrib together.
+        graphs: by name: encoder, decoder, decoder_static; encoder_contrib and decoder_contrib together; reorder, which
+            bundles of before do not have.
         files: every file but the manifest and engines, by path relative to the bundle.
         versions: of the tools that made the bundle, by name.
         parity: summary of the verification with at least `passed`; None when there was none.
@@ -123,7 +125,9 @@ class Manifest:
         ]
         decoders = set(DECODER.values())
         problems += [
-            f"unknown graph {name!r}" for name in self.graphs if name not in decoders | {ENCODER, ENCODER_CONTRIB}
+            f"unknown graph {name!r}"
+            for name in self.graphs
+            if name not in decoders | {ENCODER, ENCODER_CONTRIB, REORDER}
         ]
         portable = decoders - {DECODER["contrib"]}
         if ENCODER not in self.graphs and (ENCODER_CONTRIB not in self.graphs or portable & set(self.graphs)):

@@ -13,7 +13,7 @@ from tfexport.bundle.manifest import GraphEntry
 from tfexport.errors import BundleError, GraphError, raise_all
 from tfexport.graph.write import write_graphs
 from tfexport.models.directory import load_weights
-from tfexport.spec import ENCODER, FLOAT, WEIGHTS, Form, Precision
+from tfexport.spec import ENCODER, FLOAT, REORDER, WEIGHTS, Form, Precision
 
 
 def write_precision(
@@ -59,4 +59,7 @@ def write_precision(
     raise_all(GraphError, str(bundle.path), problems)
     spec = replace(manifest.spec, precision=precision)
     opset = manifest.graphs[ENCODER].opset
-    return write_graphs(model, spec, directory, forms=() if form is None else (form,), opset=opset, report=report)
+    forms = () if form is None else (form,)
+    graphs = write_graphs(model, spec, directory, forms=forms, opset=opset, report=report)
+    graphs.pop(REORDER, None)  # made apart for every engine
+    return graphs

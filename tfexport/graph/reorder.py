@@ -5,10 +5,10 @@ from __future__ import annotations
 import onnx
 from onnx import helper
 
-from tfexport.spec import CACHE, ORDER, REORDER, REORDERED, Precision, TensorSpec, reorder_spec
+from tfexport.spec import CACHE, CONCAT_OPSETS, ORDER, REORDER, REORDERED, Precision, TensorSpec, reorder_spec
 
 # Those of the concat form: what takes that form takes this graph. IR 8 came with opset 18.
-_OPSET, _IR_VERSION = 18, 8
+_OPSET, _IR_VERSION = CONCAT_OPSETS[0], 8
 
 
 def reorder_graph(precision: Precision) -> bytes:

@@ -14,13 +14,16 @@ from tfexport.errors import GraphError
 from tfexport.graph.contract import check_graph
 from tfexport.graph.forms.contrib import contrib_problems, joint_weights, to_contrib
 from tfexport.graph.passes.topk import append_selection
+from tfexport.graph.reorder import reorder_graph
 from tfexport.graph.trace import trace_decoder, trace_encoder
 from tfexport.graph.weights import write_weights
 from tfexport.models.transformer import Transformer
 from tfexport.spec import (
+    CONCAT_OPSETS,
     DECODER,
     ENCODER,
     ENCODER_CONTRIB,
+    REORDER,
     STATIC_OPSET,
     WEIGHTS,
     Form,
@@ -28,6 +31,7 @@ from tfexport.spec import (
     ModelSpec,
     decoder_graph,
     encoder_graph,
+    reorder_spec,
 )
 
 
@@ -79,7 +83,16 @@ def write_graphs(
         _save(graph, path)
         check_graph(path, contract, portable=name not in (ENCODER_CONTRIB, DECODER["contrib"]))
         written[name] = GraphEntry(file=path.name, opset=graph_opset, spec=contract)
+    if set(possible) - {"contrib"}:  # what a GPU may run
+        written[REORDER] = _write_reorder(spec, directory)
     return written
+
+
+def _write_reorder(spec: ModelSpec, directory: Path) -> GraphEntry:
+    path, contract = directory / f"{REORDER}.onnx", reorder_spec(spec.precision)
+    path.write_bytes(reorder_graph(spec.precision))
+    check_graph(path, contract)
+    return GraphEntry(file=path.name, opset=CONCAT_OPSETS[0], spec=contract)
 
 
 def _possible(forms: Sequence[Form], model: nn.Module, report: Callable[[str], None]) -> list[Form]:

@@ -28,7 +28,7 @@ from tfexport.model import Model
 from tfexport.models.directory import load_weights
 from tfexport.runtime.eager import EagerSession
 from tfexport.runtime.ort.session import OrtSession
-from tfexport.spec import QUANTIZED_WEIGHTS, Form, GraphSpec, ModelSpec, TensorSpec, WeightType
+from tfexport.spec import QUANTIZED_WEIGHTS, REORDER, Form, GraphSpec, ModelSpec, TensorSpec, WeightType
 from tfexport.tokenizer import Tokenizer
 from tfexport.trt.build.builder import build_plan
 from tfexport.trt.build.profiles import make_profiles
@@ -47,7 +47,8 @@ def dates_fp16(once: Once) -> Path:
 
 def portable(bundle: Bundle) -> dict[str, GraphEntry]:
     """Return the graphs that an engine can be built from."""
-    return {name: entry for name, entry in bundle.manifest.graphs.items() if not name.endswith("_contrib")}
+    graphs = bundle.manifest.graphs
+    return {name: entry for name, entry in graphs.items() if not name.endswith("_contrib") and name != REORDER}
 
 
 def narrow(bundle: Bundle, once: Once, weights: WeightType) -> Path:

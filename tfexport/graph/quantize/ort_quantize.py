@@ -25,7 +25,7 @@ from tfexport.graph.contract import check_graph
 from tfexport.graph.external_data import Span, external_weights, read_weight, span, tensor_spans
 from tfexport.graph.quantize.linear import Product, lookups, products
 from tfexport.graph.quantize.weight_quantize import round_blocks, round_matrix
-from tfexport.spec import WEIGHTS, Quantization
+from tfexport.spec import REORDER, WEIGHTS, Quantization
 
 # How a weight is stored: as it was, in blocks of 8 or 4 bits, or in 8 bits with a scale for each output.
 _Kind = Literal["plain", "int8_blocks", "int4_blocks", "int8_columns"]
@@ -93,7 +93,7 @@ def write_integer_graphs(
 
     Args:
         source: directory of the graphs, in fp32, and of their weight file.
-        graphs: to read, by name in the contract; all share the weight file.
+        graphs: to read, by name in the contract; all share the weight file. `reorder` is for GPUs and left out.
         directory: another one, existing; receives the graphs under their file names and `weights.safetensors`.
         quantization: how the weights are stored.
         report: told what happens, a line at a time.
@@ -106,6 +106,7 @@ def write_integer_graphs(
             not finite.
         BundleError: the disk is full.
     """
+    graphs = {name: entry for name, entry in graphs.items() if name != REORDER}
     store = _Store(source, {place: name for name, place in tensor_spans(source / WEIGHTS).items()})
     models = {name: onnx.load(str(source / entry.file), load_external_data=False) for name, entry in graphs.items()}
     _check_weights(source, models.values(), quantization.weights)
@@ -117,7 +118,7 @@ def write_integer_graphs(
         onnx.save(model, str(path))
         check_graph(path, graphs[name].spec, portable=False)
     report(f"{sum(tensor.nbytes for tensor in store.tensors.values()):,} bytes of weights as {quantization.weights}")
-    return dict(graphs)
+    return graphs
 
 
 def _check_weights(source: Path, models: Iterable[onnx.ModelProto], subject: str) -> None:
