@@ -1,182 +1,209 @@
-"""The decoder's self-attention cache in ONNX Runtime's memory, one class for each form of the graph."""
+"""Keys and values of all layers in buffers that steps are bound to: numpy's on the host, or the device's.
+
+A row keeps its place while others come and go. Places that nobody has written are 0, and what one user of a row left
+is overwritten before the next reads it: a masked place has weight 0, but 0 · NaN is NaN.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import math
+from typing import Any, Protocol, Self
 
 import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from tfexport.runtime.ort.device import OrtDevice, host_value
+from tfexport.runtime.ort.device import ELEMENT_TYPE
+from tfexport.runtime.ort.gather import ITEM_BYTES, RowGather
 from tfexport.runtime.session import Ids
-from tfexport.spec import FLOAT, Form, ModelSpec, key_value_names
-
-Array = NDArray[Any]
+from tfexport.spec import FLOAT, ModelSpec, key_value_names
 
 # A first buffer for this many tokens; it doubles when it is full, so that short texts do not pay for long ones:
 # attention is computed over the whole buffer, on a GPU too.
 FIRST_CAPACITY = 64
 
 
-class OrtCache(Protocol):
-    """What a step needs of its cache."""
+class RowBuffers(Protocol):
+    """Keys and values of every layer, [rows, heads, length, …] each.
 
-    def reserve(self, length: int) -> bool:
-        """Make room for `length` tokens; True when a step must be bound anew."""
+    Attributes:
+        rows: there is room for.
+        length: places of a row.
+    """
+
+    rows: int
+    length: int
+
+    def resize(self, rows: int, length: int, live: int) -> None:
+        """Move to other memory, with the first `live` rows as far as they fit, and zeros elsewhere."""
         ...
 
-    def bind(self, binding: ort.IOBinding) -> None:
-        """Bind past and present of every layer."""
+    def write(self, to: Ids, other: Self, of: Ids) -> None:
+        """Let rows `to` be what rows `of` of buffers that are no longer are, and zeros behind.
+
+        `other` may be the same buffers where no row is in both `to` and `of`.
+        """
         ...
 
-    def advance(self, binding: ort.IOBinding) -> bool:
-        """Keep what a step has computed; True when the next must be bound anew."""
+    def clear(self, rows: Ids) -> None:
+        """Let rows be zeros."""
         ...
 
-    def reorder(self, rows: Ids, past_len: int) -> bool:
-        """Let row r be what row rows[r] was; True when a step must be bound anew."""
+    def reorder(self, rows: Ids, length: int) -> bool:
+        """Let row r be what row rows[r] was, up to `length` places; True when they lie in other memory now."""
+        ...
+
+    def bind_input(self, io: ort.IOBinding, prefix: str, rows: int, first: int = 0) -> None:
+        """Bind rows from `first` on as inputs prefix_key.0, prefix_value.0 and so on."""
+        ...
+
+    def bind_output(self, io: ort.IOBinding, prefix: str, rows: int, first: int = 0) -> None:
+        """Bind rows from `first` on as outputs; inputs that are also outputs are written in place."""
         ...
 
 
-def make_cache(form: Form, spec: ModelSpec, device: OrtDevice, rows: int, *, on_host: bool) -> OrtCache:
-    """Return an empty cache for `rows` rows; `on_host` where numpy may keep buffers that are written in place."""
-    if form == "concat":
-        return ConcatCache(spec, device, rows)
-    return HostStaticCache(spec, rows) if on_host else DeviceStaticCache(spec, device, rows)
+class HostBuffers:
+    """Arrays that numpy shares with ONNX Runtime on the CPU; only what changes is copied."""
+
+    def __init__(self, spec: ModelSpec, rows: int, length: int) -> None:
+        """Start with zeros."""
+        self.rows, self.length, self._spec = rows, length, spec
+        self._arrays = self._zeros()
+
+    def _zeros(self) -> list[NDArray[Any]]:
+        heads, dtype = self._spec.heads, FLOAT[self._spec.precision]
+        return [np.zeros((self.rows, heads, self.length, width), dtype) for width in _widths(self._spec)]
+
+    def resize(self, rows: int, length: int, live: int) -> None:
+        """Copy what stays into new arrays; see `RowBuffers.resize`."""
+        kept = np.s_[:live, :, : min(length, self.length)]
+        self.rows, self.length, old = rows, length, self._arrays
+        self._arrays = self._zeros()
+        for array, before in zip(self._arrays, old, strict=True):
+            array[kept] = before[kept]
+
+    def write(self, to: Ids, other: HostBuffers, of: Ids) -> None:
+        """Copy rows of other buffers; see `RowBuffers.write`."""
+        for array, theirs in zip(self._arrays, other._arrays, strict=True):
+            array[to, :, : other.length] = theirs[of]
+            array[to, :, other.length :] = 0
+
+    def clear(self, rows: Ids) -> None:
+        """Write zeros."""
+        for array in self._arrays:
+            array[rows] = 0
+
+    def reorder(self, rows: Ids, length: int) -> bool:
+        """Overwrite the rows that change, in place; see `RowBuffers.reorder`."""
+        moved = np.flatnonzero(rows != np.arange(rows.size))
+        for array in self._arrays:
+            array[moved, :, :length] = array[rows[moved], :, :length]
+        return False
+
+    def bind_input(self, io: ort.IOBinding, prefix: str, rows: int, first: int = 0) -> None:
+        """Bind the memory of the arrays; see `RowBuffers.bind_input`."""
+        for name, array in zip(key_value_names(prefix, self._spec.layers), self._arrays, strict=True):
+            io.bind_input(name, "cpu", 0, array.dtype.type, (rows, *array.shape[1:]), array[first:].ctypes.data)
+
+    def bind_output(self, io: ort.IOBinding, prefix: str, rows: int, first: int = 0) -> None:
+        """Bind the memory of the arrays; see `RowBuffers.bind_output`."""
+        for name, array in zip(key_value_names(prefix, self._spec.layers), self._arrays, strict=True):
+            io.bind_output(name, "cpu", 0, array.dtype.type, (rows, *array.shape[1:]), array[first:].ctypes.data)
+
+
+class DeviceBuffers:
+    """One piece of the device's memory, [rows, heads, length, …] of one key or value behind the other.
+
+    All moves are copies of units: some places of one row and head, in as many items as divide keys and values alike.
+    Behind the last value lies a unit of zeros to copy from.
+    """
+
+    def __init__(self, spec: ModelSpec, gather: RowGather, rows: int, length: int) -> None:
+        """Start with zeros."""
+        self.rows, self.length, self._spec, self._gather = 0, length, spec, gather
+        self._item = ITEM_BYTES[gather.dtype]
+        self._divisor = math.gcd(spec.head_dim, spec.value_dim)
+        self._memory = gather.device.zeros(length * self._divisor * self._item)
+        if rows:
+            self.resize(rows, length, 0)
+
+    def resize(self, rows: int, length: int, live: int) -> None:
+        """Copy what stays into other memory, in one run; see `RowBuffers.resize`."""
+        places = math.gcd(self.length, length)
+        units, zero = self._units(places)
+        orders = []
+        for old, shape in zip(units, self._shapes(rows, length, places), strict=True):
+            order = np.full(shape, zero)
+            kept = np.s_[:live, :, : min(old.shape[2], shape[2])]
+            order[kept] = old[kept]
+            orders.append(order)
+        self._move(orders, zero, rows, length, places)
+
+    def write(self, to: Ids, other: DeviceBuffers, of: Ids) -> None:
+        """Copy rows of other buffers, a run for neighbours in each key or value; see `RowBuffers.write`."""
+        places = math.gcd(self.length, other.length)
+        units, zero = other._units(places)
+        stretches = np.split(np.arange(to.size), np.flatnonzero(np.diff(to) != 1) + 1)
+        for index, (theirs, shape) in enumerate(zip(units, self._shapes(to.size, self.length, places), strict=True)):
+            order = np.full(shape, zero)
+            order[:, :, : theirs.shape[2]] = theirs[of]
+            for stretch in stretches:
+                address = self._address(index, int(to[stretch[0]]))
+                self._gather.copy(other._memory, places * self._divisor, order[stretch], address)
+
+    def clear(self, rows: Ids) -> None:
+        """Copy zeros."""
+        self.write(rows, DeviceBuffers(self._spec, self._gather, 1, self.length), np.zeros_like(rows))
+
+    def reorder(self, rows: Ids, length: int) -> bool:
+        """Copy the rows that go on into memory for just so many, in one run; see `RowBuffers.reorder`."""
+        units, zero = self._units(self.length)
+        self._move([unit[rows] for unit in units], zero, rows.size, self.length, self.length)
+        return True
+
+    def bind_input(self, io: ort.IOBinding, prefix: str, rows: int, first: int = 0) -> None:
+        """Bind the memory; see `RowBuffers.bind_input`."""
+        for index, (name, width) in enumerate(self._tensors(prefix)):
+            io.bind_input(*self._place(name, width, rows), self._address(index, first))
+
+    def bind_output(self, io: ort.IOBinding, prefix: str, rows: int, first: int = 0) -> None:
+        """Bind the memory; see `RowBuffers.bind_output`."""
+        for index, (name, width) in enumerate(self._tensors(prefix)):
+            io.bind_output(*self._place(name, width, rows), self._address(index, first))
+
+    def _tensors(self, prefix: str) -> list[tuple[str, int]]:
+        return list(zip(key_value_names(prefix, self._spec.layers), _widths(self._spec), strict=True))
+
+    def _place(self, name: str, width: int, rows: int) -> tuple[str, str, int, int, list[int]]:
+        shape = [rows, self._spec.heads, self.length, width]
+        return name, self._gather.device.type, 0, ELEMENT_TYPE[self._gather.dtype], shape
+
+    def _address(self, index: int, row: int) -> int:
+        """Return where a row of one key or value begins."""
+        widths = _widths(self._spec)
+        items = (self.rows * sum(widths[:index]) + row * widths[index]) * self._spec.heads * self.length
+        address: int = self._memory.data_ptr() + items * self._item
+        return address
+
+    def _shapes(self, rows: int, length: int, places: int) -> list[tuple[int, int, int]]:
+        """Count the units of each key and value: [rows, heads, units]."""
+        return [(rows, self._spec.heads, length // places * (width // self._divisor)) for width in _widths(self._spec)]
+
+    def _units(self, places: int) -> tuple[list[Ids], int]:
+        """Number the units of so many places, those of each key and value, and the one of zeros."""
+        shapes = self._shapes(self.rows, self.length, places)
+        ends = np.cumsum([math.prod(shape) for shape in shapes])
+        units = np.split(np.arange(ends[-1]), ends[:-1])
+        return [each.reshape(shape) for each, shape in zip(units, shapes, strict=True)], int(ends[-1])
+
+    def _move(self, orders: list[Ids], zero: int, rows: int, length: int, places: int) -> None:
+        """Copy units, and the zeros behind them, into other memory."""
+        order = np.concatenate([*(order.ravel() for order in orders), np.full(length // places, zero)])
+        width = places * self._divisor
+        memory = self._gather.device.reserve(order.size * width * self._item)
+        self._gather.copy(self._memory, width, order, memory.data_ptr())
+        self._memory, self.rows, self.length = memory, rows, length
 
 
 def _widths(spec: ModelSpec) -> list[int]:
     return [spec.head_dim, spec.value_dim] * spec.layers
-
-
-def _no_tokens(spec: ModelSpec, device: OrtDevice, rows: int) -> list[ort.OrtValue]:
-    return [device.empty((rows, spec.heads, 0, width), FLOAT[spec.precision]) for width in _widths(spec)]
-
-
-class ConcatCache:
-    """Tensors on the device that each step returns longer; the runtime owns them."""
-
-    def __init__(self, spec: ModelSpec, device: OrtDevice, rows: int) -> None:
-        """Start with tensors of length 0."""
-        self._device = device
-        self._past = key_value_names("past", spec.layers)
-        self._present = key_value_names("present", spec.layers)
-        self._values = _no_tokens(spec, device, rows)
-
-    def reserve(self, length: int) -> bool:
-        """Need no room ahead."""
-        return False
-
-    def bind(self, binding: ort.IOBinding) -> None:
-        """Bind the tensors as past and let the runtime reserve the present."""
-        for name, value in zip(self._past, self._values, strict=True):
-            binding.bind_ortvalue_input(name, value)
-        for name in self._present:
-            self._device.bind_output(binding, name)
-
-    def advance(self, binding: ort.IOBinding) -> bool:
-        """Make the present, the last outputs bound, the next step's past."""
-        self._values = list(binding.get_outputs())[-len(self._present) :]
-        return True
-
-    def reorder(self, rows: Ids, past_len: int) -> bool:
-        """Copy the rows that go on."""
-        self._values = self._device.take(self._values, rows)
-        return True
-
-
-class DeviceStaticCache:
-    """Buffers [rows, heads, capacity, …] on the device that the graph writes in place; this object owns them."""
-
-    def __init__(self, spec: ModelSpec, device: OrtDevice, rows: int) -> None:
-        """Start with zeroed buffers for a short text."""
-        self._device, self._limit = device, spec.max_target_length
-        self._past = key_value_names("past", spec.layers)
-        self._present = key_value_names("present", spec.layers)
-        self._capacity = min(FIRST_CAPACITY, self._limit)
-        # Zeros, not whatever memory holds: a masked slot has weight 0, and 0 · NaN is NaN.
-        self._buffers = device.extend(_no_tokens(spec, device, rows), self._capacity)
-
-    def reserve(self, length: int) -> bool:
-        """Double the buffers until `length` tokens fit."""
-        if length <= self._capacity:
-            return False
-        while self._capacity < length:
-            self._capacity = min(2 * self._capacity, self._limit)
-        self._buffers = self._device.extend(self._buffers, self._capacity)
-        return True
-
-    def bind(self, binding: ort.IOBinding) -> None:
-        """Bind each buffer as input and as output: the new tokens are then written in place."""
-        for past, present, buffer in zip(self._past, self._present, self._buffers, strict=True):
-            binding.bind_ortvalue_input(past, buffer)
-            binding.bind_ortvalue_output(present, buffer)
-
-    def advance(self, binding: ort.IOBinding) -> bool:
-        """Have nothing to do: the step has written in place."""
-        return False
-
-    def reorder(self, rows: Ids, past_len: int) -> bool:
-        """Copy the rows that go on into new buffers."""
-        self._buffers = self._device.take(self._buffers, rows)
-        return True
-
-
-class HostStaticCache:
-    """Buffers [rows, heads, capacity, …] of numpy that the graph writes in place; this object owns them.
-
-    Only the rows that change are copied, up to the tokens they hold. When rows leave, the first ones
-    of the buffers stay in use; when rows come, new buffers are made.
-    """
-
-    def __init__(self, spec: ModelSpec, rows: int) -> None:
-        """Start with zeroed buffers for a short text."""
-        self._spec, self._rows = spec, rows
-        self._past = key_value_names("past", spec.layers)
-        self._present = key_value_names("present", spec.layers)
-        self._buffers = self._zeros(rows, min(FIRST_CAPACITY, spec.max_target_length))
-
-    def reserve(self, length: int) -> bool:
-        """Double the buffers until `length` tokens fit."""
-        capacity = self._buffers[0].shape[2]
-        if length <= capacity:
-            return False
-        while capacity < length:
-            capacity *= 2
-        grown = self._zeros(self._rows, min(capacity, self._spec.max_target_length))
-        for new, old in zip(grown, self._buffers, strict=True):
-            new[:, :, : old.shape[2]] = old[: self._rows]
-        self._buffers = grown
-        return True
-
-    def bind(self, binding: ort.IOBinding) -> None:
-        """Bind each buffer as input and as output: the new tokens are then written in place."""
-        for past, present, buffer in zip(self._past, self._present, self._buffers, strict=True):
-            value = host_value(buffer[: self._rows])
-            binding.bind_ortvalue_input(past, value)
-            binding.bind_ortvalue_output(present, value)
-
-    def advance(self, binding: ort.IOBinding) -> bool:
-        """Have nothing to do: the step has written in place."""
-        return False
-
-    def reorder(self, rows: Ids, past_len: int) -> bool:
-        """Overwrite the rows that change, up to `past_len`."""
-        rebind = rows.size != self._rows
-        self._rows = rows.size
-        if rows.size > self._buffers[0].shape[0]:
-            grown = self._zeros(rows.size, self._buffers[0].shape[2])
-            for new, old in zip(grown, self._buffers, strict=True):
-                new[:, :, :past_len] = old[rows, :, :past_len]
-            self._buffers = grown
-            return True
-        moved = np.flatnonzero(rows != np.arange(rows.size))
-        for buffer in self._buffers:
-            buffer[moved, :, :past_len] = buffer[rows[moved], :, :past_len]
-        return rebind
-
-    def _zeros(self, rows: int, length: int) -> list[Array]:
-        # Zeros, not whatever memory holds: a masked slot has weight 0, and 0 · NaN is NaN.
-        dtype = FLOAT[self._spec.precision]
-        return [np.zeros((rows, self._spec.heads, length, width), dtype) for width in _widths(self._spec)]

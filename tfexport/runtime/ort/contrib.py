@@ -125,7 +125,7 @@ class ContribSession:
         """
         self.spec = spec
         self.accuracy: Accuracy = weights or spec.precision
-        device = OrtDevice("cpu", "float32", 0)
+        device = OrtDevice("cpu")
         name = DECODER["contrib"]
         # One after the other: while a graph loads, the whole weight file may lie in memory beside what it becomes.
         self._encoder: ort.InferenceSession | None = device.load(graphs[ENCODER_CONTRIB], ENCODER_CONTRIB, threads)

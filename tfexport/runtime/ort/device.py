@@ -15,8 +15,6 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from tfexport.errors import BackendError
-from tfexport.runtime.ort.move import ELEMENT_TYPE, ROWS, cache_names, extend_model, reorder_model
-from tfexport.runtime.session import Ids
 from tfexport.spec import Device, DType
 
 Array = NDArray[Any]
@@ -24,6 +22,8 @@ Array = NDArray[Any]
 PROVIDER: dict[Device, str] = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 # TF32 keeps 10 bits of a float32 product; a bundle in fp32 says what PyTorch says only without it.
 _OPTIONS: dict[Device, dict[str, str]] = {"cpu": {}, "cuda": {"device_id": "0", "use_tf32": "0"}}
+# TensorProto.DataType
+ELEMENT_TYPE: dict[DType, int] = {"float32": 1, "int32": 6, "int64": 7, "bool": 9, "float16": 10, "bfloat16": 16}
 # What ONNX Runtime computes on the CPU on purpose beside a GPU: sums on shapes, of a few numbers each.
 SHAPE_OPERATORS = frozenset(
     "Add Cast Concat Constant ConstantOfShape Div Equal Expand Gather Identity Less LessOrEqual Max Min Mod Mul Range "
@@ -37,39 +37,30 @@ STEP_SPIN_US = 1000
 
 
 class OrtDevice:
-    """A device, its memory, and the two graphs that move caches in it.
+    """A device and its memory.
 
-    Nothing here lets numpy look into the device's memory: arrays are copied to
-    it and from it, and caches are moved by graphs that run on it. So the code
-    is the same for a GPU and for the CPU.
+    Nothing here lets numpy look into the device's memory: arrays are copied to it and from it. So the code is the same
+    for a GPU and for the CPU.
 
     Attributes:
         type: "cpu" or "cuda"; of several GPUs the first that CUDA_VISIBLE_DEVICES leaves.
     """
 
-    def __init__(self, device: Device, dtype: DType, num_caches: int) -> None:
+    def __init__(self, device: Device) -> None:
         """Open a device.
 
-        Args:
-            device: "cpu" or "cuda".
-            dtype: of the caches.
-            num_caches: that are moved together; 0 for an encoder alone.
-
         Raises:
-            BackendError: ONNX Runtime cannot use the device; says what is missing.
+            BackendError: ONNX Runtime cannot use it; says what is missing.
         """
         if device == "cuda":
             prepare_cuda()
         self.type = device
-        # Copies gain nothing from more threads, and idle threads spin where the decoder's would work.
-        self._reorder = self.load(reorder_model(dtype, num_caches), "reorder", 1) if num_caches else None
-        self._extend = self.load(extend_model(dtype, num_caches), "extend", 1) if num_caches else None
 
-    def load(self, graph: Path | bytes, name: str, threads: int | None, *, spin_us: int = 0) -> ort.InferenceSession:
+    def load(self, graph: Path, name: str, threads: int | None, *, spin_us: int = 0) -> ort.InferenceSession:
         """Load a graph onto the device.
 
         Args:
-            graph: path, or the bytes of a graph without weights.
+            graph: path.
             name: used in errors.
             threads: of the CPU for one call; None means one for each core.
             spin_us: how long its threads wait awake for the next run, in microseconds.
@@ -88,7 +79,7 @@ class OrtDevice:
         options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
         try:
             session = ort.InferenceSession(
-                graph if isinstance(graph, bytes) else str(graph),
+                str(graph),
                 options,
                 providers=[(PROVIDER[self.type], _OPTIONS[self.type])],
                 enable_fallback=0,
@@ -116,43 +107,13 @@ class OrtDevice:
         """Let ONNX Runtime reserve an output of a run in the device's memory."""
         binding.bind_output(name, self.type, 0)
 
-    def take(self, caches: Sequence[ort.OrtValue], rows: Ids) -> list[ort.OrtValue]:
-        """Take rows of all caches, [rows, …] → [new_rows, …], without leaving the device.
+    def reserve(self, num_bytes: int) -> ort.OrtValue:
+        """Reserve bytes that are bound by their address; what is in them is not defined."""
+        return ort.OrtValue.ortvalue_from_shape_and_type([num_bytes], np.uint8, self.type, 0)
 
-        Args:
-            caches: of the number and dtype that the device was opened for; unchanged.
-            rows: int64 [new_rows].
-        """
-        assert self._reorder is not None
-        binding = self._reorder.io_binding()
-        binding.bind_ortvalue_input(ROWS, self.upload(rows))
-        return self._move(self._reorder, binding, caches, "moved")
-
-    def extend(self, caches: Sequence[ort.OrtValue], length: int) -> list[ort.OrtValue]:
-        """Append zeros to all caches until they have `length` places, without leaving the device.
-
-        Args:
-            caches: [rows, heads, at most length, …], of the number and dtype that the device was opened for; unchanged.
-            length: of the results, along axis 2.
-        """
-        assert self._extend is not None
-        binding = self._extend.io_binding()
-        tails = []  # shapes are read on the host; a binding alone does not keep them alive
-        for name, cache in zip(cache_names("tail", len(caches)), caches, strict=True):
-            rows, heads, held, width = cache.shape()
-            tails.append(host_value(np.array([rows, heads, length - held, width])))
-            binding.bind_ortvalue_input(name, tails[-1])
-        return self._move(self._extend, binding, caches, "longer")
-
-    def _move(
-        self, session: ort.InferenceSession, binding: ort.IOBinding, caches: Sequence[ort.OrtValue], output: str
-    ) -> list[ort.OrtValue]:
-        for name, cache in zip(cache_names("cache", len(caches)), caches, strict=True):
-            binding.bind_ortvalue_input(name, cache)
-        for name in cache_names(output, len(caches)):
-            self.bind_output(binding, name)
-        run(session, binding)
-        return list(binding.get_outputs())
+    def zeros(self, num_bytes: int) -> ort.OrtValue:
+        """Copy bytes that are 0 to the device."""
+        return ort.OrtValue.ortvalue_from_numpy(np.zeros(num_bytes, np.uint8), self.type, 0)
 
 
 def host_value(array: Array) -> ort.OrtValue:

@@ -36,3 +36,9 @@ def runs(lengths: Ids) -> list[Ids]:
         found.append(order[begins[end] : end])
         end = begins[end]
     return found[::-1]
+
+
+def rows_of(sources: Ids, width: int) -> Ids:
+    """Return the rows of sources, `width` each, in their order."""
+    rows: Ids = (sources[:, None] * width + np.arange(width)).ravel()
+    return rows

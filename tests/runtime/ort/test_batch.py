@@ -1,0 +1,305 @@
+"""Rows that join and leave in ONNX Runtime: each says what it says alone, whoever was in its place or is beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+
+from tests import tiny
+from tests.runtime.exported import Once, exported, ort_session, sources
+from tfexport.errors import BundleError, InputError
+from tfexport.models.transformer import Transformer
+from tfexport.runtime.ort.cache import FIRST_CAPACITY, DeviceBuffers, HostBuffers, RowBuffers
+from tfexport.runtime.ort.concat import ConcatBatch
+from tfexport.runtime.ort.session import OrtSession
+from tfexport.runtime.ort.static import StaticBatch
+from tfexport.runtime.session import Batch, Candidates, Ids, close_up, pad_right
+from tfexport.spec import REORDER
+
+ATOL = 2e-5
+STATIC = {"host": True, "device": False}
+VARIANTS = ("post", "t5", "mixed")
+
+
+@pytest.fixture(params=VARIANTS)
+def model(request: pytest.FixtureRequest) -> Transformer:
+    return tiny.model(tiny.VARIANTS[request.param], dtype=torch.float32)
+
+
+@pytest.fixture
+def long_model() -> Transformer:
+    """Texts that outgrow the first buffers twice, the second time up to the limit."""
+    return tiny.model(tiny.config(max_target_length=3 * FIRST_CAPACITY), dtype=torch.float32)
+
+
+@pytest.fixture(params=STATIC)
+def static(request: pytest.FixtureRequest, once: Once) -> Callable[[Transformer], OrtSession]:
+    return lambda model: ort_session(model, "static", once, host_caches=STATIC[request.param])
+
+
+@dataclass
+class Text:
+    """One source with what its rows read after the prompt, [steps, width], and whom they continue after each step."""
+
+    source: list[int]
+    prompt: list[int]
+    tokens: Ids
+    orders: Ids
+    steps: list[Candidates] = field(default_factory=list)
+
+    @property
+    def is_done(self) -> bool:
+        return len(self.steps) == len(self.tokens)
+
+
+def draw(rng: np.random.Generator, width: int, longest: int) -> Text:
+    steps, prompt = int(rng.integers(1, longest)), int(rng.choice([1, 1, 2, 5]))
+    tokens = rng.integers(0, tiny.VOCAB, (steps, width))
+    source, read = rng.integers(2, tiny.VOCAB, rng.integers(1, 24)), rng.integers(0, tiny.VOCAB, prompt)
+    return Text(source.tolist(), read.tolist(), tokens, rng.integers(0, width, (steps, width)))
+
+
+def advance(batch: Batch, texts: list[Text]) -> None:
+    """Take one step with all texts of a batch and let their rows branch."""
+    width, at = batch.width, [len(text.steps) for text in texts]
+    found = batch.step(np.concatenate([text.tokens[place] for text, place in zip(texts, at, strict=True)]), 3)
+    for number, text in enumerate(texts):
+        rows = np.s_[number * width : (number + 1) * width]
+        text.steps.append(Candidates(found.token_ids[rows], found.logits[rows], found.log_normalizer[rows]))
+    orders = [text.orders[place] + number * width for number, (text, place) in enumerate(zip(texts, at, strict=True))]
+    batch.reorder(np.concatenate(orders))
+
+
+def join(batch: Batch, texts: list[Text]) -> None:
+    batch.add(*pad_right([text.source for text in texts], 0), [text.prompt for text in texts])
+
+
+def alone(session: OrtSession, text: Text, width: int) -> list[Candidates]:
+    batch, copy = session.batch(width), Text(text.source, text.prompt, text.tokens, text.orders)
+    join(batch, [copy])
+    while not copy.is_done:
+        advance(batch, [copy])
+    return copy.steps
+
+
+def assert_as_alone(session: OrtSession, texts: list[Text], width: int) -> None:
+    for text in texts:
+        for found, expected in zip(text.steps, alone(session, text, width), strict=True):
+            assert_equal(found, expected)
+
+
+def assert_equal(found: Candidates, expected: Candidates) -> None:
+    np.testing.assert_array_equal(found.token_ids, expected.token_ids)
+    np.testing.assert_allclose(found.logits, expected.logits, atol=ATOL, rtol=0)
+    np.testing.assert_allclose(found.log_normalizer, expected.log_normalizer, atol=ATOL, rtol=0)
+
+
+def poison(buffers: RowBuffers, live: int) -> None:
+    """Leave NaN in all rows that nobody uses, as somebody may have before."""
+    if isinstance(buffers, HostBuffers):
+        for array in buffers._arrays:
+            array[live:] = np.nan
+        return
+    assert isinstance(buffers, DeviceBuffers)
+    memory = buffers._memory.numpy().view(np.float32)
+    for units in buffers._units(buffers.length)[0]:
+        width = buffers.length * buffers._divisor
+        memory[: memory.size // width * width].reshape(-1, width)[units[live:]] = np.nan
+
+
+def run(
+    batch: StaticBatch, waiting: list[Text], rng: np.random.Generator, room: int, *, leave_early: bool = False
+) -> list[Text]:
+    """Decode texts that join a few at a time and leave when they are done, over rows left full of NaN.
+
+    Returns:
+        Those that left early.
+    """
+    texts: list[Text] = []
+    left: list[Text] = []
+    while waiting or texts:
+        joining = min(len(waiting), room - len(texts), int(rng.integers(0, 4)) + (not texts))
+        if joining:
+            poison(batch._caches, batch.lengths.size)
+            poison(batch._cross, len(texts))
+            new, waiting = waiting[:joining], waiting[joining:]
+            join(batch, new)
+            texts += new
+        lengths = [len(text.prompt) - 1 + len(text.steps) for text in texts]
+        assert batch.lengths.tolist() == np.repeat(lengths, batch.width).tolist()
+        advance(batch, texts)
+        leaving = [n for n, text in enumerate(texts) if text.is_done or (leave_early and rng.random() < 0.05)]
+        if leaving:
+            gone = np.array(rng.permutation(leaving))
+            left += [texts[n] for n in gone if not texts[n].is_done]
+            batch.remove(gone)
+            texts = [texts[n] for n in close_up(len(texts), gone)]
+    return left
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_that_join_and_leave_say_what_they_say_alone(
+    static: Callable[[Transformer], OrtSession], model: Transformer, width: int, seed: int
+) -> None:
+    rng, session = np.random.default_rng(seed), static(model)
+    texts = [draw(rng, width, 19) for _ in range(24)]
+    batch = session.batch(width)
+    assert isinstance(batch, StaticBatch)
+    assert batch.can_join
+    left = run(batch, texts, rng, room=6, leave_early=True)
+    assert left
+    assert batch.lengths.size == 0
+    for text in left:
+        text.tokens, text.orders = text.tokens[: len(text.steps)], text.orders[: len(text.steps)]
+    assert_as_alone(session, texts, width)
+
+
+def test_buffers_grow_and_shrink_with_what_is_in_them(
+    static: Callable[[Transformer], OrtSession], long_model: Transformer
+) -> None:
+    rng, session = np.random.default_rng(1), static(long_model)
+    texts = [draw(rng, 2, most) for most in (190, 9, 9, 9, 190, 70, 9, 9, 9, 9, 9, 9)]
+    texts[0].tokens, texts[0].orders = (np.resize(array, (185, 2)) for array in (texts[0].tokens, texts[0].orders))
+    texts[0].source, texts[3].source = [5] * 2, [6] * 24
+    batch = session.batch(2)
+    assert isinstance(batch, StaticBatch)
+    run(batch, texts, rng, room=3)
+    assert_as_alone(session, texts, 2)
+    late = [draw(rng, 2, 9) for _ in range(9)]
+    run(batch, late, rng, room=9)
+    assert batch._caches.length == FIRST_CAPACITY
+    assert_as_alone(session, late, 2)
+
+
+def test_host_and_device_hold_the_same_bits(long_model: Transformer, once: Once) -> None:
+    batches = [ort_session(long_model, "static", once, host_caches=host).batch(2) for host in (True, False)]
+    assert isinstance(batches[0], StaticBatch)
+    assert isinstance(batches[1], StaticBatch)
+    rng = np.random.default_rng(2)
+    for number in range(130):
+        texts = [draw(rng, 2, 9) for _ in range(2)]
+        for batch in batches:
+            if number in (0, 3, 66):
+                join(batch, texts)
+        rows = batches[0].lengths.size
+        tokens, order = rng.integers(0, tiny.VOCAB, rows), np.arange(rows) // 2 * 2 + rng.integers(0, 2, rows)
+        host, device = (batch.step(tokens, 2) for batch in batches)
+        np.testing.assert_array_equal(host.token_ids, device.token_ids)
+        np.testing.assert_allclose(host.logits, device.logits, atol=1e-5)
+        for batch in batches:
+            batch.reorder(order)
+            if number == 80:
+                batch.remove(np.array([1, 0]))
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_a_row_of_nan_harms_neither_its_neighbours_nor_who_comes_after(
+    static: Callable[[Transformer], OrtSession], once: Once, width: int
+) -> None:
+    """A table entry of the source and one of the target are NaN: who reads one computes nothing but NaN."""
+    model = tiny.model(tiny.VARIANTS["post"], dtype=torch.float32)
+    with torch.no_grad():
+        model.enc.embed.weight[30] = np.nan
+        assert model.dec is not None
+        model.dec.embed.weight[30] = np.nan
+    rng, session = np.random.default_rng(3), static(model)
+    texts = [draw(rng, width, 19) for _ in range(18)]
+    for text in texts:
+        text.source = [token % 30 for token in text.source]
+        text.prompt, text.tokens = [token % 30 for token in text.prompt], text.tokens % 30
+    sick = texts[::5]
+    for number, text in enumerate(sick):
+        text.tokens[len(text.tokens) // 2 :] = 30
+        if number % 2:
+            text.source[len(text.source) // 2] = 30
+    batch = session.batch(width)
+    assert isinstance(batch, StaticBatch)
+    run(batch, texts, rng, room=4)
+    assert all(np.isnan(text.steps[-1].logits).all() for text in sick)
+    assert_as_alone(session, [text for text in texts if text not in sick], width)
+
+
+def test_an_input_that_is_refused_leaves_the_batch_as_it_was(static: Callable[[Transformer], OrtSession]) -> None:
+    model = tiny.model(tiny.VARIANTS["post"], dtype=torch.float32)
+    rng, session = np.random.default_rng(4), static(model)
+    texts = [draw(rng, 2, 9) for _ in range(3)]
+    batch = session.batch(2)
+    join(batch, texts)
+    ids, mask = sources(model.config, (3,))
+    for wrong in (
+        lambda: batch.add(ids, mask, [[1], [1]]),
+        lambda: batch.add(ids, mask, [[]]),
+        lambda: batch.add(ids, mask, [[tiny.VOCAB]]),
+        lambda: batch.add(ids, mask, [[1] * 25]),
+        lambda: batch.add(ids - 40, mask, [[1]]),
+        lambda: batch.step(np.zeros(5, np.int64), 1),
+        lambda: batch.step(np.zeros(6, np.int64), tiny.VOCAB + 1),
+        lambda: batch.reorder(np.array([2, 1, 0, 3, 4, 5])),
+        lambda: batch.reorder(np.arange(4)),
+        lambda: batch.remove(np.array([3])),
+        lambda: batch.remove(np.array([1, 1])),
+    ):
+        with pytest.raises(InputError):
+            wrong()
+    while not all(text.is_done for text in texts):
+        advance(batch, texts)
+        gone = np.array([n for n, text in enumerate(texts) if text.is_done], np.int64)
+        done, texts = [texts[n] for n in gone], [texts[n] for n in close_up(len(texts), gone)]
+        batch.remove(gone)
+        assert_as_alone(session, done, 2)
+        if not texts:
+            break
+
+
+@pytest.mark.parametrize("host_caches", [True, False])
+@pytest.mark.parametrize("width", [1, 3])
+def test_the_concat_form_begins_together(model: Transformer, once: Once, host_caches: bool, width: int) -> None:
+    session = ort_session(model, "concat", once, host_caches=host_caches)
+    rng = np.random.default_rng(5)
+    batch = session.batch(width)
+    assert isinstance(batch, ConcatBatch)
+    assert not batch.can_join
+    for prompt in (1, 4):
+        texts = [draw(rng, width, 12) for _ in range(5)]
+        for text in texts:
+            text.prompt = rng.integers(0, tiny.VOCAB, prompt).tolist()
+        everyone = list(texts)
+        join(batch, texts)
+        while texts:
+            assert batch.lengths.tolist() == [prompt - 1 + len(texts[0].steps)] * len(texts) * width
+            advance(batch, texts)
+            gone = np.array([n for n, text in enumerate(texts) if text.is_done], np.int64)
+            texts = [texts[n] for n in close_up(len(texts), gone)]
+            batch.remove(gone)
+        assert_as_alone(session, everyone, width)
+
+
+def test_the_concat_form_refuses_joins(once: Once) -> None:
+    model = tiny.model(tiny.VARIANTS["post"], dtype=torch.float32)
+    batch = ort_session(model, "concat", once).batch()
+    source = sources(model.config, (3, 5))
+    with pytest.raises(InputError, match=r"equally long prompts; use the form static or contrib"):
+        batch.add(*source, [[1], [1, 2]])
+    batch.add(*source, [[1], [1]])
+    with pytest.raises(InputError, match=r"sources begin together.*; use the form static or contrib"):
+        batch.add(*source, [[1], [1]])
+    assert batch.step(np.array([1, 1]), 1).token_ids.shape == (2, 1)
+
+
+def test_a_bundle_of_before_runs_on_the_cpu_and_says_what_a_gpu_lacks(once: Once) -> None:
+    model = tiny.model(tiny.VARIANTS["post"], dtype=torch.float32)
+    graphs, spec = exported(model, once)
+    before = {name: path for name, path in graphs.items() if name != REORDER}
+    assert len(before) == len(graphs) - 1
+    for form in ("concat", "static"):
+        batch = OrtSession(before, spec, form, threads=1).batch(2)
+        batch.add(*sources(model.config), [[1]] * 4)
+        batch.reorder(np.array([1, 0, 2, 2, 4, 5, 7, 6]))
+        assert batch.step(np.zeros(8, np.int64), 1).token_ids.shape == (8, 1)
+        with pytest.raises(BundleError, match=r"no graph reorder.*tfexport onnx SOURCE --output BUNDLE --force"):
+            OrtSession(before, spec, form, threads=1, host_caches=False)

@@ -1,0 +1,209 @@
+"""Batches of the static form: buffers of fixed places that the graph writes in place, each row at its own length."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnxruntime as ort
+
+from tfexport.runtime.ort.cache import FIRST_CAPACITY, RowBuffers
+from tfexport.runtime.ort.graphs import OrtGraphs, Step
+from tfexport.runtime.ort.lengths import rows_of, runs
+from tfexport.runtime.session import (
+    Candidates,
+    Ids,
+    Mask,
+    Prompts,
+    check_prompts,
+    check_rows,
+    check_source,
+    check_sources,
+    check_step,
+    close_up,
+)
+from tfexport.spec import SOURCE_MASK
+
+# Bindings kept, of the numbers of rows and candidates used last.
+_STEPS = 8
+# Sources that join are padded to a multiple of this many tokens, so that few that follow are longer.
+_SOURCE_BLOCK = 16
+
+
+class StaticBatch:
+    """Sources that are decoded in the first rows of buffers; see `Batch`.
+
+    Attributes:
+        width: rows of each source.
+        can_join: True.
+        lengths: tokens in the cache of every row.
+    """
+
+    can_join = True
+
+    def __init__(self, graphs: OrtGraphs, width: int) -> None:
+        """Start empty."""
+        self.width = width
+        self.lengths: Ids = np.zeros(0, np.int64)
+        self._graphs = graphs
+        self._source_lengths: Ids = np.zeros(0, np.int64)
+        self._begin()
+
+    def add(self, source_ids: Ids, source_mask: Mask, prompts: Prompts) -> None:
+        """Let sources join, behind those that are there; see `Batch.add`."""
+        check_source(self._graphs.spec, source_ids, source_mask)
+        check_prompts(self._graphs.spec, len(source_ids), prompts)
+        if not self.lengths.size:
+            self._begin()
+        old, new = self._source_lengths.size, len(source_ids)
+        lengths: Ids = np.concatenate((self._source_lengths, source_mask.sum(1)))
+        read: Ids = np.array([len(prompt) - 1 for prompt in prompts])
+        self._encode(source_ids, source_mask, lengths)
+        self._write_mask(lengths)
+        rows = self.lengths.size + np.arange(new * self.width)
+        longest = max(self.lengths.max(initial=0), read.max())
+        are_zero = self._reserve(self.lengths.size + rows.size, int(longest) + 1)
+        if read.any():
+            self._caches.write(rows, self._prefill(prompts, old), np.arange(new).repeat(self.width))
+        elif not are_zero:
+            self._caches.clear(rows)
+        self._source_lengths = lengths
+        self.lengths = np.concatenate((self.lengths, read.repeat(self.width)))
+
+    def step(self, target_ids: Ids, num_candidates: int) -> Candidates:
+        """Read one token of every row; see `Batch.step`."""
+        check_step(self._graphs.spec, self.lengths, target_ids, num_candidates)
+        self._reserve(self._caches.rows, int(self.lengths.max()) + 1)
+        step = self._step(num_candidates)
+        step.run(target_ids, self.lengths)
+        self.lengths = self.lengths + 1
+        return step.candidates()
+
+    def reorder(self, rows: Ids) -> None:
+        """Let row r continue what row rows[r] was; see `Batch.reorder`."""
+        check_rows(self.lengths, self.width, rows)
+        if np.array_equal(rows, np.arange(rows.size)):
+            return
+        if self._caches.reorder(rows, int(self.lengths.max())):
+            self._steps.clear()
+
+    def remove(self, sources: Ids) -> None:
+        """Let sources leave, the last ones take their places; see `Batch.remove`."""
+        check_sources(self._source_lengths.size, sources)
+        kept = close_up(self._source_lengths.size, sources)
+        moved = np.flatnonzero(kept != np.arange(kept.size))
+        if moved.size:
+            self._cross.write(moved, self._cross, kept[moved])
+            self._caches.write(rows_of(moved, self.width), self._caches, rows_of(kept[moved], self.width))
+        self._source_lengths = self._source_lengths[kept]
+        self.lengths = self.lengths[rows_of(kept, self.width)]
+        self._write_mask(self._source_lengths)
+
+    def _begin(self) -> None:
+        """Take small buffers, as nobody needs what is in those that were."""
+        spec = self._graphs.spec
+        self._caches: RowBuffers = self._graphs.buffers(0, min(FIRST_CAPACITY, spec.max_target_length))
+        self._cross: RowBuffers = self._graphs.buffers(0, _SOURCE_BLOCK)
+        self._mask: ort.OrtValue | None = None
+        self._steps: dict[tuple[int, int], Step] = {}
+
+    def _encode(self, source_ids: Ids, source_mask: Mask, lengths: Ids) -> None:
+        """Write keys and values of new sources behind those of the others; `lengths` are those of all."""
+        old, new = lengths.size - len(source_ids), len(source_ids)
+        divided = runs(lengths[old:]) if self._graphs.gather is None else []  # a GPU takes padding for one run instead
+        if len(divided) < 2:
+            divided = [np.arange(new)]
+        if not old and len(divided) == 1:
+            longest = int(lengths.max())
+            self._cross = self._run_encoder(source_ids[:, :longest], source_mask[:, :longest])
+            return
+        self._reserve_cross(old, lengths)
+        for sources in divided:
+            longest = int(lengths[old + sources].max())
+            part = self._run_encoder(source_ids[sources, :longest], source_mask[sources, :longest])
+            self._cross.write(old + sources, part, np.arange(sources.size))
+
+    def _run_encoder(self, source_ids: Ids, source_mask: Mask) -> RowBuffers:
+        found = self._graphs.buffers(*source_ids.shape)
+        io = self._graphs.bind_encoder(source_ids, source_mask)
+        found.bind_output(io, "cross", len(source_ids))
+        self._graphs.run_encoder(io)
+        return found
+
+    def _reserve_cross(self, old: int, lengths: Ids) -> None:
+        """Make room for sources of all `lengths`, of which the first `old` are there."""
+        spec, longest, length = self._graphs.spec, int(lengths.max()), self._cross.length
+        if not old:
+            length = longest
+        elif not longest <= length <= 2 * longest:
+            length = min(-(-longest // _SOURCE_BLOCK) * _SOURCE_BLOCK, spec.max_source_length)
+        rows = _room(self._cross.rows, lengths.size)
+        if (rows, length) != (self._cross.rows, self._cross.length):
+            self._cross.resize(rows, length, old)
+            self._steps.clear()
+
+    def _reserve(self, rows: int, length: int) -> bool:
+        """Make room for so many rows of so many tokens; True where this was in other memory, zeros behind the rows."""
+        limit, capacity = self._graphs.spec.max_target_length, self._caches.length
+        if not length <= capacity <= max(4 * length, FIRST_CAPACITY):
+            capacity = FIRST_CAPACITY
+            while capacity < length:
+                capacity *= 2
+        capacity, rows = min(capacity, limit), _room(self._caches.rows, rows)
+        if (rows, capacity) == (self._caches.rows, self._caches.length):
+            return False
+        self._caches.resize(rows, capacity, self.lengths.size)
+        self._steps.clear()
+        return True
+
+    def _write_mask(self, lengths: Ids) -> None:
+        """Say where the sources have tokens; rows that nobody uses have none."""
+        mask = np.zeros((self._cross.rows, self._cross.length), np.bool_)
+        mask[: lengths.size] = np.arange(self._cross.length) < lengths[:, None]
+        if self._mask is None or tuple(self._mask.shape()) != mask.shape:
+            self._mask = self._graphs.device.upload(mask)
+            self._steps.clear()
+        else:
+            self._mask.update_inplace(mask)
+
+    def _prefill(self, prompts: Prompts, first: int) -> RowBuffers:
+        """Read the prompts of sources from `first` on but for their last tokens, a row each, in buffers of their own.
+
+        Short ones are filled up: what lies behind a row's length is finite, masked, and written over as it grows.
+        """
+        longest = max(map(len, prompts)) - 1
+        target_ids = np.full((len(prompts), longest), self._graphs.spec.tokens.pad)
+        for row, prompt in zip(target_ids, prompts, strict=True):
+            row[: len(prompt) - 1] = prompt[:-1]
+        caches = self._graphs.buffers(*target_ids.shape)
+        step = Step(self._graphs, len(prompts), 1, target_len=longest)
+        self._bind(step, caches, len(prompts), len(prompts), first)
+        step.run(target_ids, np.zeros(len(prompts), np.int64))
+        return caches
+
+    def _step(self, num_candidates: int) -> Step:
+        """Return a step that is bound for the rows that there are."""
+        key = self.lengths.size, num_candidates
+        step = self._steps.pop(key, None)
+        if step is None:
+            step = Step(self._graphs, *key)
+            self._bind(step, self._caches, key[0], self._source_lengths.size)
+            if len(self._steps) == _STEPS:
+                del self._steps[next(iter(self._steps))]
+        self._steps[key] = step  # behind the others: the first was used the longest time ago
+        return step
+
+    def _bind(self, step: Step, caches: RowBuffers, rows: int, sources: int, first: int = 0) -> None:
+        """Bind caches, written in place, and sources from `first` on."""
+        assert self._mask is not None
+        shape = [sources, self._cross.length]
+        address = self._mask.data_ptr() + first * self._cross.length
+        step.io.bind_input(SOURCE_MASK, self._graphs.device.type, 0, np.bool_, shape, address)
+        self._cross.bind_input(step.io, "cross", sources, first)
+        caches.bind_input(step.io, "past", rows)
+        caches.bind_output(step.io, "present", rows)
+
+
+def _room(have: int, need: int) -> int:
+    """Reserve exactly what the first need, then twice as much, and give back what is far too much."""
+    if need <= have <= 4 * need:
+        return have
+    return 2 * need if have else need
