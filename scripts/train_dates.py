@@ -24,7 +24,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from torch import Tensor
 from torch.nn import functional as F
 
-from tfexport.decode.batch import decode
+from tfexport.decode.offline import decode
 from tfexport.decode.config import DecodeConfig
 from tfexport.models.config import StackConfig, TransformerConfig
 from tfexport.models.transformer import Transformer

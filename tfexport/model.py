@@ -13,7 +13,7 @@ from typing import Any, Literal, Self, get_args
 import numpy as np
 
 from tfexport.bundle.bundle import TOKENIZER, check_weights, open_bundle
-from tfexport.decode.batch import decode
+from tfexport.decode.offline import decode
 from tfexport.decode.config import DecodeConfig
 from tfexport.decode.result import FinishReason, Hypothesis
 from tfexport.decode.stream import stream
@@ -105,7 +105,7 @@ class Model:
         tokenizer: None where the bundle has none; then only ids go in and out.
     """
 
-    def __init__(self, session: Session[Any], tokenizer: Tokenizer | None) -> None:
+    def __init__(self, session: Session, tokenizer: Tokenizer | None) -> None:
         """Wrap a session, which `close` closes."""
         self.session, self.tokenizer = session, tokenizer
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from tfexport.bundle.bundle import open_bundle
-from tfexport.decode.batch import decode
+from tfexport.decode.offline import decode
 from tfexport.decode.config import DecodeConfig
 from tfexport.runtime.open import open_session
 from tfexport.spec import ModelSpec

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.decode.scripted import EOS, START, ScriptedSession, drawn, table
-from tfexport.decode.batch import decode
+from tfexport.decode.offline import decode
 from tfexport.decode.beam import beam_search
 from tfexport.decode.config import DecodeConfig
 from tfexport.decode.request import Batch, check_requests

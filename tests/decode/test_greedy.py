@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from tests.decode.scripted import EOS, START, ScriptedSession, ScriptedState, drawn, table
-from tfexport.decode.batch import decode
+from tfexport.decode.offline import decode
 from tfexport.decode.config import DecodeConfig
 from tfexport.decode.result import Hypothesis
 from tfexport.decode.sample import distribution

@@ -10,7 +10,7 @@ import torch
 from transformers import GenerationConfig, MarianConfig, MarianMTModel
 
 from tests.models.foreign import canonical_from_marian
-from tfexport.decode.batch import decode
+from tfexport.decode.offline import decode
 from tfexport.decode.config import DecodeConfig
 from tfexport.decode.result import Hypothesis
 from tfexport.runtime.eager import EagerSession

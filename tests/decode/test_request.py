@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.decode.scripted import EOS, ScriptedSession, drawn
-from tfexport.decode.batch import decode
+from tfexport.decode.offline import decode
 from tfexport.decode.config import DecodeConfig
 from tfexport.errors import ConfigError, InputError
 

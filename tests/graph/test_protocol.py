@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests import tiny
-from tfexport.decode.batch import decode
+from tfexport.decode.offline import decode
 from tfexport.decode.config import DecodeConfig
 from tfexport.graph.write import write_graphs
 from tfexport.models import attention

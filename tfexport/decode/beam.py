@@ -9,24 +9,28 @@ depends on the batch. Scores are float32.
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from tfexport.decode.config import DecodeConfig
-from tfexport.decode.request import Batch
+from tfexport.decode.filters import Filters
+from tfexport.decode.history import History
+from tfexport.decode.request import Request
 from tfexport.decode.result import Hypothesis, finish_reason
-from tfexport.decode.rows import Rows, nothing_left
-from tfexport.runtime.session import Floats, Ids, Mask, S, Session
+from tfexport.decode.search import Outcome, Taken, is_broken, log_probs_of, not_a_number, nothing_left, repaired
+from tfexport.runtime.session import Candidates, Floats, Ids, Mask
+from tfexport.spec import ModelSpec
 
 
 class Extensions(NamedTuple):
     """The best ways to lengthen the beams of each source by one token, best first.
 
     Attributes:
-        rows: the row that is lengthened, int64 [batch, num].
-        token_ids: with which token, int64 [batch, num].
-        log_probs: Σ log p, float32 [batch, num].
+        rows: the row that is lengthened, int64 [sources, num].
+        token_ids: with which token, int64 [sources, num].
+        log_probs: Σ log p, float32 [sources, num].
     """
 
     rows: Ids
@@ -37,21 +41,17 @@ class Extensions(NamedTuple):
         """Return the `num` best of each source."""
         return Extensions(self.rows[:, :num], self.token_ids[:, :num], self.log_probs[:, :num])
 
-    def select(self, kept: Ids) -> Extensions:
-        """Return those of the sources `kept`, int64 [new_batch]."""
-        return Extensions(self.rows[kept], self.token_ids[kept], self.log_probs[kept])
-
 
 class Ended(NamedTuple):
     """A finished hypothesis.
 
     Attributes:
-        token_ids: int64 [len], the start token first.
+        token_ids: the start token first.
         log_prob: Σ log p.
         score: with the length penalty.
     """
 
-    token_ids: Ids
+    token_ids: list[int]
     log_prob: float
     score: float
 
@@ -60,14 +60,19 @@ class Finished:
     """The num_beams best finished hypotheses of each source, best first.
 
     Attributes:
-        worst: score of the last of them, float32 [batch]; -inf where there are fewer.
+        worst: score of the last of them, float32 [sources]; -inf where there are fewer.
     """
 
-    def __init__(self, batch: int, num_beams: int) -> None:
-        """Begin with none."""
-        self.worst: Floats = np.full(batch, -np.inf, np.float32)
+    def __init__(self, num_beams: int) -> None:
+        """Begin without a source."""
+        self.worst: Floats = np.empty(0, np.float32)
         self._num_beams = num_beams
-        self._ended: list[list[Ended]] = [[] for _ in range(batch)]
+        self._ended: list[list[Ended]] = []
+
+    def begin(self, sources: int) -> None:
+        """Add sources that have none."""
+        self.worst = np.concatenate((self.worst, np.full(sources, -np.inf, np.float32)))
+        self._ended += [[] for _ in range(sources)]
 
     def add(self, source: int, ended: Ended) -> None:
         """Keep a hypothesis if it is among the best; of equal ones the earlier goes first."""
@@ -78,7 +83,7 @@ class Finished:
             self.worst[source] = best[-1].score
 
     def select(self, kept: Ids) -> None:
-        """Forget all sources but `kept`, int64 [new_batch]."""
+        """Forget all sources but `kept`, int64 [new sources]."""
         self.worst = self.worst[kept]
         self._ended = [self._ended[source] for source in kept.tolist()]
 
@@ -86,70 +91,142 @@ class Finished:
         """Return the `count` best of one source; fewer where there are no more."""
         return [
             Hypothesis(
-                token_ids=tuple(ended.token_ids[1:].tolist()),
+                token_ids=tuple(ended.token_ids[1:]),
                 score=ended.score,
                 log_prob=ended.log_prob,
-                finish_reason=finish_reason(int(ended.token_ids[-1]), eos),
+                finish_reason=finish_reason(ended.token_ids[-1], eos),
             )
             for ended in self._ended[source][:count]
         ]
 
 
-def beam_search(session: Session[S], batch: Batch, config: DecodeConfig) -> list[list[Hypothesis]]:
-    """Search a batch for its best hypotheses.
+class BeamSearch:
+    """Keeps the num_beams best beams of each source; see `Search`."""
 
-    Args:
-        session: any backend.
-        batch: one row a text.
-        config: do_sample is false.
+    def __init__(self, config: DecodeConfig, spec: ModelSpec) -> None:
+        """Begin without a source.
 
-    Returns:
-        For each text its num_return_sequences best, best first; fewer only where
-        the filters leave fewer.
+        Args:
+            config: what the requests have in common; do_sample is false.
+            spec: of the model.
+        """
+        self.width = config.num_beams
+        self.requests: list[Request] = []
+        self.history = History(spec.vocab)
+        self._config, self._filters, self._eos = config, Filters(config, spec), spec.tokens.eos
+        self._finished = Finished(self.width)
+        self._running: Floats = np.empty((0, self.width), np.float32)  # Σ log p; -inf for a beam that is none
+        self._num_new: Ids = np.empty(0, np.int64)
+        self._limits: Ids = np.empty(0, np.int64)
 
-    Raises:
-        BackendError: the model gave numbers that are none.
-        InputError: the filters leave a text nothing to choose.
-    """
-    eos, num_beams = session.spec.tokens.eos, config.num_beams
-    results: list[list[Hypothesis]] = [[] for _ in batch.texts]
-    rows, places = Rows(session, batch, config), np.arange(len(batch.texts))
-    running = np.zeros((places.size, 1), np.float32)
-    finished = Finished(places.size, num_beams)
-    while places.size:
-        token_ids, log_probs = rows.best(2 * num_beams, filter_logits=False)
-        best = _extend(running, token_ids, log_probs, 2 * num_beams)
-        at_limit = rows.num_new + 1 == batch.max_new_tokens
-        ends = (best.token_ids == eos) | at_limit
+    def add(self, requests: Sequence[Request]) -> None:
+        """Begin to search for more, with one beam each and room for the others; see `Search.add`."""
+        self.requests += requests
+        self.history.add(request.prompt for request in requests for _ in range(self.width))
+        running = np.full((len(requests), self.width), -np.inf, np.float32)
+        running[:, 0] = 0
+        self._running = np.concatenate((self._running, running))
+        self._num_new = np.concatenate((self._num_new, [request.num_forced for request in requests]))
+        self._limits = np.concatenate((self._limits, [request.max_new_tokens for request in requests]))
+        self._finished.begin(len(requests))
+
+    def num_candidates(self) -> int:
+        """Say how many candidates it wants; see `Search.num_candidates`."""
+        return self._filters.num_candidates(2 * self.width, self.history)
+
+    def take(self, found: Candidates) -> Taken:
+        """Lengthen the beams, let what ends be finished; see `Search.take`."""
+        done: dict[int, Outcome] = {}
+        broken = is_broken(found)
+        if broken is not None:
+            for place in np.unique(np.flatnonzero(broken) // self.width).tolist():
+                done[place] = not_a_number(self.requests[place], int(self._num_new[place]))
+            found = repaired(found, broken)
+        token_ids, log_probs = found.token_ids, log_probs_of(found)
+        if self._filters.are_set:
+            by_row = self._num_new.repeat(self.width)
+            token_ids, log_probs = self._filters.apply(self.history, by_row, token_ids, log_probs)
+        best = _extend(self._running, token_ids, log_probs, 2 * self.width)
+        self._num_new += 1
+        at_limit = self._num_new == self._limits
+        ends = (best.token_ids == self._eos) | at_limit[:, None]
         going = best
         if np.count_nonzero(ends):
-            _finish(finished, rows, best, ends, config)
+            self._finish(best, ends)
             going = _continue(best, ends)
-        going = going.first(num_beams)
-        closed = at_limit | _is_settled(finished, going, rows.num_new + 1, batch.max_new_tokens, config)
+        going = going.first(self.width)
+        closed = at_limit | self._is_settled(going)
+        rows = going.rows
         if np.count_nonzero(closed):
-            for source in np.flatnonzero(closed).tolist():
-                found = finished.hypotheses(source, config.num_return_sequences, eos)
-                if not found:
-                    raise nothing_left(int(batch.texts[places[source]]), rows.num_new)
-                results[places[source]] = found
-            kept = np.flatnonzero(~closed)
-            going, places = going.select(kept), places[kept]
-            finished.select(kept)
-        if places.size:
-            rows.select(going.rows.ravel())
-            rows.append(going.token_ids.ravel())
-            running = going.log_probs
-    return results
+            for place in np.flatnonzero(closed).tolist():
+                request = self.requests[place]
+                hypotheses = self._finished.hypotheses(place, request.config.num_return_sequences, self._eos)
+                done.setdefault(place, hypotheses or nothing_left(request, int(self._num_new[place]) - 1))
+            # What leaves need not move any more.
+            rows = np.where(closed[:, None], np.arange(rows.size).reshape(rows.shape), rows)
+        self._running = going.log_probs
+        return Taken(self._lengthen(rows.ravel(), going.token_ids.ravel()), done)
+
+    def steps_ahead(self) -> int:
+        """Say that one step is taken after the other: any of them may reorder the beams; see `Search.steps_ahead`."""
+        return 1
+
+    def follow(self, found: Candidates) -> None:
+        """Never be asked, for it looks no step ahead; see `Search.follow`."""
+        raise AssertionError("a beam search takes one step at a time")
+
+    def remove(self, kept: Ids) -> None:
+        """Go on with some sources; see `Search.remove`."""
+        self.requests = [self.requests[place] for place in kept.tolist()]
+        self.history.keep((kept[:, None] * self.width + np.arange(self.width)).ravel())
+        self._running, self._num_new, self._limits = self._running[kept], self._num_new[kept], self._limits[kept]
+        self._finished.select(kept)
+
+    def _lengthen(self, rows: Ids, token_ids: Ids) -> Ids | None:
+        """Let every row continue another one with a token; return the order, None where it is as it was."""
+        stays = rows.tobytes() == np.arange(rows.size).tobytes()  # the fastest comparison of a few numbers
+        if not stays:
+            self.history.reorder(rows)
+        self.history.append(token_ids)
+        return None if stays else rows
+
+    def _finish(self, best: Extensions, ends: Mask) -> None:
+        """Keep what ends; of the 2 · width extensions only the better half may, the others are spare beams."""
+        scores = best.log_probs / self._divisors(self._num_new)[:, None]
+        better = ends & (scores > self._finished.worst[:, None])
+        better[:, self.width :] = False
+        places, log_probs = better.nonzero()[0].tolist(), best.log_probs[better].tolist()
+        rows, token_ids = best.rows[better].tolist(), best.token_ids[better].tolist()
+        for place, row, token, log_prob, score in zip(
+            places, rows, token_ids, log_probs, scores[better].tolist(), strict=True
+        ):
+            self._finished.add(place, Ended([*self.history.row(row), token], log_prob, score))
+
+    def _is_settled(self, going: Extensions) -> Mask:
+        """Say for which sources no running beam is expected to change the result, bool [sources].
+
+        The expectation is a heuristic unless `early_stopping` is "never": it judges
+        the best beam as if it ended now.
+        """
+        config, worst = self._config, self._finished.worst
+        hopeful = config.early_stopping == "never" and config.length_penalty > 0
+        attainable = going.log_probs[:, 0] / self._divisors(self._limits if hopeful else self._num_new)
+        settled: Mask = attainable <= worst
+        return settled | (worst > -np.inf) if config.early_stopping is True else settled
+
+    def _divisors(self, lengths: Ids) -> Floats:
+        """Return what log-probabilities are divided by, float32 [sources]."""
+        divisors: Floats = (lengths.astype(np.float64) ** self._config.length_penalty).astype(np.float32)
+        return divisors
 
 
 def _extend(running: Floats, token_ids: Ids, log_probs: Floats, num: int) -> Extensions:
     """Choose among the candidates of all beams of a source.
 
     Args:
-        running: Σ log p of the beams, float32 [batch, beams].
-        token_ids: int64 [batch · beams, num_candidates].
-        log_probs: float32 [batch · beams, num_candidates].
+        running: Σ log p of the beams, float32 [sources, beams].
+        token_ids: int64 [sources · beams, num_candidates].
+        log_probs: float32 [sources · beams, num_candidates].
         num: how many to choose.
     """
     totals = running.reshape(-1, 1) + log_probs
@@ -166,27 +243,3 @@ def _continue(best: Extensions, ends: Mask) -> Extensions:
     sources, order = np.arange(len(ends))[:, None], ends.argsort(1, kind="stable")
     log_probs = np.where(ends, -np.inf, best.log_probs)
     return Extensions(best.rows[sources, order], best.token_ids[sources, order], log_probs[sources, order])
-
-
-def _finish(finished: Finished, rows: Rows[S], best: Extensions, ends: Mask, config: DecodeConfig) -> None:
-    """Keep what ends; of the 2 · num_beams extensions only the better half may, the others are spare beams."""
-    scores = best.log_probs / (rows.num_new + 1) ** config.length_penalty
-    better = ends & (scores > finished.worst[:, None])
-    better[:, config.num_beams :] = False
-    sequences = np.concatenate((rows.history[best.rows[better]], best.token_ids[better][:, None]), 1)
-    sources, log_probs = better.nonzero()[0].tolist(), best.log_probs[better].tolist()
-    for source, ids, log_prob, score in zip(sources, sequences, log_probs, scores[better].tolist(), strict=True):
-        finished.add(source, Ended(ids, log_prob, score))
-
-
-def _is_settled(finished: Finished, going: Extensions, num_new: int, max_new_tokens: int, config: DecodeConfig) -> Mask:
-    """Say for which sources no running beam is expected to change the result, bool [batch].
-
-    The expectation is a heuristic unless `early_stopping` is "never": it judges
-    the best beam as if it ended now.
-    """
-    hopeful = config.early_stopping == "never" and config.length_penalty > 0
-    length = max_new_tokens if hopeful else num_new
-    attainable = going.log_probs[:, 0] / length**config.length_penalty
-    settled: Mask = attainable <= finished.worst
-    return settled | (finished.worst > -np.inf) if config.early_stopping is True else settled

@@ -13,12 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tfexport.decode.config import DecodeConfig
+from tfexport.decode.history import History
 from tfexport.runtime.session import Floats, Ids, Mask
 from tfexport.spec import ModelSpec
 
 
 class Filters:
-    """The penalties and bans of one configuration for one model, for the rows of one batch.
+    """The penalties and bans of one configuration for one model, for the rows of one search.
 
     Attributes:
         are_set: whether there is one that could change anything.
@@ -36,46 +37,28 @@ class Filters:
         if config.suppress_tokens:
             self._suppressed = np.zeros(spec.vocab, np.bool_)
             self._suppressed[list(config.suppress_tokens)] = True
+        self._repeats: Ids | None = None  # of the history that was asked with last
         self._marks: NDArray[np.bool_] = np.zeros((0, spec.vocab + 1), np.bool_)
 
-    def repeats(self, history: Ids) -> Ids | None:
-        """Find the tokens that would repeat an n-gram.
-
-        Args:
-            history: start token, prefix and generated tokens, int64 [rows, len].
-
-        Returns:
-            int64 [rows, num_ngrams], the size of the vocabulary in the places of no token; None where none would.
-        """
-        size = self._config.no_repeat_ngram_size
-        num_ngrams = history.shape[1] - size + 1
-        if size == 0 or num_ngrams < 1:
-            return None
-        matches: Mask = np.ones((len(history), num_ngrams), np.bool_)
-        for place in range(size - 1):
-            matches &= history[:, place : place + num_ngrams] == history[:, num_ngrams + place, None]
-        return np.where(matches, history[:, size - 1 :], self._vocab) if matches.any() else None
-
-    def num_candidates(self, wanted: int, history_len: int, repeats: Ids | None) -> int:
+    def num_candidates(self, wanted: int, history: History) -> int:
         """Return how many candidates to ask for, so that the `wanted` best are among them after filtering."""
+        if self._config.no_repeat_ngram_size:
+            self._repeats = self._find_repeats(history)
         if self._config.repetition_penalty < 1:
             return self._vocab  # it raises scores: any token may become the best
         lowered = self._num_banned
         if self._config.repetition_penalty > 1:
-            lowered += history_len
-        elif repeats is not None:
-            lowered += int((repeats < self._vocab).sum(1).max())
+            lowered += history.longest
+        elif self._repeats is not None:
+            lowered += int((self._repeats < self._vocab).sum(1).max())
         return min(wanted + lowered, self._vocab)
 
-    def apply(
-        self, history: Ids, num_new: int, repeats: Ids | None, token_ids: Ids, scores: Floats
-    ) -> tuple[Ids, Floats]:
+    def apply(self, history: History, num_new: Ids, token_ids: Ids, scores: Floats) -> tuple[Ids, Floats]:
         """Penalise and ban, then sort again.
 
         Args:
-            history: start token, prefix and generated tokens, int64 [rows, len].
-            num_new: generated tokens so far.
-            repeats: of this history.
+            history: the one that `num_candidates` was asked with.
+            num_new: tokens that each row has generated so far, int64 [rows].
             token_ids: candidates, int64 [rows, num_candidates].
             scores: logits or log-probabilities, float32 [rows, num_candidates].
 
@@ -85,8 +68,8 @@ class Filters:
         if self._penalises:
             penalty = self._config.repetition_penalty
             penalised = np.where(scores < 0, scores * penalty, scores / penalty)
-            scores = np.where(self._contains(history, token_ids), penalised, scores)
-        banned = self._banned(num_new, repeats, token_ids)
+            scores = np.where(self._contains(history.tokens, token_ids), penalised, scores)
+        banned = self._banned(num_new, token_ids)
         if banned is not None:
             scores = np.where(banned, -np.inf, scores)
         if self._penalises:
@@ -97,13 +80,31 @@ class Filters:
             return token_ids, scores
         return np.take_along_axis(token_ids, order, 1), np.take_along_axis(scores, order, 1)
 
-    def _banned(self, num_new: int, repeats: Ids | None, token_ids: Ids) -> Mask | None:
+    def _find_repeats(self, history: History) -> Ids | None:
+        """Find the tokens that would repeat an n-gram.
+
+        Returns:
+            int64 [rows, num_ngrams], the size of the vocabulary in the places of no token; None where none would.
+        """
+        size, tokens, lengths = self._config.no_repeat_ngram_size, history.tokens, history.lengths
+        num_ngrams = tokens.shape[1] - size + 1
+        if num_ngrams < 1:
+            return None
+        # What a row's next token would complete: its last size - 1 tokens.
+        newest = lengths[:, None] - np.arange(size - 1, 0, -1)
+        begun = np.take_along_axis(tokens, newest.clip(min=0), 1)
+        matches: Mask = np.arange(num_ngrams) <= lengths[:, None] - size
+        for place in range(size - 1):
+            matches &= tokens[:, place : place + num_ngrams] == begun[:, place, None]
+        return np.where(matches, tokens[:, size - 1 :], self._vocab) if matches.any() else None
+
+    def _banned(self, num_new: Ids, token_ids: Ids) -> Mask | None:
         """Say which candidates may not come next, None where all may."""
         masks: list[Mask] = []
-        if repeats is not None:
-            masks.append(self._contains(repeats, token_ids))
-        if num_new < self._config.min_new_tokens:
-            masks.append(token_ids == self._eos)
+        if self._repeats is not None:
+            masks.append(self._contains(self._repeats, token_ids))
+        if self._config.min_new_tokens and num_new.min() < self._config.min_new_tokens:
+            masks.append((token_ids == self._eos) & (num_new < self._config.min_new_tokens)[:, None])
         if self._suppressed is not None:
             masks.append(self._suppressed[token_ids])
         if not masks:

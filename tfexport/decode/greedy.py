@@ -2,115 +2,127 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 
 from tfexport.decode.config import DecodeConfig
-from tfexport.decode.request import Batch
+from tfexport.decode.filters import Filters
+from tfexport.decode.history import History
+from tfexport.decode.request import Request
 from tfexport.decode.result import Hypothesis, finish_reason
-from tfexport.decode.rows import Rows, nothing_left
 from tfexport.decode.sample import Sampler
-from tfexport.runtime.session import Floats, Ids, Mask, S, Session
+from tfexport.decode.search import Outcome, Taken, is_broken, log_probs_of, not_a_number, nothing_left, repaired
+from tfexport.runtime.session import Candidates, Ids, Mask
+from tfexport.spec import ModelSpec
 
 
-class Chosen(NamedTuple):
-    """The tokens of one step.
+class GreedySearch:
+    """Goes on with the best token of each row, or draws one; see `Search`."""
 
-    Attributes:
-        rows: rows of the batch that are still running, in any order, int64 [running].
-        token_ids: int64 [running].
-        log_probs: float32 [running].
-    """
+    width = 1
 
-    rows: Ids
-    token_ids: Ids
-    log_probs: Floats
+    def __init__(self, config: DecodeConfig, spec: ModelSpec) -> None:
+        """Begin without a source.
 
+        Args:
+            config: what the requests have in common; num_beams is 1.
+            spec: of the model.
+        """
+        self.requests: list[Request] = []
+        self.history = History(spec.vocab)
+        self._filters, self._eos = Filters(config, spec), spec.tokens.eos
+        self._sampler = Sampler(config, spec.vocab) if config.do_sample else None
+        self._num_new: Ids = np.empty(0, np.int64)
+        self._limits: Ids = np.empty(0, np.int64)
+        self._totals = np.empty(0)  # Σ log p in float64
+        self._failed: dict[int, Outcome] = {}
 
-def choose_tokens(session: Session[S], batch: Batch, config: DecodeConfig, *, ahead: bool = False) -> Iterator[Chosen]:
-    """Decode a batch token by token; finished rows leave it.
+    def add(self, requests: Sequence[Request]) -> None:
+        """Begin to search for more; see `Search.add`."""
+        self.requests += requests
+        self.history.add(request.prompt for request in requests)
+        self._num_new = np.concatenate((self._num_new, [request.num_forced for request in requests]))
+        self._limits = np.concatenate((self._limits, [request.max_new_tokens for request in requests]))
+        self._totals = np.concatenate((self._totals, np.zeros(len(requests))))
+        if self._sampler:
+            self._sampler.add(requests)
 
-    Args:
-        session: any backend.
-        batch: for sampling, each text num_return_sequences times.
-        config: num_beams is 1.
-        ahead: take many steps at once where nothing is drawn and the session can: their tokens come late.
+    def num_candidates(self) -> int:
+        """Say how many candidates it wants; see `Search.num_candidates`."""
+        return self._filters.num_candidates(self._sampler.wanted if self._sampler else 1, self.history)
 
-    Yields:
-        The tokens of each step, the end-of-sequence tokens included.
-
-    Raises:
-        BackendError: the model gave numbers that are none.
-        InputError: the filters leave a row nothing to choose.
-    """
-    eos = session.spec.tokens.eos
-    sampler = Sampler(config, batch, session.spec.vocab) if config.do_sample else None
-    wanted = sampler.wanted if sampler else 1
-    rows, running = Rows(session, batch, config), np.arange(len(batch.texts))
-    while rows.num_new < batch.max_new_tokens:
-        if ahead and not sampler:
-            taken, chosen = rows.run_ahead(batch.max_new_tokens - rows.num_new)
-            yield Chosen(np.tile(running, len(taken)), taken.ravel(), chosen.ravel())
-        candidates, log_probs = rows.best(wanted, filter_logits=True)
+    def take(self, found: Candidates) -> Taken:
+        """Lengthen each row by one token; see `Search.take`."""
+        broken = is_broken(found)
+        if broken is not None:
+            self._fail(broken, self._num_new)
+            found = repaired(found, broken)
+        token_ids, log_probs = found.token_ids, log_probs_of(found)
+        if self._filters.are_set:
+            normalizer = found.log_normalizer[:, None]
+            token_ids, scores = self._filters.apply(self.history, self._num_new, token_ids, found.logits)
+            log_probs = scores - normalizer
         best = log_probs[:, 0].copy()  # a view would keep all candidates of the step
         # `in` a list is the fastest search of a few numbers.
         if -np.inf in best.tolist():
-            raise nothing_left(int(rows.texts[best.argmin()]), rows.num_new)
-        if sampler:
-            columns, chosen = sampler.draw(running, log_probs)
-            token_ids = candidates[np.arange(running.size), columns]
+            for row in np.flatnonzero(best == -np.inf).tolist():
+                self._failed.setdefault(row, nothing_left(self.requests[row], int(self._num_new[row])))
+            log_probs = np.where(best[:, None] == -np.inf, np.float32(0), log_probs)
+        if self._sampler:
+            columns, chosen = self._sampler.draw(log_probs)
+            new_ids = token_ids[np.arange(best.size), columns]
         else:
-            token_ids, chosen = candidates[:, 0].copy(), best
-        yield Chosen(running, token_ids, chosen)
-        if eos in token_ids.tolist():
-            kept = _close_up(token_ids == eos)
-            if not kept.size:
-                return
-            rows.select(kept)
-            running, token_ids = running[kept], token_ids[kept]
-        rows.append(token_ids)
+            new_ids, chosen = token_ids[:, 0].copy(), best
+        self._totals += chosen
+        self._num_new += 1
+        self.history.append(new_ids)
+        ended = (new_ids == self._eos) | (self._num_new == self._limits)
+        return Taken(None, self._outcomes(ended))
 
+    def steps_ahead(self) -> int:
+        """Say how many steps may be taken at once; see `Search.steps_ahead`."""
+        if self._sampler or not self._filters.leave_best:
+            return 1
+        return int((self._limits - self._num_new).min())
 
-def _close_up(ends: Mask) -> Ids:
-    """Return the rows that do not end, the last of them in the places of those that do, so that few caches move."""
-    going = np.flatnonzero(~ends)
-    kept = np.arange(going.size)
-    kept[ends[: going.size]] = going[going >= going.size]
-    return kept
+    def follow(self, found: Candidates) -> None:
+        """Take steps in which each row went on with its best token; see `Search.follow`."""
+        token_ids, log_probs = found.token_ids[:, :, 0], found.logits[:, :, 0] - found.log_normalizer
+        finite = np.isfinite(log_probs)
+        if not finite.all():
+            self._fail(~finite.all(0), self._num_new + finite.argmin(0))
+        for new_ids, chosen in zip(token_ids, log_probs, strict=True):
+            self._totals += chosen  # step after step, as `take` adds them
+            self.history.append(new_ids)
+        self._num_new += len(token_ids)
 
+    def remove(self, kept: Ids) -> None:
+        """Go on with some sources; see `Search.remove`."""
+        self.requests = [self.requests[place] for place in kept.tolist()]
+        self.history.keep(kept)
+        self._num_new, self._limits, self._totals = self._num_new[kept], self._limits[kept], self._totals[kept]
+        if self._sampler:
+            self._sampler.keep(kept)
 
-def greedy_search(session: Session[S], batch: Batch, config: DecodeConfig) -> list[list[Hypothesis]]:
-    """Decode a batch with the best token at every step, or with samples.
+    def _fail(self, broken: Mask, num_new: Ids) -> None:
+        for row in np.flatnonzero(broken).tolist():
+            self._failed.setdefault(row, not_a_number(self.requests[row], int(num_new[row])))
 
-    Args:
-        session: any backend.
-        batch: one row a text.
-        config: num_beams is 1.
+    def _outcomes(self, ended: Mask) -> dict[int, Outcome]:
+        done: dict[int, Outcome] = {}
+        if np.count_nonzero(ended):
+            done = {row: [self._hypothesis(row)] for row in np.flatnonzero(ended).tolist()}
+        if self._failed:
+            done |= self._failed
+            self._failed = {}
+        return done
 
-    Returns:
-        For each text one hypothesis, or its samples in the order of their number.
-
-    Raises:
-        BackendError: the model gave numbers that are none.
-        InputError: the filters leave a text nothing to choose.
-    """
-    samples, eos = config.num_return_sequences, session.spec.tokens.eos
-    repeated = batch.repeat(samples)
-    rows, token_ids, log_probs = map(
-        np.concatenate, zip(*choose_tokens(session, repeated, config, ahead=True), strict=True)
-    )
-    lengths = np.bincount(rows)
-    new_ids = np.split(token_ids[rows.argsort(kind="stable")], lengths.cumsum()[:-1])
-    totals = np.bincount(rows, log_probs)  # added up in float64, step after step
-    hypotheses = [
-        Hypothesis(
-            token_ids=(*prompt[1:], *new.tolist()),
-            score=log_prob / (batch.num_forced + new.size),
+    def _hypothesis(self, row: int) -> Hypothesis:
+        ids, log_prob = self.history.row(row), float(self._totals[row])
+        return Hypothesis(
+            token_ids=tuple(ids[1:]),
+            score=log_prob / int(self._num_new[row]),
             log_prob=log_prob,
-            finish_reason=finish_reason(int(new[-1]), eos),
+            finish_reason=finish_reason(ids[-1], self._eos),
         )
-        for prompt, new, log_prob in zip(repeated.prompts.tolist(), new_ids, totals.tolist(), strict=True)
-    ]
-    return [hypotheses[start : start + samples] for start in range(0, len(hypotheses), samples)]

@@ -1,127 +1,80 @@
-"""What is asked of a decode: every source and prefix checked, then laid out in batches."""
+"""What is asked of a decode: every source and prefix checked."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 import numpy as np
 
 from tfexport.decode.config import DecodeConfig
 from tfexport.errors import InputError, raise_all
-from tfexport.runtime.session import Ids, Mask, pad_right
+from tfexport.runtime.session import Limits, Session
 from tfexport.spec import ModelSpec
 
 
 @dataclass(frozen=True)
 class Request:
-    """One text to decode.
+    """One text to decode, or one sample of it.
 
     Attributes:
         text: its place in the call.
         source_ids: the source, at least one token.
         prompt: start token, prefix and forced first token: what the decoder reads first.
+        config: how to generate.
+        max_new_tokens: how many to generate at most, a forced one included.
+        sample: number of the sample, where samples are drawn.
     """
 
     text: int
     source_ids: tuple[int, ...]
     prompt: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Requests with equally long prompts, as arrays.
-
-    Attributes:
-        texts: place of each request in the call, int64 [batch].
-        source_ids: int64 [batch, source_len], padded on the right.
-        source_mask: bool [batch, source_len], True = token.
-        prompts: int64 [batch, prompt_len].
-        num_forced: how many tokens at the end of a prompt count as generated.
-        max_new_tokens: how many to generate at most, the forced ones included.
-    """
-
-    texts: Ids
-    source_ids: Ids
-    source_mask: Mask
-    prompts: Ids
-    num_forced: int
+    config: DecodeConfig
     max_new_tokens: int
+    sample: int = 0
 
-    @classmethod
-    def of(cls, requests: Sequence[Request], config: DecodeConfig, spec: ModelSpec) -> Batch:
-        """Pad the sources of `requests` and stack their prompts."""
-        source_ids, mask = pad_right([request.source_ids for request in requests], spec.tokens.pad)
-        num_forced = int(config.forced_bos_token_id is not None)
-        prompts = np.array([request.prompt for request in requests], np.int64)
-        return cls(
-            texts=np.array([request.text for request in requests], np.int64),
-            source_ids=source_ids,
-            source_mask=mask,
-            prompts=prompts,
-            num_forced=num_forced,
-            max_new_tokens=config.max_new_tokens or _room(spec, prompts.shape[1] - 1 - num_forced),
-        )
-
-    def repeat(self, times: int) -> Batch:
-        """Return the batch with every request `times` times, side by side."""
-        return Batch(
-            texts=self.texts.repeat(times),
-            source_ids=self.source_ids.repeat(times, axis=0),
-            source_mask=self.source_mask.repeat(times, axis=0),
-            prompts=self.prompts.repeat(times, axis=0),
-            num_forced=self.num_forced,
-            max_new_tokens=self.max_new_tokens,
-        )
-
-
-def batches(requests: Sequence[Request], batch_size: int) -> Iterator[list[Request]]:
-    """Group requests whose prompts are equally long, longest sources first, `batch_size` at most in a group."""
-    ordered = sorted(requests, key=lambda request: (len(request.prompt), -len(request.source_ids)))
-    for _, group in groupby(ordered, key=lambda request: len(request.prompt)):
-        same = list(group)
-        for start in range(0, len(same), batch_size):
-            yield same[start : start + batch_size]
+    @property
+    def num_forced(self) -> int:
+        """How many tokens at the end of the prompt count as generated."""
+        return int(self.config.forced_bos_token_id is not None)
 
 
 def check_requests(
-    spec: ModelSpec,
+    session: Session,
     sources: Sequence[Sequence[int]],
     config: DecodeConfig,
-    prefixes: Sequence[Sequence[int]] | None,
-    *,
-    has_engines: bool = False,
+    prefixes: Sequence[Sequence[int]] | None = None,
 ) -> list[Request]:
     """Check everything that is asked and return one request a source.
 
     Args:
-        spec: of the session.
+        session: that will decode.
         sources: token ids of each text.
         config: how to generate.
         prefixes: token ids that each text's hypotheses begin with; None for none.
-        has_engines: the lengths may be limits of engines, which others can be built without.
 
     Raises:
-        InputError: lists what is wrong with the settings for this model, and with each text.
+        InputError: lists what is wrong with the settings for this session, and with each text.
     """
+    spec, limits = session.spec, session.limits
     if not spec.has_decoder:
         raise InputError("decode: this model is an encoder alone and cannot generate; use its hidden states")
     if prefixes is not None and len(prefixes) != len(sources):
         raise InputError(f"decode: {len(prefixes)} prefixes for {len(sources)} texts; give one each, empty for none")
     # What no text could do is said once, not for each text.
-    no_room = _room_problems(spec, 0, config, has_engines=has_engines)
-    problems, requests = [*_setting_problems(spec, config), *no_room], []
+    no_room = _room_problems(spec, limits, 0, config)
+    problems, requests = [*_setting_problems(spec, limits, config), *no_room], []
     forced = () if config.forced_bos_token_id is None else (config.forced_bos_token_id,)
     for text, source in enumerate(sources):
         prefix = () if prefixes is None else prefixes[text]
-        found = _source_problems(spec, source, has_engines=has_engines) + _prefix_problems(spec, prefix, config)
+        found = _source_problems(spec, limits, source) + _prefix_problems(spec, prefix, config)
         if not no_room:
-            found += _room_problems(spec, len(prefix), config, has_engines=has_engines)
+            found += _room_problems(spec, limits, len(prefix), config)
         problems += [f"text {text + 1}: {problem}" for problem in found]
         if not problems:
             prompt = (spec.tokens.start, *map(int, prefix), *forced)
-            requests.append(Request(text, tuple(map(int, source)), prompt))
+            room = config.max_new_tokens or _room(spec, len(prefix))
+            requests.append(Request(text, tuple(map(int, source)), prompt, config, room))
     raise_all(InputError, "decode", problems)
     return requests
 
@@ -131,7 +84,7 @@ def _room(spec: ModelSpec, prefix_len: int) -> int:
     return spec.max_target_length - prefix_len
 
 
-def _setting_problems(spec: ModelSpec, config: DecodeConfig) -> list[str]:
+def _setting_problems(spec: ModelSpec, limits: Limits, config: DecodeConfig) -> list[str]:
     problems = [
         f"{name} has {token}, expected below the vocabulary of {spec.vocab}"
         for name, tokens in (
@@ -148,18 +101,21 @@ def _setting_problems(spec: ModelSpec, config: DecodeConfig) -> list[str]:
             f"num_beams {config.num_beams} needs a vocabulary of {2 * config.num_beams}, it has {spec.vocab}; "
             f"lower num_beams to {spec.vocab // 2}"
         )
+    if limits.rows.is_below(config.num_beams):
+        problems.append(
+            f"num_beams is {config.num_beams}, but the session takes {limits.rows.most} rows at once; "
+            f"lower it{limits.rows.for_more(config.num_beams)}"
+        )
     return problems
 
 
-def _source_problems(spec: ModelSpec, source: Sequence[int], *, has_engines: bool) -> list[str]:
+def _source_problems(spec: ModelSpec, limits: Limits, source: Sequence[int]) -> list[str]:
     problems = _id_problems("source", source, spec.source_vocab)
     if len(source) == 0:
         problems.append("the source is empty, expected one token or more")
     if len(source) > spec.max_source_length:
-        larger = _larger_engines("source", len(source)) if has_engines else ""
-        problems.append(
-            f"the source has {len(source)} tokens, the limit is {spec.max_source_length}; shorten it{larger}"
-        )
+        more = limits.source_length.for_more(len(source))
+        problems.append(f"the source has {len(source)} tokens, the limit is {spec.max_source_length}; shorten it{more}")
     return problems
 
 
@@ -171,22 +127,18 @@ def _prefix_problems(spec: ModelSpec, prefix: Sequence[int], config: DecodeConfi
     return problems
 
 
-def _larger_engines(side: str, length: int) -> str:
-    return f", or build engines for more: tfexport trt BUNDLE --max-{side}-length {length} --force"
-
-
-def _room_problems(spec: ModelSpec, prefix_len: int, config: DecodeConfig, *, has_engines: bool) -> list[str]:
+def _room_problems(spec: ModelSpec, limits: Limits, prefix_len: int, config: DecodeConfig) -> list[str]:
     room = _room(spec, prefix_len)
     least = max(1 + (config.forced_bos_token_id is not None), config.min_new_tokens)
     if room < least:
         given = f"a prefix of {prefix_len} and " if prefix_len else ""
         remedy = "shorten the prefix or lower min_new_tokens" if prefix_len else "lower min_new_tokens"
-        larger = _larger_engines("target", prefix_len + least) if has_engines else ""
+        larger = limits.target_length.for_more(prefix_len + least)
         return [f"{given}{least} new tokens are above the limit of {spec.max_target_length}; {remedy}{larger}"]
     if config.max_new_tokens is not None and config.max_new_tokens > room:
         left = f"but a prefix of {prefix_len} leaves {room} of the limit" if prefix_len else "above the limit of"
         got = f"max_new_tokens is {config.max_new_tokens}, {left} {spec.max_target_length}"
-        larger = _larger_engines("target", prefix_len + config.max_new_tokens) if has_engines else ""
+        larger = limits.target_length.for_more(prefix_len + config.max_new_tokens)
         return [f"{got}; lower max_new_tokens to {room}{larger}"]
     return []
 

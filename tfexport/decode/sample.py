@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 from tfexport.decode.config import DecodeConfig
-from tfexport.decode.request import Batch
+from tfexport.decode.request import Request
 from tfexport.runtime.session import Floats, Ids
 
 Probabilities = NDArray[np.float64]
@@ -22,32 +24,37 @@ class Sampler:
         wanted: how many candidates it draws from at most.
     """
 
-    def __init__(self, config: DecodeConfig, batch: Batch, vocab: int) -> None:
-        """Seed the rows of `batch`, in which each text stands num_return_sequences times."""
+    def __init__(self, config: DecodeConfig, vocab: int) -> None:
+        """Begin without a row."""
         self.wanted = config.top_k or vocab
         self._config = config
-        samples = np.arange(len(batch.texts)) % config.num_return_sequences
-        self._generators = [
-            np.random.default_rng((config.seed, int(text), int(sample)))
-            for text, sample in zip(batch.texts, samples, strict=True)
+        self._generators: list[np.random.Generator] = []
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Seed a row for each request."""
+        self._generators += [
+            np.random.default_rng((request.config.seed, request.text, request.sample)) for request in requests
         ]
 
-    def draw(self, rows: Ids, log_probs: Floats) -> tuple[Ids, Floats]:
-        """Draw a candidate for each of some rows.
+    def keep(self, rows: Ids) -> None:
+        """Forget all rows but `rows`, int64 [new rows]."""
+        self._generators = [self._generators[row] for row in rows.tolist()]
+
+    def draw(self, log_probs: Floats) -> tuple[Ids, Floats]:
+        """Draw a candidate for each row.
 
         Args:
-            rows: rows of the batch, int64 [running].
-            log_probs: of their candidates, float32 [running, num_candidates], best first.
+            log_probs: of the candidates, float32 [rows, num_candidates], best first.
 
         Returns:
-            The column drawn, int64 [running], and the logarithm of the
-            probability it was drawn with, float32 [running].
+            The column drawn, int64 [rows], and the logarithm of the
+            probability it was drawn with, float32 [rows].
         """
         probabilities = distribution(log_probs[:, : self.wanted], self._config)
         cumulative = probabilities.cumsum(1)
-        draws = np.array([self._generators[row].random() for row in rows])
+        draws = np.array([generator.random() for generator in self._generators])
         columns: Ids = (cumulative > draws[:, None] * cumulative[:, -1:]).argmax(1)
-        return columns, np.log(probabilities[np.arange(len(rows)), columns]).astype(np.float32)
+        return columns, np.log(probabilities[np.arange(len(columns)), columns]).astype(np.float32)
 
 
 def distribution(log_probs: Floats, config: DecodeConfig) -> Probabilities:

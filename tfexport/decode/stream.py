@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from tfexport.decode.config import DecodeConfig
-from tfexport.decode.greedy import choose_tokens
-from tfexport.decode.request import Batch, check_requests
-from tfexport.errors import InputError, raise_all
-from tfexport.runtime.session import S, Session
+from tfexport.decode.loop import Loop
+from tfexport.decode.request import Request, check_requests
+from tfexport.errors import InputError, TfexportError, raise_all
+from tfexport.runtime.session import Session
 
 
 def stream(
-    session: Session[S], source: Sequence[int], config: DecodeConfig, *, prefix: Sequence[int] = ()
+    session: Session, source: Sequence[int], config: DecodeConfig, *, prefix: Sequence[int] = ()
 ) -> Iterator[int]:
     """Generate for one source, token by token.
 
@@ -38,13 +38,17 @@ def stream(
         if getattr(config, name) > 1
     ]
     raise_all(InputError, "stream", problems)
-    has_engines = session.max_rows is not None
-    requests = check_requests(session.spec, [source], config, [prefix], has_engines=has_engines)
-    batch = Batch.of(requests, config, session.spec)
-    return _tokens(session, batch, config)
+    (request,) = check_requests(session, [source], config, [prefix])
+    return _tokens(session, request)
 
 
-def _tokens(session: Session[S], batch: Batch, config: DecodeConfig) -> Iterator[int]:
-    yield from batch.prompts[0, 1:].tolist()
-    for chosen in choose_tokens(session, batch, config):
-        yield int(chosen.token_ids[0])
+def _tokens(session: Session, request: Request) -> Iterator[int]:
+    yield from request.prompt[1:]
+    loop = Loop(session, 1, stream=True)
+    loop.submit([request])
+    while loop.is_busy:
+        for update in loop.step():
+            if isinstance(update.outcome, TfexportError):
+                raise update.outcome
+            assert update.token_id is not None
+            yield update.token_id

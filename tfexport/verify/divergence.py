@@ -21,7 +21,7 @@ def parting(left: Sequence[int], right: Sequence[int]) -> int:
 
 
 def measure_divergence(
-    reference: Session[Any],
+    reference: Session,
     sources: Sequence[Sequence[int]],
     expected: Sequence[Hypothesis],
     got: Sequence[Hypothesis],
@@ -50,7 +50,7 @@ def measure_divergence(
     return Divergence(equal, float(np.median([position for *_, position in parted])), float(np.median(margins)))
 
 
-def _margins(reference: Session[Any], parted: Sequence[tuple[Sequence[int], Sequence[int], int]]) -> Sequence[float]:
+def _margins(reference: Session, parted: Sequence[tuple[Sequence[int], Sequence[int], int]]) -> Sequence[float]:
     """Follow each text to where it is left, and return the distance of the two best logits there."""
     tokens = reference.spec.tokens
     state = reference.encode(*pad_right([source for source, *_ in parted], tokens.pad))

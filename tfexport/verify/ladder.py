@@ -31,7 +31,7 @@ from tfexport.verify.report import TOLERANCE, Decodes, Numbers, Report
 from tfexport.verify.texts import METHODS, batch_mates, compare_decodes, decode_best
 
 Tell = Callable[[str], None]
-Named = tuple[str, Session[Any]]
+Named = tuple[str, Session]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,7 +246,7 @@ def _numbers(
     expected = full(model, batches)
     rounding = compare("eager float64", full(copy.deepcopy(model).double(), batches[:1]), expected[:1], 1e-3)
     rungs = [rounding]
-    stages = [("eager cached", cast(Session[Any], eager)), *sessions]
+    stages = [("eager cached", cast(Session, eager)), *sessions]
     for stage, session in stages:
         report(f"comparing logits: {stage}")
         tolerance = max(TOLERANCE[session.accuracy], 10 * rounding.error)

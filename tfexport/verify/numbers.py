@@ -59,7 +59,7 @@ def random_batches(spec: ModelSpec, count: int, rng: np.random.Generator, most_r
     return batches
 
 
-def step_logits(session: Session[Any], batch: Batch, expected: Floats) -> Floats:
+def step_logits(session: Session, batch: Batch, expected: Floats) -> Floats:
     """Feed the target through a session: a prefix at once, then token by token.
 
     A session that returns fewer candidates than there are tokens says of the others only that they are

@@ -25,7 +25,7 @@ class ShakenSession:
 
     backend = "shaken"
 
-    def __init__(self, inner: Session[Any], noise: float, rng: np.random.Generator) -> None:
+    def __init__(self, inner: Session, noise: float, rng: np.random.Generator) -> None:
         """Shake what `inner` computes by up to `noise`, drawn from `rng`."""
         self.spec, self.accuracy = inner.spec, inner.accuracy
         self.max_rows, self.max_candidates = inner.max_rows, inner.max_candidates

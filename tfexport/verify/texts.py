@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tfexport.decode.batch import decode
+from tfexport.decode.offline import decode
 from tfexport.decode.config import DecodeConfig
 from tfexport.decode.result import Hypothesis
 from tfexport.runtime.session import Session, pad_right
@@ -23,7 +23,7 @@ Sources = Sequence[Sequence[int]]
 Tokens = tuple[int, ...]
 
 
-def decode_best(session: Session[Any], sources: Sources, num_beams: int, batch_size: int) -> list[Hypothesis]:
+def decode_best(session: Session, sources: Sources, num_beams: int, batch_size: int) -> list[Hypothesis]:
     """Decode the best hypothesis of every source, at most 12 tokens long."""
     limit = min(NEW_TOKENS, session.spec.max_target_length)
     config = DecodeConfig(num_beams=num_beams, max_new_tokens=limit)
@@ -33,7 +33,7 @@ def decode_best(session: Session[Any], sources: Sources, num_beams: int, batch_s
 def compare_decodes(
     stage: str,
     method: str,
-    eager: Session[Any],
+    eager: Session,
     sources: Sources,
     expected: Sequence[Hypothesis],
     got: Sequence[Hypothesis],
@@ -72,13 +72,13 @@ def compare_decodes(
     return Decodes(stage, method, len(sources), exact, len(tied), first, must_be_exact, divergence)
 
 
-def _might_say(eager: Session[Any], source: Sequence[int], tokens: Tokens, num_beams: int, noise: float) -> bool:
+def _might_say(eager: Session, source: Sequence[int], tokens: Tokens, num_beams: int, noise: float) -> bool:
     """Say whether the eager model decodes to `tokens` when its logits are shaken by twice `noise`."""
     shaken = ShakenSession(eager, 2 * noise, np.random.default_rng(0))
     return any(best.token_ids == tokens for best in decode_best(shaken, [source] * SHAKES, num_beams, SHAKES))
 
 
-def _margin(eager: Session[Any], source: Sequence[int], left: Tokens, right: Tokens, *, greedy: bool) -> float:
+def _margin(eager: Session, source: Sequence[int], left: Tokens, right: Tokens, *, greedy: bool) -> float:
     """Return by how much the eager model prefers `left`: in logits where they part, or in score for beams."""
     scores = []
     step = parting(left, right)
@@ -88,7 +88,7 @@ def _margin(eager: Session[Any], source: Sequence[int], left: Tokens, right: Tok
     return float(scores[0] - scores[1])
 
 
-def token_log_probs(eager: Session[Any], source: Sequence[int], tokens: Tokens) -> Any:
+def token_log_probs(eager: Session, source: Sequence[int], tokens: Tokens) -> Any:
     """Score given tokens with a session, float64 [target_len]."""
     spec: ModelSpec = eager.spec
     ids, mask = pad_right([source], spec.tokens.pad)
@@ -107,7 +107,7 @@ def _describe(number: int, left: Tokens, right: Tokens, margin: float) -> str:
     return f"sequence {number}, token {step}: {token[0]} became {token[1]}, eager margin {margin:.1e}"
 
 
-def batch_mates(stage: str, session: Session[Any], sources: Sources, noise: float, eager: Session[Any]) -> Decodes:
+def batch_mates(stage: str, session: Session, sources: Sources, noise: float, eager: Session) -> Decodes:
     """Decode alone and in padded batches: the tokens must be the same."""
     alone = decode_best(session, sources, 1, 1)
     # Batches are sorted by length, so equal lengths would need no padding: a large batch holds all lengths.

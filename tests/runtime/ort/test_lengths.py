@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests import tiny
 from tests.runtime.test_contract import contrib_session, sources
-from tfexport.decode.batch import decode
+from tfexport.decode.offline import decode
 from tfexport.decode.config import DecodeConfig
 from tfexport.models.transformer import Transformer
 from tfexport.runtime.ort.contrib import ContribSession

@@ -3,7 +3,7 @@
 A beam that goes on keeps its row of the cache, whatever its rank; only beams
 that branch are copied, over rows that nobody continues, from the token on where
 the two part: behind equal tokens lie equal keys and values. So the rows of the
-buffers are in another order than the hypotheses of the caller: `slots`
+buffers are in another order than the hypotheses of the caller: `_cache_rows`
 translates.
 """
 
@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,23 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from tfexport.errors import BackendError, InputError
-from tfexport.runtime.ort.cache import FIRST_CAPACITY
-from tfexport.runtime.ort.device import STEP_SPIN_US, OrtDevice, host_value, run, still_open
+from tfexport.errors import BackendError
+from tfexport.runtime.ort.device import STEP_SPIN_US, OrtDevice, host_value, run
 from tfexport.runtime.ort.lengths import runs
-from tfexport.runtime.session import Candidates, Floats, Ids, Mask, check_rows, check_source, check_target
+from tfexport.runtime.session import (
+    Candidates,
+    Floats,
+    Ids,
+    Limits,
+    Mask,
+    Prompts,
+    check_prompts,
+    check_rows,
+    check_source,
+    check_sources,
+    check_step,
+    close_up,
+)
 from tfexport.spec import (
     CANDIDATE_IDS,
     CANDIDATE_LOGITS,
@@ -45,39 +58,16 @@ from tfexport.spec import (
 
 Array = NDArray[Any]
 
+# A first buffer for this many tokens; it doubles when it is full, so that short texts do not pay for long ones.
+FIRST_CAPACITY = 64
+# Shapes of steps that a batch keeps bound: sources come and go, and with each the number of rows changes.
+MAX_BINDINGS = 64
 # How many tokens a row shares with itself: as many as there will be.
 _EQUAL = sys.maxsize
 
 
 @dataclass
-class ContribState:
-    """One batch being decoded.
-
-    Attributes:
-        batch: sources still being decoded.
-        rows: hypotheses, a multiple of batch.
-        past_len: tokens in the cache of every row.
-        slots: row of the buffers that holds each hypothesis, int64 [rows]; the rows of one source lie side by side.
-        source_mask: bool [batch, source_len], in the order of the buffers, like all that follows.
-        cross: keys and values of the source, float32 [batch, heads, source_len, head_dim] for each name.
-        cache: keys and values of the target, float32 [2 · layers, at least rows, heads, capacity, head_dim].
-        shared: with how many equal tokens two rows of a source begin, [batch][beams][beams].
-        bound: what the next step is bound to; None when it must be bound anew.
-    """
-
-    batch: int
-    rows: int
-    past_len: int
-    slots: Ids
-    source_mask: Mask
-    cross: list[Array]
-    cache: Floats
-    shared: list[list[list[int]]]
-    bound: _Bound | None = field(default=None, repr=False)
-
-
-@dataclass
-class _Bound:
+class _Binding:
     """The arrays that a step reads and writes, bound once for many steps of equal shape."""
 
     io: ort.IOBinding
@@ -86,8 +76,16 @@ class _Bound:
     logits: Floats
     log_normalizer: Floats
 
-    def fits(self, target_len: int, num_candidates: int) -> bool:
-        return bool(self.inputs[TARGET_IDS].shape[1] == target_len and self.token_ids.shape[1] == num_candidates)
+
+@dataclass(frozen=True)
+class _Graphs:
+    """What all batches of a session share."""
+
+    encoder: ort.InferenceSession
+    decoder: ort.InferenceSession
+    spec: ModelSpec
+    cross: list[str]
+    caches: list[tuple[str, str]]
 
 
 class ContribSession:
@@ -97,12 +95,12 @@ class ContribSession:
         spec: sizes, limits and token ids.
         backend: "ort".
         form: "contrib".
+        accuracy: type of the weights where it is narrower than that of the graphs.
+        limits: those of the model.
     """
 
     backend = "ort"
     form = "contrib"
-    max_rows: int | None = None
-    max_candidates: int | None = None
 
     def __init__(
         self,
@@ -123,60 +121,116 @@ class ContribSession:
         Raises:
             BackendError: ONNX Runtime cannot load a graph.
         """
-        self.spec = spec
+        self.spec, self.limits = spec, Limits.of(spec)
         self.accuracy: Accuracy = weights or spec.precision
         device = OrtDevice("cpu")
         name = DECODER["contrib"]
         # One after the other: while a graph loads, the whole weight file may lie in memory beside what it becomes.
-        self._encoder: ort.InferenceSession | None = device.load(graphs[ENCODER_CONTRIB], ENCODER_CONTRIB, threads)
-        self._decoder: ort.InferenceSession | None = device.load(graphs[name], name, threads, spin_us=STEP_SPIN_US)
-        self._cross_names = key_value_names("cross", spec.layers)
-        self._caches = list(
-            zip(key_value_names("past", spec.layers), key_value_names("present", spec.layers), strict=True)
+        encoder = device.load(graphs[ENCODER_CONTRIB], ENCODER_CONTRIB, threads)
+        decoder = device.load(graphs[name], name, threads, spin_us=STEP_SPIN_US)
+        caches = zip(key_value_names("past", spec.layers), key_value_names("present", spec.layers), strict=True)
+        self._graphs: _Graphs | None = _Graphs(
+            encoder, decoder, spec, key_value_names("cross", spec.layers), list(caches)
         )
 
-    def encode(self, source_ids: Ids, source_mask: Mask) -> ContribState:
-        """Encode a batch and make room for one row a source; see `Session.encode`."""
-        check_source(self.spec, source_ids, source_mask)
-        cross = self._cross(source_ids, source_mask)
-        batch = len(source_ids)
-        capacity = min(FIRST_CAPACITY, self.spec.max_target_length)
-        return ContribState(
-            batch=batch,
-            rows=batch,
-            past_len=0,
-            slots=np.arange(batch),
-            source_mask=source_mask.copy(),
-            cross=cross,
-            cache=self._buffers(batch, capacity),
-            shared=[[[_EQUAL]] for _ in range(batch)],
+    def batch(self, width: int = 1) -> ContribBatch:
+        """Return an empty batch; see `Session.batch`."""
+        if self._graphs is None:
+            raise BackendError("ort: this session is closed; load the bundle again")
+        return ContribBatch(self._graphs, width)
+
+    def hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats:
+        """Refuse: only an encoder alone gives its hidden states; see `Session.hidden_states`."""
+        raise BackendError("ort: this bundle has a decoder and gives no hidden states; use generate")
+
+    def close(self) -> None:
+        """Let go of the graphs; batches that are still there keep them."""
+        self._graphs = None
+
+
+class ContribBatch:
+    """Sources being decoded in buffers of numpy; see `Batch` and `MultiStep`.
+
+    Source s has place s in the buffers of the encoder's keys and values and rows s · width … of the cache.
+
+    Attributes:
+        width: rows of each source.
+        can_join: True.
+        lengths: tokens in the cache of every row, int64 [rows].
+    """
+
+    can_join = True
+
+    def __init__(self, graphs: _Graphs, width: int) -> None:
+        """Begin without a source."""
+        self.width = width
+        self.lengths: Ids = np.empty(0, np.int64)
+        self._graphs, self._spec = graphs, graphs.spec
+        self._longest = 0  # of `lengths`
+        self._num_sources = 0
+        self._source_lengths: Ids = np.empty(0, np.int64)
+        self._source_mask: Mask = np.empty((0, 0), np.bool_)
+        self._cross: list[Array] = []
+        self._cache: Floats = self._new_cache(0, min(FIRST_CAPACITY, self._spec.max_target_length))
+        # Row of the cache that holds each row, int64 [rows]; and with how many equal tokens two rows of a source begin.
+        self._cache_rows: Ids = np.empty(0, np.int64)
+        self._shared: list[list[list[int]]] = []
+        self._bindings: dict[tuple[int, ...], _Binding] = {}
+
+    def add(self, source_ids: Ids, source_mask: Mask, prompts: Prompts) -> None:
+        """Encode sources and read their prompts; see `Batch.add`."""
+        check_source(self._spec, source_ids, source_mask)
+        check_prompts(self._spec, len(source_ids), prompts)
+        lengths, first = source_mask.sum(1), self._num_sources
+        divided = runs(lengths)
+        encoded = (
+            [
+                self._encode(source_ids[some, : lengths[some[0]]], source_mask[some, : lengths[some[0]]])
+                for some in divided
+            ]
+            if first or len(divided) > 1
+            else [self._encode(source_ids, source_mask)]
+        )
+        if not first and len(encoded) == 1:
+            self._adopt(encoded[0], source_mask)
+        else:
+            self._reserve_sources(first + len(lengths), int(lengths.max()))
+            for some, parts in zip(divided, encoded, strict=True):
+                self._write_sources(first + some, lengths[some], parts)
+        self._num_sources += len(lengths)
+        self._source_lengths = np.concatenate((self._source_lengths, lengths))
+        begin = self.lengths.size
+        prompt_lengths = np.array([len(prompt) - 1 for prompt in prompts])
+        self._reserve_rows(self._num_sources * self.width, int(prompt_lengths.max()))
+        self.lengths = np.concatenate((self.lengths, prompt_lengths.repeat(self.width)))
+        self._longest = max(self._longest, int(prompt_lengths.max()))
+        self._cache_rows = np.concatenate((self._cache_rows, np.arange(begin, self.lengths.size)))
+        self._shared += [_shared(self.width, length) for length in prompt_lengths.tolist()]
+        self._read(first, prompts)
+
+    def step(self, target_ids: Ids, num_candidates: int) -> Candidates:
+        """Read one token of every row; see `Batch.step`."""
+        check_step(self._spec, self.lengths, target_ids, num_candidates)
+        if self.width > 1 and not self._longest and self._are_equal(target_ids):
+            return self._first_step(target_ids, num_candidates)
+        bound, rows = self._bound(num_candidates), self._cache_rows
+        bound.inputs[TARGET_IDS][rows, 0] = target_ids
+        self._run_step(bound)
+        # `take` is three to five times as fast as an index for so few numbers.
+        return Candidates(
+            bound.token_ids.take(rows, 0), bound.logits.take(rows, 0), bound.log_normalizer.ravel().take(rows)
         )
 
-    def step(self, state: ContribState, target_ids: Ids, num_candidates: int) -> Candidates:
-        """Run the decoder on the newest tokens; see `Session.step`."""
-        check_target(self.spec, state, target_ids, num_candidates)
-        if target_ids.shape[1] > 1 and state.past_len and state.rows > 1:
-            # The operator takes several tokens behind others for one row alone.
-            for column in range(target_ids.shape[1] - 1):
-                self._step(state, target_ids[:, column : column + 1], 1)
-            target_ids = target_ids[:, -1:]
-        return self._step(state, target_ids, num_candidates)
-
-    def ahead(self, state: ContribState, target_ids: Ids, num_candidates: int, steps: int, stop_id: int) -> Candidates:
-        """Take greedy steps until the best token of some row is `stop_id`; see `RunsAhead.ahead`."""
-        length = state.past_len + target_ids.shape[1] + steps - 1
-        if length > self.spec.max_target_length:
-            raise InputError(
-                f"{steps} steps end at {length} tokens, the limit is {self.spec.max_target_length}; "
-                "lower max_new_tokens"
-            )
-        self.step(state, target_ids, num_candidates)
-        token_ids = np.empty((steps, state.rows, num_candidates), np.int64)
-        logits = np.empty((steps, state.rows, num_candidates), np.float32)
-        log_normalizer = np.empty((steps, state.rows), np.float32)
-        taken, bound = 0, state.bound
-        assert bound is not None
+    def multi_step(self, target_ids: Ids, num_candidates: int, steps: int, stop_id: int) -> Candidates:
+        """Take greedy steps until the best token of some row is `stop_id`; see `MultiStep.multi_step`."""
+        check_step(self._spec, self.lengths, target_ids, num_candidates, steps)
+        token_ids = np.empty((steps, target_ids.size, num_candidates), np.int64)
+        logits = np.empty((steps, target_ids.size, num_candidates), np.float32)
+        log_normalizer = np.empty((steps, target_ids.size), np.float32)
+        taken, rows, bound = 0, self._cache_rows, self._bound(num_candidates)
+        bound.inputs[TARGET_IDS][rows, 0] = target_ids
         while True:
+            self._run_step(bound)
             token_ids[taken], logits[taken], log_normalizer[taken] = (
                 bound.token_ids, bound.logits, bound.log_normalizer[:, 0],
             )  # fmt: skip
@@ -184,105 +238,198 @@ class ContribSession:
             taken += 1
             if taken == steps or stop_id in best.tolist():
                 break
-            bound = self._bound(state, 1, num_candidates)
+            bound = self._bound(num_candidates)
             bound.inputs[TARGET_IDS][:, 0] = best
-            self._run(state, bound, 1)
-        every = np.s_[:taken, state.slots]
+        every = np.s_[:taken, rows]
         return Candidates(token_ids[every], logits[every], log_normalizer[every])
 
-    def reorder(self, state: ContribState, rows: Ids) -> None:
-        """Let row r continue what row rows[r] was; see `Session.reorder`."""
-        kept = check_rows(state, rows)
-        if rows.size * state.batch != kept.size * state.rows:
-            self._regroup(state, rows, kept)
+    def reorder(self, rows: Ids) -> None:
+        """Let row r continue what row rows[r] was; see `Batch.reorder`."""
+        check_rows(self.lengths, self.width, rows)
+        if self.width == 1:
             return
-        _branch(state, rows)
-        if kept.size < state.batch:
-            _leave(state, kept.size)
+        # Lists: 1.4 µs instead of 8 with arrays for 4 rows, 4 for 32, and for 128 hardly more than arrays.
+        cache_rows: list[int] = self._cache_rows.take(rows).tolist()
+        continued, copies = set(), []
+        for row, cache_row in enumerate(cache_rows):
+            if cache_row in continued:
+                copies.append(row)
+            continued.add(cache_row)
+        for row in copies:
+            of = cache_rows[row]
+            first = of - of % self.width
+            to = next(place for place in range(first, first + self.width) if place not in continued)
+            self._copy_row(to, of)
+            continued.add(to)
+            cache_rows[row] = to
+        self._cache_rows = np.array(cache_rows)
 
-    def hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats:
-        """Refuse: only an encoder alone gives its hidden states; see `Session.hidden_states`."""
-        raise BackendError("ort: this bundle has a decoder and gives no hidden states; use generate")
-
-    def close(self) -> None:
-        """Free the graphs; the session cannot be used afterwards."""
-        self._encoder = self._decoder = None
-
-    def _cross(self, source_ids: Ids, source_mask: Mask) -> list[Array]:
-        """Encode sources of about equal length together, and lay what belongs to short ones out as to the longest."""
-        lengths = source_mask.sum(1)
-        divided = runs(lengths)
-        if len(divided) == 1:
-            return self._encode(source_ids, source_mask)
-        spec = self.spec
-        shape = (len(source_ids), spec.heads, source_ids.shape[1], spec.head_dim)
-        cross: list[Array] = [np.zeros(shape, np.float32) for _ in self._cross_names]  # what is masked must be finite
-        for rows in divided:
-            longest = lengths[rows[0]]
-            parts = self._encode(source_ids[rows, :longest], source_mask[rows, :longest])
-            for whole, part in zip(cross, parts, strict=True):
-                whole[rows, :, :longest] = part
-        return cross
+    def remove(self, sources: Ids) -> None:
+        """Let sources leave; see `Batch.remove`."""
+        check_sources(self._num_sources, sources)
+        kept = close_up(self._num_sources, sources)
+        for to in np.flatnonzero(kept != np.arange(kept.size)).tolist():
+            self._move_source(to, int(kept[to]))
+        self._num_sources = kept.size
+        rows = kept.size * self.width
+        by_source = self.lengths.reshape(-1, self.width)[kept]
+        self.lengths, self._cache_rows = by_source.ravel(), self._cache_rows[:rows]
+        self._longest = int(self.lengths.max(initial=0))
+        self._source_lengths = self._source_lengths[kept]
+        del self._shared[kept.size :]
 
     def _encode(self, source_ids: Ids, source_mask: Mask) -> list[Array]:
-        encoder = still_open(self._encoder)
-        io = encoder.io_binding()
+        io = self._graphs.encoder.io_binding()
         source = {SOURCE_IDS: host_value(source_ids), SOURCE_MASK: host_value(source_mask)}
         for name, value in source.items():
             io.bind_ortvalue_input(name, value)
-        for name in self._cross_names:
+        for name in self._graphs.cross:
             io.bind_output(name)
-        run(encoder, io)
+        run(self._graphs.encoder, io)
         return [value.numpy() for value in io.get_outputs()]
 
-    def _step(self, state: ContribState, target_ids: Ids, num_candidates: int) -> Candidates:
-        bound, slots = self._bound(state, target_ids.shape[1], num_candidates), state.slots
-        bound.inputs[TARGET_IDS][slots] = target_ids
-        self._run(state, bound, target_ids.shape[1])
-        # `take` is three to five times as fast as an index for so few numbers.
+    def _adopt(self, encoded: list[Array], source_mask: Mask) -> None:
+        """Take what the encoder returned as the buffers of an empty batch."""
+        self._cross, self._source_mask = encoded, source_mask.copy()
+        self._bindings.clear()
+
+    def _reserve_sources(self, sources: int, longest: int) -> None:
+        """Make room for sources and their tokens; what is masked must be finite, so new room is zeroed."""
+        places, length = self._source_mask.shape
+        longest = max(longest, int(self._source_lengths.max(initial=0)))
+        if sources <= places and longest <= length <= 2 * longest:
+            return
+        if self._num_sources:  # room for the next ones too
+            longest = min(1 << (longest - 1).bit_length(), self._spec.max_source_length)
+        if sources > places and places:
+            sources = max(sources, 2 * places)
+        held, some = self._num_sources, min(length, longest)
+        spec = self._spec
+        shape = (max(sources, places), spec.heads, longest, spec.head_dim)
+        grown: list[Array] = [np.zeros(shape, np.float32) for _ in self._graphs.cross]
+        for new, old in zip(grown, self._cross, strict=False):
+            new[:held, :, :some] = old[:held, :, :some]
+        mask = np.zeros((shape[0], longest), np.bool_)
+        mask[:held, :some] = self._source_mask[:held, :some]
+        self._cross, self._source_mask = grown, mask
+        self._bindings.clear()
+
+    def _write_sources(self, places: Ids, lengths: Ids, parts: list[Array]) -> None:
+        """Write keys and values of the encoder, and zeros behind them: the last user of a place may have left NaN."""
+        held = parts[0].shape[2]
+        for whole, part in zip(self._cross, parts, strict=True):
+            whole[places, :, :held] = part
+            whole[places, :, held:] = 0
+        self._source_mask[places] = np.arange(self._source_mask.shape[1]) < lengths[:, None]
+
+    def _reserve_rows(self, rows: int, length: int = 0) -> None:
+        """Make room in the cache for rows and tokens, twice as much as before where it must grow."""
+        _, held, _, capacity, _ = self._cache.shape
+        if rows <= held and length <= capacity:
+            return
+        if rows > held and held:
+            rows = max(rows, 2 * held)
+        while capacity < length:
+            capacity = min(2 * capacity, self._spec.max_target_length)
+        grown, live = self._new_cache(max(rows, held), capacity), self.lengths.size
+        if self._longest:
+            grown[:, : min(live, held), :, : self._longest] = self._cache[:, :live, :, : self._longest]
+        self._cache = grown
+        self._bindings.clear()
+
+    def _new_cache(self, rows: int, capacity: int) -> Floats:
+        # Not zeroed: the operator reads no further than a row is filled.
+        spec = self._spec
+        return np.empty((len(self._graphs.caches), rows, spec.heads, capacity, spec.head_dim), np.float32)
+
+    def _read(self, first: int, prompts: Prompts) -> None:
+        """Read the prompts of the sources from `first` on, but for their last tokens; equally long ones together."""
+        for length, group in groupby(prompts, len):
+            some = list(group)
+            last = first + len(some)
+            if length > 1:
+                sources, rows = slice(first, last), slice(first * self.width, last * self.width)
+                bound = self._bind(sources, rows, length - 1, 1)
+                bound.inputs[TARGET_IDS][:] = np.repeat([prompt[:-1] for prompt in some], self.width, 0)
+                self._run(bound, np.zeros(len(some) * self.width, np.int64), length - 1, length - 1)
+            first = last
+
+    def _are_equal(self, target_ids: Ids) -> bool:
+        by_source = target_ids.reshape(-1, self.width)
+        return bool((by_source == by_source[:, :1]).all())
+
+    def _first_step(self, target_ids: Ids, num_candidates: int) -> Candidates:
+        """Read the first token of equal rows once for each source, then spread it over the rows."""
+        sources, width = self._num_sources, self.width
+        bound = self._bind(slice(sources), slice(sources), 1, num_candidates)
+        bound.inputs[TARGET_IDS][:, 0] = target_ids[::width]
+        self._run(bound, np.zeros(sources, np.int64), 1, 1)
+        self._cache[:, : sources * width, :, :1] = self._cache[:, :sources, :, :1].repeat(width, 1)
+        self.lengths += 1
+        self._longest = 1
+        self._shared = [_shared(width, 1) for _ in range(sources)]
         return Candidates(
-            bound.token_ids.take(slots, 0), bound.logits.take(slots, 0), bound.log_normalizer.ravel().take(slots)
+            bound.token_ids.repeat(width, 0), bound.logits.repeat(width, 0), bound.log_normalizer[:, 0].repeat(width)
         )
 
-    def _bound(self, state: ContribState, target_len: int, num_candidates: int) -> _Bound:
-        """Return what the next step is bound to, with room for its tokens."""
-        if state.past_len + target_len > state.cache.shape[3]:
-            self._grow(state, state.past_len + target_len)
-        if state.bound is None or not state.bound.fits(target_len, num_candidates):
-            state.bound = self._bind(state, target_len, num_candidates)
-        return state.bound
+    def _bound(self, num_candidates: int) -> _Binding:
+        """Return what the next step of all rows is bound to, with room for its tokens."""
+        if self._longest == self._cache.shape[3]:
+            self._reserve_rows(0, self._longest + 1)
+        key = (self._num_sources, num_candidates)
+        bound = self._bindings.get(key)
+        if bound is None:
+            if len(self._bindings) == MAX_BINDINGS:
+                del self._bindings[next(iter(self._bindings))]
+            bound = self._bindings[key] = self._bind(
+                slice(self._num_sources), slice(self.lengths.size), 1, num_candidates
+            )
+        return bound
 
-    def _run(self, state: ContribState, bound: _Bound, target_len: int) -> None:
-        """Read the bound tokens."""
-        total = state.past_len + target_len
-        bound.inputs[POSITIONS][:] = state.past_len if target_len == 1 else np.arange(state.past_len, total)
-        bound.inputs[LAST_POSITION][:] = total - 1
-        bound.inputs[TOTAL_LENGTH][:] = total
-        run(still_open(self._decoder), bound.io)
-        state.past_len = total
+    def _run_step(self, bound: _Binding) -> None:
+        self._run(bound, self.lengths, 1, self._longest + 1)
+        self.lengths += 1
+        self._longest += 1
 
-    def _bind(self, state: ContribState, target_len: int, num_candidates: int) -> _Bound:
-        io, rows = still_open(self._decoder).io_binding(), state.rows
+    def _run(self, bound: _Binding, lengths: Ids, target_len: int, total: int) -> None:
+        """Read the bound tokens behind `lengths` others; rows of a source are equally long, `total` at most then.
+
+        Args:
+            bound: holds `target_len` tokens a row.
+            lengths: int64 [rows].
+            target_len: more than one only where `lengths` are 0.
+            total: tokens in the fullest row afterwards.
+        """
+        inputs = bound.inputs
+        inputs[POSITIONS][:] = lengths[:, None] if target_len == 1 else np.arange(target_len)
+        inputs[LAST_POSITION][:] = lengths if target_len == 1 else target_len - 1
+        inputs[TOTAL_LENGTH][:] = total
+        run(self._graphs.decoder, bound.io)
+
+    def _bind(self, sources: slice, rows: slice, target_len: int, num_candidates: int) -> _Binding:
+        """Bind some rows of the cache and the places of their sources."""
+        graphs, io = self._graphs, self._graphs.decoder.io_binding()
+        num_rows = rows.stop - (rows.start or 0)
         inputs: dict[str, Array] = {
-            TARGET_IDS: np.empty((rows, target_len), np.int64),
-            SOURCE_MASK: state.source_mask,
-            POSITIONS: np.empty((rows, target_len), np.int64),
-            LAST_POSITION: np.empty(rows, np.int32),
+            TARGET_IDS: np.empty((num_rows, target_len), np.int64),
+            SOURCE_MASK: self._source_mask[sources],
+            POSITIONS: np.empty((num_rows, target_len), np.int64),
+            LAST_POSITION: np.empty(num_rows, np.int32),
             TOTAL_LENGTH: np.empty(1, np.int32),
             NUM_CANDIDATES: np.array([num_candidates]),
-            **dict(zip(self._cross_names, state.cross, strict=True)),
+            **{name: array[sources] for name, array in zip(graphs.cross, self._cross, strict=True)},
         }
-        bound = _Bound(
+        bound = _Binding(
             io,
             inputs,
-            token_ids=np.empty((rows, num_candidates), np.int64),
-            logits=np.empty((rows, num_candidates), np.float32),
-            log_normalizer=np.empty((rows, 1), np.float32),
+            token_ids=np.empty((num_rows, num_candidates), np.int64),
+            logits=np.empty((num_rows, num_candidates), np.float32),
+            log_normalizer=np.empty((num_rows, 1), np.float32),
         )
         for name, array in inputs.items():
             io.bind_ortvalue_input(name, host_value(array))
-        for (past, present), buffer in zip(self._caches, state.cache, strict=True):
-            value = host_value(buffer[:rows])
+        for (past, present), buffer in zip(graphs.caches, self._cache, strict=True):
+            value = host_value(buffer[rows])
             io.bind_ortvalue_input(past, value)
             io.bind_ortvalue_output(present, value)
         outputs: dict[str, Array] = {
@@ -294,86 +441,29 @@ class ContribSession:
             io.bind_ortvalue_output(name, host_value(array))
         return bound
 
-    def _buffers(self, rows: int, capacity: int) -> Floats:
-        # Not zeroed: the operator reads no further than a row is filled.
-        return np.empty((len(self._caches), rows, self.spec.heads, capacity, self.spec.head_dim), np.float32)
+    def _copy_row(self, to: int, of: int) -> None:
+        """Make a dead row equal to another of its source."""
+        source, new, old = to // self.width, to % self.width, of % self.width
+        shared, length = self._shared[source], int(self.lengths[to])
+        parted = slice(shared[new][old], length)
+        self._cache[:, to, :, parted] = self._cache[:, of, :, parted]
+        shared[new] = [min(common, length) for common in shared[old]]
+        for row, common in zip(shared, shared[new], strict=True):
+            row[new] = common
+        shared[new][new] = _EQUAL
 
-    def _grow(self, state: ContribState, length: int) -> None:
-        """Double the buffers until `length` tokens fit."""
-        capacity = state.cache.shape[3]
-        while capacity < length:
-            capacity = min(2 * capacity, self.spec.max_target_length)
-        grown = self._buffers(state.rows, capacity)
-        grown[:, :, :, : state.past_len] = state.cache[:, : state.rows, :, : state.past_len]
-        state.cache, state.bound = grown, None
-
-    def _regroup(self, state: ContribState, rows: Ids, kept: Ids) -> None:
-        """Give every source another number of rows, in new buffers that have the order of the hypotheses."""
-        grown, beams = self._buffers(rows.size, state.cache.shape[3]), state.rows // state.batch
-        origin = state.slots[rows]
-        grown[:, :, :, : state.past_len] = state.cache[:, origin, :, : state.past_len]
-        sources, places = np.divmod(origin.reshape(kept.size, -1), beams)
-        first = sources[:, 0]
-        if first.size != state.batch or (first != np.arange(first.size)).any():
-            state.cross = [array[first] for array in state.cross]
-            state.source_mask = state.source_mask[first]
-        shared = np.array(state.shared)[first[:, None, None], places[:, :, None], places[:, None]].clip(
-            max=state.past_len
-        )
-        shared[:, np.eye(places.shape[1], dtype=bool)] = _EQUAL
-        state.shared = shared.tolist()
-        state.cache, state.slots, state.bound = grown, np.arange(rows.size), None
-        state.batch, state.rows = kept.size, rows.size
-
-
-def _branch(state: ContribState, rows: Ids) -> None:
-    """Give each hypothesis the row of the one it continues; all but the first of several a dead one."""
-    # Lists: 1.4 µs instead of 8 with arrays for 4 rows, 4 for 32, and for 128 hardly more than arrays.
-    slots: list[int] = state.slots.take(rows).tolist()
-    continued, copies = set(), []
-    for row, slot in enumerate(slots):
-        if slot in continued:
-            copies.append(row)
-        continued.add(slot)
-    beams = state.rows // state.batch
-    for row in copies:
-        of = slots[row]
-        first = of - of % beams
-        to = next(slot for slot in range(first, first + beams) if slot not in continued)
-        _copy_row(state, to, of)
-        continued.add(to)
-        slots[row] = to
-    state.slots = np.array(slots)
-
-
-def _copy_row(state: ContribState, to: int, of: int) -> None:
-    """Make a dead row equal to another of its source."""
-    beams = state.rows // state.batch
-    shared, new, old = state.shared[of // beams], to % beams, of % beams
-    parted = slice(shared[new][old], state.past_len)
-    state.cache[:, to, :, parted] = state.cache[:, of, :, parted]
-    shared[new] = [min(length, state.past_len) for length in shared[old]]
-    for row, length in zip(shared, shared[new], strict=True):
-        row[new] = length
-    shared[new][new] = _EQUAL
-
-
-def _leave(state: ContribState, batch: int) -> None:
-    """Let the buffers end behind `batch` sources: what lies behind moves to the places of those that left."""
-    beams = state.rows // state.batch
-    sources = state.slots[::beams] // beams
-    behind = np.flatnonzero(sources >= batch)
-    free = np.setdiff1d(np.arange(batch), sources)
-    for place, to in zip(behind.tolist(), free.tolist(), strict=True):
-        of = int(sources[place])
-        for array in (*state.cross, state.source_mask):
+    def _move_source(self, to: int, of: int) -> None:
+        """Let a source have the place of one that left."""
+        for array in (*self._cross, self._source_mask):
             array[to] = array[of]
-        state.shared[to] = state.shared[of]
-        for beam in range(beams):
-            state.cache[:, to * beams + beam, :, : state.past_len] = state.cache[
-                :, of * beams + beam, :, : state.past_len
-            ]
-        state.slots[place * beams : (place + 1) * beams] += (to - of) * beams
-    state.cross = [array[:batch] for array in state.cross]
-    state.source_mask, state.shared = state.source_mask[:batch], state.shared[:batch]
-    state.batch, state.rows, state.bound = batch, batch * beams, None
+        width = self.width
+        length = int(self.lengths[of * width])
+        new, old = slice(to * width, (to + 1) * width), slice(of * width, (of + 1) * width)
+        self._cache[:, new, :, :length] = self._cache[:, old, :, :length]
+        self._cache_rows[new] = self._cache_rows[old] + (to - of) * width
+        self._shared[to] = self._shared[of]
+
+
+def _shared(width: int, length: int) -> list[list[int]]:
+    """Say that rows begin with `length` equal tokens, and that each is equal to itself however long it gets."""
+    return [[_EQUAL if row == other else length for other in range(width)] for row in range(width)]

@@ -1,0 +1,80 @@
+"""What the rows of a search have said so far, in one array, each row at its own length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from tfexport.runtime.session import Ids
+
+# Room for this many tokens at first; it doubles when it is full, for the limit may be far away.
+FIRST_ROOM = 128
+
+
+class History:
+    """Start token, prefix and generated tokens of every row.
+
+    Attributes:
+        lengths: tokens of each row, int64 [rows].
+        newest: the last token of each row, int64 [rows].
+    """
+
+    def __init__(self, fill: int) -> None:
+        """Begin without a row; `fill` stands behind the end of a row."""
+        self.lengths: Ids = np.empty(0, np.int64)
+        self.newest: Ids = np.empty(0, np.int64)
+        self._fill, self._longest = fill, 0
+        self._tokens: Ids = np.full((0, FIRST_ROOM), fill, np.int64)
+        self._rows: Ids = np.empty(0, np.int64)
+
+    @property
+    def tokens(self) -> Ids:
+        """All rows, int64 [rows, longest]; a view, which the next steps overwrite."""
+        return self._tokens[:, : self._longest]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        return self._longest
+
+    def add(self, prompts: Iterable[Sequence[int]]) -> None:
+        """Begin a row with each prompt."""
+        new = [list(prompt) for prompt in prompts]
+        self._reserve(max(map(len, new)))
+        block = np.full((len(new), self._tokens.shape[1]), self._fill, np.int64)
+        for row, prompt in zip(block, new, strict=True):
+            row[: len(prompt)] = prompt
+        self._tokens = np.concatenate((self._tokens, block))
+        self.lengths = np.concatenate((self.lengths, [len(prompt) for prompt in new]))
+        self.newest = np.concatenate((self.newest, [prompt[-1] for prompt in new]))
+        self._rows, self._longest = np.arange(self.lengths.size), int(self.lengths.max())
+
+    def append(self, token_ids: Ids) -> None:
+        """Lengthen every row by its token, int64 [rows]."""
+        self._reserve(self._longest + 1)
+        self._tokens[self._rows, self.lengths] = token_ids
+        self.newest = token_ids
+        self.lengths += 1
+        self._longest += 1
+
+    def reorder(self, rows: Ids) -> None:
+        """Let row r continue what row rows[r] was, int64 [rows]."""
+        self._tokens[:, : self._longest] = self.tokens.take(rows, 0)
+        self.lengths, self.newest = self.lengths.take(rows), self.newest.take(rows)
+
+    def keep(self, rows: Ids) -> None:
+        """Forget all rows but `rows`, int64 [new rows]."""
+        self._tokens, self.lengths, self.newest = self._tokens[rows], self.lengths[rows], self.newest[rows]
+        self._rows, self._longest = np.arange(rows.size), int(self.lengths.max(initial=0))
+
+    def row(self, row: int) -> list[int]:
+        """Return one row without what stands behind its end."""
+        tokens: list[int] = self._tokens[row, : self.lengths[row]].tolist()
+        return tokens
+
+    def _reserve(self, length: int) -> None:
+        room = self._tokens.shape[1]
+        if length > room:
+            more = np.full((len(self._tokens), max(room, length - room)), self._fill, np.int64)
+            self._tokens = np.concatenate((self._tokens, more), 1)

@@ -1,0 +1,31 @@
+"""Greedy search takes many steps in one call where nothing but the end of a text can change what is best."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tfexport.decode.search import Search
+from tfexport.runtime.session import Batch, Candidates, MultiStep
+
+
+def take_steps(batch: Batch, search: Search, stop_id: int) -> Candidates:
+    """Take as many steps as the search leaves to the batch, where the batch can: those of `multi_step`.
+
+    Args:
+        batch: whose rows are those of the search, in order.
+        search: told of all steps but the last.
+        stop_id: ends the steps; what follows on it is for the search to decide.
+
+    Returns:
+        The candidates of the last step, which the search has to take.
+    """
+    token_ids, num_candidates, steps = search.history.newest, search.num_candidates(), search.steps_ahead()
+    if steps == 1 or not isinstance(batch, MultiStep):
+        return batch.step(token_ids, num_candidates)
+    found = batch.multi_step(token_ids, num_candidates, steps, stop_id)
+    search.follow(_steps(found, np.s_[:-1]))
+    return _steps(found, -1)
+
+
+def _steps(found: Candidates, steps: slice | int) -> Candidates:
+    return Candidates(found.token_ids[steps], found.logits[steps], found.log_normalizer[steps])

@@ -1,0 +1,70 @@
+"""Decode many texts in one call: check, let all wait, step until nothing is left."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from tfexport.decode.config import DecodeConfig
+from tfexport.decode.loop import Loop
+from tfexport.decode.request import Request, check_requests
+from tfexport.decode.result import Hypothesis
+from tfexport.errors import InputError, TfexportError
+from tfexport.runtime.session import Session
+
+
+def decode(
+    session: Session,
+    sources: Sequence[Sequence[int]],
+    config: DecodeConfig,
+    *,
+    prefixes: Sequence[Sequence[int]] | None = None,
+    batch_size: int = 32,
+    on_progress: Callable[[int], None] | None = None,
+) -> list[list[Hypothesis]]:
+    """Generate for every source; no result depends on the others or on `batch_size`.
+
+    Args:
+        session: any backend.
+        sources: token ids of each text.
+        config: how to generate.
+        prefixes: token ids that each text's hypotheses begin with, without the
+            start token; empty for none.
+        batch_size: texts decoded at once; each takes num_beams or
+            num_return_sequences rows. Fewer where the session takes fewer rows.
+        on_progress: called with the number of texts that a step has finished.
+
+    Returns:
+        For each source its hypotheses: one, the num_return_sequences best beams,
+        or as many samples.
+
+    Raises:
+        InputError: lists every text or setting that the model cannot take.
+        BackendError: the backend failed, or the model gave numbers that are none.
+    """
+    if batch_size < 1:
+        raise InputError(f"batch_size is {batch_size}, expected 1 or more")
+    requests = check_requests(session, sources, config, prefixes)
+    samples = config.num_return_sequences if config.do_sample else 1
+    loop = Loop(session, batch_size * samples)
+    # Longest first: what is decoded together is about equally long, and the shortest are left for the end.
+    requests.sort(key=lambda request: -len(request.source_ids))
+    loop.submit(sample for request in requests for sample in _samples(request, samples))
+    results: list[dict[int, list[Hypothesis]]] = [{} for _ in sources]
+    while loop.is_busy:
+        finished = 0
+        for update in loop.step():
+            if isinstance(update.outcome, TfexportError):
+                raise update.outcome
+            assert update.outcome is not None
+            found = results[update.request.text]
+            found[update.request.sample] = update.outcome
+            finished += len(found) == samples
+        if finished and on_progress:
+            on_progress(finished)
+    return [[best for sample in sorted(found) for best in found[sample]] for found in results]
+
+
+def _samples(request: Request, count: int) -> list[Request]:
+    """Return the request once for each of its samples."""
+    return [request] if count == 1 else [dataclasses.replace(request, sample=sample) for sample in range(count)]
