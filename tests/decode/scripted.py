@@ -8,22 +8,24 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tfexport.runtime.session import Candidates, Floats, Ids, Mask, check_rows, check_source, check_target
-from tfexport.spec import ModelSpec, TokenIds
+from tfexport.runtime.session import (
+    Candidates,
+    Floats,
+    Ids,
+    Limits,
+    Mask,
+    Prompts,
+    check_prompts,
+    check_rows,
+    check_source,
+    check_sources,
+    check_step,
+    close_up,
+)
+from tfexport.spec import Accuracy, ModelSpec, TokenIds
 
 PAD, START, EOS = 0, 1, 2
 Script = Callable[[tuple[int, ...], tuple[int, ...]], np.ndarray]
-
-
-@dataclass
-class ScriptedState:
-    """Sources and histories, instead of caches."""
-
-    batch: int
-    rows: int
-    past_len: int
-    sources: list[tuple[int, ...]]
-    histories: list[tuple[int, ...]]
 
 
 @dataclass
@@ -33,6 +35,8 @@ class ScriptedSession:
     Attributes:
         encoded: shape of each source batch.
         steps: for each step the number of rows and of candidates asked for.
+        removed: sources that left, for each time that some did.
+        can_join: of its batches.
     """
 
     vocab: int
@@ -40,10 +44,11 @@ class ScriptedSession:
     max_target_length: int = 16
     encoded: list[tuple[int, ...]] = field(default_factory=list)
     steps: list[tuple[int, int]] = field(default_factory=list)
+    removed: list[list[int]] = field(default_factory=list)
     backend: str = "scripted"
-    max_rows: int | None = None
-    accuracy: str = "fp32"
-    max_candidates: int | None = None
+    accuracy: Accuracy = "fp32"
+    can_join: bool = True
+    limits: Limits = field(init=False)
 
     def __post_init__(self) -> None:
         self.spec = ModelSpec(
@@ -59,21 +64,49 @@ class ScriptedSession:
             value_dim=1,
             max_target_length=self.max_target_length,
         )
+        self.limits = Limits.of(self.spec)
 
-    def encode(self, source_ids: Ids, source_mask: Mask) -> ScriptedState:
-        check_source(self.spec, source_ids, source_mask)
-        self.encoded.append(source_ids.shape)
-        sources = [tuple(ids[mask].tolist()) for ids, mask in zip(source_ids, source_mask, strict=True)]
-        return ScriptedState(len(sources), len(sources), 0, sources, [()] * len(sources))
+    def batch(self, width: int = 1) -> ScriptedBatch:
+        return ScriptedBatch(self, width)
 
-    def step(self, state: ScriptedState, target_ids: Ids, num_candidates: int) -> Candidates:
-        check_target(self.spec, state, target_ids, num_candidates)
-        self.steps.append((state.rows, num_candidates))
-        state.past_len += target_ids.shape[1]
-        state.histories = [(*history, *new) for history, new in zip(state.histories, target_ids.tolist(), strict=True)]
-        beams = state.rows // state.batch
+    def hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats:
+        raise AssertionError("decoding never asks for hidden states")
+
+    def close(self) -> None:
+        pass
+
+
+class ScriptedBatch:
+    """Sources and histories, instead of caches."""
+
+    def __init__(self, session: ScriptedSession, width: int) -> None:
+        self.session, self.width, self.can_join = session, width, session.can_join
+        self.sources: list[tuple[int, ...]] = []
+        self.histories: list[tuple[int, ...]] = []
+
+    @property
+    def lengths(self) -> Ids:
+        return np.array([len(history) for history in self.histories], np.int64)
+
+    def add(self, source_ids: Ids, source_mask: Mask, prompts: Prompts) -> None:
+        check_source(self.session.spec, source_ids, source_mask)
+        check_prompts(self.session.spec, len(source_ids), prompts)
+        if not self.can_join:
+            assert not self.sources, "a batch that nobody may join was joined"
+            assert len({len(prompt) for prompt in prompts}) == 1
+        self.session.encoded.append(source_ids.shape)
+        self.sources += [tuple(ids[mask].tolist()) for ids, mask in zip(source_ids, source_mask, strict=True)]
+        self.histories += [tuple(prompt[:-1]) for prompt in prompts for _ in range(self.width)]
+
+    def step(self, target_ids: Ids, num_candidates: int) -> Candidates:
+        check_step(self.session.spec, self.lengths, target_ids, num_candidates)
+        self.session.steps.append((len(target_ids), num_candidates))
+        self.histories = [(*history, new) for history, new in zip(self.histories, target_ids.tolist(), strict=True)]
         logits = np.stack(
-            [self.script(state.sources[row // beams], history) for row, history in enumerate(state.histories)]
+            [
+                self.session.script(self.sources[row // self.width], history)
+                for row, history in enumerate(self.histories)
+            ]
         )
         token_ids = np.argsort(-logits, axis=1, kind="stable")[:, :num_candidates]
         return Candidates(
@@ -82,17 +115,16 @@ class ScriptedSession:
             np.array([np.log(np.exp(row).sum()) for row in logits], np.float32),
         )
 
-    def reorder(self, state: ScriptedState, rows: Ids) -> None:
-        kept = check_rows(state, rows)
-        state.sources = [state.sources[source] for source in kept]
-        state.histories = [state.histories[row] for row in rows]
-        state.batch, state.rows = kept.size, rows.size
+    def reorder(self, rows: Ids) -> None:
+        check_rows(self.lengths, self.width, rows)
+        self.histories = [self.histories[row] for row in rows]
 
-    def hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats:
-        raise AssertionError("decoding never asks for hidden states")
-
-    def close(self) -> None:
-        pass
+    def remove(self, sources: Ids) -> None:
+        check_sources(len(self.sources), sources)
+        self.session.removed.append(sorted(sources.tolist()))
+        kept = close_up(len(self.sources), sources)
+        self.histories = [self.histories[source * self.width + row] for source in kept for row in range(self.width)]
+        self.sources = [self.sources[source] for source in kept]
 
 
 def table(vocab: int, rows: dict[tuple[int, ...], dict[int, float]]) -> Script:

@@ -11,12 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.decode.scripted import EOS, START, ScriptedSession, drawn, table
-from tfexport.decode.offline import decode
-from tfexport.decode.beam import beam_search
+from tests.decode.scripted import EOS, PAD, START, ScriptedSession, drawn, table
+from tfexport.decode.beam import BeamSearch
 from tfexport.decode.config import DecodeConfig
-from tfexport.decode.request import Batch, check_requests
+from tfexport.decode.offline import decode
+from tfexport.decode.request import check_requests
+from tfexport.decode.result import Hypothesis
 from tfexport.errors import InputError
+from tfexport.runtime.session import close_up, pad_right
 
 SOURCES = st.lists(st.lists(st.integers(3, 99), min_size=1, max_size=5), min_size=1, max_size=7)
 CONFIGS = st.builds(
@@ -38,6 +40,25 @@ GARDEN_PATH = {
     (3, 6): {EOS: 0.2},
     (3, 5, 7): {EOS: 0.5},
 }
+
+
+def beam_search(session: ScriptedSession, sources: list[list[int]], config: DecodeConfig) -> list[list[Hypothesis]]:
+    """Search with any number of beams, one too, whatever a request would be refused for."""
+    plain = check_requests(session, sources, replace(config, num_beams=1, num_return_sequences=1))
+    requests = [replace(request, config=config) for request in plain]
+    search, batch = BeamSearch(config, session.spec), session.batch(config.num_beams)
+    search.add(requests)
+    batch.add(*pad_right(sources, PAD), [request.prompt for request in requests])
+    results: dict[int, list[Hypothesis]] = {}
+    while search.requests:
+        taken = search.take(batch.step(search.history.newest, search.num_candidates()))
+        batch.reorder(np.arange(batch.lengths.size) if taken.rows is None else taken.rows)
+        results |= {search.requests[place].text: found for place, found in taken.done.items()}  # type: ignore[misc]
+        if taken.done:
+            left = np.array(list(taken.done))
+            search.remove(close_up(len(search.requests), left))
+            batch.remove(left)
+    return [results[text] for text in range(len(sources))]
 
 
 def test_finds_what_greedy_misses() -> None:
@@ -109,14 +130,9 @@ def test_enough_beams_find_the_best_of_all() -> None:
         return total
 
     everything = sorted(itertools.product(range(vocab), repeat=length), key=log_prob, reverse=True)
-    batch = Batch.of(
-        check_requests(ScriptedSession(vocab, script).spec, [[9]], config, None),
-        config,
-        ScriptedSession(vocab, script).spec,
-    )
     # 64 beams hold all 5 · 5 beginnings; the vocabulary need not hold twice as many for this.
     (found,) = beam_search(
-        ScriptedSession(vocab, script), batch, replace(config, num_beams=64, num_return_sequences=64)
+        ScriptedSession(vocab, script), [[9]], replace(config, num_beams=64, num_return_sequences=64)
     )
     assert [hypothesis.token_ids for hypothesis in found] == everything[:64]
     np.testing.assert_allclose([one.log_prob for one in found], [log_prob(one) for one in everything[:64]], rtol=1e-5)
@@ -132,7 +148,7 @@ def test_settled_sources_leave_the_batch() -> None:
     config = DecodeConfig(num_beams=2, early_stopping=True, max_new_tokens=8)
     found = decode(session, [[5], [3], [3]], config)
     assert [len(hypotheses[0].token_ids) for hypotheses in found] == [5, 3, 3]
-    assert [rows for rows, _ in session.steps] == [3, 6, 6, 2, 2]
+    assert [rows for rows, _ in session.steps] == [6, 6, 6, 2, 2]
 
 
 def test_forced_first_token_starts_one_beam() -> None:
@@ -176,8 +192,7 @@ def test_a_result_depends_on_its_source_only(
 def test_one_beam_is_greedy(sources: list[list[int]], ngram: int, least: int) -> None:
     session = ScriptedSession(12, drawn(12, eos_bias=1))
     config = DecodeConfig(no_repeat_ngram_size=ngram, min_new_tokens=least, max_new_tokens=9)
-    batch = Batch.of(check_requests(session.spec, sources, config, None), config, session.spec)
-    for (greedy,), (beam,) in zip(decode(session, sources, config), beam_search(session, batch, config), strict=True):
+    for (greedy,), (beam,) in zip(decode(session, sources, config), beam_search(session, sources, config), strict=True):
         assert greedy.token_ids == beam.token_ids
         assert greedy.finish_reason == beam.finish_reason
         assert greedy.score == pytest.approx(beam.score, rel=1e-5)

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from tests.decode.scripted import EOS, START, ScriptedSession, ScriptedState, drawn, table
-from tfexport.decode.offline import decode
+from tests.decode.scripted import EOS, START, ScriptedBatch, ScriptedSession, drawn, table
 from tfexport.decode.config import DecodeConfig
+from tfexport.decode.offline import decode
 from tfexport.decode.result import Hypothesis
 from tfexport.decode.sample import distribution
 from tfexport.decode.stream import stream
@@ -68,7 +68,7 @@ def test_prefix_is_in_the_ids_but_not_in_the_score() -> None:
     assert found == [
         Hypothesis((4, 3, 5, EOS), pytest.approx(math.log(0.42) / 2), pytest.approx(math.log(0.42)), "eos")
     ]
-    assert len(session.steps) == 2, "start token and prefix are read in one step"
+    assert len(session.steps) == 2, "start token and prefix are read when the text is added"
 
 
 def test_forced_first_token_counts_as_generated_and_costs_nothing() -> None:
@@ -85,20 +85,12 @@ def test_finished_rows_leave_the_batch() -> None:
     assert [rows for rows, _ in session.steps] == [3, 2, 1]
 
 
-class MovesRecorded(ScriptedSession):
-    """Writes down how rows are moved."""
-
-    def reorder(self, state: ScriptedState, rows: Ids) -> None:
-        self.moves = [*getattr(self, "moves", []), rows.tolist()]
-        super().reorder(state, rows)
-
-
-def test_the_last_rows_take_the_places_of_those_that_leave() -> None:
+def test_rows_that_end_leave_at_once_together() -> None:
     ends = {3: 2, 4: 4, 5: 2, 6: 4, 7: 4}
-    session = MovesRecorded(6, lambda source, history: np.eye(6)[EOS if len(history) == ends[source[0]] else 3])
+    session = ScriptedSession(6, lambda source, history: np.eye(6)[EOS if len(history) == ends[source[0]] else 3])
     found = decode(session, [[3], [4], [5], [6], [7]], DecodeConfig())
     assert [len(hypotheses[0].token_ids) for hypotheses in found] == [2, 4, 2, 4, 4]
-    assert session.moves == [[3, 1, 4]], "two caches move, once"
+    assert session.removed == [[0, 2], [0, 1, 2]]
 
 
 def test_asks_for_no_more_candidates_than_it_needs() -> None:
@@ -198,11 +190,18 @@ def test_samples_differ_between_seeds_texts_and_numbers() -> None:
 class BuffersReused(ScriptedSession):
     """Hands out the same memory at every step, as a session does that copies nothing."""
 
-    def step(self, state: ScriptedState, target_ids: Ids, num_candidates: int) -> Candidates:
+    def batch(self, width: int = 1) -> ScriptedBatch:
+        return ReusingBatch(self, width)
+
+
+class ReusingBatch(ScriptedBatch):
+    handed_out: tuple[np.ndarray, ...] = ()
+
+    def step(self, target_ids: Ids, num_candidates: int) -> Candidates:
         target_ids = target_ids.copy()
-        for array in getattr(self, "handed_out", ()):
+        for array in self.handed_out:
             array.fill(-1)
-        found = super().step(state, target_ids, num_candidates)
+        found = super().step(target_ids, num_candidates)
         self.handed_out = (found.token_ids, found.logits, found.log_normalizer)
         return found
 

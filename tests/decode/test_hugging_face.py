@@ -10,8 +10,8 @@ import torch
 from transformers import GenerationConfig, MarianConfig, MarianMTModel
 
 from tests.models.foreign import canonical_from_marian
-from tfexport.decode.offline import decode
 from tfexport.decode.config import DecodeConfig
+from tfexport.decode.offline import decode
 from tfexport.decode.result import Hypothesis
 from tfexport.runtime.eager import EagerSession
 

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from tests.decode.scripted import EOS, ScriptedSession, drawn
-from tfexport.decode.offline import decode
 from tfexport.decode.config import DecodeConfig
+from tfexport.decode.offline import decode
 from tfexport.errors import ConfigError, InputError
+from tfexport.runtime.session import Limit, Limits
 
 
 @pytest.fixture
@@ -32,12 +33,13 @@ def test_every_bad_text_is_named(session: ScriptedSession) -> None:
         "text 5: source has 1.5, expected ids 0 to 99; "
         "text 6: source has True, expected ids 0 to 99; "
         "text 7: source has a, expected ids 0 to 99; "
-        "text 8: the source has 17 tokens, the limit is 16; shorten it"
+        "text 8: the source has 17 tokens, the limit is 16; shorten it, "
+        "or export with a larger --max-source-length if the model allows it"
     )
 
 
 def test_a_length_that_engines_limit_comes_with_the_command_for_larger_ones() -> None:
-    session = ScriptedSession(12, drawn(12), max_rows=4)
+    session = limited(ScriptedSession(12, drawn(12)), 4)
     build = "or build engines for more: tfexport trt BUNDLE"
     assert refusal(session, [[3] * 18], DecodeConfig()) == (
         f"decode: text 1: the source has 18 tokens, the limit is 16; shorten it, {build} --max-source-length 18 --force"
@@ -56,10 +58,11 @@ def test_a_long_list_is_cut(session: ScriptedSession) -> None:
 def test_limits_name_what_would_fit(session: ScriptedSession) -> None:
     config = DecodeConfig(max_new_tokens=14)
     message = refusal(session, [[5]] * 4, config, prefixes=[[], [3], [3, 4, 5], [3] * 16])
+    longer = ", or export with a larger --max-target-length if the model allows it"
     assert message == (
         "decode: text 3: max_new_tokens is 14, but a prefix of 3 leaves 13 of the limit 16; "
-        "lower max_new_tokens to 13; text 4: a prefix of 16 and 1 new tokens are above the limit of 16; "
-        "shorten the prefix or lower min_new_tokens"
+        f"lower max_new_tokens to 13{longer}; text 4: a prefix of 16 and 1 new tokens are above the limit of 16; "
+        f"shorten the prefix or lower min_new_tokens{longer}"
     )
     assert "prefix of 3 and 14 new tokens" in refusal(
         session, [[5]], DecodeConfig(min_new_tokens=14), prefixes=[[3, 4, 5]]
@@ -92,13 +95,25 @@ def test_order_progress_and_nothing_to_do(session: ScriptedSession) -> None:
         alone = decode(session, [sources[text]], DecodeConfig(), prefixes=[prefixes[text]])
         assert found[text] == alone[0]
         assert list(found[text][0].token_ids[: len(prefixes[text])]) == prefixes[text]
-    assert done == [2, 2, 1]
+    assert sum(done) == 5
+    assert all(done), "told when something is finished"
     assert decode(session, [], DecodeConfig()) == []
 
 
 def test_texts_of_like_length_go_together(session: ScriptedSession) -> None:
     decode(session, [[3] * length for length in (1, 9, 2, 8, 5)], DecodeConfig(), batch_size=2)
-    assert session.encoded == [(2, 9), (2, 5), (1, 1)]
+    assert session.encoded[0] == (2, 9)
+    assert sorted(length for _, length in session.encoded[1:]) in ([1, 2, 5], [1, 5], [2, 5])
+
+
+def test_a_batch_that_nobody_may_join_begins_with_equally_long_prompts() -> None:
+    session = ScriptedSession(12, drawn(12, eos_bias=1), can_join=False)
+    sources, prefixes = [[3 + text] * 4 for text in range(9)], [[4] * (text % 3) for text in range(9)]
+    together = decode(session, sources, DecodeConfig(), prefixes=prefixes, batch_size=2)
+    assert sorted(shape[0] for shape in session.encoded) == [1, 1, 1, 2, 2, 2]
+    free = ScriptedSession(12, drawn(12, eos_bias=1))
+    assert together == decode(free, sources, DecodeConfig(), prefixes=prefixes, batch_size=2)
+    assert len(free.steps) < len(session.steps), "places are filled as they come free"
 
 
 def test_numpy_ids_are_ids(session: ScriptedSession) -> None:
@@ -157,18 +172,33 @@ def test_settings_survive_json() -> None:
     assert DecodeConfig.from_dict({**config.to_dict(), "suppress_tokens": [3, 4]}) == config
 
 
+def limited(session: ScriptedSession, rows: int) -> ScriptedSession:
+    """Let a session take so many rows, as engines do."""
+    build = "build engines for more: tfexport trt BUNDLE --max-"
+    session.limits = Limits(
+        rows=Limit(rows, build + "batch {number} --force"),
+        source_length=Limit(16, build + "source-length {number} --force"),
+        target_length=Limit(16, build + "target-length {number} --force"),
+        candidates=Limit(12),
+    )
+    return session
+
+
 @pytest.mark.parametrize(
-    ("options", "name"),
-    [({"num_beams": 4}, "num_beams"), ({"num_return_sequences": 4, "do_sample": True}, "num_return_sequences")],
+    ("options", "most"), [({"num_beams": 4}, 8), ({"num_return_sequences": 4, "do_sample": True}, 9)]
 )
-def test_a_batch_never_has_more_rows_than_the_session_takes(options: dict[str, int], name: str) -> None:
+def test_a_batch_never_has_more_rows_than_the_session_takes(options: dict[str, int], most: int) -> None:
     sources, config = [[3 + text] for text in range(7)], DecodeConfig(**options)  # type: ignore[arg-type]
-    free, bound = ScriptedSession(12, drawn(12, eos_bias=1)), ScriptedSession(12, drawn(12, eos_bias=1), max_rows=9)
+    free = ScriptedSession(12, drawn(12, eos_bias=1))
+    bound = limited(ScriptedSession(12, drawn(12, eos_bias=1)), 9)
     assert decode(bound, sources, config) == decode(free, sources, config)
-    assert max(rows for rows, _ in bound.steps) <= 9 < max(rows for rows, _ in free.steps)
-    assert max(rows for rows, _ in bound.steps) == 8, "two texts of four rows fit"
-    narrow = ScriptedSession(12, drawn(12), max_rows=3)
-    assert refusal(narrow, sources, config) == (
-        f"decode: {name} is 4, but the session takes 3 rows at once; "
+    assert max(rows for rows, _ in bound.steps) == most < max(rows for rows, _ in free.steps)
+
+
+def test_beams_that_no_batch_has_room_for_are_refused() -> None:
+    narrow = limited(ScriptedSession(12, drawn(12)), 3)
+    assert refusal(narrow, [[3]], DecodeConfig(num_beams=4)) == (
+        "decode: num_beams is 4, but the session takes 3 rows at once; "
         "lower it, or build engines for more: tfexport trt BUNDLE --max-batch 4 --force"
     )
+    assert len(decode(narrow, [[3]], DecodeConfig(do_sample=True, num_return_sequences=4))[0]) == 4
