@@ -225,7 +225,7 @@ class Model:
         if pooling not in get_args(Pooling):
             raise ConfigError(f"embed: pooling is {pooling!r}, expected 'mean' or 'cls'")
         sources = self._need_tokenizer().encode(_texts("texts", texts))
-        batch_size = min(batch_size, self.session.max_rows or batch_size)
+        batch_size = min(batch_size, self.session.limits.rows.most or batch_size)
         vectors = np.empty((len(sources), self.spec.d_model), np.float32)
         order = sorted(range(len(sources)), key=lambda index: len(sources[index]))
         for first in range(0, len(order), batch_size):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from tests import tiny
+from tests.runtime.joining import alone, differing, joining, random_requests
 from tests.runtime.trt.trt_double import trt_session
 from tests.trt.cuda_double import CudaDouble
 from tfexport.errors import BackendError, InputError
@@ -23,10 +25,10 @@ from tfexport.models.transformer import Transformer
 from tfexport.runtime.eager import EagerSession
 from tfexport.runtime.open import open_ort
 from tfexport.runtime.ort.session import OrtSession
-from tfexport.runtime.session import Candidates, Ids, Mask, Session
+from tfexport.runtime.session import Batch, Candidates, Ids, Mask, MultiStep, Session, close_up
 from tfexport.spec import DECODER, Form, ModelSpec
 
-MakeSession = Callable[[Transformer], Session]  # type: ignore[type-arg]
+MakeSession = Callable[[Transformer], Session]
 Once = Callable[[str, Callable[[Path], object]], Path]
 
 
@@ -43,25 +45,25 @@ def exported(model: Transformer, once: Once) -> tuple[dict[str, Path], ModelSpec
     return {path.stem: path for path in once(f"graphs-{weights.hexdigest()[:16]}", make).glob("*.onnx")}, spec
 
 
-def ort_session(model: Transformer, form: Form, once: Once, *, host_caches: bool = True) -> Session:  # type: ignore[type-arg]
+def ort_session(model: Transformer, form: Form, once: Once, *, host_caches: bool = True) -> Session:
     graphs, spec = exported(model, once)
     return OrtSession(graphs, spec, form if spec.has_decoder else None, threads=1, host_caches=host_caches)
 
 
-def contrib_session(model: Transformer, once: Once) -> Session:  # type: ignore[type-arg]
+def contrib_session(model: Transformer, once: Once) -> Session:
     graphs, spec = exported(model, once)
     if spec.has_decoder and DECODER["contrib"] not in graphs:
         pytest.skip(f"no contrib form: {' and '.join(contrib_problems(model))}")
     return open_ort(graphs, spec, "contrib" if spec.has_decoder else None, threads=1)
 
 
-def engine_session(model: Transformer, form: Form, once: Once, *, prompt: bool = False) -> Session:  # type: ignore[type-arg]
+def engine_session(model: Transformer, form: Form, once: Once, *, prompt: bool = False) -> Session:
     graphs, spec = exported(model, once)
     return trt_session(graphs, spec, form if spec.has_decoder else None, cuda=CudaDouble(prompt=prompt))
 
 
 # A new backend is one line here: its name, and how a model becomes a session.
-BACKENDS: dict[str, Callable[[Transformer, Once], Session]] = {  # type: ignore[type-arg]
+BACKENDS: dict[str, Callable[[Transformer, Once], Session]] = {
     "eager": lambda model, once: EagerSession(model),
     "ort concat": lambda model, once: ort_session(model, "concat", once),
     "ort static": lambda model, once: ort_session(model, "static", once),
@@ -91,12 +93,12 @@ def model(request: pytest.FixtureRequest) -> Transformer:
 
 
 @pytest.fixture
-def session(make_session: MakeSession, model: Transformer) -> Session:  # type: ignore[type-arg]
+def session(make_session: MakeSession, model: Transformer) -> Session:
     return make_session(model)
 
 
 @pytest.fixture
-def one(make_session: MakeSession) -> tuple[Session, Transformer]:  # type: ignore[type-arg]
+def one(make_session: MakeSession) -> tuple[Session, Transformer]:
     """Return a session for what does not depend on the kind of model."""
     model = tiny.model(tiny.VARIANTS["post"], dtype=torch.float32)
     return make_session(model), model
@@ -139,106 +141,158 @@ def assert_candidates(found: Candidates, logits: np.ndarray, k: int) -> None:
     np.testing.assert_allclose(found.log_normalizer, np.log(np.exp(logits).sum(1)), atol=ATOL, rtol=0)
 
 
+def begun(session: Session, source: tuple[Ids, Mask], prompts: Sequence[Sequence[int]], width: int = 1) -> Batch:
+    """Return a batch with these sources and prompts."""
+    batch = session.batch(width)
+    batch.add(*source, prompts)
+    return batch
+
+
 @pytest.mark.parametrize("k", [1, 4, None])
-def test_steps_equal_the_full_forward(session: Session, model: Transformer, k: int | None) -> None:  # type: ignore[type-arg]
-    source_ids, source_mask = sources(model.config)
+def test_steps_equal_the_full_forward(session: Session, model: Transformer, k: int | None) -> None:
+    source = sources(model.config)
     target_ids = targets(model.config, 4)
-    expected = full_logits(model, source_ids, source_mask, target_ids)
+    expected = full_logits(model, *source, target_ids)
     k = k or session.spec.vocab
-    state = session.encode(source_ids, source_mask)
-    assert (state.batch, state.rows, state.past_len) == (4, 4, 0)
+    batch = begun(session, source, target_ids[:, :1].tolist())
+    assert batch.lengths.tolist() == [0] * 4
     for position in range(target_ids.shape[1]):
-        found = session.step(state, target_ids[:, position : position + 1], k)
-        assert state.past_len == position + 1
+        found = batch.step(target_ids[:, position], k)
+        assert batch.lengths.tolist() == [position + 1] * 4
         assert_candidates(found, expected[:, position], k)
 
 
-@pytest.mark.parametrize("prefix_len", [2, 5])
-def test_a_prefix_equals_its_steps(session: Session, model: Transformer, prefix_len: int) -> None:  # type: ignore[type-arg]
-    source_ids, source_mask = sources(model.config)
+@pytest.mark.parametrize("prompt_len", [2, 5])
+def test_a_prompt_equals_its_steps(session: Session, model: Transformer, prompt_len: int) -> None:
+    source = sources(model.config)
     target_ids = targets(model.config, 4)
-    expected = full_logits(model, source_ids, source_mask, target_ids)
-    state = session.encode(source_ids, source_mask)
-    assert_candidates(session.step(state, target_ids[:, :prefix_len], 3), expected[:, prefix_len - 1], 3)
-    for position in range(prefix_len, target_ids.shape[1]):
-        assert_candidates(session.step(state, target_ids[:, position : position + 1], 3), expected[:, position], 3)
+    expected = full_logits(model, *source, target_ids)
+    batch = begun(session, source, target_ids[:, :prompt_len].tolist())
+    for position in range(prompt_len - 1, target_ids.shape[1]):
+        assert_candidates(batch.step(target_ids[:, position], 3), expected[:, position], 3)
 
 
-def test_several_tokens_may_follow_a_past(one: tuple[Session, Transformer]) -> None:  # type: ignore[type-arg]
+def test_prompts_of_unequal_length(one: tuple[Session, Transformer]) -> None:
     session, model = one
-    source_ids, source_mask = sources(model.config)
-    target_ids = targets(model.config, 4)
-    expected = full_logits(model, source_ids, source_mask, target_ids)
-    state = session.encode(source_ids, source_mask)
-    session.step(state, target_ids[:, :2], 1)
-    assert_candidates(session.step(state, target_ids[:, 2:], 3), expected[:, -1], 3)
+    source, target_ids = sources(model.config), targets(model.config, 4)
+    expected = full_logits(model, *source, target_ids)
+    lengths = [2, 1, 4, 4]
+    batch = session.batch()
+    if not batch.can_join:
+        with pytest.raises(InputError, match="form"):
+            batch.add(*source, [ids[:length] for ids, length in zip(target_ids.tolist(), lengths, strict=True)])
+        return
+    batch.add(*source, [ids[:length] for ids, length in zip(target_ids.tolist(), lengths, strict=True)])
+    assert batch.lengths.tolist() == [length - 1 for length in lengths]
+    rows = np.arange(4)
+    for step in range(2):
+        position = np.array(lengths) - 1 + step
+        assert_candidates(batch.step(target_ids[rows, position], 3), expected[rows, position], 3)
 
 
 ORDERS = {
-    # rows before → (order, rows per source after)
-    "same": (1, [0, 1, 2, 3]),
-    "permute sources": (1, [3, 0, 2, 1]),
-    "drop sources": (1, [1, 3]),
-    "drop and permute": (1, [2, 0]),
-    "expand": (1, [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]),
-    "expand and drop": (1, [0, 0, 3, 3]),
-    "swap beams": (2, [1, 0, 2, 2, 5, 4, 7, 6]),
-    "swap beams and drop": (2, [1, 1, 7, 6]),
-    "more beams": (2, [1, 0, 0, 6, 7, 7]),
-    "one beam each": (2, [1, 2, 5, 6]),
-    "one beam, some": (2, [6, 1]),
+    "same": (2, [0, 1, 2, 3, 4, 5, 6, 7]),
+    "swap": (2, [1, 0, 2, 2, 5, 4, 7, 6]),
+    "branch": (3, [0, 0, 0, 5, 4, 5, 8, 7, 6, 10, 10, 9]),
+    "one for all": (2, [1, 1, 2, 2, 5, 5, 6, 6]),
 }
 
 
-@pytest.mark.parametrize(("beams", "order"), ORDERS.values(), ids=ORDERS.keys())
-def test_reorder(session: Session, model: Transformer, beams: int, order: list[int]) -> None:  # type: ignore[type-arg]
+@pytest.mark.parametrize(("width", "order"), ORDERS.values(), ids=ORDERS.keys())
+def test_reorder(session: Session, model: Transformer, width: int, order: list[int]) -> None:
     source_ids, source_mask = sources(model.config)
-    state = session.encode(source_ids, source_mask)
-    started = targets(model.config, 4, 2).repeat(beams, axis=0)
-    session.step(state, started[::beams], 1)
-    session.reorder(state, np.arange(4).repeat(beams))
-    middle = targets(model.config, 4 * beams, 1, seed=2)  # rows of one source part here
-    session.step(state, middle, 1)
-    session.reorder(state, np.array(order))
-    assert (state.rows, state.batch, state.past_len) == (len(order), len({row // beams for row in order}), 3)
-    ends = targets(model.config, len(order), 2, seed=3)
-    history = np.concatenate((np.concatenate((started, middle), 1)[order], ends), 1)
-    owners = np.array(order) // beams
+    rows = 4 * width
+    first = targets(model.config, 4, 1).repeat(width, 0)
+    batch = begun(session, (source_ids, source_mask), first[::width].tolist(), width)
+    batch.step(first[:, 0], 1)
+    middle = targets(model.config, rows, 2, seed=2)  # rows of one source part here
+    for position in range(2):
+        batch.step(middle[:, position], 1)
+    batch.reorder(np.array(order))
+    ends = targets(model.config, rows, 2, seed=3)
+    history = np.concatenate((np.concatenate((first, middle), 1)[order], ends), 1)
+    owners = np.arange(4).repeat(width)
     expected = full_logits(model, source_ids[owners], source_mask[owners], history)
     for position in range(2):
-        found = session.step(state, ends[:, position : position + 1], 3)
-        assert_candidates(found, expected[:, 3 + position], 3)
+        assert_candidates(batch.step(ends[:, position], 3), expected[:, 3 + position], 3)
 
 
-def test_reorder_before_the_first_step(one: tuple[Session, Transformer]) -> None:  # type: ignore[type-arg]
+@pytest.mark.parametrize("removed", [[1], [3], [0, 2], [3, 0, 1]], ids=str)
+@pytest.mark.parametrize("width", [1, 2])
+def test_remove(one: tuple[Session, Transformer], width: int, removed: list[int]) -> None:
+    """The last sources take the places of those that leave, with all that their rows have read."""
     session, model = one
     source_ids, source_mask = sources(model.config)
-    state = session.encode(source_ids, source_mask)
-    session.reorder(state, np.array([3, 3, 1, 1]))
-    target_ids = targets(model.config, 4, 2)
-    owners = np.array([3, 3, 1, 1])
-    expected = full_logits(model, source_ids[owners], source_mask[owners], target_ids)
-    assert_candidates(session.step(state, target_ids, 3), expected[:, -1], 3)
+    rows, target_ids = 4 * width, targets(model.config, 4 * width, 4)
+    target_ids[:, 0] = target_ids[::width, 0].repeat(width)
+    batch = begun(session, (source_ids, source_mask), target_ids[::width, :1].tolist(), width)
+    for position in range(2):
+        batch.step(target_ids[:, position], 1)
+    batch.remove(np.array(removed))
+    kept = close_up(4, np.array(removed))
+    assert sorted(kept.tolist()) == sorted(set(range(4)) - set(removed))
+    stay = (kept[:, None] * width + np.arange(width)).ravel()
+    owners = np.arange(4).repeat(width)[stay]
+    expected = full_logits(model, source_ids[owners], source_mask[owners], target_ids[stay])
+    assert batch.lengths.tolist() == [2] * stay.size
+    assert rows > stay.size
+    for position in (2, 3):
+        assert_candidates(batch.step(target_ids[stay, position], 3), expected[:, position], 3)
 
 
-def test_padding_changes_nothing(session: Session, model: Transformer) -> None:  # type: ignore[type-arg]
+def test_an_empty_batch_is_begun_anew(one: tuple[Session, Transformer]) -> None:
+    session, model = one
+    batch = begun(session, sources(model.config), [[1]] * 4)
+    batch.step(targets(model.config, 4, 1)[:, 0], 1)
+    batch.remove(np.arange(4))
+    assert batch.lengths.size == 0
+    source, new = sources(model.config, (3, 11), seed=4), targets(model.config, 2, 3, seed=5)
+    batch.add(*source, new[:, :2].tolist())
+    expected = full_logits(model, *source, new)
+    for position in (1, 2):
+        assert_candidates(batch.step(new[:, position], 3), expected[:, position], 3)
+
+
+def test_sources_join_while_others_are_decoded(session: Session, model: Transformer) -> None:
+    """Longer and shorter ones, with prompts of their own, and all rows at different places."""
+    first, late = sources(model.config, (4, 6)), sources(model.config, (9, 1, 2), seed=7)
+    old, new = targets(model.config, 2, 5), targets(model.config, 3, 4, seed=8)
+    batch = begun(session, first, old[:, :1].tolist())
+    for position in range(2):
+        batch.step(old[:, position], 1)
+    if not batch.can_join:
+        with pytest.raises(InputError, match="form"):
+            batch.add(*late, new[:, :2].tolist())
+        return
+    prompts = [new[0, :2].tolist(), new[1, :1].tolist(), new[2, :3].tolist()]
+    batch.add(*late, prompts)
+    assert batch.lengths.tolist() == [2, 2, 1, 0, 2]
+    expected = [*full_logits(model, *first, old), *full_logits(model, *late, new)]
+    target_ids, rows = [*old, *new], range(5)
+    while max(batch.lengths) < 4:
+        places = batch.lengths.copy()
+        found = batch.step(np.array([target_ids[row][places[row]] for row in rows]), 3)
+        assert_candidates(found, np.stack([expected[row][places[row]] for row in rows]), 3)
+
+
+def test_padding_changes_nothing(session: Session, model: Transformer) -> None:
     source_ids, source_mask = sources(model.config, (5, 2))
     target_ids = targets(model.config, 2, 3)
-    plain = session.step(session.encode(source_ids, source_mask), target_ids, 4)
-    wide = np.pad(source_ids, ((0, 0), (0, 6)), constant_values=3)
-    padded = session.step(session.encode(wide, np.pad(source_mask, ((0, 0), (0, 6)))), target_ids, 4)
+    plain = begun(session, (source_ids, source_mask), target_ids.tolist()).step(target_ids[:, -1], 4)
+    wide = np.pad(source_ids, ((0, 0), (0, 6)), constant_values=3), np.pad(source_mask, ((0, 0), (0, 6)))
+    padded = begun(session, wide, target_ids.tolist()).step(target_ids[:, -1], 4)
     np.testing.assert_array_equal(padded.token_ids, plain.token_ids)
     np.testing.assert_allclose(padded.logits, plain.logits, atol=ATOL)
     assert np.isfinite(padded.logits).all()
     assert np.isfinite(padded.log_normalizer).all()
 
 
-def test_candidates_belong_to_the_caller(one: tuple[Session, Transformer]) -> None:  # type: ignore[type-arg]
+def test_candidates_belong_to_the_caller(one: tuple[Session, Transformer]) -> None:
     session, model = one
-    state = session.encode(*sources(model.config))
-    first = session.step(state, targets(model.config, 4, 1), 3)
+    batch = begun(session, sources(model.config), [[1]] * 4)
+    first = batch.step(targets(model.config, 4, 1)[:, 0], 3)
     kept = [array.copy() for array in (first.token_ids, first.logits, first.log_normalizer)]
-    session.step(state, targets(model.config, 4, 1, seed=5), 3)
+    batch.step(targets(model.config, 4, 1, seed=5)[:, 0], 3)
     for array, copy in zip((first.token_ids, first.logits, first.log_normalizer), kept, strict=True):
         np.testing.assert_array_equal(array, copy)
 
@@ -253,19 +307,39 @@ def test_equal_logits_come_in_order_of_id(make_session: MakeSession) -> None:
     session = make_session(model)
     expected = sorted(range(tiny.VOCAB), key=lambda token: (-levels[token].item(), token))
     for k in (1, 5, 13, tiny.VOCAB):
-        state = session.encode(*sources(model.config))
-        found = session.step(state, targets(model.config, 4, 1), k)
+        batch = begun(session, sources(model.config), [[1]] * 4)
+        found = batch.step(targets(model.config, 4, 1)[:, 0], k)
         assert found.token_ids.tolist() == [expected[:k]] * 4
 
 
-def test_threads_share_a_session(session: Session, model: Transformer) -> None:  # type: ignore[type-arg]
+def test_several_steps_at_once_are_the_steps(one: tuple[Session, Transformer]) -> None:
+    """Where a batch can take them: rows at different places, each going on with its best token."""
+    session, model = one
+    source = sources(model.config)
+    start = targets(model.config, 4, 1)[:, 0]
+    single, several = begun(session, source, [[1]] * 4), begun(session, source, [[1]] * 4)
+    if not isinstance(several, MultiStep):
+        return
+    found = several.multi_step(start, 2, 5, stop_id=-1)
+    assert found.token_ids.shape == (5, 4, 2)
+    for step in range(5):
+        expected = single.step(start, 2)
+        np.testing.assert_array_equal(found.token_ids[step], expected.token_ids)
+        np.testing.assert_allclose(found.logits[step], expected.logits, atol=ATOL)
+        np.testing.assert_allclose(found.log_normalizer[step], expected.log_normalizer, atol=ATOL)
+        start = expected.token_ids[:, 0]
+    assert several.lengths.tolist() == single.lengths.tolist() == [5] * 4
+    stop = int(single.step(start, 1).token_ids[2, 0])
+    assert len(several.multi_step(start, 1, 3, stop_id=stop).token_ids) == 1
+
+
+def test_threads_share_a_session(session: Session, model: Transformer) -> None:
     def run(seed: int) -> list[Candidates]:
-        state = session.encode(*sources(model.config, seed=seed))
-        session.reorder(state, np.arange(4).repeat(2))
+        batch = begun(session, sources(model.config, seed=seed), [[1]] * 4, 2)
         found = []
         for position in range(5):
-            found.append(session.step(state, targets(model.config, 8, 1, seed=seed + position), 4))
-            session.reorder(state, np.array([1, 0, 2, 3, 5, 5, 7, 6]))
+            found.append(batch.step(targets(model.config, 8, 1, seed=seed + position)[:, 0], 4))
+            batch.reorder(np.array([1, 0, 2, 3, 5, 5, 7, 6]))
         return found
 
     alone = [run(seed) for seed in range(8)]
@@ -278,36 +352,38 @@ def test_threads_share_a_session(session: Session, model: Transformer) -> None: 
             np.testing.assert_array_equal(found.log_normalizer, reference.log_normalizer)
 
 
-def test_states_do_not_mix(one: tuple[Session, Transformer]) -> None:  # type: ignore[type-arg]
+def test_batches_do_not_mix(one: tuple[Session, Transformer]) -> None:
     session, model = one
     first, second = sources(model.config, seed=1), sources(model.config, (3, 8), seed=2)
     new = targets(model.config, 4, 2), targets(model.config, 2, 2, seed=3)
-    states = session.encode(*first), session.encode(*second)
-    session.step(states[0], new[0][:, :1], 1)
-    session.step(states[1], new[1][:, :1], 1)
-    found = session.step(states[0], new[0][:, 1:], 2), session.step(states[1], new[1][:, 1:], 2)
+    batches = begun(session, first, new[0][:, :1].tolist()), begun(session, second, new[1][:, :1].tolist())
+    batches[0].step(new[0][:, 0], 1)
+    batches[1].step(new[1][:, 0], 1)
+    found = batches[0].step(new[0][:, 1], 2), batches[1].step(new[1][:, 1], 2)
     assert_candidates(found[0], full_logits(model, *first, new[0])[:, -1], 2)
     assert_candidates(found[1], full_logits(model, *second, new[1])[:, -1], 2)
 
 
-def test_limits(session: Session, model: Transformer) -> None:  # type: ignore[type-arg]
+def test_limits(session: Session, model: Transformer) -> None:
     config = model.config
     limit = config.max_target_length or 0
     longest = sources(config, (config.max_source_length,))
-    state = session.encode(*longest)
     target_ids = targets(config, 1, limit)
-    session.step(state, target_ids[:, :-1], 1)
+    batch = begun(session, longest, target_ids.tolist())
     expected = full_logits(model, *longest, target_ids)
-    assert_candidates(session.step(state, target_ids[:, -1:], 2), expected[:, -1], 2)
+    assert_candidates(batch.step(target_ids[:, -1], 2), expected[:, -1], 2)
     with pytest.raises(InputError, match=f"target has {limit + 1} tokens, the limit is {limit}"):
-        session.step(state, target_ids[:, :1], 1)
+        batch.step(target_ids[:, 0], 1)
     with pytest.raises(InputError, match=f"the limit is {config.max_source_length}"):
-        session.encode(*sources(config, (config.max_source_length + 1,)))
+        session.batch().add(*sources(config, (config.max_source_length + 1,)), [[1]])
+    with pytest.raises(InputError, match=f"expected 1 to {limit}"):
+        session.batch().add(*longest, [[1] * (limit + 1)])
 
 
-def test_bad_arguments(one: tuple[Session, Transformer]) -> None:  # type: ignore[type-arg]
+def test_bad_arguments(one: tuple[Session, Transformer]) -> None:
     session, model = one
     ids, mask = sources(model.config)
+    batch = session.batch(2)
     for source in (
         (ids.astype(np.int32), mask),
         (ids, mask.astype(np.int64)),
@@ -318,18 +394,66 @@ def test_bad_arguments(one: tuple[Session, Transformer]) -> None:  # type: ignor
         (np.where(mask, -1, ids), mask),
     ):
         with pytest.raises(InputError):
-            session.encode(*source)
-    state = session.encode(ids, mask)
+            batch.add(*source, [[1]] * 4)
+    for prompts in ([[1]] * 3, [[1], [1], [1], []], [[1], [1], [1], [-1]], [[1], [tiny.VOCAB], [1], [1]]):
+        with pytest.raises(InputError):
+            batch.add(ids, mask, prompts)
+    assert batch.lengths.size == 0
     new = targets(model.config, 4, 1)
-    for target_ids, k in ((new[:3], 1), (new[:, :0], 1), (new * 0 - 1, 1), (new, 0), (new, tiny.VOCAB + 1)):
+    batch.add(ids, mask, new.tolist())
+    rows = new[:, 0].repeat(2)
+    for target_ids, k in ((rows[:3], 1), (rows * 0 - 1, 1), (rows, 0), (rows, tiny.VOCAB + 1)):
         with pytest.raises(InputError):
-            session.step(state, target_ids, k)
-    session.reorder(state, np.arange(4).repeat(2))
-    for rows in ([], [8], [-1], [0, 2, 1, 3], [0, 1, 2], [0, 1, 2, 3, 0, 1]):
+            batch.step(target_ids, k)
+    for order in ([], [0, 1], [0, 1, 2, 3, 4, 5, 6, 8], [-1, 1, 2, 3, 4, 5, 6, 7], [2, 1, 0, 3, 4, 5, 6, 7]):
         with pytest.raises(InputError):
-            session.reorder(state, np.array(rows, np.int64))
-    found = session.step(state, new.repeat(2, axis=0), 2)
+            batch.reorder(np.array(order, np.int64))
+    for removed in ([4], [-1], [1, 1]):
+        with pytest.raises(InputError):
+            batch.remove(np.array(removed, np.int64))
+    found = batch.step(rows, 2)
     assert_candidates(found, full_logits(model, ids, mask, new)[:, -1].repeat(2, axis=0), 2)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_order_of_joining_changes_what_is_said(one: tuple[Session, Transformer], seed: int) -> None:
+    """Fifty sources in each of twenty orders: every kind of search, prompts and limits of their own, side by side."""
+    session, _ = one
+    requests = random_requests(session, 50, seed)
+    assert not differing(joining(session, requests, seed), alone(session, requests))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_a_thousand_sources_join_in_any_order(one: tuple[Session, Transformer], seed: int) -> None:
+    session, model = one
+    requests = random_requests(session, 1000, 0)
+    expected = alone(EagerSession(model), requests)
+    assert not differing(joining(session, requests, seed, places=16), expected)
+
+
+def test_rows_that_compute_nan_harm_nobody(make_session: MakeSession) -> None:
+    """Neither their neighbours, nor who has their place after them."""
+    model = tiny.model(tiny.VARIANTS["post"], dtype=torch.float32)
+    broken = tiny.VOCAB - 1  # a token of the source that is no number
+    with torch.no_grad():
+        model.enc.embed.weight[broken] = torch.nan
+    session = make_session(model)
+    if not session.batch().can_join:
+        return
+    sound = [
+        request for request in random_requests(session, 60, 1) if broken not in (*request.source_ids, *request.prompt)
+    ]
+    if model.dec is not None and model.dec.embed.weight is model.enc.embed.weight:
+        pytest.fail("the variant ties its embeddings: targets would be broken too")
+    expected = alone(session, sound)
+    spoilt = [
+        dataclasses.replace(request, text=1000 + number, source_ids=(*request.source_ids[:-1], broken))
+        for number, request in enumerate(sound[:30])
+    ]
+    found = joining(session, [*sound, *spoilt], 5, places=4)
+    assert not differing({text: found[text] for text in expected}, expected)
+    assert all("gave NaN or infinite logits" in str(found[request.text]) for request in spoilt)
 
 
 def test_an_encoder_alone_gives_hidden_states(make_session: MakeSession) -> None:
@@ -350,19 +474,19 @@ def test_an_encoder_alone_gives_hidden_states(make_session: MakeSession) -> None
             )
         np.testing.assert_allclose(hidden[row, row_mask], alone[0], atol=ATOL)
     with pytest.raises(BackendError, match="encoder alone"):
-        session.encode(ids, mask)
+        session.batch()
     with pytest.raises(InputError):
         session.hidden_states(ids + tiny.VOCAB, mask)
 
 
-def test_a_decoder_gives_no_hidden_states(one: tuple[Session, Transformer]) -> None:  # type: ignore[type-arg]
+def test_a_decoder_gives_no_hidden_states(one: tuple[Session, Transformer]) -> None:
     session, model = one
     with pytest.raises(BackendError, match="has a decoder"):
         session.hidden_states(*sources(model.config))
 
 
-def test_a_closed_session_says_so(one: tuple[Session, Transformer]) -> None:  # type: ignore[type-arg]
-    session, model = one
+def test_a_closed_session_says_so(one: tuple[Session, Transformer]) -> None:
+    session, _ = one
     session.close()
     with pytest.raises(BackendError, match="closed"):
-        session.encode(*sources(model.config))
+        session.batch()

@@ -65,7 +65,7 @@ def test_engines_have_a_rung_of_their_own(bundle: Path, monkeypatch: pytest.Monk
     assert [(rung["stage"], rung["method"]) for rung in report["decodes"]] == [
         ("trt fp32", "greedy"),
         ("trt fp32", "beam 4"),
-        ("trt fp32", "batch mates"),
+        ("trt fp32", "batch invariance"),
     ]
     assert all(rung["exact"] == rung["sequences"] and rung["must_be_exact"] for rung in report["decodes"])
 
@@ -83,7 +83,7 @@ def test_too_few_rows_for_beams_leave_out_that_rung_and_say_so(bundle: Path, mon
     told: list[str] = []
     report = verify_bundle(bundle, config=FEW, backend="trt", report=told.append)
     assert report.passed
-    assert {rung.method for rung in report.decodes} == {"greedy", "batch mates"}
+    assert {rung.method for rung in report.decodes} == {"greedy", "batch invariance"}
     assert "trt fp32 takes 3 rows, too few for beam 4" in told
 
 

@@ -53,13 +53,14 @@ def measure_divergence(
 def _margins(reference: Session, parted: Sequence[tuple[Sequence[int], Sequence[int], int]]) -> Sequence[float]:
     """Follow each text to where it is left, and return the distance of the two best logits there."""
     tokens = reference.spec.tokens
-    state = reference.encode(*pad_right([source for source, *_ in parted], tokens.pad))
+    batch = reference.batch()
+    batch.add(*pad_right([source for source, *_ in parted], tokens.pad), [[tokens.start]] * len(parted))
     margins = np.zeros(len(parted))
-    fed = np.full((len(parted), 1), tokens.start)
+    fed = np.full(len(parted), tokens.start)
     for step in range(max(position for *_, position in parted) + 1):
-        logits = reference.step(state, fed, 2).logits
+        logits = batch.step(fed, 2).logits
         here = np.array([position == step for *_, position in parted])
         margins[here] = logits[here, 0] - logits[here, 1]
-        fed = np.array([[text[step] if step < len(text) else tokens.pad] for _, text, _ in parted])
+        fed = np.array([text[step] if step < len(text) else tokens.pad for _, text, _ in parted])
     found: list[float] = margins.tolist()
     return found

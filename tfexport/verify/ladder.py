@@ -28,7 +28,7 @@ from tfexport.spec import DECODER, Device, Form, ModelSpec, WeightType
 from tfexport.verify.divergence import measure_divergence
 from tfexport.verify.numbers import Batch, compare, random_batches, random_sources, step_logits
 from tfexport.verify.report import TOLERANCE, Decodes, Numbers, Report
-from tfexport.verify.texts import METHODS, batch_mates, compare_decodes, decode_best
+from tfexport.verify.texts import METHODS, batch_invariance, compare_decodes, decode_best
 
 Tell = Callable[[str], None]
 Named = tuple[str, Session]
@@ -150,7 +150,7 @@ def verify_stages(stages: Stages, config: VerifyConfig, *, report: Tell = lambda
 def _climb(stages: Stages, sessions: Sequence[Named], config: VerifyConfig, report: Tell) -> Report:
     spec, rng = _shortest(stages.spec, sessions), np.random.default_rng(config.seed)
     eager = EagerSession(stages.model, dataclasses.replace(spec, precision="fp32"))
-    most_rows = min((session.max_rows for _, session in sessions if session.max_rows), default=None)
+    most_rows = min((s.limits.rows.most for _, s in sessions if s.limits.rows.most), default=None)
     batches = random_batches(spec, min(config.samples, 64), rng, most_rows)
     sources = random_sources(spec, config.samples, rng)
     if not spec.has_decoder:
@@ -266,8 +266,8 @@ def _decodes(
         report(f"decoding {len(sources)} sequences, {method}: eager")
         expected = decode_best(eager, sources, num_beams, 8)
         for (stage, session), number in stages:
-            if session.max_rows is not None and num_beams > session.max_rows:
-                report(f"{stage} takes {session.max_rows} rows, too few for {method}")
+            if session.limits.rows.is_below(num_beams):
+                report(f"{stage} takes {session.limits.rows.most} rows, too few for {method}")
                 continue
             report(f"decoding {len(sources)} sequences, {method}: {stage}")
             got = decode_best(session, sources, num_beams, 8)
@@ -289,5 +289,5 @@ def _decodes(
     some = sources[: min(64, len(sources) // 2 + 1)]
     for (stage, session), number in stages:
         report(f"decoding {len(some)} sequences alone and in batches: {stage}")
-        rungs.append(batch_mates(stage, session, some, number.worst, eager))
+        rungs.append(batch_invariance(stage, session, some, number.worst, eager))
     return rungs

@@ -60,7 +60,7 @@ def random_batches(spec: ModelSpec, count: int, rng: np.random.Generator, most_r
 
 
 def step_logits(session: Session, batch: Batch, expected: Floats) -> Floats:
-    """Feed the target through a session: a prefix at once, then token by token.
+    """Feed the target through a session: a prefix when the sources are added, then token by token.
 
     A session that returns fewer candidates than there are tokens says of the others only that they are
     no better than its last. They count as `expected`, or as the last candidate where that is less.
@@ -73,15 +73,14 @@ def step_logits(session: Session, batch: Batch, expected: Floats) -> Floats:
     Returns:
         Logits of every position from the prefix's last on, float32 [batch, target_len - prefill + 1, vocab].
     """
-    state = session.encode(batch.source_ids, batch.source_mask)
-    steps, position = [], 0
-    for end in range(batch.prefill, batch.target_ids.shape[1] + 1):
-        most = session.max_candidates or session.spec.vocab
-        candidates = session.step(state, batch.target_ids[:, position:end], min(most, session.spec.vocab))
-        logits = np.minimum(expected[:, end - batch.prefill], candidates.logits[:, -1:])
+    running, steps = session.batch(), []
+    running.add(batch.source_ids, batch.source_mask, batch.target_ids[:, : batch.prefill].tolist())
+    for position in range(batch.prefill - 1, batch.target_ids.shape[1]):
+        most = min(session.limits.candidates.most or session.spec.vocab, session.spec.vocab)
+        candidates = running.step(batch.target_ids[:, position], most)
+        logits = np.minimum(expected[:, position + 1 - batch.prefill], candidates.logits[:, -1:])
         np.put_along_axis(logits, candidates.token_ids, candidates.logits, 1)
         steps.append(logits)
-        position = end
     return np.stack(steps, 1)
 
 

@@ -73,14 +73,14 @@ class Decodes:
 
     Attributes:
         stage: such as "ort static".
-        method: "greedy", "beam 4", or "batch mates" (alone against padded batches, the same stage).
+        method: "greedy", "beam 4", or "batch invariance" (alone against padded batches, the same stage).
         sequences: decoded.
         exact: equal token for token.
         ties: not equal, but what the eager model itself says when its logits are shaken by
             twice the stage's measured error: rounding decides.
         first: the first difference in words, one that is no tie before one that is; None when there is none.
         must_be_exact: whether anything but exact and ties fails; only reported otherwise.
-        divergence: where the sequences part; None where they must be exact, and for batch mates.
+        divergence: where the sequences part; None where they must be exact, and for batch invariance.
     """
 
     stage: str

@@ -13,12 +13,12 @@ from tfexport.decode.result import Hypothesis
 from tfexport.runtime.session import Session, pad_right
 from tfexport.spec import ModelSpec
 from tfexport.verify.divergence import parting
-from tfexport.verify.perturbed import ShakenSession
+from tfexport.verify.perturbed import PerturbedSession
 from tfexport.verify.report import Decodes, Divergence
 
 NEW_TOKENS = 12
 METHODS = {"greedy": 1, "beam 4": 4}
-SHAKES = 32
+PERTURBATIONS = 32
 Sources = Sequence[Sequence[int]]
 Tokens = tuple[int, ...]
 
@@ -73,9 +73,9 @@ def compare_decodes(
 
 
 def _might_say(eager: Session, source: Sequence[int], tokens: Tokens, num_beams: int, noise: float) -> bool:
-    """Say whether the eager model decodes to `tokens` when its logits are shaken by twice `noise`."""
-    shaken = ShakenSession(eager, 2 * noise, np.random.default_rng(0))
-    return any(best.token_ids == tokens for best in decode_best(shaken, [source] * SHAKES, num_beams, SHAKES))
+    """Say whether the eager model decodes to `tokens` when its logits are perturbed by twice `noise`."""
+    perturbed = PerturbedSession(eager, 2 * noise, np.random.default_rng(0))
+    return any(best.token_ids == tokens for best in decode_best(perturbed, [source] * PERTURBATIONS, num_beams, PERTURBATIONS))
 
 
 def _margin(eager: Session, source: Sequence[int], left: Tokens, right: Tokens, *, greedy: bool) -> float:
@@ -92,9 +92,10 @@ def token_log_probs(eager: Session, source: Sequence[int], tokens: Tokens) -> An
     """Score given tokens with a session, float64 [target_len]."""
     spec: ModelSpec = eager.spec
     ids, mask = pad_right([source], spec.tokens.pad)
-    state, token, found = eager.encode(ids, mask), spec.tokens.start, []
+    batch, token, found = eager.batch(), spec.tokens.start, []
+    batch.add(ids, mask, [[token]])
     for following in tokens:
-        candidates = eager.step(state, np.array([[token]]), spec.vocab)
+        candidates = batch.step(np.array([token]), spec.vocab)
         position = int(np.flatnonzero(candidates.token_ids[0] == following)[0])
         found.append(float(candidates.logits[0, position]) - float(candidates.log_normalizer[0]))
         token = following
@@ -107,14 +108,14 @@ def _describe(number: int, left: Tokens, right: Tokens, margin: float) -> str:
     return f"sequence {number}, token {step}: {token[0]} became {token[1]}, eager margin {margin:.1e}"
 
 
-def batch_mates(stage: str, session: Session, sources: Sources, noise: float, eager: Session) -> Decodes:
+def batch_invariance(stage: str, session: Session, sources: Sources, noise: float, eager: Session) -> Decodes:
     """Decode alone and in padded batches: the tokens must be the same."""
     alone = decode_best(session, sources, 1, 1)
     # Batches are sorted by length, so equal lengths would need no padding: a large batch holds all lengths.
     together = decode_best(session, sources, 1, 64)
     return compare_decodes(
         stage,
-        "batch mates",
+        "batch invariance",
         eager,
         sources,
         alone,

@@ -95,13 +95,13 @@ def test_the_export_reports_where_decodes_part(int4: Path) -> None:
     report = json.loads((int4 / "parity.json").read_text())
     assert report["passed"] is True
     by_method = {rung["method"]: rung for rung in report["decodes"]}
-    assert set(by_method) == {"greedy", "beam 4", "batch mates"}
+    assert set(by_method) == {"greedy", "beam 4", "batch invariance"}
     greedy = by_method["greedy"]
     assert greedy["must_be_exact"] is False
     assert greedy["divergence"]["equal"] == greedy["exact"] / greedy["sequences"] < 1
     assert 0 <= greedy["divergence"]["position"] <= 12
     assert greedy["divergence"]["margin"] > 0
-    assert by_method["batch mates"]["divergence"] is None
+    assert by_method["batch invariance"]["divergence"] is None
 
 
 def test_it_generates(int4: Path, throughput: Path) -> None:
