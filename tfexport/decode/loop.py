@@ -211,6 +211,10 @@ class _Running:
             self._searches[key].remove(stay)
             if not stay.size:
                 del self._searches[key], self._places[key]
+        if len(self._searches) == 1:  # then its sources are those of the batch, in the same order
+            ((key, places_left),) = self._places.items()
+            self._searches[key].remove(places_left.argsort())
+            self._places[key] = np.arange(places_left.size)
 
     def _rows(self, places: Ids) -> Ids:
         rows: Ids = (places[:, None] * self.width + np.arange(self.width)).ravel()
