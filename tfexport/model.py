@@ -13,8 +13,8 @@ from typing import Any, Literal, Self, get_args
 import numpy as np
 
 from tfexport.bundle.bundle import TOKENIZER, check_weights, open_bundle
-from tfexport.decode.offline import decode
 from tfexport.decode.config import DecodeConfig
+from tfexport.decode.offline import decode
 from tfexport.decode.result import FinishReason, Hypothesis
 from tfexport.decode.stream import stream
 from tfexport.errors import ConfigError, InputError, TfexportError

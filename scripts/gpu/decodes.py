@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from tfexport.bundle.bundle import open_bundle
-from tfexport.decode.offline import decode
 from tfexport.decode.config import DecodeConfig
+from tfexport.decode.offline import decode
 from tfexport.runtime.open import open_session
 from tfexport.spec import ModelSpec
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from tests import tiny
-from tfexport.decode.offline import decode
 from tfexport.decode.config import DecodeConfig
+from tfexport.decode.offline import decode
 from tfexport.graph.write import write_graphs
 from tfexport.models import attention
 from tfexport.models.cache import Cache, ConcatCache, KeyValue

@@ -8,8 +8,8 @@ from typing import Any
 
 from tfexport.bench.samples import Call
 from tfexport.bench.timed import timed
-from tfexport.decode.offline import decode
 from tfexport.decode.config import DecodeConfig
+from tfexport.decode.offline import decode
 from tfexport.runtime.session import Session
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from tfexport.decode.offline import decode
 from tfexport.decode.config import DecodeConfig
+from tfexport.decode.offline import decode
 from tfexport.decode.result import Hypothesis
 from tfexport.runtime.session import Session, pad_right
 from tfexport.spec import ModelSpec
@@ -75,7 +75,9 @@ def compare_decodes(
 def _might_say(eager: Session, source: Sequence[int], tokens: Tokens, num_beams: int, noise: float) -> bool:
     """Say whether the eager model decodes to `tokens` when its logits are perturbed by twice `noise`."""
     perturbed = PerturbedSession(eager, 2 * noise, np.random.default_rng(0))
-    return any(best.token_ids == tokens for best in decode_best(perturbed, [source] * PERTURBATIONS, num_beams, PERTURBATIONS))
+    return any(
+        best.token_ids == tokens for best in decode_best(perturbed, [source] * PERTURBATIONS, num_beams, PERTURBATIONS)
+    )
 
 
 def _margin(eager: Session, source: Sequence[int], left: Tokens, right: Tokens, *, greedy: bool) -> float:

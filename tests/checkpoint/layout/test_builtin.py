@@ -28,8 +28,8 @@ from tfexport.checkpoint.layout.layout import Layout, Value, builtin_layouts
 from tfexport.checkpoint.reference.certificate import certify
 from tfexport.checkpoint.reference.compare import Judge, compare, tolerance
 from tfexport.checkpoint.reference.golden import Golden, read_golden, record
-from tfexport.decode.offline import decode
 from tfexport.decode.config import DecodeConfig
+from tfexport.decode.offline import decode
 from tfexport.errors import CheckpointError, ParityError
 from tfexport.graph.config import ExportConfig
 from tfexport.models.config import StackConfig

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from tests import tiny
 from tests.runtime.test_contract import assert_candidates, contrib_session, exported, sources, targets
-from tfexport.decode.offline import decode
 from tfexport.decode.config import DecodeConfig
+from tfexport.decode.offline import decode
 from tfexport.errors import BackendError, InputError
 from tfexport.graph.write import write_graphs
 from tfexport.models.config import TransformerConfig, model_spec

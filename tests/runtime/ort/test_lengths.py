@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from tests import tiny
 from tests.runtime.test_contract import contrib_session, sources
-from tfexport.decode.offline import decode
 from tfexport.decode.config import DecodeConfig
+from tfexport.decode.offline import decode
 from tfexport.models.transformer import Transformer
 from tfexport.runtime.ort.contrib import ContribSession
 from tfexport.runtime.ort.lengths import RUN_TOKENS, runs

@@ -28,8 +28,8 @@ from tests.runtime.trt.trt_double import (
 from tests.trt.cuda_double import CudaDouble
 from tfexport.bundle.bundle import Bundle, open_bundle
 from tfexport.cli import main
-from tfexport.decode.offline import decode
 from tfexport.decode.config import DecodeConfig
+from tfexport.decode.offline import decode
 from tfexport.errors import BackendError, EngineError, InputError
 from tfexport.export import export_bundle
 from tfexport.graph.config import ExportConfig
