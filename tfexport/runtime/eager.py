@@ -3,39 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from tfexport.errors import BackendError
-from tfexport.models.cache import ConcatCache, KeyValue
+from tfexport.models.cache import KeyValue
 from tfexport.models.config import model_spec
+from tfexport.models.row_cache import RowCache
+from tfexport.models.source import CrossCache, PaddedSource
 from tfexport.models.transformer import Transformer
-from tfexport.runtime.session import Candidates, Floats, Ids, Mask, check_rows, check_source, check_target
+from tfexport.runtime.session import (
+    Candidates,
+    Floats,
+    Ids,
+    Limits,
+    Mask,
+    Prompts,
+    check_prompts,
+    check_rows,
+    check_source,
+    check_sources,
+    check_step,
+    close_up,
+)
 from tfexport.spec import Accuracy, ModelSpec
 
-
-@dataclass
-class EagerState:
-    """A batch being decoded; the tensors lie on the model's device.
-
-    Attributes:
-        batch: sources still being decoded.
-        rows: hypotheses, a multiple of batch.
-        past_len: tokens in the cache of every row.
-        source_mask: bool [batch, source_len].
-        cross: a layer's keys and values of the source, [batch, heads, source_len, …].
-        past: a layer's keys and values so far, [rows, heads, past_len, …].
-    """
-
-    batch: int
-    rows: int
-    past_len: int
-    source_mask: Tensor
-    cross: list[KeyValue]
-    past: list[KeyValue]
+# A first buffer for this many tokens; it doubles when it is full.
+FIRST_CAPACITY = 32
 
 
 class EagerSession:
@@ -43,58 +41,109 @@ class EagerSession:
 
     It holds the model and no state of its own, so threads may share it. The
     model is put into eval mode and must not be changed while the session lives.
+
+    Attributes:
+        spec: sizes, limits and token ids.
+        backend: "eager".
+        accuracy: the precision of `spec`.
+        limits: those of the model.
     """
 
     backend = "eager"
-    max_rows: int | None = None
-    max_candidates: int | None = None
 
     def __init__(self, model: Transformer, spec: ModelSpec | None = None) -> None:
         """Take a model; `spec` None means that of its configuration in fp32."""
         self.spec = spec or model_spec(model.config, "fp32")
         self.accuracy: Accuracy = self.spec.precision
+        self.limits = Limits.of(self.spec)
         self._model: Transformer | None = model.eval()
-        self._device = next(model.parameters()).device
+
+    def batch(self, width: int = 1) -> EagerBatch:
+        """Return an empty batch; see `Session.batch`."""
+        self.open_model()
+        if not self.spec.has_decoder:
+            raise BackendError("batch: this model is an encoder alone and cannot generate; use hidden_states")
+        return EagerBatch(self, width)
 
     @torch.inference_mode()
-    def encode(self, source_ids: Ids, source_mask: Mask) -> EagerState:
-        """Encode a batch and make room for one row a source.
-
-        Args:
-            source_ids: int64 [batch, source_len], padded on the right.
-            source_mask: bool [batch, source_len], True = token.
+    def hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats:
+        """Encode a batch with an encoder alone; see `Session.hidden_states`.
 
         Raises:
             InputError: shapes, ids or lengths that the model cannot take.
-            BackendError: the model is an encoder alone, or the session is closed.
+            BackendError: the model has a decoder, or the session is closed.
         """
-        model = self._open()
-        if not self.spec.has_decoder:
-            raise BackendError("encode: this model is an encoder alone and cannot generate; use hidden_states")
+        model = self.open_model()
+        if self.spec.has_decoder:
+            raise BackendError("hidden_states: this model has a decoder; only an encoder alone gives hidden states")
         check_source(self.spec, source_ids, source_mask)
-        ids, mask = self._tensor(source_ids), self._tensor(source_mask)
-        batch = source_ids.shape[0]
-        return EagerState(batch, batch, 0, mask, model.encode(ids, mask), model.empty_cache(ids).past)
+        device = next(model.parameters()).device
+        ids, mask = torch.tensor(source_ids, device=device), torch.tensor(source_mask, device=device)
+        hidden = model.hidden_states(ids, mask)
+        array: Floats = hidden.float().cpu().numpy()
+        return array
 
-    @torch.inference_mode()
-    def step(self, state: EagerState, target_ids: Ids, num_candidates: int) -> Candidates:
-        """Run the decoder on the newest tokens and grow the cache in place.
+    def close(self) -> None:
+        """Let go of the model; the session and its batches cannot be used afterwards."""
+        self._model = None
 
-        Args:
-            state: from `encode`; past_len grows by target_len.
-            target_ids: int64 [rows, target_len]; more than one for a prefix.
-            num_candidates: best tokens wanted a row, 1 … vocab.
+    def open_model(self) -> Transformer:
+        """Return the model.
 
         Raises:
-            InputError: past_len + target_len is above the model's limit.
             BackendError: the session is closed.
         """
-        model = self._open()
-        check_target(self.spec, state, target_ids, num_candidates)
-        cache = ConcatCache(state.past)
-        logits = model.decode_step(self._tensor(target_ids), state.source_mask, state.cross, cache).float()
-        state.past = cache.present
-        state.past_len += target_ids.shape[1]
+        if self._model is None:
+            raise BackendError("eager: this session is closed; create a new one")
+        return self._model
+
+
+class EagerBatch:
+    """Sources being decoded in PyTorch; see `Batch`. The tensors lie on the model's device.
+
+    Attributes:
+        width: rows of each source.
+        can_join: True.
+        lengths: tokens in the cache of every row, int64 [rows].
+    """
+
+    can_join = True
+
+    def __init__(self, session: EagerSession, width: int) -> None:
+        """Begin without a source."""
+        self.width = width
+        self.lengths: Ids = np.empty(0, np.int64)
+        self._session, self._spec = session, session.spec
+        self._device = next(session.open_model().parameters()).device
+        self._source_mask = self._tensor(np.empty((0, 0), np.bool_))
+        self._cross: list[KeyValue] = []  # of each layer, [sources, heads, source_len, …]
+        self._past: list[KeyValue] = []  # of each layer, [rows, heads, capacity, …]
+
+    @torch.inference_mode()
+    def add(self, source_ids: Ids, source_mask: Mask, prompts: Prompts) -> None:
+        """Encode sources and read their prompts; see `Batch.add`."""
+        check_source(self._spec, source_ids, source_mask)
+        check_prompts(self._spec, len(source_ids), prompts)
+        new, mask = len(source_ids), self._tensor(source_mask)
+        cross = self._session.open_model().encode(self._tensor(source_ids), PaddedSource(mask))
+        first, length = self.lengths.size, max(source_mask.shape[1], self._source_mask.shape[1])
+        if not self._cross:
+            self._cross, self._source_mask = cross, mask
+            self._past = [_zeros_like(kept, new * self.width, FIRST_CAPACITY) for kept in cross]
+        else:
+            self._cross = [_joined(old, added, length) for old, added in zip(self._cross, cross, strict=True)]
+            masks = (F.pad(part, (0, length - part.shape[1])) for part in (self._source_mask, mask))
+            self._source_mask = torch.cat(tuple(masks))
+            rows = first + new * self.width
+            self._past = [_grown(kept, rows, kept.key.shape[2]) for kept in self._past]
+        self.lengths = np.concatenate((self.lengths, np.zeros(new * self.width, np.int64)))
+        self._read(first, prompts)
+
+    @torch.inference_mode()
+    def step(self, target_ids: Ids, num_candidates: int) -> Candidates:
+        """Read one token of every row; see `Batch.step`."""
+        check_step(self._spec, self.lengths, target_ids, num_candidates)
+        logits = self._run(slice(None), slice(None), target_ids[:, None])
         token_ids = _best(logits, num_candidates)
         return Candidates(
             token_ids.cpu().numpy(),
@@ -103,56 +152,41 @@ class EagerSession:
         )
 
     @torch.inference_mode()
-    def reorder(self, state: EagerState, rows: Ids) -> None:
-        """Let row r continue what row rows[r] was, in place.
-
-        Args:
-            state: changed in place.
-            rows: int64 [new_rows], the beams of each source that stays side by side.
-
-        Raises:
-            InputError: rows that are out of range or mix sources.
-        """
-        kept = check_rows(state, rows)
-        state.past = _take(state.past, self._tensor(rows))
-        # Sources may come in any order, so their number alone does not tell whether they moved.
-        if not np.array_equal(kept, np.arange(state.batch)):
-            sources = self._tensor(kept)
-            state.cross = _take(state.cross, sources)
-            state.source_mask = state.source_mask.index_select(0, sources)
-        state.batch, state.rows = kept.size, rows.size
+    def reorder(self, rows: Ids) -> None:
+        """Let row r continue what row rows[r] was; see `Batch.reorder`."""
+        check_rows(self.lengths, self.width, rows)
+        self._past = _take(self._past, self._tensor(rows))
 
     @torch.inference_mode()
-    def hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats:
-        """Encode a batch with an encoder alone.
+    def remove(self, sources: Ids) -> None:
+        """Let sources leave; see `Batch.remove`."""
+        check_sources(self.lengths.size // self.width, sources)
+        kept = close_up(self.lengths.size // self.width, sources)
+        rows = (kept[:, None] * self.width + np.arange(self.width)).ravel()
+        self.lengths = self.lengths[rows]
+        self._past, self._cross = _take(self._past, self._tensor(rows)), _take(self._cross, self._tensor(kept))
+        self._source_mask = self._source_mask.index_select(0, self._tensor(kept))
 
-        Args:
-            source_ids: int64 [batch, source_len], padded on the right.
-            source_mask: bool [batch, source_len], True = token.
+    def _read(self, first: int, prompts: Prompts) -> None:
+        """Read the prompts of the rows from `first` on, but for their last tokens; equally long ones together."""
+        for length, group in groupby(prompts, len):
+            ids = np.repeat([prompt[:-1] for prompt in group], self.width, 0).astype(np.int64)
+            last = first + len(ids)
+            if length > 1:
+                self._run(slice(first // self.width, last // self.width), slice(first, last), ids)
+            first = last
 
-        Returns:
-            float32 [batch, source_len, d_model].
-
-        Raises:
-            InputError: shapes, ids or lengths that the model cannot take.
-            BackendError: the model has a decoder, or the session is closed.
-        """
-        model = self._open()
-        if self.spec.has_decoder:
-            raise BackendError("hidden_states: this model has a decoder; only an encoder alone gives hidden states")
-        check_source(self.spec, source_ids, source_mask)
-        hidden = model.hidden_states(self._tensor(source_ids), self._tensor(source_mask))
-        array: Floats = hidden.float().cpu().numpy()
-        return array
-
-    def close(self) -> None:
-        """Let go of the model; the session cannot be used afterwards."""
-        self._model = None
-
-    def _open(self) -> Transformer:
-        if self._model is None:
-            raise BackendError("eager: this session is closed; create a new one")
-        return self._model
+    def _run(self, sources: slice, rows: slice, target_ids: Ids) -> Tensor:
+        """Read tokens of some rows; return the logits of the last, float32 [rows, vocab]."""
+        lengths, ids = self.lengths[rows], self._tensor(target_ids)
+        capacity, needed = self._past[0].key.shape[2], int(lengths.max()) + target_ids.shape[1]
+        if needed > capacity:
+            self._past = [_grown(kept, len(self.lengths), max(2 * capacity, needed)) for kept in self._past]
+        cache = RowCache(_slice(self._past, rows), ids, self._tensor(lengths))
+        cross = CrossCache(_slice(self._cross, sources), self._source_mask[sources])
+        logits: Tensor = self._session.open_model().decode_step(ids, cross, cache).float()
+        self.lengths[rows] += target_ids.shape[1]
+        return logits
 
     def _tensor(self, array: Ids | Mask) -> Tensor:
         return torch.tensor(array, device=self._device)
@@ -171,6 +205,31 @@ def _best(logits: Tensor, k: int) -> Tensor:
 
 def _take(caches: Sequence[KeyValue], rows: Tensor) -> list[KeyValue]:
     return [KeyValue(cache.key.index_select(0, rows), cache.value.index_select(0, rows)) for cache in caches]
+
+
+def _slice(caches: Sequence[KeyValue], rows: slice) -> list[KeyValue]:
+    return [KeyValue(cache.key[rows], cache.value[rows]) for cache in caches]
+
+
+def _zeros_like(cache: KeyValue, rows: int, length: int) -> KeyValue:
+    """Return zeros of as many heads and of the same widths; what is masked must be finite."""
+    key, value = (part.new_zeros(rows, part.shape[1], length, part.shape[3]) for part in (cache.key, cache.value))
+    return KeyValue(key, value)
+
+
+def _grown(cache: KeyValue, rows: int, length: int) -> KeyValue:
+    """Append rows and places of zeros, to `rows` and `length` of them."""
+    key, value = (
+        F.pad(part, (0, 0, 0, length - part.shape[2], 0, 0, 0, rows - part.shape[0]))
+        for part in (cache.key, cache.value)
+    )
+    return KeyValue(key, value)
+
+
+def _joined(cache: KeyValue, added: KeyValue, length: int) -> KeyValue:
+    """Put rows behind rows, all of `length` places."""
+    parts = [_grown(part, part.key.shape[0], length) for part in (cache, added)]
+    return KeyValue(torch.cat([part.key for part in parts]), torch.cat([part.value for part in parts]))
 
 
 @torch.inference_mode()

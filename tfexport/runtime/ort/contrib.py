@@ -78,7 +78,7 @@ class _Binding:
 
 
 @dataclass(frozen=True)
-class _Graphs:
+class Graphs:
     """What all batches of a session share."""
 
     encoder: ort.InferenceSession
@@ -129,22 +129,31 @@ class ContribSession:
         encoder = device.load(graphs[ENCODER_CONTRIB], ENCODER_CONTRIB, threads)
         decoder = device.load(graphs[name], name, threads, spin_us=STEP_SPIN_US)
         caches = zip(key_value_names("past", spec.layers), key_value_names("present", spec.layers), strict=True)
-        self._graphs: _Graphs | None = _Graphs(
+        self._graphs: Graphs | None = Graphs(
             encoder, decoder, spec, key_value_names("cross", spec.layers), list(caches)
         )
 
     def batch(self, width: int = 1) -> ContribBatch:
         """Return an empty batch; see `Session.batch`."""
+        self.graphs()
+        return ContribBatch(self, width)
+
+    def graphs(self) -> Graphs:
+        """Return what all batches share.
+
+        Raises:
+            BackendError: the session is closed.
+        """
         if self._graphs is None:
             raise BackendError("ort: this session is closed; load the bundle again")
-        return ContribBatch(self._graphs, width)
+        return self._graphs
 
     def hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats:
         """Refuse: only an encoder alone gives its hidden states; see `Session.hidden_states`."""
         raise BackendError("ort: this bundle has a decoder and gives no hidden states; use generate")
 
     def close(self) -> None:
-        """Let go of the graphs; batches that are still there keep them."""
+        """Free the graphs, also under batches that are still there."""
         self._graphs = None
 
 
@@ -161,11 +170,11 @@ class ContribBatch:
 
     can_join = True
 
-    def __init__(self, graphs: _Graphs, width: int) -> None:
+    def __init__(self, session: ContribSession, width: int) -> None:
         """Begin without a source."""
         self.width = width
         self.lengths: Ids = np.empty(0, np.int64)
-        self._graphs, self._spec = graphs, graphs.spec
+        self._session, self._spec = session, session.spec
         self._longest = 0  # of `lengths`
         self._num_sources = 0
         self._source_lengths: Ids = np.empty(0, np.int64)
@@ -279,13 +288,14 @@ class ContribBatch:
         del self._shared[kept.size :]
 
     def _encode(self, source_ids: Ids, source_mask: Mask) -> list[Array]:
-        io = self._graphs.encoder.io_binding()
+        graphs = self._session.graphs()
+        io = graphs.encoder.io_binding()
         source = {SOURCE_IDS: host_value(source_ids), SOURCE_MASK: host_value(source_mask)}
         for name, value in source.items():
             io.bind_ortvalue_input(name, value)
-        for name in self._graphs.cross:
+        for name in graphs.cross:
             io.bind_output(name)
-        run(self._graphs.encoder, io)
+        run(graphs.encoder, io)
         return [value.numpy() for value in io.get_outputs()]
 
     def _adopt(self, encoded: list[Array], source_mask: Mask) -> None:
@@ -306,7 +316,7 @@ class ContribBatch:
         held, some = self._num_sources, min(length, longest)
         spec = self._spec
         shape = (max(sources, places), spec.heads, longest, spec.head_dim)
-        grown: list[Array] = [np.zeros(shape, np.float32) for _ in self._graphs.cross]
+        grown: list[Array] = [np.zeros(shape, np.float32) for _ in range(2 * spec.layers)]
         for new, old in zip(grown, self._cross, strict=False):
             new[:held, :, :some] = old[:held, :, :some]
         mask = np.zeros((shape[0], longest), np.bool_)
@@ -340,7 +350,7 @@ class ContribBatch:
     def _new_cache(self, rows: int, capacity: int) -> Floats:
         # Not zeroed: the operator reads no further than a row is filled.
         spec = self._spec
-        return np.empty((len(self._graphs.caches), rows, spec.heads, capacity, spec.head_dim), np.float32)
+        return np.empty((2 * spec.layers, rows, spec.heads, capacity, spec.head_dim), np.float32)
 
     def _read(self, first: int, prompts: Prompts) -> None:
         """Read the prompts of the sources from `first` on, but for their last tokens; equally long ones together."""
@@ -404,11 +414,12 @@ class ContribBatch:
         inputs[POSITIONS][:] = lengths[:, None] if target_len == 1 else np.arange(target_len)
         inputs[LAST_POSITION][:] = lengths if target_len == 1 else target_len - 1
         inputs[TOTAL_LENGTH][:] = total
-        run(self._graphs.decoder, bound.io)
+        run(self._session.graphs().decoder, bound.io)
 
     def _bind(self, sources: slice, rows: slice, target_len: int, num_candidates: int) -> _Binding:
         """Bind some rows of the cache and the places of their sources."""
-        graphs, io = self._graphs, self._graphs.decoder.io_binding()
+        graphs = self._session.graphs()
+        io = graphs.decoder.io_binding()
         num_rows = rows.stop - (rows.start or 0)
         inputs: dict[str, Array] = {
             TARGET_IDS: np.empty((num_rows, target_len), np.int64),
