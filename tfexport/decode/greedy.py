@@ -92,9 +92,9 @@ class GreedySearch:
         finite = np.isfinite(log_probs)
         if not finite.all():
             self._fail(~finite.all(0), self._num_new + finite.argmin(0))
-        for new_ids, chosen in zip(token_ids, log_probs, strict=True):
-            self._totals += chosen  # step after step, as `take` adds them
-            self.history.append(new_ids)
+        self.history.extend(token_ids)
+        for chosen in log_probs:  # step after step, as `take` adds them
+            self._totals += chosen
         self._num_new += len(token_ids)
 
     def remove(self, kept: Ids) -> None:

@@ -58,6 +58,16 @@ class History:
         self.lengths += 1
         self._longest += 1
 
+    def extend(self, token_ids: Ids) -> None:
+        """Lengthen every row by several tokens, int64 [tokens, rows]."""
+        count = len(token_ids)
+        self._reserve(self._longest + count)
+        self._tokens[self._rows[:, None], self.lengths[:, None] + np.arange(count)] = token_ids.T
+        if count:
+            self.newest = token_ids[-1]
+        self.lengths += count
+        self._longest += count
+
     def reorder(self, rows: Ids) -> None:
         """Let row r continue what row rows[r] was, int64 [rows]."""
         self._tokens[:, : self._longest] = self.tokens.take(rows, 0)

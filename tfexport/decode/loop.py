@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from tfexport.decode.beam import BeamSearch
-from tfexport.decode.config import DecodeConfig
 from tfexport.decode.greedy import GreedySearch
 from tfexport.decode.multi_step import take_steps
 from tfexport.decode.request import Request
@@ -124,8 +123,7 @@ class _Running:
         self.width = width
         self._spec = session.spec
         self._batch: Batch = session.batch(width)
-        self._searches: dict[DecodeConfig, Search] = {}
-        self._places: dict[DecodeConfig, Ids] = {}  # in the batch, of the sources of each search
+        self._parts: dict[tuple[object, ...], _Part] = {}
 
     @property
     def num_sources(self) -> int:
@@ -140,82 +138,99 @@ class _Running:
         first = self.num_sources
         source_ids, source_mask = pad_right([request.source_ids for request in requests], self._spec.tokens.pad)
         self._batch.add(source_ids, source_mask, [request.prompt for request in requests])
-        alike: dict[DecodeConfig, list[int]] = {}
-        keys = {id(request.config): settings(request.config) for request in requests}
+        keys = {id(config): settings(config) for config in (request.config for request in requests)}
+        alike: dict[tuple[object, ...], list[int]] = {}
         for number, request in enumerate(requests):
             alike.setdefault(keys[id(request.config)], []).append(number)
         for key, numbers in alike.items():
-            if key not in self._searches:
-                self._searches[key] = (BeamSearch if self.width > 1 else GreedySearch)(key, self._spec)
-                self._places[key] = np.empty(0, np.int64)
-            self._searches[key].add([requests[number] for number in numbers])
-            self._places[key] = np.concatenate((self._places[key], first + np.array(numbers)))
+            if key not in self._parts:
+                search = BeamSearch if self.width > 1 else GreedySearch
+                self._parts[key] = _Part(search(requests[numbers[0]].config, self._spec))
+            self._parts[key].add([requests[number] for number in numbers], first + np.array(numbers))
 
     def step(self, *, stream: bool) -> list[Update]:
         """Take a step of all searches, several at once where that is possible and nobody waits for each token."""
-        done: dict[DecodeConfig, dict[int, Outcome]] = {}
-        updates: list[Update] = []
-        if len(self._searches) == 1:
-            ((key, search),) = self._searches.items()
+        parts = list(self._parts.values())
+        if len(parts) == 1:
+            search = parts[0].search
             if stream:
                 found = self._batch.step(search.history.newest, search.num_candidates())
             else:
                 found = take_steps(self._batch, search, self._spec.tokens.eos)
-            taken = search.take(found)
-            order, done[key] = taken.rows, taken.done
+            order, parts[0].done = search.take(found)
         else:
-            order = self._take_each(done)
+            order = self._take_each(parts)
         if order is not None:
             self._batch.reorder(order)
-        for key, search in self._searches.items():
-            newest = search.history.newest.tolist() if stream and self.width == 1 else [None] * len(search.requests)
-            updates += [
-                Update(request, token_id, done[key].get(place))
-                for place, (request, token_id) in enumerate(zip(search.requests, newest, strict=True))
-                if stream or place in done[key]
-            ]
-        self._remove(done)
+        updates = [update for part in parts for update in part.updates(stream=stream)]
+        if any(part.done for part in parts):
+            self._remove()
         return updates
 
-    def _take_each(self, done: dict[DecodeConfig, dict[int, Outcome]]) -> Ids | None:
+    def _take_each(self, parts: list[_Part]) -> Ids | None:
         """Ask for as many candidates as any search wants, and let each take those of its rows."""
-        rows = {key: self._rows(places) for key, places in self._places.items()}
-        target_ids, order = np.empty(self._batch.lengths.size, np.int64), None
-        for key, search in self._searches.items():
-            target_ids[rows[key]] = search.history.newest
-        wanted = {key: search.num_candidates() for key, search in self._searches.items()}
-        found = self._batch.step(target_ids, max(wanted.values()))
-        for key, search in self._searches.items():
-            some, count = rows[key], wanted[key]
-            taken = search.take(
-                Candidates(found.token_ids[some, :count], found.logits[some, :count], found.log_normalizer[some])
-            )
-            done[key] = taken.done
-            if taken.rows is not None:
-                order = np.arange(target_ids.size) if order is None else order
-                order[some] = some[taken.rows]
-        return order
+        rows = [(part.places[:, None] * self.width + np.arange(self.width)).ravel() for part in parts]
+        target_ids, order = np.empty(self._batch.lengths.size, np.int64), np.arange(self._batch.lengths.size)
+        for part, own in zip(parts, rows, strict=True):
+            target_ids[own] = part.search.history.newest
+        wanted = [part.search.num_candidates() for part in parts]
+        found = self._batch.step(target_ids, max(wanted))
+        for part, own, count in zip(parts, rows, wanted, strict=True):
+            some = Candidates(found.token_ids[own, :count], found.logits[own, :count], found.log_normalizer[own])
+            moved, part.done = part.search.take(some)
+            if moved is not None:
+                order[own] = own[moved]
+        return order if self.width > 1 else None
 
-    def _remove(self, done: dict[DecodeConfig, dict[int, Outcome]]) -> None:
+    def _remove(self) -> None:
         """Let what is done leave the batch and its search; what stays closes up in both."""
-        if not any(done.values()):
-            return
-        leaving = np.concatenate([self._places[key][list(places)] for key, places in done.items()])
+        leaving = np.concatenate([part.places[list(part.done)] for part in self._parts.values()])
         kept = close_up(self.num_sources, leaving)
         moved_to = np.empty(self.num_sources, np.int64)
         moved_to[kept] = np.arange(kept.size)
         self._batch.remove(leaving)
-        for key, places in done.items():
-            stay = close_up(self._places[key].size, np.array(list(places), np.int64))
-            self._places[key] = moved_to[self._places[key][stay]]
-            self._searches[key].remove(stay)
-            if not stay.size:
-                del self._searches[key], self._places[key]
-        if len(self._searches) == 1:  # then its sources are those of the batch, in the same order
-            ((key, places_left),) = self._places.items()
-            self._searches[key].remove(places_left.argsort())
-            self._places[key] = np.arange(places_left.size)
+        for part in self._parts.values():
+            part.remove_done(moved_to)
+        self._parts = {key: part for key, part in self._parts.items() if part.places.size}
+        if len(self._parts) == 1:  # then its sources are those of the batch, and have to have the same order
+            (part,) = self._parts.values()
+            part.keep(part.places.argsort())
 
-    def _rows(self, places: Ids) -> Ids:
-        rows: Ids = (places[:, None] * self.width + np.arange(self.width)).ravel()
-        return rows
+
+class _Part:
+    """A search and where its sources are in the batch.
+
+    Attributes:
+        search: of requests that ask alike.
+        places: of its sources in the batch, int64 [sources].
+        done: what came of sources in the newest step, by their place in the search.
+    """
+
+    def __init__(self, search: Search) -> None:
+        self.search = search
+        self.places: Ids = np.empty(0, np.int64)
+        self.done: dict[int, Outcome] = {}
+
+    def add(self, requests: list[Request], places: Ids) -> None:
+        self.search.add(requests)
+        self.places = np.concatenate((self.places, places))
+
+    def updates(self, *, stream: bool) -> list[Update]:
+        requests = self.search.requests
+        if not stream:
+            return [Update(requests[place], outcome=outcome) for place, outcome in self.done.items()]
+        newest = self.search.history.newest.tolist() if self.search.width == 1 else [None] * len(requests)
+        return [
+            Update(request, token_id, self.done.get(place))
+            for place, (request, token_id) in enumerate(zip(requests, newest, strict=True))
+        ]
+
+    def remove_done(self, moved_to: Ids) -> None:
+        """Forget what is done, and note where in the batch each other source is now, int64 [sources of the batch]."""
+        stay = close_up(self.places.size, np.array(list(self.done), np.int64))
+        self.places, self.done = moved_to[self.places], {}
+        self.keep(stay)
+
+    def keep(self, kept: Ids) -> None:
+        self.search.remove(kept)
+        self.places = self.places[kept]

@@ -76,15 +76,14 @@ class Search(Protocol):
         ...
 
 
-def settings(config: DecodeConfig) -> DecodeConfig:
+# What each request may ask for by itself: all other settings are those of its search.
+_OWN = {"max_new_tokens", "num_return_sequences", "forced_bos_token_id", "seed"}
+_SHARED = tuple(field.name for field in dataclasses.fields(DecodeConfig) if field.name not in _OWN)
+
+
+def settings(config: DecodeConfig) -> tuple[object, ...]:
     """Return what has to be equal for two requests to be searched together."""
-    return dataclasses.replace(
-        config,
-        max_new_tokens=None,
-        num_return_sequences=1,
-        forced_bos_token_id=None,
-        seed=0,
-    )
+    return tuple(getattr(config, name) for name in _SHARED)
 
 
 def is_broken(found: Candidates) -> Mask | None:
