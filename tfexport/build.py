@@ -38,7 +38,7 @@ from tfexport.trt.build.network import Tensor
 from tfexport.trt.build.resolve import Recipe, decide
 from tfexport.trt.config import EngineConfig
 from tfexport.trt.cuda import find_gpus
-from tfexport.trt.library import load_flavour
+from tfexport.trt.library import load_library
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def open_recipe(path: Path, config: EngineConfig) -> Recipe:
     """
     bundle = open_bundle(path)
     gpus = find_gpus()
-    return decide(bundle, config, load_flavour(config.target), gpus[0] if gpus else None)
+    return decide(bundle, config, load_library(config.target), gpus[0] if gpus else None)
 
 
 def _build(recipe: Recipe, graph: Graph, gauge: Gauge) -> Plan:
@@ -147,7 +147,7 @@ def _build(recipe: Recipe, graph: Graph, gauge: Gauge) -> Plan:
             gauge.tell(phase, step, total)
 
         return build_plan(
-            recipe.flavour,
+            recipe.library,
             graph.name,
             graph.data,
             graph.path,
@@ -162,7 +162,7 @@ def _write(recipe: Recipe, plan: Plan, folder: Path) -> PlanEntry:
     """Write a plan and say what it is; only one at a time is in memory."""
     contract = recipe.contract(plan.name)
     problems = [*_differences(plan.inputs, contract.inputs), *_differences(plan.outputs, contract.outputs)]
-    raise_all(EngineError, f"{recipe.flavour.target} {recipe.flavour.version}: {plan.name}", problems)
+    raise_all(EngineError, f"{recipe.library.target} {recipe.library.version}: {plan.name}", problems)
     file = f"{plan.name}.plan"
     (folder / file).write_bytes(plan.data)
     in_place = recipe.form == "static" and plan.name not in (ENCODER, REORDER)
@@ -200,7 +200,7 @@ def _manifest(recipe: Recipe, plans: dict[str, PlanEntry]) -> EngineManifest:
     tools = ["tfexport", "onnx", *(["torch"] if recipe.is_exported_again else [])]
     return EngineManifest(
         format_version=ENGINE_FORMAT_VERSION,
-        library_version=recipe.flavour.version,
+        library_version=recipe.library.version,
         config=recipe.config,
         limits=recipe.profiles.limits,
         flags=recipe.options.flags,

@@ -48,21 +48,21 @@ print(json.dumps({"devices": found}))
 _TRT = """
 import json, pathlib, sys
 from tfexport.config import EngineConfig
-from tfexport.trt.library import load_flavour
+from tfexport.trt.library import load_library
 from tfexport.trt.build.builder import build_plan
 from tfexport.errors import TfexportError
 
 found = {"gpu": ""}
 try:
-    flavour = load_flavour(sys.argv[2])
-    log = flavour.logger()
-    runtime = flavour.runtime(log)
-    capabilities = flavour.choose_compute_capabilities(()) if flavour.builds_without_gpu else ()
+    library = load_library(sys.argv[2])
+    log = library.listen()
+    runtime = library.runtime(log)
+    capabilities = library.choose_compute_capabilities(()) if library.builds_without_gpu else ()
     plan = build_plan(
-        flavour, "probe", bytes.fromhex(sys.argv[1]), pathlib.Path("probe.onnx"), (), EngineConfig(), capabilities
+        library, "probe", bytes.fromhex(sys.argv[1]), pathlib.Path("probe.onnx"), (), EngineConfig(), capabilities
     )
     if runtime.deserialize_cuda_engine(plan.data) is None:
-        found["gpu"] = f"{flavour.target} {flavour.version} refuses an engine on this GPU: {log.reason()}"
+        found["gpu"] = f"{library.target} {library.version} refuses an engine on this GPU: {log.reason()}"
 except TfexportError as error:
     found["gpu"] = str(error)
 print(json.dumps({"devices": found}))

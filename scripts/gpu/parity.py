@@ -71,13 +71,13 @@ def library_takes(plan: bytes) -> str:
     Raises:
         EngineError: it refuses, in its own words.
     """
-    from tfexport.trt.library import load_flavour
+    from tfexport.trt.library import load_library
 
-    flavour = load_flavour("tensorrt-rtx")
-    log = flavour.logger()
-    runtime = flavour.runtime(log)
+    library = load_library("tensorrt-rtx")
+    log = library.listen()
+    runtime = library.runtime(log)
     validity, diagnostics = runtime.get_engine_validity(plan)
-    said = f"{flavour.version}: validity {validity}, diagnostics {diagnostics}"
+    said = f"{library.version}: validity {validity}, diagnostics {diagnostics}"
     if runtime.deserialize_cuda_engine(plan) is None:
         raise EngineError(f"{said}; {' | '.join(log.lines()) or 'nothing in the log'}")
     return said
@@ -182,7 +182,7 @@ def sessions(job: Job, target: Target) -> None:
         engine, cuda = load_engine(bundle, name), Cuda()
         limits = engine.manifest.limits
         opened = [
-            TrtSession(engine.plans, bundle.manifest.spec, "static", limits, engine.flavour, cuda) for _ in range(2)
+            TrtSession(engine.plans, bundle.manifest.spec, "static", limits, engine.library, cuda) for _ in range(2)
         ]
         together(opened)
         numbers["device MiB"] = ", ".join(str(session.memory_bytes() // 2**20) for session in opened)

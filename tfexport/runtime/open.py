@@ -141,7 +141,7 @@ def _open_engine(bundle: Bundle, name: str | None, form: Form | None) -> Session
         return engine.log.reason()
 
     limits, weights = engine.manifest.limits, built.weights
-    return TrtSession(engine.plans, spec, form, limits, engine.flavour, Cuda(), weights=weights, reason=reason)
+    return TrtSession(engine.plans, spec, form, limits, engine.library, Cuda(), weights=weights, reason=reason)
 
 
 def _choose_form(bundle: Bundle, form: Form | None, device: Device) -> Form | None:

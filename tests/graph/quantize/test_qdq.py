@@ -33,7 +33,7 @@ from tfexport.tokenizer import Tokenizer
 from tfexport.trt.build.builder import build_plan
 from tfexport.trt.build.profiles import make_profiles
 from tfexport.trt.config import EngineConfig
-from tfexport.trt.library import load_flavour
+from tfexport.trt.library import load_library
 
 Once = Callable[[str, Callable[[Path], object]], Path]
 TYPES: tuple[WeightType, ...] = get_args(WeightType)
@@ -308,9 +308,9 @@ def test_tensorrt_keeps_the_weights_narrow(
         profiles, path = make_profiles(bundle.manifest.spec, form, settings), directory / f"{name}.onnx"
         limit = profiles.limits.max_target_length
         raw = fix_capacity(path, limit) if form == "static" else path.read_bytes()
-        flavour = load_flavour("tensorrt-rtx")
+        library = load_library("tensorrt-rtx")
         # The first that has float8; one build for another fails by name of the type.
-        plan = build_plan(flavour, name, raw, path, profiles.engines[name], settings, ("8.9",))
+        plan = build_plan(library, name, raw, path, profiles.engines[name], settings, ("8.9",))
         return len(plan.data)
 
     assert size(folder, "decoder_static") > 0

@@ -381,10 +381,10 @@ def trt_session(
     engines, limits = make_engines(graphs, spec, form, config, cuda, log, kind)
     device: Any = cuda
     reason = lambda: log[-1] if log else "nothing"  # noqa: E731
-    return DoubleSession(engines, spec, form, limits, FLAVOUR, device, weights=config.weights, reason=reason)
+    return DoubleSession(engines, spec, form, limits, LIBRARY, device, weights=config.weights, reason=reason)
 
 
-FLAVOUR: Any = SimpleNamespace(trt=MODULE, target="tensorrt", version="0")
+LIBRARY: Any = SimpleNamespace(trt=MODULE, target="tensorrt", version="0")
 
 
 class DoubleSession(TrtSession):

@@ -22,8 +22,8 @@ from tfexport.trt.build.progress import Progress
 from tfexport.trt.build.timing_cache import attach_timing_cache, save_timing_cache, timing_cache_file
 from tfexport.trt.config import EngineConfig
 from tfexport.trt.cuda import Gpu, find_gpus
-from tfexport.trt.library import PORTABLE, Flavour, load_flavour
-from tfexport.trt.log import Speaker
+from tfexport.trt.library import PORTABLE, Library, load_library
+from tfexport.trt.log import Logger
 
 pytest.importorskip("tensorrt_rtx")
 
@@ -33,24 +33,24 @@ no_gpu = pytest.mark.skipif(bool(find_gpus()), reason="there is a GPU here")
 
 
 @pytest.fixture(scope="module")
-def rtx() -> Flavour:
-    return load_flavour("tensorrt-rtx")
+def rtx() -> Library:
+    return load_library("tensorrt-rtx")
 
 
-def build(rtx: Flavour, graph: bytes, *profiles: Profile, **settings: Any) -> Plan:
+def build(rtx: Library, graph: bytes, *profiles: Profile, **settings: Any) -> Plan:
     ours = rtx.choose_compute_capabilities(settings.pop("compute_capabilities", ()))
     return build_plan(rtx, "toy", graph, GRAPH, profiles, EngineConfig(**settings), ours)
 
 
-def refusal(rtx: Flavour, graph: bytes, *profiles: Profile, **settings: Any) -> str:
+def refusal(rtx: Library, graph: bytes, *profiles: Profile, **settings: Any) -> str:
     with pytest.raises(EngineError) as caught:
         build(rtx, graph, *profiles, **settings)
     return str(caught.value)
 
 
-def profile_of(rtx: Flavour, graph: bytes, *, queries: int = 5) -> Profile:
+def profile_of(rtx: Library, graph: bytes, *, queries: int = 5) -> Profile:
     """Give every input of a toy graph a range that fits; free sizes are 8 to 20, those of queries one number."""
-    network = parse_graph(rtx, rtx.logger(), graph, GRAPH)
+    network = parse_graph(rtx, rtx.listen(), graph, GRAPH)
 
     def size(name: str, axis: int, free: int, given: int) -> int:
         if given >= 0:
@@ -63,12 +63,12 @@ def profile_of(rtx: Flavour, graph: bytes, *, queries: int = 5) -> Profile:
     return {t.name: ShapeRange(shape(t, 8), shape(t, 8), shape(t, 20)) for t in network.inputs}
 
 
-def raw_build(rtx: Flavour, graph: bytes, change: Any = lambda config: None, profile: Any = None) -> tuple[Any, str]:
+def raw_build(rtx: Library, graph: bytes, change: Any = lambda config: None, profile: Any = None) -> tuple[Any, str]:
     """Build as the library does by itself; return what it returns, and what it says."""
-    log = rtx.logger()
+    log = rtx.listen()
     builder = rtx.builder(log)
     network = builder.create_network(rtx.strongly_typed())
-    parser = rtx.trt.OnnxParser(network, rtx.speaker)
+    parser = rtx.trt.OnnxParser(network, rtx.logger)
     assert parser.parse(graph)
     config = builder.create_builder_config()
     change(config)
@@ -83,7 +83,7 @@ def raw_build(rtx: Flavour, graph: bytes, change: Any = lambda config: None, pro
 # A plan.
 
 
-def test_a_plan_says_what_it_is_and_how_it_was_built(rtx: Flavour) -> None:
+def test_a_plan_says_what_it_is_and_how_it_was_built(rtx: Library) -> None:
     steps: list[tuple[str, int, int]] = []
     settings = EngineConfig(workspace_mib=64, builder_optimization_level=2)
     plan = build_plan(rtx, "toy", add(), GRAPH, [ADD], settings, ("8.6",), lambda *step: steps.append(step))
@@ -104,7 +104,7 @@ def test_a_plan_says_what_it_is_and_how_it_was_built(rtx: Flavour) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("the display is gone")])
-def test_what_the_display_raises_cancels_the_build(rtx: Flavour, error: BaseException) -> None:
+def test_what_the_display_raises_cancels_the_build(rtx: Library, error: BaseException) -> None:
     calls = []
 
     def tell(phase: str, step: int, total: int) -> None:
@@ -128,7 +128,7 @@ def test_the_library_is_told_to_stop_after_an_error_of_the_display() -> None:
     assert isinstance(broken.error, KeyboardInterrupt)
 
 
-def test_a_step_and_a_prefill_share_one_engine(rtx: Flavour, dates_bundle: Path) -> None:
+def test_a_step_and_a_prefill_share_one_engine(rtx: Library, dates_bundle: Path) -> None:
     spec = Manifest.from_bytes((dates_bundle / "manifest.json").read_bytes()).spec
     profiles = make_profiles(spec, "static", EngineConfig(max_batch=4)).engines["decoder_static"]
     path = dates_bundle / "decoder_static.onnx"
@@ -142,14 +142,14 @@ def test_a_step_and_a_prefill_share_one_engine(rtx: Flavour, dates_bundle: Path)
 # The library by itself says nothing, or None.
 
 
-def test_a_build_that_fails_returns_nothing_and_raises_nothing(rtx: Flavour) -> None:
+def test_a_build_that_fails_returns_nothing_and_raises_nothing(rtx: Library) -> None:
     """The trap, without a profile for an input of free size."""
     memory, reason = raw_build(rtx, add())
     assert memory is None
     assert "optimization profile" in reason
 
 
-def test_float32_attention_does_not_build_by_itself(rtx: Flavour) -> None:
+def test_float32_attention_does_not_build_by_itself(rtx: Library) -> None:
     """The trap that marking attention as decomposable repairs."""
     graph = attention()
     profile = profile_of(rtx, graph)
@@ -160,7 +160,7 @@ def test_float32_attention_does_not_build_by_itself(rtx: Flavour) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_the_mark_does_not_keep_attention_from_being_fused(rtx: Flavour, precision: str) -> None:
+def test_the_mark_does_not_keep_attention_from_being_fused(rtx: Library, precision: str) -> None:
     graph = attention(precision, width=32)
     plan = build(rtx, graph, profile_of(rtx, graph))
     if not plan.kernels:
@@ -168,13 +168,13 @@ def test_the_mark_does_not_keep_attention_from_being_fused(rtx: Flavour, precisi
     assert any("mha" in kernel for kernel in plan.kernels)
 
 
-def test_attention_without_a_fused_kernel_builds_too(rtx: Flavour) -> None:
+def test_attention_without_a_fused_kernel_builds_too(rtx: Library) -> None:
     graph = attention("fp16", width=6)
     plan = build(rtx, graph, profile_of(rtx, graph))
     assert not any("mha" in kernel for kernel in plan.kernels)
 
 
-def test_a_graph_that_parses_and_does_not_build_gives_the_reason(rtx: Flavour) -> None:
+def test_a_graph_that_parses_and_does_not_build_gives_the_reason(rtx: Library) -> None:
     """The result of an update must be an output itself; the parser does not look."""
     graph = cache_update(through="Neg")
     message = refusal(rtx, graph, profile_of(rtx, graph))
@@ -183,14 +183,14 @@ def test_a_graph_that_parses_and_does_not_build_gives_the_reason(rtx: Flavour) -
     assert "cudaError" not in message
 
 
-def test_too_little_workspace_gives_the_reason(rtx: Flavour) -> None:
+def test_too_little_workspace_gives_the_reason(rtx: Library) -> None:
     profile = {"x": ShapeRange((1, 8), (4096, 8), (65536, 8))}
     assert build(rtx, project(), profile, workspace_mib=512).data
     graph = attention(width=64)
     assert "workspace" in refusal(rtx, graph, profile_of(rtx, graph, queries=4000), workspace_mib=1)
 
 
-def test_turing_is_told_why_it_cannot_have_float32(rtx: Flavour) -> None:
+def test_turing_is_told_why_it_cannot_have_float32(rtx: Library) -> None:
     profile = {"x": ShapeRange((1, 8), (4, 8), (8, 8))}
     assert "Turing (SM75)" in refusal(rtx, project(), profile, compute_capabilities=("7.5",))
 
@@ -198,9 +198,9 @@ def test_turing_is_told_why_it_cannot_have_float32(rtx: Flavour) -> None:
 # Profiles that do not fit.
 
 
-def test_the_library_takes_any_shape_of_any_name(rtx: Flavour) -> None:
+def test_the_library_takes_any_shape_of_any_name(rtx: Library) -> None:
     """The trap: an unknown name and a minimum above the maximum are taken without a word."""
-    builder = rtx.builder(rtx.logger())
+    builder = rtx.builder(rtx.listen())
     made = builder.create_optimization_profile()
     made.set_shape("nobody", (1, 1), (1, 1), (1, 1))
     made.set_shape("x", (2, 9), (2, 4), (2, 1))
@@ -218,21 +218,21 @@ def test_the_library_takes_any_shape_of_any_name(rtx: Flavour) -> None:
         ({"x": ShapeRange((2,), (2,), (2,))}, "profile 0 gives x the shapes (2,), (2,) and (2,), expected such as"),
     ],
 )
-def test_a_profile_that_does_not_fit_is_refused_before_the_build(rtx: Flavour, profile: Profile, message: str) -> None:
+def test_a_profile_that_does_not_fit_is_refused_before_the_build(rtx: Library, profile: Profile, message: str) -> None:
     assert message in refusal(rtx, add(), profile)
 
 
-def test_a_second_profile_is_checked_like_the_first(rtx: Flavour) -> None:
+def test_a_second_profile_is_checked_like_the_first(rtx: Library) -> None:
     message = refusal(rtx, add(), {"y": ADD["x"]}, {})
     for part in ("profile 0 has y", "profile 0 has no shapes for x", "profile 1 has no shapes for x"):
         assert part in message
 
 
-def test_no_profile_for_an_input_of_free_size_is_refused_by_the_library(rtx: Flavour) -> None:
+def test_no_profile_for_an_input_of_free_size_is_refused_by_the_library(rtx: Library) -> None:
     assert "optimization profile" in refusal(rtx, add())
 
 
-def test_a_shape_input_without_values_is_refused(rtx: Flavour, dates_bundle: Path) -> None:
+def test_a_shape_input_without_values_is_refused(rtx: Library, dates_bundle: Path) -> None:
     spec = Manifest.from_bytes((dates_bundle / "manifest.json").read_bytes()).spec
     step, _ = make_profiles(spec, "concat", EngineConfig()).engines["decoder"]
     path = dates_bundle / "decoder.onnx"
@@ -247,8 +247,8 @@ def test_a_shape_input_without_values_is_refused(rtx: Flavour, dates_bundle: Pat
 # Options.
 
 
-def test_tf32_is_on_by_itself_and_cleared(rtx: Flavour) -> None:
-    config = rtx.builder(rtx.logger()).create_builder_config()
+def test_tf32_is_on_by_itself_and_cleared(rtx: Library) -> None:
+    config = rtx.builder(rtx.listen()).create_builder_config()
     flags = rtx.trt.BuilderFlag
     assert config.get_flag(flags.TF32)
     options = choose_options(rtx, EngineConfig(workspace_mib=3, builder_optimization_level=1), ("8.6", "12.0"))
@@ -263,15 +263,15 @@ def test_tf32_is_on_by_itself_and_cleared(rtx: Flavour) -> None:
     assert [config.get_compute_capability(i) for i in range(2)] == [kinds.SM86, kinds.SM120]
 
 
-def test_what_is_not_asked_for_is_left_to_the_library(rtx: Flavour) -> None:
-    config, untouched = (rtx.builder(rtx.logger()).create_builder_config() for _ in range(2))
+def test_what_is_not_asked_for_is_left_to_the_library(rtx: Library) -> None:
+    config, untouched = (rtx.builder(rtx.listen()).create_builder_config() for _ in range(2))
     apply_options(rtx, config, choose_options(rtx, EngineConfig(), PORTABLE))
     workspace = rtx.trt.MemoryPoolType.WORKSPACE
     assert config.get_memory_pool_limit(workspace) == untouched.get_memory_pool_limit(workspace)
     assert config.builder_optimization_level == untouched.builder_optimization_level
 
 
-def test_a_compute_capability_that_the_library_refuses_is_named(rtx: Flavour) -> None:
+def test_a_compute_capability_that_the_library_refuses_is_named(rtx: Library) -> None:
     config = SimpleNamespace(
         clear_flag=lambda flag: None, set_flag=lambda flag: None, set_compute_capability=lambda kind, i: i == 0
     )
@@ -289,38 +289,38 @@ def test_a_compute_capability_that_the_library_refuses_is_named(rtx: Flavour) ->
         pytest.param({"strip_weights": True}, "--strip-weights needs a GPU driver to build", marks=no_gpu),
     ],
 )
-def test_what_would_fail_or_do_nothing_is_refused(rtx: Flavour, settings: dict[str, Any], message: str) -> None:
+def test_what_would_fail_or_do_nothing_is_refused(rtx: Library, settings: dict[str, Any], message: str) -> None:
     assert message in refusal(rtx, add(), ADD, **settings)
 
 
-def test_all_refused_options_are_named_at_once(rtx: Flavour) -> None:
+def test_all_refused_options_are_named_at_once(rtx: Library) -> None:
     message = refusal(rtx, add(), ADD, version_compatible=True, timing_cache="x", hardware_compatibility="ampere_plus")
     assert message.count(";") >= 3
     for part in ("hardware compatibility", "--version-compatible", "timing cache"):
         assert part in message
 
 
-def set_flag(rtx: Flavour, name: str) -> Any:
+def set_flag(rtx: Library, name: str) -> Any:
     return lambda config: config.set_flag(getattr(rtx.trt.BuilderFlag, name))
 
 
 @no_gpu
 @pytest.mark.parametrize("flag", ["REFIT", "REFIT_IDENTICAL", "STRIP_PLAN"])
-def test_refitting_does_fail_without_a_driver(rtx: Flavour, flag: str) -> None:
+def test_refitting_does_fail_without_a_driver(rtx: Library, flag: str) -> None:
     """The trap behind the refusal: when this test fails, the refusal is no longer needed."""
     profile = {"x": ShapeRange((1, 8), (4, 8), (8, 8))}
     memory, _ = raw_build(rtx, project(), set_flag(rtx, flag), profile)
     assert memory is None
 
 
-def test_version_compatibility_does_fail(rtx: Flavour) -> None:
+def test_version_compatibility_does_fail(rtx: Library) -> None:
     memory, reason = raw_build(rtx, add(), set_flag(rtx, "VERSION_COMPATIBLE"), ADD)
     assert memory is None
     assert "lean" in reason
 
 
-def test_hardware_compatibility_is_ignored(rtx: Flavour) -> None:
-    log = rtx.logger()
+def test_hardware_compatibility_is_ignored(rtx: Library) -> None:
+    log = rtx.listen()
 
     def change(config: Any) -> None:
         config.hardware_compatibility_level = rtx.trt.HardwareCompatibilityLevel.AMPERE_PLUS
@@ -336,14 +336,14 @@ class Flags:
     TF32, VERSION_COMPATIBLE, STRIP_PLAN, REFIT = "TF32", "VERSION_COMPATIBLE", "STRIP_PLAN", "REFIT"
 
 
-def plain_tensorrt(*levels: str) -> Flavour:
+def plain_tensorrt(*levels: str) -> Library:
     """Return TensorRT 10 as far as its names go: it builds on a GPU, for that GPU."""
     trt = SimpleNamespace(
         IBuilderConfig=object,
         BuilderFlag=Flags,
         HardwareCompatibilityLevel=SimpleNamespace(**{level: level for level in levels}),
     )
-    return Flavour("tensorrt", trt, "10.0.1", Speaker())
+    return Library("tensorrt", trt, "10.0.1", Logger())
 
 
 def test_tensorrt_takes_what_rtx_does_not() -> None:
@@ -354,14 +354,14 @@ def test_tensorrt_takes_what_rtx_does_not() -> None:
         timing_cache="cache",
         hardware_compatibility="ampere_plus",
     )
-    flavour = plain_tensorrt("NONE", "AMPERE_PLUS")
-    options = choose_options(flavour, settings, ())
+    library = plain_tensorrt("NONE", "AMPERE_PLUS")
+    options = choose_options(library, settings, ())
     assert options.flags == ("noTF32", "VERSION_COMPATIBLE", "STRIP_PLAN", "REFIT")
     calls: list[tuple[str, str]] = []
     config = SimpleNamespace(
         set_flag=lambda flag: calls.append(("set", flag)), clear_flag=lambda flag: calls.append(("clear", flag))
     )
-    apply_options(flavour, config, options)
+    apply_options(library, config, options)
     assert calls == [("clear", "TF32"), ("set", "VERSION_COMPATIBLE"), ("set", "STRIP_PLAN"), ("set", "REFIT")]
     assert config.hardware_compatibility_level == "AMPERE_PLUS"
     assert not hasattr(config, "num_compute_capabilities")
@@ -459,5 +459,5 @@ def test_a_timing_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         save_timing_cache(CachingConfig(), tmp_path / "file" / "cache.timing")
 
 
-def test_integers_are_taken_as_they_are(rtx: Flavour) -> None:
+def test_integers_are_taken_as_they_are(rtx: Library) -> None:
     assert build(rtx, add(TensorProto.INT64), ADD).inputs[0].dtype == "int64"

@@ -28,7 +28,7 @@ from tfexport.spec import DECODER, ENCODER, REORDER, Form, Precision
 from tfexport.trt.build.builder import Plan, build_plan
 from tfexport.trt.build.profiles import make_profiles
 from tfexport.trt.config import EngineConfig
-from tfexport.trt.library import Flavour, load_flavour
+from tfexport.trt.library import Library, load_library
 
 pytest.importorskip("tensorrt_rtx")
 
@@ -37,8 +37,8 @@ SETTINGS = EngineConfig(max_batch=8)
 
 
 @pytest.fixture(scope="module")
-def rtx() -> Flavour:
-    return load_flavour("tensorrt-rtx")
+def rtx() -> Library:
+    return load_library("tensorrt-rtx")
 
 
 def shallow(config: TransformerConfig) -> TransformerConfig:
@@ -71,7 +71,7 @@ def bundle(model: str, precision: Precision, tmp_path: Path, request: pytest.Fix
     shutil.rmtree(tmp_path / "bundle")
 
 
-def build(rtx: Flavour, bundle: Bundle, form: Form, plans: dict[str, Plan]) -> None:
+def build(rtx: Library, bundle: Bundle, form: Form, plans: dict[str, Plan]) -> None:
     """Build every engine of one form that is not there yet, as `tfexport trt` does, and print a row for each."""
     spec = bundle.manifest.spec
     profiles = make_profiles(spec, form, SETTINGS)
@@ -119,7 +119,7 @@ def check_decoder(plan: Plan, bundle: Bundle, form: Form) -> None:
         *[pytest.param(name, id=f"{name} whole", marks=pytest.mark.slow) for name in PRESETS],
     ],
 )
-def test_every_model_builds_in_both_forms(rtx: Flavour, bundle: Bundle, model: str, precision: Precision) -> None:
+def test_every_model_builds_in_both_forms(rtx: Library, bundle: Bundle, model: str, precision: Precision) -> None:
     spec, config = bundle.manifest.spec, bundle.manifest.config
     assert config is not None
     assert spec.precision == precision

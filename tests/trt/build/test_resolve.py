@@ -22,7 +22,7 @@ from tfexport.trt.build.gauge import Gauge
 from tfexport.trt.build.interrupt import interruptible
 from tfexport.trt.build.resolve import decide
 from tfexport.trt.config import EngineConfig, EngineLimits
-from tfexport.trt.library import Flavour, load_flavour
+from tfexport.trt.library import Library, load_library
 
 trt = pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
 
@@ -33,12 +33,12 @@ def bundle(tmp_path: Path) -> Bundle:
 
 
 @pytest.fixture
-def rtx() -> Flavour:
-    return load_flavour("tensorrt-rtx")
+def rtx() -> Library:
+    return load_library("tensorrt-rtx")
 
 
 @pytest.fixture
-def old(rtx: Flavour) -> Flavour:
+def old(rtx: Library) -> Library:
     """Return what an old TensorRT looks like: no layer for caches, no compute capabilities to choose."""
     module = SimpleNamespace(
         IBuilderConfig=object,
@@ -58,7 +58,7 @@ def only(path: Path, graph: str, **facts: Any) -> Bundle:
     return builder.bundle
 
 
-def test_what_is_left_open_is_decided(bundle: Bundle, rtx: Flavour) -> None:
+def test_what_is_left_open_is_decided(bundle: Bundle, rtx: Library) -> None:
     recipe = decide(bundle, EngineConfig(), rtx, None)
     assert recipe.config == EngineConfig(
         target="tensorrt-rtx",
@@ -76,7 +76,7 @@ def test_what_is_left_open_is_decided(bundle: Bundle, rtx: Flavour) -> None:
     assert not recipe.is_exported_again
 
 
-def test_the_gpu_at_hand_is_built_for(bundle: Bundle, rtx: Flavour) -> None:
+def test_the_gpu_at_hand_is_built_for(bundle: Bundle, rtx: Library) -> None:
     assert decide(bundle, EngineConfig(), rtx, L4).config.compute_capabilities == ("8.9",)
     named = EngineConfig(compute_capabilities=("12.0", "8.6"))
     assert decide(bundle, named, rtx, L4).config.compute_capabilities == ("8.6", "12.0")
@@ -85,7 +85,7 @@ def test_the_gpu_at_hand_is_built_for(bundle: Bundle, rtx: Flavour) -> None:
 
 
 def test_the_form_is_one_that_bundle_and_library_have(
-    bundle: Bundle, rtx: Flavour, old: Flavour, tmp_path: Path
+    bundle: Bundle, rtx: Library, old: Library, tmp_path: Path
 ) -> None:
     concat, static = only(tmp_path / "concat", "decoder"), only(tmp_path / "static", "decoder_static")
     assert decide(concat, EngineConfig(), rtx, None).form == "concat"
@@ -98,7 +98,7 @@ def test_the_form_is_one_that_bundle_and_library_have(
             decide(static, given, old, L4)
 
 
-def test_the_contrib_form_is_for_no_engine(bundle: Bundle, rtx: Flavour, old: Flavour, tmp_path: Path) -> None:
+def test_the_contrib_form_is_for_no_engine(bundle: Bundle, rtx: Library, old: Library, tmp_path: Path) -> None:
     with_contrib = make_contrib(tmp_path / "with", GRAPHS)
     assert decide(with_contrib, EngineConfig(), rtx, None).form == "static"
     assert decide(with_contrib, EngineConfig(), old, L4).form == "concat"
@@ -110,7 +110,7 @@ def test_the_contrib_form_is_for_no_engine(bundle: Bundle, rtx: Flavour, old: Fl
         EngineConfig(form="contrib")
 
 
-def test_another_precision_needs_a_model(rtx: Flavour, bundle: Bundle, tmp_path: Path) -> None:
+def test_another_precision_needs_a_model(rtx: Library, bundle: Bundle, tmp_path: Path) -> None:
     assert decide(bundle, EngineConfig(precision="fp16"), rtx, None).is_exported_again
     graphs_only = only(tmp_path / "graphs", "decoder", config=None)
     with pytest.raises(EngineError, match="precision is fp16, the bundle has fp32 and no model to export again"):
@@ -121,14 +121,14 @@ def test_another_precision_needs_a_model(rtx: Flavour, bundle: Bundle, tmp_path:
 @pytest.mark.parametrize(
     ("capabilities", "gpu"), [((), None), (("8.6", "8.9"), None), ((), replace(L4, compute_capability="8.0"))]
 )
-def test_fp8_needs_gpus_that_have_it(bundle: Bundle, rtx: Flavour, capabilities: tuple[str, ...], gpu: Any) -> None:
+def test_fp8_needs_gpus_that_have_it(bundle: Bundle, rtx: Library, capabilities: tuple[str, ...], gpu: Any) -> None:
     config = EngineConfig(weights="fp8", compute_capabilities=capabilities)
     with pytest.raises(EngineError, match=r"fp8 need compute capability 8\.9 or newer, not 8\.[06]"):
         decide(bundle, config, rtx, gpu)
     assert decide(bundle, replace(config, compute_capabilities=("8.9", "12.0")), rtx, gpu).config.weights == "fp8"
 
 
-def test_the_timing_cache_is_told_to_the_builder_and_not_written_down(bundle: Bundle, old: Flavour) -> None:
+def test_the_timing_cache_is_told_to_the_builder_and_not_written_down(bundle: Bundle, old: Library) -> None:
     recipe = decide(bundle, EngineConfig(timing_cache="/tmp/timings"), old, L4)
     assert (recipe.settings.timing_cache, recipe.config.timing_cache) == ("/tmp/timings", None)
 

@@ -13,7 +13,7 @@ from tfexport.spec import REORDER
 from tfexport.trt.artifact.compatibility import explain, rebuild_command, refusals, this_machine
 from tfexport.trt.artifact.manifest import EngineManifest
 from tfexport.trt.artifact.store import StoredEngine, choose_engine
-from tfexport.trt.library import Flavour, load_flavour
+from tfexport.trt.library import Library, load_library
 from tfexport.trt.log import Log
 
 
@@ -23,7 +23,7 @@ class Engine:
 
     Attributes:
         manifest: what it says of itself.
-        flavour: the library that runs it.
+        library: the library that runs it.
         plans: an `ICudaEngine` by plan name; the session that drives them owns them.
         path: its folder.
         log: of the runtime, for the reasons of later failures.
@@ -31,7 +31,7 @@ class Engine:
     """
 
     manifest: EngineManifest
-    flavour: Flavour
+    library: Library
     plans: Mapping[str, Any]
     path: Path
     log: Log
@@ -55,33 +55,33 @@ def load_engine(bundle: Bundle, name: str | None = None) -> Engine:
     here = this_machine()
     stored = choose_engine(bundle, name, here)
     config = stored.manifest.config
-    flavour = load_flavour(config.target)
+    library = load_library(config.target)
     # What the library says of its version goes before what pip wrote down.
-    here = replace(here, libraries={flavour.target: flavour.version})
+    here = replace(here, libraries={library.target: library.version})
     if found := refusals(stored.manifest, bundle, here):
         raise EngineError(f"engine {stored.name}: {explain(found)}")
-    log = flavour.logger()
-    runtime = flavour.runtime(log)
+    log = library.listen()
+    runtime = library.runtime(log)
     if config.version_compatible:
         # Such a plan carries host code, which the library runs only when it is told to.
         runtime.engine_host_code_allowed = True
-    plans = {plan: _deserialise(runtime, flavour, log, stored, plan, bundle) for plan in stored.manifest.plans}
-    return Engine(stored.manifest, flavour, plans, stored.path, log, runtime)
+    plans = {plan: _deserialise(runtime, library, log, stored, plan, bundle) for plan in stored.manifest.plans}
+    return Engine(stored.manifest, library, plans, stored.path, log, runtime)
 
 
-def _deserialise(runtime: Any, flavour: Flavour, log: Log, stored: StoredEngine, plan: str, bundle: Bundle) -> Any:
+def _deserialise(runtime: Any, library: Library, log: Log, stored: StoredEngine, plan: str, bundle: Bundle) -> Any:
     config = stored.manifest.config
     raw = stored.read_plan(plan)
     log.clear()
     reason = None
     if hasattr(runtime, "get_engine_validity"):
-        reason = validity_problem(flavour.trt, *runtime.get_engine_validity(raw))
+        reason = validity_problem(library.trt, *runtime.get_engine_validity(raw))
     engine = None if reason else runtime.deserialize_cuda_engine(raw)
     if engine is not None and config.strip_weights and plan != REORDER:
-        reason = _refit(engine, flavour, log, bundle.file(bundle.manifest.graphs[plan].file))
+        reason = _refit(engine, library, log, bundle.file(bundle.manifest.graphs[plan].file))
     if engine is None or reason:
         raise EngineError(
-            f"engine {stored.name}: {flavour.target} {flavour.version} refuses {plan}.plan: {reason or log.reason()}; "
+            f"engine {stored.name}: {library.target} {library.version} refuses {plan}.plan: {reason or log.reason()}; "
             f"build it again with: {rebuild_command(bundle.path, config)}"
         )
     return engine
@@ -105,10 +105,10 @@ def validity_problem(trt: Any, validity: Any, diagnostics: Any) -> str | None:
     return f"invalid, {', '.join(names) or 'without a reason'}"
 
 
-def _refit(engine: Any, flavour: Flavour, log: Log, graph: Path) -> str | None:
+def _refit(engine: Any, library: Library, log: Log, graph: Path) -> str | None:
     """Put the weights of a graph into a plan that was stripped of them; say why that fails."""
-    refitter = flavour.trt.Refitter(engine, flavour.speaker)
-    parser = flavour.trt.OnnxParserRefitter(refitter, flavour.speaker)
+    refitter = library.trt.Refitter(engine, library.logger)
+    parser = library.trt.OnnxParserRefitter(refitter, library.logger)
     if parser.refit_from_file(str(graph)) and refitter.refit_cuda_engine():
         return None
     return f"the weights of {graph.name} cannot be put in: {log.reason()}"

@@ -17,7 +17,7 @@ from tfexport.trt.build.profiles import Profile
 from tfexport.trt.build.progress import Tell, watch
 from tfexport.trt.build.timing_cache import attach_timing_cache, save_timing_cache
 from tfexport.trt.config import EngineConfig
-from tfexport.trt.library import Flavour
+from tfexport.trt.library import Library
 from tfexport.trt.log import Log
 
 # How TensorRT-RTX names its kernels inside a plan: seen with 1.7.1, documented nowhere.
@@ -55,7 +55,7 @@ class Plan:
 
 
 def build_plan(
-    flavour: Flavour,
+    library: Library,
     name: str,
     graph: bytes,
     path: Path,
@@ -67,30 +67,30 @@ def build_plan(
     """Build one engine.
 
     Args:
-        flavour: to build with.
+        library: to build with.
         name: of the plan, for errors.
         graph: a serialised ONNX model, the static form with a number for its capacity.
         path: where the graph lies or would lie; its external data is found beside it.
         profiles: from `make_profiles`, in order.
         settings: what the user wants of the build.
-        compute_capabilities: from `Flavour.choose_compute_capabilities`.
+        compute_capabilities: from `Library.choose_compute_capabilities`.
         tell: told the phase, the step reached and the steps of the phase; what it raises cancels the build.
 
     Raises:
         BackendError: this library builds on a GPU only, and there is none.
         EngineError: the graph cannot be parsed or built, a setting or profile does not fit; with the library's reasons.
     """
-    options = choose_options(flavour, settings, compute_capabilities)
-    log = flavour.logger()
-    network = parse_graph(flavour, log, graph, path)
-    subject = f"{flavour.target} {flavour.version}: {name}"
+    options = choose_options(library, settings, compute_capabilities)
+    log = library.listen()
+    network = parse_graph(library, log, graph, path)
+    subject = f"{library.target} {library.version}: {name}"
     config = network.builder.create_builder_config()
     if config is None:
         raise EngineError(f"{subject}: no configuration can be made: {log.reason()}")
-    apply_options(flavour, config, options)
-    cache = attach_timing_cache(flavour, config, settings.timing_cache)
+    apply_options(library, config, options)
+    cache = attach_timing_cache(library, config, settings.timing_cache)
     _add_profiles(network, config, profiles, subject, log)
-    data = _build(flavour, network, config, subject, log, tell)
+    data = _build(library, network, config, subject, log, tell)
     save_timing_cache(config, cache)
     return Plan(
         name=name,
@@ -104,8 +104,8 @@ def build_plan(
     )
 
 
-def _build(flavour: Flavour, network: Network, config: Any, subject: str, log: Log, tell: Tell) -> bytes:
-    progress = watch(flavour, config, tell)
+def _build(library: Library, network: Network, config: Any, subject: str, log: Log, tell: Tell) -> bytes:
+    progress = watch(library, config, tell)
     memory = network.builder.build_serialized_network(network.definition, config)
     if progress.error is not None:
         raise progress.error

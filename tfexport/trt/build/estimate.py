@@ -91,7 +91,7 @@ def forecast(recipe: Recipe, graphs: Sequence[Graph]) -> Forecast:
     limits = recipe.profiles.limits
     return Forecast(
         name=engine_key(recipe.config),
-        library_version=recipe.flavour.version,
+        library_version=recipe.library.version,
         config=recipe.config,
         limits=limits,
         flags=recipe.options.flags,

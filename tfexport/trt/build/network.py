@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tfexport.errors import EngineError, raise_all
-from tfexport.trt.library import Flavour
+from tfexport.trt.library import Library
 from tfexport.trt.log import Log, without_noise
 
 
@@ -52,14 +52,14 @@ class Network:
     layers: Mapping[str, int]
 
 
-def parse_graph(flavour: Flavour, log: Log, graph: bytes, path: Path) -> Network:
+def parse_graph(library: Library, log: Log, graph: bytes, path: Path) -> Network:
     """Parse a graph and make sure that it is computed as it says.
 
     Attention is marked as decomposable: there are no fused kernels for float32, nor for every width of a head.
 
     Args:
-        flavour: to parse with.
-        log: of this flavour; has the reason when something fails.
+        library: to parse with.
+        log: of this library; has the reason when something fails.
         graph: a serialised ONNX model.
         path: where the graph lies or would lie; its external data is found beside it.
 
@@ -68,12 +68,12 @@ def parse_graph(flavour: Flavour, log: Log, graph: bytes, path: Path) -> Network
         EngineError: lists every node that cannot be parsed, with the reason, and all attention that would be
             computed wrongly, and all caches that are read otherwise than through their update.
     """
-    subject = f"{flavour.target} {flavour.version}: {path.name}"
+    subject = f"{library.target} {library.version}: {path.name}"
     if not graph:
         raise EngineError(f"{subject}: the graph is empty; export the bundle again")
-    builder = flavour.builder(log)
-    definition = _made(builder.create_network(flavour.strongly_typed()), subject, "network", log)
-    parser = _made(flavour.trt.OnnxParser(definition, flavour.speaker), subject, "parser", log)
+    builder = library.builder(log)
+    definition = _made(builder.create_network(library.strongly_typed()), subject, "network", log)
+    parser = _made(library.trt.OnnxParser(definition, library.logger), subject, "parser", log)
     is_parsed = parser.parse(graph, str(path))
     errors = [parser.get_error(i) for i in range(parser.num_errors)]
     if errors or not is_parsed:
@@ -84,11 +84,11 @@ def parse_graph(flavour: Flavour, log: Log, graph: bytes, path: Path) -> Network
     if definition.num_outputs == 0:
         raise EngineError(f"{subject}: the graph has no outputs; export the bundle again")
     layers = [definition.get_layer(i) for i in range(definition.num_layers)]
-    attention = list(_attention(flavour, layers))
+    attention = list(_attention(library, layers))
     problems = _graph_problems(graph) if attention else []
     found = [(layer.name, problem) for layer in attention if (problem := _causal_problem(layer))]
     problems += [problem for name, problem in found if not any(repr(name) in known for known in problems)]
-    raise_all(EngineError, subject, problems + _cache_problems(flavour, layers))
+    raise_all(EngineError, subject, problems + _cache_problems(library, layers))
     for layer in attention:
         # Where there is a fused kernel it is taken all the same; without one, and in float32 there is none, the
         # build would fail. `Plan.kernels` tells which it was.
@@ -97,8 +97,8 @@ def parse_graph(flavour: Flavour, log: Log, graph: bytes, path: Path) -> Network
         definition=definition,
         builder=builder,
         parser=parser,
-        inputs=tuple(_tensor(flavour, definition.get_input(i)) for i in range(definition.num_inputs)),
-        outputs=tuple(_tensor(flavour, definition.get_output(i)) for i in range(definition.num_outputs)),
+        inputs=tuple(_tensor(library, definition.get_input(i)) for i in range(definition.num_inputs)),
+        outputs=tuple(_tensor(library, definition.get_output(i)) for i in range(definition.num_outputs)),
         layers=dict(sorted(Counter(layer.type.name for layer in layers).items())),
     )
 
@@ -116,17 +116,17 @@ def _describe(error: Any) -> str:
     return f"{node}: {reason}" if node else reason
 
 
-def _tensor(flavour: Flavour, tensor: Any) -> Tensor:
-    return Tensor(tensor.name, flavour.dtype_name(tensor.dtype), tuple(tensor.shape), bool(tensor.is_shape_tensor))
+def _tensor(library: Library, tensor: Any) -> Tensor:
+    return Tensor(tensor.name, library.dtype_name(tensor.dtype), tuple(tensor.shape), bool(tensor.is_shape_tensor))
 
 
-def _attention(flavour: Flavour, layers: list[Any]) -> Iterator[Any]:
+def _attention(library: Library, layers: list[Any]) -> Iterator[Any]:
     """Find each `IAttention`; versions that have none of them refuse the operator in their parser."""
-    kind = getattr(flavour.trt.LayerType, "ATTENTION_INPUT", None)
+    kind = getattr(library.trt.LayerType, "ATTENTION_INPUT", None)
     for layer in layers:
         if kind is not None and layer.type == kind:
             # The network hands out plain layers; this is how the bindings turn one into what it is.
-            layer.__class__ = flavour.trt.IAttentionInputLayer
+            layer.__class__ = library.trt.IAttentionInputLayer
             yield layer.attention
 
 
@@ -156,13 +156,13 @@ def _causal_problem(attention: Any) -> str | None:
     )
 
 
-def _cache_problems(flavour: Flavour, layers: list[Any]) -> list[str]:
+def _cache_problems(library: Library, layers: list[Any]) -> list[str]:
     """Refuse whoever reads a cache as it was: the update writes into the same memory, before or after."""
-    kind = getattr(flavour.trt.LayerType, "KV_CACHE_UPDATE", None)
+    kind = getattr(library.trt.LayerType, "KV_CACHE_UPDATE", None)
     caches = {layer.get_input(0).name: layer.name for layer in layers if kind is not None and layer.type == kind}
     problems = []
     for layer in layers if caches else ():
-        if layer.type not in (kind, flavour.trt.LayerType.SHAPE):
+        if layer.type not in (kind, library.trt.LayerType.SHAPE):
             read = {tensor.name for i in range(layer.num_inputs) if (tensor := layer.get_input(i)) is not None}
             problems += [
                 f"{layer.name!r} reads {name}, which TensorScatter {caches[name]!r} overwrites; let it read the result"

@@ -9,7 +9,7 @@ from typing import Any
 from tfexport.errors import EngineError, raise_all
 from tfexport.trt.config import EngineConfig
 from tfexport.trt.cuda import find_gpus
-from tfexport.trt.library import Flavour
+from tfexport.trt.library import Library
 
 MIB = 1024 * 1024
 
@@ -36,21 +36,21 @@ class BuildOptions:
     compute_capabilities: tuple[str, ...]
 
 
-def choose_options(flavour: Flavour, settings: EngineConfig, compute_capabilities: tuple[str, ...]) -> BuildOptions:
+def choose_options(library: Library, settings: EngineConfig, compute_capabilities: tuple[str, ...]) -> BuildOptions:
     """Decide what a builder of this library is told; builds nothing.
 
     Args:
-        flavour: to build with.
+        library: to build with.
         settings: as the user gave them.
-        compute_capabilities: from `Flavour.choose_compute_capabilities`.
+        compute_capabilities: from `Library.choose_compute_capabilities`.
 
     Raises:
         EngineError: lists every setting that this library does not take, with the reason.
     """
-    raise_all(EngineError, f"{flavour.target} {flavour.version}", list(_refusals(flavour, settings)))
+    raise_all(EngineError, f"{library.target} {library.version}", list(_refusals(library, settings)))
     flags = ["noTF32"]
     # TensorRT-RTX promises only then that a CUDA graph can be captured; contexts are given their memory anyway.
-    if hasattr(flavour.trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"):
+    if hasattr(library.trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"):
         flags.append("REQUIRE_USER_ALLOCATION")
     wanted = {
         "VERSION_COMPATIBLE": settings.version_compatible,
@@ -68,14 +68,14 @@ def choose_options(flavour: Flavour, settings: EngineConfig, compute_capabilitie
     )
 
 
-def _refusals(flavour: Flavour, settings: EngineConfig) -> Iterator[str]:
+def _refusals(library: Library, settings: EngineConfig) -> Iterator[str]:
     if settings.hardware_compatibility != "none":
         level = settings.hardware_compatibility.upper()
-        if flavour.builds_without_gpu:
+        if library.builds_without_gpu:
             yield "hardware compatibility is ignored by this library; name the GPUs with --compute-capability"
-        elif not hasattr(flavour.trt.HardwareCompatibilityLevel, level):
+        elif not hasattr(library.trt.HardwareCompatibilityLevel, level):
             yield f"hardware compatibility {settings.hardware_compatibility} is newer than this version; upgrade it"
-    if not flavour.builds_without_gpu:
+    if not library.builds_without_gpu:
         return
     if settings.version_compatible:
         yield "engines are bound to their version, there is no runtime for others; leave --version-compatible out"
@@ -87,18 +87,18 @@ def _refusals(flavour: Flavour, settings: EngineConfig) -> Iterator[str]:
         yield f"{' and '.join(given)} needs a GPU driver to build, and there is none; leave it out or build elsewhere"
 
 
-def apply_options(flavour: Flavour, config: Any, options: BuildOptions) -> None:
+def apply_options(library: Library, config: Any, options: BuildOptions) -> None:
     """Tell an `IBuilderConfig`.
 
     Args:
-        flavour: that made it.
+        library: that made it.
         config: changed in place.
         options: from `choose_options`.
 
     Raises:
         EngineError: a compute capability is refused.
     """
-    trt = flavour.trt
+    trt = library.trt
     config.clear_flag(trt.BuilderFlag.TF32)
     for name in options.flags:
         if name != "noTF32":
@@ -112,7 +112,7 @@ def apply_options(flavour: Flavour, config: Any, options: BuildOptions) -> None:
         level = getattr(trt.HardwareCompatibilityLevel, options.hardware_compatibility.upper())
         config.hardware_compatibility_level = level
     if options.compute_capabilities:
-        known = flavour.compute_capabilities()
+        known = library.compute_capabilities()
         config.num_compute_capabilities = len(options.compute_capabilities)
         refused = [
             capability
@@ -120,4 +120,4 @@ def apply_options(flavour: Flavour, config: Any, options: BuildOptions) -> None:
             if not config.set_compute_capability(known[capability], i)
         ]
         if refused:
-            raise EngineError(f"{flavour.target} {flavour.version}: refuses compute capability {', '.join(refused)}")
+            raise EngineError(f"{library.target} {library.version}: refuses compute capability {', '.join(refused)}")

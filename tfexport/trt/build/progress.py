@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tfexport.trt.library import Flavour
+from tfexport.trt.library import Library
 
 Tell = Callable[[str, int, int], None]
 
@@ -46,8 +46,8 @@ class Progress:
                 self.error = error
 
 
-def watch(flavour: Flavour, config: Any, tell: Tell) -> Progress:
+def watch(library: Library, config: Any, tell: Tell) -> Progress:
     """Let an `IBuilderConfig` report to `tell`; keep the result for as long as the build goes on."""
-    monitor: Progress = type("TensorRTProgress", (Progress, flavour.trt.IProgressMonitor), {})(tell)
+    monitor: Progress = type("TensorRTProgress", (Progress, library.trt.IProgressMonitor), {})(tell)
     config.progress_monitor = monitor
     return monitor

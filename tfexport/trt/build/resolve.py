@@ -24,7 +24,7 @@ from tfexport.trt.build.options import BuildOptions, choose_options
 from tfexport.trt.build.profiles import Profiles, make_profiles
 from tfexport.trt.config import EngineConfig
 from tfexport.trt.cuda import Gpu
-from tfexport.trt.library import Flavour
+from tfexport.trt.library import Library
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ class Recipe:
 
     Attributes:
         bundle: opened and checked.
-        flavour: the library that builds.
+        library: the library that builds.
         config: what was decided, as the manifest says it.
         settings: the same with the timing cache, a place on this machine that decides nothing.
         spec: of the model in the precision of the engines.
@@ -47,7 +47,7 @@ class Recipe:
     """
 
     bundle: Bundle
-    flavour: Flavour
+    library: Library
     config: EngineConfig
     settings: EngineConfig
     spec: ModelSpec
@@ -85,28 +85,28 @@ class Recipe:
         return decoder_graph(self.spec, self.form)
 
 
-def decide(bundle: Bundle, config: EngineConfig, flavour: Flavour, gpu: Gpu | None) -> Recipe:
+def decide(bundle: Bundle, config: EngineConfig, library: Library, gpu: Gpu | None) -> Recipe:
     """Resolve a configuration against a bundle and a library; builds nothing.
 
     Args:
         bundle: opened and checked.
         config: what the user wants.
-        flavour: the library that will build.
+        library: the library that will build.
         gpu: of this machine, None without one.
 
     Raises:
         EngineError: lists everything that the bundle or the library does not have.
     """
     manifest, problems = bundle.manifest, _bundle_problems(bundle, config)
-    form = _form(bundle, config, flavour, problems)
+    form = _form(bundle, config, library, problems)
     spec = replace(manifest.spec, precision=config.precision or manifest.spec.precision)
     profiles = _collect(problems, lambda: make_profiles(spec, form or "concat", config))
     wanted = config.compute_capabilities
-    if not wanted and flavour.builds_without_gpu and gpu is not None:
+    if not wanted and library.builds_without_gpu and gpu is not None:
         wanted = (gpu.compute_capability,)
-    capabilities = _collect(problems, lambda: flavour.choose_compute_capabilities(wanted))
+    capabilities = _collect(problems, lambda: library.choose_compute_capabilities(wanted))
     problems += _fp8_problems(config, capabilities or ((gpu.compute_capability,) if gpu else ()))
-    options = _collect(problems, lambda: choose_options(flavour, config, capabilities or ()))
+    options = _collect(problems, lambda: choose_options(library, config, capabilities or ()))
     raise_all(EngineError, "trt", problems)
     assert profiles is not None
     assert capabilities is not None
@@ -114,14 +114,14 @@ def decide(bundle: Bundle, config: EngineConfig, flavour: Flavour, gpu: Gpu | No
     limits = profiles.limits
     decided = replace(
         config,
-        target=flavour.target,
+        target=library.target,
         form=form,
         precision=spec.precision,
         max_source_length=limits.max_source_length,
         max_target_length=limits.max_target_length or None,
         compute_capabilities=capabilities,
     )
-    return Recipe(bundle, flavour, replace(decided, timing_cache=None), decided, spec, profiles, options)
+    return Recipe(bundle, library, replace(decided, timing_cache=None), decided, spec, profiles, options)
 
 
 def _bundle_problems(bundle: Bundle, config: EngineConfig) -> list[str]:
@@ -156,7 +156,7 @@ def _fp8_problems(config: EngineConfig, capabilities: Sequence[str]) -> list[str
     return [f"{need}; name newer ones with --compute-capability, or choose int8"]
 
 
-def _form(bundle: Bundle, config: EngineConfig, flavour: Flavour, problems: list[str]) -> Form | None:
+def _form(bundle: Bundle, config: EngineConfig, library: Library, problems: list[str]) -> Form | None:
     """Choose the form of the decoder, appending what speaks against it."""
     if not bundle.manifest.spec.has_decoder:
         if config.form is not None:
@@ -168,12 +168,12 @@ def _form(bundle: Bundle, config: EngineConfig, flavour: Flavour, problems: list
             "the bundle has the contrib form alone, which is for ONNX Runtime; export it with --forms concat,static"
         )
         return None
-    form = config.form or (flavour.preferred_form if flavour.preferred_form in there else there[0])
+    form = config.form or (library.preferred_form if library.preferred_form in there else there[0])
     if form not in there:
         problems.append(f"form is {form}, the bundle has {there[0]} alone; export it with --forms concat,static")
-    if form == "static" and not flavour.updates_caches_in_place:
+    if form == "static" and not library.updates_caches_in_place:
         problems.append(
-            f"form is static, which {flavour.target} {flavour.version} has no layer for; "
+            f"form is static, which {library.target} {library.version} has no layer for; "
             "use --form concat, or TensorRT 10.15 or newer"
         )
     return form
