@@ -47,7 +47,7 @@ print(json.dumps({"devices": found}))
 # An engine for what the GPU is: built and loaded, which is what tells whether the library takes this GPU.
 _TRT = """
 import json, pathlib, sys
-from tfexport.config import EngineConfig
+from tfexport.trt.config import EngineConfig
 from tfexport.trt.library import load_library
 from tfexport.trt.build.builder import build_plan
 from tfexport.errors import TfexportError
