@@ -24,12 +24,11 @@ from typing import Any
 
 import click
 from comparison import markdown
-from comparison.contestants import OURS, PEERS, PRECISIONS, SYSTEMS
-from comparison.process import BENCHMARKS
+from comparison.processes import BENCHMARKS
 from comparison.result import Result
-from comparison.run import Field, compare
-from comparison.settings import MODELS, TARGET_LENGTH, matrix
-from comparison.workshop import Workshop
+from comparison.run import Selection, compare
+from comparison.systems import MODELS, OURS, PEERS, PRECISIONS, SYSTEMS, TARGET_LENGTH, matrix
+from comparison.weights import ConvertedWeights
 
 from tfexport.bench.machine import threads
 from tfexport.errors import TfexportError
@@ -106,7 +105,7 @@ def main(
         )
     kinds = [kind for kind in (False, True) if any((name != "fp32") == kind for name in precision)]
     settings = matrix(models, kinds, source_length, batch_size, num_beams)
-    field = Field(peers=peers, precisions=precision, cores=threads(), rounds=rounds)
+    selection = Selection(peers=peers, precisions=precision, cores=threads(), rounds=rounds)
     options = {
         "models": models,
         "peers": peers,
@@ -121,7 +120,13 @@ def main(
         try:
             folder = work or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="side-by-side-")))
             result = Result(output, options, resume=resume)
-            compare(settings, field, Workshop(folder, environments), result, lambda line: click.echo(line, err=True))
+            compare(
+                settings,
+                selection,
+                ConvertedWeights(folder, environments),
+                result,
+                lambda line: click.echo(line, err=True),
+            )
         except TfexportError as error:
             raise click.ClickException(str(error)) from error
     click.echo(markdown.render(result.document))

@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from comparison.contestants import counted
-from comparison.summary import fastest, means, pairs
+from comparison.result import fastest, means, pairs
+from comparison.systems import counted
 
 MAIN_PEER = "ctranslate2"
 # In fp32 the same weights should say the same, but for ties.

@@ -9,7 +9,7 @@ from html import escape
 from typing import Any
 
 from comparison.markdown import MAIN_PEER, decoding
-from comparison.summary import pairs
+from comparison.result import pairs
 
 WIDTH, PITCH, TOP, BOTTOM = 760, 24, 62, 40
 LEFT, RIGHT = 150, 24
