@@ -17,7 +17,7 @@ from tfexport.bundle.manifest import MANIFEST
 from tfexport.errors import CheckpointError, ConfigError, EngineError, GraphError, InputError
 from tfexport.files.strict_json import plain_problem, read_json
 from tfexport.models.config import TransformerConfig
-from tfexport.trt.artifact.compatibility import explain, refusals, this_machine
+from tfexport.trt.artifact.compatibility import explain, incompatibilities, this_machine
 from tfexport.trt.artifact.store import engine_names, open_engine
 
 CONFIG = "config.json"
@@ -79,7 +79,7 @@ def _inspect_engines(bundle: Bundle) -> dict[str, Any]:
     """Say of each engine what it is, and of a damaged one what is wrong; the bundle itself works without."""
     engines: dict[str, Any] = {}
     names = engine_names(bundle.path)
-    here = this_machine() if names else None
+    machine = this_machine() if names else None
     for name in names:
         try:
             engine = open_engine(bundle.path, name)
@@ -87,10 +87,10 @@ def _inspect_engines(bundle: Bundle) -> dict[str, Any]:
         except EngineError as error:
             engines[name] = {"problem": str(error)}
             continue
-        assert here is not None
+        assert machine is not None
         manifest = engine.manifest
         engines[name] = {
-            "problem": explain(refusals(manifest, bundle, here)),
+            "problem": explain(incompatibilities(manifest, bundle, machine)),
             "version": manifest.library_version,
             "bytes": sum(plan.content.bytes for plan in manifest.plans.values()),
             **manifest.config.to_dict(),

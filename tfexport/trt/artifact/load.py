@@ -10,7 +10,7 @@ from typing import Any
 from tfexport.bundle.bundle import Bundle
 from tfexport.errors import EngineError
 from tfexport.spec import REORDER
-from tfexport.trt.artifact.compatibility import explain, rebuild_command, refusals, this_machine
+from tfexport.trt.artifact.compatibility import explain, incompatibilities, rebuild_command, this_machine
 from tfexport.trt.artifact.manifest import EngineManifest
 from tfexport.trt.artifact.store import StoredEngine, choose_engine
 from tfexport.trt.library import Library, load_library
@@ -52,13 +52,13 @@ def load_engine(bundle: Bundle, name: str | None = None) -> Engine:
         EngineError: it is damaged or may not be used here, with every reason and the remedy, or the library refuses it.
         BackendError: the library cannot be used, or there is no GPU.
     """
-    here = this_machine()
-    stored = choose_engine(bundle, name, here)
+    machine = this_machine()
+    stored = choose_engine(bundle, name, machine)
     config = stored.manifest.config
     library = load_library(config.target)
     # What the library says of its version goes before what pip wrote down.
-    here = replace(here, libraries={library.target: library.version})
-    if found := refusals(stored.manifest, bundle, here):
+    machine = replace(machine, libraries={library.target: library.version})
+    if found := incompatibilities(stored.manifest, bundle, machine):
         raise EngineError(f"engine {stored.name}: {explain(found)}")
     log = library.listen()
     runtime = library.runtime(log)
