@@ -29,13 +29,13 @@ from tfexport.trt.artifact.manifest import (
     engine_key,
 )
 from tfexport.trt.artifact.store import BUILD_LOG, add_engine
-from tfexport.trt.build.builder import Plan, build_plan
-from tfexport.trt.build.estimate import Forecast, forecast
+from tfexport.trt.build.builder import SerializedEngine, build_engine
+from tfexport.trt.build.estimate import Estimate, estimate
 from tfexport.trt.build.gauge import Gauge
 from tfexport.trt.build.graphs import Graph, prepare_graphs
 from tfexport.trt.build.interrupt import interruptible
 from tfexport.trt.build.network import Tensor
-from tfexport.trt.build.resolve import Recipe, decide
+from tfexport.trt.build.resolve import ResolvedBuild, resolve
 from tfexport.trt.config import EngineConfig
 from tfexport.trt.cuda import find_gpus
 from tfexport.trt.library import load_library
@@ -89,28 +89,28 @@ def build_engines(
         GraphError: a graph cannot be made from the bundle.
         BackendError: the library is not usable, or needs a GPU that is not there.
     """
-    recipe = open_recipe(path, config)
-    bundle, name = recipe.bundle, engine_key(recipe.config)
+    resolved = resolve_build(path, config)
+    bundle, name = resolved.bundle, engine_key(resolved.config)
     with add_engine(bundle.path, name, force=force) as folder:
         plans: dict[str, PlanEntry] = {}
         # On the disk of the bundle: weights of another precision can be larger than /tmp.
         with tempfile.TemporaryDirectory(dir=folder) as scratch, (folder / BUILD_LOG).open("w") as log:
-            graphs = prepare_graphs(recipe, Path(scratch), report)
+            graphs = prepare_graphs(resolved, Path(scratch), report)
             gauge = Gauge(len(graphs), on_progress)
             for graph in graphs:
                 report(f"building {graph.name}")
-                plan = _build(recipe, graph, gauge)
-                plans[graph.name] = _write(recipe, plan, folder)
+                plan = _build(resolved, graph, gauge)
+                plans[graph.name] = _write(resolved, plan, folder)
                 log.writelines(f"{line}\n" for line in (f"== {graph.name}", *plan.log))
                 gauge.finish_build()
-        manifest = _manifest(recipe, plans)
+        manifest = _manifest(resolved, plans)
         (folder / ENGINE_MANIFEST).write_bytes(manifest.to_bytes())
     return BuiltEngine(name, bundle.path / ENGINES / name, manifest)
 
 
-def forecast_engines(
+def estimate_engines(
     path: Path, config: EngineConfig, *, report: Callable[[str], None] = lambda line: None
-) -> Forecast:
+) -> Estimate:
     """Say what `build_engines` would build and need; builds nothing and leaves the bundle alone.
 
     Args:
@@ -121,12 +121,12 @@ def forecast_engines(
     Raises:
         As `build_engines`, for everything that can be known before.
     """
-    recipe = open_recipe(path, config)
+    resolved = resolve_build(path, config)
     with tempfile.TemporaryDirectory() as scratch:
-        return forecast(recipe, prepare_graphs(recipe, Path(scratch), report))
+        return estimate(resolved, prepare_graphs(resolved, Path(scratch), report))
 
 
-def open_recipe(path: Path, config: EngineConfig) -> Recipe:
+def resolve_build(path: Path, config: EngineConfig) -> ResolvedBuild:
     """Open a bundle and decide how its engines are built; builds nothing.
 
     Raises:
@@ -136,44 +136,44 @@ def open_recipe(path: Path, config: EngineConfig) -> Recipe:
     """
     bundle = open_bundle(path)
     gpus = find_gpus()
-    return decide(bundle, config, load_library(config.target), gpus[0] if gpus else None)
+    return resolve(bundle, config, load_library(config.target), gpus[0] if gpus else None)
 
 
-def _build(recipe: Recipe, graph: Graph, gauge: Gauge) -> Plan:
+def _build(resolved: ResolvedBuild, graph: Graph, gauge: Gauge) -> SerializedEngine:
     with interruptible() as check:
 
         def tell(phase: str, step: int, total: int) -> None:
             check()
             gauge.tell(phase, step, total)
 
-        return build_plan(
-            recipe.library,
+        return build_engine(
+            resolved.library,
             graph.name,
             graph.data,
             graph.path,
-            recipe.profiles.engines[graph.name],
-            recipe.settings,
-            recipe.options.compute_capabilities,
+            resolved.profiles.engines[graph.name],
+            resolved.settings,
+            resolved.options.compute_capabilities,
             tell,
         )
 
 
-def _write(recipe: Recipe, plan: Plan, folder: Path) -> PlanEntry:
+def _write(resolved: ResolvedBuild, plan: SerializedEngine, folder: Path) -> PlanEntry:
     """Write a plan and say what it is; only one at a time is in memory."""
-    contract = recipe.contract(plan.name)
+    contract = resolved.contract(plan.name)
     problems = [*_differences(plan.inputs, contract.inputs), *_differences(plan.outputs, contract.outputs)]
-    raise_all(EngineError, f"{recipe.library.target} {recipe.library.version}: {plan.name}", problems)
+    raise_all(EngineError, f"{resolved.library.target} {resolved.library.version}: {plan.name}", problems)
     file = f"{plan.name}.plan"
     (folder / file).write_bytes(plan.data)
-    in_place = recipe.form == "static" and plan.name not in (ENCODER, REORDER)
-    pasts, presents = (key_value_names(prefix, recipe.spec.layers) for prefix in ("past", "present"))
+    in_place = resolved.form == "static" and plan.name not in (ENCODER, REORDER)
+    pasts, presents = (key_value_names(prefix, resolved.spec.layers) for prefix in ("past", "present"))
     return PlanEntry(
         file=file,
         content=FileEntry(bytes=len(plan.data), sha256=hashlib.sha256(plan.data).hexdigest()),
         inputs=contract.inputs,
         outputs=contract.outputs,
         aliases=dict(zip(presents, pasts, strict=True)) if in_place else {},
-        profiles=recipe.profiles.engines[plan.name],
+        profiles=resolved.profiles.engines[plan.name],
         layers=plan.layers,
     )
 
@@ -188,7 +188,7 @@ def _differences(found: tuple[Tensor, ...], expected: tuple[TensorSpec, ...]) ->
     ]
 
 
-def _manifest(recipe: Recipe, plans: dict[str, PlanEntry]) -> EngineManifest:
+def _manifest(resolved: ResolvedBuild, plans: dict[str, PlanEntry]) -> EngineManifest:
     gpus = find_gpus()
     machine = BuildMachine(
         system=platform.system(),
@@ -197,15 +197,15 @@ def _manifest(recipe: Recipe, plans: dict[str, PlanEntry]) -> EngineManifest:
         compute_capability=gpus[0].compute_capability if gpus else None,
         driver=gpus[0].driver_version if gpus else None,
     )
-    tools = ["tfexport", "onnx", *(["torch"] if recipe.is_exported_again else [])]
+    tools = ["tfexport", "onnx", *(["torch"] if resolved.is_exported_again else [])]
     return EngineManifest(
         format_version=ENGINE_FORMAT_VERSION,
-        library_version=recipe.library.version,
-        config=recipe.config,
-        limits=recipe.profiles.limits,
-        flags=recipe.options.flags,
+        library_version=resolved.library.version,
+        config=resolved.config,
+        limits=resolved.profiles.limits,
+        flags=resolved.options.flags,
         machine=machine,
-        sources=recipe.sources,
+        sources=resolved.sources,
         plans=plans,
         versions={name: importlib.metadata.version(name) for name in tools},
     )

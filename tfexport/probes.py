@@ -49,7 +49,7 @@ _TRT = """
 import json, pathlib, sys
 from tfexport.trt.config import EngineConfig
 from tfexport.trt.library import load_library
-from tfexport.trt.build.builder import build_plan
+from tfexport.trt.build.builder import build_engine
 from tfexport.errors import TfexportError
 
 found = {"gpu": ""}
@@ -58,7 +58,7 @@ try:
     log = library.listen()
     runtime = library.runtime(log)
     capabilities = library.choose_compute_capabilities(()) if library.builds_without_gpu else ()
-    plan = build_plan(
+    plan = build_engine(
         library, "probe", bytes.fromhex(sys.argv[1]), pathlib.Path("probe.onnx"), (), EngineConfig(), capabilities
     )
     if runtime.deserialize_cuda_engine(plan.data) is None:

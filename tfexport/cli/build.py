@@ -64,11 +64,11 @@ def trt(bundle: Path, dry_run: bool, force: bool, as_json: bool, **config: Any) 
     An engine is named by target, form, precision and weights, and lies in engines/ of the bundle.
     """
     settings = EngineConfig(**config)
-    from tfexport.build import build_engines, forecast_engines
+    from tfexport.build import build_engines, estimate_engines
 
     if dry_run:
-        forecast = forecast_engines(bundle, settings, report=report_line)
-        print_result(forecast.to_dict(), forecast.lines(), as_json)
+        estimate = estimate_engines(bundle, settings, report=report_line)
+        print_result(estimate.to_dict(), estimate.lines(), as_json)
         return
     with build_progress() as (report, on_progress):
         built = build_engines(bundle, settings, force=force, report=report, on_progress=on_progress)

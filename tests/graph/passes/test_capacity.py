@@ -18,7 +18,7 @@ from tfexport.graph.passes.capacity import fix_capacity
 from tfexport.graph.write import write_graphs
 from tfexport.models.config import model_spec
 from tfexport.spec import FLOAT, Precision, key_value_names
-from tfexport.trt.build.builder import build_plan
+from tfexport.trt.build.builder import build_engine
 from tfexport.trt.build.profiles import make_profiles
 from tfexport.trt.config import EngineConfig
 from tfexport.trt.library import load_library
@@ -131,6 +131,6 @@ def test_attention_is_fused_whatever_the_width_of_a_head(precision: Precision, w
     profiles, path = make_profiles(spec, "static", settings), tmp_path / "decoder_static.onnx"
     raw = fix_capacity(path, profiles.limits.max_target_length)
     library = load_library("tensorrt-rtx")
-    plan = build_plan(library, path.stem, raw, path, profiles.engines[path.stem], settings, ())
+    plan = build_engine(library, path.stem, raw, path, profiles.engines[path.stem], settings, ())
     fused = sum(number for name, number in plan.kernels.items() if re.match("_gem[mv]_mha", name))
     assert fused == 2 * 2 * LAYERS, "self and cross, step and prefill"

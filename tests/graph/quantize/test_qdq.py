@@ -30,7 +30,7 @@ from tfexport.runtime.eager import EagerSession
 from tfexport.runtime.ort.session import OrtSession
 from tfexport.spec import QUANTIZED_WEIGHTS, Form, GraphSpec, ModelSpec, TensorSpec, WeightType
 from tfexport.tokenizer import Tokenizer
-from tfexport.trt.build.builder import build_plan
+from tfexport.trt.build.builder import build_engine
 from tfexport.trt.build.profiles import make_profiles
 from tfexport.trt.config import EngineConfig
 from tfexport.trt.library import load_library
@@ -310,7 +310,7 @@ def test_tensorrt_keeps_the_weights_narrow(
         raw = fix_capacity(path, limit) if form == "static" else path.read_bytes()
         library = load_library("tensorrt-rtx")
         # The first that has float8; one build for another fails by name of the type.
-        plan = build_plan(library, name, raw, path, profiles.engines[name], settings, ("8.9",))
+        plan = build_engine(library, name, raw, path, profiles.engines[name], settings, ("8.9",))
         return len(plan.data)
 
     assert size(folder, "decoder_static") > 0

@@ -14,7 +14,7 @@ from tfexport.bundle.manifest import Manifest
 from tfexport.errors import BackendError, EngineError
 from tfexport.graph.passes.capacity import fix_capacity
 from tfexport.trt.build import timing_cache
-from tfexport.trt.build.builder import Plan, build_plan
+from tfexport.trt.build.builder import SerializedEngine, build_engine
 from tfexport.trt.build.network import parse_graph
 from tfexport.trt.build.options import apply_options, choose_options
 from tfexport.trt.build.profiles import PREFILL, STEP, Profile, ShapeRange, make_profiles
@@ -37,9 +37,9 @@ def rtx() -> Library:
     return load_library("tensorrt-rtx")
 
 
-def build(rtx: Library, graph: bytes, *profiles: Profile, **settings: Any) -> Plan:
+def build(rtx: Library, graph: bytes, *profiles: Profile, **settings: Any) -> SerializedEngine:
     ours = rtx.choose_compute_capabilities(settings.pop("compute_capabilities", ()))
-    return build_plan(rtx, "toy", graph, GRAPH, profiles, EngineConfig(**settings), ours)
+    return build_engine(rtx, "toy", graph, GRAPH, profiles, EngineConfig(**settings), ours)
 
 
 def refusal(rtx: Library, graph: bytes, *profiles: Profile, **settings: Any) -> str:
@@ -86,7 +86,7 @@ def raw_build(rtx: Library, graph: bytes, change: Any = lambda config: None, pro
 def test_a_plan_says_what_it_is_and_how_it_was_built(rtx: Library) -> None:
     steps: list[tuple[str, int, int]] = []
     settings = EngineConfig(workspace_mib=64, builder_optimization_level=2)
-    plan = build_plan(rtx, "toy", add(), GRAPH, [ADD], settings, ("8.6",), lambda *step: steps.append(step))
+    plan = build_engine(rtx, "toy", add(), GRAPH, [ADD], settings, ("8.6",), lambda *step: steps.append(step))
     assert plan.name == "toy"
     assert len(plan.data) > 1000
     assert [(t.name, t.dtype, t.shape) for t in plan.inputs] == [("x", "float32", (2, -1))]
@@ -112,7 +112,7 @@ def test_what_the_display_raises_cancels_the_build(rtx: Library, error: BaseExce
         raise error
 
     with pytest.raises(type(error)):
-        build_plan(rtx, "toy", add(), GRAPH, [ADD], EngineConfig(), PORTABLE, tell)
+        build_engine(rtx, "toy", add(), GRAPH, [ADD], EngineConfig(), PORTABLE, tell)
     assert len(calls) == 1
 
 
@@ -133,7 +133,7 @@ def test_a_step_and_a_prefill_share_one_engine(rtx: Library, dates_bundle: Path)
     profiles = make_profiles(spec, "static", EngineConfig(max_batch=4)).engines["decoder_static"]
     path = dates_bundle / "decoder_static.onnx"
     graph = fix_capacity(path, spec.max_target_length)
-    plan = build_plan(rtx, "decoder_static", graph, path, profiles, EngineConfig(), PORTABLE)
+    plan = build_engine(rtx, "decoder_static", graph, path, profiles, EngineConfig(), PORTABLE)
     assert plan.layers["KV_CACHE_UPDATE"] == plan.layers["ATTENTION_INPUT"] == 2 * spec.layers
     assert sum(line.startswith("INFO Total Activation Memory") for line in plan.log) == len((STEP, PREFILL))
     assert {t.name for t in plan.inputs} == set(profiles[STEP])
@@ -241,7 +241,7 @@ def test_a_shape_input_without_values_is_refused(rtx: Library, dates_bundle: Pat
         ({**step, "num_candidates": ShapeRange((1, 1), (1, 1), (9, 9))}, "gives num_candidates the shapes"),
     ):
         with pytest.raises(EngineError, match=message):
-            build_plan(rtx, "decoder", path.read_bytes(), path, [broken], EngineConfig(), PORTABLE)
+            build_engine(rtx, "decoder", path.read_bytes(), path, [broken], EngineConfig(), PORTABLE)
 
 
 # Options.

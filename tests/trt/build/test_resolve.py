@@ -20,7 +20,7 @@ from tfexport.errors import ConfigError, EngineError
 from tfexport.trt.build.estimate import cache_bytes
 from tfexport.trt.build.gauge import Gauge
 from tfexport.trt.build.interrupt import interruptible
-from tfexport.trt.build.resolve import decide
+from tfexport.trt.build.resolve import resolve
 from tfexport.trt.config import EngineConfig, EngineLimits
 from tfexport.trt.library import Library, load_library
 
@@ -59,8 +59,8 @@ def only(path: Path, graph: str, **facts: Any) -> Bundle:
 
 
 def test_what_is_left_open_is_decided(bundle: Bundle, rtx: Library) -> None:
-    recipe = decide(bundle, EngineConfig(), rtx, None)
-    assert recipe.config == EngineConfig(
+    resolved = resolve(bundle, EngineConfig(), rtx, None)
+    assert resolved.config == EngineConfig(
         target="tensorrt-rtx",
         form="static",
         precision="fp32",
@@ -68,54 +68,54 @@ def test_what_is_left_open_is_decided(bundle: Bundle, rtx: Library) -> None:
         max_target_length=16,
         compute_capabilities=("8.0", "8.6", "8.9", "12.0", "12.1"),
     )
-    assert recipe.graphs == ("encoder", "decoder_static")
-    assert recipe.sources == {
+    assert resolved.graphs == ("encoder", "decoder_static")
+    assert resolved.sources == {
         name: bundle.manifest.files[name].sha256
         for name in ("encoder.onnx", "decoder_static.onnx", "weights.safetensors", "tokenizer.json")
     }
-    assert not recipe.is_exported_again
+    assert not resolved.is_exported_again
 
 
 def test_the_gpu_at_hand_is_built_for(bundle: Bundle, rtx: Library) -> None:
-    assert decide(bundle, EngineConfig(), rtx, L4).config.compute_capabilities == ("8.9",)
+    assert resolve(bundle, EngineConfig(), rtx, L4).config.compute_capabilities == ("8.9",)
     named = EngineConfig(compute_capabilities=("12.0", "8.6"))
-    assert decide(bundle, named, rtx, L4).config.compute_capabilities == ("8.6", "12.0")
+    assert resolve(bundle, named, rtx, L4).config.compute_capabilities == ("8.6", "12.0")
     with pytest.raises(EngineError, match=r"compute capability 9\.0: .* or --target tensorrt on such a GPU"):
-        decide(bundle, EngineConfig(), rtx, replace(L4, compute_capability="9.0"))
+        resolve(bundle, EngineConfig(), rtx, replace(L4, compute_capability="9.0"))
 
 
 def test_the_form_is_one_that_bundle_and_library_have(
     bundle: Bundle, rtx: Library, old: Library, tmp_path: Path
 ) -> None:
     concat, static = only(tmp_path / "concat", "decoder"), only(tmp_path / "static", "decoder_static")
-    assert decide(concat, EngineConfig(), rtx, None).form == "concat"
-    assert decide(static, EngineConfig(), rtx, None).form == "static"
-    assert decide(bundle, EngineConfig(), old, L4).form == "concat"
+    assert resolve(concat, EngineConfig(), rtx, None).form == "concat"
+    assert resolve(static, EngineConfig(), rtx, None).form == "static"
+    assert resolve(bundle, EngineConfig(), old, L4).form == "concat"
     with pytest.raises(EngineError, match="form is static, the bundle has concat alone; export it with --forms"):
-        decide(concat, EngineConfig(form="static"), rtx, None)
+        resolve(concat, EngineConfig(form="static"), rtx, None)
     for given in (EngineConfig(form="static"), EngineConfig()):
         with pytest.raises(EngineError, match=r"form is static, which tensorrt 10\.3\.0 has no layer for"):
-            decide(static, given, old, L4)
+            resolve(static, given, old, L4)
 
 
 def test_the_contrib_form_is_for_no_engine(bundle: Bundle, rtx: Library, old: Library, tmp_path: Path) -> None:
     with_contrib = make_contrib(tmp_path / "with", GRAPHS)
-    assert decide(with_contrib, EngineConfig(), rtx, None).form == "static"
-    assert decide(with_contrib, EngineConfig(), old, L4).form == "concat"
+    assert resolve(with_contrib, EngineConfig(), rtx, None).form == "static"
+    assert resolve(with_contrib, EngineConfig(), old, L4).form == "concat"
     alone = make_contrib(tmp_path / "alone", {"encoder": GRAPHS["encoder"]})
     for given in (EngineConfig(), EngineConfig(form="static")):
         with pytest.raises(EngineError, match=r"has the contrib form alone.*; export it with --forms concat,static"):
-            decide(alone, given, rtx, None)
+            resolve(alone, given, rtx, None)
     with pytest.raises(ConfigError, match="form is contrib, which is for ONNX Runtime alone; use static or concat"):
         EngineConfig(form="contrib")
 
 
 def test_another_precision_needs_a_model(rtx: Library, bundle: Bundle, tmp_path: Path) -> None:
-    assert decide(bundle, EngineConfig(precision="fp16"), rtx, None).is_exported_again
+    assert resolve(bundle, EngineConfig(precision="fp16"), rtx, None).is_exported_again
     graphs_only = only(tmp_path / "graphs", "decoder", config=None)
     with pytest.raises(EngineError, match="precision is fp16, the bundle has fp32 and no model to export again"):
-        decide(graphs_only, EngineConfig(precision="fp16"), rtx, None)
-    assert decide(graphs_only, EngineConfig(precision="fp32"), rtx, None).spec == FACTS["spec"]
+        resolve(graphs_only, EngineConfig(precision="fp16"), rtx, None)
+    assert resolve(graphs_only, EngineConfig(precision="fp32"), rtx, None).spec == FACTS["spec"]
 
 
 @pytest.mark.parametrize(
@@ -124,13 +124,13 @@ def test_another_precision_needs_a_model(rtx: Library, bundle: Bundle, tmp_path:
 def test_fp8_needs_gpus_that_have_it(bundle: Bundle, rtx: Library, capabilities: tuple[str, ...], gpu: Any) -> None:
     config = EngineConfig(weights="fp8", compute_capabilities=capabilities)
     with pytest.raises(EngineError, match=r"fp8 need compute capability 8\.9 or newer, not 8\.[06]"):
-        decide(bundle, config, rtx, gpu)
-    assert decide(bundle, replace(config, compute_capabilities=("8.9", "12.0")), rtx, gpu).config.weights == "fp8"
+        resolve(bundle, config, rtx, gpu)
+    assert resolve(bundle, replace(config, compute_capabilities=("8.9", "12.0")), rtx, gpu).config.weights == "fp8"
 
 
 def test_the_timing_cache_is_told_to_the_builder_and_not_written_down(bundle: Bundle, old: Library) -> None:
-    recipe = decide(bundle, EngineConfig(timing_cache="/tmp/timings"), old, L4)
-    assert (recipe.settings.timing_cache, recipe.config.timing_cache) == ("/tmp/timings", None)
+    resolved = resolve(bundle, EngineConfig(timing_cache="/tmp/timings"), old, L4)
+    assert (resolved.settings.timing_cache, resolved.config.timing_cache) == ("/tmp/timings", None)
 
 
 def test_the_memory_of_the_caches() -> None:

@@ -25,7 +25,7 @@ _KERNEL = re.compile(rb"function=\{ name=([\w.]+)")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class SerializedEngine:
     """A built engine.
 
     Attributes:
@@ -54,7 +54,7 @@ class Plan:
         return self.options.flags
 
 
-def build_plan(
+def build_engine(
     library: Library,
     name: str,
     graph: bytes,
@@ -63,7 +63,7 @@ def build_plan(
     settings: EngineConfig,
     compute_capabilities: tuple[str, ...],
     tell: Tell = lambda phase, step, total: None,
-) -> Plan:
+) -> SerializedEngine:
     """Build one engine.
 
     Args:
@@ -92,7 +92,7 @@ def build_plan(
     _add_profiles(network, config, profiles, subject, log)
     data = _build(library, network, config, subject, log, tell)
     save_timing_cache(config, cache)
-    return Plan(
+    return SerializedEngine(
         name=name,
         data=data,
         inputs=network.inputs,

@@ -91,7 +91,7 @@ def parse_graph(library: Library, log: Log, graph: bytes, path: Path) -> Network
     raise_all(EngineError, subject, problems + _cache_problems(library, layers))
     for layer in attention:
         # Where there is a fused kernel it is taken all the same; without one, and in float32 there is none, the
-        # build would fail. `Plan.kernels` tells which it was.
+        # build would fail. `SerializedEngine.kernels` tells which it was.
         layer.decomposable = True
     return Network(
         definition=definition,

@@ -33,7 +33,7 @@ _FP8 = (8, 9)
 
 
 @dataclass(frozen=True)
-class Recipe:
+class ResolvedBuild:
     """How the engines of a bundle are built, with nothing left open.
 
     Attributes:
@@ -85,7 +85,7 @@ class Recipe:
         return decoder_graph(self.spec, self.form)
 
 
-def decide(bundle: Bundle, config: EngineConfig, library: Library, gpu: Gpu | None) -> Recipe:
+def resolve(bundle: Bundle, config: EngineConfig, library: Library, gpu: Gpu | None) -> ResolvedBuild:
     """Resolve a configuration against a bundle and a library; builds nothing.
 
     Args:
@@ -121,7 +121,7 @@ def decide(bundle: Bundle, config: EngineConfig, library: Library, gpu: Gpu | No
         max_target_length=limits.max_target_length or None,
         compute_capabilities=capabilities,
     )
-    return Recipe(bundle, library, replace(decided, timing_cache=None), decided, spec, profiles, options)
+    return ResolvedBuild(bundle, library, replace(decided, timing_cache=None), decided, spec, profiles, options)
 
 
 def _bundle_problems(bundle: Bundle, config: EngineConfig) -> list[str]:
@@ -179,9 +179,9 @@ def _form(bundle: Bundle, config: EngineConfig, library: Library, problems: list
     return form
 
 
-def _collect(problems: list[str], decide: Callable[[], T]) -> T | None:
+def _collect(problems: list[str], read: Callable[[], T]) -> T | None:
     try:
-        return decide()
+        return read()
     except (ConfigError, EngineError) as error:
         problems.append(str(error))
         return None
