@@ -16,6 +16,7 @@ from tfexport.bundle.bundle import Bundle, open_bundle
 from tfexport.bundle.manifest import MANIFEST
 from tfexport.errors import CheckpointError, ConfigError, EngineError, GraphError, InputError
 from tfexport.files.strict_json import plain_problem, read_json
+from tfexport.install import install_command
 from tfexport.models.config import TransformerConfig
 from tfexport.trt.artifact.compatibility import explain, incompatibilities, this_machine
 from tfexport.trt.artifact.store import engine_names, open_engine
@@ -130,7 +131,7 @@ def _certificate(path: Path) -> dict[str, Any] | None:
 
 def _inspect_graph(path: Path) -> dict[str, Any]:
     if importlib.util.find_spec("onnx") is None:
-        raise GraphError(f"{path}: reading a graph needs the onnx package; pip install 'tfexport[export]'")
+        raise GraphError(f"{path}: reading a graph needs the onnx package; {install_command('onnx')}")
     from tfexport.graph.describe import describe_graph
 
     return {"kind": "graph", "path": str(path), **_file(path), **describe_graph(path)}

@@ -9,17 +9,9 @@ from typing import Any
 import click
 
 from tfexport.errors import ParityError, TfexportError, printable
+from tfexport.install import install_command
 
 EXIT_ERROR, EXIT_PARITY, EXIT_INTERRUPTED = 1, 2, 130
-# The extra that brings a module which tfexport imports only when it is needed.
-_EXTRAS = {
-    "torch": "export",
-    "onnx": "export",
-    "onnx_ir": "export",
-    "onnxscript": "export",
-    "safetensors": "export",
-    "yaml": "export",
-}
 # `tfexport` alone shows its help; before click 8.2 that is no error.
 _NO_COMMAND: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())
 
@@ -35,12 +27,10 @@ class Commands(click.Group):
             click.echo(f"error: {error}", err=True)
             code = EXIT_PARITY if isinstance(error, ParityError) else EXIT_ERROR
         except ModuleNotFoundError as error:
-            extra = _EXTRAS.get((error.name or "").partition(".")[0])
-            if extra is None:
+            command = install_command((error.name or "").partition(".")[0])
+            if not command:
                 raise
-            click.echo(
-                f"error: this needs {error.name}, which is not installed; pip install 'tfexport[{extra}]'", err=True
-            )
+            click.echo(f"error: this needs {error.name}, which is not installed; {command}", err=True)
             code = EXIT_ERROR
         except click.ClickException as error:
             if isinstance(error, _NO_COMMAND):

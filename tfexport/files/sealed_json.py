@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from tfexport.errors import BundleError, ConfigError, raise_all, shortened
+from tfexport.install import extra_command
 
 T = TypeVar("T")
 
@@ -65,7 +66,7 @@ def unseal(raw: bytes, read: Callable[[dict[str, Any]], T], *, name: str, format
     if version > format_version:
         raise BundleError(
             f"it was made by a newer tfexport (format {version}, this one reads {format_version}); "
-            "upgrade with: pip install --upgrade tfexport"
+            f"upgrade with: {extra_command('')}"
         )
     claimed = data.pop("self_sha256", None)
     try:

@@ -10,16 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from tfexport.bundle.bundle import Bundle
 from tfexport.errors import BackendError, BundleError
+from tfexport.install import install_command
 from tfexport.runtime.session import Session
 from tfexport.spec import DECODER, WEIGHTS, Backend, Device, Form, ModelSpec, WeightType
 
 if TYPE_CHECKING:
     from tfexport.models.transformer import Transformer
-
-REMEDY = {
-    "eager": "pip install 'tfexport[export]'",
-    "ort": "pip install 'tfexport[cpu]' (or [gpu], never both)",
-}
 
 
 def open_session(
@@ -163,7 +159,7 @@ def _choose_form(bundle: Bundle, form: Form | None, device: Device) -> Form | No
 
 def _need(backend: str, module: str) -> None:
     if not _installed(module):
-        raise BackendError(f"{backend}: {module} is not installed; {REMEDY[backend]}")
+        raise BackendError(f"{backend}: {module} is not installed; {install_command(module)}")
 
 
 def _installed(module: str) -> bool:

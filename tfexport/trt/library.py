@@ -14,16 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from tfexport.errors import BackendError, EngineError
+from tfexport.install import install_command
 from tfexport.spec import DType, Form
 from tfexport.trt.config import Target
 from tfexport.trt.cuda import find_gpus, need_gpu
 from tfexport.trt.log import Log, Logger
 
 MODULES: dict[Target, str] = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
-INSTALL: dict[Target, str] = {
-    "tensorrt": "pip install 'tfexport[trt]'",
-    "tensorrt-rtx": "pip install 'tfexport[rtx]'",
-}
+INSTALL: dict[Target, str] = {target: install_command(module) for target, module in MODULES.items()}
 # What TensorRT-RTX builds for when nothing is said (measured with 1.7.1); its enum alone has SM75 too.
 PORTABLE = ("8.0", "8.6", "8.9", "12.0", "12.1")
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tfexport.errors import EngineError, raise_all
+from tfexport.install import install_command
 from tfexport.trt.library import Library
 from tfexport.trt.log import Log, without_noise
 
@@ -133,7 +134,7 @@ def _attention(library: Library, layers: list[Any]) -> Iterator[Any]:
 def _graph_problems(graph: bytes) -> list[str]:
     """Say which attention the parser reads otherwise than it is meant; what it drops, the network does not show."""
     if importlib.util.find_spec("onnx") is None:
-        return ["the graph has attention, which cannot be checked without onnx; pip install 'tfexport[export]'"]
+        return [f"the graph has attention, which cannot be checked without onnx; {install_command('onnx')}"]
     from tfexport.graph.passes.attention_check import attention_problems
 
     return attention_problems(graph)
