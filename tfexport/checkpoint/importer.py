@@ -21,7 +21,6 @@ from tfexport.checkpoint.layout.apply import Canonical, apply_layout, unmatched
 from tfexport.checkpoint.layout.layout import (
     SIDES,
     Layout,
-    Value,
     builtin_layouts,
     override,
     parse_setting,
@@ -35,6 +34,7 @@ from tfexport.checkpoint.reference.golden import Golden, read_golden
 from tfexport.errors import CheckpointError, ConfigError, ParityError, raise_all
 from tfexport.models.config import TransformerConfig
 from tfexport.models.directory import TOKENIZER, check_free, save_model
+from tfexport.models.switches import Value
 
 LAYOUT = "layout.yaml"
 Report = Callable[[str], None]
@@ -142,9 +142,9 @@ def _settings(config: ImportConfig) -> dict[str, Value]:
             problems.append(f"setting {key} is given twice")
         settings[key] = value
     if config.heads is not None:
-        if "n_heads" in settings:
-            problems.append("the number of heads is given twice, as --heads and as n_heads")
-        settings["n_heads"] = config.heads
+        if "num_heads" in settings:
+            problems.append("the number of heads is given twice, as --heads and as num_heads")
+        settings["num_heads"] = config.heads
     raise_all(ConfigError, "import", problems)
     return settings
 
@@ -153,8 +153,8 @@ def _with_settings(layout: Layout, settings: Mapping[str, Value], proof: _Proof 
     """Put settings into a layout; the golden's heads count where nobody gives any."""
     layout = override(layout, settings)
     heads = proof.golden.heads if proof else None
-    is_given = any(layout.switch("n_heads", side) is not None for side in SIDES)
-    return layout if is_given or heads is None else override(layout, {"n_heads": heads})
+    is_given = any(layout.switch("num_heads", side) is not None for side in SIDES)
+    return layout if is_given or heads is None else override(layout, {"num_heads": heads})
 
 
 def _named(config: ImportConfig, checkpoint: Checkpoint) -> dict[str, Value]:
@@ -205,7 +205,7 @@ def _choose(
     if known is not None:
         report(f"names and numbers fit the layout {known.name}")
         return known
-    heads = settings.get("n_heads")
+    heads = settings.get("num_heads")
     found = detect(
         tensors,
         proof.golden if proof else None,

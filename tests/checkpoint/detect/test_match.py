@@ -74,7 +74,7 @@ def test_heads_are_found_where_nobody_tells(tmp_path: Path) -> None:
     golden = made("Square", tmp_path / "g", heads=None)
     found = detect(golden.state, golden, [], seconds=PATIENCE)
     assert check(found, dict(golden.state), golden) < 1e-12
-    assert found.layout.arch["n_heads"] == HEADS
+    assert found.layout.arch["num_heads"] == HEADS
 
 
 def test_what_is_given_is_not_searched(golden_of: Callable[[str], Golden]) -> None:

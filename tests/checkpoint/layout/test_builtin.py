@@ -275,7 +275,7 @@ def test_the_certificate_lists_what_cannot_matter_and_nothing_else(name: str) ->
     if "enc.layers.0.self.k.bias" in canonical.tensors:
         expected = {f"{part}.k.bias: makes no difference" for part in KEYS}
     if canonical.config.relative_bias == "t5":
-        expected = {"rel_max_distance: 128 is not told from 256"}
+        expected = {"relative_max_distance: 128 is not told from 256"}
     if name == "opennmt_py":
         expected = {"norm_eps: 1e-06 is not told from 1e-07"}
     assert set(certificate.unverified) == expected

@@ -57,10 +57,10 @@ def test_what_cannot_matter_is_all_that_is_unverified(name: str) -> None:
     assert certificate.error < 1e-14
     # Adding the same number to all scores of a row changes no softmax.
     assert about(certificate) == (
-        K_BIASES if canonical.config.attention_bias else {"rel_max_distance"} & about(certificate)
+        K_BIASES if canonical.config.attention_bias else {"relative_max_distance"} & about(certificate)
     )
     assert len(certificate.lines) == len(canonical.tensors)
-    assert {"norm", "act", "norm_eps", "source mask", "attn_scale"} <= set(certificate.switches)
+    assert {"norm", "activation", "norm_eps", "source mask", "attention_scale"} <= set(certificate.switches)
 
 
 def test_an_encoder_alone() -> None:
@@ -89,7 +89,7 @@ def test_equal_norms_hide_nothing_but_what_they_are() -> None:
         logits = model(golden.source_ids, golden.source_keep, golden.target_ids)
     certificate = certify(silent, replace(golden, logits=logits), "silent")
     hidden = {f"{side}.layers.*.ffn.fc1.{kind}" for side in ("enc", "dec") for kind in ("weight", "bias")}
-    assert about(certificate) >= {*hidden, "act"}
+    assert about(certificate) >= {*hidden, "activation"}
 
 
 def swapped(one: str, other: str) -> Callable[[Canonical], Canonical]:

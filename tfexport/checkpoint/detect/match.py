@@ -21,9 +21,10 @@ from tfexport.checkpoint.detect.compress import compress
 from tfexport.checkpoint.detect.embeddings import Reader
 from tfexport.checkpoint.detect.parts import Layers, Part, Shape, parts_of, split
 from tfexport.checkpoint.detect.roles import LIKELY, POSSIBLE, Choice, Layer, Reading, Style, read_layer
-from tfexport.checkpoint.layout.layout import Layout, Value
+from tfexport.checkpoint.layout.layout import Layout
 from tfexport.checkpoint.reference.golden import Golden
 from tfexport.errors import CheckpointError
+from tfexport.models.switches import Value
 
 _INDEX = re.compile(r"\{.*?\}")
 # Sinusoids that are computed, not stored, and the row of the table that belongs to position 0.
@@ -102,8 +103,8 @@ def _layout(reading: _Reading, picks: Sequence[int], name: str) -> Layout:
     lines = [line for one in picked for line in one.lines]
     arch, derive = dict(reading.arch), dict(reading.derive)
     for side in ("enc", "dec"):
-        arch[f"{side}_final_norm"] = any(f" {side}.norm." in line for line in lines)
-    arch["emb_norm"] = any(".emb_norm." in line for line in lines)
+        arch[f"{side}.final_norm"] = any(f" {side}.norm." in line for line in lines)
+    arch["embedding_norm"] = any(".emb_norm." in line for line in lines)
     derived = [line for line in lines if line.startswith("derive ")]
     derive |= dict(line.removeprefix("derive ").split(" = ") for line in derived)
     return Layout(
@@ -141,10 +142,10 @@ def _read(tensors: Mapping[str, Tensor], golden: Golden | None, style: Style) ->
         "norm": "layernorm" if has_norm_bias else "rms",
         "norm_eps": 1e-5,
         "norm_place": "post",
-        "act": "relu",
-        "ffn": "glu" if any(layer.has_gate for layer in read.values()) else "mlp",
-        "rel_bias": "t5" if has_bias else "none",
-        "pos": "none" if has_bias and not outer.has_table else "table",
+        "activation": "relu",
+        "feed_forward": "glu" if any(layer.has_gate for layer in read.values()) else "mlp",
+        "relative_bias": "t5" if has_bias else "none",
+        "positions": "none" if has_bias and not outer.has_table else "table",
     }
     if not outer.has_table:
         arch["max_length"] = DERIVED_LENGTH

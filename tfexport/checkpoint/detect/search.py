@@ -18,11 +18,12 @@ from torch import Tensor
 
 from tfexport.checkpoint.detect.match import Proposal
 from tfexport.checkpoint.layout.apply import Canonical, apply_layout
-from tfexport.checkpoint.layout.layout import Layout, Value
+from tfexport.checkpoint.layout.layout import Layout
 from tfexport.checkpoint.layout.switches import Switches, configured, options, with_switches
 from tfexport.checkpoint.reference.compare import TOLERANCE, Comparison, Judge, check_fits, tolerance
 from tfexport.checkpoint.reference.golden import Golden
 from tfexport.errors import CheckpointError, ConfigError, ParityError
+from tfexport.models.switches import Value
 
 # An original that computes parts in float32 comes no nearer than this.
 FLOAT32_TOLERANCE = 1e-6
@@ -171,7 +172,7 @@ class Searcher:
 
     def _heads(self, layout: Layout) -> list[list[int]]:
         """Return the numbers of heads to try, in groups for which the layout makes the same tensors."""
-        given = self.settings.get("n_heads", self.heads or layout.switch("n_heads"))
+        given = self.settings.get("num_heads", self.heads or layout.switch("num_heads"))
         if isinstance(given, int):
             return [[given]]
         canonical = self._applied(layout, 1)
@@ -193,11 +194,11 @@ class Searcher:
             for name, values in options(canonical.config).items()
             if not as_written and not _is_given(name, given)
         }
-        return {"n_heads": tuple(heads), **choices}
+        return {"num_heads": tuple(heads), **choices}
 
     def _applied(self, layout: Layout, heads: int) -> Canonical | None:
         settings = {**_PLACEHOLDERS, **{f"tokens.{k}": v for k, v in layout.tokens.items()}, **self.settings}
-        settings.pop("n_heads", None)
+        settings.pop("num_heads", None)
         try:
             canonical = apply_layout(
                 layout, self.tensors, heads=heads, settings=settings, attributes=self.golden.attributes
@@ -213,7 +214,7 @@ class Searcher:
     ) -> Candidate | None:
         start = {name: found.get(name, values[0]) for name, values in choices.items()}
         # Attention over one token is that token, whatever its scale and heads.
-        later = {"norm_eps", *(("n_heads", "attn_scale") if self.first.source_ids.shape[1] == 1 else ())}
+        later = {"norm_eps", *(("num_heads", "attention_scale") if self.first.source_ids.shape[1] == 1 else ())}
         coarse = {
             name: [value for value in values if value != "gelu_tanh"]
             for name, values in choices.items()
@@ -271,7 +272,7 @@ def _is_given(name: str, given: Switches) -> bool:
 
 def _turns(choices: Mapping[str, tuple[Value, ...]]) -> Iterator[dict[str, Value]]:
     """List the single steps; the scale of attention depends on the heads, so that these two go together."""
-    pairs = [name for name in ("n_heads", "attn_scale") if name in choices]
+    pairs = [name for name in ("num_heads", "attention_scale") if name in choices]
     for values in itertools.product(*(choices[name] for name in pairs)):
         yield dict(zip(pairs, values, strict=True))
     for name, options_of in choices.items():

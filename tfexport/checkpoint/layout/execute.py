@@ -128,7 +128,7 @@ class Production:
         """Return the parts that one pair becomes, none when there is a problem."""
         context = Context(names[side_of(pair.targets[0])], len(pair.targets), _no_sibling)
         line = parse_line(self.layout.map[pair.line - 1])
-        heads = int(context.names["n_heads"])
+        heads = int(context.names["num_heads"])
         if line.rule.joins_heads and len(pair.sources) != heads:
             problems.append(f"map {pair.line}: {pair.targets[0]} has {len(pair.sources)} heads, expected {heads}")
             return []
