@@ -13,9 +13,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tfexport.bundle.bundle import PARITY, TOKENIZER, Bundle, create_bundle
+from tfexport.bundle.bundle import PARITY, Bundle, create_bundle
 from tfexport.bundle.manifest import GraphEntry
 from tfexport.errors import BackendError, ConfigError, ParityError, raise_all
+from tfexport.files.names import TOKENIZER
 from tfexport.files.sealed_json import render
 from tfexport.graph.config import ExportConfig
 from tfexport.graph.forms.contrib import contrib_problems

@@ -28,12 +28,13 @@ from tfexport.checkpoint.layout.layout import (
     render_layout,
 )
 from tfexport.checkpoint.layout.unsupported import uncovered
-from tfexport.checkpoint.reference.certificate import CERTIFICATE, Certificate, certify, unproven
+from tfexport.checkpoint.reference.certificate import Certificate, certify, unproven
 from tfexport.checkpoint.reference.compare import BASELINES, Comparison, compare, tolerance
 from tfexport.checkpoint.reference.golden import Golden, read_golden
 from tfexport.errors import CheckpointError, ConfigError, ParityError, raise_all
+from tfexport.files.names import CERTIFICATE, TOKENIZER
 from tfexport.models.config import TransformerConfig
-from tfexport.models.directory import TOKENIZER, check_free, save_model
+from tfexport.models.directory import check_free, save_model
 from tfexport.models.switches import Value
 
 LAYOUT = "layout.yaml"

@@ -14,9 +14,10 @@ from click.testing import CliRunner
 
 from tests import tiny
 from tfexport.checkpoint.layout.apply import Canonical, LineUse
-from tfexport.checkpoint.reference.certificate import CERTIFICATE, Certificate, certify, unproven
+from tfexport.checkpoint.reference.certificate import Certificate, certify, unproven
 from tfexport.checkpoint.reference.golden import Golden
 from tfexport.cli import main
+from tfexport.files.names import CERTIFICATE
 from tfexport.inspect import inspect_path
 from tfexport.models.directory import save_model
 from tfexport.models.transformer import Transformer

@@ -26,7 +26,6 @@ from tfexport.models.config import TransformerConfig
 from tfexport.models.switches import SWITCHES, Value
 from tfexport.models.transformer import Transformer
 
-CERTIFICATE = "certificate.json"
 # A change counts as seen when the error grows by this factor.
 GROWTH = 20
 # Float64 noise; below it a small error is not small by merit.

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from tfexport.bundle.bundle import TOKENIZER, Bundle
+from tfexport.bundle.bundle import Bundle
 from tfexport.errors import ConfigError, EngineError, raise_all
+from tfexport.files.names import TOKENIZER
 from tfexport.spec import (
     DECODER,
     ENCODER,
