@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-import statistics
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 from comparison.processes import BENCHMARKS
 from comparison.systems import OURS, PRECISIONS, Setting, Variant
 from tfexport.bench.machine import environment
+from tfexport.bench.timing import geometric_mean, ratio
 from tfexport.errors import BenchError
 
 SCHEMA = "tfexport.side_by_side/1"
@@ -154,17 +153,16 @@ def ratios(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for ours in (run for run in runs if run["system"] == OURS):
         for peer in fastest(run for run in runs if run["system"] != OURS and run["seconds"]):
-            pairs = zip(peer["seconds"], ours["seconds"], strict=False)
-            each = [statistics.median(theirs) / statistics.median(own) for theirs, own in pairs]
+            over_rounds = ratio(peer["seconds"], ours["seconds"])
             found.append(
                 {
                     "precision": ours["precision"],
                     "peer": peer["system"],
                     "peer_precision": peer["precision"],
                     "peer_threads": peer["threads"],
-                    "ratio": statistics.median(each),
-                    "low": min(each),
-                    "high": max(each),
+                    "ratio": over_rounds.median,
+                    "low": over_rounds.low,
+                    "high": over_rounds.high,
                 }
             )
     return found
@@ -180,11 +178,6 @@ def fastest(runs: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return list(best.values())
 
 
-def geometric_mean(values: Iterable[float]) -> float:
-    """Return the geometric mean of numbers above 0, of at least one."""
-    return math.exp(statistics.fmean(map(math.log, values)))
-
-
 def pairs(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return every ratio of a result as one flat record: its setting, the ratio, and the runs `ours` and `theirs`.
 
@@ -193,10 +186,10 @@ def pairs(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     found = []
     for cell in result["cells"]:
         runs = {(run["system"], run["precision"], run["threads"]): run for run in cell["runs"]}
-        for ratio in cell["ratios"]:
-            ours = runs[OURS, ratio["precision"], None]
-            peer = runs[ratio["peer"], ratio["peer_precision"], ratio["peer_threads"]]
-            found.append({**cell["setting"], **ratio, "ours": ours, "theirs": peer})
+        for compared in cell["ratios"]:
+            ours = runs[OURS, compared["precision"], None]
+            peer = runs[compared["peer"], compared["peer_precision"], compared["peer_threads"]]
+            found.append({**cell["setting"], **compared, "ours": ours, "theirs": peer})
     models = list(dict.fromkeys(pair["model"] for pair in found))
     return sorted(
         found,

@@ -12,12 +12,15 @@ from comparison.processes import Worker, start
 from comparison.result import ratios
 from comparison.systems import REFERENCE, SYSTEMS, Setting, Variant
 from comparison.weights import ConvertedWeights
+from tfexport.bench.timing import Effort, interleaved, median, repeat
 from tfexport.errors import BenchError
 
 # Fresh processes whose load time and memory are measured; the last one goes on to decode.
 STARTS = 3
 # Before each turn: long enough for the threads of the one before to fall asleep (OpenMP's spin for up to 0.2 s).
 PAUSE_S = 0.25
+# Quick calls are repeated; one that takes half a second is known well enough.
+TURN = Effort(warm_up=1, least_runs=3, least_s=0.2, long_s=0.5)
 # Of the systems that are slow.
 SLOW_ROUNDS = 3
 # A thread setting that is so much slower than the system's best before the rounds takes no part in them.
@@ -132,13 +135,14 @@ def measure(
             }
         except BenchError as error:
             _give_up(variant, error, pool, failures)
-    for number in range(rounds):
-        for variant in _taking_part(runs, number):
-            try:
-                runs[variant]["seconds"].append(_turn(variant, pool, setting))
-            except BenchError as error:
-                _give_up(variant, error, pool, failures)
-                del runs[variant]
+    for number, variant in interleaved(list(runs), rounds):
+        if variant not in _taking_part(runs, number):
+            continue
+        try:
+            runs[variant]["seconds"].append(_turn(variant, pool, setting))
+        except BenchError as error:
+            _give_up(variant, error, pool, failures)
+            del runs[variant]
     measured = [_summarised(run, setting) for run in runs.values()]
     return {"setting": setting.to_dict(), "runs": measured, "ratios": ratios(measured)}, failures
 
@@ -164,8 +168,7 @@ def agreement(outputs: Outputs, expected: Outputs) -> dict[str, float]:
 def _turn(variant: Variant, pool: WorkerPool, setting: Setting) -> list[float]:
     worker = pool.worker(variant, setting)
     time.sleep(PAUSE_S)
-    seconds: list[float] = worker.ask("time")["seconds"]
-    return seconds
+    return repeat(lambda: float(worker.ask("time")["seconds"]), TURN)
 
 
 def _taking_part(runs: dict[Variant, dict[str, Any]], number: int) -> list[Variant]:
@@ -192,5 +195,5 @@ def _give_up(variant: Variant, error: BenchError, pool: WorkerPool, failures: di
 
 def _summarised(run: dict[str, Any], setting: Setting) -> dict[str, Any]:
     """Add the median over turns of each turn's median call, of the warm-up where there were no others."""
-    seconds = statistics.median(map(statistics.median, run["seconds"] or [run["warm_up_s"]]))
+    seconds = median(run["seconds"] or [run["warm_up_s"]])
     return {**run, "median_s": seconds, "tokens_per_second": setting.tokens / seconds}

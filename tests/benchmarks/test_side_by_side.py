@@ -19,6 +19,7 @@ from click.testing import CliRunner
 import tfexport
 from tests.conftest import DATES, ROOT
 from tests.tiny import batch, config, randomise
+from tfexport.bench.timing import Effort
 from tfexport.errors import BenchError
 from tfexport.models.directory import save_model
 from tfexport.models.presets import preset
@@ -35,15 +36,12 @@ from comparison.converters import Canonical, write_ctranslate2, write_marian
 from comparison.run import Selection, compare
 from comparison.systems import OURS, PEERS, PRECISIONS, SYSTEMS, Setting, System, Variant, matrix, taking_part
 from comparison.weights import ConvertedWeights
-from comparison.workers import protocol
 
 SMALL = Setting(model="dates", is_quantised=False, source_length=6, batch_size=2, num_beams=1, target_length=5)
 # A system of the standard library alone, whose words and misfortunes the name of its weights' folder chooses.
 SCRIPTED = """
 import os, sys, time
 from comparison.workers import protocol
-
-protocol.TURN_S = 0.001
 
 class Scripted(protocol.System):
     libraries = ("click",)
@@ -77,6 +75,7 @@ protocol.serve(Scripted())
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounds, "PAUSE_S", 0.0)
+    monkeypatch.setattr(rounds, "TURN", Effort(least_runs=3))
     monkeypatch.setattr(rounds, "STARTS", 2)
 
 
@@ -224,19 +223,6 @@ def test_what_cannot_be_resumed_is_refused(scripted: ConvertedWeights, tmp_path:
         result.read(tmp_path / "missing.json")
 
 
-def test_quick_calls_are_repeated_and_slow_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    times: list[float] = []
-    monkeypatch.setattr(protocol, "clock", lambda call: (times.pop(0), None))
-    server = protocol.Server(None)  # type: ignore[arg-type]
-    server.timed = lambda: None
-    times[:] = [0.9]
-    assert server.time() == {"seconds": [0.9]}
-    times[:] = [0.4, 0.15, 0.15, 0.15]
-    assert server.time() == {"seconds": [0.15, 0.15, 0.15]}
-    times[:] = [0.03, *[0.05] * 4]
-    assert server.time() == {"seconds": [0.05] * 4}
-
-
 def timed(system: str, precision: str, threads: int | None, *turn_seconds: Sequence[float]) -> dict[str, Any]:
     return {
         "system": system,
@@ -262,7 +248,6 @@ def test_a_ratio_is_the_median_over_rounds_of_the_faster_thread_setting() -> Non
         "int8", 1, 2.0, 1.0, 3.0,
     )  # fmt: skip
     assert (int4["precision"], int4["peer_precision"], int4["ratio"], int4["high"]) == ("int4", "int8", 4.0, 6.0)
-    assert result.geometric_mean([0.5, 2.0, 8.0]) == pytest.approx(2.0)
 
 
 def test_a_long_call_is_its_own_warm_up_unless_the_system_is_slow(
