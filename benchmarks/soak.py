@@ -94,7 +94,7 @@ def soak(model: tfexport.Model, num_sequences: int, per_pass: int = PASS) -> lis
 
 
 @click.command(help=__doc__)
-@click.option("--model", "name", type=click.Choice(MODELS), default=MODELS[0], show_default=True, help="Preset.")
+@click.option("--model", "name", type=click.Choice(MODELS), default=MODELS[0], show_default=True, help="Whose weights.")
 @click.option("--precision", type=click.Choice(PRECISIONS), default="fp32", show_default=True, help="Of the bundle.")
 @click.option("--sequences", type=click.IntRange(min=2 * PASS), default=10 * PASS, show_default=True,
               help="To decode in all, in thousands.")  # fmt: skip

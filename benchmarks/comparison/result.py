@@ -208,7 +208,7 @@ def means(result: Mapping[str, Any], peer: str) -> dict[str, tuple[float, int]]:
         if pair["peer"] == peer:
             decoding = "greedy" if pair["num_beams"] == 1 else f"beam {pair['num_beams']}"
             same = pair["precision"] == pair["peer_precision"]
-            names = [f"{pair['precision']} {decoding}", *([decoding] if same else [])]
+            names = [f"{pair['precision']} {decoding}", *([decoding, "all"] if same else [])]
             if pair["precision"] == "int4" and pair["batch_size"] == 1:
                 names.append("int4 at batch 1")
             for name in names:

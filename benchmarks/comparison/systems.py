@@ -9,14 +9,17 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any
 
-OURS = "tfexport"
+OURS, REVISION = "tfexport", "revision"
 PRECISIONS = ("fp32", "int8", "int4")
-MODELS = ("tiny", "paper-base", "paper-big")
-TARGET_LENGTH = 64
+# Presets, and the trained model that comes with the project.
+PRESETS, DATES = ("tiny", "paper-base", "paper-big"), "dates"
+MODELS = (*PRESETS, DATES)
+# Tokens decoded for each source; a date has no more.
+TARGET_LENGTH, DATE_LENGTH = 64, 16
 # Ids below are special in every preset.
 FIRST_TOKEN = 4
 # Rough, and only for the estimate of the time that is left: of a call, relative to the smallest.
-_COST = {"tiny": 0.2, "paper-base": 10.0, "paper-big": 33.0}
+_COST = {"tiny": 0.2, "dates": 0.1, "paper-base": 10.0, "paper-big": 33.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +79,14 @@ def matrix(
 ) -> list[Setting]:
     """Return every combination; those of one model and kind stand together, since they share loaded systems."""
     return [
-        Setting(model=model, is_quantised=kind, source_length=source, batch_size=batch, num_beams=beams)
+        Setting(
+            model=model,
+            is_quantised=kind,
+            source_length=source,
+            batch_size=batch,
+            num_beams=beams,
+            target_length=DATE_LENGTH if model == DATES else TARGET_LENGTH,
+        )
         for model, kind, source, batch, beams in product(models, kinds, source_lengths, batch_sizes, num_beams)
     ]
 
@@ -90,6 +100,7 @@ class System:
         environment: name of the virtual environment that it needs.
         files: name of the folder that `convert` makes for it.
         precisions: that it has.
+        is_ours: is tfexport, this or another revision: loads a bundle that its own command line exports.
         is_slow: takes part in three rounds, started once, and at the shortest source alone.
     """
 
@@ -97,11 +108,22 @@ class System:
     environment: str
     files: str
     precisions: tuple[str, ...] = ("fp32",)
+    is_ours: bool = False
     is_slow: bool = False
 
 
 SYSTEMS = {
-    OURS: System(module="comparison.workers.ours", environment=OURS, files="bundle", precisions=PRECISIONS),
+    OURS: System(
+        module="comparison.workers.ours", environment=OURS, files="bundle", precisions=PRECISIONS, is_ours=True
+    ),
+    # Another tfexport, where --python says.
+    REVISION: System(
+        module="comparison.workers.ours",
+        environment=REVISION,
+        files="revision",
+        precisions=("fp32", "int8"),
+        is_ours=True,
+    ),
     "ctranslate2": System(
         module="comparison.workers.translator",
         environment="ctranslate2",
@@ -119,6 +141,7 @@ SYSTEMS = {
     ),
 }
 PEERS = tuple(name for name in SYSTEMS if name != OURS)
+FOREIGN = tuple(name for name in PEERS if name != REVISION)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +152,7 @@ class Variant:
         system: key of `SYSTEMS`.
         precision: one of `PRECISIONS`.
         threads: None is the system's own choice.
-        optimize_for: "latency" or "throughput", of our quantised bundles.
+        optimize_for: "latency" or "throughput", of quantised bundles.
     """
 
     system: str
@@ -173,25 +196,26 @@ def taking_part(
         cores: that a process may use.
     """
     wanted = [precision for precision in precisions if (precision != "fp32") == setting.is_quantised]
-    found = [Variant(system=OURS, precision=precision, optimize_for=_aim(precision, setting)) for precision in wanted]
+    found = [_variant(OURS, precision, None, setting) for precision in wanted]
     for peer in peers:
         system = SYSTEMS[peer]
         # Peers without int4 meet ours in int8, whether ours runs in it or not.
         needed = {"int8"} if setting.is_quantised and wanted else set(wanted)
         if needed & set(system.precisions) and not (system.is_slow and setting.source_length > shortest_source):
             found += [
-                Variant(system=peer, precision=precision, threads=threads)
+                _variant(peer, precision, threads, setting)
                 for precision in sorted(needed)
                 for threads in thread_settings(peer, cores)
             ]
     return found
 
 
-def _aim(precision: str, setting: Setting) -> str | None:
+def _variant(system: str, precision: str, threads: int | None, setting: Setting) -> Variant:
     """Choose what a bundle is made for as its documentation does; only int8 has a form for throughput."""
-    if precision == "fp32":
-        return None
-    return "throughput" if precision == "int8" and setting.batch_size > 1 else "latency"
+    aim = None
+    if SYSTEMS[system].is_ours and precision != "fp32":
+        aim = "throughput" if precision == "int8" and setting.batch_size > 1 else "latency"
+    return Variant(system=system, precision=precision, threads=threads, optimize_for=aim)
 
 
 def thread_settings(peer: str, cores: int) -> list[int | None]:

@@ -1,6 +1,6 @@
 """Weights in every system's own form, made once from one model directory.
 
-As a program it writes a preset as that directory: python -m comparison.weights NAME FOLDER.
+As a program it writes that directory: python -m comparison.weights MODEL FOLDER.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from comparison.processes import environment, start
-from comparison.systems import OURS, SYSTEMS, Variant
+from comparison.processes import BENCHMARKS, environment, start
+from comparison.systems import DATES, OURS, SYSTEMS, Variant
 from tfexport.errors import BenchError
 
 ONNX = "from tfexport.cli import main; main()"
@@ -67,7 +67,7 @@ class ConvertedWeights:
             raise self._failures[target]
         if not target.exists():
             try:
-                (self._export if variant.system == OURS else self._convert)(model, variant, target)
+                (self._export if SYSTEMS[variant.system].is_ours else self._convert)(model, variant, target)
             except BenchError as error:
                 self._failures[target] = error
                 raise
@@ -78,7 +78,7 @@ class ConvertedWeights:
         options = ["--precision", variant.precision, "--no-verify"]
         if variant.optimize_for:
             options += ["--optimize-for", variant.optimize_for]
-        command: list[str | Path] = [self.pythons[OURS], "-P", "-c", ONNX, "onnx", self.weights(model)]
+        command: list[str | Path] = [self.python(variant), "-P", "-c", ONNX, "onnx", self.weights(model)]
         command += ["--output", target, *options]
         _run(f"{variant}: tfexport onnx", command)
 
@@ -92,14 +92,18 @@ class ConvertedWeights:
 
 
 def _run(subject: str, command: list[str | Path]) -> None:
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment(), check=False)
+    try:
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment(), check=False)
+    except OSError as error:
+        raise BenchError(f"{subject}: no Python at {command[0]} ({error.strerror}); give --python") from error
     if done.returncode:
         lines = done.stderr.strip().splitlines()
         raise BenchError(f"{subject}: {lines[-1] if lines else f'exit code {done.returncode}'}")
 
 
 if __name__ == "__main__":
-    from tfexport.models.directory import save_model
+    from tfexport.models.directory import load_model, save_model
     from tfexport.models.presets import build_preset
 
-    save_model(build_preset(sys.argv[1]), sys.argv[2])
+    name, folder = sys.argv[1:]
+    save_model(load_model(BENCHMARKS.parent / "models" / name) if name == DATES else build_preset(name), folder)

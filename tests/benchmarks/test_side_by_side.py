@@ -34,7 +34,18 @@ import soak
 from comparison import markdown, picture, result, rounds, systems
 from comparison.converters import Canonical, write_ctranslate2, write_marian
 from comparison.run import Selection, compare
-from comparison.systems import OURS, PEERS, PRECISIONS, SYSTEMS, Setting, System, Variant, matrix, taking_part
+from comparison.systems import (
+    FOREIGN,
+    OURS,
+    PRECISIONS,
+    REVISION,
+    SYSTEMS,
+    Setting,
+    System,
+    Variant,
+    matrix,
+    taking_part,
+)
 from comparison.weights import ConvertedWeights
 
 SMALL = Setting(model="dates", is_quantised=False, source_length=6, batch_size=2, num_beams=1, target_length=5)
@@ -97,7 +108,8 @@ def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ConvertedWeight
         weights.mkdir(parents=True)
         (weights / "config.json").write_text('{"source_vocab": 40}', encoding="utf-8")
         (tmp_path / model / "bundle-fp32").mkdir()
-    return ConvertedWeights(tmp_path, {OURS: Path(sys.executable), "absent": tmp_path / "nowhere" / "python"})
+    nowhere = tmp_path / "nowhere" / "python"
+    return ConvertedWeights(tmp_path, {OURS: Path(sys.executable), "absent": nowhere, REVISION: nowhere})
 
 
 def selection(*peers: str, rounds: int = 4) -> Selection:
@@ -118,19 +130,21 @@ def reasons(document: dict[str, Any]) -> dict[str, str]:
     return {row["system"]: row["reason"] for row in document["not_measured"]}
 
 
-def test_a_bundle_beside_itself(dates_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bundle_beside_that_of_another_revision(
+    dates_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The real worker: outputs are those of the library, each has its turn in every round, and starting is measured."""
     monkeypatch.setattr(rounds, "STARTS", 1)
-    monkeypatch.setitem(SYSTEMS, "twin", SYSTEMS[OURS])
     (tmp_path / "work" / "dates").mkdir(parents=True)
     (tmp_path / "work" / "dates" / "weights").symlink_to(DATES)
-    (tmp_path / "work" / "dates" / "bundle-fp32").symlink_to(dates_bundle)
-    weights = ConvertedWeights(tmp_path / "work", {OURS: Path(sys.executable)})
-    document = run(weights, tmp_path / "found.json", ["twin"])
+    for files in ("bundle-fp32", "revision-fp32"):
+        (tmp_path / "work" / "dates" / files).symlink_to(dates_bundle)
+    weights = ConvertedWeights(tmp_path / "work", dict.fromkeys((OURS, REVISION), Path(sys.executable)))
+    document = run(weights, tmp_path / "found.json", [REVISION])
     (cell,) = document["cells"]
     assert [(run["system"], run["equal"], run["equal_prefix"]) for run in cell["runs"]] == [
         (OURS, 1.0, 1.0),
-        ("twin", 1.0, 1.0),
+        (REVISION, 1.0, 1.0),
     ]
     assert all(len(run["seconds"]) == 4 and min(map(len, run["seconds"])) >= 1 for run in cell["runs"])
     (ratio,) = cell["ratios"]
@@ -139,6 +153,7 @@ def test_a_bundle_beside_itself(dates_bundle: Path, tmp_path: Path, monkeypatch:
         assert load["load_s"][0] > 0
         assert 20e6 < load["peak_bytes"][0] < 2e9
         assert load["versions"]["onnxruntime"]
+    assert "### Ratio to the other revision" in markdown.render(document)
     assert document["environment"]["cpu"]
     assert document["schema"] == "tfexport.side_by_side/1"
 
@@ -165,6 +180,7 @@ def test_outputs_are_compared_and_all_have_their_turns(scripted: ConvertedWeight
     ("peer", "reason"),
     [
         ("absent", r"absent fp32: no Python at .*nowhere/python \(.*\); run benchmarks/environments or give --python"),
+        (REVISION, r"revision fp32: tfexport onnx: no Python at .*nowhere/python \(.*\); give --python"),
         ("bare", r"bare fp32: the process ended with exit code 1 during convert \(.*No module named .*nothing.*\)"),
         ("mortal", r"mortal fp32: the process ended with exit code 3 during call \(last words\)"),
         ("unwilling", r"unwilling fp32: convert failed: ValueError: cannot convert"),
@@ -277,7 +293,7 @@ def test_who_takes_part() -> None:
     def names(found: Sequence[Variant]) -> list[str]:
         return [str(variant) for variant in found]
 
-    everyone = {"peers": PEERS, "precisions": PRECISIONS, "shortest_source": 32, "cores": 2}
+    everyone = {"peers": FOREIGN, "precisions": PRECISIONS, "shortest_source": 32, "cores": 2}
     short = Setting(model="tiny", is_quantised=False, source_length=32, batch_size=1, num_beams=1)
     assert names(taking_part(short, **everyone)) == [
         "tfexport fp32",
@@ -294,6 +310,11 @@ def test_who_takes_part() -> None:
         "ctranslate2 int8, 1 thread",
         "ctranslate2 int8, 2 threads",
     ]
+    assert names(taking_part(replace(short, is_quantised=True), **{**everyone, "peers": [REVISION]})) == [
+        "tfexport int8, latency",
+        "tfexport int4, latency",
+        "revision int8, latency",
+    ]
     only_int4 = taking_part(replace(short, is_quantised=True), **{**everyone, "precisions": ["int4"], "cores": 1})
     assert names(only_int4) == ["tfexport int4, latency", "ctranslate2 int8, 1 thread"]
 
@@ -301,6 +322,7 @@ def test_who_takes_part() -> None:
 def test_the_matrix_is_every_combination_and_its_sources_are_fixed() -> None:
     found = matrix(["tiny", "paper-base"], [False, True], [32, 128], [1, 8, 32], [1, 4])
     assert len(set(found)) == 48
+    assert [setting.target_length for setting in matrix(["dates"], [False], [32], [1], [1])] == [16]
     assert [setting.is_quantised for setting in found] == [False] * 12 + [True] * 12 + [False] * 12 + [True] * 12
     sources = found[-1].sources(32_000)
     assert sources == found[-1].sources(32_000)
@@ -396,6 +418,7 @@ def test_the_report_says_what_the_result_does(tmp_path: Path) -> None:
         "| tiny | int4 | greedy | 8.00 |  |",
         "| fp32 greedy | 1.00 | 2 |",
         "| greedy | 1.59 | 3 |",  # the cube root of 2 · 0.5 · 4
+        "| all | 1.86 | 4 |",
         "| int4 at batch 1 | 8.00 | 1 |",
         "| tiny | fp32 | greedy | 32 | 8 | ctranslate2 fp32, 1 thread | 0.50 (0.50 to 0.50) |",
         "| tiny | fp32 | greedy | 64 / 32 | 512 / 32 |",
@@ -432,10 +455,13 @@ def test_the_plot_holds_all_it_needs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--models", "huge"], "'huge' is not one of 'tiny', 'paper-base', 'paper-big'"),
+        (["--models", "huge"], "'huge' is not one of 'tiny', 'paper-base', 'paper-big', 'dates'"),
         (["--peers", "ctranslate2,opennmt"], "'opennmt' is not one of"),
         (["--batch-size", "0"], "0 is not in the range x>=1"),
-        (["--python", "ctranslate3=/bin/python"], "expected NAME=PATH with NAME one of tfexport, ctranslate2,"),
+        (
+            ["--python", "ctranslate3=/bin/python"],
+            "expected NAME=PATH with NAME one of tfexport, revision, ctranslate2,",
+        ),
         (["--python", "ctranslate2"], "expected NAME=PATH"),
         (["--python", "ctranslate2=/nowhere/python"], "/nowhere/python is no program"),
     ],
@@ -476,7 +502,7 @@ def test_the_command_measures_writes_and_prints(
 
 
 def test_every_peer_has_pinned_requirements_and_a_worker() -> None:
-    for name in PEERS:
+    for name in FOREIGN:
         pins = ROOT / "benchmarks" / "requirements" / f"{SYSTEMS[name].environment}.txt"
         assert all("==" in line for line in pins.read_text(encoding="utf-8").splitlines())
         module = ROOT / "benchmarks" / SYSTEMS[name].module.replace(".", "/")
