@@ -149,6 +149,24 @@ def test_there_is_no_cycle() -> None:
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError and names the cycle
 
 
+def siblings(folder: str) -> dict[str, set[str]]:
+    """Return which of a folder's files and folders imports which other; "" is the package itself."""
+    prefix = folder and f"{folder}."
+    graph: dict[str, set[str]] = {}
+    for name in modules():
+        if name.startswith(prefix):
+            child = name.removeprefix(prefix).partition(".")[0]
+            targets = {target for target, _ in own_imports(name) if target.startswith(prefix)}
+            found = {target.removeprefix(prefix).partition(".")[0] for target in targets}
+            graph[child] = graph.get(child, set()) | (found - {child})
+    return graph
+
+
+@pytest.mark.parametrize("folder", sorted({name.rpartition(".")[0] for name in modules()}))
+def test_there_is_no_cycle_of_folders(folder: str) -> None:
+    graphlib.TopologicalSorter(siblings(folder)).prepare()
+
+
 @pytest.mark.parametrize("name", sorted(modules()))
 def test_libraries_stay_in_their_rooms(name: str) -> None:
     for target, line in imports(name):

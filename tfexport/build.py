@@ -26,7 +26,6 @@ from tfexport.trt.artifact.manifest import (
     BuildMachine,
     EngineManifest,
     PlanEntry,
-    engine_key,
 )
 from tfexport.trt.artifact.store import BUILD_LOG, add_engine
 from tfexport.trt.build.builder import SerializedEngine, build_engine
@@ -36,7 +35,7 @@ from tfexport.trt.build.graphs import Graph, prepare_graphs
 from tfexport.trt.build.interrupt import interruptible
 from tfexport.trt.build.network import Tensor
 from tfexport.trt.build.resolve import ResolvedBuild, resolve
-from tfexport.trt.config import EngineConfig
+from tfexport.trt.config import EngineConfig, engine_key
 from tfexport.trt.cuda import find_gpus
 from tfexport.trt.library import load_library
 

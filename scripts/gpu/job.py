@@ -71,7 +71,7 @@ class Job:
         The first part that asks for it builds it. `more` are further fields of its configuration.
         """
         from tfexport.build import build_engines, resolve_build
-        from tfexport.trt.artifact.manifest import engine_key
+        from tfexport.trt.config import engine_key
 
         what = " ".join(part for part in ("build", bundle.name, form or "encoder", precision, spell(more)) if part)
         if target == "tensorrt":

@@ -35,8 +35,9 @@ from tfexport.spec import (
     key_value_names,
     reorder_spec,
 )
-from tfexport.trt.build.profiles import Profile, make_profiles
+from tfexport.trt.build.profiles import make_profiles
 from tfexport.trt.config import EngineConfig, EngineLimits
+from tfexport.trt.profile import Profile
 
 Shape = tuple[int, ...]
 

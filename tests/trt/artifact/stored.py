@@ -14,10 +14,10 @@ from tfexport.bundle.bundle import Bundle
 from tfexport.bundle.manifest import FileEntry
 from tfexport.spec import ModelSpec, decoder_graph, encoder_graph, key_value_names, reorder_spec
 from tfexport.trt.artifact.compatibility import Machine
-from tfexport.trt.artifact.manifest import BuildMachine, EngineManifest, PlanEntry, engine_key
+from tfexport.trt.artifact.manifest import BuildMachine, EngineManifest, PlanEntry
 from tfexport.trt.artifact.store import add_engine
 from tfexport.trt.build.profiles import make_profiles
-from tfexport.trt.config import EngineConfig, EngineLimits
+from tfexport.trt.config import EngineConfig, EngineLimits, engine_key
 from tfexport.trt.cuda import Gpu
 
 PLANS = {"encoder": b"encoder plan", "decoder_static": b"decoder plan", "reorder": b"reorder plan"}

@@ -14,9 +14,9 @@ import pytest
 from tests.trt.artifact import stored
 from tfexport.bundle.bundle import Bundle
 from tfexport.errors import BundleError, ConfigError
-from tfexport.trt.artifact.manifest import EngineManifest, engine_key
-from tfexport.trt.build.profiles import ShapeRange
-from tfexport.trt.config import EngineConfig
+from tfexport.trt.artifact.manifest import EngineManifest
+from tfexport.trt.config import EngineConfig, engine_key
+from tfexport.trt.profile import ShapeRange
 
 
 @pytest.fixture(scope="module")

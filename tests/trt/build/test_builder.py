@@ -17,13 +17,14 @@ from tfexport.trt.build import timing_cache
 from tfexport.trt.build.builder import SerializedEngine, build_engine
 from tfexport.trt.build.network import parse_graph
 from tfexport.trt.build.options import apply_options, choose_options
-from tfexport.trt.build.profiles import PREFILL, STEP, Profile, ShapeRange, make_profiles
+from tfexport.trt.build.profiles import make_profiles
 from tfexport.trt.build.progress import Progress
 from tfexport.trt.build.timing_cache import attach_timing_cache, save_timing_cache, timing_cache_file
 from tfexport.trt.config import EngineConfig
 from tfexport.trt.cuda import Gpu, find_gpus
 from tfexport.trt.library import PORTABLE, Library, load_library
 from tfexport.trt.log import Logger
+from tfexport.trt.profile import PREFILL, STEP, Profile, ShapeRange
 
 pytest.importorskip("tensorrt_rtx")
 

@@ -13,8 +13,8 @@ from tfexport.errors import ConfigError, raise_all, shortened
 from tfexport.fields import Config
 from tfexport.files.sealed_json import collect, read_fields, read_list, read_map, read_object, read_text, seal, unseal
 from tfexport.spec import DECODER, ENCODER, REORDER, TensorSpec
-from tfexport.trt.build.profiles import Profile, ShapeRange
 from tfexport.trt.config import EngineConfig, EngineLimits
+from tfexport.trt.profile import Profile, ShapeRange
 
 ENGINE_MANIFEST = "engine.json"
 ENGINE_FORMAT_VERSION = 1
@@ -181,11 +181,6 @@ class EngineManifest:
         return unseal(
             raw, cls.from_dict, name=ENGINE_MANIFEST, format_version=ENGINE_FORMAT_VERSION, remedy="build it again"
         )
-
-
-def engine_key(config: EngineConfig) -> str:
-    """Name the folder of an engine by what was chosen, such as "tensorrt-rtx-static-fp16-int8"."""
-    return "-".join(part for part in (config.target, config.form, config.precision, config.weights) if part)
 
 
 def _name_problems(plan: PlanEntry) -> list[str]:

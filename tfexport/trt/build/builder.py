@@ -13,12 +13,12 @@ from typing import Any
 from tfexport.errors import EngineError, raise_all
 from tfexport.trt.build.network import Network, Tensor, parse_graph
 from tfexport.trt.build.options import BuildOptions, apply_options, choose_options
-from tfexport.trt.build.profiles import Profile
 from tfexport.trt.build.progress import Tell, watch
 from tfexport.trt.build.timing_cache import attach_timing_cache, save_timing_cache
 from tfexport.trt.config import EngineConfig
 from tfexport.trt.library import Library
 from tfexport.trt.log import Log
+from tfexport.trt.profile import Profile
 
 # How TensorRT-RTX names its kernels inside a plan: seen with 1.7.1, documented nowhere.
 _KERNEL = re.compile(rb"function=\{ name=([\w.]+)")

@@ -9,11 +9,10 @@ from typing import Any
 from tfexport.graph.describe import weight_bytes
 from tfexport.graph.memory import activation_bytes
 from tfexport.spec import DECODER, REORDER, ModelSpec, Precision
-from tfexport.trt.artifact.manifest import engine_key
 from tfexport.trt.build.graphs import Graph
-from tfexport.trt.build.profiles import STEP, Profile
 from tfexport.trt.build.resolve import ResolvedBuild
-from tfexport.trt.config import EngineConfig, EngineLimits
+from tfexport.trt.config import EngineConfig, EngineLimits, engine_key
+from tfexport.trt.profile import STEP, Profile
 
 _BOUNDS = ("min", "opt", "max")
 _ITEM_BYTES: dict[Precision, int] = {"fp32": 4, "fp16": 2, "bf16": 2}
