@@ -31,11 +31,10 @@ TRIED: tuple[tuple[Form, Precision], ...] = (
     ("concat", "fp16"),
     ("concat", "bf16"),
 )
-# Engines whose weights are narrower than the bundle's, and one that takes them from the bundle when it is loaded.
+# Engines whose weights are narrower than the bundle's.
 WEIGHTS: tuple[tuple[Precision, dict[str, Any]], ...] = (
     ("fp16", {"weights": "int8"}),
     ("fp16", {"weights": "int4"}),
-    ("fp32", {"strip_weights": True}),
 )
 TEXTS = ["Dienstag, 3. März 2026", "15 de septiembre de 2001", "le 14 juillet 1989", "2026年3月3日火曜日"]
 

@@ -53,8 +53,6 @@ from tfexport.trt.config import EngineConfig
     multiple=True,
     help="GPUs to build for, such as 8.9; may be given several times (tensorrt-rtx).",
 )
-@click.option("--strip-weights", is_flag=True, help="Leave the weights out; loading takes them from the bundle.")
-@click.option("--refit", is_flag=True, help="Let the weights be replaced.")
 @click.option("--dry-run", is_flag=True, help="Show profiles, memory and flags; build and write nothing.")
 @click.option("--force", is_flag=True, help="Replace an engine that is there, once the new one is whole.")
 @json_option

@@ -43,8 +43,6 @@ class EngineConfig(Config):
     version_compatible: bool = False
     hardware_compatibility: HardwareCompatibility = "none"
     compute_capabilities: tuple[str, ...] = ()
-    strip_weights: bool = False
-    refit: bool = False
 
     def __post_init__(self) -> None:
         """Check the values.

@@ -149,8 +149,6 @@ def test_every_reason_is_given_at_once_and_every_remedy_once(bundle: Bundle, tmp
             builder_optimization_level=0,
             version_compatible=True,
             hardware_compatibility="ampere_plus",
-            strip_weights=True,
-            refit=True,
         ),
         EngineConfig(),
     ],

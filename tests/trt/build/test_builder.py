@@ -286,8 +286,6 @@ def test_a_compute_capability_that_the_library_refuses_is_named(rtx: Library) ->
         ({"version_compatible": True}, "leave --version-compatible out"),
         ({"timing_cache": "cache"}, "a timing cache has no effect"),
         ({"hardware_compatibility": "ampere_plus"}, "name the GPUs with --compute-capability"),
-        pytest.param({"refit": True}, "--refit needs a GPU driver to build", marks=no_gpu),
-        pytest.param({"strip_weights": True}, "--strip-weights needs a GPU driver to build", marks=no_gpu),
     ],
 )
 def test_what_would_fail_or_do_nothing_is_refused(rtx: Library, settings: dict[str, Any], message: str) -> None:
@@ -303,15 +301,6 @@ def test_all_refused_options_are_named_at_once(rtx: Library) -> None:
 
 def set_flag(rtx: Library, name: str) -> Any:
     return lambda config: config.set_flag(getattr(rtx.trt.BuilderFlag, name))
-
-
-@no_gpu
-@pytest.mark.parametrize("flag", ["REFIT", "REFIT_IDENTICAL", "STRIP_PLAN"])
-def test_refitting_does_fail_without_a_driver(rtx: Library, flag: str) -> None:
-    """The trap behind the refusal: when this test fails, the refusal is no longer needed."""
-    profile = {"x": ShapeRange((1, 8), (4, 8), (8, 8))}
-    memory, _ = raw_build(rtx, project(), set_flag(rtx, flag), profile)
-    assert memory is None
 
 
 def test_version_compatibility_does_fail(rtx: Library) -> None:
@@ -334,7 +323,7 @@ def test_hardware_compatibility_is_ignored(rtx: Library) -> None:
 class Flags:
     """Names of the flags of TensorRT 10, as far as they are asked for."""
 
-    TF32, VERSION_COMPATIBLE, STRIP_PLAN, REFIT = "TF32", "VERSION_COMPATIBLE", "STRIP_PLAN", "REFIT"
+    TF32, VERSION_COMPATIBLE = "TF32", "VERSION_COMPATIBLE"
 
 
 def plain_tensorrt(*levels: str) -> Library:
@@ -350,20 +339,18 @@ def plain_tensorrt(*levels: str) -> Library:
 def test_tensorrt_takes_what_rtx_does_not() -> None:
     settings = EngineConfig(
         version_compatible=True,
-        strip_weights=True,
-        refit=True,
         timing_cache="cache",
         hardware_compatibility="ampere_plus",
     )
     library = plain_tensorrt("NONE", "AMPERE_PLUS")
     options = choose_options(library, settings, ())
-    assert options.flags == ("noTF32", "VERSION_COMPATIBLE", "STRIP_PLAN", "REFIT")
+    assert options.flags == ("noTF32", "VERSION_COMPATIBLE")
     calls: list[tuple[str, str]] = []
     config = SimpleNamespace(
         set_flag=lambda flag: calls.append(("set", flag)), clear_flag=lambda flag: calls.append(("clear", flag))
     )
     apply_options(library, config, options)
-    assert calls == [("clear", "TF32"), ("set", "VERSION_COMPATIBLE"), ("set", "STRIP_PLAN"), ("set", "REFIT")]
+    assert calls == [("clear", "TF32"), ("set", "VERSION_COMPATIBLE")]
     assert config.hardware_compatibility_level == "AMPERE_PLUS"
     assert not hasattr(config, "num_compute_capabilities")
 

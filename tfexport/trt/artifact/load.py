@@ -9,7 +9,6 @@ from typing import Any
 
 from tfexport.bundle.bundle import Bundle
 from tfexport.errors import EngineError
-from tfexport.spec import REORDER
 from tfexport.trt.artifact.compatibility import explain, incompatibilities, rebuild_command, this_machine
 from tfexport.trt.artifact.manifest import EngineManifest
 from tfexport.trt.artifact.store import StoredEngine, choose_engine
@@ -77,8 +76,6 @@ def _deserialise(runtime: Any, library: Library, log: Log, stored: StoredEngine,
     if hasattr(runtime, "get_engine_validity"):
         reason = validity_problem(library.trt, *runtime.get_engine_validity(raw))
     engine = None if reason else runtime.deserialize_cuda_engine(raw)
-    if engine is not None and config.strip_weights and plan != REORDER:
-        reason = _refit(engine, library, log, bundle.file(bundle.manifest.graphs[plan].file))
     if engine is None or reason:
         raise EngineError(
             f"engine {stored.name}: {library.target} {library.version} refuses {plan}.plan: {reason or log.reason()}; "
@@ -103,12 +100,3 @@ def validity_problem(trt: Any, validity: Any, diagnostics: Any) -> str | None:
     members = trt.EngineInvalidityDiagnostics.__members__
     names = [name for name, member in members.items() if int(diagnostics) & int(member)]
     return f"invalid, {', '.join(names) or 'without a reason'}"
-
-
-def _refit(engine: Any, library: Library, log: Log, graph: Path) -> str | None:
-    """Put the weights of a graph into a plan that was stripped of them; say why that fails."""
-    refitter = library.trt.Refitter(engine, library.logger)
-    parser = library.trt.OnnxParserRefitter(refitter, library.logger)
-    if parser.refit_from_file(str(graph)) and refitter.refit_cuda_engine():
-        return None
-    return f"the weights of {graph.name} cannot be put in: {log.reason()}"

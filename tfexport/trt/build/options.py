@@ -8,7 +8,6 @@ from typing import Any
 
 from tfexport.errors import EngineError, raise_all
 from tfexport.trt.config import EngineConfig
-from tfexport.trt.cuda import find_gpus
 from tfexport.trt.library import Library
 
 MIB = 1024 * 1024
@@ -52,12 +51,8 @@ def choose_options(library: Library, settings: EngineConfig, compute_capabilitie
     # TensorRT-RTX promises only then that a CUDA graph can be captured; contexts are given their memory anyway.
     if hasattr(library.trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"):
         flags.append("REQUIRE_USER_ALLOCATION")
-    wanted = {
-        "VERSION_COMPATIBLE": settings.version_compatible,
-        "STRIP_PLAN": settings.strip_weights,
-        "REFIT": settings.refit,
-    }
-    flags += [name for name, is_wanted in wanted.items() if is_wanted]
+    if settings.version_compatible:
+        flags.append("VERSION_COMPATIBLE")
     return BuildOptions(
         flags=tuple(flags),
         max_aux_streams=0,
@@ -81,10 +76,6 @@ def _refusals(library: Library, settings: EngineConfig) -> Iterator[str]:
         yield "engines are bound to their version, there is no runtime for others; leave --version-compatible out"
     if settings.timing_cache is not None:
         yield "a timing cache has no effect, tactics are not timed; leave --timing-cache out"
-    needs_driver = {"--refit": settings.refit, "--strip-weights": settings.strip_weights}
-    given = [option for option, is_given in needs_driver.items() if is_given]
-    if given and not find_gpus():
-        yield f"{' and '.join(given)} needs a GPU driver to build, and there is none; leave it out or build elsewhere"
 
 
 def apply_options(library: Library, config: Any, options: BuildOptions) -> None:

@@ -139,11 +139,6 @@ def _bundle_problems(bundle: Bundle, config: EngineConfig) -> list[str]:
             f"precision is {config.precision}, the bundle has {own} and no model to export again; "
             f"export it with --precision {config.precision}"
         )
-    if config.strip_weights and (is_changed or config.weights):
-        problems.append(
-            "strip_weights takes the weights from the bundle's own graphs when it loads; "
-            "leave out it, or the other precision and weight type"
-        )
     return problems
 
 
