@@ -50,6 +50,8 @@ import json, pathlib, sys
 from tfexport.trt.config import EngineConfig
 from tfexport.trt.library import load_library
 from tfexport.trt.build.builder import build_engine
+from tfexport.trt.build.network import Graph, parse_graph
+from tfexport.trt.build.options import resolve_options
 from tfexport.errors import TfexportError
 
 found = {"gpu": ""}
@@ -57,11 +59,9 @@ try:
     library = load_library(sys.argv[2])
     log = library.listen()
     runtime = library.runtime(log)
-    capabilities = library.choose_compute_capabilities(()) if library.builds_without_gpu else ()
-    plan = build_engine(
-        library, "probe", bytes.fromhex(sys.argv[1]), pathlib.Path("probe.onnx"), (), EngineConfig(), capabilities
-    )
-    if runtime.deserialize_cuda_engine(plan.data) is None:
+    graph = Graph("probe", bytes.fromhex(sys.argv[1]), pathlib.Path("probe.onnx"))
+    engine = build_engine(parse_graph(library, graph), (), resolve_options(library, EngineConfig(), None))
+    if runtime.deserialize_cuda_engine(engine.data) is None:
         found["gpu"] = f"{library.target} {library.version} refuses an engine on this GPU: {log.reason()}"
 except TfexportError as error:
     found["gpu"] = str(error)

@@ -167,7 +167,6 @@ def test_capabilities_are_those_of_the_library(rtx: Library) -> None:
     old = plain_tensorrt()
     assert not old.updates_caches_in_place
     assert old.preferred_form == "concat"
-    assert old.compute_capabilities() == {}
 
 
 def test_strong_typing_is_asked_for_by_name(rtx: Library) -> None:
@@ -186,22 +185,7 @@ def test_types_are_spelled_as_in_the_contract(rtx: Library) -> None:
 
 def test_compute_capabilities_are_spelled_out(rtx: Library) -> None:
     assert set(PORTABLE) < set(rtx.compute_capabilities())
-    assert rtx.choose_compute_capabilities(()) == PORTABLE
-    assert rtx.choose_compute_capabilities(("12.0", "8.6", "12.0")) == ("8.6", "12.0")
-
-
-def test_unknown_compute_capabilities_are_all_named(rtx: Library) -> None:
-    with pytest.raises(
-        EngineError, match=r"^compute capability 9\.0, 3\.5: .* builds for 7\.5, 8\.0, 8\.6, 8\.9, 12\.0"
-    ):
-        rtx.choose_compute_capabilities(("9.0", "8.6", "3.5"))
-
-
-def test_a_library_for_the_gpu_at_hand_takes_no_compute_capability() -> None:
-    library = plain_tensorrt()
-    assert library.choose_compute_capabilities(()) == ()
-    with pytest.raises(EngineError, match="builds for the GPU at hand; leave it out or choose --target tensorrt-rtx"):
-        library.choose_compute_capabilities(("8.6",))
+    assert plain_tensorrt().compute_capabilities() == {}
 
 
 # What it says.

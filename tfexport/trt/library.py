@@ -121,33 +121,6 @@ class Library:
         numbers = {name: match for name in names if (match := re.fullmatch(r"SM(\d+)(\d)", name))}
         return {f"{match[1]}.{match[2]}": names[name] for name, match in numbers.items()}
 
-    def choose_compute_capabilities(self, wanted: tuple[str, ...]) -> tuple[str, ...]:
-        """Say what an engine is built for.
-
-        Args:
-            wanted: such as ("8.6", "12.0"); empty for all that the library takes by itself.
-
-        Returns:
-            Each once, in order; empty where the GPU at hand decides.
-
-        Raises:
-            EngineError: names every one that the library does not know.
-        """
-        known = self.compute_capabilities()
-        if wanted and not known:
-            raise EngineError(
-                f"compute capability {', '.join(wanted)}: {self.target} builds for the GPU at hand; "
-                "leave it out or choose --target tensorrt-rtx"
-            )
-        unknown = [capability for capability in wanted if capability not in known]
-        if unknown:
-            raise EngineError(
-                f"compute capability {', '.join(unknown)}: {self.target} {self.version} builds for {', '.join(known)}; "
-                "choose among them, or --target tensorrt on such a GPU"
-            )
-        chosen = wanted or PORTABLE
-        return tuple(capability for capability in known if capability in chosen)
-
 
 def installed_targets() -> tuple[Target, ...]:
     """List the libraries that are installed, without importing them."""

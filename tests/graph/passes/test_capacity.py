@@ -19,6 +19,8 @@ from tfexport.graph.write import write_graphs
 from tfexport.models.config import model_spec
 from tfexport.spec import FLOAT, Precision, key_value_names
 from tfexport.trt.build.builder import build_engine
+from tfexport.trt.build.network import Graph, parse_graph
+from tfexport.trt.build.options import resolve_options
 from tfexport.trt.build.profiles import make_profiles
 from tfexport.trt.config import EngineConfig
 from tfexport.trt.library import load_library
@@ -131,6 +133,7 @@ def test_attention_is_fused_whatever_the_width_of_a_head(precision: Precision, w
     profiles, path = make_profiles(spec, "static", settings), tmp_path / "decoder_static.onnx"
     raw = fix_capacity(path, profiles.limits.max_target_length)
     library = load_library("tensorrt-rtx")
-    plan = build_engine(library, path.stem, raw, path, profiles.engines[path.stem], settings, ())
+    network = parse_graph(library, Graph(path.stem, raw, path))
+    plan = build_engine(network, profiles.engines[path.stem], resolve_options(library, settings, None))
     fused = sum(number for name, number in plan.kernels.items() if re.match("_gem[mv]_mha", name))
     assert fused == 2 * 2 * LAYERS, "self and cross, step and prefill"

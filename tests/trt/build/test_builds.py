@@ -26,6 +26,8 @@ from tfexport.models.presets import PRESETS, preset
 from tfexport.models.transformer import Transformer
 from tfexport.spec import DECODER, ENCODER, REORDER, Form, Precision
 from tfexport.trt.build.builder import SerializedEngine, build_engine
+from tfexport.trt.build.network import Graph, parse_graph
+from tfexport.trt.build.options import resolve_options
 from tfexport.trt.build.profiles import make_profiles
 from tfexport.trt.config import EngineConfig
 from tfexport.trt.library import Library, load_library
@@ -86,7 +88,8 @@ def build(rtx: Library, bundle: Bundle, form: Form, plans: dict[str, SerializedE
         else:
             graph = path.read_bytes()
         start = time.perf_counter()
-        plan = build_engine(rtx, name, graph, path, wanted, SETTINGS, rtx.choose_compute_capabilities(()))
+        network = parse_graph(rtx, Graph(name, graph, path))
+        plan = build_engine(network, wanted, resolve_options(rtx, SETTINGS, None))
         print(
             f"\n{spec.precision:5}{name:16}{sum(plan.layers.values()):6} layers"
             f"{plan.layers.get('KV_CACHE_UPDATE', 0):4} cache updates{fused(plan):4} fused attentions"

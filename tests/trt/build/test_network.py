@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,8 @@ from onnx import TensorProto, helper
 from tests.trt.engine_graphs import CAPACITY, HEADS, WIDTH, add, attention, cache_update, model, value
 from tfexport.errors import EngineError
 from tfexport.graph.passes.capacity import fix_capacity
-from tfexport.trt.build.network import Network, Tensor, _causal_problem, parse_graph
+from tfexport.spec import GraphSpec, TensorSpec
+from tfexport.trt.build.network import Graph, Network, Tensor, _causal_problem, check_contract, parse_graph
 from tfexport.trt.library import Library, load_library
 
 pytest.importorskip("tensorrt_rtx")
@@ -31,7 +33,7 @@ def rtx() -> Library:
 
 
 def parse(rtx: Library, graph: bytes, path: Path = GRAPH) -> Network:
-    return parse_graph(rtx, rtx.listen(), graph, path)
+    return parse_graph(rtx, Graph(path.stem, graph, path))
 
 
 def refusal(rtx: Library, graph: bytes, path: Path = GRAPH) -> str:
@@ -262,3 +264,13 @@ def test_tensorrt_10_knows_one_kind_of_causal_attention(is_causal: bool, is_refu
 def test_the_graphs_of_these_tests_are_what_they_say() -> None:
     for graph in (attention(), attention("bf16"), attention(mask=False, nonpad=True, causal=True), cache_update()):
         onnx.checker.check_model(onnx.load_from_string(graph), full_check=True)
+
+
+def test_a_network_takes_and_gives_what_the_contract_says(rtx: Library, dates_bundle: Path) -> None:
+    network = parse(rtx, add(TensorProto.FLOAT16))
+    x, y = (TensorSpec(name, "float16", (2, "source_len")) for name in ("x", "y"))
+    check_contract(network, GraphSpec(inputs=(x,), outputs=(y,)))
+    with pytest.raises(EngineError) as caught:
+        check_contract(network, GraphSpec(inputs=(replace(x, dtype="float32"),), outputs=(replace(y, name="z"),)))
+    for part in ("x is float16, expected float32", "y is float16, expected nothing of this name", "z is missing"):
+        assert part in str(caught.value)

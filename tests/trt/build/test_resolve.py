@@ -1,10 +1,7 @@
-"""What is decided before a build, what is refused, how far it is, and how it is stopped."""
+"""What is resolved before a build, and what is refused."""
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,11 +14,8 @@ from tests.trt.artifact import stored
 from tests.trt.artifact.stored import L4
 from tfexport.bundle.bundle import Bundle, create_bundle
 from tfexport.errors import ConfigError, EngineError
-from tfexport.trt.build.estimate import cache_bytes
-from tfexport.trt.build.gauge import Gauge
-from tfexport.trt.build.interrupt import interruptible
 from tfexport.trt.build.resolve import resolve
-from tfexport.trt.config import EngineConfig, EngineLimits
+from tfexport.trt.config import EngineConfig
 from tfexport.trt.library import Library, load_library
 
 trt = pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
@@ -130,68 +124,4 @@ def test_fp8_needs_gpus_that_have_it(bundle: Bundle, rtx: Library, capabilities:
 
 def test_the_timing_cache_is_told_to_the_builder_and_not_written_down(bundle: Bundle, old: Library) -> None:
     resolved = resolve(bundle, EngineConfig(timing_cache="/tmp/timings"), old, L4)
-    assert (resolved.settings.timing_cache, resolved.config.timing_cache) == ("/tmp/timings", None)
-
-
-def test_the_memory_of_the_caches() -> None:
-    """32 rows, 2 layers of 2 heads with keys and values of 4 floats; 16 target and 16 source tokens."""
-    spec = FACTS["spec"]
-    sizes = EngineLimits(max_batch=32, max_source_length=16, max_target_length=16, max_candidates=10)
-    token = 2 * 2 * (4 + 4) * 4
-    scratch = 32 * 2 * 4 * 4 * 16
-    assert cache_bytes(spec, sizes, grows=False) == 32 * token * (16 + 16) + scratch
-    assert cache_bytes(spec, sizes, grows=True) == 32 * token * (2 * 16 + 16) + scratch
-
-
-# ---- progress and Ctrl-C
-
-
-def test_phases_that_lie_in_one_another_become_one_number() -> None:
-    shown: list[float] = []
-    gauge = Gauge(2, shown.append)
-    gauge.tell("build", 0, 4)
-    gauge.tell("build", 1, 4)
-    assert shown[-1] == 1 / 8
-    gauge.tell("inner", 0, 2)
-    gauge.tell("inner", 1, 2)
-    assert shown[-1] == (1 + 1 / 2) / 8
-    gauge.tell("inner", 2, 2)
-    gauge.tell("build", 2, 4)
-    assert shown[-1] == 2 / 8
-    gauge.tell("never begun", 3, 5)
-    gauge.tell("build", 4, 4)
-    assert shown[-1] == 1 / 2
-    gauge.finish_build()
-    gauge.tell("build", 0, 0)
-    gauge.tell("build", 1, 0)
-    gauge.finish_build()
-    assert shown[-1] == 1
-    assert shown == sorted(shown)
-
-
-def test_ctrl_c_is_held_back_and_not_lost() -> None:
-    """Where the library calls back, an exception would be printed and forgotten."""
-    reached = False
-    with pytest.raises(KeyboardInterrupt), interruptible() as check:
-        os.kill(os.getpid(), signal.SIGINT)
-        reached = True
-        check()
-        pytest.fail("not raised")
-    assert reached
-    with pytest.raises(KeyboardInterrupt), interruptible():
-        os.kill(os.getpid(), signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_another_thread_gets_no_signals() -> None:
-    done = []
-
-    def work() -> None:
-        with interruptible() as check:
-            check()
-        done.append(True)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert done
+    assert (resolved.options.timing_cache, resolved.config.timing_cache) == ("/tmp/timings", None)

@@ -9,7 +9,7 @@ from typing import Any
 from tfexport.graph.describe import weight_bytes
 from tfexport.graph.memory import activation_bytes
 from tfexport.spec import DECODER, REORDER, ModelSpec, Precision
-from tfexport.trt.build.graphs import Graph
+from tfexport.trt.build.network import Graph
 from tfexport.trt.build.resolve import ResolvedBuild
 from tfexport.trt.config import EngineConfig, EngineLimits, engine_key
 from tfexport.trt.profile import STEP, Profile

@@ -3,29 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from tfexport.graph.passes.capacity import fix_capacity
 from tfexport.graph.quantize.qdq import quantize_graphs
 from tfexport.graph.reorder import reorder_graph
 from tfexport.spec import DECODER, REORDER
+from tfexport.trt.build.network import Graph
 from tfexport.trt.build.resolve import ResolvedBuild
-
-
-@dataclass(frozen=True)
-class Graph:
-    """One graph to build.
-
-    Attributes:
-        name: of the plan.
-        data: a serialised ONNX model.
-        path: beside which its weights lie.
-    """
-
-    name: str
-    data: bytes
-    path: Path
 
 
 def prepare_graphs(resolved: ResolvedBuild, directory: Path, report: Callable[[str], None]) -> list[Graph]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from tfexport.errors import EngineError, raise_all
 from tfexport.install import install_command
+from tfexport.spec import GraphSpec
 from tfexport.trt.library import Library
 from tfexport.trt.log import Log, without_noise
 
@@ -33,10 +34,28 @@ class Tensor:
 
 
 @dataclass(frozen=True)
+class Graph:
+    """A graph to build.
+
+    Attributes:
+        name: of the plan that it becomes.
+        data: a serialised ONNX model; of the static form with a number for its capacity.
+        path: where it lies or would lie; its external data is found beside it.
+    """
+
+    name: str
+    data: bytes
+    path: Path
+
+
+@dataclass(frozen=True)
 class Network:
     """A parsed graph, with everything alive that it refers to.
 
     Attributes:
+        name: of the plan that it becomes.
+        library: that parsed it.
+        log: what the library said since then; has the reason when something fails.
         definition: the `INetworkDefinition`.
         builder: that made it.
         parser: that filled it and owns its weights.
@@ -45,6 +64,9 @@ class Network:
         layers: how many layers there are of each type, by the name of the type.
     """
 
+    name: str
+    library: Library
+    log: Log
     definition: Any
     builder: Any
     parser: Any
@@ -52,41 +74,45 @@ class Network:
     outputs: tuple[Tensor, ...]
     layers: Mapping[str, int]
 
+    @property
+    def subject(self) -> str:
+        """What an error begins with."""
+        return f"{self.library.target} {self.library.version}: {self.name}"
 
-def parse_graph(library: Library, log: Log, graph: bytes, path: Path) -> Network:
+
+def parse_graph(library: Library, graph: Graph) -> Network:
     """Parse a graph and make sure that it is computed as it says.
 
     Attention is marked as decomposable: there are no fused kernels for float32, nor for every width of a head.
 
     Args:
         library: to parse with.
-        log: of this library; has the reason when something fails.
-        graph: a serialised ONNX model.
-        path: where the graph lies or would lie; its external data is found beside it.
+        graph: to parse.
 
     Raises:
         BackendError: this library parses on a GPU only, and there is none.
         EngineError: lists every node that cannot be parsed, with the reason, and all attention that would be
             computed wrongly, and all caches that are read otherwise than through their update.
     """
-    subject = f"{library.target} {library.version}: {path.name}"
-    if not graph:
+    subject = f"{library.target} {library.version}: {graph.path.name}"
+    if not graph.data:
         raise EngineError(f"{subject}: the graph is empty; export the bundle again")
+    log = library.listen()
     builder = library.builder(log)
     definition = _made(builder.create_network(library.strongly_typed()), subject, "network", log)
     parser = _made(library.trt.OnnxParser(definition, library.logger), subject, "parser", log)
-    is_parsed = parser.parse(graph, str(path))
+    is_parsed = parser.parse(graph.data, str(graph.path))
     errors = [parser.get_error(i) for i in range(parser.num_errors)]
     if errors or not is_parsed:
         problems = [_describe(error) for error in errors] or [log.reason()]
         if any("Attention" in error.node_operator() for error in errors):
-            problems += _graph_problems(graph)  # they have the remedy, which the parser has not
+            problems += _graph_problems(graph.data)  # they have the remedy, which the parser has not
         raise_all(EngineError, f"{subject}: the graph cannot be parsed", problems)
     if definition.num_outputs == 0:
         raise EngineError(f"{subject}: the graph has no outputs; export the bundle again")
     layers = [definition.get_layer(i) for i in range(definition.num_layers)]
     attention = list(_attention(library, layers))
-    problems = _graph_problems(graph) if attention else []
+    problems = _graph_problems(graph.data) if attention else []
     found = [(layer.name, problem) for layer in attention if (problem := _causal_problem(layer))]
     problems += [problem for name, problem in found if not any(repr(name) in known for known in problems)]
     raise_all(EngineError, subject, problems + _cache_problems(library, layers))
@@ -95,6 +121,9 @@ def parse_graph(library: Library, log: Log, graph: bytes, path: Path) -> Network
         # build would fail. `SerializedEngine.kernels` tells which it was.
         layer.decomposable = True
     return Network(
+        name=graph.name,
+        library=library,
+        log=log,
         definition=definition,
         builder=builder,
         parser=parser,
@@ -102,6 +131,24 @@ def parse_graph(library: Library, log: Log, graph: bytes, path: Path) -> Network
         outputs=tuple(_tensor(library, definition.get_output(i)) for i in range(definition.num_outputs)),
         layers=dict(sorted(Counter(layer.type.name for layer in layers).items())),
     )
+
+
+def check_contract(network: Network, contract: GraphSpec) -> None:
+    """Make sure that a network takes and gives what the contract says.
+
+    Raises:
+        EngineError: lists every name that is missing, too much or of another type.
+    """
+    problems = []
+    for found, expected in ((network.inputs, contract.inputs), (network.outputs, contract.outputs)):
+        got = {tensor.name: tensor.dtype for tensor in found}
+        wanted: dict[str, str] = {tensor.name: tensor.dtype for tensor in expected}
+        problems += [
+            f"{name} is {got.get(name, 'missing')}, expected {wanted.get(name, 'nothing of this name')}"
+            for name in sorted(got.keys() | wanted.keys())
+            if got.get(name) != wanted.get(name)
+        ]
+    raise_all(EngineError, network.subject, problems)
 
 
 def _made(thing: Any, subject: str, kind: str, log: Log) -> Any:

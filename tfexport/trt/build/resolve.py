@@ -1,8 +1,8 @@
-"""Decide how the engines of a bundle are built: everything that was left open, and everything that does not fit."""
+"""Resolve how the engines of a bundle are built: everything that was left open, and everything that does not fit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -19,18 +19,16 @@ from tfexport.spec import (
     ModelSpec,
     decoder_graph,
     encoder_graph,
+    key_value_names,
     reorder_spec,
 )
-from tfexport.trt.build.options import BuildOptions, choose_options
+from tfexport.trt.build.options import BuilderOptions, resolve_options
 from tfexport.trt.build.profiles import Profiles, make_profiles
 from tfexport.trt.config import EngineConfig
 from tfexport.trt.cuda import Gpu
 from tfexport.trt.library import Library
 
 T = TypeVar("T")
-
-# The oldest GPUs with float8 (Ada).
-_FP8 = (8, 9)
 
 
 @dataclass(frozen=True)
@@ -39,9 +37,9 @@ class ResolvedBuild:
 
     Attributes:
         bundle: opened and checked.
-        library: the library that builds.
-        config: what was decided, as the manifest says it.
-        settings: the same with the timing cache, a place on this machine that decides nothing.
+        library: that builds.
+        gpu: of this machine, None without one.
+        config: with every choice made, as the manifest says it; without the timing cache, a place on this machine.
         spec: of the model in the precision of the engines.
         profiles: of every plan, and the limits that follow.
         options: what the builder is told.
@@ -49,11 +47,11 @@ class ResolvedBuild:
 
     bundle: Bundle
     library: Library
+    gpu: Gpu | None
     config: EngineConfig
-    settings: EngineConfig
     spec: ModelSpec
     profiles: Profiles
-    options: BuildOptions
+    options: BuilderOptions
 
     @property
     def form(self) -> Form | None:
@@ -85,44 +83,45 @@ class ResolvedBuild:
             return encoder_graph(self.spec)
         return decoder_graph(self.spec, self.form)
 
+    def aliases(self, plan: str) -> dict[str, str]:
+        """Return which output of a plan has the memory of which input: in the static form present that of past."""
+        if self.form != "static" or plan in (ENCODER, REORDER):
+            return {}
+        pasts, presents = (key_value_names(prefix, self.spec.layers) for prefix in ("past", "present"))
+        return dict(zip(presents, pasts, strict=True))
+
 
 def resolve(bundle: Bundle, config: EngineConfig, library: Library, gpu: Gpu | None) -> ResolvedBuild:
-    """Resolve a configuration against a bundle and a library; builds nothing.
+    """Resolve what is left open against a bundle, a library and a machine; builds nothing.
 
     Args:
         bundle: opened and checked.
         config: what the user wants.
-        library: the library that will build.
+        library: that will build.
         gpu: of this machine, None without one.
 
     Raises:
         EngineError: lists everything that the bundle or the library does not have.
     """
-    manifest, problems = bundle.manifest, _bundle_problems(bundle, config)
+    problems = _bundle_problems(bundle, config)
     form = _form(bundle, config, library, problems)
-    spec = replace(manifest.spec, precision=config.precision or manifest.spec.precision)
+    spec = replace(bundle.manifest.spec, precision=config.precision or bundle.manifest.spec.precision)
     profiles = _collect(problems, lambda: make_profiles(spec, form or "concat", config))
-    wanted = config.compute_capabilities
-    if not wanted and library.builds_without_gpu and gpu is not None:
-        wanted = (gpu.compute_capability,)
-    capabilities = _collect(problems, lambda: library.choose_compute_capabilities(wanted))
-    problems += _fp8_problems(config, capabilities or ((gpu.compute_capability,) if gpu else ()))
-    options = _collect(problems, lambda: choose_options(library, config, capabilities or ()))
+    options = _collect(problems, lambda: resolve_options(library, config, gpu))
     raise_all(EngineError, "trt", problems)
     assert profiles is not None
-    assert capabilities is not None
     assert options is not None
-    limits = profiles.limits
-    decided = replace(
+    resolved = replace(
         config,
         target=library.target,
         form=form,
         precision=spec.precision,
-        max_source_length=limits.max_source_length,
-        max_target_length=limits.max_target_length or None,
-        compute_capabilities=capabilities,
+        max_source_length=profiles.limits.max_source_length,
+        max_target_length=profiles.limits.max_target_length or None,
+        compute_capabilities=options.compute_capabilities,
+        timing_cache=None,
     )
-    return ResolvedBuild(bundle, library, replace(decided, timing_cache=None), decided, spec, profiles, options)
+    return ResolvedBuild(bundle, library, gpu, resolved, spec, profiles, options)
 
 
 def _bundle_problems(bundle: Bundle, config: EngineConfig) -> list[str]:
@@ -140,16 +139,6 @@ def _bundle_problems(bundle: Bundle, config: EngineConfig) -> list[str]:
             f"export it with --precision {config.precision}"
         )
     return problems
-
-
-def _fp8_problems(config: EngineConfig, capabilities: Sequence[str]) -> list[str]:
-    """Refuse float8 for GPUs that do not have it."""
-    too_old = [capability for capability in capabilities if tuple(map(int, capability.split("."))) < _FP8]
-    if config.weights != "fp8" or not too_old:
-        return []
-    least, listed = ".".join(map(str, _FP8)), ", ".join(too_old)
-    need = f"weights fp8 need compute capability {least} or newer, not {listed}"
-    return [f"{need}; name newer ones with --compute-capability, or choose int8"]
 
 
 def _form(bundle: Bundle, config: EngineConfig, library: Library, problems: list[str]) -> Form | None:

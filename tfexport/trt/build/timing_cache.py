@@ -24,7 +24,7 @@ def attach_timing_cache(library: Library, config: Any, directory: str | None) ->
     """Let a build use, and fill, the cache of this version and GPU in a directory.
 
     Args:
-        library: a library that times its kernels; `choose_options` refuses others.
+        library: a library that times its kernels; `resolve_options` refuses others.
         config: an `IBuilderConfig`, changed in place.
         directory: need not exist; None for no cache.
 
