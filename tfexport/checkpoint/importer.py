@@ -27,7 +27,7 @@ from tfexport.checkpoint.layout.layout import (
     read_layout,
     render_layout,
 )
-from tfexport.checkpoint.layout.unsupported import uncovered
+from tfexport.checkpoint.layout.unsupported import unsupported
 from tfexport.checkpoint.reference.certificate import Certificate, certify, unproven
 from tfexport.checkpoint.reference.compare import BASELINES, Comparison, compare, tolerance
 from tfexport.checkpoint.reference.golden import Golden, read_golden
@@ -278,7 +278,7 @@ def _check_found(
         return
     started = _start_file(found.layout, output)
     tried = f"{search.proposals} mappings with {search.combinations} combinations of switches in {search.seconds:.0f} s"
-    signs = "".join(f"; {sign}" for sign in uncovered(tensors))
+    signs = "".join(f"; {sign}" for sign in unsupported(tensors))
     if search.best is None:
         refused = f"none could be run ({search.refused})"
         raise ParityError(f"no layout was found: tried {tried}, {refused}{signs}; finish {started}")

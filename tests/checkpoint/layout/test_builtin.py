@@ -26,7 +26,7 @@ from tfexport.checkpoint.importer import import_checkpoint
 from tfexport.checkpoint.layout.apply import Canonical, apply_layout, unmatched
 from tfexport.checkpoint.layout.layout import Layout, Value, builtin_layouts
 from tfexport.checkpoint.reference.certificate import certify
-from tfexport.checkpoint.reference.compare import Judge, compare, tolerance
+from tfexport.checkpoint.reference.compare import Comparator, compare, tolerance
 from tfexport.checkpoint.reference.golden import Golden, read_golden, record
 from tfexport.decode.batch import decode
 from tfexport.decode.config import DecodeConfig
@@ -258,12 +258,12 @@ def mistakes(name: str) -> Iterator[tuple[str, Canonical]]:
 @recorded
 @pytest.mark.parametrize("name", NAMES)
 def test_every_mistake_is_refused(name: str) -> None:
-    found = {kind: Judge(wrong, golden(name)).compare(wrong.config) for kind, wrong in mistakes(name)}
+    found = {kind: Comparator(wrong, golden(name)).compare(wrong.config) for kind, wrong in mistakes(name)}
     assert len(found) >= 18
     passed = {kind for kind, one in found.items() if one.passed(limit(name))}
     # Its softmax in float32 leaves an error that this eps makes little larger; the certificate says so.
     assert passed <= ({"eps"} if name == "opennmt_py" else set())
-    assert Judge(apply(name), golden(name), mask_source=False).compare(apply(name).config).error > limit(name)
+    assert Comparator(apply(name), golden(name), mask_source=False).compare(apply(name).config).error > limit(name)
 
 
 @recorded

@@ -35,7 +35,7 @@ from tfexport.checkpoint.layout.ops import JOINS, OPERATIONS, Context, parse_ste
 from tfexport.checkpoint.layout.patterns import Found, matches, rule
 from tfexport.checkpoint.layout.sinusoid import sinusoid
 from tfexport.checkpoint.layout.switches import with_switches
-from tfexport.checkpoint.layout.unsupported import uncovered
+from tfexport.checkpoint.layout.unsupported import unsupported
 from tfexport.errors import CheckpointError, ConfigError
 from tfexport.models.positions import sinusoid_table
 from tfexport.models.transformer import Transformer
@@ -775,4 +775,4 @@ def test_what_no_layout_can_express_is_refused_by_name(key: str, what: str) -> N
 @pytest.mark.parametrize("layout", builtin_layouts().values(), ids=lambda layout: layout.name)
 def test_no_built_in_layout_has_a_key_that_looks_uncovered(layout: Layout) -> None:
     keys = [line.partition(" ->")[0].translate({ord("{"): None, ord("}"): None}) for line in layout.map]
-    assert uncovered(keys) == []
+    assert unsupported(keys) == []

@@ -32,14 +32,14 @@ def made(config: Any, *, padded: bool = True) -> tuple[Canonical, Golden]:
     source_ids, source_mask, target_ids = tiny.batch()
     if not padded:
         source_mask = torch.ones_like(source_mask)
-    golden: dict[str, Any] = {"source_ids": source_ids, "source_keep": source_mask}
+    golden: dict[str, Any] = {"source_ids": source_ids, "source_mask": source_mask}
     with torch.no_grad():
         if config.decoder is None:
             golden |= {"hidden_states": model.hidden_states(source_ids, source_mask), "outputs": "hidden_states"}
         else:
             keep = torch.ones_like(target_ids, dtype=torch.bool)
             logits = model(source_ids, source_mask, target_ids)
-            golden |= {"target_ids": target_ids, "target_keep": keep, "logits": logits}
+            golden |= {"target_ids": target_ids, "target_mask": keep, "logits": logits}
     tensors = dict(model.state_dict())
     lines = tuple(LineUse(f"{name} -> {name}", (name,), (name,)) for name in tensors)
     return Canonical(config, tensors, lines), Golden(**golden)
@@ -87,7 +87,7 @@ def test_equal_norms_hide_nothing_but_what_they_are() -> None:
     model = Transformer(canonical.config).double().eval()
     model.load_state_dict(tensors)
     with torch.no_grad():
-        logits = model(golden.source_ids, golden.source_keep, golden.target_ids)
+        logits = model(golden.source_ids, golden.source_mask, golden.target_ids)
     certificate = certify(silent, replace(golden, logits=logits), "silent")
     hidden = {f"{side}.layers.*.ffn.fc1.{kind}" for side in ("enc", "dec") for kind in ("weight", "bias")}
     assert about(certificate) >= {*hidden, "activation"}

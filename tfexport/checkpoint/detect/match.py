@@ -130,12 +130,12 @@ def _read(tensors: Mapping[str, Tensor], golden: Golden | None, style: Style) ->
             raise
         d_model, sides, read = _read_layers(layers, rest, tensors, style)
     biases, extras = _relative_biases(sides, shapes)
-    outer = Reader(parts_of(rest), tensors, d_model, list(sides), golden).outer()
-    unread = [part for layer in read.values() for part in layer.unread] + list(outer.unread)
-    choices = [choice for layer in read.values() for choice in layer.choices] + list(outer.choices)
+    embeddings = Reader(parts_of(rest), tensors, d_model, list(sides), golden).found()
+    unread = [part for layer in read.values() for part in layer.unread] + list(embeddings.unread)
+    choices = [choice for layer in read.values() for choice in layer.choices] + list(embeddings.choices)
     choices += [biases] if biases else []
     has_bias = bool(biases)
-    if not outer.has_table and not has_bias:
+    if not embeddings.has_table and not has_bias:
         choices.append(_computed_tables(golden, list(sides)))
     has_norm_bias = any("norm" in line and ".bias" in line.partition(" -> ")[2] for c in choices for line in c[0].lines)
     arch: dict[str, Value] = {
@@ -145,15 +145,15 @@ def _read(tensors: Mapping[str, Tensor], golden: Golden | None, style: Style) ->
         "activation": "relu",
         "feed_forward": "glu" if any(layer.has_gate for layer in read.values()) else "mlp",
         "relative_bias": "t5" if has_bias else "none",
-        "positions": "none" if has_bias and not outer.has_table else "table",
+        "positions": "none" if has_bias and not embeddings.has_table else "table",
     }
-    if not outer.has_table:
+    if not embeddings.has_table:
         arch["max_length"] = DERIVED_LENGTH
     dead = [*extras, *(key for part in unread for key in part.keys)]
     return _Reading(
         tuple(choice for choice in choices if choice),
         arch,
-        outer.derive,
+        embeddings.derive,
         (*ignored, *dead),
         POSSIBLE * len(unread) + style.cost,
         max(layer.readings for layer in read.values()),

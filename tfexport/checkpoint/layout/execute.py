@@ -73,7 +73,7 @@ def side_of(name: str) -> str:
     return "enc" if name.startswith("enc.") else "dec"
 
 
-class Production:
+class Execution:
     """The lines of one layout with the keys that they take, ready to run."""
 
     def __init__(self, layout: Layout, pairs: Sequence[Pair], attributes: Mapping[str, Tensor]) -> None:

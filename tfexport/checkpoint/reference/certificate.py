@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tfexport.checkpoint.layout.apply import Canonical
 from tfexport.checkpoint.layout.switches import configured, options
-from tfexport.checkpoint.reference.compare import Judge, check_fits, tolerance
+from tfexport.checkpoint.reference.compare import Comparator, check_fits, tolerance
 from tfexport.checkpoint.reference.golden import Golden
 from tfexport.models.config import TransformerConfig
 from tfexport.models.switches import SWITCHES, Value
@@ -94,13 +94,13 @@ def certify(canonical: Canonical, golden: Golden, layout: str, *, baseline: floa
         ParityError: the golden does not fit the model at all.
     """
     check_fits(canonical.config, golden)
-    judge = Judge(canonical, golden)
+    comparator = Comparator(canonical, golden)
     wanted = tolerance(golden, baseline)
-    error = judge.compare(canonical.config).worst
+    error = comparator.compare(canonical.config).worst
     blind = GROWTH * max(error, _FLOOR)
     switches: dict[str, Changed] = {}
     unverified = []
-    for name, value, nearest, found in _switch_changes(canonical, golden, judge):
+    for name, value, nearest, found in _switch_changes(canonical, golden, comparator):
         if name not in switches or found < switches[name].error:
             switches[name] = Changed(value=value, nearest=nearest, error=found)
     unverified += [
@@ -108,7 +108,7 @@ def certify(canonical: Canonical, golden: Golden, layout: str, *, baseline: floa
         for name, changed in switches.items()
         if not changed.error >= blind
     ]
-    tensors = _tensor_errors(canonical, judge)
+    tensors = _tensor_errors(canonical, comparator)
     unverified += [f"{name}: makes no difference" for name, found in tensors.items() if not found >= blind]
     lines = {
         use.line: _weakest([tensors.get(_kind(name), 0.0) for name in use.targets], blind) for use in canonical.lines
@@ -125,7 +125,9 @@ def certify(canonical: Canonical, golden: Golden, layout: str, *, baseline: floa
     )
 
 
-def _switch_changes(canonical: Canonical, golden: Golden, judge: Judge) -> Iterator[tuple[str, Value, Value, float]]:
+def _switch_changes(
+    canonical: Canonical, golden: Golden, comparator: Comparator
+) -> Iterator[tuple[str, Value, Value, float]]:
     """Yield each switch, its value, another value and the error under that."""
     config = canonical.config
     for name, values in {**options(config), "num_heads": _heads(config)}.items():
@@ -133,18 +135,18 @@ def _switch_changes(canonical: Canonical, golden: Golden, judge: Judge) -> Itera
         for value in values:
             changed = configured(config, {name: value})
             if _values(changed)[name] != current:
-                yield name, current, value, judge.compare(changed).worst
-    yield "source mask", "kept", "dropped", Judge(canonical, golden, mask_source=False).compare(config).worst
+                yield name, current, value, comparator.compare(changed).worst
+    yield "source mask", "kept", "dropped", Comparator(canonical, golden, mask_source=False).compare(config).worst
     for name in (name for name, value in config.switches().items() if value is True):
         without = configured(config, {name: False})
         names = _parameter_names(without)
         smaller = replace(canonical, config=without, tensors={n: t for n, t in canonical.tensors.items() if n in names})
-        yield name, True, False, Judge(smaller, golden).compare(without).worst
+        yield name, True, False, Comparator(smaller, golden).compare(without).worst
     for name, value, twice in _doubled(config):
         changed = configured(config, {name: twice})
-        yield name, value, twice, Judge(replace(canonical, config=changed), golden).compare(changed).worst
+        yield name, value, twice, Comparator(replace(canonical, config=changed), golden).compare(changed).worst
     if config.feed_forward == "glu":
-        yield "gate", "linear", "activated", Judge(_gates_swapped(canonical), golden).compare(config).worst
+        yield "gate", "linear", "activated", Comparator(_gates_swapped(canonical), golden).compare(config).worst
 
 
 def _weakest(errors: Sequence[float], blind: float) -> float:
@@ -191,9 +193,9 @@ def _gates_swapped(canonical: Canonical) -> Canonical:
     return replace(canonical, tensors=swapped)
 
 
-def _tensor_errors(canonical: Canonical, judge: Judge) -> dict[str, float]:
+def _tensor_errors(canonical: Canonical, comparator: Comparator) -> dict[str, float]:
     """Disturb each kind of tensor, of all layers at once; returns the error by name with * for the layer."""
-    parameters = dict(judge.model.named_parameters())
+    parameters = dict(comparator.model.named_parameters())
     kinds: dict[str, list[Tensor]] = {}
     for name, parameter in parameters.items():
         kinds.setdefault(_kind(name), []).append(parameter)
@@ -206,7 +208,7 @@ def _tensor_errors(canonical: Canonical, judge: Judge) -> dict[str, float]:
                 size = float(member.std(correction=0)) or 1.0
                 noise = torch.randn(member.shape, generator=generator, dtype=member.dtype)
                 member.add_(noise, alpha=_NOISE * size)
-        errors[kind] = judge.compare(canonical.config).worst
+        errors[kind] = comparator.compare(canonical.config).worst
         with torch.no_grad():
             for member, before in zip(members, kept, strict=True):
                 member.copy_(before)
