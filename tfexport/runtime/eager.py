@@ -12,6 +12,7 @@ from torch import Tensor
 from tfexport.errors import BackendError
 from tfexport.models.cache import ConcatCache, KeyValue
 from tfexport.models.config import model_spec
+from tfexport.models.source import CrossCache, PaddedSource
 from tfexport.models.transformer import Transformer
 from tfexport.runtime.session import Candidates, Floats, Ids, Mask, check_rows, check_source, check_target
 from tfexport.spec import Accuracy, ModelSpec
@@ -74,7 +75,7 @@ class EagerSession:
         check_source(self.spec, source_ids, source_mask)
         ids, mask = self._tensor(source_ids), self._tensor(source_mask)
         batch = source_ids.shape[0]
-        return EagerState(batch, batch, 0, mask, model.encode(ids, mask), model.empty_cache(ids).past)
+        return EagerState(batch, batch, 0, mask, model.encode(ids, PaddedSource(mask)), model.empty_cache(ids).past)
 
     @torch.inference_mode()
     def step(self, state: EagerState, target_ids: Ids, num_candidates: int) -> Candidates:
@@ -91,8 +92,9 @@ class EagerSession:
         """
         model = self._open()
         check_target(self.spec, state, target_ids, num_candidates)
-        cache = ConcatCache(state.past)
-        logits = model.decode_step(self._tensor(target_ids), state.source_mask, state.cross, cache).float()
+        ids = self._tensor(target_ids)
+        cache, cross = ConcatCache(state.past, ids), CrossCache(state.cross, state.source_mask)
+        logits = model.decode_step(ids, cross, cache).float()
         state.past = cache.present
         state.past_len += target_ids.shape[1]
         token_ids = _best(logits, num_candidates)

@@ -1,0 +1,19 @@
+"""A view of a view is one view: the heads of a projection need not be split in two steps."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+
+def collapse_reshapes(model: ir.Model) -> None:
+    """Let every `Reshape` read what the `Reshape` before it read, and remove what nothing reads any more.
+
+    Args:
+        model: changed in place.
+    """
+    for node in model.graph:
+        source = node.inputs[0].producer() if node.op_type == "Reshape" and node.inputs[0] else None
+        if source and source.op_type == "Reshape":
+            node.replace_input_with(0, source.inputs[0])
+    RemoveUnusedNodesPass()(model)
