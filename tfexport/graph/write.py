@@ -28,6 +28,8 @@ from tfexport.spec import (
     encoder_graph,
 )
 
+_TEACH = "list what is new in tfexport/graph/forms"
+
 
 def write_graphs(
     model: nn.Module,
@@ -54,7 +56,7 @@ def write_graphs(
     Raises:
         GraphError: the model does not trace, has no form that was asked for, or a graph breaks the contract.
     """
-    possible = _possible(forms, model, spec, report) if spec.has_decoder else []
+    possible = _possible(forms, model, spec, report)
     report("tracing the encoder")
     traced: dict[str, tuple[ir.Model, GraphSpec, int]] = {
         ENCODER: (trace_encoder(model, spec, opset), encoder_graph(spec), opset)
@@ -82,14 +84,21 @@ def write_graphs(
 
 
 def _possible(forms: Sequence[Form], model: nn.Module, spec: ModelSpec, report: Callable[[str], None]) -> list[Form]:
-    """Leave out a form that cannot do the model, with the reason; refuse where none is left."""
+    """Leave out a form that cannot do the model, with the reason; refuse where none is left.
+
+    An encoder alone has no form, but its graph is of the same trace as that of the concat form.
+    """
     config = model.config if isinstance(model, Transformer) else None
+    if not spec.has_decoder:
+        if unknown := FORMS["concat"].supports(config, spec.precision):
+            raise GraphError(f"encoder: {' and '.join(unknown)}; {_TEACH}")
+        return []
     problems = {form: FORMS[form].supports(config, spec.precision) for form in FORMS}
     reasons = [f"no {form} form of this model: {' and '.join(problems[form])}" for form in forms if problems[form]]
     possible = [form for form in forms if not problems[form]]
     if not possible:
         able = ",".join(form for form in FORMS if not problems[form])
-        remedy = f"export it with --forms {able}" if able else "list what is new in tfexport/graph/forms"
+        remedy = f"export it with --forms {able}" if able else _TEACH
         raise GraphError(f"decoder: {'; '.join(reasons)}; {remedy}")
     for reason in reasons:
         report(reason)
