@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
-from comparison import markdown, picture, summary
-from comparison.result import read
+from comparison import markdown, picture
+from comparison.result import pairs, read
 
 from tfexport.errors import TfexportError
 
@@ -25,7 +25,7 @@ def main(result: Path) -> None:
     tables = result.with_suffix(".md")
     tables.write_text(markdown.render(document) + "\n", encoding="utf-8")
     click.echo(tables)
-    if summary.pairs(document):
+    if pairs(document):
         plot = result.with_suffix(".svg")
         plot.write_text(picture.draw(document), encoding="utf-8")
         click.echo(plot)

@@ -2,11 +2,12 @@
 """Decode beside other systems, on the same weights, in one run.
 
 Every system runs in a process and an environment of its own: make those of the
-peers with benchmarks/environments, or name a Python with --python. Outputs are
-compared before times. Then all take turns, in at least seven rounds; a ratio is
-the median over rounds of the peer's time over ours, of the whole call from
-token ids to token ids. CTranslate2 runs with one thread and with one for each
-core, and the faster counts.
+peers with benchmarks/environments, or name a Python with --python, as for the
+peer "revision", which is another tfexport. Outputs are compared before times.
+Then all take turns, in seven rounds; a ratio is the median over rounds of the
+peer's time over ours, of the whole call from token ids to token ids.
+CTranslate2 runs with one thread and with one for each core, and the faster
+counts.
 
 The file is written after every setting, and --resume goes on with it. Tables
 and a plot: python benchmarks/report.py FILE.
@@ -24,12 +25,11 @@ from typing import Any
 
 import click
 from comparison import markdown
-from comparison.contestants import OURS, PEERS, PRECISIONS, SYSTEMS
-from comparison.process import BENCHMARKS
+from comparison.processes import BENCHMARKS
 from comparison.result import Result
-from comparison.run import Field, compare
-from comparison.settings import MODELS, TARGET_LENGTH, matrix
-from comparison.workshop import Workshop
+from comparison.run import Selection, compare
+from comparison.systems import FOREIGN, MODELS, OURS, PEERS, PRECISIONS, PRESETS, SYSTEMS, matrix
+from comparison.weights import ConvertedWeights
 
 from tfexport.bench.machine import threads
 from tfexport.errors import TfexportError
@@ -74,7 +74,7 @@ def pythons(given: Sequence[str]) -> dict[str, Path]:
 
 
 def several(name: str, values: Sequence[Any], text: str, default: Sequence[Any] | None = None) -> Option:
-    """Return an option that takes several of `values`; all by default, or numbers that `default` lists."""
+    """Return an option that takes several of `values`; all by default, or what `default` lists."""
     kind: click.ParamType[Any] = click.Choice(values) if values else click.IntRange(min=1)
     chosen = ",".join(map(str, default or values))
     return click.option(name, type=Several(kind), default=chosen, show_default=True, help=text)
@@ -82,8 +82,8 @@ def several(name: str, values: Sequence[Any], text: str, default: Sequence[Any] 
 
 @click.command(help=__doc__)
 @click.option("--output", type=click.Path(path_type=Path), required=True, help="JSON file to write.")
-@several("--models", MODELS, "Presets whose weights all systems get.")
-@several("--peers", PEERS, "Systems beside ours.")
+@several("--models", MODELS, "Whose weights all systems get.", PRESETS)
+@several("--peers", PEERS, "Systems beside ours.", FOREIGN)
 @several("--precision", PRECISIONS, "Of ours; int4 meets the peer's int8.")
 @several("--batch-size", (), "Sources of one call.", (1, 8, 32))
 @several("--num-beams", (), "1 is greedy.", (1, 4))
@@ -106,7 +106,7 @@ def main(
         )
     kinds = [kind for kind in (False, True) if any((name != "fp32") == kind for name in precision)]
     settings = matrix(models, kinds, source_length, batch_size, num_beams)
-    field = Field(peers=peers, precisions=precision, cores=threads(), rounds=rounds)
+    selection = Selection(peers=peers, precisions=precision, cores=threads(), rounds=rounds)
     options = {
         "models": models,
         "peers": peers,
@@ -114,14 +114,19 @@ def main(
         "batch_size": batch_size,
         "num_beams": num_beams,
         "source_length": source_length,
-        "target_length": TARGET_LENGTH,
         "rounds": rounds,
     }
     with ExitStack() as stack:
         try:
             folder = work or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="side-by-side-")))
             result = Result(output, options, resume=resume)
-            compare(settings, field, Workshop(folder, environments), result, lambda line: click.echo(line, err=True))
+            compare(
+                settings,
+                selection,
+                ConvertedWeights(folder, environments),
+                result,
+                lambda line: click.echo(line, err=True),
+            )
         except TfexportError as error:
             raise click.ClickException(str(error)) from error
     click.echo(markdown.render(result.document))

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import click
-from comparison.contestants import OURS, PRECISIONS, Contestant
-from comparison.settings import FIRST_TOKEN, MODELS
-from comparison.workshop import Workshop
+from comparison.systems import FIRST_TOKEN, MODELS, OURS, PRECISIONS, Variant
+from comparison.weights import ConvertedWeights
 
 import tfexport
 from tfexport.errors import TfexportError
@@ -95,17 +94,17 @@ def soak(model: tfexport.Model, num_sequences: int, per_pass: int = PASS) -> lis
 
 
 @click.command(help=__doc__)
-@click.option("--model", "name", type=click.Choice(MODELS), default=MODELS[0], show_default=True, help="Preset.")
+@click.option("--model", "name", type=click.Choice(MODELS), default=MODELS[0], show_default=True, help="Whose weights.")
 @click.option("--precision", type=click.Choice(PRECISIONS), default="fp32", show_default=True, help="Of the bundle.")
 @click.option("--sequences", type=click.IntRange(min=2 * PASS), default=10 * PASS, show_default=True,
               help="To decode in all, in thousands.")  # fmt: skip
 @click.option("--work", type=click.Path(path_type=Path), help="Keep the bundle here, and use one that is there.")
 def main(name: str, precision: str, sequences: int, work: Path | None) -> None:
-    bundle = Contestant(system=OURS, precision=precision, optimize_for=None if precision == "fp32" else "latency")
+    bundle = Variant(system=OURS, precision=precision, optimize_for=None if precision == "fp32" else "latency")
     with ExitStack() as stack:
         try:
             folder = work or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="soak-")))
-            path = Workshop(folder, {OURS: Path(sys.executable)}).prepared(name, bundle)
+            path = ConvertedWeights(folder, {OURS: Path(sys.executable)}).prepared(name, bundle)
             with tfexport.load(path) as model:
                 problems = soak(model, sequences)
         except TfexportError as error:

@@ -1,4 +1,13 @@
-"""The keys and values that decoding keeps between steps."""
+"""The seam of attention: what a layer attends to, and the cache that decoding keeps between steps.
+
+A layer projects and calls `attend`; how keys and values are kept and read is
+the affair of the object it calls. Here are the contracts and the cache that
+grows. What else fulfils them: `row_cache` and `source` beside this file, and
+the forms of the decoder graph in `tfexport.graph.forms`.
+
+New tokens lie in one axis as they do in the model, [rows · target_len, heads,
+head_dim]; keys and values that are kept have the heads in front.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +17,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from tfexport.models.dot_product import dot_product_attention
 
 
 @dataclass(frozen=True)
@@ -23,24 +34,66 @@ class KeyValue:
     value: Tensor
 
 
-class Cache(Protocol):
-    """What a decoder needs of its self-attention cache.
+class SelfAttention(Protocol):
+    """Tokens that attend to each other, layer by layer."""
 
-    The model asks for positions and mask once a step and hands over each
-    layer's new keys and values; how they are kept is the cache's affair.
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None, *, scale: float
+    ) -> Tensor:
+        """Keep a layer's new keys and values and attend to all that the new tokens may see.
+
+        Args:
+            layer: from 0; each layer once, in order.
+            query: of the new tokens, [rows · len, heads, head_dim].
+            key: likewise.
+            value: [rows · len, heads, value_dim].
+            bias: added to the scores, [rows or 1, heads, len, keys].
+            scale: factor on the scores.
+
+        Returns:
+            The context of every new token, its heads side by side, [rows · len, heads · value_dim].
+        """
+        ...
+
+
+class Source(SelfAttention, Protocol):
+    """The tokens of the source, as an encoder sees them: all at once, padding left out.
+
+    Attributes:
+        mask: bool [batch, source_len], True = token.
     """
 
-    def positions(self, target_ids: Tensor) -> Tensor:
-        """Return the position of every new token, int64 [rows or 1, target_len]."""
+    mask: Tensor
+
+
+class Cross(Protocol):
+    """The keys and values of the source, as a decoder's cross-attention sees them."""
+
+    def attend(self, layer: int, query: Tensor, *, scale: float) -> Tensor:
+        """Attend from new target tokens to the source.
+
+        Args:
+            layer: from 0.
+            query: [rows · target_len, heads, head_dim]; rows is a multiple of
+                the sources, and the rows of one source lie side by side.
+            scale: factor on the scores.
+
+        Returns:
+            The context of every token, its heads side by side, [rows · target_len, heads · value_dim].
+        """
         ...
 
-    def mask(self, target_ids: Tensor) -> Tensor:
-        """Return what may be attended to, bool [rows or 1, 1, target_len, len]."""
-        ...
 
-    def update(self, layer: int, new: KeyValue) -> KeyValue:
-        """Keep a layer's new keys and values, return all it may attend to."""
-        ...
+class Cache(SelfAttention, Protocol):
+    """The past of a decoder's self-attention and one pass of new tokens behind it.
+
+    Attributes:
+        positions: of every new token, int64 [rows or 1, target_len].
+        key_len: how many keys, at positions 0, 1, …, a bias has to cover.
+    """
+
+    positions: Tensor
+    key_len: int
 
 
 class ConcatCache:
@@ -48,28 +101,51 @@ class ConcatCache:
 
     Attributes:
         past: one `KeyValue` a layer of length past_len, which may be 0.
-        present: filled by `update`, length past_len + target_len.
+        present: filled by `attend`, length past_len + target_len.
+        positions: past_len, past_len + 1, …, int64 [1, target_len].
+        key_len: past_len + target_len.
+        mask: the causal mask, bool [1, 1, target_len, key_len].
     """
 
-    def __init__(self, past: Sequence[KeyValue]) -> None:
-        """Start from the past of every layer; the tensors are only read."""
-        self.past = list(past)
+    def __init__(self, past: Sequence[KeyValue], target_ids: Tensor, *, dropout: float = 0.0) -> None:
+        """Begin a pass.
+
+        Args:
+            past: of every layer; only read.
+            target_ids: the new tokens, int64 [rows, target_len].
+            dropout: probability of dropping an attention weight, in training.
+        """
+        self.past, self._dropout = list(past), dropout
         self.present: list[KeyValue] = []
+        past_len = past[0].key.shape[2]
+        self.key_len = past_len + target_ids.shape[1]
+        self.positions = torch.arange(past_len, self.key_len, device=target_ids.device)[None]
+        self.mask = torch.arange(self.key_len, device=target_ids.device) <= self.positions[:, None, :, None]
 
-    def positions(self, target_ids: Tensor) -> Tensor:
-        """Return past_len, past_len + 1, …, int64 [1, target_len]."""
-        past_len = self.past[0].key.shape[2]
-        return torch.arange(past_len, past_len + target_ids.shape[1], device=target_ids.device)[None]
-
-    def mask(self, target_ids: Tensor) -> Tensor:
-        """Return the causal mask, bool [1, 1, target_len, past_len + target_len]."""
-        positions = self.positions(target_ids)
-        keys = torch.arange(self.past[0].key.shape[2] + target_ids.shape[1], device=target_ids.device)
-        return keys <= positions[:, None, :, None]
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None, *, scale: float
+    ) -> Tensor:
+        """Append the new tokens of `layer` and attend; see `SelfAttention.attend`."""
+        rows = self.past[layer].key.shape[0]
+        kept = self.update(layer, KeyValue(split_rows(key, rows), split_rows(value, rows)))
+        query = split_rows(query, rows)
+        return merge_rows(
+            dot_product_attention(query, kept.key, kept.value, self.mask, bias, scale=scale, dropout=self._dropout)
+        )
 
     def update(self, layer: int, new: KeyValue) -> KeyValue:
-        """Append the new tokens of `layer`; layers come in order."""
+        """Append new keys and values [rows, heads, target_len, …]; return all, of length key_len."""
         past = self.past[layer]
         present = KeyValue(torch.cat((past.key, new.key), 2), torch.cat((past.value, new.value), 2))
         self.present.append(present)
         return present
+
+
+def split_rows(x: Tensor, rows: int) -> Tensor:
+    """View `x` [rows · len, heads, width] as [rows, heads, len, width]."""
+    return x.reshape(rows, -1, *x.shape[1:]).transpose(1, 2)
+
+
+def merge_rows(x: Tensor) -> Tensor:
+    """Put the heads of `x` [rows, heads, len, width] side by side, [rows · len, heads · width]."""
+    return x.transpose(1, 2).flatten(2).flatten(0, 1)

@@ -1,4 +1,4 @@
-"""The configuration of a canonical transformer: its sizes, its switches and its scalars."""
+"""The configuration of a canonical transformer: its sizes and its switches."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from typing import Literal
 
 from tfexport.errors import ConfigError, raise_all
 from tfexport.fields import Config, size_problems
+from tfexport.models.switches import (
+    SWITCHES,
+    Activation,
+    FeedForward,
+    Norm,
+    NormPlace,
+    Positions,
+    RelativeBias,
+    Value,
+)
 from tfexport.spec import ModelSpec, Precision, TokenIds
-
-NormPlace = Literal["pre", "post"]
-Norm = Literal["layernorm", "std", "rms"]
-Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
-FeedForward = Literal["mlp", "glu"]
-RelativeBias = Literal["none", "t5"]
-Positions = Literal["table", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +49,10 @@ class StackConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig(Config):
-    """The canonical transformer: free sizes, ten switches and three scalars.
+    """The canonical transformer: free sizes and switches.
 
-    The switches are norm placement and final norm per side (in `encoder` and
-    `decoder`), `embedding_norm`, `norm`, `norm_eps`, `activation`,
-    `feed_forward`, `relative_bias`, `residual_scale` and `positions`.
-    `decoder` is None for an encoder alone.
+    What the switches do stands in models/README.md, what values they have in
+    `tfexport.models.switches`. `decoder` is None for an encoder alone.
 
     `attention_scale` None means 1/sqrt(d_k). `tie_embeddings` shares one table
     between encoder and decoder, `tie_output` uses the decoder's table as the
@@ -145,6 +146,16 @@ class TransformerConfig(Config):
             if token is not None and token >= size:
                 problems.append(f"tokens.{name} is {token}, expected below {vocabulary} {size}")
         return problems
+
+    def switches(self) -> dict[str, Value]:
+        """Return the value of every switch by its name; of a side's own as `enc.NAME` and `dec.NAME`."""
+        stacks = [("enc.", self.encoder), ("dec.", self.decoder)]
+        return {
+            prefix + name: getattr(holder, name)
+            for name, switch in SWITCHES.items()
+            for prefix, holder in (stacks if switch.per_side else [("", self)])
+            if holder is not None
+        }
 
     def num_heads(self, side: Literal["encoder", "decoder"]) -> int:
         """Return the number of attention heads of one side."""

@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,14 +15,11 @@ from safetensors.torch import save_file
 
 from tfexport.errors import CheckpointError, raise_all
 from tfexport.files.atomic import locked, publish, recover, temporary
+from tfexport.files.names import CONFIG, MANIFEST, MODEL_WEIGHTS, TOKENIZER
+from tfexport.files.safetensors_header import StoredTensor, read_header
 from tfexport.files.strict_json import plain_problem, read_json
 from tfexport.models.config import TransformerConfig
 from tfexport.models.transformer import Transformer
-
-CONFIG = "config.json"
-WEIGHTS = "model.safetensors"
-TOKENIZER = "tokenizer.json"
-MANIFEST = "manifest.json"
 
 _DTYPES = ("F32", "F16", "BF16", "F64")
 _PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
@@ -33,13 +30,6 @@ _PICKLE_REMEDY = (
     "torch.load(weights_only=True), then safetensors.torch.save_file"
 )
 _MAX_LISTED = 8
-
-
-class TensorInfo(NamedTuple):
-    """What the header of a safetensors file says of one tensor; dtype in its own spelling, like "F32"."""
-
-    dtype: str
-    shape: tuple[int, ...]
 
 
 def load_model(path: Path | str) -> Transformer:
@@ -62,7 +52,7 @@ def load_model(path: Path | str) -> Transformer:
     try:
         _check_files(directory)
         config = TransformerConfig.from_dict(read_json(directory / CONFIG, CONFIG))
-        return load_weights(directory / WEIGHTS, config)
+        return load_weights(directory / MODEL_WEIGHTS, config)
     except OSError as error:
         raise CheckpointError(f"{directory} cannot be read: {error.strerror or error}") from error
 
@@ -114,11 +104,11 @@ def check_free(target: Path, *, force: bool) -> None:
         return
     if not force:
         raise CheckpointError(f"{target} exists and is not an empty directory; remove it or choose another name")
-    if not all((target / name).is_file() for name in (CONFIG, WEIGHTS)):
+    if not all((target / name).is_file() for name in (CONFIG, MODEL_WEIGHTS)):
         raise CheckpointError(f"{target} is no model directory, which alone is replaced; choose another name")
 
 
-def check_weights(found: Mapping[str, TensorInfo], config: TransformerConfig, subject: str = WEIGHTS) -> None:
+def check_weights(found: Mapping[str, StoredTensor], config: TransformerConfig, subject: str = MODEL_WEIGHTS) -> None:
     """Compare names, shapes and dtypes of stored tensors with what a configuration needs.
 
     Args:
@@ -150,13 +140,13 @@ def _check_files(directory: Path) -> None:
     if directory.suffix in _PICKLE_SUFFIXES and directory.is_file():
         raise CheckpointError(f"{directory} is {_PICKLE_REMEDY}")
     if not directory.is_dir():
-        raise CheckpointError(f"{directory} is not a model directory; expected one with {CONFIG} and {WEIGHTS}")
+        raise CheckpointError(f"{directory} is not a model directory; expected one with {CONFIG} and {MODEL_WEIGHTS}")
     if (directory / MANIFEST).is_file() and not (directory / CONFIG).exists():
         raise CheckpointError(f"{directory} is a bundle; expected the model directory that it was made from")
-    problems = [f"{name} {problem}" for name in (CONFIG, WEIGHTS) if (problem := plain_problem(directory / name))]
+    problems = [f"{name} {problem}" for name in (CONFIG, MODEL_WEIGHTS) if (problem := plain_problem(directory / name))]
     if problems:
         pickles = sorted(file.name for file in directory.iterdir() if file.suffix in _PICKLE_SUFFIXES)
-        is_unconverted = pickles and not os.path.lexists(directory / WEIGHTS)
+        is_unconverted = pickles and not os.path.lexists(directory / MODEL_WEIGHTS)
         problems[-1] += f", and {pickles[0]} is {_PICKLE_REMEDY}" if is_unconverted else "; write it with save_model"
     raise_all(CheckpointError, str(directory), problems)
 
@@ -179,9 +169,7 @@ def load_weights(path: Path, config: TransformerConfig) -> Transformer:
     path.open("rb").close()  # the library calls a file missing that it may not read
     try:
         with safe_open(path, "pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118, no mapping
-            found = {name: TensorInfo(part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
-            check_weights(found, config, str(path))
+            check_weights(read_header(path), config, str(path))
             model = Transformer.unfilled(config)
             _fill(model, file, path)
     except SafetensorError as error:
@@ -207,7 +195,7 @@ def _fill(model: Transformer, file: Any, path: Path) -> None:
 
 
 def _write(model: Transformer, folder: Path, tokenizer: Path | None) -> None:
-    config, weights = folder / CONFIG, folder / WEIGHTS
+    config, weights = folder / CONFIG, folder / MODEL_WEIGHTS
     config.write_text(json.dumps(model.config.to_dict(), indent=2) + "\n", encoding="utf-8")
     tensors = {name: parameter.detach().contiguous() for name, parameter in model.named_parameters()}
     save_file(tensors, weights, metadata={"format": "pt"})

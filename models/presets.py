@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from tfexport.errors import ConfigError
-from tfexport.models.config import NormPlace, StackConfig, TransformerConfig
+from tfexport.models.config import StackConfig, TransformerConfig
 from tfexport.models.positions import sinusoid_table
+from tfexport.models.switches import NormPlace
 from tfexport.models.transformer import Transformer
 from tfexport.spec import TokenIds
 

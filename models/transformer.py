@@ -9,6 +9,7 @@ Inside, tokens lie in one axis, [rows · len, d_model].
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal, cast
 
 import torch
@@ -16,10 +17,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tfexport.models.attention import MultiHeadAttention
-from tfexport.models.cache import Cache, ConcatCache, KeyValue
+from tfexport.models.cache import Cache, ConcatCache, Cross, KeyValue, Source
 from tfexport.models.config import StackConfig, TransformerConfig
 from tfexport.models.layers import FeedForward, LayerNorm
 from tfexport.models.positions import RelativeBias, sinusoid_table
+from tfexport.models.source import CrossCache, PaddedSource
 
 Side = Literal["encoder", "decoder"]
 
@@ -40,7 +42,6 @@ class Block(nn.Module):
                 config.d_v(side),
                 scale=config.attention_scale,
                 bias=config.attention_bias,
-                dropout=config.dropout,
             )
 
         self.pre_norm = stack.norm_place == "pre"
@@ -123,6 +124,7 @@ class Transformer(nn.Module):
         """Create the model with random weights (Glorot; embeddings with variance 1/d_model)."""
         super().__init__()
         self.config = config
+        self.attention_dropout = config.dropout
         self.enc = Stack(config, "encoder", config.source_vocab, config.max_source_length)
         self.dec: Stack | None = None
         self.out: nn.Linear | None = None
@@ -156,8 +158,10 @@ class Transformer(nn.Module):
         Returns:
             Logits, float32 or wider, [batch, target_len, target_vocab].
         """
-        cross = self.encode(source_ids, source_mask)
-        hidden = self._decode(target_ids, source_mask, cross, self.empty_cache(target_ids))
+        dropout = self.attention_dropout if self.training else 0.0
+        cross = self.encode(source_ids, PaddedSource(source_mask, dropout=dropout))
+        cache = self.empty_cache(target_ids, dropout=dropout)
+        hidden = self._decode(target_ids, CrossCache(cross, source_mask, dropout=dropout), cache)
         return self._project(hidden).unflatten(0, target_ids.shape)  # type: ignore[no-any-return, no-untyped-call]
 
     def hidden_states(self, source_ids: Tensor, source_mask: Tensor) -> Tensor:
@@ -170,76 +174,62 @@ class Transformer(nn.Module):
         Returns:
             [batch, source_len, d_model]; rows of padding are meaningless.
         """
-        return self._encode(source_ids, source_mask).unflatten(0, source_ids.shape)  # type: ignore[no-any-return, no-untyped-call]
+        hidden = self._encode(source_ids, PaddedSource(source_mask))
+        return hidden.unflatten(0, source_ids.shape)  # type: ignore[no-any-return, no-untyped-call]
 
-    def encode(self, source_ids: Tensor, source_mask: Tensor) -> list[KeyValue]:
+    def encode(self, source_ids: Tensor, source: Source) -> list[KeyValue]:
         """Encode the source into what the decoder needs of it.
 
         Args:
             source_ids: int64 [batch, source_len].
-            source_mask: bool [batch, source_len], True = token.
+            source: knows which of them are tokens, and attends.
 
         Returns:
             For each decoder layer the cross-attention's keys and values,
             [batch, heads, source_len, …].
         """
-        x = self._encode(source_ids, source_mask)
-        return [block.cross.key_value(x, source_ids.shape[0]) for block in self._decoder.blocks]
+        x = self._encode(source_ids, source)
+        return [block.cross.key_value(x, source.mask.shape[0]) for block in self._decoder.blocks]
 
-    def decode_step(self, target_ids: Tensor, source_mask: Tensor, cross: Sequence[KeyValue], cache: Cache) -> Tensor:
+    def decode_step(self, target_ids: Tensor, cross: Cross, cache: Cache) -> Tensor:
         """Run the decoder on the newest tokens.
 
         Args:
             target_ids: int64 [rows, target_len], rows = batch · beams.
-            source_mask: bool [batch, source_len].
-            cross: from `encode`.
-            cache: the self-attention's past; receives the new keys and values.
+            cross: attends to what `encode` returned.
+            cache: attends to the past; receives the new keys and values.
 
         Returns:
             Logits of the last position, float32 or wider, [rows, target_vocab].
         """
-        hidden = self._decode(target_ids, source_mask, cross, cache)
+        hidden = self._decode(target_ids, cross, cache)
         return self._project(hidden.unflatten(0, target_ids.shape)[:, -1])  # type: ignore[no-untyped-call]
 
-    def empty_cache(self, target_ids: Tensor) -> ConcatCache:
-        """Return a cache without past for the rows and device of `target_ids` [rows, target_len]."""
+    def empty_cache(self, target_ids: Tensor, *, dropout: float = 0.0) -> ConcatCache:
+        """Return a cache without past for the first tokens `target_ids`, int64 [rows, target_len]."""
         heads, d_k, d_v = self.config.num_heads("decoder"), self.config.d_k("decoder"), self.config.d_v("decoder")
         like = self._decoder.embed.weight
         rows = target_ids.shape[0]
         past = KeyValue(like.new_zeros(rows, heads, 0, d_k), like.new_zeros(rows, heads, 0, d_v))
-        return ConcatCache([past] * len(self._decoder.layers))
+        return ConcatCache([past] * len(self._decoder.layers), target_ids, dropout=dropout)
 
-    def _encode(self, source_ids: Tensor, source_mask: Tensor) -> Tensor:
-        rows, source_len = source_ids.shape
+    def _encode(self, source_ids: Tensor, source: Source) -> Tensor:
+        enc, source_len = self.enc, source_ids.shape[1]
         positions = torch.arange(source_len, device=source_ids.device)[None]
-        x = self.enc.embed_tokens(source_ids, positions)
-        mask = source_mask[:, None, None, :]
-        bias = None if self.enc.rel_bias is None else self.enc.rel_bias(positions, source_len)
-        for block in self.enc.blocks:
-
-            def attend_self(y: Tensor, block: Block = block) -> Tensor:
-                return block.self(y, block.self.key_value(y, rows), mask, bias)  # type: ignore[no-any-return]
-
-            x = block.residual(x, block.norm1, attend_self)
+        bias = None if enc.rel_bias is None else enc.rel_bias(positions, source_len)
+        x = enc.embed_tokens(source_ids, positions)
+        for i, block in enumerate(enc.blocks):
+            x = block.residual(x, block.norm1, partial(block.self, cache=source, layer=i, bias=bias))
             x = block.residual(x, block.norm2, block.ffn)
-        return self.enc.finish(x)
+        return enc.finish(x)
 
-    def _decode(self, target_ids: Tensor, source_mask: Tensor, cross: Sequence[KeyValue], cache: Cache) -> Tensor:
-        dec, rows = self._decoder, target_ids.shape[0]
-        positions, mask = cache.positions(target_ids), cache.mask(target_ids)
-        source = source_mask[:, None, None, :]
-        bias = None if dec.rel_bias is None else dec.rel_bias(positions, mask.shape[-1])
-        x = dec.embed_tokens(target_ids, positions)
+    def _decode(self, target_ids: Tensor, cross: Cross, cache: Cache) -> Tensor:
+        dec = self._decoder
+        bias = None if dec.rel_bias is None else dec.rel_bias(cache.positions, cache.key_len)
+        x = dec.embed_tokens(target_ids, cache.positions)
         for i, block in enumerate(dec.blocks):
-
-            def attend_self(y: Tensor, i: int = i, block: Block = block) -> Tensor:
-                return block.self(y, cache.update(i, block.self.key_value(y, rows)), mask, bias)  # type: ignore[no-any-return]
-
-            def attend_source(y: Tensor, i: int = i, block: Block = block) -> Tensor:
-                return block.cross(y, cross[i], source)  # type: ignore[no-any-return]
-
-            x = block.residual(x, block.norm1, attend_self)
-            x = block.residual(x, block.norm2, attend_source)
+            x = block.residual(x, block.norm1, partial(block.self, cache=cache, layer=i, bias=bias))
+            x = block.residual(x, block.norm2, partial(block.cross.attend_source, cross=cross, layer=i))
             x = block.residual(x, block.norm3, block.ffn)
         return dec.finish(x)
 

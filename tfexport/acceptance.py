@@ -47,7 +47,7 @@ PARTS: tuple[Part, ...] = (
     Part("compile-latency", "PyTorch torch.compile: milliseconds a decode", ("export", "torch-cuda"), 120),
     *_on_both("sessions", "several sessions and threads over one engine", 60),
     *_on_both("refusals", "stale, damaged and foreign engines, requests beyond a profile", 60),
-    *_on_both("weights", "models/dates with int8, int4 and stripped weights", 120),
+    *_on_both("weights", "models/dates with int8 and int4 weights", 120),
     *_on_both("comparator", "the encoder beside ONNX Runtime, by Polygraphy", 60, "polygraphy"),
     Part("ort-presets", "ONNX Runtime CUDA: random presets against PyTorch", ("export", "ort-cuda"), 120),
     # Some forty builds, as many as the time allows: to run out of it is no failure, so they come last.

@@ -1,4 +1,4 @@
-"""From a bundle to engines inside it: the way read aloud."""
+"""From a bundle to engines inside it: resolve what is left open, take the graphs, parse and build each, store them."""
 
 from __future__ import annotations
 
@@ -6,39 +6,31 @@ import hashlib
 import importlib.metadata
 import platform
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tfexport.bundle.bundle import open_bundle
 from tfexport.bundle.manifest import ENGINES, FileEntry
-from tfexport.errors import EngineError, raise_all
-from tfexport.spec import (
-    ENCODER,
-    REORDER,
-    TensorSpec,
-    key_value_names,
-)
 from tfexport.trt.artifact.manifest import (
     ENGINE_FORMAT_VERSION,
     ENGINE_MANIFEST,
     BuildMachine,
     EngineManifest,
     PlanEntry,
-    engine_key,
 )
 from tfexport.trt.artifact.store import BUILD_LOG, add_engine
-from tfexport.trt.build.builder import Plan, build_plan
-from tfexport.trt.build.estimate import Forecast, forecast
-from tfexport.trt.build.gauge import Gauge
-from tfexport.trt.build.graphs import Graph, prepare_graphs
+from tfexport.trt.build.builder import SerializedEngine, build_engine
+from tfexport.trt.build.estimate import Estimate, estimate
+from tfexport.trt.build.graphs import prepare_graphs
 from tfexport.trt.build.interrupt import interruptible
-from tfexport.trt.build.network import Tensor
-from tfexport.trt.build.resolve import Recipe, decide
-from tfexport.trt.config import EngineConfig
+from tfexport.trt.build.network import Graph, check_contract, parse_graph
+from tfexport.trt.build.progress import Progress
+from tfexport.trt.build.resolve import ResolvedBuild, resolve
+from tfexport.trt.config import EngineConfig, engine_key
 from tfexport.trt.cuda import find_gpus
-from tfexport.trt.library import load_flavour
+from tfexport.trt.library import load_library
 
 
 @dataclass(frozen=True)
@@ -89,28 +81,27 @@ def build_engines(
         GraphError: a graph cannot be made from the bundle.
         BackendError: the library is not usable, or needs a GPU that is not there.
     """
-    recipe = open_recipe(path, config)
-    bundle, name = recipe.bundle, engine_key(recipe.config)
+    resolved = resolve_build(path, config)
+    bundle, name = resolved.bundle, engine_key(resolved.config)
     with add_engine(bundle.path, name, force=force) as folder:
         plans: dict[str, PlanEntry] = {}
         # On the disk of the bundle: weights of another precision can be larger than /tmp.
         with tempfile.TemporaryDirectory(dir=folder) as scratch, (folder / BUILD_LOG).open("w") as log:
-            graphs = prepare_graphs(recipe, Path(scratch), report)
-            gauge = Gauge(len(graphs), on_progress)
+            graphs = prepare_graphs(resolved, Path(scratch), report)
+            progress = Progress(len(graphs), on_progress)
             for graph in graphs:
                 report(f"building {graph.name}")
-                plan = _build(recipe, graph, gauge)
-                plans[graph.name] = _write(recipe, plan, folder)
-                log.writelines(f"{line}\n" for line in (f"== {graph.name}", *plan.log))
-                gauge.finish_build()
-        manifest = _manifest(recipe, plans)
+                engine = _build(resolved, graph, progress)  # one at a time is in memory
+                plans[graph.name] = _write(resolved, engine, folder)
+                log.writelines(f"{line}\n" for line in (f"== {graph.name}", *engine.log))
+        manifest = _manifest(resolved, plans)
         (folder / ENGINE_MANIFEST).write_bytes(manifest.to_bytes())
     return BuiltEngine(name, bundle.path / ENGINES / name, manifest)
 
 
-def forecast_engines(
+def estimate_engines(
     path: Path, config: EngineConfig, *, report: Callable[[str], None] = lambda line: None
-) -> Forecast:
+) -> Estimate:
     """Say what `build_engines` would build and need; builds nothing and leaves the bundle alone.
 
     Args:
@@ -121,13 +112,13 @@ def forecast_engines(
     Raises:
         As `build_engines`, for everything that can be known before.
     """
-    recipe = open_recipe(path, config)
+    resolved = resolve_build(path, config)
     with tempfile.TemporaryDirectory() as scratch:
-        return forecast(recipe, prepare_graphs(recipe, Path(scratch), report))
+        return estimate(resolved, prepare_graphs(resolved, Path(scratch), report))
 
 
-def open_recipe(path: Path, config: EngineConfig) -> Recipe:
-    """Open a bundle and decide how its engines are built; builds nothing.
+def resolve_build(path: Path, config: EngineConfig) -> ResolvedBuild:
+    """Open a bundle and resolve how its engines are built; builds nothing.
 
     Raises:
         BundleError: the bundle is damaged.
@@ -136,76 +127,55 @@ def open_recipe(path: Path, config: EngineConfig) -> Recipe:
     """
     bundle = open_bundle(path)
     gpus = find_gpus()
-    return decide(bundle, config, load_flavour(config.target), gpus[0] if gpus else None)
+    return resolve(bundle, config, load_library(config.target), gpus[0] if gpus else None)
 
 
-def _build(recipe: Recipe, graph: Graph, gauge: Gauge) -> Plan:
+def _build(resolved: ResolvedBuild, graph: Graph, progress: Progress) -> SerializedEngine:
     with interruptible() as check:
 
-        def tell(phase: str, step: int, total: int) -> None:
+        def on_step(phase: str, step: int, total: int) -> None:
             check()
-            gauge.tell(phase, step, total)
+            progress.step(phase, step, total)
 
-        return build_plan(
-            recipe.flavour,
-            graph.name,
-            graph.data,
-            graph.path,
-            recipe.profiles.engines[graph.name],
-            recipe.settings,
-            recipe.options.compute_capabilities,
-            tell,
-        )
+        network = parse_graph(resolved.library, graph)
+        check_contract(network, resolved.contract(graph.name))
+        engine = build_engine(network, resolved.profiles.engines[graph.name], resolved.options, on_step)
+    progress.finish_build()
+    return engine
 
 
-def _write(recipe: Recipe, plan: Plan, folder: Path) -> PlanEntry:
-    """Write a plan and say what it is; only one at a time is in memory."""
-    contract = recipe.contract(plan.name)
-    problems = [*_differences(plan.inputs, contract.inputs), *_differences(plan.outputs, contract.outputs)]
-    raise_all(EngineError, f"{recipe.flavour.target} {recipe.flavour.version}: {plan.name}", problems)
-    file = f"{plan.name}.plan"
-    (folder / file).write_bytes(plan.data)
-    in_place = recipe.form == "static" and plan.name not in (ENCODER, REORDER)
-    pasts, presents = (key_value_names(prefix, recipe.spec.layers) for prefix in ("past", "present"))
+def _write(resolved: ResolvedBuild, engine: SerializedEngine, folder: Path) -> PlanEntry:
+    """Write a plan and say what it is."""
+    contract, file = resolved.contract(engine.name), f"{engine.name}.plan"
+    (folder / file).write_bytes(engine.data)
     return PlanEntry(
         file=file,
-        content=FileEntry(bytes=len(plan.data), sha256=hashlib.sha256(plan.data).hexdigest()),
+        content=FileEntry(bytes=len(engine.data), sha256=hashlib.sha256(engine.data).hexdigest()),
         inputs=contract.inputs,
         outputs=contract.outputs,
-        aliases=dict(zip(presents, pasts, strict=True)) if in_place else {},
-        profiles=recipe.profiles.engines[plan.name],
-        layers=plan.layers,
+        aliases=resolved.aliases(engine.name),
+        profiles=resolved.profiles.engines[engine.name],
+        layers=engine.layers,
     )
 
 
-def _differences(found: tuple[Tensor, ...], expected: tuple[TensorSpec, ...]) -> list[str]:
-    got = {tensor.name: tensor.dtype for tensor in found}
-    wanted = {tensor.name: tensor.dtype for tensor in expected}
-    return [
-        f"{name} is {got.get(name, 'missing')}, expected {wanted.get(name, 'nothing of this name')}"
-        for name in sorted(got.keys() | wanted.keys())
-        if got.get(name) != wanted.get(name)
-    ]
-
-
-def _manifest(recipe: Recipe, plans: dict[str, PlanEntry]) -> EngineManifest:
-    gpus = find_gpus()
-    machine = BuildMachine(
-        system=platform.system(),
-        architecture=platform.machine(),
-        gpu=gpus[0].name if gpus else None,
-        compute_capability=gpus[0].compute_capability if gpus else None,
-        driver=gpus[0].driver_version if gpus else None,
-    )
-    tools = ["tfexport", "onnx", *(["torch"] if recipe.is_exported_again else [])]
+def _manifest(resolved: ResolvedBuild, plans: Mapping[str, PlanEntry]) -> EngineManifest:
+    gpu = resolved.gpu
+    tools = ["tfexport", "onnx", *(["torch"] if resolved.is_exported_again else [])]
     return EngineManifest(
         format_version=ENGINE_FORMAT_VERSION,
-        library_version=recipe.flavour.version,
-        config=recipe.config,
-        limits=recipe.profiles.limits,
-        flags=recipe.options.flags,
-        machine=machine,
-        sources=recipe.sources,
+        library_version=resolved.library.version,
+        config=resolved.config,
+        limits=resolved.profiles.limits,
+        flags=resolved.options.flags,
+        machine=BuildMachine(
+            system=platform.system(),
+            architecture=platform.machine(),
+            gpu=gpu.name if gpu else None,
+            compute_capability=gpu.compute_capability if gpu else None,
+            driver=gpu.driver_version if gpu else None,
+        ),
+        sources=resolved.sources,
         plans=plans,
         versions={name: importlib.metadata.version(name) for name in tools},
     )

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tfexport.acceptance import PARTS, Need, skipped
+from tfexport.install import extra_command, install_command, repair_command, replacing_command
 from tfexport.probes import PROBES, Probe, find_gpus, run_probe
 
 _REQUIREMENT = re.compile(r"([\w.-]+)[^;]*?>=([\d.]+)[^;]*(?:;.*extra == [\"'](\w+)[\"'])?")
@@ -141,7 +142,7 @@ def diagnose() -> Diagnosis:
         # An engine that runs nowhere for want of a GPU is no fault.
         problems += [_problem(probe, b) for b in tried if b.problem and not (b.device == "gpu" and no_gpu)]
     if not any(not backend.problem for backend in backends):
-        problems.append(Problem("no backend works, so no bundle can run", "pip install 'tfexport[cpu]'"))
+        problems.append(Problem("no backend works, so no bundle can run", extra_command("cpu")))
     return Diagnosis(
         tfexport=importlib.metadata.version("tfexport"),
         python=platform.python_version(),
@@ -158,15 +159,15 @@ def _missing(libraries: list[Library], no_gpu: str) -> dict[Need, str]:
     """Say why something that the acceptance needs is not there, as far as no library has to be tried."""
     absent = [library.name for library in libraries if library.extra == "export" and not library.version]
     has_rtx = importlib.util.find_spec("tensorrt_rtx") is not None
-    no_rtx = "tensorrt-rtx is not installed; pip install 'tfexport[rtx]'"
+    no_rtx = f"tensorrt-rtx is not installed; {extra_command('rtx')}"
     return {
         "gpu": no_gpu,
-        "tensorrt": "tensorrt is not installed; pip install 'tfexport[trt]'",
+        "tensorrt": f"tensorrt is not installed; {extra_command('trt')}",
         "rtx-library": "" if has_rtx else no_rtx,
         "tensorrt-rtx": no_rtx,
-        "ort-cuda": "onnxruntime-gpu is not installed; pip uninstall -y onnxruntime && pip install 'tfexport[gpu]'",
-        "torch-cuda": "torch is not installed; pip install 'tfexport[export]'",
-        "export": f"{', '.join(absent)} missing; pip install 'tfexport[export]'" if absent else "",
+        "ort-cuda": f"onnxruntime-gpu is not installed; {replacing_command('gpu')}",
+        "torch-cuda": f"torch is not installed; {extra_command('export')}",
+        "export": f"{', '.join(absent)} missing; {extra_command('export')}" if absent else "",
         "polygraphy": "" if importlib.util.find_spec("polygraphy") else "polygraphy is not installed",
     }
 
@@ -190,7 +191,8 @@ def _problem(probe: Probe, backend: Backend) -> Problem:
     what, _, remedy = backend.problem.rpartition("; ")
     if backend.device != "cpu" and what:  # tfexport's own words end with the remedy
         return Problem(f"{probe.library} on {backend.device} does not work: {what}", remedy)
-    return Problem(f"{probe.library} on {backend.device} does not work: {backend.problem}", _repair(probe))
+    repair = repair_command(probe.module, probe.library)
+    return Problem(f"{probe.library} on {backend.device} does not work: {backend.problem}", repair)
 
 
 def _libraries() -> list[Library]:
@@ -204,16 +206,8 @@ def _libraries() -> list[Library]:
             version = importlib.metadata.version(match[1])
         except importlib.metadata.PackageNotFoundError:
             version = None
-        found.append(Library(match[1], match[3] or "", match[2], version, _install(match[1], match[3] or "")))
+        found.append(Library(match[1], match[3] or "", match[2], version, replacing_command(match[3] or "")))
     return found
-
-
-def _install(name: str, extra: str) -> str:
-    if not extra:
-        return "pip install --upgrade tfexport"
-    # Installing the one over the other breaks both.
-    other = {"onnxruntime": "onnxruntime-gpu", "onnxruntime-gpu": "onnxruntime"}.get(name)
-    return f"{f'pip uninstall -y {other} && ' if other else ''}pip install 'tfexport[{extra}]'"
 
 
 def _version_problems(libraries: list[Library]) -> list[Problem]:
@@ -240,9 +234,4 @@ def _onnxruntime_problems() -> list[Problem]:
     if len(names) < 2:
         return []
     what = f"{' and '.join(names)} are installed together and write the same files, so either may be broken"
-    return [Problem(what, f"pip uninstall -y {' '.join(names)} && pip install 'tfexport[cpu]'  (or [gpu])")]
-
-
-def _repair(probe: Probe) -> str:
-    names = {"onnxruntime": "onnxruntime onnxruntime-gpu"}.get(probe.module, probe.library)
-    return f"pip uninstall -y {names} && pip install --force-reinstall 'tfexport[{probe.extra}]'"
+    return [Problem(what, f"pip uninstall -y {' '.join(names)} && {install_command('onnxruntime')}")]

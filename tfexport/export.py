@@ -13,12 +13,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tfexport.bundle.bundle import PARITY, TOKENIZER, Bundle, create_bundle
+from tfexport.bundle.bundle import PARITY, Bundle, create_bundle
 from tfexport.bundle.manifest import GraphEntry
 from tfexport.errors import BackendError, ConfigError, ParityError, raise_all
+from tfexport.files.names import TOKENIZER
 from tfexport.files.sealed_json import render
 from tfexport.graph.config import ExportConfig
-from tfexport.graph.forms.contrib import contrib_problems
+from tfexport.graph.forms import FORMS
 from tfexport.graph.quantize.ort_quantize import write_integer_graphs
 from tfexport.graph.write import write_graphs
 from tfexport.models.config import model_spec
@@ -134,7 +135,7 @@ def _write(
     model: Transformer, spec: ModelSpec, directory: Path, config: ExportConfig, report: Callable[[str], None]
 ) -> dict[str, GraphEntry]:
     def write(target: Path) -> dict[str, GraphEntry]:
-        forms = _forms(model, config)
+        forms = _forms(model, spec, config)
         return write_graphs(_cast(model, spec), spec, target, forms=forms, opset=config.opset, report=report)
 
     if config.quantization is None:
@@ -148,12 +149,13 @@ def _write(
         return write_integer_graphs(source, graphs, directory, config.quantization, report=report)
 
 
-def _forms(model: Transformer, config: ExportConfig) -> tuple[Form, ...]:
+def _forms(model: Transformer, spec: ModelSpec, config: ExportConfig) -> tuple[Form, ...]:
     """Return the forms to write; of quantised graphs, which are for one runtime, only its fastest."""
     if config.quantization is None:
         return config.forms
-    fastest: tuple[Form, ...] = ("static", "concat") if contrib_problems(model) else ("contrib", "static", "concat")
-    return next(((form,) for form in fastest if form in config.forms), config.forms)
+    fastest: tuple[Form, ...] = ("contrib", "static", "concat")
+    able = [form for form in fastest if not FORMS[form].supports(model.config, spec.precision)]
+    return next(((form,) for form in able if form in config.forms), config.forms)
 
 
 def _cast(model: Transformer, spec: ModelSpec) -> nn.Module:

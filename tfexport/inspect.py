@@ -8,23 +8,20 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from operator import index
 from pathlib import Path
 from typing import Any
 
 from tfexport.bundle.bundle import Bundle, open_bundle
-from tfexport.bundle.manifest import MANIFEST
 from tfexport.errors import CheckpointError, ConfigError, EngineError, GraphError, InputError
+from tfexport.files.names import CERTIFICATE, CONFIG, MANIFEST, MODEL_WEIGHTS
+from tfexport.files.safetensors_header import read_header
 from tfexport.files.strict_json import plain_problem, read_json
+from tfexport.install import install_command
 from tfexport.models.config import TransformerConfig
-from tfexport.trt.artifact.compatibility import explain, refusals, this_machine
+from tfexport.trt.artifact.compatibility import explain, incompatibilities, this_machine
 from tfexport.trt.artifact.store import engine_names, open_engine
 
-CONFIG = "config.json"
-WEIGHTS = "model.safetensors"
-CERTIFICATE = "certificate.json"
 _CERTIFICATE_TYPES = {"layout": str, "proven": bool, "switches": dict, "lines": dict, "unverified": list}
-_MAX_HEADER_BYTES = 100_000_000  # what the safetensors library itself takes
 
 
 def inspect_path(path: Path) -> dict[str, Any]:
@@ -47,7 +44,7 @@ def inspect_path(path: Path) -> dict[str, Any]:
     try:
         if path.is_dir() and (path / MANIFEST).exists():
             return _inspect_bundle(path)
-        if path.is_dir() and ((path / CONFIG).exists() or (path / WEIGHTS).exists()):
+        if path.is_dir() and ((path / CONFIG).exists() or (path / MODEL_WEIGHTS).exists()):
             return _inspect_model(path)
         if path.is_file() and path.suffix == ".onnx":
             return _inspect_graph(path)
@@ -56,7 +53,7 @@ def inspect_path(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from error
     raise InputError(
         f"{path}: {found}, expected a bundle (a directory with {MANIFEST}), a model directory "
-        f"({CONFIG}, {WEIGHTS}) or an .onnx file"
+        f"({CONFIG}, {MODEL_WEIGHTS}) or an .onnx file"
     )
 
 
@@ -79,7 +76,7 @@ def _inspect_engines(bundle: Bundle) -> dict[str, Any]:
     """Say of each engine what it is, and of a damaged one what is wrong; the bundle itself works without."""
     engines: dict[str, Any] = {}
     names = engine_names(bundle.path)
-    here = this_machine() if names else None
+    machine = this_machine() if names else None
     for name in names:
         try:
             engine = open_engine(bundle.path, name)
@@ -87,10 +84,10 @@ def _inspect_engines(bundle: Bundle) -> dict[str, Any]:
         except EngineError as error:
             engines[name] = {"problem": str(error)}
             continue
-        assert here is not None
+        assert machine is not None
         manifest = engine.manifest
         engines[name] = {
-            "problem": explain(refusals(manifest, bundle, here)),
+            "problem": explain(incompatibilities(manifest, bundle, machine)),
             "version": manifest.library_version,
             "bytes": sum(plan.content.bytes for plan in manifest.plans.values()),
             **manifest.config.to_dict(),
@@ -102,7 +99,7 @@ def _inspect_engines(bundle: Bundle) -> dict[str, Any]:
 
 def _inspect_model(path: Path) -> dict[str, Any]:
     config = TransformerConfig.from_dict(read_json(path / CONFIG, str(path / CONFIG)), subject=str(path / CONFIG))
-    tensors = _safetensors_header(path / WEIGHTS)
+    tensors = _stored_tensors(path / MODEL_WEIGHTS)
     files = {entry.name: entry for entry in sorted(path.iterdir()) if entry.is_file()}
     return {
         "kind": "model",
@@ -130,7 +127,7 @@ def _certificate(path: Path) -> dict[str, Any] | None:
 
 def _inspect_graph(path: Path) -> dict[str, Any]:
     if importlib.util.find_spec("onnx") is None:
-        raise GraphError(f"{path}: reading a graph needs the onnx package; pip install 'tfexport[export]'")
+        raise GraphError(f"{path}: reading a graph needs the onnx package; {install_command('onnx')}")
     from tfexport.graph.describe import describe_graph
 
     return {"kind": "graph", "path": str(path), **_file(path), **describe_graph(path)}
@@ -141,29 +138,12 @@ def _file(path: Path) -> dict[str, Any]:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
 
 
-def _safetensors_header(path: Path) -> list[dict[str, Any]]:
-    """Read name, dtype and shape of every tensor.
-
-    The format is an unsigned 64-bit little-endian length, a JSON object of that length, then the data.
-    """
+def _stored_tensors(path: Path) -> list[dict[str, Any]]:
     if problem := plain_problem(path):
-        raise CheckpointError(f"{path}: {problem}; a model directory has {CONFIG} and {WEIGHTS}")
-    size = path.stat().st_size
-    with path.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        raw = stream.read(length) if 0 < length <= min(size - 8, _MAX_HEADER_BYTES) else b""
-    try:
-        header = json.loads(raw)
-        header.pop("__metadata__", None)
-        tensors = [
-            {"name": name, "dtype": t["dtype"], "shape": list(map(index, t["shape"]))} for name, t in header.items()
-        ]
-        end = 8 + length + max((t["data_offsets"][1] for t in header.values()), default=0)
-    except (ValueError, AttributeError, KeyError, TypeError, IndexError, RecursionError) as error:
-        raise CheckpointError(f"{path}: is not a safetensors file, or its header is cut off; copy it again") from error
-    if end != size:
-        raise CheckpointError(f"{path}: has {size} bytes, its header describes {end}; copy it again")
-    return tensors
+        raise CheckpointError(f"{path}: {problem}; a model directory has {CONFIG} and {MODEL_WEIGHTS}")
+    return [
+        {"name": name, "dtype": tensor.dtype, "shape": list(tensor.shape)} for name, tensor in read_header(path).items()
+    ]
 
 
 def _bundle_lines(found: Mapping[str, Any]) -> list[str]:

@@ -12,12 +12,13 @@ from typing import Any, Literal, Self, get_args
 
 import numpy as np
 
-from tfexport.bundle.bundle import TOKENIZER, check_weights, open_bundle
+from tfexport.bundle.bundle import check_weights, open_bundle
 from tfexport.decode.config import DecodeConfig
 from tfexport.decode.offline import decode
 from tfexport.decode.result import FinishReason, Hypothesis
 from tfexport.decode.stream import stream
 from tfexport.errors import ConfigError, InputError, TfexportError
+from tfexport.files.names import TOKENIZER
 from tfexport.runtime.open import open_session
 from tfexport.runtime.session import Floats, Session, pad_right
 from tfexport.spec import Backend, Device, Form, ModelSpec

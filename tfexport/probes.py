@@ -47,22 +47,22 @@ print(json.dumps({"devices": found}))
 # An engine for what the GPU is: built and loaded, which is what tells whether the library takes this GPU.
 _TRT = """
 import json, pathlib, sys
-from tfexport.config import EngineConfig
-from tfexport.trt.library import load_flavour
-from tfexport.trt.build.builder import build_plan
+from tfexport.trt.config import EngineConfig
+from tfexport.trt.library import load_library
+from tfexport.trt.build.builder import build_engine
+from tfexport.trt.build.network import Graph, parse_graph
+from tfexport.trt.build.options import resolve_options
 from tfexport.errors import TfexportError
 
 found = {"gpu": ""}
 try:
-    flavour = load_flavour(sys.argv[2])
-    log = flavour.logger()
-    runtime = flavour.runtime(log)
-    capabilities = flavour.choose_compute_capabilities(()) if flavour.builds_without_gpu else ()
-    plan = build_plan(
-        flavour, "probe", bytes.fromhex(sys.argv[1]), pathlib.Path("probe.onnx"), (), EngineConfig(), capabilities
-    )
-    if runtime.deserialize_cuda_engine(plan.data) is None:
-        found["gpu"] = f"{flavour.target} {flavour.version} refuses an engine on this GPU: {log.reason()}"
+    library = load_library(sys.argv[2])
+    log = library.listen()
+    runtime = library.runtime(log)
+    graph = Graph("probe", bytes.fromhex(sys.argv[1]), pathlib.Path("probe.onnx"))
+    engine = build_engine(parse_graph(library, graph), (), resolve_options(library, EngineConfig(), None))
+    if runtime.deserialize_cuda_engine(engine.data) is None:
+        found["gpu"] = f"{library.target} {library.version} refuses an engine on this GPU: {log.reason()}"
 except TfexportError as error:
     found["gpu"] = str(error)
 print(json.dumps({"devices": found}))

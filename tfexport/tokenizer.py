@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tfexport.errors import BackendError, BundleError, InputError, raise_all
+from tfexport.install import extra_command
 from tfexport.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class Tokenizer:
         try:
             import tokenizers
         except ImportError as error:
-            raise BackendError("the package tokenizers is not installed; run: pip install tokenizers") from error
+            raise BackendError(f"the package tokenizers is not installed; {extra_command('')}") from error
         raw = _read(path)
         try:
             text = raw.decode("utf-8")

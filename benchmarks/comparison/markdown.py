@@ -6,10 +6,11 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from comparison.contestants import counted
-from comparison.summary import fastest, means, pairs
+from comparison.result import fastest, means, pairs
+from comparison.systems import REVISION, counted, thread_settings
 
-MAIN_PEER = "ctranslate2"
+# Peers that are compared cell by cell, with their names in headings.
+MAIN_PEERS = {"ctranslate2": "CTranslate2", REVISION: "the other revision"}
 # In fp32 the same weights should say the same, but for ties.
 ALMOST_ALL = 0.9
 
@@ -23,24 +24,13 @@ def render(result: Record) -> str:
         result: document of `comparison.result.Result`.
     """
     everything = pairs(result)
-    main = [pair for pair in everything if pair["peer"] == MAIN_PEER]
-    others = [pair for pair in everything if pair["peer"] != MAIN_PEER]
+    main = {peer: [pair for pair in everything if pair["peer"] == peer] for peer in MAIN_PEERS}
+    others = [pair for pair in everything if pair["peer"] not in MAIN_PEERS]
     sections = [
         _head(result),
-        _grid(
-            "Ratio to CTranslate2",
-            "Its time over ours, above 1 where tfexport is faster. int4 meets its int8, other precisions the same.",
-            main,
-            lambda pair: _ratio(pair["ratio"]),
-        ),
-        _means(result),
+        *(section for peer, found in main.items() for section in (_ratios(peer, found), _means(result, peer))),
         _below(everything),
-        _grid(
-            "Tokens a second",
-            "tfexport / CTranslate2, which runs with the number of threads that is faster for it.",
-            main,
-            lambda pair: f"{pair['ours']['tokens_per_second']:,.0f} / {pair['theirs']['tokens_per_second']:,.0f}",
-        ),
+        *(_speeds(peer, found) for peer, found in main.items()),
         _others(others),
         _outputs(result),
         _loads(result),
@@ -63,10 +53,11 @@ def _head(result: Record) -> str:
         for system, versions in by_system.items()
     )
     rounds = result["options"].get("rounds", "?")
+    tokens = " or ".join(map(str, sorted({cell["setting"]["target_length"] for cell in result["cells"]})))
     return (
         f"{about['cpu']}, {about['threads']} of {about['cores']} cores, {about['system']}, {about['date'][:10]}; "
         f"{listed}; revision {result['revision'][:12] or 'unknown'}{'+' * result['revision'].endswith('+')}; "
-        f"{rounds} rounds, {result['options'].get('target_length', '?')} tokens decoded for each source."
+        f"{rounds} rounds, {tokens} tokens decoded for each source."
     )
 
 
@@ -84,14 +75,34 @@ def _grid(title: str, text: str, found: Sequence[Record], cell: Callable[[Record
     return _section(title, text, _table(head, body))
 
 
+def _ratios(peer: str, found: Sequence[Record]) -> str:
+    text = "Its time over ours, above 1 where tfexport is faster. int4 meets its int8, other precisions the same."
+    return _grid(f"Ratio to {MAIN_PEERS[peer]}", text, found, lambda pair: _ratio(pair["ratio"]))
+
+
+def _speeds(peer: str, found: Sequence[Record]) -> str:
+    threads = ", which runs with the number of threads that is faster for it" * _has_thread_settings(peer)
+    return _grid(
+        "Tokens a second",
+        f"tfexport / {MAIN_PEERS[peer]}{threads}.",
+        found,
+        lambda pair: f"{pair['ours']['tokens_per_second']:,.0f} / {pair['theirs']['tokens_per_second']:,.0f}",
+    )
+
+
+def _has_thread_settings(peer: str) -> bool:
+    return len(thread_settings(peer, cores=2)) > 1
+
+
 def _ratio(value: float) -> str:
     return f"**{value:.2f}**" if value < 1 else f"{value:.2f}"
 
 
-def _means(result: Record) -> str:
-    found = means(result, MAIN_PEER)
+def _means(result: Record, peer: str) -> str:
+    found = means(result, peer)
     rows = [[name, f"{value:.2f}", str(count)] for name, (value, count) in found.items()]
-    return _section("Geometric means over CTranslate2", "", _table(["cells", "ratio", "number"], rows)) if rows else ""
+    table = _table(["cells", "ratio", "number"], rows)
+    return _section(f"Geometric means over {MAIN_PEERS[peer]}", "", table) if rows else ""
 
 
 def _below(found: Sequence[Record]) -> str:
@@ -115,7 +126,7 @@ def _below(found: Sequence[Record]) -> str:
 
 
 def _peer(pair: Record) -> str:
-    threads = f", {counted(pair['peer_threads'])}" if pair["peer"] == MAIN_PEER else ""
+    threads = f", {counted(pair['peer_threads'])}" if _has_thread_settings(pair["peer"]) else ""
     return f"{pair['peer']} {pair['peer_precision']}{threads}"
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
-from comparison.markdown import MAIN_PEER, decoding
-from comparison.summary import pairs
+from comparison.markdown import MAIN_PEERS, decoding
+from comparison.result import pairs
 
 WIDTH, PITCH, TOP, BOTTOM = 760, 24, 62, 40
 LEFT, RIGHT = 150, 24
@@ -98,9 +98,9 @@ def draw(result: Mapping[str, Any]) -> str:
 def _rows(found: Sequence[Mapping[str, Any]], batches: list[int], sources: list[int]) -> list[Row]:
     """Group the ratios: by model beside CTranslate2, then by system."""
     groups: dict[str, dict[str, Row]] = {}
-    for pair in sorted(found, key=lambda pair: pair["peer"] != MAIN_PEER):
-        is_main = pair["peer"] == MAIN_PEER
-        heading = f"{pair['model']}, beside CTranslate2" if is_main else f"{pair['peer']}, fp32"
+    for pair in sorted(found, key=lambda pair: pair["peer"] not in MAIN_PEERS):
+        is_main = pair["peer"] in MAIN_PEERS
+        heading = f"{pair['model']}, beside {MAIN_PEERS[pair['peer']]}" if is_main else f"{pair['peer']}, fp32"
         label = f"{pair['precision'] if is_main else pair['model']} {decoding(pair)}"
         text = (
             f"{pair['model']} {pair['precision']} {decoding(pair)}, source {pair['source_length']}, batch "

@@ -1,18 +1,18 @@
-"""The result as a file: written after every cell, so that a run that ends early loses nothing."""
+"""The result as a file, written after every cell, and what its times say: ratios and their geometric means."""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from comparison.contestants import Contestant
-from comparison.process import BENCHMARKS
-from comparison.settings import Setting
+from comparison.processes import BENCHMARKS
+from comparison.systems import OURS, PRECISIONS, Setting, Variant
 from tfexport.bench.machine import environment
+from tfexport.bench.timing import geometric_mean, ratio
 from tfexport.errors import BenchError
 
 SCHEMA = "tfexport.side_by_side/1"
@@ -63,22 +63,22 @@ class Result:
     def add(
         self,
         cell: Mapping[str, Any],
-        loads: Mapping[Contestant, Mapping[str, Any]],
-        failures: Mapping[Contestant, str],
+        loads: Mapping[Variant, Mapping[str, Any]],
+        failures: Mapping[Variant, str],
     ) -> None:
         """Add a cell, what is new of loads and failures, and write the file.
 
         Args:
-            cell: see `comparison.turns.measure`.
-            loads: see `comparison.pool.Pool`.
-            failures: why a contestant has no place in the cell.
+            cell: see `comparison.rounds.measure`.
+            loads: see `comparison.processes.WorkerPool`.
+            failures: why a variant has no place in the cell.
         """
         model = cell["setting"]["model"]
         self.document["cells"].append(cell)
-        for contestant, load in loads.items():
-            self._keep("loads", {"model": model, **contestant.to_dict()}, load)
-        for contestant, reason in failures.items():
-            about = {"model": model, "is_quantised": cell["setting"]["is_quantised"], **contestant.to_dict()}
+        for variant, load in loads.items():
+            self._keep("loads", {"model": model, **variant.to_dict()}, load)
+        for variant, reason in failures.items():
+            about = {"model": model, "is_quantised": cell["setting"]["is_quantised"], **variant.to_dict()}
             self._keep("not_measured", about, {"reason": reason})
         self.write()
 
@@ -137,3 +137,80 @@ def _revision() -> str:
 
     changed = git("status", "--porcelain", "--untracked-files=no")
     return git("rev-parse", "HEAD") + ("+" if changed else "")
+
+
+def ratios(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Compare ours in each precision with each peer, at the peer's fastest number of threads.
+
+    Args:
+        runs: of one setting, each with `system`, `precision`, `threads`, `median_s` and `seconds`, one list of calls
+            for each turn.
+
+    Returns:
+        For each pair `ratio`, the median over rounds of the peer's time over ours in the same round, above 1 where
+        ours is faster; `low` and `high` of the rounds; who was compared. A peer without rounds is left out.
+    """
+    found = []
+    for ours in (run for run in runs if run["system"] == OURS):
+        for peer in fastest(run for run in runs if run["system"] != OURS and run["seconds"]):
+            over_rounds = ratio(peer["seconds"], ours["seconds"])
+            found.append(
+                {
+                    "precision": ours["precision"],
+                    "peer": peer["system"],
+                    "peer_precision": peer["precision"],
+                    "peer_threads": peer["threads"],
+                    "ratio": over_rounds.median,
+                    "low": over_rounds.low,
+                    "high": over_rounds.high,
+                }
+            )
+    return found
+
+
+def fastest(runs: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Keep of each system and precision the number of threads with the lowest median."""
+    best: dict[tuple[str, str], Mapping[str, Any]] = {}
+    for run in runs:
+        key = run["system"], run["precision"]
+        if key not in best or run["median_s"] < best[key]["median_s"]:
+            best[key] = run
+    return list(best.values())
+
+
+def pairs(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return every ratio of a result as one flat record: its setting, the ratio, and the runs `ours` and `theirs`.
+
+    They are in the order of tables: models as measured, then precisions, decoding and sizes.
+    """
+    found = []
+    for cell in result["cells"]:
+        runs = {(run["system"], run["precision"], run["threads"]): run for run in cell["runs"]}
+        for compared in cell["ratios"]:
+            ours = runs[OURS, compared["precision"], None]
+            peer = runs[compared["peer"], compared["peer_precision"], compared["peer_threads"]]
+            found.append({**cell["setting"], **compared, "ours": ours, "theirs": peer})
+    models = list(dict.fromkeys(pair["model"] for pair in found))
+    return sorted(
+        found,
+        key=lambda pair: (
+            models.index(pair["model"]),
+            PRECISIONS.index(pair["precision"]),
+            *(pair[name] for name in ("num_beams", "source_length", "batch_size")),
+        ),
+    )
+
+
+def means(result: Mapping[str, Any], peer: str) -> dict[str, tuple[float, int]]:
+    """Return geometric means over a peer, with how many cells each has: by precision and decoding, and overall."""
+    groups: dict[str, list[float]] = {}
+    for pair in pairs(result):
+        if pair["peer"] == peer:
+            decoding = "greedy" if pair["num_beams"] == 1 else f"beam {pair['num_beams']}"
+            same = pair["precision"] == pair["peer_precision"]
+            names = [f"{pair['precision']} {decoding}", *([decoding, "all"] if same else [])]
+            if pair["precision"] == "int4" and pair["batch_size"] == 1:
+                names.append("int4 at batch 1")
+            for name in names:
+                groups.setdefault(name, []).append(pair["ratio"])
+    return {name: (geometric_mean(values), len(values)) for name, values in groups.items()}

@@ -8,17 +8,15 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from comparison.contestants import Contestant, contestants, counted
-from comparison.pool import Pool
 from comparison.result import Result
-from comparison.settings import Setting
-from comparison.turns import measure
-from comparison.workshop import Workshop
+from comparison.rounds import WorkerPool, measure
+from comparison.systems import Setting, Variant, counted, taking_part
+from comparison.weights import ConvertedWeights
 
 
 @dataclass(frozen=True, kw_only=True)
-class Field:
-    """Who competes.
+class Selection:
+    """Who takes part, and how often.
 
     Attributes:
         peers: names of systems.
@@ -34,16 +32,20 @@ class Field:
 
 
 def compare(
-    settings: Sequence[Setting], field: Field, workshop: Workshop, result: Result, say: Callable[[str], None]
+    settings: Sequence[Setting],
+    selection: Selection,
+    weights: ConvertedWeights,
+    result: Result,
+    report: Callable[[str], None],
 ) -> None:
     """Measure every setting that the result does not have yet, and write it there.
 
     Args:
         settings: those of one model and kind stand together.
-        field: who competes.
-        workshop: makes what they load.
+        selection: who takes part.
+        weights: makes what they load.
         result: grows.
-        say: called with lines for a reader.
+        report: told what happens, a line at a time.
 
     Raises:
         BenchError: our own fp32 bundle could not be made or failed.
@@ -52,26 +54,26 @@ def compare(
     missing = [setting for setting in settings if not result.has(setting)]
     clock = _Clock(missing)
     if len(missing) < len(settings):
-        say(f"{len(settings) - len(missing)} of {len(settings)} settings are measured already")
+        report(f"{len(settings) - len(missing)} of {len(settings)} settings are measured already")
     for (model, _), group in groupby(missing, lambda setting: (setting.model, setting.is_quantised)):
-        pool = Pool(workshop, model)
-        vocab = workshop.vocab(model)
-        known: set[Contestant] = set()
+        pool = WorkerPool(weights, model)
+        vocab = weights.vocab(model)
+        known: set[Variant] = set()
         try:
             for setting in group:
-                entrants = contestants(
+                variants = taking_part(
                     setting,
-                    peers=field.peers,
-                    precisions=field.precisions,
+                    peers=selection.peers,
+                    precisions=selection.precisions,
                     shortest_source=shortest,
-                    cores=field.cores,
+                    cores=selection.cores,
                 )
-                cell, failures = measure(setting, entrants, pool, vocab=vocab, rounds=field.rounds)
+                cell, failures = measure(setting, variants, pool, vocab=vocab, rounds=selection.rounds)
                 result.add(cell, pool.loads, failures)
-                for contestant in failures.keys() - known:
-                    say(f"not measured: {failures[contestant]}")
+                for variant in failures.keys() - known:
+                    report(f"not measured: {failures[variant]}")
                 known |= failures.keys()
-                say(f"{clock.tick(setting)} {setting}: {_headline(cell)}")
+                report(f"{clock.tick(setting)} {setting}: {_headline(cell)}")
         finally:
             pool.close()
 

@@ -70,8 +70,8 @@ class Job:
 
         The first part that asks for it builds it. `more` are further fields of its configuration.
         """
-        from tfexport.build import build_engines, open_recipe
-        from tfexport.trt.artifact.manifest import engine_key
+        from tfexport.build import build_engines, resolve_build
+        from tfexport.trt.config import engine_key
 
         what = " ".join(part for part in ("build", bundle.name, form or "encoder", precision, spell(more)) if part)
         if target == "tensorrt":
@@ -81,7 +81,7 @@ class Job:
         config = EngineConfig(target=target, form=form, precision=precision, **more)
         found: list[str] = []
         with self.check(what) as numbers:
-            key = engine_key(open_recipe(bundle, config).config)
+            key = engine_key(resolve_build(bundle, config).config)
             if not (bundle / ENGINES / key).exists():
                 build_engines(bundle, config, report=lambda line: print(line, flush=True))
             numbers["MiB"] = round(sum(f.stat().st_size for f in (bundle / ENGINES / key).glob("*.plan")) / 2**20, 1)

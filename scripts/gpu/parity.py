@@ -31,11 +31,10 @@ TRIED: tuple[tuple[Form, Precision], ...] = (
     ("concat", "fp16"),
     ("concat", "bf16"),
 )
-# Engines whose weights are narrower than the bundle's, and one that takes them from the bundle when it is loaded.
+# Engines whose weights are narrower than the bundle's.
 WEIGHTS: tuple[tuple[Precision, dict[str, Any]], ...] = (
     ("fp16", {"weights": "int8"}),
     ("fp16", {"weights": "int4"}),
-    ("fp32", {"strip_weights": True}),
 )
 TEXTS = ["Dienstag, 3. März 2026", "15 de septiembre de 2001", "le 14 juillet 1989", "2026年3月3日火曜日"]
 
@@ -71,13 +70,13 @@ def library_takes(plan: bytes) -> str:
     Raises:
         EngineError: it refuses, in its own words.
     """
-    from tfexport.trt.library import load_flavour
+    from tfexport.trt.library import load_library
 
-    flavour = load_flavour("tensorrt-rtx")
-    log = flavour.logger()
-    runtime = flavour.runtime(log)
+    library = load_library("tensorrt-rtx")
+    log = library.listen()
+    runtime = library.runtime(log)
     validity, diagnostics = runtime.get_engine_validity(plan)
-    said = f"{flavour.version}: validity {validity}, diagnostics {diagnostics}"
+    said = f"{library.version}: validity {validity}, diagnostics {diagnostics}"
     if runtime.deserialize_cuda_engine(plan) is None:
         raise EngineError(f"{said}; {' | '.join(log.lines()) or 'nothing in the log'}")
     return said
@@ -182,7 +181,7 @@ def sessions(job: Job, target: Target) -> None:
         engine, cuda = load_engine(bundle, name), Cuda()
         limits = engine.manifest.limits
         opened = [
-            TrtSession(engine.plans, bundle.manifest.spec, "static", limits, engine.flavour, cuda) for _ in range(2)
+            TrtSession(engine.plans, bundle.manifest.spec, "static", limits, engine.library, cuda) for _ in range(2)
         ]
         together(opened)
         numbers["device MiB"] = ", ".join(str(session.memory_bytes() // 2**20) for session in opened)

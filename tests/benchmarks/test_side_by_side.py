@@ -1,4 +1,4 @@
-"""The comparison with other systems: turns and ratios, what is missing or dies, resuming, weights, the report."""
+"""The comparison with other systems: rounds and ratios, what is missing or dies, resuming, weights, the report."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from click.testing import CliRunner
 import tfexport
 from tests.conftest import DATES, ROOT
 from tests.tiny import batch, config, randomise
+from tfexport.bench.timing import Effort
 from tfexport.errors import BenchError
 from tfexport.models.directory import save_model
 from tfexport.models.presets import preset
@@ -30,22 +31,28 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import report
 import side_by_side
 import soak
-from comparison import contestants as who
-from comparison import markdown, picture, pool, result, settings, summary, turns
-from comparison.contestants import OURS, PEERS, PRECISIONS, SYSTEMS, Contestant, System, contestants
-from comparison.marian_model import write_marian
-from comparison.run import Field, compare
-from comparison.settings import Setting, matrix
-from comparison.workers import protocol
-from comparison.workshop import Workshop
+from comparison import markdown, picture, result, rounds, systems
+from comparison.converters import Canonical, write_ctranslate2, write_marian
+from comparison.run import Selection, compare
+from comparison.systems import (
+    FOREIGN,
+    OURS,
+    PRECISIONS,
+    REVISION,
+    SYSTEMS,
+    Setting,
+    System,
+    Variant,
+    matrix,
+    taking_part,
+)
+from comparison.weights import ConvertedWeights
 
 SMALL = Setting(model="dates", is_quantised=False, source_length=6, batch_size=2, num_beams=1, target_length=5)
 # A system of the standard library alone, whose words and misfortunes the name of its weights' folder chooses.
 SCRIPTED = """
 import os, sys, time
 from comparison.workers import protocol
-
-protocol.TURN_S = 0.001
 
 class Scripted(protocol.System):
     libraries = ("click",)
@@ -78,12 +85,13 @@ protocol.serve(Scripted())
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "PAUSE_S", 0.0)
-    monkeypatch.setattr(pool, "STARTS", 2)
+    monkeypatch.setattr(rounds, "PAUSE_S", 0.0)
+    monkeypatch.setattr(rounds, "TURN", Effort(least_runs=3))
+    monkeypatch.setattr(rounds, "STARTS", 2)
 
 
 @pytest.fixture
-def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workshop:
+def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ConvertedWeights:
     """Scripted systems, ours among them; the folder of ours is there already."""
     (tmp_path / "scripted.py").write_text(SCRIPTED, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -100,16 +108,19 @@ def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workshop:
         weights.mkdir(parents=True)
         (weights / "config.json").write_text('{"source_vocab": 40}', encoding="utf-8")
         (tmp_path / model / "bundle-fp32").mkdir()
-    return Workshop(tmp_path, {OURS: Path(sys.executable), "absent": tmp_path / "nowhere" / "python"})
+    nowhere = tmp_path / "nowhere" / "python"
+    return ConvertedWeights(tmp_path, {OURS: Path(sys.executable), "absent": nowhere, REVISION: nowhere})
 
 
-def field(*peers: str, rounds: int = 4) -> Field:
-    return Field(peers=peers, precisions=["fp32"], cores=2, rounds=rounds)
+def selection(*peers: str, rounds: int = 4) -> Selection:
+    return Selection(peers=peers, precisions=["fp32"], cores=2, rounds=rounds)
 
 
-def run(workshop: Workshop, path: Path, peers: Sequence[str], sizes: Sequence[Setting] = (SMALL,)) -> dict[str, Any]:
+def run(
+    weights: ConvertedWeights, path: Path, peers: Sequence[str], sizes: Sequence[Setting] = (SMALL,)
+) -> dict[str, Any]:
     found = result.Result(path, {}, resume=False)
-    compare(sizes, field(*peers), workshop, found, lambda line: None)
+    compare(sizes, selection(*peers), weights, found, lambda line: None)
     document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     assert document == found.document
     return document
@@ -119,19 +130,21 @@ def reasons(document: dict[str, Any]) -> dict[str, str]:
     return {row["system"]: row["reason"] for row in document["not_measured"]}
 
 
-def test_a_bundle_beside_itself(dates_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real worker: outputs are those of the library, both take turns, and starting is measured."""
-    monkeypatch.setattr(pool, "STARTS", 1)
-    monkeypatch.setitem(SYSTEMS, "twin", SYSTEMS[OURS])
+def test_a_bundle_beside_that_of_another_revision(
+    dates_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real worker: outputs are those of the library, each has its turn in every round, and starting is measured."""
+    monkeypatch.setattr(rounds, "STARTS", 1)
     (tmp_path / "work" / "dates").mkdir(parents=True)
     (tmp_path / "work" / "dates" / "weights").symlink_to(DATES)
-    (tmp_path / "work" / "dates" / "bundle-fp32").symlink_to(dates_bundle)
-    workshop = Workshop(tmp_path / "work", {OURS: Path(sys.executable)})
-    document = run(workshop, tmp_path / "found.json", ["twin"])
+    for files in ("bundle-fp32", "revision-fp32"):
+        (tmp_path / "work" / "dates" / files).symlink_to(dates_bundle)
+    weights = ConvertedWeights(tmp_path / "work", dict.fromkeys((OURS, REVISION), Path(sys.executable)))
+    document = run(weights, tmp_path / "found.json", [REVISION])
     (cell,) = document["cells"]
     assert [(run["system"], run["equal"], run["equal_prefix"]) for run in cell["runs"]] == [
         (OURS, 1.0, 1.0),
-        ("twin", 1.0, 1.0),
+        (REVISION, 1.0, 1.0),
     ]
     assert all(len(run["seconds"]) == 4 and min(map(len, run["seconds"])) >= 1 for run in cell["runs"])
     (ratio,) = cell["ratios"]
@@ -140,11 +153,12 @@ def test_a_bundle_beside_itself(dates_bundle: Path, tmp_path: Path, monkeypatch:
         assert load["load_s"][0] > 0
         assert 20e6 < load["peak_bytes"][0] < 2e9
         assert load["versions"]["onnxruntime"]
+    assert "### Ratio to the other revision" in markdown.render(document)
     assert document["environment"]["cpu"]
     assert document["schema"] == "tfexport.side_by_side/1"
 
 
-def test_outputs_are_compared_and_all_have_their_turns(scripted: Workshop, tmp_path: Path) -> None:
+def test_outputs_are_compared_and_all_have_their_turns(scripted: ConvertedWeights, tmp_path: Path) -> None:
     document = run(scripted, tmp_path / "found.json", ["same", "other", "slow"])
     runs = {run["system"]: run for run in document["cells"][0]["runs"]}
     assert {name: (run["equal"], run["equal_prefix"]) for name, run in runs.items()} == {
@@ -166,13 +180,14 @@ def test_outputs_are_compared_and_all_have_their_turns(scripted: Workshop, tmp_p
     ("peer", "reason"),
     [
         ("absent", r"absent fp32: no Python at .*nowhere/python \(.*\); run benchmarks/environments or give --python"),
+        (REVISION, r"revision fp32: tfexport onnx: no Python at .*nowhere/python \(.*\); give --python"),
         ("bare", r"bare fp32: the process ended with exit code 1 during convert \(.*No module named .*nothing.*\)"),
         ("mortal", r"mortal fp32: the process ended with exit code 3 during call \(last words\)"),
         ("unwilling", r"unwilling fp32: convert failed: ValueError: cannot convert"),
     ],
 )
 def test_who_cannot_take_part_is_listed_with_the_reason(
-    peer: str, reason: str, scripted: Workshop, tmp_path: Path
+    peer: str, reason: str, scripted: ConvertedWeights, tmp_path: Path
 ) -> None:
     larger = replace(SMALL, batch_size=3)
     document = run(scripted, tmp_path / "found.json", [peer, "same"], [SMALL, larger])
@@ -183,7 +198,7 @@ def test_who_cannot_take_part_is_listed_with_the_reason(
     assert reasons(document)[peer] in markdown.render(document)
 
 
-def test_when_our_own_fails_what_was_measured_stays(scripted: Workshop, tmp_path: Path) -> None:
+def test_when_our_own_fails_what_was_measured_stays(scripted: ConvertedWeights, tmp_path: Path) -> None:
     (tmp_path / "dates" / "bundle-fp32").rename(tmp_path / "mortal")
     (tmp_path / "dates" / "bundle-fp32").symlink_to(tmp_path / "mortal")
     with pytest.raises(BenchError, match=r"tfexport fp32: the process ended with exit code 3 during call"):
@@ -192,12 +207,12 @@ def test_when_our_own_fails_what_was_measured_stays(scripted: Workshop, tmp_path
     assert [cell["setting"]["batch_size"] for cell in document["cells"]] == [1]
 
 
-def test_a_run_is_resumed_where_it_ended(scripted: Workshop, tmp_path: Path) -> None:
+def test_a_run_is_resumed_where_it_ended(scripted: ConvertedWeights, tmp_path: Path) -> None:
     path, larger = tmp_path / "found.json", replace(SMALL, batch_size=3)
     before = run(scripted, path, ["same"])
     lines: list[str] = []
     found = result.Result(path, {}, resume=True)
-    compare([SMALL, larger], field("same"), scripted, found, lines.append)
+    compare([SMALL, larger], selection("same"), scripted, found, lines.append)
     after = result.read(path)
     assert after["cells"][0] == before["cells"][0]
     assert [cell["setting"]["batch_size"] for cell in after["cells"]] == [2, 3]
@@ -206,7 +221,7 @@ def test_a_run_is_resumed_where_it_ended(scripted: Workshop, tmp_path: Path) -> 
     assert [load["system"] for load in after["loads"]] == [OURS, "same"]
 
 
-def test_what_cannot_be_resumed_is_refused(scripted: Workshop, tmp_path: Path) -> None:
+def test_what_cannot_be_resumed_is_refused(scripted: ConvertedWeights, tmp_path: Path) -> None:
     path = tmp_path / "found.json"
     run(scripted, path, ["same"])
     with pytest.raises(BenchError, match=r"is there already; go on with it by --resume, or choose another --output"):
@@ -222,19 +237,6 @@ def test_what_cannot_be_resumed_is_refused(scripted: Workshop, tmp_path: Path) -
             result.Result(path, {}, resume=True)
     with pytest.raises(BenchError, match="No such file"):
         result.read(tmp_path / "missing.json")
-
-
-def test_quick_calls_are_repeated_and_slow_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    times: list[float] = []
-    monkeypatch.setattr(protocol, "clock", lambda call: (times.pop(0), None))
-    server = protocol.Server(None)  # type: ignore[arg-type]
-    server.timed = lambda: None
-    times[:] = [0.9]
-    assert server.time() == {"seconds": [0.9]}
-    times[:] = [0.4, 0.15, 0.15, 0.15]
-    assert server.time() == {"seconds": [0.15, 0.15, 0.15]}
-    times[:] = [0.03, *[0.05] * 4]
-    assert server.time() == {"seconds": [0.05] * 4}
 
 
 def timed(system: str, precision: str, threads: int | None, *turn_seconds: Sequence[float]) -> dict[str, Any]:
@@ -257,44 +259,43 @@ def test_a_ratio_is_the_median_over_rounds_of_the_faster_thread_setting() -> Non
         timed("ctranslate2", "int8", 2, [9.0], [9.0], [9.0]),
         timed("ctranslate2", "int8", 4),
     ]
-    int8, int4 = summary.ratios(runs)
+    int8, int4 = result.ratios(runs)
     assert (int8["precision"], int8["peer_threads"], int8["ratio"], int8["low"], int8["high"]) == (
         "int8", 1, 2.0, 1.0, 3.0,
     )  # fmt: skip
     assert (int4["precision"], int4["peer_precision"], int4["ratio"], int4["high"]) == ("int4", "int8", 4.0, 6.0)
-    assert summary.geometric_mean([0.5, 2.0, 8.0]) == pytest.approx(2.0)
 
 
 def test_a_long_call_is_its_own_warm_up_unless_the_system_is_slow(
-    scripted: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    scripted: ConvertedWeights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for limit, expected in ((0.0, {OURS: 1, "same": 1, "slow": 3}), (2.0, {OURS: 3, "same": 3, "slow": 3})):
-        monkeypatch.setattr(turns, "LONG_CALL_S", limit)
+        monkeypatch.setattr(rounds, "LONG_CALL_S", limit)
         (cell,) = run(scripted, tmp_path / f"{limit}.json", ["same", "slow"])["cells"]
         assert {run["system"]: len(run["warm_up_s"]) for run in cell["runs"]} == expected
 
 
 def test_a_clearly_slower_thread_setting_takes_no_part_in_the_rounds() -> None:
-    quick, slow, close = (Contestant(system="ctranslate2", threads=n) for n in (1, 2, 3))
-    ours = Contestant(system=OURS)
-    runs = {entrant: {"warm_up_s": [s]} for entrant, s in ((ours, 9.0), (quick, 1.0), (slow, 1.6), (close, 1.4))}
-    assert turns._taking_part(runs, 6) == [ours, quick, close]
+    quick, slow, close = (Variant(system="ctranslate2", threads=n) for n in (1, 2, 3))
+    ours = Variant(system=OURS)
+    runs = {variant: {"warm_up_s": [s]} for variant, s in ((ours, 9.0), (quick, 1.0), (slow, 1.6), (close, 1.4))}
+    assert rounds._taking_part(runs, 6) == [ours, quick, close]
 
 
 def test_outputs_agree_up_to_the_first_token_that_differs() -> None:
-    assert turns.agreement([[1, 2, 3], [1, 9, 3]], [[1, 2, 3], [1, 2, 3]]) == {
+    assert rounds.agreement([[1, 2, 3], [1, 9, 3]], [[1, 2, 3], [1, 2, 3]]) == {
         "equal": 0.5,
         "equal_prefix": pytest.approx(4 / 6),
     }
 
 
 def test_who_takes_part() -> None:
-    def names(found: Sequence[Contestant]) -> list[str]:
-        return [str(contestant) for contestant in found]
+    def names(found: Sequence[Variant]) -> list[str]:
+        return [str(variant) for variant in found]
 
-    everyone = {"peers": PEERS, "precisions": PRECISIONS, "shortest_source": 32, "cores": 2}
+    everyone = {"peers": FOREIGN, "precisions": PRECISIONS, "shortest_source": 32, "cores": 2}
     short = Setting(model="tiny", is_quantised=False, source_length=32, batch_size=1, num_beams=1)
-    assert names(contestants(short, **everyone)) == [
+    assert names(taking_part(short, **everyone)) == [
         "tfexport fp32",
         "ctranslate2 fp32, 1 thread",
         "ctranslate2 fp32, 2 threads",
@@ -302,26 +303,32 @@ def test_who_takes_part() -> None:
         "torch.compile fp32, 2 threads",
         "optimum-onnx fp32",
     ]
-    assert len(contestants(replace(short, source_length=128), **everyone)) == 3
-    assert names(contestants(replace(short, is_quantised=True, batch_size=8), **everyone)) == [
+    assert len(taking_part(replace(short, source_length=128), **everyone)) == 3
+    assert names(taking_part(replace(short, is_quantised=True, batch_size=8), **everyone)) == [
         "tfexport int8, throughput",
         "tfexport int4, latency",
         "ctranslate2 int8, 1 thread",
         "ctranslate2 int8, 2 threads",
     ]
-    only_int4 = contestants(replace(short, is_quantised=True), **{**everyone, "precisions": ["int4"], "cores": 1})
+    assert names(taking_part(replace(short, is_quantised=True), **{**everyone, "peers": [REVISION]})) == [
+        "tfexport int8, latency",
+        "tfexport int4, latency",
+        "revision int8, latency",
+    ]
+    only_int4 = taking_part(replace(short, is_quantised=True), **{**everyone, "precisions": ["int4"], "cores": 1})
     assert names(only_int4) == ["tfexport int4, latency", "ctranslate2 int8, 1 thread"]
 
 
 def test_the_matrix_is_every_combination_and_its_sources_are_fixed() -> None:
     found = matrix(["tiny", "paper-base"], [False, True], [32, 128], [1, 8, 32], [1, 4])
     assert len(set(found)) == 48
+    assert [setting.target_length for setting in matrix(["dates"], [False], [32], [1], [1])] == [16]
     assert [setting.is_quantised for setting in found] == [False] * 12 + [True] * 12 + [False] * 12 + [True] * 12
     sources = found[-1].sources(32_000)
     assert sources == found[-1].sources(32_000)
     assert (len(sources), len(sources[0])) == (32, 128)
     assert min(map(min, sources)) >= 4
-    assert found[-1].target_length == settings.TARGET_LENGTH == 64
+    assert found[-1].target_length == systems.TARGET_LENGTH == 64
 
 
 @pytest.mark.parametrize("name", ["tiny", "tied"])
@@ -343,8 +350,6 @@ def test_a_marian_model_computes_the_same(name: str, tmp_path: Path) -> None:
 
 def test_a_ctranslate2_model_says_the_same(tmp_path: Path) -> None:
     ctranslate2 = pytest.importorskip("ctranslate2", reason="CTranslate2 is not installed")
-    from comparison.ctranslate2_model import write_ctranslate2
-
     ours = Transformer(replace(config(), embedding_scale=math.sqrt(32), tokens=preset("tiny").tokens)).eval()
     randomise(ours)
     save_model(ours, tmp_path / "model")
@@ -364,8 +369,6 @@ def test_a_ctranslate2_model_says_the_same(tmp_path: Path) -> None:
 
 
 def test_a_model_that_not_all_compute_alike_is_refused(tmp_path: Path) -> None:
-    from comparison.canonical import Canonical
-
     with pytest.raises(ValueError, match=r"encoder: .*; expected the post-norm transformer of the paper"):
         Canonical.read(DATES)
 
@@ -388,9 +391,9 @@ def recorded() -> dict[str, Any]:
         setting = Setting(
             model="tiny", is_quantised=precision != "fp32", source_length=32, batch_size=batch_size, num_beams=num_beams
         )
-        cells.append({"setting": setting.to_dict(), "runs": runs, "ratios": summary.ratios(runs)})
+        cells.append({"setting": setting.to_dict(), "runs": runs, "ratios": result.ratios(runs)})
     load = {"import_s": [0.1], "load_s": [0.2, 0.3, 0.4], "first_call_s": [0.5], "peak_bytes": [7e7]}
-    about = {"model": "tiny", "is_quantised": False, **Contestant(system="optimum-onnx").to_dict()}
+    about = {"model": "tiny", "is_quantised": False, **Variant(system="optimum-onnx").to_dict()}
     versions = {"tfexport": "0.1", "onnxruntime": "1.31"}
     return {
         "schema": result.SCHEMA,
@@ -398,7 +401,7 @@ def recorded() -> dict[str, Any]:
         "revision": "0123456789abcdef+",
         "options": {"rounds": 2, "target_length": 64},
         "cells": cells,
-        "loads": [{"model": "tiny", **Contestant(system=OURS).to_dict(), **load, "versions": versions}],
+        "loads": [{"model": "tiny", **Variant(system=OURS).to_dict(), **load, "versions": versions}],
         "not_measured": [{**about, "reason": "optimum-onnx fp32: no Python | at all"}],
     }
 
@@ -415,6 +418,7 @@ def test_the_report_says_what_the_result_does(tmp_path: Path) -> None:
         "| tiny | int4 | greedy | 8.00 |  |",
         "| fp32 greedy | 1.00 | 2 |",
         "| greedy | 1.59 | 3 |",  # the cube root of 2 · 0.5 · 4
+        "| all | 1.86 | 4 |",
         "| int4 at batch 1 | 8.00 | 1 |",
         "| tiny | fp32 | greedy | 32 | 8 | ctranslate2 fp32, 1 thread | 0.50 (0.50 to 0.50) |",
         "| tiny | fp32 | greedy | 64 / 32 | 512 / 32 |",
@@ -451,10 +455,13 @@ def test_the_plot_holds_all_it_needs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--models", "huge"], "'huge' is not one of 'tiny', 'paper-base', 'paper-big'"),
+        (["--models", "huge"], "'huge' is not one of 'tiny', 'paper-base', 'paper-big', 'dates'"),
         (["--peers", "ctranslate2,opennmt"], "'opennmt' is not one of"),
         (["--batch-size", "0"], "0 is not in the range x>=1"),
-        (["--python", "ctranslate3=/bin/python"], "expected NAME=PATH with NAME one of tfexport, ctranslate2,"),
+        (
+            ["--python", "ctranslate3=/bin/python"],
+            "expected NAME=PATH with NAME one of tfexport, revision, ctranslate2,",
+        ),
         (["--python", "ctranslate2"], "expected NAME=PATH"),
         (["--python", "ctranslate2=/nowhere/python"], "/nowhere/python is no program"),
     ],
@@ -475,7 +482,7 @@ def test_a_comparison_with_nobody_is_refused(tmp_path: Path, monkeypatch: pytest
 
 
 def test_the_command_measures_writes_and_prints(
-    scripted: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    scripted: ConvertedWeights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(side_by_side, "ENVIRONMENTS", tmp_path / "nowhere")
     output = tmp_path / "results" / "found.json"
@@ -495,12 +502,12 @@ def test_the_command_measures_writes_and_prints(
 
 
 def test_every_peer_has_pinned_requirements_and_a_worker() -> None:
-    for name in PEERS:
+    for name in FOREIGN:
         pins = ROOT / "benchmarks" / "requirements" / f"{SYSTEMS[name].environment}.txt"
         assert all("==" in line for line in pins.read_text(encoding="utf-8").splitlines())
         module = ROOT / "benchmarks" / SYSTEMS[name].module.replace(".", "/")
         assert module.with_suffix(".py").exists()
-    assert who.REFERENCE.files == "bundle-fp32"
+    assert systems.REFERENCE.files == "bundle-fp32"
 
 
 def test_a_soak_sees_nothing_wrong_with_a_bundle(

@@ -1,6 +1,6 @@
 """Transformers as people write them for themselves, each in another way; none is a copy of a known one.
 
-Every class has `forward(source_ids, source_keep, target_ids)` with masks inside,
+Every class has `forward(source_ids, source_mask, target_ids)` with masks inside,
 True = token, and says in its docstring what is unusual.
 """
 
@@ -770,7 +770,7 @@ class Square(nn.Module):
         return self.out(self.decoder.norm(x))
 
 
-class Turned(nn.Module):
+class Misleading(nn.Module):
     """Norms numbered against their use, cross-attention first, sides without a word: names mislead on purpose."""
 
     class Layer(nn.Module):
@@ -931,7 +931,7 @@ SELFMADE: dict[str, type[nn.Module]] = {
         GptLike,
         NoEnglish,
         Square,
-        Turned,
+        Misleading,
         NoModules,
         OneForBoth,
     )

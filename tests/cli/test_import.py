@@ -114,7 +114,7 @@ def test_the_layout_used_imports_again(own: Path, tmp_path: Path) -> None:
 
 def test_switches_and_tokens_are_set(own: Path, tmp_path: Path) -> None:
     ids = [word for name, i in (("pad", 0), ("start", 5), ("eos", 6)) for word in ("--set", f"tokens.{name}={i}")]
-    words = ["--layout", "notebook-004", "--heads", 6, *ids, "--set", "norm_eps=1e-6", "--set", "act=gelu"]
+    words = ["--layout", "notebook-004", "--heads", 6, *ids, "--set", "norm_eps=1e-6", "--set", "activation=gelu"]
     result = run(own / "model.pt", "--output", tmp_path / "m", *words)
     assert "not proven" in result.stdout
     assert "nothing was proven: there was no golden" in result.stderr
@@ -160,11 +160,11 @@ def test_without_a_golden_a_guess_has_to_be_accepted(own: Path, tmp_path: Path) 
             ["--layout", "notebook-004"],
             "the number of heads is not given and no shape tells it; give --heads",
         ),
-        (["--layout", "notebook-004", "--heads", "7"], "n_heads is 7, which does not divide 30 rows of queries"),
-        (["--layout", "notebook-004", "--heads", "6", "--set", "n_heads=6"], "number of heads is given twice"),
-        (["--layout", "notebook-004", "--set", "eps=1"], "switch eps is unknown, expected one of norm, norm_eps"),
-        (["--layout", "notebook-004", "--set", "act"], "expected KEY=VALUE"),
-        (["--layout", "notebook-004", "--set", "act=relu", "--set", "act=gelu"], "setting act is given twice"),
+        (["--layout", "notebook-004", "--heads", "7"], "num_heads is 7, which does not divide 30 rows of queries"),
+        (["--layout", "notebook-004", "--heads", "6", "--set", "num_heads=6"], "number of heads is given twice"),
+        (["--layout", "notebook-004", "--set", "eps=1"], "switch eps is unknown, expected one of norm_place, "),
+        (["--layout", "notebook-004", "--set", "activation"], "expected KEY=VALUE"),
+        (["--layout", "notebook-004", "--set", "act=relu", "--set", "activation=gelu"], "activation is given twice"),
         (["--layout", "notebook-4"], "layout 'notebook-4' is neither built in nor a file; built in are annotated_tran"),
         (["--layout", "./absent.yaml"], "absent.yaml: is missing"),
         (["--layout", "notebook-004", "--no-builtin"], "builtin is false, but layout is notebook-004"),
@@ -202,9 +202,9 @@ def test_wrong_outputs_exit_with_2(own: Path, tmp_path: Path) -> None:
     ("old", "new"),
     [
         ("norm_eps: 1.0e-05", "norm_eps: 1.0e-06"),
-        ("act: relu", "act: gelu"),
+        ("activation: relu", "activation: gelu"),
         ("norm_place: post", "norm_place: pre"),
-        ("emb_scale: sqrt(d_model)", "emb_scale: 1.0"),
+        ("embedding_scale: sqrt(d_model)", "embedding_scale: 1.0"),
         ("norm{1,2}.{wb} -> {enc,dec}.layers.{i}.norm{1,2}", "norm{1,2}.{wb} -> {enc,dec}.layers.{i}.norm{2,1}"),
         ("self.{q,k,v}.{wb}", "self.{q,v,k}.{wb}"),
         ("cross.{q,k,v}.{wb}", "cross.{k,q,v}.{wb}"),

@@ -178,7 +178,6 @@ def test_a_dry_run_builds_and_writes_nothing(dates_bundle: Path) -> None:
         (["--version-compatible"], ["leave --version-compatible out"]),
         (["--timing-cache", "cache"], ["leave --timing-cache out"]),
         (["--hardware-compatibility-level", "ampere_plus"], ["hardware compatibility is ignored"]),
-        (["--strip-weights", "--weights", "int8"], ["strip_weights takes the weights from the bundle's own graphs"]),
         (
             ["--max-batch", "0", "--max-target-length", "-1", "--workspace", "0"],
             ["max_batch is 0", "max_target_length is -1", "workspace_mib is 0"],

@@ -1,4 +1,4 @@
-"""The forecast of activations: counted by hand on small graphs, and from the arrays of a real run on exported ones."""
+"""The estimate of activations: counted by hand on small graphs, and from the arrays of a real run on exported ones."""
 
 from __future__ import annotations
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +15,8 @@ from tests import tiny
 from tfexport.decode.config import DecodeConfig
 from tfexport.decode.offline import decode
 from tfexport.graph.write import write_graphs
-from tfexport.models import attention
-from tfexport.models.cache import Cache, ConcatCache, KeyValue
+from tfexport.models.cache import Cache, ConcatCache, Cross, KeyValue, Source
+from tfexport.models.source import CrossCache, PaddedSource
 from tfexport.runtime.open import open_ort
 from tfexport.spec import ModelSpec, TokenIds
 
@@ -24,8 +25,8 @@ WIDTH = D // HEADS
 
 
 def rotated(x: Tensor, positions: Tensor) -> Tensor:
-    """Turn pairs of columns of [rows, heads, len, d] by an angle that grows with the position (arXiv:2104.09864)."""
-    angle = positions[:, None, :, None] * 10000.0 ** (-torch.arange(0, WIDTH, 2) / WIDTH)
+    """Turn pairs of columns of [rows, len, heads, d] by an angle that grows with the position (arXiv:2104.09864)."""
+    angle = positions[:, :, None, None] * 10000.0 ** (-torch.arange(0, WIDTH, 2) / WIDTH)
     cos, sin = angle.cos(), angle.sin()
     even, odd = x[..., 0::2], x[..., 1::2]
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
@@ -35,6 +36,19 @@ def slopes(positions: Tensor, keys: int) -> Tensor:
     """Penalise distance, each head with its own slope (arXiv:2108.12409)."""
     distance = positions[:, None, :, None] - torch.arange(keys)
     return -distance * 2.0 ** -torch.arange(1, HEADS + 1)[:, None, None]
+
+
+def capped(scores: Tensor) -> Tensor:
+    """Keep scores within ±2, as Gemma 2 does within ±50 (arXiv:2408.00118)."""
+    return 2 * torch.tanh(scores / 2)
+
+
+def by_hand(query: Tensor, new: KeyValue, bias: Tensor | None, cache: Any, layer: int) -> Tensor:
+    """Attend in a way that `cache.attend` does not know, to what it keeps all the same; [rows, target_len, D]."""
+    kept = cache.update(layer, new)
+    scores = capped(query.transpose(1, 2) @ kept.key.mT / WIDTH**0.5 + bias)
+    weights = torch.where(cache.mask, scores, -1e4).softmax(-1)
+    return (weights @ kept.value).transpose(1, 2).flatten(2)
 
 
 class Parallel(nn.Module):
@@ -48,18 +62,14 @@ class Parallel(nn.Module):
             self.cross_q, self.cross_kv, self.cross_out = nn.Linear(D, D), nn.Linear(D, 2 * D), nn.Linear(D, D)
 
     def heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (HEADS, WIDTH)).transpose(1, 2)
-
-    def attend(self, query: Tensor, memory: KeyValue, mask: Tensor, bias: Tensor | None) -> Tensor:
-        found = attention.attend(query, memory, mask, bias, scale=WIDTH**-0.5)
-        return found.transpose(1, 2).flatten(2)
+        return x.unflatten(-1, (HEADS, WIDTH))
 
     def network(self, x: Tensor) -> Tensor:
         return self.down(torch.relu(self.up(x)))
 
 
 class Modern(nn.Module):
-    """Rotary positions in the encoder, ALiBi in the decoder, no table anywhere, parallel sublayers in both."""
+    """Rotary positions or ALiBi on both sides, the latter also with capped scores; no table, parallel sublayers."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -69,54 +79,58 @@ class Modern(nn.Module):
         self.decoder = nn.ModuleList(Parallel(cross=True) for _ in range(LAYERS))
         self.out = nn.Linear(D, VOCAB)
 
-    def own(self, layer: Parallel, y: Tensor, positions: Tensor) -> tuple[Tensor, KeyValue]:
-        q, k, v = map(layer.heads, layer.qkv(y).chunk(3, -1))
-        if self.kind == "rotary":
-            q, k = rotated(q, positions), rotated(k, positions)
-        return q, KeyValue(k, v)
+    def own(self, layer: Parallel, y: Tensor, positions: Tensor) -> list[Tensor]:
+        """Project to query, key and value, [rows, len, heads, d], and turn the first two."""
+        query, key, value = map(layer.heads, layer.qkv(y).chunk(3, -1))
+        turned = self.kind == "rotary"
+        return [rotated(query, positions) if turned else query, rotated(key, positions) if turned else key, value]
 
     def bias(self, positions: Tensor, keys: int) -> Tensor | None:
-        return slopes(positions, keys) if self.kind == "alibi" else None
+        return slopes(positions, keys) if self.kind in ("alibi", "capped") else None
 
-    def encode(self, source_ids: Tensor, source_mask: Tensor) -> list[KeyValue]:
+    def encode(self, source_ids: Tensor, source: Source) -> list[KeyValue]:
         x = self.source(source_ids)
         positions = torch.arange(source_ids.shape[1])[None]
-        mask = source_mask[:, None, None, :]
-        for layer in self.encoder:
+        bias = self.bias(positions, source_ids.shape[1])
+        for i, layer in enumerate(self.encoder):
             y = layer.norm(x)
-            query, memory = self.own(layer, y, positions)
-            found = layer.attend(query, memory, mask, self.bias(positions, source_ids.shape[1]))
+            parts = (part.flatten(0, 1) for part in self.own(layer, y, positions))
+            found = source.attend(i, *parts, bias, scale=WIDTH**-0.5).unflatten(0, source_ids.shape)
             x = x + layer.out(found) + layer.network(y)
-        return [KeyValue(*map(layer.heads, layer.cross_kv(x).chunk(2, -1))) for layer in self.decoder]
+        return [
+            KeyValue(*(layer.heads(part).transpose(1, 2) for part in layer.cross_kv(x).chunk(2, -1)))
+            for layer in self.decoder
+        ]
 
-    def decode_step(self, target_ids: Tensor, source_mask: Tensor, cross: Sequence[KeyValue], cache: Cache) -> Tensor:
-        return self.out(self.decode(target_ids, source_mask, cross, cache)[:, -1])
-
-    def decode(self, target_ids: Tensor, source_mask: Tensor, cross: Sequence[KeyValue], cache: Cache) -> Tensor:
-        x, positions, mask = self.target(target_ids), cache.positions(target_ids), cache.mask(target_ids)
+    def decode_step(self, target_ids: Tensor, cross: Cross, cache: Cache) -> Tensor:
+        x, positions = self.target(target_ids), cache.positions
+        bias = self.bias(positions, cache.key_len)
         for i, layer in enumerate(self.decoder):
             y = layer.norm(x)
-            query, new = self.own(layer, y, positions)
-            found = layer.attend(query, cache.update(i, new), mask, self.bias(positions, mask.shape[-1]))
-            # Rows may be a multiple of batch: beams that share a source lie side by side as its queries.
-            queries = layer.cross_q(y).reshape(source_mask.shape[0], -1, D)
-            look = layer.attend(layer.heads(queries), cross[i], source_mask[:, None, None, :], None).reshape(y.shape)
-            x = x + layer.out(found) + layer.cross_out(look) + layer.network(y)
-        return x
+            query, key, value = self.own(layer, y, positions)
+            if self.kind == "capped":
+                found = by_hand(query, KeyValue(key.transpose(1, 2), value.transpose(1, 2)), bias, cache, i)
+            else:
+                parts = (part.flatten(0, 1) for part in (query, key, value))
+                found = cache.attend(i, *parts, bias, scale=WIDTH**-0.5).unflatten(0, target_ids.shape)
+            look = cross.attend(i, layer.heads(layer.cross_q(y)).flatten(0, 1), scale=WIDTH**-0.5)
+            x = x + layer.out(found) + layer.cross_out(look.unflatten(0, target_ids.shape)) + layer.network(y)
+        return self.out(x[:, -1])
 
     def whole(self, source_ids: Tensor, source_mask: Tensor, target_ids: Tensor) -> Tensor:
-        """All positions at once, with attention written out: independent of caches and of `attend`."""
-        cross = self.encode(source_ids, source_mask)
+        """All positions at once, with the decoder's attention written out: independent of caches and of `attend`."""
+        cross = self.encode(source_ids, PaddedSource(source_mask))
         x, positions = self.target(target_ids), torch.arange(target_ids.shape[1])[None]
         causal = torch.ones(target_ids.shape[1], target_ids.shape[1], dtype=torch.bool).tril()
         for layer, memory in zip(self.decoder, cross, strict=True):
             y = layer.norm(x)
-            query, new = self.own(layer, y, positions)
-            scores = query @ new.key.mT / WIDTH**0.5
+            query, key, value = (part.transpose(1, 2) for part in self.own(layer, y, positions))
+            scores = query @ key.mT / WIDTH**0.5
             bias = self.bias(positions, target_ids.shape[1])
             scores = scores if bias is None else scores + bias
-            found = scores.masked_fill(~causal, -torch.inf).softmax(-1) @ new.value
-            looked = (layer.heads(layer.cross_q(y)) @ memory.key.mT / WIDTH**0.5).masked_fill(
+            scores = capped(scores) if self.kind == "capped" else scores
+            found = scores.masked_fill(~causal, -torch.inf).softmax(-1) @ value
+            looked = (layer.heads(layer.cross_q(y)).transpose(1, 2) @ memory.key.mT / WIDTH**0.5).masked_fill(
                 ~source_mask[:, None, None], -torch.inf
             ).softmax(-1) @ memory.value
             merged = [t.transpose(1, 2).flatten(2) for t in (found, looked)]
@@ -145,7 +159,7 @@ def made(kind: str) -> Modern:
     return model.eval()
 
 
-@pytest.fixture(scope="session", params=["rotary", "alibi"])
+@pytest.fixture(scope="session", params=["rotary", "alibi", "capped"])
 def exported(request: pytest.FixtureRequest, once: Callable[[str, Callable[[Path], object]], Path]) -> tuple[str, Path]:
     def make(path: Path) -> None:
         folder = path.with_name(f"{path.name}-unfinished")
@@ -210,13 +224,15 @@ def test_positions_matter_and_cached_is_uncached() -> None:
     """The models are what their names say: without their positions the outputs change."""
     source_ids, source_mask, target_ids = tiny.batch(vocab=VOCAB)
     found = {}
-    for kind in ("rotary", "alibi", "none"):
+    for kind in ("rotary", "alibi", "capped", "none"):
         model = made(kind).double()
         empty = torch.zeros(3, HEADS, 0, WIDTH, dtype=torch.float64)
-        cache = ConcatCache([KeyValue(empty, empty)] * LAYERS)
+        cache = ConcatCache([KeyValue(empty, empty)] * LAYERS, target_ids)
         with torch.inference_mode():
             found[kind] = model.whole(source_ids, source_mask, target_ids)
-            cached = model.decode_step(target_ids, source_mask, model.encode(source_ids, source_mask), cache)
+            cross = CrossCache(model.encode(source_ids, PaddedSource(source_mask)), source_mask)
+            cached = model.decode_step(target_ids, cross, cache)
         assert (cached - found[kind][:, -1]).abs().max() < 1e-12
     assert (found["rotary"] - found["none"]).abs().max() > 0.1
     assert (found["alibi"] - found["none"]).abs().max() > 0.1
+    assert (found["capped"] - found["alibi"]).abs().max() > 0.1

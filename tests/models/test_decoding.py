@@ -10,7 +10,9 @@ from torch import Tensor
 
 from tests import tiny
 from tests.tiny import VARIANTS, VOCAB
-from tfexport.models.cache import ConcatCache
+from tfexport.models.cache import ConcatCache, KeyValue
+from tfexport.models.row_cache import RowCache
+from tfexport.models.source import CrossCache, PaddedSource
 from tfexport.models.transformer import Transformer
 
 # Relative to the largest logit; float64 on both sides.
@@ -32,12 +34,13 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 @torch.no_grad()
 def decode(model: Transformer, source_ids: Tensor, source_mask: Tensor, target_ids: Tensor, prefix: int) -> Tensor:
     """Return the logits after `prefix` tokens at once and each token behind them, [rows, len - prefix + 1, vocab]."""
-    cross = model.encode(source_ids, source_mask)
-    cache = model.empty_cache(target_ids)
-    logits = [model.decode_step(target_ids[:, :prefix], source_mask, cross, cache)]
+    cross = CrossCache(model.encode(source_ids, PaddedSource(source_mask)), source_mask)
+    cache = model.empty_cache(target_ids[:, :prefix])
+    logits = [model.decode_step(target_ids[:, :prefix], cross, cache)]
     for position in range(prefix, target_ids.shape[1]):
-        cache = ConcatCache(cache.present)
-        logits.append(model.decode_step(target_ids[:, position : position + 1], source_mask, cross, cache))
+        newest = target_ids[:, position : position + 1]
+        cache = ConcatCache(cache.present, newest)
+        logits.append(model.decode_step(newest, cross, cache))
     return torch.stack(logits, 1)
 
 
@@ -62,10 +65,37 @@ def test_beams_share_the_source(model: Transformer, prefix: int) -> None:
 def test_several_tokens_onto_a_past(model: Transformer) -> None:
     source_ids, source_mask, target_ids = batch = tiny.batch()
     with torch.no_grad():
-        cross, cache = model.encode(source_ids, source_mask), model.empty_cache(target_ids)
-        model.decode_step(target_ids[:, :2], source_mask, cross, cache)
-        logits = model.decode_step(target_ids[:, 2:6], source_mask, cross, ConcatCache(cache.present))
+        cross = CrossCache(model.encode(source_ids, PaddedSource(source_mask)), source_mask)
+        first, second = target_ids[:, :2], target_ids[:, 2:6]
+        cache = model.empty_cache(first)
+        model.decode_step(first, cross, cache)
+        logits = model.decode_step(second, cross, ConcatCache(cache.present, second))
         assert_close(logits, model(*batch)[:, 5])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("beams", [1, 2])
+def test_rows_at_different_positions_equal_each_row_alone(model: Transformer, beams: int) -> None:
+    """Rows join at their own time, take one or several tokens, and find their places full of what others left."""
+    source_ids, source_mask, _ = tiny.batch()
+    target_ids = torch.randint(VOCAB, (3 * beams, 20), generator=torch.Generator().manual_seed(1))
+    rows = source_ids.repeat_interleave(beams, 0), source_mask.repeat_interleave(beams, 0), target_ids
+    expected = model(*rows)
+    cross = CrossCache(model.encode(source_ids, PaddedSource(source_mask)), source_mask)
+    heads, d_k, d_v = model.config.num_heads("decoder"), model.config.d_k("decoder"), model.config.d_v("decoder")
+    key, value = (torch.randn(3, len(target_ids), heads, 24, width, dtype=torch.float64) for width in (d_k, d_v))
+    buffers = list(map(KeyValue, key, value))
+    places = [(buffer.key.data_ptr(), buffer.value.data_ptr()) for buffer in buffers]
+    lengths = torch.zeros(len(target_ids), dtype=torch.int64)
+    joins = torch.arange(len(target_ids)) * 2
+    for step, target_len in enumerate((1, 2, 1, 1, 3, 1, 1, 1)):
+        lengths[joins == step] = 0  # whatever they wrote before they joined is forgotten
+        newest = target_ids.gather(1, lengths[:, None] + torch.arange(target_len))
+        logits = model.decode_step(newest, cross, RowCache(buffers, newest, lengths))
+        lengths += target_len
+        assert_close(logits, expected[torch.arange(len(target_ids)), lengths - 1])
+    assert len(set(lengths.tolist())) >= 3
+    assert places == [(buffer.key.data_ptr(), buffer.value.data_ptr()) for buffer in buffers]
 
 
 def test_future_tokens_change_nothing(model: Transformer) -> None:

@@ -11,6 +11,7 @@ import torch
 from tfexport.errors import ConfigError
 from tfexport.models.cache import ConcatCache
 from tfexport.models.presets import PRESETS, build_preset, preset
+from tfexport.models.source import CrossCache, PaddedSource
 from tfexport.models.transformer import Transformer
 
 README = Path(__file__).resolve().parents[2] / "models" / "README.md"
@@ -112,13 +113,15 @@ def test_greedy_decoding_is_not_degenerate(name: str) -> None:
     tokens = model.config.tokens
     source_ids = torch.randint(4, model.config.source_vocab, (4, 10), generator=torch.Generator().manual_seed(0))
     source_mask = torch.arange(10)[None] < torch.tensor([10, 7, 4, 1])[:, None]
-    ids, cross = torch.full((4, 1), tokens.start), model.encode(source_ids, source_mask)
+    cross = CrossCache(model.encode(source_ids, PaddedSource(source_mask)), source_mask)
+    ids = torch.full((4, 1), tokens.start)
     cache, decoded = model.empty_cache(ids), []
     for _ in range(16):
-        logits = model.decode_step(ids, source_mask, cross, cache)
+        logits = model.decode_step(ids, cross, cache)
         assert logits.isfinite().all()
         assert 1 < logits.std(-1).min() < 10
-        cache, ids = ConcatCache(cache.present), logits.argmax(-1, keepdim=True)
+        ids = logits.argmax(-1, keepdim=True)
+        cache = ConcatCache(cache.present, ids)
         decoded.append(ids)
     rows = torch.cat(decoded, 1).tolist()
     assert len({tuple(row) for row in rows}) == 4

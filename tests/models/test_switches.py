@@ -1,16 +1,19 @@
-"""Every switch, scalar and bias flag of the configuration changes what the model computes."""
+"""Every switch and bias flag of the configuration changes what the model computes, and each stands in one table."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 import torch
 
 from tests import tiny
+from tests.conftest import ROOT
+from tests.test_docs import code, table
 from tests.tiny import VARIANTS
-from tfexport.models.config import TransformerConfig
+from tfexport.models.config import StackConfig, TransformerConfig
+from tfexport.models.switches import SWITCHES
 
 BASE = VARIANTS["post"]
 T5 = VARIANTS["t5"]
@@ -47,6 +50,40 @@ CHANGES: dict[str, tuple[TransformerConfig, dict[str, Any]]] = {
     "tie_output": (BASE, {"tie_output": True}),
     "num_heads": (BASE, {"encoder": replace(BASE.encoder, num_heads=2)}),
 }
+
+
+def test_every_switch_of_the_table_is_tried_below() -> None:
+    tried = {name for _, change in CHANGES.values() for name in change} | {name.rpartition(".")[2] for name in CHANGES}
+    assert tried >= set(SWITCHES)
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_the_configuration_has_the_field_of_the_switch(name: str) -> None:
+    """Under the same name, of a side or of the whole, and with the same default."""
+    switch = SWITCHES[name]
+    defaults = {field.name: field.default for field in fields(StackConfig if switch.per_side else TransformerConfig)}
+    assert name in defaults
+    if switch.default is not None and not switch.per_side:
+        assert defaults[name] == (None if name == "attention_scale" else switch.default)
+
+
+def test_the_readme_has_the_switches_of_the_table() -> None:
+    rows = table(ROOT / "models" / "README.md", "switch")
+    assert [code(row[0])[0] for row in rows] == list(SWITCHES)
+    kinds = {bool: "bool", int: "whole number", float: "number"}
+    for row, switch in zip(rows, SWITCHES.values(), strict=True):
+        shown = tuple(code(row[1])) or row[1]
+        assert shown == (switch.values if isinstance(switch.values, tuple) else kinds[switch.values])
+        assert row[2] == switch.acts
+        assert ("of each side" in row[0]) == switch.per_side
+
+
+def test_a_configuration_tells_all_its_switches() -> None:
+    found = replace(BASE, decoder=replace(BASE.encoder, norm_place="pre")).switches()
+    assert {name.removeprefix("enc.").removeprefix("dec.") for name in found} == set(SWITCHES)
+    assert (found["enc.norm_place"], found["dec.norm_place"], found["norm"]) == ("post", "pre", "layernorm")
+    alone = replace(BASE, decoder=None, target_vocab=None, max_target_length=None).switches()
+    assert not [name for name in alone if name.startswith("dec.")]
 
 
 @pytest.mark.parametrize("name", CHANGES)

@@ -41,7 +41,7 @@ def test_dropout_acts_in_each_place(place: str) -> None:
     with torch.no_grad():
         before = model(*batch)
         if place == "attention":
-            block.self.dropout = 0.5
+            model.attention_dropout = 0.5
         else:
             {"embedding": model.enc.dropout, "residual": block.dropout, "feed-forward": block.ffn.dropout}[
                 place

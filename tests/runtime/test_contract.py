@@ -18,7 +18,7 @@ from tests.runtime.joining import alone, differing, joining, random_requests
 from tests.runtime.trt.trt_double import trt_session
 from tests.trt.cuda_double import CudaDouble
 from tfexport.errors import BackendError, InputError
-from tfexport.graph.forms.contrib import contrib_problems
+from tfexport.graph.forms.contrib import CONTRIB
 from tfexport.graph.write import write_graphs
 from tfexport.models.config import TransformerConfig, model_spec
 from tfexport.models.transformer import Transformer
@@ -53,7 +53,7 @@ def ort_session(model: Transformer, form: Form, once: Once, *, host_caches: bool
 def contrib_session(model: Transformer, once: Once) -> Session:
     graphs, spec = exported(model, once)
     if spec.has_decoder and DECODER["contrib"] not in graphs:
-        pytest.skip(f"no contrib form: {' and '.join(contrib_problems(model))}")
+        pytest.skip(f"no contrib form: {' and '.join(CONTRIB.supports(model.config, 'fp32'))}")
     return open_ort(graphs, spec, "contrib" if spec.has_decoder else None, threads=1)
 
 

@@ -17,8 +17,8 @@ from tfexport.errors import BackendError, EngineError
 from tfexport.trt import library as bridge
 from tfexport.trt.config import Target
 from tfexport.trt.cuda import find_gpus
-from tfexport.trt.library import PORTABLE, Flavour, installed_targets, load_flavour
-from tfexport.trt.log import MAX_ERRORS, MAX_MESSAGE, MAX_RECORDS, Log, Record, Speaker, without_noise
+from tfexport.trt.library import PORTABLE, Library, installed_targets, load_library
+from tfexport.trt.log import MAX_ERRORS, MAX_MESSAGE, MAX_RECORDS, Log, Logger, Record, without_noise
 
 pytest.importorskip("tensorrt_rtx")
 
@@ -27,28 +27,28 @@ no_gpu = pytest.mark.skipif(bool(find_gpus()), reason="there is a GPU here")
 
 
 @pytest.fixture(scope="module")
-def rtx() -> Flavour:
-    return load_flavour("tensorrt-rtx")
+def rtx() -> Library:
+    return load_library("tensorrt-rtx")
 
 
-def plain_tensorrt(**parts: Any) -> Flavour:
+def plain_tensorrt(**parts: Any) -> Library:
     """Return a library that builds on a GPU only, as far as its names go."""
     names: dict[str, Any] = {"IBuilderConfig": object, "LayerType": Enum("LayerType", ["CONSTANT"])}
-    return Flavour("tensorrt", SimpleNamespace(**names, **parts), "10.0.1", Speaker())
+    return Library("tensorrt", SimpleNamespace(**names, **parts), "10.0.1", Logger())
 
 
 # Which library is taken.
 
 
-def test_the_library_is_loaded_once(rtx: Flavour) -> None:
-    assert load_flavour("tensorrt-rtx") is load_flavour() is rtx
+def test_the_library_is_loaded_once(rtx: Library) -> None:
+    assert load_library("tensorrt-rtx") is load_library() is rtx
     assert rtx.version == rtx.trt.__version__
     assert "tensorrt-rtx" in installed_targets()
 
 
-def test_a_second_library_in_one_process_is_refused(rtx: Flavour) -> None:
+def test_a_second_library_in_one_process_is_refused(rtx: Library) -> None:
     with pytest.raises(BackendError, match=r"^tensorrt: tensorrt-rtx is loaded in this process already.*another proc"):
-        load_flavour("tensorrt")
+        load_library("tensorrt")
 
 
 @pytest.mark.parametrize(
@@ -81,9 +81,9 @@ def load_elsewhere(folder: Path, target: str) -> str:
     """Load a library in a process where `folder` comes first; return what it prints."""
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from tfexport.trt.library import load_flavour\n"
+        "from tfexport.trt.library import load_library\n"
         "from tfexport.errors import BackendError\n"
-        "try: print(load_flavour(sys.argv[2]).version)\n"
+        "try: print(load_library(sys.argv[2]).version)\n"
         "except BackendError as error: print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code, str(folder), target], capture_output=True, text=True, check=True)
@@ -125,9 +125,9 @@ def test_asking_what_is_installed_imports_nothing() -> None:
 
 
 @no_gpu
-def test_no_runtime_is_made_without_a_gpu(rtx: Flavour) -> None:
+def test_no_runtime_is_made_without_a_gpu(rtx: Library) -> None:
     with pytest.raises(BackendError, match="no GPU"):
-        rtx.runtime(rtx.logger())
+        rtx.runtime(rtx.listen())
 
 
 @no_gpu
@@ -135,89 +135,73 @@ def test_no_builder_of_tensorrt_is_made_without_a_gpu() -> None:
     def builder(log: object) -> None:
         raise AssertionError("the library was called")
 
-    flavour = plain_tensorrt(Builder=builder)
-    assert not flavour.builds_without_gpu
+    library = plain_tensorrt(Builder=builder)
+    assert not library.builds_without_gpu
     with pytest.raises(BackendError, match="no GPU"):
-        flavour.builder(flavour.logger())
+        library.builder(library.listen())
 
 
 @pytest.mark.parametrize("outcome", [None, TypeError("factory function returned nullptr")])
 def test_a_builder_that_cannot_be_made_gives_the_reason(outcome: Any) -> None:
     """The bindings make a TypeError of a null pointer."""
-    speaker = Speaker()
+    logger = Logger()
 
-    def make(log: Speaker) -> None:
+    def make(log: Logger) -> None:
         log.log(SimpleNamespace(name="ERROR"), "out of luck")
         if outcome is not None:
             raise outcome
 
     able = SimpleNamespace(IBuilderConfig=SimpleNamespace(num_compute_capabilities=0), Builder=make)
-    flavour = Flavour("tensorrt-rtx", able, "9.9", speaker)
+    library = Library("tensorrt-rtx", able, "9.9", logger)
     with pytest.raises(EngineError, match=r"tensorrt-rtx 9.9: .* cannot be made: out of luck"):
-        flavour.builder(flavour.logger())
+        library.builder(library.listen())
 
 
 # What it can do.
 
 
-def test_capabilities_are_those_of_the_library(rtx: Flavour) -> None:
+def test_capabilities_are_those_of_the_library(rtx: Library) -> None:
     assert rtx.builds_without_gpu
     assert rtx.updates_caches_in_place
     assert rtx.preferred_form == "static"
     old = plain_tensorrt()
     assert not old.updates_caches_in_place
     assert old.preferred_form == "concat"
-    assert old.compute_capabilities() == {}
 
 
-def test_strong_typing_is_asked_for_by_name(rtx: Flavour) -> None:
+def test_strong_typing_is_asked_for_by_name(rtx: Library) -> None:
     """The number of the flag is 1 in TensorRT 10 and 0 in 11, where 1 is something else."""
     assert rtx.strongly_typed() == 1
     flags = Enum("NetworkDefinitionCreationFlag", {"EXPLICIT_BATCH": 0, "STRONGLY_TYPED": 1}, type=int)
     assert plain_tensorrt(NetworkDefinitionCreationFlag=flags).strongly_typed() == 2
 
 
-def test_types_are_spelled_as_in_the_contract(rtx: Flavour) -> None:
+def test_types_are_spelled_as_in_the_contract(rtx: Library) -> None:
     types = rtx.trt.DataType
     spelled = [rtx.dtype_name(dtype) for dtype in (types.FLOAT, types.HALF, types.BF16, types.INT64, types.BOOL)]
     assert spelled == ["float32", "float16", "bfloat16", "int64", "bool"]
     assert rtx.dtype_name(types.UINT8) == "UINT8"
 
 
-def test_compute_capabilities_are_spelled_out(rtx: Flavour) -> None:
+def test_compute_capabilities_are_spelled_out(rtx: Library) -> None:
     assert set(PORTABLE) < set(rtx.compute_capabilities())
-    assert rtx.choose_compute_capabilities(()) == PORTABLE
-    assert rtx.choose_compute_capabilities(("12.0", "8.6", "12.0")) == ("8.6", "12.0")
-
-
-def test_unknown_compute_capabilities_are_all_named(rtx: Flavour) -> None:
-    with pytest.raises(
-        EngineError, match=r"^compute capability 9\.0, 3\.5: .* builds for 7\.5, 8\.0, 8\.6, 8\.9, 12\.0"
-    ):
-        rtx.choose_compute_capabilities(("9.0", "8.6", "3.5"))
-
-
-def test_a_library_for_the_gpu_at_hand_takes_no_compute_capability() -> None:
-    flavour = plain_tensorrt()
-    assert flavour.choose_compute_capabilities(()) == ()
-    with pytest.raises(EngineError, match="builds for the GPU at hand; leave it out or choose --target tensorrt-rtx"):
-        flavour.choose_compute_capabilities(("8.6",))
+    assert plain_tensorrt().compute_capabilities() == {}
 
 
 # What it says.
 
 
-def provoke(flavour: Flavour) -> None:
+def provoke(library: Library) -> None:
     """Let the library report an error: a network without outputs."""
-    builder = flavour.builder(flavour.logger())
-    network = builder.create_network(flavour.strongly_typed())
+    builder = library.builder(library.listen())
+    network = builder.create_network(library.strongly_typed())
     assert builder.build_serialized_network(network, builder.create_builder_config()) is None
 
 
 SECOND_LOGGER = "differs from one already registered"
 
 
-def test_the_library_wants_one_logger_for_the_process(rtx: Flavour) -> None:
+def test_the_library_wants_one_logger_for_the_process(rtx: Library) -> None:
     """The trap: where one is in use, it says so and keeps to that one for part of its messages."""
 
     class Second(rtx.trt.ILogger):  # type: ignore[misc, name-defined]
@@ -228,21 +212,21 @@ def test_the_library_wants_one_logger_for_the_process(rtx: Flavour) -> None:
             heard.append(message)
 
     heard: list[str] = []
-    log = rtx.logger()
+    log = rtx.listen()
     builders = [rtx.builder(log), rtx.trt.Builder(Second())]
     assert any(SECOND_LOGGER in message for message in [*heard, *log.lines()])
     del builders
 
 
-def test_the_bridge_has_one_logger_for_the_process(rtx: Flavour) -> None:
-    log, other = rtx.logger(), rtx.logger()
+def test_the_bridge_has_one_logger_for_the_process(rtx: Library) -> None:
+    log, other = rtx.listen(), rtx.listen()
     builders = [rtx.builder(log), rtx.builder(other)]
     assert not any(SECOND_LOGGER in line for line in log.lines())
     del builders
 
 
-def test_every_log_that_is_alive_hears_an_error(rtx: Flavour) -> None:
-    early, late = rtx.logger(), rtx.logger()
+def test_every_log_that_is_alive_hears_an_error(rtx: Library) -> None:
+    early, late = rtx.listen(), rtx.listen()
     provoke(rtx)
     assert early.problems() == late.problems()
     (problem,) = late.problems()
@@ -252,23 +236,23 @@ def test_every_log_that_is_alive_hears_an_error(rtx: Flavour) -> None:
     assert late.reason() == "TensorRT gives no reason"
 
 
-def test_a_log_hears_nothing_from_before_and_is_let_go(rtx: Flavour) -> None:
+def test_a_log_hears_nothing_from_before_and_is_let_go(rtx: Library) -> None:
     provoke(rtx)
-    log = rtx.logger()
+    log = rtx.listen()
     assert log.records == []
     gc.collect()
-    before = len(rtx.speaker._logs)
+    before = len(rtx.logger._logs)
     del log
     gc.collect()
-    assert len(rtx.speaker._logs) == before - 1
+    assert len(rtx.logger._logs) == before - 1
 
 
-def test_details_are_left_out_of_a_log(rtx: Flavour) -> None:
+def test_details_are_left_out_of_a_log(rtx: Library) -> None:
     """Parsing alone says hundreds of lines for those who repair TensorRT."""
-    log = rtx.logger()
+    log = rtx.listen()
     builder = rtx.builder(log)
     network = builder.create_network(rtx.strongly_typed())
-    assert rtx.trt.OnnxParser(network, rtx.speaker).parse(add())
+    assert rtx.trt.OnnxParser(network, rtx.logger).parse(add())
     assert {record.severity for record in log.records} <= {"INFO", "WARNING"}
     assert any(line.startswith("INFO Opset version") for line in log.lines())
 
@@ -300,10 +284,10 @@ def test_warnings_are_no_reason() -> None:
 
 
 def test_a_log_is_bounded_and_keeps_the_newest() -> None:
-    speaker = Speaker()
-    log = speaker.listen()
+    logger = Logger()
+    log = logger.listen()
     for number in range(MAX_RECORDS + 5):
-        speaker.log(SimpleNamespace(name="ERROR"), f"{number} " + "x" * 2 * MAX_MESSAGE)
+        logger.log(SimpleNamespace(name="ERROR"), f"{number} " + "x" * 2 * MAX_MESSAGE)
     assert len(log.records) == MAX_RECORDS
     assert len(log.problems()) == MAX_ERRORS
     assert log.problems()[-1].startswith(f"{MAX_RECORDS + 4} ")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,7 @@ from tfexport.bench import words
 from tfexport.bench.result import SCHEMA
 from tfexport.bench.table import grid
 from tfexport.errors import BenchError, ConfigError, raise_all, shortened
+from tfexport.files.strict_json import parse_json
 
 MAX_BYTES = 16 * 1024 * 1024
 # What has to be equal for two measurements to be about the same thing, and where it stands in a report.
@@ -107,10 +107,10 @@ def read_result(path: Path) -> dict[str, Any]:
             raise BenchError(f"{path}: is no plain file; write one with: tfexport bench BUNDLE --json {path}")
         if path.stat().st_size > MAX_BYTES:
             raise BenchError(f"{path}: has {path.stat().st_size} bytes, the limit is {MAX_BYTES}; check the file")
-        data = json.loads(path.read_bytes().decode(), parse_constant=_refuse_constant)
+        data = parse_json(path.read_bytes())
     except OSError as error:
         raise BenchError(f"{path}: cannot be read ({error.strerror}); check its permissions") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise BenchError(f"{path}: is not JSON ({error}); measure again") from error
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         got = shortened(data.get("schema") if isinstance(data, dict) else data)
@@ -264,7 +264,3 @@ def _sizes(cell: dict[str, Any]) -> str:
 
 def _change(first: float | None, second: float | None) -> float | None:
     return None if not first or second is None else 100 * (second / first - 1)
-
-
-def _refuse_constant(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON number")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import resource
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
@@ -15,6 +14,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from tfexport.bench.timing import Effort, repeat, stopwatch
 
 _LIBRARIES = ("tfexport", "numpy", "tokenizers", "onnxruntime", "onnxruntime-gpu", "torch", "tensorrt", "tensorrt-rtx")
 _ROUNDS = 5
@@ -78,12 +79,8 @@ def _bytes_per_second(
         for _ in range(times):
             read(part)
 
-    best = float("inf")
-    for _ in range(_ROUNDS):
-        began = time.perf_counter()
-        list(pool.map(work, parts))
-        best = min(best, time.perf_counter() - began)
-    return times * sum(part.nbytes for part in parts) / best
+    seconds = repeat(stopwatch(lambda: list(pool.map(work, parts))), Effort(warm_up=0, least_runs=_ROUNDS))
+    return times * sum(part.nbytes for part in parts) / min(seconds)
 
 
 def _largest(part: NDArray[np.float32]) -> object:

@@ -13,6 +13,7 @@ from tfexport.bench.processes import run_process
 from tfexport.bench.result import build_result
 from tfexport.bundle.bundle import Bundle, open_bundle
 from tfexport.errors import BackendError, InputError, ParityError
+from tfexport.install import extra_command
 
 Tell = Callable[[str], None]
 
@@ -99,7 +100,7 @@ def check_parity(bundle: Bundle, config: BenchConfig, report: Tell) -> dict[str,
     except ModuleNotFoundError as error:
         raise BackendError(
             f"{bundle.path}: was exported without verification, and verifying it here needs {error.name}; "
-            "pip install 'tfexport[export]', or measure it all the same with --no-verify"
+            f"{extra_command('export')}, or measure it all the same with --no-verify"
         ) from error
     if not found.passed:
         raise ParityError(f"{bundle.path}: {'; '.join(found.problems())}; fast and wrong is not timed")

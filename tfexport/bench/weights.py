@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
 
 from tfexport.bundle.bundle import Bundle
+from tfexport.files.safetensors_header import read_header
 from tfexport.spec import WEIGHTS
 
-_MAX_HEADER_BYTES = 100 * 1024 * 1024
 # A step looks up one row of the embedding and of the positions; the source's keys and values are the encoder's work.
 _NOT_READ = re.compile(r"dec\.(embed\.|pos$|layers\.\d+\.cross\.[kv]\.)")
 
@@ -23,7 +21,7 @@ def step_weight_bytes(bundle: Bundle) -> int | None:
     config = bundle.manifest.config
     if config is None:
         return None
-    sizes = _sizes(bundle.file(WEIGHTS))
+    sizes = {name: tensor.num_bytes for name, tensor in read_header(bundle.file(WEIGHTS)).items()}
     read = sum(size for name, size in sizes.items() if name.startswith("dec.") and not _NOT_READ.match(name))
     if not config.tie_output:
         return read + sum(size for name, size in sizes.items() if name.startswith("out."))
@@ -32,12 +30,3 @@ def step_weight_bytes(bundle: Bundle) -> int | None:
     # Quantised for throughput there are two tables: one to look up rows in, and one to multiply with.
     multiplied = {name: size for name, size in tied.items() if ".int8_columns." in name} or tied
     return read + sum(multiplied.values()) + sizes.get("out.bias", 0)
-
-
-def _sizes(path: Path) -> dict[str, int]:
-    """Return the bytes of each tensor of a safetensors file that the manifest has vouched for."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(min(length, _MAX_HEADER_BYTES)))
-    offsets = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
-    return {name: end - start for name, (start, end) in offsets.items()}

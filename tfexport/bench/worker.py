@@ -6,7 +6,6 @@ import json
 import os
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from tfexport.bench.machine import memory_bandwidth, peak_memory_bytes
 from tfexport.bench.samples import Samples
 from tfexport.bench.scenario import closed_loop, open_loop, poisson
 from tfexport.bench.sources import random_batches, text_batches
+from tfexport.bench.timing import clock
 from tfexport.bench.weights import step_weight_bytes
 from tfexport.bundle.bundle import open_bundle
 from tfexport.errors import InputError, TfexportError
@@ -39,9 +39,7 @@ def measure(bundle: Path, config: BenchConfig, texts: list[str] | None, number: 
     Returns:
         JSON values that `tfexport.bench.result` reads.
     """
-    began = time.perf_counter()
-    model = load(bundle, backend=config.backend, device=config.device, engine=config.engine)
-    load_s = time.perf_counter() - began
+    load_s, model = clock(lambda: load(bundle, backend=config.backend, device=config.device, engine=config.engine))
     sources = None if texts is None else _encode(model, texts)
     first_token_s, cells = None, []
     for cell in config.cells:

@@ -25,14 +25,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tfexport.bundle.manifest import ENGINES, FORMAT_VERSION, MANIFEST, FileEntry, GraphEntry, Manifest, kind_of
+from tfexport.bundle.manifest import ENGINES, FORMAT_VERSION, FileEntry, GraphEntry, Manifest, kind_of
 from tfexport.errors import BundleError, ConfigError, raise_all
 from tfexport.files import atomic
+from tfexport.files.names import MANIFEST
 from tfexport.files.sealed_json import parse
 from tfexport.models.config import TransformerConfig
 from tfexport.spec import QUANTIZED_WEIGHTS, WEIGHTS, ModelSpec, Quantization
 
-TOKENIZER = "tokenizer.json"
 PARITY = "parity.json"
 MAX_MANIFEST_BYTES = 4 * 1024 * 1024
 _WEIGHT_FILES = (WEIGHTS, QUANTIZED_WEIGHTS)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from tfexport.errors import ConfigError, raise_all, shortened
 from tfexport.fields import Config
+from tfexport.files.names import MANIFEST
 from tfexport.files.sealed_json import collect, read_fields, read_list, read_map, read_object, read_text, seal, unseal
 from tfexport.models.config import TransformerConfig, model_spec
 from tfexport.spec import (
@@ -27,7 +28,6 @@ from tfexport.spec import (
     TensorSpec,
 )
 
-MANIFEST = "manifest.json"
 ENGINES = "engines"
 FORMAT_VERSION = 1
 

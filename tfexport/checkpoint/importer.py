@@ -21,20 +21,21 @@ from tfexport.checkpoint.layout.apply import Canonical, apply_layout, unmatched
 from tfexport.checkpoint.layout.layout import (
     SIDES,
     Layout,
-    Value,
     builtin_layouts,
     override,
     parse_setting,
     read_layout,
     render_layout,
 )
-from tfexport.checkpoint.layout.unsupported import uncovered
-from tfexport.checkpoint.reference.certificate import CERTIFICATE, Certificate, certify, unproven
+from tfexport.checkpoint.layout.unsupported import unsupported
+from tfexport.checkpoint.reference.certificate import Certificate, certify, unproven
 from tfexport.checkpoint.reference.compare import BASELINES, Comparison, compare, tolerance
 from tfexport.checkpoint.reference.golden import Golden, read_golden
 from tfexport.errors import CheckpointError, ConfigError, ParityError, raise_all
+from tfexport.files.names import CERTIFICATE, TOKENIZER
 from tfexport.models.config import TransformerConfig
-from tfexport.models.directory import TOKENIZER, check_free, save_model
+from tfexport.models.directory import check_free, save_model
+from tfexport.models.switches import Value
 
 LAYOUT = "layout.yaml"
 Report = Callable[[str], None]
@@ -142,9 +143,9 @@ def _settings(config: ImportConfig) -> dict[str, Value]:
             problems.append(f"setting {key} is given twice")
         settings[key] = value
     if config.heads is not None:
-        if "n_heads" in settings:
-            problems.append("the number of heads is given twice, as --heads and as n_heads")
-        settings["n_heads"] = config.heads
+        if "num_heads" in settings:
+            problems.append("the number of heads is given twice, as --heads and as num_heads")
+        settings["num_heads"] = config.heads
     raise_all(ConfigError, "import", problems)
     return settings
 
@@ -153,8 +154,8 @@ def _with_settings(layout: Layout, settings: Mapping[str, Value], proof: _Proof 
     """Put settings into a layout; the golden's heads count where nobody gives any."""
     layout = override(layout, settings)
     heads = proof.golden.heads if proof else None
-    is_given = any(layout.switch("n_heads", side) is not None for side in SIDES)
-    return layout if is_given or heads is None else override(layout, {"n_heads": heads})
+    is_given = any(layout.switch("num_heads", side) is not None for side in SIDES)
+    return layout if is_given or heads is None else override(layout, {"num_heads": heads})
 
 
 def _named(config: ImportConfig, checkpoint: Checkpoint) -> dict[str, Value]:
@@ -205,7 +206,7 @@ def _choose(
     if known is not None:
         report(f"names and numbers fit the layout {known.name}")
         return known
-    heads = settings.get("n_heads")
+    heads = settings.get("num_heads")
     found = detect(
         tensors,
         proof.golden if proof else None,
@@ -277,7 +278,7 @@ def _check_found(
         return
     started = _start_file(found.layout, output)
     tried = f"{search.proposals} mappings with {search.combinations} combinations of switches in {search.seconds:.0f} s"
-    signs = "".join(f"; {sign}" for sign in uncovered(tensors))
+    signs = "".join(f"; {sign}" for sign in unsupported(tensors))
     if search.best is None:
         refused = f"none could be run ({search.refused})"
         raise ParityError(f"no layout was found: tried {tried}, {refused}{signs}; finish {started}")

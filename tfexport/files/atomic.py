@@ -1,4 +1,4 @@
-"""Staging: a directory appears under its final name whole or not at all.
+"""An atomic directory: it appears under its final name whole or not at all.
 
 For a target `NAME` there are up to three siblings, all gone after success:
 

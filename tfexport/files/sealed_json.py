@@ -1,15 +1,16 @@
-"""Documents: JSON objects that carry their own sum, read strictly and written always alike."""
+"""Sealed JSON: objects that carry their own sum, read strictly and written always alike."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import typing
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from tfexport.errors import BundleError, ConfigError, raise_all, shortened
+from tfexport.files.strict_json import parse_json
+from tfexport.install import extra_command
 
 T = TypeVar("T")
 
@@ -20,7 +21,7 @@ def render(data: dict[str, Any]) -> bytes:
 
 
 def parse(raw: bytes, name: str, remedy: str) -> dict[str, Any]:
-    """Read a JSON object, more strictly than Python does by itself.
+    """Read a JSON object strictly.
 
     Args:
         raw: the bytes of the file.
@@ -28,11 +29,11 @@ def parse(raw: bytes, name: str, remedy: str) -> dict[str, Any]:
         remedy: what to do about a damaged file, the last words of the error.
 
     Raises:
-        BundleError: not UTF-8, not JSON, no object, a key twice, or NaN and Infinity.
+        BundleError: not JSON, see `parse_json`, or no object.
     """
     try:
-        data = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
+        data = parse_json(raw)
+    except ValueError as error:
         raise BundleError(f"{name} is not JSON ({error}); {remedy}") from error
     if not isinstance(data, dict):
         raise BundleError(f"{name} is {shortened(data)}, expected an object; {remedy}")
@@ -40,7 +41,7 @@ def parse(raw: bytes, name: str, remedy: str) -> dict[str, Any]:
 
 
 def seal(data: dict[str, Any]) -> bytes:
-    """Write a document: sorted keys, its own sum as `self_sha256`."""
+    """Write a JSON object with sorted keys and its own sum as `self_sha256`."""
     return render(data | {"self_sha256": _sum(data)})
 
 
@@ -65,7 +66,7 @@ def unseal(raw: bytes, read: Callable[[dict[str, Any]], T], *, name: str, format
     if version > format_version:
         raise BundleError(
             f"it was made by a newer tfexport (format {version}, this one reads {format_version}); "
-            "upgrade with: pip install --upgrade tfexport"
+            f"upgrade with: {extra_command('')}"
         )
     claimed = data.pop("self_sha256", None)
     try:
@@ -136,18 +137,6 @@ def read_text(value: object, name: str) -> str:
     if not isinstance(value, str):
         raise ConfigError(f"{name} is {shortened(value)}, expected a text")
     return value
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    data = dict(pairs)
-    if len(data) != len(pairs):
-        counts = Counter(key for key, _ in pairs)
-        raise ValueError(f"duplicate key {counts.most_common(1)[0][0][:80]!r}")
-    return data
-
-
-def _refuse_constant(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON number")
 
 
 def _sum(data: dict[str, Any]) -> str:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import struct
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +12,7 @@ from numpy.typing import NDArray
 from onnx import helper
 
 from tfexport.errors import GraphError, shortened
+from tfexport.files.safetensors_header import read_header
 
 
 class Span(NamedTuple):
@@ -66,10 +65,5 @@ def read_weight(directory: Path, weight: onnx.TensorProto) -> NDArray[Any]:
 
 
 def tensor_spans(path: Path) -> dict[str, Span]:
-    """Say where each tensor of a safetensors file lies (https://huggingface.co/docs/safetensors: format)."""
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(length))
-    header.pop("__metadata__", None)
-    offsets = {name: entry["data_offsets"] for name, entry in header.items()}
-    return {name: Span(path.name, 8 + length + begin, end - begin) for name, (begin, end) in offsets.items()}
+    """Say where each tensor of a safetensors file lies."""
+    return {name: Span(path.name, tensor.offset, tensor.num_bytes) for name, tensor in read_header(path).items()}

@@ -1,4 +1,4 @@
-"""Forecast the memory that a graph needs for what lies between its inputs and outputs."""
+"""Estimate the memory that a graph needs for what lies between its inputs and outputs."""
 
 from __future__ import annotations
 

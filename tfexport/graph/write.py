@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import cast
 
 import onnx_ir as ir
 from torch import nn
@@ -12,7 +11,8 @@ from torch import nn
 from tfexport.bundle.manifest import GraphEntry
 from tfexport.errors import GraphError
 from tfexport.graph.contract import check_graph
-from tfexport.graph.forms.contrib import contrib_problems, joint_weights, to_contrib
+from tfexport.graph.forms import FORMS
+from tfexport.graph.forms.contrib import joint_weights
 from tfexport.graph.passes.topk import append_selection
 from tfexport.graph.reorder import reorder_graph
 from tfexport.graph.trace import trace_decoder, trace_encoder
@@ -22,9 +22,7 @@ from tfexport.spec import (
     CONCAT_OPSETS,
     DECODER,
     ENCODER,
-    ENCODER_CONTRIB,
     REORDER,
-    STATIC_OPSET,
     WEIGHTS,
     Form,
     GraphSpec,
@@ -33,6 +31,8 @@ from tfexport.spec import (
     encoder_graph,
     reorder_spec,
 )
+
+_TEACH = "list what is new in tfexport/graph/forms"
 
 
 def write_graphs(
@@ -60,20 +60,21 @@ def write_graphs(
     Raises:
         GraphError: the model does not trace, has no form that was asked for, or a graph breaks the contract.
     """
-    possible = _possible(forms, model, report) if spec.has_decoder else []
+    possible = _possible(forms, model, spec, report)
     report("tracing the encoder")
     traced: dict[str, tuple[ir.Model, GraphSpec, int]] = {
         ENCODER: (trace_encoder(model, spec, opset), encoder_graph(spec), opset)
     }
+    portable = {ENCODER}
     for form in possible:
         report(f"tracing the decoder, {form} form")
-        form_opset = STATIC_OPSET if form == "static" else opset
-        subject = to_contrib(cast(Transformer, model)) if form == "contrib" else model
-        if form == "contrib":
-            traced[ENCODER_CONTRIB] = (trace_encoder(subject, spec, opset), encoder_graph(spec), opset)
-        decoder = trace_decoder(subject, spec, form, form_opset)
+        kind = FORMS[form]
+        if kind.encoder not in traced:
+            traced[kind.encoder] = (trace_encoder(model, spec, opset, kind.source), encoder_graph(spec), opset)
+        decoder = trace_decoder(model, spec, form, kind.opset or opset)
         append_selection(decoder)
-        traced[DECODER[form]] = (decoder, decoder_graph(spec, form), form_opset)
+        traced[DECODER[form]] = (decoder, decoder_graph(spec, form), kind.opset or opset)
+        portable |= {DECODER[form]} if kind.portable else set()
     report("writing graphs and weights")
     graphs = [graph for graph, *_ in traced.values()]
     write_weights(directory / WEIGHTS, dict(model.named_parameters()), graphs, joint=list(joint_weights(model)))
@@ -81,7 +82,7 @@ def write_graphs(
     for name, (graph, contract, graph_opset) in traced.items():
         path = directory / f"{name}.onnx"
         _save(graph, path)
-        check_graph(path, contract, portable=name not in (ENCODER_CONTRIB, DECODER["contrib"]))
+        check_graph(path, contract, portable=name in portable)
         written[name] = GraphEntry(file=path.name, opset=graph_opset, spec=contract)
     if set(possible) - {"contrib"}:  # what a GPU may run
         written[REORDER] = _write_reorder(spec, directory)
@@ -95,15 +96,26 @@ def _write_reorder(spec: ModelSpec, directory: Path) -> GraphEntry:
     return GraphEntry(file=path.name, opset=CONCAT_OPSETS[0], spec=contract)
 
 
-def _possible(forms: Sequence[Form], model: nn.Module, report: Callable[[str], None]) -> list[Form]:
-    """Leave the contrib form out, with the reason, where ONNX Runtime's operators cannot do the model."""
-    problems = contrib_problems(model) if "contrib" in forms else []
-    if problems:
-        reason = f"no contrib form of this model: {' and '.join(problems)}"
-        if list(forms) == ["contrib"]:
-            raise GraphError(f"decoder: {reason}; export it with --forms concat,static")
+def _possible(forms: Sequence[Form], model: nn.Module, spec: ModelSpec, report: Callable[[str], None]) -> list[Form]:
+    """Leave out a form that cannot do the model, with the reason; refuse where none is left.
+
+    An encoder alone has no form, but its graph is of the same trace as that of the concat form.
+    """
+    config = model.config if isinstance(model, Transformer) else None
+    if not spec.has_decoder:
+        if unknown := FORMS["concat"].supports(config, spec.precision):
+            raise GraphError(f"encoder: {' and '.join(unknown)}; {_TEACH}")
+        return []
+    problems = {form: FORMS[form].supports(config, spec.precision) for form in FORMS}
+    reasons = [f"no {form} form of this model: {' and '.join(problems[form])}" for form in forms if problems[form]]
+    possible = [form for form in forms if not problems[form]]
+    if not possible:
+        able = ",".join(form for form in FORMS if not problems[form])
+        remedy = f"export it with --forms {able}" if able else _TEACH
+        raise GraphError(f"decoder: {'; '.join(reasons)}; {remedy}")
+    for reason in reasons:
         report(reason)
-    return [form for form in forms if form != "contrib" or not problems]
+    return possible
 
 
 def _save(graph: ir.Model, path: Path) -> None:

@@ -6,20 +6,16 @@ import dataclasses
 import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tfexport.bundle.bundle import Bundle
 from tfexport.errors import BackendError, BundleError
+from tfexport.install import install_command
 from tfexport.runtime.session import Session
 from tfexport.spec import DECODER, WEIGHTS, Backend, Device, Form, ModelSpec, WeightType
 
 if TYPE_CHECKING:
     from tfexport.models.transformer import Transformer
-
-REMEDY = {
-    "eager": "pip install 'tfexport[export]'",
-    "ort": "pip install 'tfexport[cpu]' (or [gpu], never both)",
-}
 
 
 def open_session(
@@ -30,7 +26,7 @@ def open_session(
     threads: int | None,
     device: Device = "cpu",
     engine: str | None = None,
-) -> Session[Any]:
+) -> Session:
     """Open a bundle on a backend.
 
     Args:
@@ -77,7 +73,7 @@ def open_ort(
     device: Device = "cpu",
     *,
     weights: WeightType | None = None,
-) -> Session[Any]:
+) -> Session:
     """Open graphs in ONNX Runtime; `form` None means an encoder alone, `weights` None those of the graphs' type.
 
     Raises:
@@ -115,7 +111,7 @@ def load_eager_model(bundle: Bundle) -> Transformer:
     return load_weights(bundle.file(WEIGHTS), bundle.manifest.config)
 
 
-def _open_eager(bundle: Bundle, form: Form | None) -> Session[Any]:
+def _open_eager(bundle: Bundle, form: Form | None) -> Session:
     if form is not None:
         raise BackendError(f"eager: form {form} belongs to graphs; leave it out")
     model = load_eager_model(bundle)
@@ -124,7 +120,7 @@ def _open_eager(bundle: Bundle, form: Form | None) -> Session[Any]:
     return EagerSession(model, bundle.manifest.spec)
 
 
-def _open_engine(bundle: Bundle, name: str | None, form: Form | None) -> Session[Any]:
+def _open_engine(bundle: Bundle, name: str | None, form: Form | None) -> Session:
     from tfexport.runtime.trt.session import TrtSession
     from tfexport.trt.artifact.load import load_engine
     from tfexport.trt.cuda import Cuda
@@ -141,7 +137,7 @@ def _open_engine(bundle: Bundle, name: str | None, form: Form | None) -> Session
         return engine.log.reason()
 
     limits, weights = engine.manifest.limits, built.weights
-    return TrtSession(engine.plans, spec, form, limits, engine.flavour, Cuda(), weights=weights, reason=reason)
+    return TrtSession(engine.plans, spec, form, limits, engine.library, Cuda(), weights=weights, reason=reason)
 
 
 def _choose_form(bundle: Bundle, form: Form | None, device: Device) -> Form | None:
@@ -163,7 +159,7 @@ def _choose_form(bundle: Bundle, form: Form | None, device: Device) -> Form | No
 
 def _need(backend: str, module: str) -> None:
     if not _installed(module):
-        raise BackendError(f"{backend}: {module} is not installed; {REMEDY[backend]}")
+        raise BackendError(f"{backend}: {module} is not installed; {install_command(module)}")
 
 
 def _installed(module: str) -> bool:

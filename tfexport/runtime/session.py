@@ -99,12 +99,15 @@ class Batch(Protocol):
     Attributes:
         width: rows of each source: 1, or as many as there are beams.
         can_join: whether sources may join while others are decoded; else all begin together, with equally long prompts.
-        lengths: tokens in the cache of every row, int64 [rows]; read it, never write it.
     """
 
     width: int
     can_join: bool
-    lengths: Ids
+
+    @property
+    def lengths(self) -> Ids:
+        """Tokens in the cache of every row, int64 [rows]; not to be written."""
+        ...
 
     def add(self, source_ids: Ids, source_mask: Mask, prompts: Prompts) -> None:
         """Encode sources, give each `width` equal rows, and read every prompt but its last token.

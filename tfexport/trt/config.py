@@ -43,8 +43,6 @@ class EngineConfig(Config):
     version_compatible: bool = False
     hardware_compatibility: HardwareCompatibility = "none"
     compute_capabilities: tuple[str, ...] = ()
-    strip_weights: bool = False
-    refit: bool = False
 
     def __post_init__(self) -> None:
         """Check the values.
@@ -93,3 +91,8 @@ class EngineLimits(Config):
         names = [field.name for field in dataclasses.fields(self)]
         problems = self._check_types() or size_problems(self, *names[:2]) + size_problems(self, *names[2:], least=0)
         raise_all(ConfigError, "limits", problems)
+
+
+def engine_key(config: EngineConfig) -> str:
+    """Name the folder of an engine by what was chosen, such as "tensorrt-rtx-static-fp16-int8"."""
+    return "-".join(part for part in (config.target, config.form, config.precision, config.weights) if part)

@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from tfexport.errors import BackendError
-
-REMEDY = "pip install 'cuda-python>=12.6'"
+from tfexport.install import install_command
 
 Array = NDArray[Any]
 
@@ -63,7 +62,7 @@ def _probe() -> tuple[list[Gpu], str]:
     try:
         from cuda.bindings import driver
     except ImportError:
-        return [], f"cuda-python is not installed; {REMEDY}"
+        return [], f"cuda-python is not installed; {install_command('cuda')}"
     try:
         return _list_gpus(driver), "the driver finds none; check nvidia-smi and CUDA_VISIBLE_DEVICES"
     except BackendError as error:

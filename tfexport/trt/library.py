@@ -14,16 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from tfexport.errors import BackendError, EngineError
+from tfexport.install import install_command
 from tfexport.spec import DType, Form
 from tfexport.trt.config import Target
 from tfexport.trt.cuda import find_gpus, need_gpu
-from tfexport.trt.log import Log, Speaker
+from tfexport.trt.log import Log, Logger
 
 MODULES: dict[Target, str] = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
-INSTALL: dict[Target, str] = {
-    "tensorrt": "pip install 'tfexport[trt]'",
-    "tensorrt-rtx": "pip install 'tfexport[rtx]'",
-}
+INSTALL: dict[Target, str] = {target: install_command(module) for target, module in MODULES.items()}
 # What TensorRT-RTX builds for when nothing is said (measured with 1.7.1); its enum alone has SM75 too.
 PORTABLE = ("8.0", "8.6", "8.9", "12.0", "12.1")
 
@@ -35,24 +33,24 @@ _DTYPES: dict[DType, str] = {
     "bfloat16": "BF16",
 }
 _lock = threading.Lock()
-_loaded: list[Flavour] = []
+_loaded: list[Library] = []
 
 
 @dataclass(frozen=True)
-class Flavour:
+class Library:
     """One of the libraries, imported.
 
     Attributes:
         target: which one.
         trt: the module.
         version: its full version, such as "1.7.1.116".
-        speaker: the one logger that everything of this library gets, an `ILogger`.
+        logger: the one logger that everything of this library gets, an `ILogger`.
     """
 
     target: Target
     trt: Any
     version: str
-    speaker: Speaker
+    logger: Logger
 
     @property
     def builds_without_gpu(self) -> bool:
@@ -69,9 +67,9 @@ class Flavour:
         """The fast form where the library takes it."""
         return "static" if self.updates_caches_in_place else "concat"
 
-    def logger(self) -> Log:
+    def listen(self) -> Log:
         """Begin to listen to what the library says, to know the reason when something fails."""
-        return self.speaker.listen()
+        return self.logger.listen()
 
     def builder(self, log: Log) -> Any:
         """Make an `IBuilder`.
@@ -102,7 +100,7 @@ class Flavour:
 
     def _make(self, cls: Any, log: Log) -> Any:
         try:
-            made = cls(self.speaker)
+            made = cls(self.logger)
         except TypeError as error:  # what the bindings make of a null pointer
             raise EngineError(f"{self.target} {self.version}: {cls.__name__} cannot be made: {log.reason()}") from error
         if made is None:
@@ -123,40 +121,13 @@ class Flavour:
         numbers = {name: match for name in names if (match := re.fullmatch(r"SM(\d+)(\d)", name))}
         return {f"{match[1]}.{match[2]}": names[name] for name, match in numbers.items()}
 
-    def choose_compute_capabilities(self, wanted: tuple[str, ...]) -> tuple[str, ...]:
-        """Say what an engine is built for.
-
-        Args:
-            wanted: such as ("8.6", "12.0"); empty for all that the library takes by itself.
-
-        Returns:
-            Each once, in order; empty where the GPU at hand decides.
-
-        Raises:
-            EngineError: names every one that the library does not know.
-        """
-        known = self.compute_capabilities()
-        if wanted and not known:
-            raise EngineError(
-                f"compute capability {', '.join(wanted)}: {self.target} builds for the GPU at hand; "
-                "leave it out or choose --target tensorrt-rtx"
-            )
-        unknown = [capability for capability in wanted if capability not in known]
-        if unknown:
-            raise EngineError(
-                f"compute capability {', '.join(unknown)}: {self.target} {self.version} builds for {', '.join(known)}; "
-                "choose among them, or --target tensorrt on such a GPU"
-            )
-        chosen = wanted or PORTABLE
-        return tuple(capability for capability in known if capability in chosen)
-
 
 def installed_targets() -> tuple[Target, ...]:
     """List the libraries that are installed, without importing them."""
     return tuple(target for target, module in MODULES.items() if importlib.util.find_spec(module) is not None)
 
 
-def load_flavour(target: Target | None = None) -> Flavour:
+def load_library(target: Target | None = None) -> Library:
     """Import one of the libraries, once and for the whole process.
 
     Args:
@@ -170,13 +141,13 @@ def load_flavour(target: Target | None = None) -> Flavour:
         if not _loaded:
             chosen = target or _choose(installed_targets(), has_gpu=bool(find_gpus()))
             _loaded.append(_import(chosen))
-        flavour = _loaded[0]
-    if target not in (None, flavour.target):
+        library = _loaded[0]
+    if target not in (None, library.target):
         raise BackendError(
-            f"{target}: {flavour.target} is loaded in this process already, and the two do not go together; "
+            f"{target}: {library.target} is loaded in this process already, and the two do not go together; "
             "use another process"
         )
-    return flavour
+    return library
 
 
 def _choose(installed: tuple[Target, ...], *, has_gpu: bool) -> Target:
@@ -195,7 +166,7 @@ def _choose(installed: tuple[Target, ...], *, has_gpu: bool) -> Target:
     )
 
 
-def _import(target: Target) -> Flavour:
+def _import(target: Target) -> Library:
     name = MODULES[target]
     if importlib.util.find_spec(name) is None:
         raise BackendError(f"{target}: it is not installed; {INSTALL[target]}")
@@ -209,5 +180,5 @@ def _import(target: Target) -> Flavour:
     missing = [part for part in parts if not hasattr(module, part)]
     if missing:
         raise BackendError(f"{target}: the module {name} is hollow, it has no {', '.join(missing)}; {repair}")
-    speaker = type("TensorRTLogger", (Speaker, module.ILogger), {})()
-    return Flavour(target, module, module.__version__, speaker)
+    logger = type("TensorRTLogger", (Logger, module.ILogger), {})()
+    return Library(target, module, module.__version__, logger)

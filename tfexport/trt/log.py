@@ -32,7 +32,7 @@ class Record:
 class Log:
     """What was said since it was made: the newest 2000 records from INFO up, and the newest 50 errors.
 
-    The library has one logger for the whole process (`Speaker`) and does not say
+    The library has one logger for the whole process (`Logger`) and does not say
     on whose behalf it speaks: every log that is alive takes every message.
     """
 
@@ -73,10 +73,10 @@ class Log:
         self._errors.clear()
 
 
-class Speaker:
+class Logger:
     """The logger that is handed to the library, once for the process: a second one would be ignored with a warning.
 
-    `Flavour` makes it a subclass of the library's own `ILogger` as well.
+    `Library` makes it a subclass of the library's own `ILogger` as well.
     """
 
     def __init__(self) -> None:

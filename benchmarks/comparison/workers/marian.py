@@ -15,7 +15,7 @@ class Marian(System):
 
     def convert(self, weights: Path, target: Path, precision: str) -> None:
         """Write the weights as a Marian model."""
-        from comparison.marian_model import write_marian
+        from comparison.converters import write_marian
 
         write_marian(weights, target)
 

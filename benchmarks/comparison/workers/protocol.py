@@ -5,11 +5,11 @@ Standard library alone, since every system's environment runs it. Requests:
     {"op": "convert", "weights", "target", "precision"}            → {}
     {"op": "load", "folder", "precision", "threads"}               → {"import_s", "load_s", "versions"}
     {"op": "call", "sources", "num_beams", "new_tokens"}           → {"seconds", "outputs"}
-    {"op": "time"}                                                 → {"seconds": [one for each call]}
+    {"op": "time"}                                                 → {"seconds"}
     {"op": "peak"}                                                 → {"bytes"}
 
-`call` chooses what `time` repeats. A request that fails is answered with {"error": one line}; the end of standard
-input ends the worker.
+`call` chooses what `time` runs once more: who asks decides how often that is, and what counts. A request that fails is
+answered with {"error": one line}; the end of standard input ends the worker.
 """
 
 from __future__ import annotations
@@ -24,11 +24,6 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-
-# Quick calls are repeated until both are reached.
-TURN_S, TURN_CALLS = 0.2, 3
-# A call that takes longer neither needs to be repeated nor suffers from caches and clocks that are cold at first.
-SLOW_CALL_S = 0.5
 
 Sources = Sequence[Sequence[int]]
 Call = Callable[[], Any]
@@ -87,15 +82,9 @@ class Server:
         return {"seconds": seconds, "outputs": self.system.tokens(found)}
 
     def time(self) -> dict[str, Any]:
-        """Repeat the call; the first is not counted unless it is slow, and then it is the only one."""
+        """Decode once more."""
         assert self.timed is not None, "call comes before time"
-        first, _ = clock(self.timed)
-        if first >= SLOW_CALL_S:
-            return {"seconds": [first]}
-        seconds: list[float] = []
-        while len(seconds) < TURN_CALLS or sum(seconds) < TURN_S:
-            seconds.append(clock(self.timed)[0])
-        return {"seconds": seconds}
+        return {"seconds": clock(self.timed)[0]}
 
     def peak(self) -> dict[str, Any]:
         """Return the most memory that this process has held."""

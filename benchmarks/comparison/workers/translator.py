@@ -19,7 +19,7 @@ class Translator(System):
 
     def convert(self, weights: Path, target: Path, precision: str) -> None:
         """Write the weights as a CTranslate2 model, quantised when the precision is int8."""
-        from comparison.ctranslate2_model import write_ctranslate2
+        from comparison.converters import write_ctranslate2
 
         write_ctranslate2(weights, target, None if precision == "fp32" else COMPUTE_TYPES[precision])
 

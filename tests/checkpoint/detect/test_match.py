@@ -1,4 +1,4 @@
-"""The general matcher and the search: models it has never seen, judged by their goldens alone."""
+"""The general matcher and the search: models it has never seen, compared with their goldens alone."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_heads_are_found_where_nobody_tells(tmp_path: Path) -> None:
     golden = made("Square", tmp_path / "g", heads=None)
     found = detect(golden.state, golden, [], seconds=PATIENCE)
     assert check(found, dict(golden.state), golden) < 1e-12
-    assert found.layout.arch["n_heads"] == HEADS
+    assert found.layout.arch["num_heads"] == HEADS
 
 
 def test_what_is_given_is_not_searched(golden_of: Callable[[str], Golden]) -> None:
@@ -122,9 +122,9 @@ def test_the_encoder_is_named_where_the_golden_knows(golden_of: Callable[[str], 
     canonical = apply_layout(layout, golden.state, settings=TOKENS)
     knowing = Golden(
         source_ids=golden.source_ids,
-        source_keep=golden.source_keep,
+        source_mask=golden.source_mask,
         target_ids=golden.target_ids,
-        target_keep=golden.target_keep,
+        target_mask=golden.target_mask,
         logits=golden.logits,
         hidden_states=states + 1,
     )

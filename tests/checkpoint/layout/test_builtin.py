@@ -26,7 +26,7 @@ from tfexport.checkpoint.importer import import_checkpoint
 from tfexport.checkpoint.layout.apply import Canonical, apply_layout, unmatched
 from tfexport.checkpoint.layout.layout import Layout, Value, builtin_layouts
 from tfexport.checkpoint.reference.certificate import certify
-from tfexport.checkpoint.reference.compare import Judge, compare, tolerance
+from tfexport.checkpoint.reference.compare import Comparator, compare, tolerance
 from tfexport.checkpoint.reference.golden import Golden, read_golden, record
 from tfexport.decode.config import DecodeConfig
 from tfexport.decode.offline import decode
@@ -258,12 +258,12 @@ def mistakes(name: str) -> Iterator[tuple[str, Canonical]]:
 @recorded
 @pytest.mark.parametrize("name", NAMES)
 def test_every_mistake_is_refused(name: str) -> None:
-    found = {kind: Judge(wrong, golden(name)).compare(wrong.config) for kind, wrong in mistakes(name)}
+    found = {kind: Comparator(wrong, golden(name)).compare(wrong.config) for kind, wrong in mistakes(name)}
     assert len(found) >= 18
     passed = {kind for kind, one in found.items() if one.passed(limit(name))}
     # Its softmax in float32 leaves an error that this eps makes little larger; the certificate says so.
     assert passed <= ({"eps"} if name == "opennmt_py" else set())
-    assert Judge(apply(name), golden(name), mask_source=False).compare(apply(name).config).error > limit(name)
+    assert Comparator(apply(name), golden(name), mask_source=False).compare(apply(name).config).error > limit(name)
 
 
 @recorded
@@ -275,7 +275,7 @@ def test_the_certificate_lists_what_cannot_matter_and_nothing_else(name: str) ->
     if "enc.layers.0.self.k.bias" in canonical.tensors:
         expected = {f"{part}.k.bias: makes no difference" for part in KEYS}
     if canonical.config.relative_bias == "t5":
-        expected = {"rel_max_distance: 128 is not told from 256"}
+        expected = {"relative_max_distance: 128 is not told from 256"}
     if name == "opennmt_py":
         expected = {"norm_eps: 1e-06 is not told from 1e-07"}
     assert set(certificate.unverified) == expected

@@ -21,8 +21,8 @@ from tests.test_docs import blocks, code, table
 from tfexport.checkpoint.layout.apply import Canonical, apply_layout, unmatched
 from tfexport.checkpoint.layout.arithmetic import evaluate
 from tfexport.checkpoint.layout.layout import (
+    ARCH_SWITCHES,
     SINUSOIDS,
-    SWITCHES,
     Layout,
     builtin_layouts,
     override,
@@ -34,12 +34,13 @@ from tfexport.checkpoint.layout.layout import (
 from tfexport.checkpoint.layout.ops import JOINS, OPERATIONS, Context, parse_step, run
 from tfexport.checkpoint.layout.patterns import Found, matches, rule
 from tfexport.checkpoint.layout.sinusoid import sinusoid
-from tfexport.checkpoint.layout.unsupported import uncovered
+from tfexport.checkpoint.layout.switches import with_switches
+from tfexport.checkpoint.layout.unsupported import unsupported
 from tfexport.errors import CheckpointError, ConfigError
 from tfexport.models.positions import sinusoid_table
 from tfexport.models.transformer import Transformer
 
-ARCH: dict[str, Any] = {"norm": "layernorm", "norm_eps": 1e-5, "norm_place": "post", "act": "relu"}
+ARCH: dict[str, Any] = {"norm": "layernorm", "norm_eps": 1e-5, "norm_place": "post", "activation": "relu"}
 TOKENS = {"pad": 0, "start": 1, "eos": 2}
 
 
@@ -183,7 +184,7 @@ def test_index_arithmetic_is_undone(factor: int, offset: int, layer: int) -> Non
 
 def fold(steps: str, *tensors: Tensor, parts: int = 1, **names: float) -> list[Tensor]:
     context = Context(
-        {"d_model": 6, "n_heads": 2, "d_k": 3, **names},
+        {"d_model": 6, "num_heads": 2, "d_k": 3, **names},
         parts,
         lambda _: torch.full((2,), 10.0, device=tensors[0].device),
     )
@@ -286,7 +287,7 @@ def test_tables_are_those_of_their_formulas() -> None:
 FILE = """
 layout: 1
 name: own
-arch: {norm: layernorm, norm_eps: 1.0e-5, act: relu, emb_scale: sqrt(d_model),
+arch: {norm: layernorm, norm_eps: 1.0e-5, activation: relu, embedding_scale: sqrt(d_model),
   enc: {norm_place: pre}, dec: {norm_place: post}}
 tokens: {pad: 0, bos: 1, eos: 2, start: bos}
 map:
@@ -308,6 +309,58 @@ def test_a_file_is_read_and_written_back() -> None:
     assert parse_layout(render_layout(layout), "again") == layout
 
 
+def test_a_file_with_the_former_names_of_switches_is_read() -> None:
+    """As tfexport wrote them before they were those of the configuration; written back they are today's."""
+    former = """
+layout: 1
+name: own
+arch: {norm: rms, norm_eps: 1.0e-5, norm_place: pre, enc_final_norm: true, dec_final_norm: false, act: silu, ffn: glu,
+  emb_norm: true, rel_bias: t5, rel_max_distance: 64, pos: none, emb_scale: sqrt(d_model), n_heads: 4,
+  attn_scale: n_heads ** -0.5, dec: {n_heads: 2}}
+map: ["a -> enc.embed.weight |> slice n_heads"]
+"""
+    layout = parse_layout(former, "own.yaml")
+    assert layout.arch == {
+        "norm": "rms",
+        "norm_eps": 1e-5,
+        "norm_place": "pre",
+        "enc.final_norm": True,
+        "dec.final_norm": False,
+        "activation": "silu",
+        "feed_forward": "glu",
+        "embedding_norm": True,
+        "relative_bias": "t5",
+        "relative_max_distance": 64,
+        "positions": "none",
+        "embedding_scale": "sqrt(d_model)",
+        "num_heads": 4,
+        "attention_scale": "n_heads ** -0.5",
+        "dec.num_heads": 2,
+    }
+    assert evaluate("n_heads ** -0.5", {"num_heads": 4}) == 0.5
+    assert parse_layout(render_layout(layout), "again") == layout
+    assert parse_setting("dec.n_heads=2") == ("dec.num_heads", 2)
+    assert parse_setting("act=gelu") == ("activation", "gelu")
+    twice = former.replace("act: silu", "act: silu, activation: relu")
+    assert "switch activation is given twice" in says(ConfigError, lambda: parse_layout(twice, "own.yaml"))
+
+
+def test_switches_that_were_found_take_the_place_of_the_layouts_own() -> None:
+    """The usual value too, which a layout does not write."""
+    layout = parse_layout(FILE, "own.yaml")
+    found = {"embedding_scale": 1.0, "enc.norm_place": "post", "dec.norm_place": "post", "attention_scale": 1.0}
+    short = with_switches(layout, found)
+    assert short.arch == {
+        "norm": "layernorm",
+        "norm_eps": 1e-5,
+        "activation": "relu",
+        "norm_place": "post",
+        "attention_scale": 1.0,
+    }
+    final = with_switches(layout, {"final_norm": True, "dec.final_norm": False})
+    assert (final.switch("final_norm", "enc"), final.switch("final_norm", "dec")) == (True, False)
+
+
 @pytest.mark.parametrize("name", sorted(builtin_layouts()))
 def test_every_built_in_layout_is_written_back_as_it_was(name: str) -> None:
     layout = builtin_layouts()[name]
@@ -316,11 +369,11 @@ def test_every_built_in_layout_is_written_back_as_it_was(name: str) -> None:
 
 
 def test_every_problem_of_a_file_is_named_at_once() -> None:
-    text = FILE.replace("act: relu", "act: tanh, norms: x").replace("|> mul 2", "|> multiply 2")
+    text = FILE.replace("activation: relu", "activation: tanh, norms: x").replace("|> mul 2", "|> multiply 2")
     text = text.replace("out.weight", "output.weight").replace("start: bos", "start: nobody, mask: 1")
     message = says(ConfigError, lambda: parse_layout(text, "own.yaml"))
     for problem in (
-        "act is 'tanh'",
+        "activation is 'tanh'",
         "switch norms is unknown",
         "fold 'multiply' is unknown",
         "output.weight: no canon",
@@ -352,8 +405,11 @@ def test_every_problem_of_a_file_is_named_at_once() -> None:
         ("layout: 1\nname: a\nmap: ['a.{h} -> out.bias']", "join_rows or join_columns as the first fold"),
         ("layout: 1\nname: a\nmap: [a -> out.bias]\nderive: {out.weight: eval os}", "none of tie NAME"),
         ("layout: 1\nname: a\nmap: [a -> out.bias]\nbaseline: 1", "baseline is 1.0"),
-        ("layout: 1\nname: a\nmap: [a -> out.bias]\narch: {emb_scale: sqrt(vocab)}", "emb_scale has vocab"),
-        ("layout: 1\nname: a\nmap: [a -> out.bias]\narch: {enc: {act: relu}}", "switch enc.act is unknown"),
+        ("layout: 1\nname: a\nmap: [a -> out.bias]\narch: {embedding_scale: sqrt(vocab)}", "embedding_scale has vocab"),
+        (
+            "layout: 1\nname: a\nmap: [a -> out.bias]\narch: {enc: {activation: relu}}",
+            "switch enc.activation is unknown",
+        ),
         ("a: " * 400, "no YAML"),
         ("x" * (1024 * 1024 + 1), "the limit is 1048576"),
     ],
@@ -374,9 +430,9 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     [
         ("norm_eps=1e-6", ("norm_eps", "1e-6")),
         ("tokens.pad=3", ("tokens.pad", 3)),
-        ("emb_norm=true", ("emb_norm", True)),
-        ("act=gelu", ("act", "gelu")),
-        ("emb_scale=sqrt(d_model)", ("emb_scale", "sqrt(d_model)")),
+        ("embedding_norm=true", ("embedding_norm", True)),
+        ("activation=gelu", ("activation", "gelu")),
+        ("embedding_scale=sqrt(d_model)", ("embedding_scale", "sqrt(d_model)")),
     ],
 )
 def test_a_setting(text: str, pair: tuple[str, object]) -> None:
@@ -492,9 +548,9 @@ def test_a_state_dict_that_does_not_fit(change: Callable[[dict[str, Tensor]], ob
         ({"map": (*IDENTITY.map, "out.bias -> dec.norm.bias")}, "key out.bias is used twice, by map 8 and map 9"),
         ({"map": (*IDENTITY.map, "nothing.{wb} -> dec.norm.{wb}")}, "map 9 'nothing.{wb} -> dec.norm.{wb}': no key"),
         ({"ignore": ("out.*",)}, "key out.bias is both used and ignored"),
-        ({"arch": {**ARCH, "dec_final_norm": True}}, "missing dec.norm.weight [32]"),
-        ({"arch": {**ARCH, "ffn": "glu"}}, "missing enc.layers.0.ffn.gate.weight"),
-        ({"arch": {**ARCH, "pos": "none", "max_length": 9}}, "unexpected enc.pos [24, 32]"),
+        ({"arch": {**ARCH, "dec.final_norm": True}}, "missing dec.norm.weight [32]"),
+        ({"arch": {**ARCH, "feed_forward": "glu"}}, "missing enc.layers.0.ffn.gate.weight"),
+        ({"arch": {**ARCH, "positions": "none", "max_length": 9}}, "unexpected enc.pos [24, 32]"),
         ({"arch": {**ARCH, "norm": "rms"}}, "unexpected enc.layers.0.norm1.bias [32]"),
         ({"arch": {**ARCH, "max_length": 9}}, "max_length is 9, but enc.pos is stored"),
         ({"arch": {}}, "switch norm_place of enc is not given"),
@@ -517,7 +573,7 @@ def test_a_layout_that_does_not_fit(changes: dict[str, Any], problem: str) -> No
 @pytest.mark.parametrize("heads", [3, 64])
 def test_heads_that_do_not_divide(heads: int) -> None:
     message = says(CheckpointError, lambda: apply_layout(IDENTITY, state(), heads=heads))
-    assert f"n_heads is {heads}, which does not divide 32 rows" in message
+    assert f"num_heads is {heads}, which does not divide 32 rows" in message
 
 
 def test_one_tensor_from_two_keys_has_to_be_the_same() -> None:
@@ -563,7 +619,7 @@ def test_biases_that_some_have_are_filled() -> None:
 
 
 def test_sides_may_differ_in_heads() -> None:
-    found = apply_layout(IDENTITY, state(), settings={"n_heads": 4, "dec.n_heads": 2})
+    found = apply_layout(IDENTITY, state(), settings={"num_heads": 4, "dec.num_heads": 2})
     assert found.config.decoder is not None
     assert (found.config.encoder.num_heads, found.config.decoder.num_heads) == (4, 2)
 
@@ -633,7 +689,9 @@ def test_projections_by_head() -> None:
 
 def test_scales_fold_into_weights() -> None:
     """Scaled embeddings, a scaled query and gains stored as gamma - 1 are the same model as switches say."""
-    own = output(apply_layout(IDENTITY, state(), heads=4, settings={"emb_scale": "sqrt(d_model)", "attn_scale": 1.0}))
+    own = output(
+        apply_layout(IDENTITY, state(), heads=4, settings={"embedding_scale": "sqrt(d_model)", "attention_scale": 1.0})
+    )
     folded = replace(
         IDENTITY,
         post=(
@@ -668,10 +726,10 @@ DOC = ROOT / "docs" / "layouts.md"
 
 def test_the_documented_switches_are_those_of_the_code() -> None:
     rows = table(DOC, "switch")
-    assert [row[0].strip("`") for row in rows] == list(SWITCHES)
-    for row, (name, switch) in zip(rows, SWITCHES.items(), strict=True):
-        if isinstance(switch.kind, tuple):
-            assert tuple(code(row[1])) == switch.kind, name
+    assert [row[0].strip("`") for row in rows] == list(ARCH_SWITCHES)
+    for row, (name, switch) in zip(rows, ARCH_SWITCHES.items(), strict=True):
+        if isinstance(switch.values, tuple):
+            assert tuple(code(row[1])) == switch.values, name
         default = "" if switch.default is None else str(switch.default)
         assert row[2].strip("`") == (default.lower() if isinstance(switch.default, bool) else default), name
 
@@ -717,4 +775,4 @@ def test_what_no_layout_can_express_is_refused_by_name(key: str, what: str) -> N
 @pytest.mark.parametrize("layout", builtin_layouts().values(), ids=lambda layout: layout.name)
 def test_no_built_in_layout_has_a_key_that_looks_uncovered(layout: Layout) -> None:
     keys = [line.partition(" ->")[0].translate({ord("{"): None, ord("}"): None}) for line in layout.map]
-    assert uncovered(keys) == []
+    assert unsupported(keys) == []

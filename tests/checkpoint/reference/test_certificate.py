@@ -14,9 +14,10 @@ from click.testing import CliRunner
 
 from tests import tiny
 from tfexport.checkpoint.layout.apply import Canonical, LineUse
-from tfexport.checkpoint.reference.certificate import CERTIFICATE, Certificate, certify, unproven
+from tfexport.checkpoint.reference.certificate import Certificate, certify, unproven
 from tfexport.checkpoint.reference.golden import Golden
 from tfexport.cli import main
+from tfexport.files.names import CERTIFICATE
 from tfexport.inspect import inspect_path
 from tfexport.models.directory import save_model
 from tfexport.models.transformer import Transformer
@@ -31,14 +32,14 @@ def made(config: Any, *, padded: bool = True) -> tuple[Canonical, Golden]:
     source_ids, source_mask, target_ids = tiny.batch()
     if not padded:
         source_mask = torch.ones_like(source_mask)
-    golden: dict[str, Any] = {"source_ids": source_ids, "source_keep": source_mask}
+    golden: dict[str, Any] = {"source_ids": source_ids, "source_mask": source_mask}
     with torch.no_grad():
         if config.decoder is None:
             golden |= {"hidden_states": model.hidden_states(source_ids, source_mask), "outputs": "hidden_states"}
         else:
             keep = torch.ones_like(target_ids, dtype=torch.bool)
             logits = model(source_ids, source_mask, target_ids)
-            golden |= {"target_ids": target_ids, "target_keep": keep, "logits": logits}
+            golden |= {"target_ids": target_ids, "target_mask": keep, "logits": logits}
     tensors = dict(model.state_dict())
     lines = tuple(LineUse(f"{name} -> {name}", (name,), (name,)) for name in tensors)
     return Canonical(config, tensors, lines), Golden(**golden)
@@ -57,10 +58,10 @@ def test_what_cannot_matter_is_all_that_is_unverified(name: str) -> None:
     assert certificate.error < 1e-14
     # Adding the same number to all scores of a row changes no softmax.
     assert about(certificate) == (
-        K_BIASES if canonical.config.attention_bias else {"rel_max_distance"} & about(certificate)
+        K_BIASES if canonical.config.attention_bias else {"relative_max_distance"} & about(certificate)
     )
     assert len(certificate.lines) == len(canonical.tensors)
-    assert {"norm", "act", "norm_eps", "source mask", "attn_scale"} <= set(certificate.switches)
+    assert {"norm", "activation", "norm_eps", "source mask", "attention_scale"} <= set(certificate.switches)
 
 
 def test_an_encoder_alone() -> None:
@@ -86,10 +87,10 @@ def test_equal_norms_hide_nothing_but_what_they_are() -> None:
     model = Transformer(canonical.config).double().eval()
     model.load_state_dict(tensors)
     with torch.no_grad():
-        logits = model(golden.source_ids, golden.source_keep, golden.target_ids)
+        logits = model(golden.source_ids, golden.source_mask, golden.target_ids)
     certificate = certify(silent, replace(golden, logits=logits), "silent")
     hidden = {f"{side}.layers.*.ffn.fc1.{kind}" for side in ("enc", "dec") for kind in ("weight", "bias")}
-    assert about(certificate) >= {*hidden, "act"}
+    assert about(certificate) >= {*hidden, "activation"}
 
 
 def swapped(one: str, other: str) -> Callable[[Canonical], Canonical]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -95,11 +96,11 @@ def encoded(model: Any, ids: Tensor, keep: Tensor) -> Tensor:
 def test_the_batch_shows_masks_and_positions(golden_file: Path) -> None:
     golden = read_golden(golden_file)
     assert golden.target_ids is not None
-    assert golden.target_keep is not None
-    assert golden.source_keep.sum(1).tolist() == [9, 5, 1]
-    assert golden.target_keep.sum(1).tolist() == [7, 4, 1]
-    assert bool((golden.source_ids[~golden.source_keep] == 0).all())
-    assert bool((golden.source_ids[golden.source_keep] != 0).all())
+    assert golden.target_mask is not None
+    assert golden.source_mask.sum(1).tolist() == [9, 5, 1]
+    assert golden.target_mask.sum(1).tolist() == [7, 4, 1]
+    assert bool((golden.source_ids[~golden.source_mask] == 0).all())
+    assert bool((golden.source_ids[golden.source_mask] != 0).all())
 
 
 def test_every_parameter_is_random_and_every_table_stays(golden_file: Path) -> None:
@@ -115,7 +116,7 @@ def test_outputs_are_those_of_the_stored_state(golden_file: Path) -> None:
     golden = read_golden(golden_file)
     model = NumberedBlocks().eval()
     model.load_state_dict(golden.state)
-    found = model.double()(golden.source_ids, golden.source_keep, golden.target_ids)
+    found = model.double()(golden.source_ids, golden.source_mask, golden.target_ids)
     assert golden.logits is not None
     assert (found - golden.logits).abs().max() < 1e-13
 
@@ -191,7 +192,7 @@ def test_a_model_that_cannot_be_copied_is_one_line(tmp_path: Path) -> None:
 
 
 def left_padded(t: dict[str, Tensor]) -> None:
-    t["source_keep"] = t["source_keep"].flip(1)
+    t["source_mask"] = t["source_mask"].flip(1)
 
 
 def with_nan(t: dict[str, Tensor]) -> None:
@@ -206,10 +207,27 @@ CORRUPTIONS: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
     "no logits": (lambda t: t.pop("logits"), "need each other"),
     "no source": (lambda t: t.pop("source_ids"), "missing tensor source_ids"),
     "unknown": (lambda t: t.update(labels=torch.zeros(3)), "unknown tensor 'labels'"),
-    "int mask": (lambda t: t.update(target_keep=t["target_keep"].long()), "bool"),
+    "int mask": (lambda t: t.update(target_mask=t["target_mask"].long()), "bool"),
     "negative ids": (lambda t: t.update(source_ids=-t["source_ids"]), "negative ids"),
-    "empty": (lambda t: t.update(source_ids=t["source_ids"][:0], source_keep=t["source_keep"][:0]), "empty"),
+    "empty": (lambda t: t.update(source_ids=t["source_ids"][:0], source_mask=t["source_mask"][:0]), "empty"),
 }
+
+
+def test_a_golden_with_the_former_names_of_masks_is_read(tmp_path: Path) -> None:
+    """As they were recorded before the masks had their names of everywhere else; both at once are refused."""
+    recorded(NumberedBlocks(), tmp_path / "g")
+    golden, tensors = read_golden(tmp_path / "g"), load_file(tmp_path / "g")
+    with safe_open(tmp_path / "g", "pt") as file:
+        metadata = file.metadata()
+    former = {name: tensors[name.replace("_keep", "_mask")].clone() for name in ("source_keep", "target_keep")}
+    others = {name: tensor for name, tensor in tensors.items() if name not in ("source_mask", "target_mask")}
+    save_file(others | former, tmp_path / "former", metadata)
+    again = read_golden(tmp_path / "former")
+    assert torch.equal(again.source_mask, golden.source_mask)
+    assert again.target_mask is not None
+    save_file(tensors | former, tmp_path / "both", metadata)
+    with pytest.raises(CheckpointError, match="tensor source_mask is there twice, as source_keep too"):
+        read_golden(tmp_path / "both")
 
 
 @pytest.mark.parametrize("name", CORRUPTIONS)
@@ -256,7 +274,7 @@ def test_what_is_no_golden_is_refused(content: bytes, message: str, tmp_path: Pa
 
 def test_nan_behind_the_padding_is_taken(golden_file: Path, tmp_path: Path) -> None:
     tensors = load_file(golden_file)
-    tensors["logits"][~tensors["target_keep"]] = math.nan
+    tensors["logits"][~tensors["target_mask"]] = math.nan
     save_file(tensors, tmp_path / "g")
     assert read_golden(tmp_path / "g").logits is not None
 
@@ -298,9 +316,9 @@ def made(config: Any = None, **changes: Any) -> tuple[Canonical, Golden]:
         logits = model(*batch)
     golden = Golden(
         source_ids=batch.source_ids,
-        source_keep=batch.source_mask,
+        source_mask=batch.source_mask,
         target_ids=batch.target_ids,
-        target_keep=torch.ones_like(batch.target_ids, dtype=torch.bool),
+        target_mask=torch.ones_like(batch.target_ids, dtype=torch.bool),
         logits=logits,
     )
     return Canonical(model.config, dict(model.state_dict()), ()), golden
@@ -329,9 +347,9 @@ def test_a_golden_of_another_model_is_refused() -> None:
     canonical, golden = made()
     larger = Golden(
         source_ids=golden.source_ids + 40,
-        source_keep=golden.source_keep,
+        source_mask=golden.source_mask,
         target_ids=golden.target_ids,
-        target_keep=golden.target_keep,
+        target_mask=golden.target_mask,
         logits=torch.zeros(3, 7, 99, dtype=torch.float64),
     )
     with pytest.raises(

@@ -18,48 +18,46 @@ from tests.graph.test_protocol import made
 from tfexport.cli import main
 from tfexport.errors import GraphError
 from tfexport.graph import write
-from tfexport.graph.forms.contrib import contrib_problems, joint_weights, to_contrib
+from tfexport.graph.forms.contrib import CONTRIB, joint_weights
 from tfexport.graph.write import write_graphs
 from tfexport.models.config import model_spec
 from tfexport.models.directory import save_model
-from tfexport.spec import ModelSpec
+from tfexport.spec import ModelSpec, Precision
 
 WIDTH = "keys and values are not equally wide, or 8 does not divide that"
 RELATIVE = tiny.config(relative_bias="t5", relative_buckets=8, relative_max_distance=16)
 UNFIT: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
-    "relative bias": (lambda: tiny.model(RELATIVE, dtype=torch.float32), ["it has a relative bias"]),
+    "relative bias": (lambda: tiny.model(RELATIVE, dtype=torch.float32), ["relative_bias is t5"]),
     "heads of 12": (lambda: tiny.model(tiny.config(decoder={"d_k": 12, "d_v": 12}), dtype=torch.float32), [WIDTH]),
     "wider values": (lambda: tiny.model(tiny.config(decoder={"d_k": 8, "d_v": 16}), dtype=torch.float32), [WIDTH]),
-    "half precision": (lambda: tiny.model(tiny.config(), dtype=torch.float16), ["it is not fp32"]),
+    "half precision": (lambda: tiny.model(tiny.config(), dtype=torch.float16), ["it is fp16"]),
     "its own module": (lambda: made("rotary"), ["it is a module of its own"]),
     "an encoder alone": (lambda: tiny.model(ENCODER_ALONE, dtype=torch.float32), ["it is an encoder alone"]),
     "everything": (
         lambda: tiny.model(tiny.VARIANTS["t5"], dtype=torch.float16),
-        [WIDTH, "it has a relative bias", "it is not fp32"],
+        [WIDTH, "relative_bias is t5", "it is fp16"],
     ),
 }
+
+
+def problems_of(model: nn.Module) -> list[str]:
+    config = model.config if isinstance(model, tiny.Transformer) else None
+    return CONTRIB.supports(config, precision_of(model))
+
+
+def precision_of(model: nn.Module) -> Precision:
+    return "fp16" if next(model.parameters()).dtype == torch.float16 else "fp32"
 
 
 @pytest.mark.parametrize("name", UNFIT)
 def test_models_that_have_no_contrib_form_are_told_why(name: str) -> None:
     make, problems = UNFIT[name]
-    assert contrib_problems(make()) == problems
+    assert problems_of(make()) == problems
 
 
 @pytest.mark.parametrize("name", ["post", "pre-std", "mixed"])
 def test_models_that_have_one(name: str) -> None:
-    assert contrib_problems(tiny.model(tiny.VARIANTS[name], dtype=torch.float32)) == []
-
-
-def test_a_contrib_model_shares_its_weights_with_the_model() -> None:
-    """A large model is not in memory twice to be exported; joined matrices alone are new."""
-    model = tiny.model(tiny.config(), dtype=torch.float32)
-    own = {parameter.data_ptr() for parameter in model.parameters()}
-    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    new = [name for name, parameter in to_contrib(model).named_parameters() if parameter.data_ptr() not in own]
-    assert new == [f"dec.layers.{layer}.self.{kind}" for layer in range(2) for kind in ("weight", "bias")]
-    assert list(before) == [name for name, _ in model.named_parameters()]
-    assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+    assert CONTRIB.supports(tiny.VARIANTS[name], "fp32") == []
 
 
 def test_what_lies_side_by_side_is_query_key_and_value() -> None:
@@ -90,7 +88,7 @@ def untraced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_other_forms_are_exported_and_the_report_says_why(name: str, untraced: list[str], tmp_path: Path) -> None:
     make, problems = UNFIT[name]
     model, told = make(), list[str]()
-    spec = model_spec(model.config, "fp32") if isinstance(model, tiny.Transformer) else PROTOCOL_SPEC
+    spec = model_spec(model.config, precision_of(model)) if isinstance(model, tiny.Transformer) else PROTOCOL_SPEC
     with pytest.raises(GraphError, match="stops here"):
         write_graphs(model, spec, tmp_path, forms=("contrib", "static"), opset=18, report=told.append)
     assert untraced == ["static"]
@@ -103,7 +101,7 @@ def test_contrib_alone_is_refused_where_there_is_none(untraced: list[str], tmp_p
     with pytest.raises(GraphError) as caught:
         write_graphs(model, spec, tmp_path, forms=("contrib",), opset=18, report=lambda line: None)
     assert str(caught.value) == (
-        f"decoder: no contrib form of this model: {WIDTH} and it has a relative bias and it is not fp32; "
+        f"decoder: no contrib form of this model: {WIDTH} and relative_bias is t5 and it is fp16; "
         "export it with --forms concat,static"
     )
     assert not untraced
@@ -117,6 +115,6 @@ def test_the_command_line_refuses_in_one_line_and_writes_nothing(tmp_path: Path)
     )
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr.splitlines()[-1] == (
-        "error: decoder: no contrib form of this model: it has a relative bias; export it with --forms concat,static"
+        "error: decoder: no contrib form of this model: relative_bias is t5; export it with --forms concat,static"
     )
     assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == ["m"]

@@ -18,10 +18,12 @@ from tfexport.graph.passes.capacity import fix_capacity
 from tfexport.graph.write import write_graphs
 from tfexport.models.config import model_spec
 from tfexport.spec import FLOAT, Precision, key_value_names
-from tfexport.trt.build.builder import build_plan
+from tfexport.trt.build.builder import build_engine
+from tfexport.trt.build.network import Graph, parse_graph
+from tfexport.trt.build.options import resolve_options
 from tfexport.trt.build.profiles import make_profiles
 from tfexport.trt.config import EngineConfig
-from tfexport.trt.library import load_flavour
+from tfexport.trt.library import load_library
 
 ROWS, SOURCE, HEADS, WIDTH, LAYERS = 3, 5, 4, 32, 2
 
@@ -130,7 +132,8 @@ def test_attention_is_fused_whatever_the_width_of_a_head(precision: Precision, w
     settings = EngineConfig(target="tensorrt-rtx", max_batch=4)
     profiles, path = make_profiles(spec, "static", settings), tmp_path / "decoder_static.onnx"
     raw = fix_capacity(path, profiles.limits.max_target_length)
-    flavour = load_flavour("tensorrt-rtx")
-    plan = build_plan(flavour, path.stem, raw, path, profiles.engines[path.stem], settings, ())
+    library = load_library("tensorrt-rtx")
+    network = parse_graph(library, Graph(path.stem, raw, path))
+    plan = build_engine(network, profiles.engines[path.stem], resolve_options(library, settings, None))
     fused = sum(number for name, number in plan.kernels.items() if re.match("_gem[mv]_mha", name))
     assert fused == 2 * 2 * LAYERS, "self and cross, step and prefill"

@@ -30,10 +30,12 @@ from tfexport.runtime.eager import EagerSession
 from tfexport.runtime.ort.session import OrtSession
 from tfexport.spec import QUANTIZED_WEIGHTS, REORDER, Form, GraphSpec, ModelSpec, TensorSpec, WeightType
 from tfexport.tokenizer import Tokenizer
-from tfexport.trt.build.builder import build_plan
+from tfexport.trt.build.builder import build_engine
+from tfexport.trt.build.network import Graph, parse_graph
+from tfexport.trt.build.options import resolve_options
 from tfexport.trt.build.profiles import make_profiles
 from tfexport.trt.config import EngineConfig
-from tfexport.trt.library import load_flavour
+from tfexport.trt.library import load_library
 
 Once = Callable[[str, Callable[[Path], object]], Path]
 TYPES: tuple[WeightType, ...] = get_args(WeightType)
@@ -305,14 +307,14 @@ def test_tensorrt_keeps_the_weights_narrow(
 
     def size(directory: Path, name: str) -> int:
         form: Form = "static" if name == "decoder_static" else "concat"
-        settings = EngineConfig(target="tensorrt-rtx", max_batch=4)
+        # The first that has float8; one build for another fails by name of the type.
+        settings = EngineConfig(target="tensorrt-rtx", max_batch=4, compute_capabilities=("8.9",))
         profiles, path = make_profiles(bundle.manifest.spec, form, settings), directory / f"{name}.onnx"
         limit = profiles.limits.max_target_length
         raw = fix_capacity(path, limit) if form == "static" else path.read_bytes()
-        flavour = load_flavour("tensorrt-rtx")
-        # The first that has float8; one build for another fails by name of the type.
-        plan = build_plan(flavour, name, raw, path, profiles.engines[name], settings, ("8.9",))
-        return len(plan.data)
+        library = load_library("tensorrt-rtx")
+        network = parse_graph(library, Graph(name, raw, path))
+        return len(build_engine(network, profiles.engines[name], resolve_options(library, settings, None)).data)
 
     assert size(folder, "decoder_static") > 0
     if precision == "fp32":

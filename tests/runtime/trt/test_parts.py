@@ -210,7 +210,7 @@ def test_memory_grows_with_its_contents_and_says_when_it_moves(cuda: CudaDouble)
 def engine(cuda: CudaDouble) -> FakeEngine:
     from tfexport.graph.reorder import reorder_graph
     from tfexport.spec import reorder_spec
-    from tfexport.trt.build.profiles import ShapeRange
+    from tfexport.trt.profile import ShapeRange
 
     profile = {CACHE: ShapeRange((1, 1), (2, 4), (4, 8)), ORDER: ShapeRange((1,), (2,), (4,))}
     return FakeEngine(REORDER, reorder_graph("fp32"), reorder_spec("fp32"), (profile,), cuda, [], {})

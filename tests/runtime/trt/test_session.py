@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 import tfexport
 from tests.runtime.trt.trt_double import (
-    FLAVOUR,
+    LIBRARY,
     DoubleSession,
     FakeContext,
     FakeEngine,
@@ -350,7 +350,7 @@ def test_memory_is_what_the_documentation_says(dates: Model) -> None:
 def test_threads_decode_at_once_over_the_same_engines(dates: Model) -> None:
     cuda, log = CudaDouble(), []  # type: ignore[var-annotated]
     engines, limits = make_engines(dates.graphs, dates.spec, "static", EngineConfig(max_batch=8), cuda, log)
-    sessions = [TrtSession(engines, dates.spec, "static", limits, FLAVOUR, cuda) for _ in range(2)]  # type: ignore[arg-type]
+    sessions = [TrtSession(engines, dates.spec, "static", limits, LIBRARY, cuda) for _ in range(2)]  # type: ignore[arg-type]
     config, expected = DecodeConfig(num_beams=2), decode(dates.ort(), dates.sources, DecodeConfig(num_beams=2))
 
     def run(number: int) -> list[Any]:
@@ -548,7 +548,7 @@ def on_doubles(dates: Model, monkeypatch: pytest.MonkeyPatch) -> Callable[..., t
         manifest = SimpleNamespace(config=EngineConfig(form="static", precision="fp32"), limits=limits)
         reasons = SimpleNamespace(reason=lambda: log[-1])
         return SimpleNamespace(
-            manifest=manifest, plans=engines, flavour=FLAVOUR, path=opened.path / "engines" / "fast", log=reasons
+            manifest=manifest, plans=engines, library=LIBRARY, path=opened.path / "engines" / "fast", log=reasons
         )
 
     monkeypatch.setattr("tfexport.trt.artifact.load.load_engine", load_engine)
@@ -620,7 +620,7 @@ def test_engines_that_are_not_what_they_should_be_are_refused(dates: Model) -> N
 
     def refusal(**changes: Any) -> str:
         with pytest.raises(BackendError) as caught:
-            TrtSession({**engines, **changes}, dates.spec, "static", limits, FLAVOUR, cuda)  # type: ignore[arg-type]
+            TrtSession({**engines, **changes}, dates.spec, "static", limits, LIBRARY, cuda)  # type: ignore[arg-type]
         return str(caught.value)
 
     assert "has source_ids" in refusal(**{DECODER["static"]: engines[ENCODER]})

@@ -35,8 +35,9 @@ from tfexport.spec import (
     key_value_names,
     reorder_spec,
 )
-from tfexport.trt.build.profiles import Profile, make_profiles
+from tfexport.trt.build.profiles import make_profiles
 from tfexport.trt.config import EngineConfig, EngineLimits
+from tfexport.trt.profile import Profile
 
 Shape = tuple[int, ...]
 
@@ -381,10 +382,10 @@ def trt_session(
     engines, limits = make_engines(graphs, spec, form, config, cuda, log, kind)
     device: Any = cuda
     reason = lambda: log[-1] if log else "nothing"  # noqa: E731
-    return DoubleSession(engines, spec, form, limits, FLAVOUR, device, weights=config.weights, reason=reason)
+    return DoubleSession(engines, spec, form, limits, LIBRARY, device, weights=config.weights, reason=reason)
 
 
-FLAVOUR: Any = SimpleNamespace(trt=MODULE, target="tensorrt", version="0")
+LIBRARY: Any = SimpleNamespace(trt=MODULE, target="tensorrt", version="0")
 
 
 class DoubleSession(TrtSession):

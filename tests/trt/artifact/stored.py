@@ -13,11 +13,11 @@ from tests.bundle.test_bundle import make
 from tfexport.bundle.bundle import Bundle
 from tfexport.bundle.manifest import FileEntry
 from tfexport.spec import ModelSpec, decoder_graph, encoder_graph, key_value_names, reorder_spec
-from tfexport.trt.artifact.compatibility import Here
-from tfexport.trt.artifact.manifest import BuildMachine, EngineManifest, PlanEntry, engine_key
+from tfexport.trt.artifact.compatibility import Machine
+from tfexport.trt.artifact.manifest import BuildMachine, EngineManifest, PlanEntry
 from tfexport.trt.artifact.store import add_engine
 from tfexport.trt.build.profiles import make_profiles
-from tfexport.trt.config import EngineConfig, EngineLimits
+from tfexport.trt.config import EngineConfig, EngineLimits, engine_key
 from tfexport.trt.cuda import Gpu
 
 PLANS = {"encoder": b"encoder plan", "decoder_static": b"decoder plan", "reorder": b"reorder plan"}
@@ -32,7 +32,7 @@ RTX = EngineConfig(
 TENSORRT = replace(RTX, target="tensorrt", compute_capabilities=())
 L4 = Gpu(index=0, name="NVIDIA L4", compute_capability="8.9", memory_bytes=24 << 30, driver_version="13.0")
 # A machine where both engines below may be used.
-HERE = Here(
+MACHINE = Machine(
     system="Linux",
     architecture="x86_64",
     libraries={"tensorrt-rtx": "1.7.1.116", "tensorrt": "10.13.3.9"},
@@ -63,7 +63,7 @@ def manifest(bundle: Bundle, config: EngineConfig = RTX, **changes: Any) -> Engi
     target = config.target or "tensorrt-rtx"
     facts: dict[str, Any] = {
         "format_version": 1,
-        "library_version": HERE.libraries[target],
+        "library_version": MACHINE.libraries[target],
         "config": config,
         "limits": EngineLimits(max_batch=32, max_source_length=16, max_target_length=16, max_candidates=10),
         "flags": ("noTF32",),
@@ -100,4 +100,4 @@ def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     path.write_text(json.dumps(data, indent=2, sort_keys=True) + "\n")
 
 
-__all__ = ["HERE", "L4", "PLANS", "RTX", "TENSORRT", "edit", "entry", "make", "manifest", "store"]
+__all__ = ["L4", "MACHINE", "PLANS", "RTX", "TENSORRT", "edit", "entry", "make", "manifest", "store"]

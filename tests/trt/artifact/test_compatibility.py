@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from tests.trt.artifact import stored
-from tests.trt.artifact.stored import HERE, L4, RTX, TENSORRT
+from tests.trt.artifact.stored import L4, MACHINE, RTX, TENSORRT
 from tfexport.bundle.bundle import Bundle
 from tfexport.cli import main
-from tfexport.trt.artifact.compatibility import Here, explain, rebuild_command, refusals, this_machine
+from tfexport.trt.artifact.compatibility import Machine, explain, incompatibilities, rebuild_command, this_machine
 from tfexport.trt.config import EngineConfig
 
 
@@ -24,11 +24,11 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     return stored.make(tmp_path_factory.mktemp("bundles") / "bundle")
 
 
-def at(**changes: Any) -> Here:
-    return replace(HERE, **changes)
+def at(**changes: Any) -> Machine:
+    return replace(MACHINE, **changes)
 
 
-def libraries(version: str) -> Here:
+def libraries(version: str) -> Machine:
     return at(libraries={"tensorrt": version, "tensorrt-rtx": version})
 
 
@@ -42,13 +42,13 @@ H200 = replace(L4, name="NVIDIA H200", compute_capability="9.0")
 
 
 @pytest.mark.parametrize(
-    ("config", "here"),
+    ("config", "machine"),
     [
-        (RTX, HERE),
+        (RTX, MACHINE),
         (RTX, at(gpu=RTX_4090)),
         (RTX, at(gpu=A10)),
         (RTX, at(system="Windows", architecture="AMD64")),
-        (TENSORRT, HERE),
+        (TENSORRT, MACHINE),
         (TENSORRT, at(gpu=replace(L4, index=1, driver_version="12.8"))),
         (COMPATIBLE, libraries("10.13.3.9")),
         (COMPATIBLE, libraries("10.16.1.11")),
@@ -58,12 +58,12 @@ H200 = replace(L4, name="NVIDIA H200", compute_capability="9.0")
         (SAME, at(gpu=RTX_4090)),
     ],
 )
-def test_what_fits_is_not_refused(bundle: Bundle, config: EngineConfig, here: Here) -> None:
-    assert refusals(stored.manifest(bundle, config), bundle, here) == []
+def test_what_fits_is_not_refused(bundle: Bundle, config: EngineConfig, machine: Machine) -> None:
+    assert incompatibilities(stored.manifest(bundle, config), bundle, machine) == []
 
 
 @pytest.mark.parametrize(
-    ("config", "here", "message"),
+    ("config", "machine", "message"),
     [
         (RTX, libraries("1.7.2.1"), "tensorrt-rtx version: built with 1.7.1.116, here is 1.7.2.1; build it again with"),
         (RTX, libraries("1.7.1"), "tensorrt-rtx version: built with 1.7.1.116, here is 1.7.1;"),
@@ -96,9 +96,9 @@ def test_what_fits_is_not_refused(bundle: Bundle, config: EngineConfig, here: He
     ],
 )
 def test_what_does_not_fit_is_one_line_with_both_values(
-    bundle: Bundle, config: EngineConfig, here: Here, message: str
+    bundle: Bundle, config: EngineConfig, machine: Machine, message: str
 ) -> None:
-    found = refusals(stored.manifest(bundle, config), bundle, here)
+    found = incompatibilities(stored.manifest(bundle, config), bundle, machine)
     assert len(found) == 1
     assert explain(found).startswith(message) or message in explain(found)
     assert "\n" not in explain(found)
@@ -109,7 +109,7 @@ def test_an_engine_of_other_files_is_refused(bundle: Bundle, tmp_path: Path, nam
     from tests.bundle.test_bundle import CONTENT
 
     other = stored.make(tmp_path / "other", {**CONTENT, name: b"something else"})
-    (found,) = refusals(stored.manifest(bundle), other, HERE)
+    (found,) = incompatibilities(stored.manifest(bundle), other, MACHINE)
     built, here = (each.manifest.files[name].sha256[:12] for each in (bundle, other))
     assert str(found) == f"{name}: built with sha256 {built}…, here is sha256 {here}…"
     assert f"tfexport trt {other.path} " in found.remedy
@@ -119,7 +119,7 @@ def test_a_file_that_is_gone_is_refused(bundle: Bundle, tmp_path: Path) -> None:
     from tests.bundle.test_bundle import CONTENT
 
     less = {name: data for name, data in CONTENT.items() if name != "tokenizer.json"}
-    (found,) = refusals(stored.manifest(bundle), stored.make(tmp_path / "less", less), HERE)
+    (found,) = incompatibilities(stored.manifest(bundle), stored.make(tmp_path / "less", less), MACHINE)
     assert found.here == "no such file"
 
 
@@ -127,8 +127,8 @@ def test_every_reason_is_given_at_once_and_every_remedy_once(bundle: Bundle, tmp
     from tests.bundle.test_bundle import CONTENT
 
     other = stored.make(tmp_path / "other", {**CONTENT, "encoder.onnx": b"x", "weights.safetensors": b"y"})
-    here = replace(libraries("10.1.0.27"), system="Windows", gpu=T4)
-    text = explain(refusals(stored.manifest(bundle, TENSORRT), other, here))
+    machine = replace(libraries("10.1.0.27"), system="Windows", gpu=T4)
+    text = explain(incompatibilities(stored.manifest(bundle, TENSORRT), other, machine))
     for field in ("encoder.onnx: ", "weights.safetensors: ", "tensorrt version: ", "system: ", "GPU: "):
         assert text.count(field) == 1
     assert text.count("build it again with: tfexport trt") == 1
@@ -149,8 +149,6 @@ def test_every_reason_is_given_at_once_and_every_remedy_once(bundle: Bundle, tmp
             builder_optimization_level=0,
             version_compatible=True,
             hardware_compatibility="ampere_plus",
-            strip_weights=True,
-            refit=True,
         ),
         EngineConfig(),
     ],
@@ -167,7 +165,9 @@ def test_the_command_that_rebuilds_says_the_same_again(config: EngineConfig, tmp
 
 
 def test_another_gpu_is_added_to_those_that_are_built_for(bundle: Bundle) -> None:
-    (found,) = refusals(stored.manifest(bundle), bundle, at(gpu=replace(L4, name="RTX PRO", compute_capability="12.0")))
+    (found,) = incompatibilities(
+        stored.manifest(bundle), bundle, at(gpu=replace(L4, name="RTX PRO", compute_capability="12.0"))
+    )
     words = shlex.split(found.remedy)
     given = [words[i + 1] for i, word in enumerate(words) if word == "--compute-capability"]
     assert given == ["8.6", "8.9", "12.0"]
@@ -175,15 +175,15 @@ def test_another_gpu_is_added_to_those_that_are_built_for(bundle: Bundle) -> Non
 
 def test_this_machine_is_looked_at_without_a_library() -> None:
     code = (
-        "import sys; from tfexport.trt.artifact.compatibility import this_machine; here = this_machine();"
+        "import sys; from tfexport.trt.artifact.compatibility import this_machine; machine = this_machine();"
         "heavy = {'tensorrt', 'tensorrt_rtx', 'torch', 'onnx'} & set(sys.modules);"
-        "print(here.system, here.architecture, sorted(heavy))"
+        "print(machine.system, machine.architecture, sorted(heavy))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    here = this_machine()
-    assert done.stdout == f"{here.system} {here.architecture} []\n"
-    assert here.system
-    assert here.architecture
+    machine = this_machine()
+    assert done.stdout == f"{machine.system} {machine.architecture} []\n"
+    assert machine.system
+    assert machine.architecture
 
 
 def test_the_version_is_that_of_the_library() -> None:

@@ -14,9 +14,9 @@ import pytest
 from tests.trt.artifact import stored
 from tfexport.bundle.bundle import Bundle
 from tfexport.errors import BundleError, ConfigError
-from tfexport.trt.artifact.manifest import EngineManifest, engine_key
-from tfexport.trt.build.profiles import ShapeRange
-from tfexport.trt.config import EngineConfig
+from tfexport.trt.artifact.manifest import EngineManifest
+from tfexport.trt.config import EngineConfig, engine_key
+from tfexport.trt.profile import ShapeRange
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +36,16 @@ def changed(bundle: Bundle, change: Callable[[dict[str, Any]], object]) -> bytes
     del data["self_sha256"]
     change(data)
     return written(data)
+
+
+def older(refit: bool, strip_weights: bool) -> Callable[[dict[str, Any]], object]:
+    """Return what makes a manifest one from when weights could be stripped and replaced."""
+    return lambda data: data["config"].update(refit=refit, strip_weights=strip_weights)
+
+
+@pytest.mark.parametrize("refit", [False, True])
+def test_an_older_manifest_is_read(bundle: Bundle, refit: bool) -> None:
+    assert EngineManifest.from_bytes(changed(bundle, older(refit, False))) == stored.manifest(bundle)
 
 
 @pytest.mark.parametrize("config", [stored.RTX, stored.TENSORRT], ids=["rtx", "tensorrt"])
@@ -75,6 +85,7 @@ def test_it_says_all_that_decides_whether_a_plan_may_be_loaded(bundle: Bundle) -
         (lambda data: data["config"].update(max_batch=True), "max_batch is True, expected a whole number"),
         (lambda data: data["config"].update(compute_capabilities=[]), "config.compute_capabilities is empty"),
         (lambda data: data["config"].update(compute_capabilities=["sm_86"]), "compute_capabilities has 'sm_86'"),
+        (older(False, True), "strip_weights is set, and weights are no longer put into plans that lack them; build it"),
         (lambda data: data["limits"].update(max_candidates=-1), "max_candidates is -1"),
         (lambda data: data.update(library_version="new"), "library_version is 'new', expected a version"),
         (lambda data: data["machine"].update(colour="red"), "machine: unknown key colour"),

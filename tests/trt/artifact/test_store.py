@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.trt.artifact import stored
-from tests.trt.artifact.stored import HERE, L4, PLANS, RTX, TENSORRT
+from tests.trt.artifact.stored import L4, MACHINE, PLANS, RTX, TENSORRT
 from tfexport.bundle.bundle import Bundle, open_bundle
 from tfexport.errors import BundleError, EngineError
 from tfexport.trt.artifact.store import add_engine, choose_engine, engine_names, open_engine
@@ -258,12 +258,12 @@ def test_only_engines_of_the_bundle_are_opened(bundle: Bundle, engine: Path, nam
 
 def test_the_only_engine_that_may_be_used_is_chosen(bundle: Bundle, engine: Path) -> None:
     stored.store(bundle, stored.manifest(bundle, TENSORRT, library_version="10.1.0.27"))
-    assert choose_engine(bundle, None, HERE).name == NAME
-    assert choose_engine(bundle, NAME, HERE).name == NAME
+    assert choose_engine(bundle, None, MACHINE).name == NAME
+    assert choose_engine(bundle, NAME, MACHINE).name == NAME
     with pytest.raises(
         EngineError, match=r"engine tensorrt-static-fp32: tensorrt version: built with 10\.1\.0\.27, here"
     ):
-        choose_engine(bundle, "tensorrt-static-fp32", HERE)
+        choose_engine(bundle, "tensorrt-static-fp32", MACHINE)
 
 
 def test_several_that_may_be_used_are_a_question(bundle: Bundle, engine: Path) -> None:
@@ -271,14 +271,14 @@ def test_several_that_may_be_used_are_a_question(bundle: Bundle, engine: Path) -
     with pytest.raises(
         EngineError, match=f"has several engines for this machine: {NAME}, tensorrt-static-fp32; choose"
     ):
-        choose_engine(bundle, None, HERE)
+        choose_engine(bundle, None, MACHINE)
 
 
 def test_when_none_may_be_used_each_says_why(bundle: Bundle, engine: Path) -> None:
     damaged = stored.store(bundle, stored.manifest(bundle, TENSORRT))
     (damaged / "encoder.plan").unlink()
     with pytest.raises(EngineError) as caught:
-        choose_engine(bundle, None, replace(HERE, gpu=replace(L4, compute_capability="7.5")))
+        choose_engine(bundle, None, replace(MACHINE, gpu=replace(L4, compute_capability="7.5")))
     text = str(caught.value)
     assert f"engine {NAME}: compute capability: built with 8.6, 8.9, here is 7.5 (NVIDIA L4)" in text
     assert "encoder.plan is missing" in text
@@ -287,7 +287,7 @@ def test_when_none_may_be_used_each_says_why(bundle: Bundle, engine: Path) -> No
 
 def test_a_bundle_without_engines_says_how_to_build_one(bundle: Bundle) -> None:
     with pytest.raises(EngineError, match=f"has no engines; build one with: tfexport trt {bundle.path}"):
-        choose_engine(bundle, None, HERE)
+        choose_engine(bundle, None, MACHINE)
 
 
 def test_a_plan_of_another_bundle_is_refused(bundle: Bundle, engine: Path, tmp_path: Path) -> None:
@@ -298,4 +298,4 @@ def test_a_plan_of_another_bundle_is_refused(bundle: Bundle, engine: Path, tmp_p
     with pytest.raises(
         EngineError, match=r"weights\.safetensors: built with sha256 .*build it again with: tfexport trt"
     ):
-        choose_engine(other, NAME, HERE)
+        choose_engine(other, NAME, MACHINE)

@@ -25,10 +25,12 @@ from tfexport.models.directory import save_model
 from tfexport.models.presets import PRESETS, preset
 from tfexport.models.transformer import Transformer
 from tfexport.spec import DECODER, ENCODER, REORDER, Form, Precision
-from tfexport.trt.build.builder import Plan, build_plan
+from tfexport.trt.build.builder import SerializedEngine, build_engine
+from tfexport.trt.build.network import Graph, parse_graph
+from tfexport.trt.build.options import resolve_options
 from tfexport.trt.build.profiles import make_profiles
 from tfexport.trt.config import EngineConfig
-from tfexport.trt.library import Flavour, load_flavour
+from tfexport.trt.library import Library, load_library
 
 pytest.importorskip("tensorrt_rtx")
 
@@ -37,8 +39,8 @@ SETTINGS = EngineConfig(max_batch=8)
 
 
 @pytest.fixture(scope="module")
-def rtx() -> Flavour:
-    return load_flavour("tensorrt-rtx")
+def rtx() -> Library:
+    return load_library("tensorrt-rtx")
 
 
 def shallow(config: TransformerConfig) -> TransformerConfig:
@@ -71,7 +73,7 @@ def bundle(model: str, precision: Precision, tmp_path: Path, request: pytest.Fix
     shutil.rmtree(tmp_path / "bundle")
 
 
-def build(rtx: Flavour, bundle: Bundle, form: Form, plans: dict[str, Plan]) -> None:
+def build(rtx: Library, bundle: Bundle, form: Form, plans: dict[str, SerializedEngine]) -> None:
     """Build every engine of one form that is not there yet, as `tfexport trt` does, and print a row for each."""
     spec = bundle.manifest.spec
     profiles = make_profiles(spec, form, SETTINGS)
@@ -86,7 +88,8 @@ def build(rtx: Flavour, bundle: Bundle, form: Form, plans: dict[str, Plan]) -> N
         else:
             graph = path.read_bytes()
         start = time.perf_counter()
-        plan = build_plan(rtx, name, graph, path, wanted, SETTINGS, rtx.choose_compute_capabilities(()))
+        network = parse_graph(rtx, Graph(name, graph, path))
+        plan = build_engine(network, wanted, resolve_options(rtx, SETTINGS, None))
         print(
             f"\n{spec.precision:5}{name:16}{sum(plan.layers.values()):6} layers"
             f"{plan.layers.get('KV_CACHE_UPDATE', 0):4} cache updates{fused(plan):4} fused attentions"
@@ -96,12 +99,12 @@ def build(rtx: Flavour, bundle: Bundle, form: Form, plans: dict[str, Plan]) -> N
         plans[name] = plan
 
 
-def fused(plan: Plan) -> int:
+def fused(plan: SerializedEngine) -> int:
     """Count kernels of fused attention in all profiles of a plan."""
     return sum(count for name, count in plan.kernels.items() if "mha" in name)
 
 
-def check_decoder(plan: Plan, bundle: Bundle, form: Form) -> None:
+def check_decoder(plan: SerializedEngine, bundle: Bundle, form: Form) -> None:
     spec = bundle.manifest.spec
     assert plan.layers.get("KV_CACHE_UPDATE", 0) == (2 * spec.layers if form == "static" else 0)
     assert plan.layers.get("ATTENTION_INPUT", 0) == (2 * spec.layers if form == "static" else 0)
@@ -119,12 +122,12 @@ def check_decoder(plan: Plan, bundle: Bundle, form: Form) -> None:
         *[pytest.param(name, id=f"{name} whole", marks=pytest.mark.slow) for name in PRESETS],
     ],
 )
-def test_every_model_builds_in_both_forms(rtx: Flavour, bundle: Bundle, model: str, precision: Precision) -> None:
+def test_every_model_builds_in_both_forms(rtx: Library, bundle: Bundle, model: str, precision: Precision) -> None:
     spec, config = bundle.manifest.spec, bundle.manifest.config
     assert config is not None
     assert spec.precision == precision
     print(f"\n{model}, weights of {(bundle.path / 'weights.safetensors').stat().st_size / MIB:.1f} MiB", end="")
-    plans: dict[str, Plan] = {}
+    plans: dict[str, SerializedEngine] = {}
     for form in ("static", "concat"):
         build(rtx, bundle, form, plans)
     if precision != "fp32" and plans[ENCODER].kernels:

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +18,9 @@ from onnx import TensorProto, helper
 from tests.trt.engine_graphs import CAPACITY, HEADS, WIDTH, add, attention, cache_update, model, value
 from tfexport.errors import EngineError
 from tfexport.graph.passes.capacity import fix_capacity
-from tfexport.trt.build.network import Network, Tensor, _causal_problem, parse_graph
-from tfexport.trt.library import Flavour, load_flavour
+from tfexport.spec import GraphSpec, TensorSpec
+from tfexport.trt.build.network import Graph, Network, Tensor, _causal_problem, check_contract, parse_graph
+from tfexport.trt.library import Library, load_library
 
 pytest.importorskip("tensorrt_rtx")
 
@@ -26,15 +28,15 @@ GRAPH = Path("graph.onnx")
 
 
 @pytest.fixture(scope="module")
-def rtx() -> Flavour:
-    return load_flavour("tensorrt-rtx")
+def rtx() -> Library:
+    return load_library("tensorrt-rtx")
 
 
-def parse(rtx: Flavour, graph: bytes, path: Path = GRAPH) -> Network:
-    return parse_graph(rtx, rtx.logger(), graph, path)
+def parse(rtx: Library, graph: bytes, path: Path = GRAPH) -> Network:
+    return parse_graph(rtx, Graph(path.stem, graph, path))
 
 
-def refusal(rtx: Flavour, graph: bytes, path: Path = GRAPH) -> str:
+def refusal(rtx: Library, graph: bytes, path: Path = GRAPH) -> str:
     with pytest.raises(EngineError) as caught:
         parse(rtx, graph, path)
     message = str(caught.value)
@@ -43,14 +45,14 @@ def refusal(rtx: Flavour, graph: bytes, path: Path = GRAPH) -> str:
     return message
 
 
-def raw_parse(rtx: Flavour, graph: bytes) -> tuple[bool, int, Any]:
+def raw_parse(rtx: Library, graph: bytes) -> tuple[bool, int, Any]:
     """Call the parser as it is; return what it says, how many errors it lists, and the network."""
-    network = rtx.builder(rtx.logger()).create_network(rtx.strongly_typed())
-    parser = rtx.trt.OnnxParser(network, rtx.speaker)
+    network = rtx.builder(rtx.listen()).create_network(rtx.strongly_typed())
+    parser = rtx.trt.OnnxParser(network, rtx.logger)
     return parser.parse(graph), parser.num_errors, network
 
 
-def only_attention(rtx: Flavour, network: Any) -> Any:
+def only_attention(rtx: Library, network: Any) -> Any:
     (layer,) = (
         layer
         for i in range(network.num_layers)
@@ -60,7 +62,7 @@ def only_attention(rtx: Flavour, network: Any) -> Any:
     return layer.attention
 
 
-def raw_attention(rtx: Flavour, graph: bytes) -> Any:
+def raw_attention(rtx: Library, graph: bytes) -> Any:
     is_parsed, _, network = raw_parse(rtx, graph)
     assert is_parsed
     return only_attention(rtx, network)
@@ -69,14 +71,14 @@ def raw_attention(rtx: Flavour, graph: bytes) -> Any:
 # Graphs that are parsed.
 
 
-def test_a_network_knows_its_inputs_outputs_and_layers(rtx: Flavour) -> None:
+def test_a_network_knows_its_inputs_outputs_and_layers(rtx: Library) -> None:
     network = parse(rtx, add(TensorProto.FLOAT16))
     assert network.inputs == (Tensor("x", "float16", (2, -1), is_shape_input=False),)
     assert network.outputs == (Tensor("y", "float16", (2, -1), is_shape_input=False),)
     assert network.layers == {"ELEMENTWISE": 1}
 
 
-def test_external_weights_are_found_beside_the_path(rtx: Flavour, dates_bundle: Path, tmp_path: Path) -> None:
+def test_external_weights_are_found_beside_the_path(rtx: Library, dates_bundle: Path, tmp_path: Path) -> None:
     """The graph itself comes from memory: nothing is copied."""
     graph = fix_capacity(dates_bundle / "decoder_static.onnx", 16)
     network = parse(rtx, graph, dates_bundle / "decoder_static.onnx")
@@ -89,12 +91,12 @@ def test_external_weights_are_found_beside_the_path(rtx: Flavour, dates_bundle: 
 # Graphs that cannot be parsed.
 
 
-def test_the_parser_takes_nothing_for_a_graph(rtx: Flavour) -> None:
+def test_the_parser_takes_nothing_for_a_graph(rtx: Library) -> None:
     """The trap."""
     assert raw_parse(rtx, b"")[:2] == (True, 0)
 
 
-def test_the_parser_takes_some_garbage_for_a_graph(rtx: Flavour) -> None:
+def test_the_parser_takes_some_garbage_for_a_graph(rtx: Library) -> None:
     """The trap: what happens to read as a message of unknown fields is one."""
     assert raw_parse(rtx, b"xx")[:2] == (True, 0)
     assert not raw_parse(rtx, b"garbage")[0]
@@ -109,11 +111,11 @@ def test_the_parser_takes_some_garbage_for_a_graph(rtx: Flavour) -> None:
         (add()[:-10], "Failed to parse the ONNX model"),
     ],
 )
-def test_what_is_no_graph_is_refused(rtx: Flavour, graph: bytes, message: str) -> None:
+def test_what_is_no_graph_is_refused(rtx: Library, graph: bytes, message: str) -> None:
     assert message in refusal(rtx, graph)
 
 
-def test_every_node_that_cannot_be_parsed_is_named_with_operator_and_reason(rtx: Flavour) -> None:
+def test_every_node_that_cannot_be_parsed_is_named_with_operator_and_reason(rtx: Library) -> None:
     nodes = [
         helper.make_node("Multinomial", ["x"], ["y"], name="draw", sample_size=1),
         helper.make_node("NoSuchThing", ["x"], ["z"], name="invented"),
@@ -125,7 +127,7 @@ def test_every_node_that_cannot_be_parsed_is_named_with_operator_and_reason(rtx:
     assert "Plugin not found" in message
 
 
-def test_polygraphy_names_the_same_node(rtx: Flavour, tmp_path: Path) -> None:
+def test_polygraphy_names_the_same_node(rtx: Library, tmp_path: Path) -> None:
     """The remedy of docs/tensorrt.md: its list of what is not supported begins where our error does."""
     pytest.importorskip("polygraphy")
     nodes = [helper.make_node("Abs", ["x"], ["a"], name="first"), helper.make_node("Unknown", ["a"], ["y"], name="odd")]
@@ -140,19 +142,19 @@ def test_polygraphy_names_the_same_node(rtx: Flavour, tmp_path: Path) -> None:
     assert "first" not in done.stdout
 
 
-def test_the_library_says_that_it_supports_what_it_does_not(rtx: Flavour) -> None:
+def test_the_library_says_that_it_supports_what_it_does_not(rtx: Library) -> None:
     """The trap: only parsing tells."""
     node = helper.make_node("NonZero", ["x"], ["y"], name="find")
     graph = model([node], [value("x", [2, 4])], [value("y", [2, "found"], TensorProto.INT64)], 18)
-    network = rtx.builder(rtx.logger()).create_network(rtx.strongly_typed())
-    assert rtx.trt.OnnxParser(network, rtx.speaker).supports_operator("NonZero")
+    network = rtx.builder(rtx.listen()).create_network(rtx.strongly_typed())
+    assert rtx.trt.OnnxParser(network, rtx.logger).supports_operator("NonZero")
     assert "NonZero 'find': UNSUPPORTED_NODE" in refusal(rtx, graph)
 
 
 # The cache.
 
 
-def test_a_cache_of_free_capacity_is_refused(rtx: Flavour) -> None:
+def test_a_cache_of_free_capacity_is_refused(rtx: Library) -> None:
     message = refusal(rtx, cache_update("capacity"))
     assert "TensorScatter 'write': INVALID_NODE" in message
     assert "must have a static sequence length dimension" in message
@@ -162,16 +164,16 @@ def test_a_cache_of_free_capacity_is_refused(rtx: Flavour) -> None:
     ("options", "message"),
     [({"axis": 1}, "Sequence dimension must be -2"), ({"rank": 3}, "required to be 4D")],
 )
-def test_a_cache_of_another_layout_is_refused(rtx: Flavour, options: dict[str, Any], message: str) -> None:
+def test_a_cache_of_another_layout_is_refused(rtx: Library, options: dict[str, Any], message: str) -> None:
     assert message in refusal(rtx, cache_update(**options))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
-def test_a_cache_of_every_precision_is_updated_in_place(rtx: Flavour, precision: str) -> None:
+def test_a_cache_of_every_precision_is_updated_in_place(rtx: Library, precision: str) -> None:
     assert parse(rtx, cache_update(precision=precision)).layers["KV_CACHE_UPDATE"] == 1
 
 
-def test_a_cache_read_as_it_was_is_refused(rtx: Flavour) -> None:
+def test_a_cache_read_as_it_was_is_refused(rtx: Library) -> None:
     """The trap: it builds, and reads memory that the update writes to."""
     shape = ["rows", HEADS, CAPACITY, WIDTH]
     inputs = [
@@ -196,13 +198,13 @@ def test_a_cache_read_as_it_was_is_refused(rtx: Flavour) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
-def test_attention_is_marked_as_decomposable(rtx: Flavour, precision: str) -> None:
+def test_attention_is_marked_as_decomposable(rtx: Library, precision: str) -> None:
     """Without the mark an engine in float32 cannot be built; test_engine_plan has the proof."""
     assert only_attention(rtx, parse(rtx, attention(precision)).definition).decomposable
     assert not raw_attention(rtx, attention(precision)).decomposable
 
 
-def test_the_parser_drops_lengths_without_a_word(rtx: Flavour) -> None:
+def test_the_parser_drops_lengths_without_a_word(rtx: Library) -> None:
     """The trap: queries at the end of a cache would see its first slots alone."""
     layer = raw_attention(rtx, attention(mask=False, nonpad=True, causal=True))
     assert layer.key_value_lengths is None
@@ -228,19 +230,19 @@ def test_the_parser_drops_lengths_without_a_word(rtx: Flavour) -> None:
     ],
 )
 def test_attention_that_would_be_computed_wrongly_is_refused(
-    rtx: Flavour, options: dict[str, Any], messages: list[str]
+    rtx: Library, options: dict[str, Any], messages: list[str]
 ) -> None:
     message = refusal(rtx, attention(**options))
     assert all(part in message for part in messages)
     assert message.endswith("give it a mask [batch, 1, target_len, len] instead")
 
 
-def test_attention_over_as_many_keys_as_queries_may_be_causal(rtx: Flavour) -> None:
+def test_attention_over_as_many_keys_as_queries_may_be_causal(rtx: Library) -> None:
     network = parse(rtx, attention(mask=False, causal=True, queries=5, keys=5))
     assert network.layers["ATTENTION_INPUT"] == 1
 
 
-def test_causal_attention_is_seen_in_the_network_itself(rtx: Flavour, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_causal_attention_is_seen_in_the_network_itself(rtx: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nobody can read the graph, both what is seen and what cannot be seen is named."""
     monkeypatch.setitem(sys.modules, "onnx", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -262,3 +264,13 @@ def test_tensorrt_10_knows_one_kind_of_causal_attention(is_causal: bool, is_refu
 def test_the_graphs_of_these_tests_are_what_they_say() -> None:
     for graph in (attention(), attention("bf16"), attention(mask=False, nonpad=True, causal=True), cache_update()):
         onnx.checker.check_model(onnx.load_from_string(graph), full_check=True)
+
+
+def test_a_network_takes_and_gives_what_the_contract_says(rtx: Library, dates_bundle: Path) -> None:
+    network = parse(rtx, add(TensorProto.FLOAT16))
+    x, y = (TensorSpec(name, "float16", (2, "source_len")) for name in ("x", "y"))
+    check_contract(network, GraphSpec(inputs=(x,), outputs=(y,)))
+    with pytest.raises(EngineError) as caught:
+        check_contract(network, GraphSpec(inputs=(replace(x, dtype="float32"),), outputs=(replace(y, name="z"),)))
+    for part in ("x is float16, expected float32", "y is float16, expected nothing of this name", "z is missing"):
+        assert part in str(caught.value)

@@ -8,8 +8,9 @@ import pytest
 
 from tfexport.errors import ConfigError
 from tfexport.spec import Form, ModelSpec, TokenIds, decoder_graph, encoder_graph
-from tfexport.trt.build.profiles import PREFILL, STEP, Profiles, ShapeRange, make_profiles
+from tfexport.trt.build.profiles import Profiles, make_profiles
 from tfexport.trt.config import EngineConfig, EngineLimits
+from tfexport.trt.profile import PREFILL, STEP, ShapeRange
 
 SPEC = ModelSpec(
     d_model=32,

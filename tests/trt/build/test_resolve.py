@@ -1,10 +1,7 @@
-"""What is decided before a build, what is refused, how far it is, and how it is stopped."""
+"""What is resolved before a build, and what is refused."""
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,12 +14,9 @@ from tests.trt.artifact import stored
 from tests.trt.artifact.stored import L4
 from tfexport.bundle.bundle import Bundle, create_bundle
 from tfexport.errors import ConfigError, EngineError
-from tfexport.trt.build.estimate import cache_bytes
-from tfexport.trt.build.gauge import Gauge
-from tfexport.trt.build.interrupt import interruptible
-from tfexport.trt.build.resolve import decide
-from tfexport.trt.config import EngineConfig, EngineLimits
-from tfexport.trt.library import Flavour, load_flavour
+from tfexport.trt.build.resolve import resolve
+from tfexport.trt.config import EngineConfig
+from tfexport.trt.library import Library, load_library
 
 trt = pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
 
@@ -33,12 +27,12 @@ def bundle(tmp_path: Path) -> Bundle:
 
 
 @pytest.fixture
-def rtx() -> Flavour:
-    return load_flavour("tensorrt-rtx")
+def rtx() -> Library:
+    return load_library("tensorrt-rtx")
 
 
 @pytest.fixture
-def old(rtx: Flavour) -> Flavour:
+def old(rtx: Library) -> Library:
     """Return what an old TensorRT looks like: no layer for caches, no compute capabilities to choose."""
     module = SimpleNamespace(
         IBuilderConfig=object,
@@ -58,9 +52,9 @@ def only(path: Path, graph: str, **facts: Any) -> Bundle:
     return builder.bundle
 
 
-def test_what_is_left_open_is_decided(bundle: Bundle, rtx: Flavour) -> None:
-    recipe = decide(bundle, EngineConfig(), rtx, None)
-    assert recipe.config == EngineConfig(
+def test_what_is_left_open_is_decided(bundle: Bundle, rtx: Library) -> None:
+    resolved = resolve(bundle, EngineConfig(), rtx, None)
+    assert resolved.config == EngineConfig(
         target="tensorrt-rtx",
         form="static",
         precision="fp32",
@@ -68,130 +62,66 @@ def test_what_is_left_open_is_decided(bundle: Bundle, rtx: Flavour) -> None:
         max_target_length=16,
         compute_capabilities=("8.0", "8.6", "8.9", "12.0", "12.1"),
     )
-    assert recipe.graphs == ("encoder", "decoder_static")
-    assert recipe.sources == {
+    assert resolved.graphs == ("encoder", "decoder_static")
+    assert resolved.sources == {
         name: bundle.manifest.files[name].sha256
         for name in ("encoder.onnx", "decoder_static.onnx", "weights.safetensors", "tokenizer.json")
     }
-    assert not recipe.is_exported_again
+    assert not resolved.is_exported_again
 
 
-def test_the_gpu_at_hand_is_built_for(bundle: Bundle, rtx: Flavour) -> None:
-    assert decide(bundle, EngineConfig(), rtx, L4).config.compute_capabilities == ("8.9",)
+def test_the_gpu_at_hand_is_built_for(bundle: Bundle, rtx: Library) -> None:
+    assert resolve(bundle, EngineConfig(), rtx, L4).config.compute_capabilities == ("8.9",)
     named = EngineConfig(compute_capabilities=("12.0", "8.6"))
-    assert decide(bundle, named, rtx, L4).config.compute_capabilities == ("8.6", "12.0")
+    assert resolve(bundle, named, rtx, L4).config.compute_capabilities == ("8.6", "12.0")
     with pytest.raises(EngineError, match=r"compute capability 9\.0: .* or --target tensorrt on such a GPU"):
-        decide(bundle, EngineConfig(), rtx, replace(L4, compute_capability="9.0"))
+        resolve(bundle, EngineConfig(), rtx, replace(L4, compute_capability="9.0"))
 
 
 def test_the_form_is_one_that_bundle_and_library_have(
-    bundle: Bundle, rtx: Flavour, old: Flavour, tmp_path: Path
+    bundle: Bundle, rtx: Library, old: Library, tmp_path: Path
 ) -> None:
     concat, static = only(tmp_path / "concat", "decoder"), only(tmp_path / "static", "decoder_static")
-    assert decide(concat, EngineConfig(), rtx, None).form == "concat"
-    assert decide(static, EngineConfig(), rtx, None).form == "static"
-    assert decide(bundle, EngineConfig(), old, L4).form == "concat"
+    assert resolve(concat, EngineConfig(), rtx, None).form == "concat"
+    assert resolve(static, EngineConfig(), rtx, None).form == "static"
+    assert resolve(bundle, EngineConfig(), old, L4).form == "concat"
     with pytest.raises(EngineError, match="form is static, the bundle has concat alone; export it with --forms"):
-        decide(concat, EngineConfig(form="static"), rtx, None)
+        resolve(concat, EngineConfig(form="static"), rtx, None)
     for given in (EngineConfig(form="static"), EngineConfig()):
         with pytest.raises(EngineError, match=r"form is static, which tensorrt 10\.3\.0 has no layer for"):
-            decide(static, given, old, L4)
+            resolve(static, given, old, L4)
 
 
-def test_the_contrib_form_is_for_no_engine(bundle: Bundle, rtx: Flavour, old: Flavour, tmp_path: Path) -> None:
+def test_the_contrib_form_is_for_no_engine(bundle: Bundle, rtx: Library, old: Library, tmp_path: Path) -> None:
     with_contrib = make_contrib(tmp_path / "with", GRAPHS)
-    assert decide(with_contrib, EngineConfig(), rtx, None).form == "static"
-    assert decide(with_contrib, EngineConfig(), old, L4).form == "concat"
+    assert resolve(with_contrib, EngineConfig(), rtx, None).form == "static"
+    assert resolve(with_contrib, EngineConfig(), old, L4).form == "concat"
     alone = make_contrib(tmp_path / "alone", {"encoder": GRAPHS["encoder"]})
     for given in (EngineConfig(), EngineConfig(form="static")):
         with pytest.raises(EngineError, match=r"has the contrib form alone.*; export it with --forms concat,static"):
-            decide(alone, given, rtx, None)
+            resolve(alone, given, rtx, None)
     with pytest.raises(ConfigError, match="form is contrib, which is for ONNX Runtime alone; use static or concat"):
         EngineConfig(form="contrib")
 
 
-def test_another_precision_needs_a_model(rtx: Flavour, bundle: Bundle, tmp_path: Path) -> None:
-    assert decide(bundle, EngineConfig(precision="fp16"), rtx, None).is_exported_again
+def test_another_precision_needs_a_model(rtx: Library, bundle: Bundle, tmp_path: Path) -> None:
+    assert resolve(bundle, EngineConfig(precision="fp16"), rtx, None).is_exported_again
     graphs_only = only(tmp_path / "graphs", "decoder", config=None)
     with pytest.raises(EngineError, match="precision is fp16, the bundle has fp32 and no model to export again"):
-        decide(graphs_only, EngineConfig(precision="fp16"), rtx, None)
-    assert decide(graphs_only, EngineConfig(precision="fp32"), rtx, None).spec == FACTS["spec"]
+        resolve(graphs_only, EngineConfig(precision="fp16"), rtx, None)
+    assert resolve(graphs_only, EngineConfig(precision="fp32"), rtx, None).spec == FACTS["spec"]
 
 
 @pytest.mark.parametrize(
     ("capabilities", "gpu"), [((), None), (("8.6", "8.9"), None), ((), replace(L4, compute_capability="8.0"))]
 )
-def test_fp8_needs_gpus_that_have_it(bundle: Bundle, rtx: Flavour, capabilities: tuple[str, ...], gpu: Any) -> None:
+def test_fp8_needs_gpus_that_have_it(bundle: Bundle, rtx: Library, capabilities: tuple[str, ...], gpu: Any) -> None:
     config = EngineConfig(weights="fp8", compute_capabilities=capabilities)
     with pytest.raises(EngineError, match=r"fp8 need compute capability 8\.9 or newer, not 8\.[06]"):
-        decide(bundle, config, rtx, gpu)
-    assert decide(bundle, replace(config, compute_capabilities=("8.9", "12.0")), rtx, gpu).config.weights == "fp8"
+        resolve(bundle, config, rtx, gpu)
+    assert resolve(bundle, replace(config, compute_capabilities=("8.9", "12.0")), rtx, gpu).config.weights == "fp8"
 
 
-def test_the_timing_cache_is_told_to_the_builder_and_not_written_down(bundle: Bundle, old: Flavour) -> None:
-    recipe = decide(bundle, EngineConfig(timing_cache="/tmp/timings"), old, L4)
-    assert (recipe.settings.timing_cache, recipe.config.timing_cache) == ("/tmp/timings", None)
-
-
-def test_the_memory_of_the_caches() -> None:
-    """32 rows, 2 layers of 2 heads with keys and values of 4 floats; 16 target and 16 source tokens."""
-    spec = FACTS["spec"]
-    sizes = EngineLimits(max_batch=32, max_source_length=16, max_target_length=16, max_candidates=10)
-    token = 2 * 2 * (4 + 4) * 4
-    scratch = 32 * 2 * 4 * 4 * 16
-    assert cache_bytes(spec, sizes, grows=False) == 32 * token * (16 + 16) + scratch
-    assert cache_bytes(spec, sizes, grows=True) == 32 * token * (2 * 16 + 16) + scratch
-
-
-# ---- progress and Ctrl-C
-
-
-def test_phases_that_lie_in_one_another_become_one_number() -> None:
-    shown: list[float] = []
-    gauge = Gauge(2, shown.append)
-    gauge.tell("build", 0, 4)
-    gauge.tell("build", 1, 4)
-    assert shown[-1] == 1 / 8
-    gauge.tell("inner", 0, 2)
-    gauge.tell("inner", 1, 2)
-    assert shown[-1] == (1 + 1 / 2) / 8
-    gauge.tell("inner", 2, 2)
-    gauge.tell("build", 2, 4)
-    assert shown[-1] == 2 / 8
-    gauge.tell("never begun", 3, 5)
-    gauge.tell("build", 4, 4)
-    assert shown[-1] == 1 / 2
-    gauge.finish_build()
-    gauge.tell("build", 0, 0)
-    gauge.tell("build", 1, 0)
-    gauge.finish_build()
-    assert shown[-1] == 1
-    assert shown == sorted(shown)
-
-
-def test_ctrl_c_is_held_back_and_not_lost() -> None:
-    """Where the library calls back, an exception would be printed and forgotten."""
-    reached = False
-    with pytest.raises(KeyboardInterrupt), interruptible() as check:
-        os.kill(os.getpid(), signal.SIGINT)
-        reached = True
-        check()
-        pytest.fail("not raised")
-    assert reached
-    with pytest.raises(KeyboardInterrupt), interruptible():
-        os.kill(os.getpid(), signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_another_thread_gets_no_signals() -> None:
-    done = []
-
-    def work() -> None:
-        with interruptible() as check:
-            check()
-        done.append(True)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert done
+def test_the_timing_cache_is_told_to_the_builder_and_not_written_down(bundle: Bundle, old: Library) -> None:
+    resolved = resolve(bundle, EngineConfig(timing_cache="/tmp/timings"), old, L4)
+    assert (resolved.options.timing_cache, resolved.config.timing_cache) == ("/tmp/timings", None)

@@ -11,14 +11,15 @@ from torch import Tensor
 from tfexport.checkpoint.detect.match import Proposal, proposals
 from tfexport.checkpoint.detect.search import Search, Searcher
 from tfexport.checkpoint.layout.apply import apply_layout, unmatched
-from tfexport.checkpoint.layout.layout import Layout, Value
+from tfexport.checkpoint.layout.layout import Layout
 from tfexport.checkpoint.reference.certificate import GROWTH, certify
 from tfexport.checkpoint.reference.golden import Golden
 from tfexport.errors import CheckpointError
+from tfexport.models.switches import SWITCHES, Value
 
 FOUND = "found"
-# Switches that no rounding hides. Two values of eps may be too close to tell.
-_DECIDING = frozenset("enc.norm_place dec.norm_place norm act emb_scale attn_scale logit_scale n_heads".split())
+# What no rounding hides, of all that is searched. Two values of eps may be too close to tell.
+_DECIDING = {"num_heads", *(name for name, switch in SWITCHES.items() if switch.search)} - {"norm_eps"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +95,9 @@ def _if_clear(
     canonical = apply_layout(layout, tensors, settings=placeholders, attributes=golden.attributes)
     found = certify(canonical, golden, layout.name)
     seen = GROWTH * (found.error or 0.0)
-    unclear = [name for name, other in found.switches.items() if name in _DECIDING and other.error < seen]
+    unclear = [
+        name for name, other in found.switches.items() if name.rpartition(".")[2] in _DECIDING and other.error < seen
+    ]
     if unclear:
         report(f"error {found.error:.1e}, but other values of {', '.join(unclear)} come as near")
     return replace(search, accepted=not unclear)

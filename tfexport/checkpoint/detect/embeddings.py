@@ -23,16 +23,15 @@ _MOST_NORMS = 5
 
 
 @dataclass(frozen=True)
-class Outer:
+class EmbeddingsAndHead:
     """The readings of everything outside the layers.
 
-    `derive` are the tensors that have no key of their own; `norms` are the
-    switches that a reading of the norms sets, by choice.
+    `derive` are the tensors that have no key of their own, `unread` the parts
+    that none of the choices takes.
     """
 
     choices: tuple[Choice, ...]
     derive: Mapping[str, str]
-    arch: Mapping[str, bool]
     has_table: bool
     unread: tuple[Part, ...]
 
@@ -63,12 +62,11 @@ class Reader:
         self.skip = words.common(key.split(".") for key in tensors)
         self.choices: list[Choice] = []
         self.derive: dict[str, str] = {}
-        self.arch: dict[str, bool] = {}
         self.unread: list[Part] = []
         tables = [part for part in parts if self._is_table(part, parts)]
-        turned = [part for part in parts if self._is_turned(part)]
+        transposed = [part for part in parts if self._is_transposed(part)]
         wide = [part for part in parts if part not in tables and part.is_matrix and part.shape[-1] == d_model]
-        outputs = turned + [part for part in wide if self._is_output(part)] if "dec" in sides else []
+        outputs = transposed + [part for part in wide if self._is_output(part)] if "dec" in sides else []
         if not outputs and "dec" in sides:
             outputs = self._likely_outputs(wide)
         embeddings = [part for part in wide if part not in outputs]
@@ -81,11 +79,11 @@ class Reader:
         used = {line.split(" ->")[0] for choice in self.choices for reading in choice for line in reading.lines}
         self.unread += [part for part in parts if not set(part.keys) & used and part not in self.unread]
 
-    def outer(self) -> Outer:
+    def found(self) -> EmbeddingsAndHead:
         """Return what was found."""
         lines = [line for choice in self.choices for reading in choice for line in reading.lines]
         has_table = any(_target(line).endswith(".pos") for line in lines)
-        return Outer(tuple(self.choices), self.derive, self.arch, has_table, tuple(self.unread))
+        return EmbeddingsAndHead(tuple(self.choices), self.derive, has_table, tuple(self.unread))
 
     def _side(self, part: Part) -> str | None:
         """Say which side a part belongs to; an encoder alone needs no word for it."""
@@ -103,7 +101,7 @@ class Reader:
         is_embedding = bool(set(part.words) & words.EMBEDDING) and len(part.shape) == 2
         return _is_bare(part) and not is_embedding and (is_usual or len(part.shape) > 2)
 
-    def _is_turned(self, part: Part) -> bool:
+    def _is_transposed(self, part: Part) -> bool:
         """Say whether a matrix is stored [d_model, vocab], as x @ W has it."""
         if len(part.shape) != 2 or part.shape[0] != self.d_model or part.shape[1] == self.d_model:
             return False
@@ -211,7 +209,7 @@ class Reader:
     def _output_ops(self, part: Part) -> str:
         if len(part.shape) > 2:
             return " |> squeeze"
-        return " |> transpose" if self._is_turned(part) else ""
+        return " |> transpose" if self._is_transposed(part) else ""
 
     def _tables(self, tables: Sequence[Part]) -> None:
         by_side: dict[str | None, list[Part]] = {}

@@ -21,9 +21,10 @@ from tfexport.checkpoint.detect.compress import compress
 from tfexport.checkpoint.detect.embeddings import Reader
 from tfexport.checkpoint.detect.parts import Layers, Part, Shape, parts_of, split
 from tfexport.checkpoint.detect.roles import LIKELY, POSSIBLE, Choice, Layer, Reading, Style, read_layer
-from tfexport.checkpoint.layout.layout import Layout, Value
+from tfexport.checkpoint.layout.layout import Layout
 from tfexport.checkpoint.reference.golden import Golden
 from tfexport.errors import CheckpointError
+from tfexport.models.switches import Value
 
 _INDEX = re.compile(r"\{.*?\}")
 # Sinusoids that are computed, not stored, and the row of the table that belongs to position 0.
@@ -102,8 +103,8 @@ def _layout(reading: _Reading, picks: Sequence[int], name: str) -> Layout:
     lines = [line for one in picked for line in one.lines]
     arch, derive = dict(reading.arch), dict(reading.derive)
     for side in ("enc", "dec"):
-        arch[f"{side}_final_norm"] = any(f" {side}.norm." in line for line in lines)
-    arch["emb_norm"] = any(".emb_norm." in line for line in lines)
+        arch[f"{side}.final_norm"] = any(f" {side}.norm." in line for line in lines)
+    arch["embedding_norm"] = any(".emb_norm." in line for line in lines)
     derived = [line for line in lines if line.startswith("derive ")]
     derive |= dict(line.removeprefix("derive ").split(" = ") for line in derived)
     return Layout(
@@ -129,30 +130,30 @@ def _read(tensors: Mapping[str, Tensor], golden: Golden | None, style: Style) ->
             raise
         d_model, sides, read = _read_layers(layers, rest, tensors, style)
     biases, extras = _relative_biases(sides, shapes)
-    outer = Reader(parts_of(rest), tensors, d_model, list(sides), golden).outer()
-    unread = [part for layer in read.values() for part in layer.unread] + list(outer.unread)
-    choices = [choice for layer in read.values() for choice in layer.choices] + list(outer.choices)
+    embeddings = Reader(parts_of(rest), tensors, d_model, list(sides), golden).found()
+    unread = [part for layer in read.values() for part in layer.unread] + list(embeddings.unread)
+    choices = [choice for layer in read.values() for choice in layer.choices] + list(embeddings.choices)
     choices += [biases] if biases else []
     has_bias = bool(biases)
-    if not outer.has_table and not has_bias:
+    if not embeddings.has_table and not has_bias:
         choices.append(_computed_tables(golden, list(sides)))
     has_norm_bias = any("norm" in line and ".bias" in line.partition(" -> ")[2] for c in choices for line in c[0].lines)
     arch: dict[str, Value] = {
         "norm": "layernorm" if has_norm_bias else "rms",
         "norm_eps": 1e-5,
         "norm_place": "post",
-        "act": "relu",
-        "ffn": "glu" if any(layer.has_gate for layer in read.values()) else "mlp",
-        "rel_bias": "t5" if has_bias else "none",
-        "pos": "none" if has_bias and not outer.has_table else "table",
+        "activation": "relu",
+        "feed_forward": "glu" if any(layer.has_gate for layer in read.values()) else "mlp",
+        "relative_bias": "t5" if has_bias else "none",
+        "positions": "none" if has_bias and not embeddings.has_table else "table",
     }
-    if not outer.has_table:
+    if not embeddings.has_table:
         arch["max_length"] = DERIVED_LENGTH
     dead = [*extras, *(key for part in unread for key in part.keys)]
     return _Reading(
         tuple(choice for choice in choices if choice),
         arch,
-        outer.derive,
+        embeddings.derive,
         (*ignored, *dead),
         POSSIBLE * len(unread) + style.cost,
         max(layer.readings for layer in read.values()),

@@ -106,10 +106,12 @@ def _by_head(part: Part, sizes: Sequence[int], d_model: int) -> Matrix:
     """Read [heads, d_model, d_k] or [heads, d_k, d_model]; the output's axes lie the other way."""
     heads, rows, columns = sizes
     if words.attention_role(part.words) == "o":
-        turned: tuple[str, ...] = () if columns == d_model else ("transpose",)
-        return Matrix(part, d_model, heads * rows * columns // d_model, (*turned, "flatten", "transpose"), ("flatten",))
-    turned = ("transpose",) if rows == d_model else ()
-    return Matrix(part, heads * rows * columns // d_model, d_model, (*turned, "flatten"), ("flatten",))
+        transposed: tuple[str, ...] = () if columns == d_model else ("transpose",)
+        return Matrix(
+            part, d_model, heads * rows * columns // d_model, (*transposed, "flatten", "transpose"), ("flatten",)
+        )
+    transposed = ("transpose",) if rows == d_model else ()
+    return Matrix(part, heads * rows * columns // d_model, d_model, (*transposed, "flatten"), ("flatten",))
 
 
 def read_layer(parts: Sequence[Part], d_model: int, side: str, style: Style) -> Layer | None:

@@ -1,4 +1,4 @@
-"""The search: proposals of the matcher and values of the switches, judged by a golden alone.
+"""The search: proposals of the matcher and values of the switches, compared with a golden alone.
 
 Most proposals are wrong in a way that shows at once: on the shortest row, at the
 first target position, every combination of switches is run. Only what comes
@@ -18,11 +18,12 @@ from torch import Tensor
 
 from tfexport.checkpoint.detect.match import Proposal
 from tfexport.checkpoint.layout.apply import Canonical, apply_layout
-from tfexport.checkpoint.layout.layout import Layout, Value
+from tfexport.checkpoint.layout.layout import Layout
 from tfexport.checkpoint.layout.switches import Switches, configured, options, with_switches
-from tfexport.checkpoint.reference.compare import TOLERANCE, Comparison, Judge, check_fits, tolerance
+from tfexport.checkpoint.reference.compare import TOLERANCE, Comparator, Comparison, check_fits, tolerance
 from tfexport.checkpoint.reference.golden import Golden
 from tfexport.errors import CheckpointError, ConfigError, ParityError
+from tfexport.models.switches import Value
 
 # An original that computes parts in float32 comes no nearer than this.
 FLOAT32_TOLERANCE = 1e-6
@@ -171,7 +172,7 @@ class Searcher:
 
     def _heads(self, layout: Layout) -> list[list[int]]:
         """Return the numbers of heads to try, in groups for which the layout makes the same tensors."""
-        given = self.settings.get("n_heads", self.heads or layout.switch("n_heads"))
+        given = self.settings.get("num_heads", self.heads or layout.switch("num_heads"))
         if isinstance(given, int):
             return [[given]]
         canonical = self._applied(layout, 1)
@@ -193,11 +194,11 @@ class Searcher:
             for name, values in options(canonical.config).items()
             if not as_written and not _is_given(name, given)
         }
-        return {"n_heads": tuple(heads), **choices}
+        return {"num_heads": tuple(heads), **choices}
 
     def _applied(self, layout: Layout, heads: int) -> Canonical | None:
         settings = {**_PLACEHOLDERS, **{f"tokens.{k}": v for k, v in layout.tokens.items()}, **self.settings}
-        settings.pop("n_heads", None)
+        settings.pop("num_heads", None)
         try:
             canonical = apply_layout(
                 layout, self.tensors, heads=heads, settings=settings, attributes=self.golden.attributes
@@ -213,19 +214,19 @@ class Searcher:
     ) -> Candidate | None:
         start = {name: found.get(name, values[0]) for name, values in choices.items()}
         # Attention over one token is that token, whatever its scale and heads.
-        later = {"norm_eps", *(("n_heads", "attn_scale") if self.first.source_ids.shape[1] == 1 else ())}
+        later = {"norm_eps", *(("num_heads", "attention_scale") if self.first.source_ids.shape[1] == 1 else ())}
         coarse = {
             name: [value for value in values if value != "gelu_tanh"]
             for name, values in choices.items()
             if not found and name not in later
         }
-        judge = Judge(canonical, self.first)
+        comparator = Comparator(canonical, self.first)
         ranked: list[tuple[float, int, dict[str, Value]]] = []
         for values in itertools.product(*coarse.values()):
             switches = {**start, **dict(zip(coarse, values, strict=True))}
-            ranked.append((self._compared(judge, canonical, switches).worst, len(ranked), switches))
+            ranked.append((self._compared(comparator, canonical, switches).worst, len(ranked), switches))
         ranked.sort(key=lambda entry: entry[:2])
-        whole = judge.on(self.golden)
+        whole = comparator.on(self.golden)
         best: tuple[float, Switches, Comparison] | None = None
         for error, _, switches in ranked[:_REFINED]:
             if error > _NEAR and best is not None:
@@ -240,25 +241,25 @@ class Searcher:
         return Candidate(with_switches(layout, {**best[1], **self.settings}), best[2], best[1])
 
     def _refined(
-        self, judge: Judge, canonical: Canonical, switches: Switches, choices: Mapping[str, tuple[Value, ...]]
+        self, comparator: Comparator, canonical: Canonical, switches: Switches, choices: Mapping[str, tuple[Value, ...]]
     ) -> tuple[float, Switches, Comparison]:
-        """Turn one switch after the other as long as that brings it nearer."""
-        comparison = self._compared(judge, canonical, switches)
+        """Change one switch after the other, as long as that brings it nearer."""
+        comparison = self._compared(comparator, canonical, switches)
         best = (comparison.worst, dict(switches), comparison)
         for _ in range(_ROUNDS):
             before = best[0]
-            for turn in _turns(choices):
-                turned = {**best[1], **turn}
-                comparison = self._compared(judge, canonical, turned)
+            for change in _single_changes(choices):
+                changed = {**best[1], **change}
+                comparison = self._compared(comparator, canonical, changed)
                 if comparison.worst < best[0]:
-                    best = (comparison.worst, turned, comparison)
+                    best = (comparison.worst, changed, comparison)
             if best[0] == before or best[0] <= TOLERANCE:
                 break
         return best
 
-    def _compared(self, judge: Judge, canonical: Canonical, switches: Switches) -> Comparison:
+    def _compared(self, comparator: Comparator, canonical: Canonical, switches: Switches) -> Comparison:
         self.combinations += 1
-        return judge.compare(configured(canonical.config, switches))
+        return comparator.compare(configured(canonical.config, switches))
 
 
 # Decoding needs these ids, comparing does not.
@@ -269,9 +270,9 @@ def _is_given(name: str, given: Switches) -> bool:
     return name in given or name.rpartition(".")[2] in given
 
 
-def _turns(choices: Mapping[str, tuple[Value, ...]]) -> Iterator[dict[str, Value]]:
+def _single_changes(choices: Mapping[str, tuple[Value, ...]]) -> Iterator[dict[str, Value]]:
     """List the single steps; the scale of attention depends on the heads, so that these two go together."""
-    pairs = [name for name in ("n_heads", "attn_scale") if name in choices]
+    pairs = [name for name in ("num_heads", "attention_scale") if name in choices]
     for values in itertools.product(*(choices[name] for name in pairs)):
         yield dict(zip(pairs, values, strict=True))
     for name, options_of in choices.items():
@@ -281,13 +282,13 @@ def _turns(choices: Mapping[str, tuple[Value, ...]]) -> Iterator[dict[str, Value
 
 def _first_position(golden: Golden) -> Golden:
     """Cut a golden down to the shortest source and the first target position."""
-    row = int(golden.source_keep.sum(1).argmin())
-    source = (slice(row, row + 1), slice(0, int(golden.source_keep[row].sum())))
+    row = int(golden.source_mask.sum(1).argmin())
+    source = (slice(row, row + 1), slice(0, int(golden.source_mask[row].sum())))
     target = (slice(row, row + 1), slice(0, 1))
     changes: dict[str, Any] = {"state": {}, "attributes": {}, "real": {}}
     for places, names in (
-        (source, ("source_ids", "source_keep", "hidden_states")),
-        (target, ("target_ids", "target_keep", "logits")),
+        (source, ("source_ids", "source_mask", "hidden_states")),
+        (target, ("target_ids", "target_mask", "logits")),
     ):
         changes |= {name: tensor[places] for name in names if (tensor := getattr(golden, name)) is not None}
     return replace(golden, **changes)

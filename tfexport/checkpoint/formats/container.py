@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tfexport.errors import CheckpointError, ConfigError, shortened
+from tfexport.files.names import CONFIG, MODEL_WEIGHTS
 from tfexport.files.strict_json import plain_problem, read_json
 
 # Under which a training loop puts the state dict, the likelier first.
@@ -28,8 +29,8 @@ _WRAPPERS = ("model_state_dict", "state_dict", "model", "model_state", "net", "n
 # What DistributedDataParallel, torch.compile and Lightning put before every key.
 _PREFIXES = ("module.", "_orig_mod.", "model.")
 _HUGGING_FACE = (
-    "model.safetensors",
-    "model.safetensors.index.json",
+    MODEL_WEIGHTS,
+    f"{MODEL_WEIGHTS}.index.json",
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
@@ -83,18 +84,18 @@ def read_checkpoint(path: Path | str) -> Checkpoint:
 
 def _read_directory(path: Path) -> Checkpoint:
     weights = next((path / name for name in _HUGGING_FACE if (path / name).exists()), None)
-    if weights is None or not (path / "config.json").exists():
+    if weights is None or not (path / CONFIG).exists():
         raise CheckpointError(
             f"{path}: is a directory without config.json and weights ({', '.join(_HUGGING_FACE)}); "
             "give a state dict file or a Hugging Face directory"
         )
     try:
-        config = read_json(path / "config.json", str(path / "config.json"))
+        config = read_json(path / CONFIG, str(path / CONFIG))
         files = _shards(weights) if weights.name.endswith(".index.json") else [weights]
     except ConfigError as error:
         raise CheckpointError(str(error)) from error
     if not isinstance(config, dict):
-        raise CheckpointError(f"{path / 'config.json'}: is {shortened(config)}, expected an object")
+        raise CheckpointError(f"{path / CONFIG}: is {shortened(config)}, expected an object")
     tensors: dict[str, Tensor] = {}
     notes: list[str] = []
     for file in files:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from tfexport.checkpoint.layout.layout import Value
 from tfexport.errors import CheckpointError, raise_all, shortened
+from tfexport.models.switches import Value
 
 _ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_new": "gelu_tanh", "silu": "silu", "swish": "silu"}
 _TOKENS = {"pad": "pad_token_id", "start": "decoder_start_token_id", "eos": "eos_token_id"}
@@ -80,13 +80,13 @@ def _marian_like(reader: _Reader, keys: Collection[str]) -> dict[str, Value]:
         if reader.config.get(name, expected) is not expected:
             reader.problems.append(f"{name} is {not expected}, which this layout is not for; write one of its own")
     found: dict[str, Value] = {
-        "act": reader.activation("activation_function"),
-        "emb_scale": "sqrt(d_model)" if reader.config.get("scale_embedding") else 1.0,
-        "n_heads": reader.whole("encoder_attention_heads"),
+        "activation": reader.activation("activation_function"),
+        "embedding_scale": "sqrt(d_model)" if reader.config.get("scale_embedding") else 1.0,
+        "num_heads": reader.whole("encoder_attention_heads"),
         **reader.tokens(),
     }
-    if reader.config.get("decoder_attention_heads") != found["n_heads"]:
-        found["dec.n_heads"] = reader.whole("decoder_attention_heads")
+    if reader.config.get("decoder_attention_heads") != found["num_heads"]:
+        found["dec.num_heads"] = reader.whole("decoder_attention_heads")
     if not any(key.endswith("encoder.embed_positions.weight") for key in keys):
         found["max_length"] = reader.whole("max_position_embeddings")
     return found
@@ -103,10 +103,10 @@ def _t5(reader: _Reader) -> dict[str, Value]:
     if activation is None:
         reader.problems.append(f"feed_forward_proj is {shortened(feed_forward)}, expected {', '.join(_ACTIVATIONS)}")
     return {
-        "act": activation or "relu",
+        "activation": activation or "relu",
         "norm_eps": eps,
-        "n_heads": reader.whole("num_heads"),
-        "rel_max_distance": distance,
+        "num_heads": reader.whole("num_heads"),
+        "relative_max_distance": distance,
         "logit_scale": "d_model ** -0.5" if scaled else 1.0,
         "max_length": reader.whole("n_positions") if "n_positions" in config else _T5_LENGTH,
         **reader.tokens(),

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as Inner
 from tfexport.errors import BackendError, CheckpointError, raise_all
 from tfexport.files.strict_json import plain_problem
 from tfexport.files.text import MAX_BYTES
+from tfexport.install import install_command
 from tfexport.models.config import TransformerConfig
 
 _SPACE = "▁"
@@ -83,7 +84,7 @@ def _from_sentencepiece(raw: bytes, path: Path, config: TransformerConfig) -> In
         from sentencepiece import sentencepiece_model_pb2
     except ImportError as error:
         raise BackendError(
-            f"tokenizer {path}: is no text; to read a SentencePiece model run: pip install sentencepiece protobuf"
+            f"tokenizer {path}: is no text; to read a SentencePiece model run: {install_command('sentencepiece')}"
         ) from error
     format_: Any = sentencepiece_model_pb2  # made by protobuf at run time, unknown to a type checker
     proto = format_.ModelProto()

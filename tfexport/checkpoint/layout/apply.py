@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tfexport.checkpoint.layout.execute import LineUse, Pair, Production, pair_names, same
-from tfexport.checkpoint.layout.layout import SIDES, Layout, Value, override
+from tfexport.checkpoint.layout.execute import Execution, LineUse, Pair, pair_names, same
+from tfexport.checkpoint.layout.layout import SIDES, Layout, override
 from tfexport.checkpoint.layout.sizes import check_shapes, expected_shapes, read_config, read_heads, read_tokens
-from tfexport.checkpoint.layout.unsupported import uncovered
+from tfexport.checkpoint.layout.unsupported import unsupported
 from tfexport.errors import CheckpointError, raise_all
 from tfexport.fields import MAX_SIZE
 from tfexport.models.config import TransformerConfig
+from tfexport.models.switches import Value
 from tfexport.models.transformer import Transformer
 
 __all__ = ["Canonical", "LineUse", "apply_layout", "unmatched"]
@@ -56,7 +57,7 @@ def apply_layout(
     Args:
         layout: which key becomes what, and the switches.
         tensors: the state dict; not changed, and its values not read before all names and shapes fit.
-        heads: attention heads, which no shape tells; None where the layout or `settings` has `n_heads`.
+        heads: attention heads, which no shape tells; None where the layout or `settings` has `num_heads`.
         settings: switches and tokens in place of the layout's, see `override`.
         attributes: tensors outside of the state dict, for `derive: attr`.
 
@@ -66,22 +67,22 @@ def apply_layout(
             that are not finite.
         ConfigError: lists every setting that is unknown or has a wrong value.
     """
-    layout = override(layout, {**(settings or {}), **({} if heads is None else {"n_heads": heads})})
+    layout = override(layout, {**(settings or {}), **({} if heads is None else {"num_heads": heads})})
     problems: list[str] = []
-    production = Production(layout, pair_names(layout, list(tensors), problems), attributes or {})
+    execution = Execution(layout, pair_names(layout, list(tensors), problems), attributes or {})
     # Said only where names do not fit: an ignored buffer may have any name.
-    problems += uncovered(tensors) if problems else []
-    problems += _source_problems(layout, tensors, production.pairs)
-    sizes, config, filled = _sizes(layout, tensors, production, problems)
+    problems += unsupported(tensors) if problems else []
+    problems += _source_problems(layout, tensors, execution.pairs)
+    sizes, config, filled = _sizes(layout, tensors, execution, problems)
     # What is wrong on both sides alike is said once.
     raise_all(CheckpointError, f"layout {layout.name}", list(dict.fromkeys(problems)))
     assert config is not None
-    made = production.run(tensors, sizes, _said_length(layout), problems)
-    raise_all(CheckpointError, f"layout {layout.name}", problems or _not_finite(made, production))
+    made = execution.run(tensors, sizes, _said_length(layout), problems)
+    raise_all(CheckpointError, f"layout {layout.name}", problems or _not_finite(made, execution))
     made |= {name: made["enc.embed.weight"].new_zeros(shape) for name, shape in filled.items()}
     notes = (f"{len(filled)} biases that the checkpoint has not are 0, {next(iter(filled))} first",) if filled else ()
     complete = {name: made[name].contiguous() for name in expected_shapes(config)}
-    return Canonical(_with_ties(config, complete), complete, tuple(production.uses), notes)
+    return Canonical(_with_ties(config, complete), complete, tuple(execution.uses), notes)
 
 
 def unmatched(layout: Layout, keys: Sequence[str]) -> list[str]:
@@ -109,7 +110,7 @@ def _source_problems(layout: Layout, tensors: Mapping[str, Tensor], pairs: Seque
 
 
 def _sizes(
-    layout: Layout, tensors: Mapping[str, Tensor], production: Production, problems: list[str]
+    layout: Layout, tensors: Mapping[str, Tensor], execution: Execution, problems: list[str]
 ) -> tuple[dict[str, dict[str, float]], TransformerConfig | None, dict[str, tuple[int, ...]]]:
     """Find all sizes by running the layout without values, on the device "meta".
 
@@ -117,19 +118,19 @@ def _sizes(
         Sizes by name for each side, the configuration, and the biases to fill.
     """
     meta = {key: tensor.to("meta") for key, tensor in tensors.items()}
-    names: dict[str, float] = {"d_model": 1.0, "n_heads": 1.0, "d_k": 1.0, **read_tokens(layout)}
-    width = production.width(meta, names, problems)
+    names: dict[str, float] = {"d_model": 1.0, "num_heads": 1.0, "d_k": 1.0, **read_tokens(layout)}
+    width = execution.width(meta, names, problems)
     if width is None:
         return {}, None, {}
-    sizes = {side: {**names, "d_model": float(width), "n_heads": _said_heads(layout, side)} for side in SIDES}
-    made = production.run(meta, sizes, _said_length(layout), problems)
+    sizes = {side: {**names, "d_model": float(width), "num_heads": _said_heads(layout, side)} for side in SIDES}
+    made = execution.run(meta, sizes, _said_length(layout), problems)
     for side in SIDES:
         query = made.get(f"{side}.layers.0.self.q.weight")
         if query is not None:
             bias = made.get(f"{side}.rel_bias.weight")
             told = None if bias is None else bias.shape[-1]
-            heads = read_heads(layout.switch("n_heads", side) or told, query.shape[0], problems)
-            sizes[side] |= {"n_heads": heads, "d_k": query.shape[0] // heads}
+            heads = read_heads(layout.switch("num_heads", side) or told, query.shape[0], problems)
+            sizes[side] |= {"num_heads": heads, "d_k": query.shape[0] // heads}
     shapes = {name: tuple(tensor.shape) for name, tensor in made.items()}
     config = read_config(layout, shapes, sizes, problems)
     filled = check_shapes(config, shapes, problems) if config is not None else {}
@@ -137,7 +138,7 @@ def _sizes(
 
 
 def _said_heads(layout: Layout, side: str) -> float:
-    value = layout.switch("n_heads", side)
+    value = layout.switch("num_heads", side)
     return float(value) if isinstance(value, int) and value > 0 else 1.0
 
 
@@ -146,8 +147,8 @@ def _said_length(layout: Layout) -> int:
     return value if isinstance(value, int) and 0 < value <= MAX_SIZE else 0
 
 
-def _not_finite(made: Mapping[str, Tensor], production: Production) -> list[str]:
-    origin = {target: pair.sources[0] for pair in production.pairs for target in pair.targets}
+def _not_finite(made: Mapping[str, Tensor], execution: Execution) -> list[str]:
+    origin = {target: pair.sources[0] for pair in execution.pairs for target in pair.targets}
     return [
         f"{origin.get(name, name)[:120]} holds NaN or infinity; take a checkpoint from before the training diverged"
         for name, tensor in made.items()

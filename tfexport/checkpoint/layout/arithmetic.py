@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from tfexport.errors import ConfigError, shortened
 
 _MAX_LENGTH = 200
+# Names that layouts were once written with, still read.
+_FORMER = {"n_heads": "num_heads"}
 _BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -56,6 +58,9 @@ def _parse(text: str) -> ast.expr:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ConfigError(f"{text!r} is no arithmetic, expected numbers, sizes, + - * / ** and sqrt(…)") from error
     _check(tree, text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            node.id = _FORMER.get(node.id, node.id)
     return tree
 
 

@@ -73,7 +73,7 @@ def side_of(name: str) -> str:
     return "enc" if name.startswith("enc.") else "dec"
 
 
-class Production:
+class Execution:
     """The lines of one layout with the keys that they take, ready to run."""
 
     def __init__(self, layout: Layout, pairs: Sequence[Pair], attributes: Mapping[str, Tensor]) -> None:
@@ -128,7 +128,7 @@ class Production:
         """Return the parts that one pair becomes, none when there is a problem."""
         context = Context(names[side_of(pair.targets[0])], len(pair.targets), _no_sibling)
         line = parse_line(self.layout.map[pair.line - 1])
-        heads = int(context.names["n_heads"])
+        heads = int(context.names["num_heads"])
         if line.rule.joins_heads and len(pair.sources) != heads:
             problems.append(f"map {pair.line}: {pair.targets[0]} has {len(pair.sources)} heads, expected {heads}")
             return []

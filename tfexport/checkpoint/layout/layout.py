@@ -7,6 +7,7 @@ The grammar is documented in docs/layouts.md. What stands here is its syntax;
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
@@ -22,8 +23,7 @@ from tfexport.checkpoint.layout.ops import JOINS, OPERATIONS, Step, parse_step
 from tfexport.checkpoint.layout.patterns import Rule, rule
 from tfexport.errors import ConfigError, raise_all, shortened
 from tfexport.files.strict_json import MAX_CONFIG_BYTES, plain_problem
-
-Value = bool | int | float | str | None
+from tfexport.models.switches import SWITCHES, Switch, Value
 
 VERSION = 1
 SIDES = ("enc", "dec")
@@ -38,36 +38,27 @@ _CANONICAL = re.compile(
 _TOKENS = ("unk", "pad", "bos", "eos", "start")
 
 
-class Switch(NamedTuple):
-    """What values a switch takes: a choice of words, "bool", or "number", which may be arithmetic."""
-
-    kind: tuple[str, ...] | str
-    default: Value = None
-    per_side: bool = False
-
-
-# The switches of the canonical model, in the order in which a layout is written; None = has to be given.
-SWITCHES: dict[str, Switch] = {
-    "norm": Switch(("layernorm", "std", "rms")),
-    "norm_eps": Switch("number"),
-    "norm_place": Switch(("pre", "post"), per_side=True),
-    "enc_final_norm": Switch("bool", False),
-    "dec_final_norm": Switch("bool", False),
-    "emb_norm": Switch("bool", False),
-    "act": Switch(("relu", "gelu", "gelu_tanh", "silu")),
-    "ffn": Switch(("mlp", "glu"), "mlp"),
-    "rel_bias": Switch(("none", "t5"), "none"),
-    "rel_max_distance": Switch("number", 128),
-    "residual_scale": Switch("number", 1.0),
-    "pos": Switch(("table", "none"), "table"),
-    "emb_scale": Switch("number", 1.0),
-    "attn_scale": Switch("number", "d_k ** -0.5"),
-    "logit_scale": Switch("number", 1.0),
-    "n_heads": Switch("number", per_side=True),
-    "max_length": Switch("number"),
+# What `arch` may say: the switches of the canonical model, and two sizes. These have no default and need none: heads
+# come with the import, the length from tables where there are any.
+ARCH_SWITCHES: dict[str, Switch] = {
+    **SWITCHES,
+    "num_heads": Switch(values=int, acts="attention", per_side=True),
+    "max_length": Switch(values=int, acts="positions"),
 }
-# These have no default and need none: heads come with the import, the length from tables where there are any.
-OPTIONAL = ("n_heads", "max_length")
+# Names that layouts were once written with, still read.
+_FORMER = {
+    "act": "activation",
+    "attn_scale": "attention_scale",
+    "dec_final_norm": "dec.final_norm",
+    "emb_norm": "embedding_norm",
+    "emb_scale": "embedding_scale",
+    "enc_final_norm": "enc.final_norm",
+    "ffn": "feed_forward",
+    "n_heads": "num_heads",
+    "pos": "positions",
+    "rel_bias": "relative_bias",
+    "rel_max_distance": "relative_max_distance",
+}
 
 
 class Line(NamedTuple):
@@ -92,7 +83,7 @@ class Layout:
 
     `map` lines are "SRC -> DST |> fold |> …", with `->?` where no key need be
     there. `arch` holds switches, "enc.NAME" and "dec.NAME" for one side alone;
-    texts in it are arithmetic in d_model, n_heads and d_k. `tokens` are ids or
+    texts in it are arithmetic in d_model, num_heads and d_k. `tokens` are ids or
     the name of another token. `derive` makes tensors that the map does not give.
     `baseline` is the relative error that the original makes in float64 itself
     by computing parts in float32.
@@ -119,7 +110,7 @@ class Layout:
 
     def switch(self, name: str, side: str = "") -> Value:
         """Return the value of a switch as written, of one side where that has its own, or its default."""
-        return self.arch.get(f"{side}.{name}", self.arch.get(name, SWITCHES[name].default))
+        return self.arch.get(f"{side}.{name}", self.arch.get(name, ARCH_SWITCHES[name].default))
 
 
 @lru_cache(maxsize=20_000)
@@ -216,21 +207,21 @@ def _line_problems(part: str, lines: Sequence[str], parse: Callable[[str], objec
 
 def _switch_problem(name: str, value: Value) -> str | None:
     side, _, base = name.rpartition(".")
-    if base not in SWITCHES or (side and (side not in SIDES or not SWITCHES[base].per_side)):
-        sides = ", ".join(name for name, switch in SWITCHES.items() if switch.per_side)
-        return f"switch {name[:80]} is unknown, expected one of {', '.join(SWITCHES)}; below enc and dec: {sides}"
-    kind = SWITCHES[base].kind
-    if kind == "bool":
+    if base not in ARCH_SWITCHES or (side and (side not in SIDES or not ARCH_SWITCHES[base].per_side)):
+        sides = ", ".join(name for name, switch in ARCH_SWITCHES.items() if switch.per_side)
+        return f"switch {name[:80]} is unknown, expected one of {', '.join(ARCH_SWITCHES)}; below enc and dec: {sides}"
+    values = ARCH_SWITCHES[base].values
+    if values is bool:
         return None if isinstance(value, bool) else f"{name} is {shortened(value)}, expected true or false"
-    if isinstance(kind, tuple):
-        return None if value in kind else f"{name} is {shortened(value)}, expected {' or '.join(kind)}"
+    if isinstance(values, tuple):
+        return None if value in values else f"{name} is {shortened(value)}, expected {' or '.join(values)}"
     if isinstance(value, str):
         try:
             names = names_in(value)
         except ConfigError as error:
             return f"{name}: {error}"
-        unknown = names - {"d_model", "n_heads", "d_k"}
-        return f"{name} has {', '.join(sorted(unknown))}, expected d_model, n_heads, d_k" if unknown else None
+        unknown = names - {"d_model", "num_heads", "d_k"}
+        return f"{name} has {', '.join(sorted(unknown))}, expected d_model, num_heads, d_k" if unknown else None
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return None if is_number else f"{name} is {shortened(value)}, expected a number"
 
@@ -258,7 +249,13 @@ def parse_setting(text: str) -> tuple[str, Value]:
         value = {}
     if not equals or not key or not isinstance(value, bool | int | float | str | None):
         raise ConfigError(f"setting {shortened(text)}: expected KEY=VALUE, such as norm_eps=1e-6 or tokens.pad=0")
-    return key.strip(), value
+    return _current(key.strip()), value
+
+
+def _current(name: str) -> str:
+    """Return the name of a switch today; that of a side keeps its side."""
+    side, dot, base = name.rpartition(".")
+    return side + dot + _FORMER.get(base, base)
 
 
 def override(layout: Layout, settings: Mapping[str, Value]) -> Layout:
@@ -356,7 +353,7 @@ def _values(data: object, problems: list[str]) -> dict[str, Any]:
             problems.append(f"{key} is {shortened(value)}, expected {expected}")
             continue
         values[key] = value
-    return _frozen(values)
+    return _frozen(values, problems)
 
 
 def _fits(key: str, value: Any) -> bool:
@@ -378,25 +375,29 @@ def _are_texts(values: Iterable[object]) -> bool:
     return all(isinstance(value, str) for value in values)
 
 
-def _frozen(values: dict[str, Any]) -> dict[str, Any]:
+def _frozen(values: dict[str, Any], problems: list[str]) -> dict[str, Any]:
     for key in ("map", "post", "ignore"):
         if key in values:
             values[key] = tuple(values[key])
     if "assert_tied" in values:
         values["assert_tied"] = tuple(tuple(keys) for keys in values["assert_tied"])
     if "arch" in values:
-        values["arch"] = _flat(values["arch"])
+        values["arch"] = _flat(values["arch"], problems)
     return values
 
 
-def _flat(arch: dict[str, Any]) -> dict[str, Any]:
-    """Turn `enc: {norm_place: pre}` into `enc.norm_place: pre`."""
-    flat: dict[str, Any] = {}
+def _flat(arch: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+    """Turn `enc: {norm_place: pre}` into `enc.norm_place: pre`, and former names into those of today."""
+    pairs: list[tuple[str, Any]] = []
     for name, value in arch.items():
         if name in SIDES and isinstance(value, dict):
-            flat |= {f"{name}.{inner}": v for inner, v in value.items()}
+            pairs += [(_current(f"{name}.{inner}"), v) for inner, v in value.items()]
         else:
-            flat[name] = value
+            pairs.append((_current(name), value))
+    flat = dict(pairs)
+    if len(flat) < len(pairs):
+        twice = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        problems.append(f"switch {', '.join(twice)} is given twice, by its name and by a former one; keep one")
     return flat
 
 

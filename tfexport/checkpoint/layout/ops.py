@@ -87,13 +87,13 @@ def add_scaled(x: Tensor, argument: str, context: Context) -> Tensor:
 
 def block_diag(x: Tensor, _argument: str, context: Context) -> Tensor:
     """Give each head its copy of a projection that all heads share."""
-    copies = [x] * int(context.names["n_heads"])
+    copies = [x] * int(context.names["num_heads"])
     return torch.block_diag(*copies) if x.dim() == 2 else torch.cat(copies)  # type: ignore[no-untyped-call]
 
 
 def heads_last(x: Tensor, _argument: str, context: Context) -> Tensor:
     """Reorder rows that count (d_k, heads) to (heads, d_k)."""
-    heads = int(context.names["n_heads"])
+    heads = int(context.names["num_heads"])
     if x.shape[0] % heads:
         raise CheckpointError(f"has {x.shape[0]} rows, which {heads} heads do not divide")
     return x.reshape(-1, heads, *x.shape[1:]).transpose(0, 1).flatten(0, 1)
@@ -145,7 +145,7 @@ def split_rows(x: Tensor, argument: str, context: Context) -> Sequence[Tensor]:
 
 def split_heads(x: Tensor, _argument: str, context: Context) -> Sequence[Tensor]:
     """Cut rows that count (heads, parts, d_k)."""
-    heads, parts = int(context.names["n_heads"]), context.parts
+    heads, parts = int(context.names["num_heads"]), context.parts
     if x.shape[0] % (heads * parts):
         raise CheckpointError(f"has {x.shape[0]} rows, which {heads} heads of {parts} parts do not divide")
     return [part.flatten(0, 1) for part in x.reshape(heads, parts, -1, *x.shape[1:]).unbind(1)]

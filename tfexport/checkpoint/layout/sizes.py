@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from tfexport.checkpoint.layout.arithmetic import evaluate
-from tfexport.checkpoint.layout.layout import SWITCHES, Layout, Value, parse_derived
+from tfexport.checkpoint.layout.layout import Layout, parse_derived
 from tfexport.errors import ConfigError
 from tfexport.models.config import StackConfig, TransformerConfig
+from tfexport.models.switches import SWITCHES, Value
 from tfexport.models.transformer import Transformer
 from tfexport.spec import TokenIds
 
@@ -28,17 +29,6 @@ _BIASES = {
     "output_bias": re.compile(r"out\.bias"),
 }
 _LAYER = re.compile(r"(enc|dec)\.layers\.(\d+)\.")
-# The names of the switches in the configuration of the canonical model, where they differ.
-_NAMES = {
-    "emb_norm": "embedding_norm",
-    "act": "activation",
-    "ffn": "feed_forward",
-    "rel_bias": "relative_bias",
-    "rel_max_distance": "relative_max_distance",
-    "pos": "positions",
-    "emb_scale": "embedding_scale",
-    "attn_scale": "attention_scale",
-}
 
 
 def read_heads(value: Value, query_rows: int, problems: list[str]) -> int:
@@ -50,7 +40,7 @@ def read_heads(value: Value, query_rows: int, problems: list[str]) -> int:
     heads = int(value) if isinstance(value, int) else 0
     if heads < 1 or query_rows % heads:
         problems.append(
-            f"n_heads is {value}, which does not divide {query_rows} rows of queries; expected one of {fitting}"
+            f"num_heads is {value}, which does not divide {query_rows} rows of queries; expected one of {fitting}"
         )
         return 1
     return heads
@@ -70,7 +60,7 @@ def read_config(
     Args:
         layout: gives switches and tokens.
         shapes: of the canonical tensors that the layout makes.
-        sizes: d_model, n_heads and d_k by name, for "enc" and "dec".
+        sizes: d_model, num_heads and d_k by name, for "enc" and "dec".
         problems: receives what is missing or does not fit.
 
     Returns:
@@ -95,7 +85,7 @@ def read_config(
         if values["target_vocab"] is None:
             problems.append("dec.embed.weight is missing; no line gives it")
     values |= _switches(layout, sizes["dec" if has_decoder else "enc"], problems)
-    if layout.switch("rel_bias") == "t5" and "enc.rel_bias.weight" in shapes:
+    if layout.switch("relative_bias") == "t5" and "enc.rel_bias.weight" in shapes:
         values["relative_buckets"] = shapes["enc.rel_bias.weight"][0]
     if len(problems) > before:
         return None
@@ -107,17 +97,18 @@ def read_config(
 
 
 def _switches(layout: Layout, sizes: Mapping[str, float], problems: list[str]) -> dict[str, Any]:
+    """Return the switches of the whole model; those of a side are its stack's."""
     found: dict[str, Any] = {}
-    for name in ("norm", "norm_eps", "act", "emb_norm", "ffn", "rel_bias", "rel_max_distance", "residual_scale",
-                 "pos", "emb_scale", "attn_scale", "logit_scale"):  # fmt: skip
+    for name, switch in SWITCHES.items():
+        if switch.per_side:
+            continue
         value = layout.switch(name)
         if value is None:
             problems.append(f"switch {name} is not given and no shape tells it; give --set {name}=…")
-        elif SWITCHES[name].kind == "number":
-            number = _number(name, value, sizes, problems)
-            found[_NAMES.get(name, name)] = int(number) if name == "rel_max_distance" else number
+        elif switch.values in (int, float):
+            found[name] = switch.values(_number(name, value, sizes, problems))
         else:
-            found[_NAMES.get(name, name)] = value
+            found[name] = value
     if found.get("attention_scale") == sizes["d_k"] ** -0.5:
         found["attention_scale"] = None
     return found
@@ -146,7 +137,7 @@ def _stack(
         return None
     if place is None:
         return None
-    heads, d_model = int(sizes["n_heads"]), int(sizes["d_model"])
+    heads, d_model = int(sizes["num_heads"]), int(sizes["d_model"])
     d_k, d_v = (shapes[f"{first}.self.{part}.weight"][0] // heads for part in "qv")
     is_plain = d_k == d_v == d_model / heads
     return StackConfig(
@@ -154,7 +145,7 @@ def _stack(
         num_heads=heads,
         d_ff=shapes[f"{first}.ffn.fc1.weight"][0],
         norm_place=place,  # type: ignore[arg-type]  # the layout has checked it
-        final_norm=bool(layout.switch(f"{side}_final_norm")),
+        final_norm=bool(layout.switch("final_norm", side)),
         d_k=None if is_plain else d_k,
         d_v=None if is_plain else d_v,
     )
@@ -167,12 +158,12 @@ def _is_computed(layout: Layout) -> bool:
 def _length(layout: Layout, side: str, shapes: Mapping[str, Shape], problems: list[str]) -> int:
     limit = layout.switch("max_length")
     if f"{side}.pos" in shapes:
-        if limit is not None and layout.switch("pos") == "table" and not _is_computed(layout):
+        if limit is not None and layout.switch("positions") == "table" and not _is_computed(layout):
             problems.append(f"max_length is {limit}, but {side}.pos is stored; leave max_length out")
         return shapes[f"{side}.pos"][0]
     if isinstance(limit, int) and limit > 0:
         return limit
-    if layout.switch("pos") == "none":
+    if layout.switch("positions") == "none":
         problems.append(f"{side} has no position table and so no longest text; give --set max_length=N")
     return 1
 

@@ -19,7 +19,7 @@ _SIGNS = {
 }
 
 
-def uncovered(keys: Iterable[str]) -> list[str]:
+def unsupported(keys: Iterable[str]) -> list[str]:
     """Name what the keys of a state dict show and no layout can express, each with the first key that shows it."""
     keys = list(keys)
     found = []

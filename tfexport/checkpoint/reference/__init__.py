@@ -1,1 +1,1 @@
-"""The reference: what the original computed, and how an import is judged by it."""
+"""The reference: what the original computed, and how an import is compared with it."""

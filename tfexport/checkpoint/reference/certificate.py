@@ -19,14 +19,13 @@ import torch
 from torch import Tensor
 
 from tfexport.checkpoint.layout.apply import Canonical
-from tfexport.checkpoint.layout.layout import Value
 from tfexport.checkpoint.layout.switches import configured, options
-from tfexport.checkpoint.reference.compare import Judge, check_fits, tolerance
+from tfexport.checkpoint.reference.compare import Comparator, check_fits, tolerance
 from tfexport.checkpoint.reference.golden import Golden
 from tfexport.models.config import TransformerConfig
+from tfexport.models.switches import SWITCHES, Value
 from tfexport.models.transformer import Transformer
 
-CERTIFICATE = "certificate.json"
 # A change counts as seen when the error grows by this factor.
 GROWTH = 20
 # Float64 noise; below it a small error is not small by merit.
@@ -95,13 +94,13 @@ def certify(canonical: Canonical, golden: Golden, layout: str, *, baseline: floa
         ParityError: the golden does not fit the model at all.
     """
     check_fits(canonical.config, golden)
-    judge = Judge(canonical, golden)
+    comparator = Comparator(canonical, golden)
     wanted = tolerance(golden, baseline)
-    error = judge.compare(canonical.config).worst
+    error = comparator.compare(canonical.config).worst
     blind = GROWTH * max(error, _FLOOR)
     switches: dict[str, Changed] = {}
     unverified = []
-    for name, value, nearest, found in _switch_changes(canonical, golden, judge):
+    for name, value, nearest, found in _switch_changes(canonical, golden, comparator):
         if name not in switches or found < switches[name].error:
             switches[name] = Changed(value=value, nearest=nearest, error=found)
     unverified += [
@@ -109,7 +108,7 @@ def certify(canonical: Canonical, golden: Golden, layout: str, *, baseline: floa
         for name, changed in switches.items()
         if not changed.error >= blind
     ]
-    tensors = _tensor_errors(canonical, judge)
+    tensors = _tensor_errors(canonical, comparator)
     unverified += [f"{name}: makes no difference" for name, found in tensors.items() if not found >= blind]
     lines = {
         use.line: _weakest([tensors.get(_kind(name), 0.0) for name in use.targets], blind) for use in canonical.lines
@@ -126,27 +125,28 @@ def certify(canonical: Canonical, golden: Golden, layout: str, *, baseline: floa
     )
 
 
-def _switch_changes(canonical: Canonical, golden: Golden, judge: Judge) -> Iterator[tuple[str, Value, Value, float]]:
+def _switch_changes(
+    canonical: Canonical, golden: Golden, comparator: Comparator
+) -> Iterator[tuple[str, Value, Value, float]]:
     """Yield each switch, its value, another value and the error under that."""
     config = canonical.config
-    for name, values in {**options(config), "n_heads": _heads(config)}.items():
+    for name, values in {**options(config), "num_heads": _heads(config)}.items():
         current = _values(config)[name]
         for value in values:
             changed = configured(config, {name: value})
             if _values(changed)[name] != current:
-                yield name, current, value, judge.compare(changed).worst
-    yield "source mask", "kept", "dropped", Judge(canonical, golden, mask_source=False).compare(config).worst
-    for name, changed in _without_parts(config):
-        names = _parameter_names(changed)
-        smaller = replace(canonical, config=changed, tensors={n: t for n, t in canonical.tensors.items() if n in names})
-        yield name, True, False, Judge(smaller, golden).compare(changed).worst
+                yield name, current, value, comparator.compare(changed).worst
+    yield "source mask", "kept", "dropped", Comparator(canonical, golden, mask_source=False).compare(config).worst
+    for name in (name for name, value in config.switches().items() if value is True):
+        without = configured(config, {name: False})
+        names = _parameter_names(without)
+        smaller = replace(canonical, config=without, tensors={n: t for n, t in canonical.tensors.items() if n in names})
+        yield name, True, False, Comparator(smaller, golden).compare(without).worst
+    for name, value, twice in _doubled(config):
+        changed = configured(config, {name: twice})
+        yield name, value, twice, Comparator(replace(canonical, config=changed), golden).compare(changed).worst
     if config.feed_forward == "glu":
-        yield "gate", "linear", "activated", Judge(_gates_swapped(canonical), golden).compare(config).worst
-    if config.relative_bias == "t5":
-        distance = 2 * config.relative_max_distance
-        farther = replace(canonical, config=replace(config, relative_max_distance=distance))
-        error = Judge(farther, golden).compare(farther.config).worst
-        yield "rel_max_distance", config.relative_max_distance, distance, error
+        yield "gate", "linear", "activated", Comparator(_gates_swapped(canonical), golden).compare(config).worst
 
 
 def _weakest(errors: Sequence[float], blind: float) -> float:
@@ -155,18 +155,9 @@ def _weakest(errors: Sequence[float], blind: float) -> float:
 
 
 def _values(config: TransformerConfig) -> dict[str, Value]:
-    """Return the switches of a configuration."""
-    return {
-        "enc.norm_place": config.encoder.norm_place,
-        "dec.norm_place": config.decoder.norm_place if config.decoder else None,
-        "norm": config.norm,
-        "norm_eps": config.norm_eps,
-        "act": config.activation,
-        "emb_scale": config.embedding_scale,
-        "attn_scale": config.attention_scale or config.d_k("encoder") ** -0.5,
-        "logit_scale": config.logit_scale,
-        "n_heads": config.encoder.num_heads,
-    }
+    """Return what a configuration says, in numbers that tensors have."""
+    scale = config.attention_scale or config.d_k("encoder") ** -0.5
+    return {**config.switches(), "attention_scale": scale, "num_heads": config.encoder.num_heads}
 
 
 def _heads(config: TransformerConfig) -> tuple[int, ...]:
@@ -179,13 +170,13 @@ def _heads(config: TransformerConfig) -> tuple[int, ...]:
     return tuple(n for n in range(1, min(common, 64) + 1) if common % n == 0)
 
 
-def _without_parts(config: TransformerConfig) -> Iterator[tuple[str, TransformerConfig]]:
-    if config.encoder.final_norm:
-        yield "enc_final_norm", replace(config, encoder=replace(config.encoder, final_norm=False))
-    if config.decoder is not None and config.decoder.final_norm:
-        yield "dec_final_norm", replace(config, decoder=replace(config.decoder, final_norm=False))
-    if config.embedding_norm:
-        yield "emb_norm", replace(config, embedding_norm=False)
+def _doubled(config: TransformerConfig) -> Iterator[tuple[str, float, float]]:
+    """Yield the numbers that no search goes through, and twice as much of each."""
+    for name, switch in SWITCHES.items():
+        acts = config.relative_bias == "t5" or name != "relative_max_distance"
+        if switch.values in (int, float) and not switch.search and acts:
+            value = getattr(config, name)
+            yield name, value, 2 * value
 
 
 def _parameter_names(config: TransformerConfig) -> set[str]:
@@ -202,9 +193,9 @@ def _gates_swapped(canonical: Canonical) -> Canonical:
     return replace(canonical, tensors=swapped)
 
 
-def _tensor_errors(canonical: Canonical, judge: Judge) -> dict[str, float]:
+def _tensor_errors(canonical: Canonical, comparator: Comparator) -> dict[str, float]:
     """Disturb each kind of tensor, of all layers at once; returns the error by name with * for the layer."""
-    parameters = dict(judge.model.named_parameters())
+    parameters = dict(comparator.model.named_parameters())
     kinds: dict[str, list[Tensor]] = {}
     for name, parameter in parameters.items():
         kinds.setdefault(_kind(name), []).append(parameter)
@@ -217,7 +208,7 @@ def _tensor_errors(canonical: Canonical, judge: Judge) -> dict[str, float]:
                 size = float(member.std(correction=0)) or 1.0
                 noise = torch.randn(member.shape, generator=generator, dtype=member.dtype)
                 member.add_(noise, alpha=_NOISE * size)
-        errors[kind] = judge.compare(canonical.config).worst
+        errors[kind] = comparator.compare(canonical.config).worst
         with torch.no_grad():
             for member, before in zip(members, kept, strict=True):
                 member.copy_(before)

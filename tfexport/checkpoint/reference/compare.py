@@ -88,7 +88,7 @@ def compare(canonical: Canonical, golden: Golden) -> Comparison:
             alone against a decoder; all listed.
     """
     check_fits(canonical.config, golden)
-    return Judge(canonical, golden).compare(canonical.config)
+    return Comparator(canonical, golden).compare(canonical.config)
 
 
 def check_fits(config: TransformerConfig, golden: Golden) -> None:
@@ -127,11 +127,11 @@ def _id_problems(side: str, ids: Tensor, vocab: int, length: int) -> list[str]:
     return problems
 
 
-class Judge:
+class Comparator:
     """One set of tensors in float64 and one batch; compares under any switches.
 
     Building a model costs far more than running a small one, so one is built for
-    each set of tensors and its switches are turned.
+    each set of tensors and its switches are set.
     """
 
     def __init__(self, canonical: Canonical, golden: Golden, *, mask_source: bool = True) -> None:
@@ -140,15 +140,15 @@ class Judge:
         self.model = build(canonical.config, canonical.tensors)
         self._take(golden)
 
-    def on(self, golden: Golden) -> Judge:
-        """Return a judge of the same tensors, in the same memory, on another batch."""
+    def on(self, golden: Golden) -> Comparator:
+        """Return a comparator of the same tensors, in the same memory, on another batch."""
         other = copy.copy(self)
         other._take(golden)
         return other
 
     def _take(self, golden: Golden) -> None:
         self.golden = golden
-        keep = golden.source_keep if golden.target_keep is None else golden.target_keep
+        keep = golden.source_mask if golden.target_mask is None else golden.target_mask
         expected = golden.hidden_states if golden.logits is None else golden.logits.log_softmax(-1)
         assert expected is not None
         self.keep, self.expected = keep, expected
@@ -157,9 +157,9 @@ class Judge:
     @torch.inference_mode()
     def compare(self, config: TransformerConfig) -> Comparison:
         """Compare under the switches of `config`; its sizes are those of the tensors."""
-        turn(self.model, config)
+        set_switches(self.model, config)
         golden = self.golden
-        mask = golden.source_keep if self.mask_source else torch.ones_like(golden.source_keep)
+        mask = golden.source_mask if self.mask_source else torch.ones_like(golden.source_mask)
         encoder_error = None
         if golden.target_ids is None:
             found = self.model.hidden_states(golden.source_ids, mask)
@@ -167,8 +167,8 @@ class Judge:
             found = self.model(golden.source_ids, mask, golden.target_ids).log_softmax(-1)
             if golden.hidden_states is not None:
                 states = self.model.hidden_states(golden.source_ids, mask)
-                errors = _errors(states, golden.hidden_states, golden.source_keep)
-                encoder_error = float(errors.max()) / float(golden.hidden_states[golden.source_keep].abs().max())
+                errors = _errors(states, golden.hidden_states, golden.source_mask)
+                encoder_error = float(errors.max()) / float(golden.hidden_states[golden.source_mask].abs().max())
         errors = _errors(found, self.expected, self.keep)
         row, position = divmod(int(errors.argmax()), errors.shape[1])
         return Comparison(
@@ -195,7 +195,7 @@ def build(config: TransformerConfig, tensors: Mapping[str, Tensor]) -> Transform
     return model.eval()
 
 
-def turn(model: Transformer, config: TransformerConfig) -> None:
+def set_switches(model: Transformer, config: TransformerConfig) -> None:
     """Give a built model the switches and heads of another configuration for the same tensors."""
     model.config = config
     sides: list[tuple[Side, Stack | None]] = [("encoder", model.enc), ("decoder", model.dec)]
@@ -203,13 +203,13 @@ def turn(model: Transformer, config: TransformerConfig) -> None:
         if stack is not None:
             stack.embedding_scale = config.embedding_scale
             for block in stack.blocks:
-                _turn_block(block, config, side)
+                _set_block_switches(block, config, side)
     for module in model.modules():
         if isinstance(module, LayerNorm):
             module.kind, module.eps = config.norm, config.norm_eps
 
 
-def _turn_block(block: Block, config: TransformerConfig, side: Side) -> None:
+def _set_block_switches(block: Block, config: TransformerConfig, side: Side) -> None:
     sizes = config.encoder if side == "encoder" else config.decoder
     assert sizes is not None
     block.pre_norm = sizes.norm_place == "pre"

@@ -1,7 +1,7 @@
 """Goldens: what the original model computed, in float64, for a batch that shows every mistake of an import.
 
-A golden is a safetensors file. Its tensors: `source_ids`, `source_keep`, for a
-model with a decoder `target_ids`, `target_keep` and `logits`, for an encoder
+A golden is a safetensors file. Its tensors: `source_ids`, `source_mask`, for a
+model with a decoder `target_ids`, `target_mask` and `logits`, for an encoder
 alone `hidden_states`, which a model with a decoder may have too. `state.NAME`
 is the state dict that computed them, `attribute.NAME` a tensor that the
 original keeps outside of it, and `real.…` the same outputs with the weights of
@@ -29,8 +29,10 @@ from tfexport.files.strict_json import plain_problem
 Outputs = Literal["logits", "log_probs", "hidden_states"]
 
 STATE, ATTRIBUTE, REAL = "state.", "attribute.", "real."
-_INPUTS = ("source_ids", "source_keep", "target_ids", "target_keep")
+_INPUTS = ("source_ids", "source_mask", "target_ids", "target_mask")
 _RESULTS = ("logits", "hidden_states")
+# Names that goldens were once recorded with, still read.
+_FORMER = {"source_keep": "source_mask", "target_keep": "target_mask"}
 # Inputs and outputs of a few short rows; the state dict is not counted.
 _MAX_BYTES = 1024**3
 # What float32 inside the original may change between runs that should be equal.
@@ -42,8 +44,8 @@ _NUMBERS: dict[str, type] = {"heads": int, "pad_source": int, "pad_target": int,
 class Golden:
     """Inputs and float64 outputs of an original model.
 
-    `source_ids` int64 [batch, source_len], `source_keep` bool likewise, True =
-    token, padded on the right; `target_ids` and `target_keep` [batch,
+    `source_ids` int64 [batch, source_len], `source_mask` bool likewise, True =
+    token, padded on the right; `target_ids` and `target_mask` [batch,
     target_len], None for an encoder alone. `logits` float64 [batch, target_len,
     vocab], log-probabilities where `outputs` says so; `hidden_states` float64
     [batch, source_len, d_model], the encoder's. `baseline` is the relative
@@ -51,9 +53,9 @@ class Golden:
     """
 
     source_ids: Tensor
-    source_keep: Tensor
+    source_mask: Tensor
     target_ids: Tensor | None = None
-    target_keep: Tensor | None = None
+    target_mask: Tensor | None = None
     logits: Tensor | None = None
     hidden_states: Tensor | None = None
     outputs: Outputs = "logits"
@@ -79,9 +81,9 @@ class Golden:
             return None
         return Golden(
             source_ids=self.source_ids,
-            source_keep=self.source_keep,
+            source_mask=self.source_mask,
             target_ids=self.target_ids,
-            target_keep=self.target_keep,
+            target_mask=self.target_mask,
             logits=self.real.get("logits"),
             hidden_states=self.real.get("hidden_states"),
             outputs=self.outputs,
@@ -108,13 +110,13 @@ def read_golden(path: Path | str) -> Golden:
     path = Path(path)
     try:
         if problem := plain_problem(path):
-            raise CheckpointError(f"{path}: {problem}; record a golden with tfexport.checkpoint.record")
+            raise CheckpointError(f"{path}: {problem}; record one with tfexport.checkpoint.reference.golden.record")
         path.open("rb").close()  # the library calls a file missing that it may not read
         with safe_open(path, "pt") as file:
             metadata = dict(file.metadata() or {})
             names = list(file.keys())
             _check_names(path, names, {name: file.get_slice(name) for name in names if not name.startswith(STATE)})
-            tensors = {name: file.get_tensor(name) for name in names}
+            tensors = {_FORMER.get(name, name): file.get_tensor(name) for name in names}
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from error
     except SafetensorError as error:
@@ -157,7 +159,7 @@ def record(
 
     Args:
         model: the original; it is not changed.
-        forward: called as forward(model, source_ids, source_keep, target_ids)
+        forward: called as forward(model, source_ids, source_mask, target_ids)
             with int64 [batch, source_len], bool likewise (True = token) and int64
             [batch, target_len], padded on the right; returns logits or
             log-probabilities [batch, target_len, target_vocab]. Makes the masks
@@ -169,7 +171,7 @@ def record(
         heads: attention heads, which no shape tells.
         pad_source: id that fills short sources; never drawn as a token.
         pad_target: id that fills short targets; never drawn as a token.
-        encode: called as encode(model, source_ids, source_keep), returns the
+        encode: called as encode(model, source_ids, source_mask), returns the
             encoder's states [batch, source_len, d_model]; lets a failing import
             say which side is wrong.
         source_len: length of the longest source.
@@ -188,10 +190,10 @@ def record(
     if os.path.lexists(path):
         raise CheckpointError(f"{path} exists; remove it or choose another name")
     generator = torch.Generator().manual_seed(seed)
-    source_ids, source_keep = _batch(source_vocab, source_len, pad_source, generator)
-    inputs = {"source_ids": source_ids, "source_keep": source_keep}
+    source_ids, source_mask = _batch(source_vocab, source_len, pad_source, generator)
+    inputs = {"source_ids": source_ids, "source_mask": source_mask}
     if target_vocab is not None:
-        inputs["target_ids"], inputs["target_keep"] = _batch(target_vocab, target_len, pad_target, generator)
+        inputs["target_ids"], inputs["target_mask"] = _batch(target_vocab, target_len, pad_target, generator)
     original = _Original(forward, encode, inputs, target_vocab)
     shaken = _copied(model)
     randomise(shaken, generator)
@@ -257,7 +259,7 @@ class _Original:
 
     def run(self, model: nn.Module, target_ids: Tensor | None = None) -> dict[str, Tensor]:
         """Return `logits`, `hidden_states` or both, float64."""
-        source = (self.inputs["source_ids"], self.inputs["source_keep"])
+        source = (self.inputs["source_ids"], self.inputs["source_mask"])
         with torch.no_grad():
             if self.target_vocab is None:
                 return {"hidden_states": self._checked(self.forward(model, *source), source[0], None)}
@@ -320,7 +322,7 @@ class _Original:
                         parameter.copy_(origin + steps * move)
                 moved.append(self.run(model))
             for name, result in results.items():
-                keep = self.inputs["target_keep" if name == "logits" else "source_keep"]
+                keep = self.inputs["target_mask" if name == "logits" else "source_mask"]
                 bend = (moved[1][name] - 2 * moved[0][name] + result)[keep].abs().max()
                 worst = max(worst, float(bend / result[keep].abs().max()))
         with torch.no_grad():
@@ -396,13 +398,19 @@ def _ordered(state: Mapping[str, Tensor], order: str) -> dict[str, Tensor]:
 
 
 def _check_names(path: Path, names: list[str], slices: Mapping[str, Any]) -> None:
-    known = {*_INPUTS, *_RESULTS, *(REAL + name for name in _RESULTS)}
+    known = {*_INPUTS, *_RESULTS, *(REAL + name for name in _RESULTS), *_FORMER}
+    inputs = [_FORMER.get(name, name) for name in names]
     problems = [
         f"unknown tensor {shortened(name)}"
         for name in names
         if name not in known and not name.startswith((STATE, ATTRIBUTE))
     ]
-    problems += [f"missing tensor {name}" for name in ("source_ids", "source_keep") if name not in names]
+    problems += [f"missing tensor {name}" for name in ("source_ids", "source_mask") if name not in inputs]
+    problems += [
+        f"tensor {name} is there twice, as {former} too"
+        for former, name in _FORMER.items()
+        if {name, former} <= {*names}
+    ]
     size = sum(8 * torch.Size(part.get_shape()).numel() for part in slices.values())
     if size > _MAX_BYTES:
         problems.append(f"inputs and outputs take {size} bytes, the limit is {_MAX_BYTES}; record fewer, shorter rows")
@@ -426,8 +434,8 @@ def _metadata(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
 
 def _problems(golden: Golden) -> list[str]:
     problems = [
-        *_side_problems("source", golden.source_ids, golden.source_keep, golden.pad_source),
-        *_side_problems("target", golden.target_ids, golden.target_keep, golden.pad_target),
+        *_side_problems("source", golden.source_ids, golden.source_mask, golden.pad_source),
+        *_side_problems("target", golden.target_ids, golden.target_mask, golden.pad_target),
     ]
     if golden.outputs not in ("logits", "log_probs", "hidden_states"):
         problems.append(f"outputs is {shortened(golden.outputs)}, expected logits, log_probs or hidden_states")
@@ -452,11 +460,11 @@ def _problems(golden: Golden) -> list[str]:
 
 def _side_problems(side: str, ids: Tensor | None, keep: Tensor | None, pad: int | None) -> list[str]:
     if ids is None or keep is None:
-        return [] if ids is keep else [f"{side}_ids and {side}_keep need each other"]
+        return [] if ids is keep else [f"{side}_ids and {side}_mask need each other"]
     if ids.dtype != torch.int64 or keep.dtype != torch.bool or ids.dim() != 2 or ids.shape != keep.shape:
         return [
             (
-                f"{side}_ids is {ids.dtype} {list(ids.shape)} and {side}_keep {keep.dtype} {list(keep.shape)}, "
+                f"{side}_ids is {ids.dtype} {list(ids.shape)} and {side}_mask {keep.dtype} {list(keep.shape)}, "
                 f"expected int64 and bool of one shape [batch, {side}_len]"
             )
         ]
@@ -467,7 +475,7 @@ def _side_problems(side: str, ids: Tensor | None, keep: Tensor | None, pad: int 
         problems.append(f"pad_{side} is {pad}, expected 0 or more")
     if not bool(keep[:, 0].all()) or bool((keep[:, 1:] & ~keep[:, :-1]).any()):
         problems.append(
-            f"{side}_keep is not a row of tokens and then padding; pad on the right, at least one token a row"
+            f"{side}_mask is not a row of tokens and then padding; pad on the right, at least one token a row"
         )
     return problems
 
@@ -475,7 +483,7 @@ def _side_problems(side: str, ids: Tensor | None, keep: Tensor | None, pad: int 
 def _result_problems(golden: Golden, results: Mapping[str, Tensor | None]) -> list[str]:
     problems = []
     for name, result in results.items():
-        keep = golden.source_keep if name == "hidden_states" else golden.target_keep
+        keep = golden.source_mask if name == "hidden_states" else golden.target_mask
         if result is None or keep is None:
             continue
         if result.dtype != torch.float64 or result.dim() != 3 or result.shape[:2] != keep.shape:

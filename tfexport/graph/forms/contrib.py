@@ -1,4 +1,4 @@
-"""The model in ONNX Runtime's own operators: the contrib form, for its CPU.
+"""The contrib form: attention in ONNX Runtime's own operators, for its CPU.
 
 An attention is one operator, query, key and value one product, and the cache of
 the static form is written in place by the attention itself, which reads it no
@@ -8,39 +8,44 @@ https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from tfexport.models.attention import MASK_FILL, MultiHeadAttention
+from tfexport.graph.forms.form import OUTSIDE_ATTENTION, DecoderForm, Supported, unsupported
+from tfexport.graph.passes.joint_products import join_products
+from tfexport.models.attention import MultiHeadAttention
 from tfexport.models.cache import KeyValue
 from tfexport.models.config import TransformerConfig
-from tfexport.models.transformer import Transformer
+from tfexport.models.dot_product import MASK_FILL
+from tfexport.spec import ENCODER_CONTRIB, Precision
 
 _DOMAIN = "com.microsoft"
 # What divides the width of a head in `GroupQueryAttention`.
 _HEAD_DIM_STEP = 8
 
+SUPPORTED: Supported = {
+    **OUTSIDE_ATTENTION,
+    "positions": ("table", "none"),
+    "relative_bias": ("none",),
+    **dict.fromkeys(("num_heads", "d_k", "d_v", "attention_bias", "attention_scale")),
+    **dict.fromkeys(("relative_buckets", "relative_max_distance")),
+}
 
-def contrib_problems(model: nn.Module) -> list[str]:
+
+def supports(config: TransformerConfig | None, precision: Precision) -> list[str]:
     """Say what of a model the operators cannot do; the other forms can."""
-    if not isinstance(model, Transformer):
+    if config is None:
         return ["it is a module of its own"]
-    config: TransformerConfig = model.config
-    problems = []
     if config.decoder is None:
         return ["it is an encoder alone"]
+    problems = []
     if config.d_k("decoder") != config.d_v("decoder") or config.d_k("decoder") % _HEAD_DIM_STEP:
         problems.append(f"keys and values are not equally wide, or {_HEAD_DIM_STEP} does not divide that")
-    if config.relative_bias != "none":
-        problems.append("it has a relative bias")
-    if model.enc.embed.weight.dtype != torch.float32:
-        problems.append("it is not fp32")
+    problems += unsupported(config, SUPPORTED)
+    if precision != "fp32":
+        problems.append(f"it is {precision}")
     return problems
 
 
@@ -52,136 +57,121 @@ def joint_weights(model: nn.Module) -> Iterator[tuple[str, ...]]:
                 yield tuple(f"{name}.{part}.{kind}" for part in ("q", "k", "v"))
 
 
-def to_contrib(model: Transformer) -> Transformer:
-    """Return a copy of the model to trace: its attentions are the operators, what it computes is the same.
-
-    Its decoder takes a `ContribCache`, and its weights stay those of `model` but for query, key and value, joined.
-    """
-    shared = {id(parameter): parameter for parameter in model.parameters()}
-    contrib = copy.deepcopy(model, shared)
-    assert contrib.dec is not None
-    for block in cast("Iterable[Any]", contrib.enc.blocks):
-        block.self = _EncoderAttention(block.self)
-    for block in cast("Iterable[Any]", contrib.dec.blocks):
-        block.self, block.cross = _CachedAttention(block.self), _CrossAttention(block.cross)
-    return contrib
-
-
-@dataclass(frozen=True)
-class _Packed:
-    """Query, key and value of new tokens, [rows · target_len, 3 · heads · head_dim], and how to attend with them."""
-
-    query_key_value: Tensor
-    num_heads: int
-    scale: float
-
-
 class ContribCache:
     """The buffers of the static form, which the attention itself writes.
 
-    It exists only in a trace: `GroupQueryAttention` has no PyTorch twin.
+    It exists only in a trace: `GroupQueryAttention` has no PyTorch twin. It is causal by itself.
+
+    Attributes:
+        past: one `KeyValue` a layer, [rows, heads, capacity, head_dim].
+        present: filled by `attend`, of the same shapes.
+        positions: int64 [rows, target_len].
+        key_len: the capacity.
     """
 
     def __init__(
-        self, past: Sequence[KeyValue], positions: Tensor, last_position: Tensor, total_length: Tensor
+        self,
+        past: Sequence[KeyValue],
+        target_ids: Tensor,
+        positions: Tensor,
+        last_position: Tensor,
+        total_length: Tensor,
     ) -> None:
-        """Start from buffers [rows, heads, capacity, head_dim].
+        """Begin a pass.
 
         Args:
             past: of each layer.
+            target_ids: the new tokens, int64 [rows, target_len].
             positions: of the new tokens, int64 [rows, target_len].
             last_position: the last of them, int32 [rows].
             total_length: tokens in the cache after the step, int32 [1].
         """
-        self.past = past
-        self._positions, self._last_position, self._total_length = positions, last_position, total_length
+        self.past, self.positions = past, positions
+        self._last_position, self._total_length = last_position, total_length
         self.present: list[KeyValue] = []
+        self.key_len = past[0].key.shape[2]
 
-    def positions(self, target_ids: Tensor) -> Tensor:
-        """Return int64 [rows, target_len]."""
-        return self._positions
-
-    def mask(self, target_ids: Tensor) -> Tensor:
-        """Return what nobody reads: the operator is causal by itself."""
-        return self._positions
-
-    def update(self, layer: int, new: _Packed) -> Tensor:
-        """Write a layer's new keys and values and attend, [rows, target_len, heads · head_dim]."""
-        past, packed = self.past[layer], _unflatten(new.query_key_value, self._positions)
-        rows, target_len, width = packed.shape
-        context, key, value = torch.onnx.ops.symbolic_multi_out(
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None, *, scale: float
+    ) -> Tensor:
+        """Write the new tokens of `layer` and attend; see `tfexport.models.cache.SelfAttention`."""
+        past = self.past[layer]
+        # Side by side, as the operator wants them and as `join_products` makes them in one product.
+        packed = _by_rows(torch.cat((query, key, value), 1), self.positions)
+        width = query.shape[1] * value.shape[2]
+        context, present_key, present_value = torch.onnx.ops.symbolic_multi_out(
             f"{_DOMAIN}::GroupQueryAttention",
             (packed, None, None, past.key, past.value, self._last_position, self._total_length),
-            {"num_heads": new.num_heads, "kv_num_heads": new.num_heads, "scale": new.scale},
+            {"num_heads": query.shape[1], "kv_num_heads": key.shape[1], "scale": scale},
             dtypes=[packed.dtype] * 3,
-            shapes=[(rows, target_len, width // 3), past.key.shape, past.value.shape],
+            shapes=[(*packed.shape[:2], width), past.key.shape, past.value.shape],
             version=1,
         )
-        self.present.append(KeyValue(key, value))
-        return context
+        self.present.append(KeyValue(present_key, present_value))
+        return context.flatten(0, 1)
 
 
-class _CachedAttention(nn.Module):
-    """A decoder's self-attention: one product, then the cache attends."""
+class ContribCross:
+    """Keys and values of the source: the beams of a source are query positions, so that no key is repeated."""
 
-    def __init__(self, attention: MultiHeadAttention) -> None:
-        super().__init__()
-        self.num_heads, self.scale, self.o = attention.num_heads, attention.scale, attention.o
-        parts = (attention.q, attention.k, attention.v)
-        self.weight = nn.Parameter(torch.cat([part.weight.detach() for part in parts]))
-        biases = [bias.detach() for part in parts for name, bias in part.named_parameters() if name == "bias"]
-        self.bias = nn.Parameter(torch.cat(biases)) if biases else None
+    def __init__(self, key_values: Sequence[KeyValue], mask: Tensor) -> None:
+        """Take each layer's [batch, heads, source_len, …] and the mask, bool [batch, source_len]."""
+        self.key_values, self.mask = key_values, mask
 
-    def key_value(self, x: Tensor, rows: int) -> _Packed:
-        """Project `x` [rows · target_len, d_model]."""
-        return _Packed(F.linear(x, self.weight, self.bias), self.num_heads, self.scale)
-
-    def forward(self, x: Tensor, context: Tensor, mask: Tensor, bias: None = None) -> Tensor:
-        return self.o(context.flatten(0, 1))  # type: ignore[no-any-return]
+    def attend(self, layer: int, query: Tensor, *, scale: float) -> Tensor:
+        """Attend to the source; see `tfexport.models.cache.Cross`."""
+        kept, width = self.key_values[layer], query.shape[1] * self.key_values[layer].value.shape[3]
+        return _attention(query, kept.key, kept.value, self.mask, width, scale)
 
 
-class _CrossAttention(nn.Module):
-    """Attention to the encoder's tokens: the beams of a source are query positions, so that no key is repeated."""
+class ContribSource:
+    """Source tokens that attend to each other; the operator splits the heads."""
 
-    def __init__(self, attention: MultiHeadAttention) -> None:
-        super().__init__()
-        self.num_heads, self.scale = attention.num_heads, attention.scale
-        self.q, self.o, self.attention = attention.q, attention.o, attention
+    def __init__(self, mask: Tensor) -> None:
+        """Take the mask, bool [batch, source_len]."""
+        self.mask = mask
 
-    def key_value(self, x: Tensor, rows: int) -> KeyValue:
-        """Project `x` [rows · len, d_model] to keys and values [rows, heads, len, …]."""
-        return self.attention.key_value(x, rows)
-
-    def forward(self, x: Tensor, memory: KeyValue, mask: Tensor, bias: None = None) -> Tensor:
-        """Attend from `x` [rows · target_len, d_model] to `memory`; see `MultiHeadAttention.forward`."""
-        query = _unflatten(self.q(x), mask)
-        padding = mask.squeeze((1, 2)).to(torch.int32)
-        context = torch.onnx.ops.symbolic(
-            f"{_DOMAIN}::MultiHeadAttention",
-            (query, memory.key, memory.value, None, padding),
-            {"num_heads": self.num_heads, "scale": self.scale, "mask_filter_value": MASK_FILL},
-            dtype=query.dtype,
-            shape=(*query.shape[:2], self.o.in_features),
-            version=1,
-        )
-        return self.o(context.flatten(0, 1))  # type: ignore[no-any-return]
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None, *, scale: float
+    ) -> Tensor:
+        """Attend from every token to every token; see `tfexport.models.cache.SelfAttention`."""
+        width = value.shape[1] * value.shape[2]
+        return _attention(query, _by_rows(key, self.mask), _by_rows(value, self.mask), self.mask, width, scale)
 
 
-class _EncoderAttention(_CrossAttention):
-    """An encoder's self-attention: the operator splits the heads."""
+def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, width: int, scale: float) -> Tensor:
+    """Attend from `query` [batch · len, heads, head_dim] to the tokens that `mask` [batch, source_len] leaves."""
+    packed = _by_rows(query, mask)
+    context = torch.onnx.ops.symbolic(
+        f"{_DOMAIN}::MultiHeadAttention",
+        (packed, key, value, None, mask.to(torch.int32)),
+        {"num_heads": query.shape[1], "scale": scale, "mask_filter_value": MASK_FILL},
+        dtype=query.dtype,
+        shape=(*packed.shape[:2], width),
+        version=1,
+    )
+    return context.flatten(0, 1)
 
-    def key_value(self, x: Tensor, rows: int) -> KeyValue:
-        """Project `x` [rows · len, d_model] to keys and values [rows, len, heads · …]."""
-        return KeyValue(*(part(x).unflatten(0, (rows, -1)) for part in (self.attention.k, self.attention.v)))
 
-
-def _unflatten(x: Tensor, rows: Tensor) -> Tensor:
-    """View `x` [rows · len, width] as [rows, len, width], as many rows as the first axis of `rows` has.
+def _by_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """View `x` [rows · len, heads, width] as [rows, len, heads · width], as many rows as the first axis of `rows` has.
 
     PyTorch would work out `len`, in half a dozen operators of one number each; ONNX takes -1.
     """
     operator, long = torch.onnx.ops.symbolic, torch.int64
+    width = x.shape[1] * x.shape[2]
     count = operator("Shape", (rows,), {"start": 0, "end": 1}, dtype=long, shape=(1,), version=18)
-    shape = operator("Concat", (count, torch.tensor([-1, x.shape[1]])), {"axis": 0}, dtype=long, shape=(3,), version=18)
-    sizes = (rows.shape[0], x.shape[0] // rows.shape[0], x.shape[1])
+    shape = operator("Concat", (count, torch.tensor([-1, width])), {"axis": 0}, dtype=long, shape=(3,), version=18)
+    sizes = (rows.shape[0], x.shape[0] // rows.shape[0], width)
     return operator("Reshape", (x, shape), dtype=x.dtype, shape=sizes, version=18)
+
+
+CONTRIB = DecoderForm(
+    supports=supports,
+    cache=ContribCache,
+    cross=ContribCross,
+    source=ContribSource,
+    encoder=ENCODER_CONTRIB,
+    portable=False,
+    passes=(join_products,),
+)

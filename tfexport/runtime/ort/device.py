@@ -15,6 +15,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from tfexport.errors import BackendError
+from tfexport.install import extra_command, replacing_command
 from tfexport.spec import Device, DType
 
 Array = NDArray[Any]
@@ -160,7 +161,7 @@ def prepare_cuda() -> None:
     if PROVIDER["cuda"] not in ort.get_available_providers():
         raise BackendError(
             f"ort: the installed onnxruntime {ort.__version__} has no CUDA; "
-            "pip uninstall -y onnxruntime && pip install 'tfexport[gpu]', or use device cpu"
+            f"{replacing_command('gpu')}, or use device cpu"
         )
     if problem := driver_problem():
         raise BackendError(f"ort: {problem}, or use device cpu")
@@ -171,7 +172,7 @@ def prepare_cuda() -> None:
     if missing:
         raise BackendError(
             f"ort: onnxruntime {ort.__version__} was built for CUDA {ort.cuda_version} and cannot load "
-            f"{', '.join(dict.fromkeys(missing))}; pip install 'tfexport[gpu]', or use device cpu"
+            f"{', '.join(dict.fromkeys(missing))}; {extra_command('gpu')}, or use device cpu"
         )
 
 

@@ -32,7 +32,7 @@ from tfexport.spec import (
 )
 from tfexport.trt.config import EngineLimits
 from tfexport.trt.cuda import Cuda
-from tfexport.trt.library import Flavour
+from tfexport.trt.library import Library
 
 
 @dataclass(eq=False)
@@ -78,7 +78,7 @@ class TrtSession:
         spec: ModelSpec,
         form: Form | None,
         limits: EngineLimits,
-        flavour: Flavour,
+        library: Library,
         cuda: Cuda,
         *,
         weights: WeightType | None = None,
@@ -91,7 +91,7 @@ class TrtSession:
             spec: of the model, in the precision of the engines.
             form: of the decoder; None for an encoder alone.
             limits: the largest shapes of the engines.
-            flavour: the library that they come from.
+            library: the library that they come from.
             cuda: the device that they were loaded on.
             weights: type of the matrices where it is narrower than `spec` says.
             reason: says what the library's log holds of the newest failure.
@@ -106,7 +106,7 @@ class TrtSession:
         for name, (contract, num_profiles) in contracts.items():
             if name not in plans:
                 raise BackendError(f"trt: there is no engine {name}; build it with tfexport trt BUNDLE --force")
-            made[name] = Plan(name, plans[name], flavour.trt, reason)
+            made[name] = Plan(name, plans[name], library.trt, reason)
             made[name].check(contract, num_profiles, _aliases(spec) if name == DECODER["static"] else {})
         self.form = form
         self.accuracy: Accuracy = weights or spec.precision

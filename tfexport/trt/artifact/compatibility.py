@@ -34,7 +34,7 @@ _OPTIONS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Here:
+class Machine:
     """What is on a machine.
 
     Attributes:
@@ -51,7 +51,7 @@ class Here:
 
 
 @dataclass(frozen=True)
-class Refusal:
+class Incompatibility:
     """One reason why an engine may not be used.
 
     Attributes:
@@ -70,7 +70,7 @@ class Refusal:
         return f"{self.field}: built with {self.built}, here is {self.here}"
 
 
-def this_machine() -> Here:
+def this_machine() -> Machine:
     """Look at this machine without importing a library or making a CUDA context."""
     gpus = find_gpus()
     distributions = importlib.metadata.packages_distributions()
@@ -79,7 +79,7 @@ def this_machine() -> Here:
         for target in installed_targets()
         if (names := distributions.get(MODULES[target]))
     }
-    return Here(
+    return Machine(
         system=platform.system(),
         architecture=platform.machine(),
         libraries=libraries,
@@ -87,18 +87,18 @@ def this_machine() -> Here:
     )
 
 
-def refusals(manifest: EngineManifest, bundle: Bundle, here: Here) -> list[Refusal]:
+def incompatibilities(manifest: EngineManifest, bundle: Bundle, machine: Machine) -> list[Incompatibility]:
     """List every reason why an engine may not be used with a bundle on a machine; none when it may."""
     return [
-        *_source_refusals(manifest, bundle),
-        *_library_refusals(manifest, bundle.path, here),
-        *_machine_refusals(manifest, bundle.path, here),
+        *_source_problems(manifest, bundle),
+        *_library_problems(manifest, bundle.path, machine),
+        *_machine_problems(manifest, bundle.path, machine),
     ]
 
 
-def explain(found: Sequence[Refusal]) -> str:
-    """Spell refusals in one line: every one of them, then every remedy once."""
-    remedies = dict.fromkeys(refusal.remedy for refusal in found)
+def explain(found: Sequence[Incompatibility]) -> str:
+    """Spell incompatibilities in one line: every one of them, then every remedy once."""
+    remedies = dict.fromkeys(each.remedy for each in found)
     return "; ".join([*map(str, found), *remedies])
 
 
@@ -121,23 +121,23 @@ def _rebuild(bundle: Path, config: EngineConfig) -> str:
     return f"build it again with: {rebuild_command(bundle, config)}"
 
 
-def _source_refusals(manifest: EngineManifest, bundle: Bundle) -> Iterator[Refusal]:
+def _source_problems(manifest: EngineManifest, bundle: Bundle) -> Iterator[Incompatibility]:
     for name, built in sorted(manifest.sources.items()):
         entry = bundle.manifest.files.get(name)
         if entry is None or entry.sha256 != built:
             now = f"sha256 {entry.sha256[:12]}…" if entry else "no such file"
-            yield Refusal(name, f"sha256 {built[:12]}…", now, _rebuild(bundle.path, manifest.config))
+            yield Incompatibility(name, f"sha256 {built[:12]}…", now, _rebuild(bundle.path, manifest.config))
 
 
-def _library_refusals(manifest: EngineManifest, bundle: Path, here: Here) -> Iterator[Refusal]:
+def _library_problems(manifest: EngineManifest, bundle: Path, machine: Machine) -> Iterator[Incompatibility]:
     target = manifest.config.target
     assert target is not None
-    version = here.libraries.get(target)
+    version = machine.libraries.get(target)
     if version is None:
-        installed = ", ".join(here.libraries) or "none"
-        yield Refusal("target", target, f"{installed} installed", f"install it with: {INSTALL[target]}")
+        installed = ", ".join(machine.libraries) or "none"
+        yield Incompatibility("target", target, f"{installed} installed", f"install it with: {INSTALL[target]}")
     elif not _version_fits(manifest, version):
-        yield Refusal(f"{target} version", manifest.library_version, version, _rebuild(bundle, manifest.config))
+        yield Incompatibility(f"{target} version", manifest.library_version, version, _rebuild(bundle, manifest.config))
 
 
 def _version_fits(manifest: EngineManifest, version: str) -> bool:
@@ -152,24 +152,27 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)) or (0,)
 
 
-def _machine_refusals(manifest: EngineManifest, bundle: Path, here: Here) -> Iterator[Refusal]:
+def _machine_problems(manifest: EngineManifest, bundle: Path, machine: Machine) -> Iterator[Incompatibility]:
     config, built = manifest.config, manifest.machine
     remedy = _rebuild(bundle, config)
-    systems = (f"{built.system} {built.architecture}", f"{here.system} {here.architecture}")
+    systems = (f"{built.system} {built.architecture}", f"{machine.system} {machine.architecture}")
     if config.target == "tensorrt" and systems[0] != systems[1]:
-        yield Refusal("system", systems[0], systems[1], remedy)
-    if here.gpu is None:
+        yield Incompatibility("system", systems[0], systems[1], remedy)
+    if machine.gpu is None:
         wanted = ", ".join(config.compute_capabilities) or f"{built.gpu} ({built.compute_capability})"
-        yield Refusal("GPU", wanted, "none that can be used", "tfexport doctor says why")
+        yield Incompatibility("GPU", wanted, "none that can be used", "tfexport doctor says why")
     elif config.target == "tensorrt-rtx":
-        if here.gpu.compute_capability not in config.compute_capabilities:
-            wider = replace(config, compute_capabilities=(*config.compute_capabilities, here.gpu.compute_capability))
-            yield Refusal(
-                "compute capability", ", ".join(config.compute_capabilities), _spell(here.gpu), _rebuild(bundle, wider)
+        if machine.gpu.compute_capability not in config.compute_capabilities:
+            wider = replace(config, compute_capabilities=(*config.compute_capabilities, machine.gpu.compute_capability))
+            yield Incompatibility(
+                "compute capability",
+                ", ".join(config.compute_capabilities),
+                _spell(machine.gpu),
+                _rebuild(bundle, wider),
             )
-    elif not _gpu_fits(manifest, here.gpu):
+    elif not _gpu_fits(manifest, machine.gpu):
         level = {"none": ""}.get(config.hardware_compatibility, f", compatible with {config.hardware_compatibility}")
-        yield Refusal("GPU", f"{built.gpu} ({built.compute_capability}){level}", _spell(here.gpu), remedy)
+        yield Incompatibility("GPU", f"{built.gpu} ({built.compute_capability}){level}", _spell(machine.gpu), remedy)
 
 
 def _gpu_fits(manifest: EngineManifest, gpu: Gpu) -> bool:

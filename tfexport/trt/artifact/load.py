@@ -9,11 +9,10 @@ from typing import Any
 
 from tfexport.bundle.bundle import Bundle
 from tfexport.errors import EngineError
-from tfexport.spec import REORDER
-from tfexport.trt.artifact.compatibility import explain, rebuild_command, refusals, this_machine
+from tfexport.trt.artifact.compatibility import explain, incompatibilities, rebuild_command, this_machine
 from tfexport.trt.artifact.manifest import EngineManifest
 from tfexport.trt.artifact.store import StoredEngine, choose_engine
-from tfexport.trt.library import Flavour, load_flavour
+from tfexport.trt.library import Library, load_library
 from tfexport.trt.log import Log
 
 
@@ -23,7 +22,7 @@ class Engine:
 
     Attributes:
         manifest: what it says of itself.
-        flavour: the library that runs it.
+        library: the library that runs it.
         plans: an `ICudaEngine` by plan name; the session that drives them owns them.
         path: its folder.
         log: of the runtime, for the reasons of later failures.
@@ -31,7 +30,7 @@ class Engine:
     """
 
     manifest: EngineManifest
-    flavour: Flavour
+    library: Library
     plans: Mapping[str, Any]
     path: Path
     log: Log
@@ -52,36 +51,34 @@ def load_engine(bundle: Bundle, name: str | None = None) -> Engine:
         EngineError: it is damaged or may not be used here, with every reason and the remedy, or the library refuses it.
         BackendError: the library cannot be used, or there is no GPU.
     """
-    here = this_machine()
-    stored = choose_engine(bundle, name, here)
+    machine = this_machine()
+    stored = choose_engine(bundle, name, machine)
     config = stored.manifest.config
-    flavour = load_flavour(config.target)
+    library = load_library(config.target)
     # What the library says of its version goes before what pip wrote down.
-    here = replace(here, libraries={flavour.target: flavour.version})
-    if found := refusals(stored.manifest, bundle, here):
+    machine = replace(machine, libraries={library.target: library.version})
+    if found := incompatibilities(stored.manifest, bundle, machine):
         raise EngineError(f"engine {stored.name}: {explain(found)}")
-    log = flavour.logger()
-    runtime = flavour.runtime(log)
+    log = library.listen()
+    runtime = library.runtime(log)
     if config.version_compatible:
         # Such a plan carries host code, which the library runs only when it is told to.
         runtime.engine_host_code_allowed = True
-    plans = {plan: _deserialise(runtime, flavour, log, stored, plan, bundle) for plan in stored.manifest.plans}
-    return Engine(stored.manifest, flavour, plans, stored.path, log, runtime)
+    plans = {plan: _deserialise(runtime, library, log, stored, plan, bundle) for plan in stored.manifest.plans}
+    return Engine(stored.manifest, library, plans, stored.path, log, runtime)
 
 
-def _deserialise(runtime: Any, flavour: Flavour, log: Log, stored: StoredEngine, plan: str, bundle: Bundle) -> Any:
+def _deserialise(runtime: Any, library: Library, log: Log, stored: StoredEngine, plan: str, bundle: Bundle) -> Any:
     config = stored.manifest.config
     raw = stored.read_plan(plan)
     log.clear()
     reason = None
     if hasattr(runtime, "get_engine_validity"):
-        reason = validity_problem(flavour.trt, *runtime.get_engine_validity(raw))
+        reason = validity_problem(library.trt, *runtime.get_engine_validity(raw))
     engine = None if reason else runtime.deserialize_cuda_engine(raw)
-    if engine is not None and config.strip_weights and plan != REORDER:
-        reason = _refit(engine, flavour, log, bundle.file(bundle.manifest.graphs[plan].file))
     if engine is None or reason:
         raise EngineError(
-            f"engine {stored.name}: {flavour.target} {flavour.version} refuses {plan}.plan: {reason or log.reason()}; "
+            f"engine {stored.name}: {library.target} {library.version} refuses {plan}.plan: {reason or log.reason()}; "
             f"build it again with: {rebuild_command(bundle.path, config)}"
         )
     return engine
@@ -103,12 +100,3 @@ def validity_problem(trt: Any, validity: Any, diagnostics: Any) -> str | None:
     members = trt.EngineInvalidityDiagnostics.__members__
     names = [name for name, member in members.items() if int(diagnostics) & int(member)]
     return f"invalid, {', '.join(names) or 'without a reason'}"
-
-
-def _refit(engine: Any, flavour: Flavour, log: Log, graph: Path) -> str | None:
-    """Put the weights of a graph into a plan that was stripped of them; say why that fails."""
-    refitter = flavour.trt.Refitter(engine, flavour.speaker)
-    parser = flavour.trt.OnnxParserRefitter(refitter, flavour.speaker)
-    if parser.refit_from_file(str(graph)) and refitter.refit_cuda_engine():
-        return None
-    return f"the weights of {graph.name} cannot be put in: {log.reason()}"

@@ -13,8 +13,8 @@ from tfexport.errors import ConfigError, raise_all, shortened
 from tfexport.fields import Config
 from tfexport.files.sealed_json import collect, read_fields, read_list, read_map, read_object, read_text, seal, unseal
 from tfexport.spec import DECODER, ENCODER, REORDER, TensorSpec
-from tfexport.trt.build.profiles import Profile, ShapeRange
 from tfexport.trt.config import EngineConfig, EngineLimits
+from tfexport.trt.profile import Profile, ShapeRange
 
 ENGINE_MANIFEST = "engine.json"
 ENGINE_FORMAT_VERSION = 1
@@ -179,13 +179,12 @@ class EngineManifest:
                 lists every wrong value.
         """
         return unseal(
-            raw, cls.from_dict, name=ENGINE_MANIFEST, format_version=ENGINE_FORMAT_VERSION, remedy="build it again"
+            raw,
+            cls.from_dict,
+            name=ENGINE_MANIFEST,
+            format_version=ENGINE_FORMAT_VERSION,
+            remedy="build it again with tfexport trt BUNDLE --force",
         )
-
-
-def engine_key(config: EngineConfig) -> str:
-    """Name the folder of an engine by what was chosen, such as "tensorrt-rtx-static-fp16-int8"."""
-    return "-".join(part for part in (config.target, config.form, config.precision, config.weights) if part)
 
 
 def _name_problems(plan: PlanEntry) -> list[str]:
@@ -207,6 +206,15 @@ def _name_problems(plan: PlanEntry) -> list[str]:
 @dataclass(frozen=True, kw_only=True)
 class _PlanHead(FileEntry):
     file: str
+
+
+def _read_config(value: object) -> EngineConfig:
+    """Read how an engine was built, also one from when weights could be stripped and replaced."""
+    data = dict(read_object(value, "config"))
+    data.pop("refit", None)  # it allowed what nothing did: the plans are whole
+    if data.pop("strip_weights", False) is not False:
+        raise ConfigError("config.strip_weights is set, and weights are no longer put into plans that lack them")
+    return EngineConfig.from_dict(data, subject="config")
 
 
 def _read_plan(value: object, name: str) -> PlanEntry:
@@ -256,7 +264,7 @@ _PLAN_READERS: dict[str, Callable[[object, str], object]] = {
 _READERS: dict[str, Callable[[Any], object]] = {
     "format_version": int,  # checked before everything else
     "library_version": lambda value: read_text(value, "library_version"),
-    "config": lambda value: EngineConfig.from_dict(value, subject="config"),
+    "config": _read_config,
     "limits": lambda value: EngineLimits.from_dict(value, subject="limits"),
     "flags": lambda value: read_list(value, "flags", read_text),
     "machine": lambda value: BuildMachine.from_dict(value, subject="machine"),

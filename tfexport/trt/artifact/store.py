@@ -23,7 +23,7 @@ from tfexport.bundle.bundle import MAX_MANIFEST_BYTES, Bundle, plain_problem, wr
 from tfexport.bundle.manifest import ENGINES
 from tfexport.errors import BundleError, EngineError
 from tfexport.files import atomic
-from tfexport.trt.artifact.compatibility import Here, explain, refusals
+from tfexport.trt.artifact.compatibility import Machine, explain, incompatibilities
 from tfexport.trt.artifact.manifest import ENGINE_MANIFEST, EngineManifest
 
 BUILD_LOG = "build.log"
@@ -116,26 +116,26 @@ def open_engine(bundle: Path, name: str) -> StoredEngine:
     return _read(bundle / ENGINES / name)
 
 
-def choose_engine(bundle: Bundle, name: str | None, here: Here) -> StoredEngine:
+def choose_engine(bundle: Bundle, name: str | None, machine: Machine) -> StoredEngine:
     """Return the engine of this name, or the only one that may be used on this machine.
 
     Args:
         bundle: opened and checked.
         name: of an engine; None for the only one.
-        here: the machine that will use it.
+        machine: the one that will use it.
 
     Raises:
         EngineError: it may not be used, with every reason and the remedy; or none may, or several.
     """
     if name is not None:
         engine = open_engine(bundle.path, name)
-        if found := refusals(engine.manifest, bundle, here):
+        if found := incompatibilities(engine.manifest, bundle, machine):
             raise EngineError(f"engine {name}: {explain(found)}")
         return engine
     usable, refused = [], []
     for each in engine_names(bundle.path):
         try:
-            usable.append(choose_engine(bundle, each, here))
+            usable.append(choose_engine(bundle, each, machine))
         except EngineError as error:
             refused.append(str(error))
     if len(usable) == 1:

@@ -1,4 +1,4 @@
-"""From a graph and its profiles to a plan: one engine, built and serialised."""
+"""From a network and its profiles to a plan: one engine, built and serialised."""
 
 from __future__ import annotations
 
@@ -7,126 +7,97 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from tfexport.errors import EngineError, raise_all
-from tfexport.trt.build.network import Network, Tensor, parse_graph
-from tfexport.trt.build.options import BuildOptions, apply_options, choose_options
-from tfexport.trt.build.profiles import Profile
-from tfexport.trt.build.progress import Tell, watch
+from tfexport.trt.build.network import Network
+from tfexport.trt.build.options import BuilderOptions, apply_options
+from tfexport.trt.build.progress import OnStep, attach_monitor
 from tfexport.trt.build.timing_cache import attach_timing_cache, save_timing_cache
-from tfexport.trt.config import EngineConfig
-from tfexport.trt.library import Flavour
-from tfexport.trt.log import Log
+from tfexport.trt.profile import Profile
 
 # How TensorRT-RTX names its kernels inside a plan: seen with 1.7.1, documented nowhere.
 _KERNEL = re.compile(rb"function=\{ name=([\w.]+)")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class SerializedEngine:
     """A built engine.
 
     Attributes:
         name: of the plan.
         data: the serialised engine. Two builds of one graph differ in some bytes.
-        inputs: of the network, in order.
-        outputs: of the network, in order.
         layers: layers of the network by type; KV_CACHE_UPDATE and ATTENTION_INPUT tell which form it is.
         kernels: what they became, by name, where the plan shows it; else empty.
-        options: what the builder was told.
         log: what the library said from INFO up, a line each.
     """
 
     name: str
     data: bytes
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
     layers: Mapping[str, int]
     kernels: Mapping[str, int]
-    options: BuildOptions
     log: list[str]
 
-    @property
-    def flags(self) -> tuple[str, ...]:
-        """The builder's flags by name."""
-        return self.options.flags
 
-
-def build_plan(
-    flavour: Flavour,
-    name: str,
-    graph: bytes,
-    path: Path,
+def build_engine(
+    network: Network,
     profiles: Sequence[Profile],
-    settings: EngineConfig,
-    compute_capabilities: tuple[str, ...],
-    tell: Tell = lambda phase, step, total: None,
-) -> Plan:
+    options: BuilderOptions,
+    on_step: OnStep = lambda phase, step, total: None,
+) -> SerializedEngine:
     """Build one engine.
 
     Args:
-        flavour: to build with.
-        name: of the plan, for errors.
-        graph: a serialised ONNX model, the static form with a number for its capacity.
-        path: where the graph lies or would lie; its external data is found beside it.
+        network: from `parse_graph`.
         profiles: from `make_profiles`, in order.
-        settings: what the user wants of the build.
-        compute_capabilities: from `Flavour.choose_compute_capabilities`.
-        tell: told the phase, the step reached and the steps of the phase; what it raises cancels the build.
+        options: from `resolve_options`.
+        on_step: called with the phase, the step reached and the steps of the phase; what it raises cancels the build.
 
     Raises:
-        BackendError: this library builds on a GPU only, and there is none.
-        EngineError: the graph cannot be parsed or built, a setting or profile does not fit; with the library's reasons.
+        BackendError: there is a timing cache, and no GPU.
+        EngineError: the network cannot be built, an option or profile does not fit; with the library's reasons.
     """
-    options = choose_options(flavour, settings, compute_capabilities)
-    log = flavour.logger()
-    network = parse_graph(flavour, log, graph, path)
-    subject = f"{flavour.target} {flavour.version}: {name}"
     config = network.builder.create_builder_config()
     if config is None:
-        raise EngineError(f"{subject}: no configuration can be made: {log.reason()}")
-    apply_options(flavour, config, options)
-    cache = attach_timing_cache(flavour, config, settings.timing_cache)
-    _add_profiles(network, config, profiles, subject, log)
-    data = _build(flavour, network, config, subject, log, tell)
+        raise EngineError(f"{network.subject}: no configuration can be made: {network.log.reason()}")
+    apply_options(network.library, config, options)
+    cache = attach_timing_cache(network.library, config, options.timing_cache)
+    _add_profiles(network, config, profiles)
+    data = _build(network, config, on_step)
     save_timing_cache(config, cache)
-    return Plan(
-        name=name,
+    return SerializedEngine(
+        name=network.name,
         data=data,
-        inputs=network.inputs,
-        outputs=network.outputs,
         layers=network.layers,
         kernels=_kernels(data),
-        options=options,
-        log=log.lines(),
+        log=network.log.lines(),
     )
 
 
-def _build(flavour: Flavour, network: Network, config: Any, subject: str, log: Log, tell: Tell) -> bytes:
-    progress = watch(flavour, config, tell)
+def _build(network: Network, config: Any, on_step: OnStep) -> bytes:
+    monitor = attach_monitor(network.library, config, on_step)
     memory = network.builder.build_serialized_network(network.definition, config)
-    if progress.error is not None:
-        raise progress.error
+    if monitor.error is not None:
+        raise monitor.error
     if memory is None or not memory.nbytes:
-        raise EngineError(f"{subject}: the engine cannot be built: {log.reason()}")
+        raise EngineError(f"{network.subject}: the engine cannot be built: {network.log.reason()}")
     return bytes(memory)
 
 
-def _add_profiles(network: Network, config: Any, profiles: Sequence[Profile], subject: str, log: Log) -> None:
+def _add_profiles(network: Network, config: Any, profiles: Sequence[Profile]) -> None:
     """Add each profile after checking it: the library takes unknown names and contradictions without a word."""
-    raise_all(EngineError, subject, [p for i, profile in enumerate(profiles) for p in _misfits(network, i, profile)])
+    problems = [problem for i, profile in enumerate(profiles) for problem in _misfits(network, i, profile)]
+    raise_all(EngineError, network.subject, problems)
     for index, profile in enumerate(profiles):
         made = network.builder.create_optimization_profile()
         if made is None:
-            raise EngineError(f"{subject}: no profile can be made: {log.reason()}")
+            raise EngineError(f"{network.subject}: no profile can be made: {network.log.reason()}")
         for tensor in network.inputs:
             shapes = profile[tensor.name]
             set_range = made.set_shape_input if tensor.is_shape_input else made.set_shape
             set_range(tensor.name, shapes.min, shapes.opt, shapes.max)
         if not made or config.add_optimization_profile(made) != index:
-            raise EngineError(f"{subject}: profile {index} is refused: {log.reason()}")
+            raise EngineError(f"{network.subject}: profile {index} is refused: {network.log.reason()}")
 
 
 def _misfits(network: Network, index: int, profile: Profile) -> list[str]:

@@ -9,11 +9,10 @@ from typing import Any
 from tfexport.graph.describe import weight_bytes
 from tfexport.graph.memory import activation_bytes
 from tfexport.spec import DECODER, REORDER, ModelSpec, Precision
-from tfexport.trt.artifact.manifest import engine_key
-from tfexport.trt.build.graphs import Graph
-from tfexport.trt.build.profiles import STEP, Profile
-from tfexport.trt.build.resolve import Recipe
-from tfexport.trt.config import EngineConfig, EngineLimits
+from tfexport.trt.build.network import Graph
+from tfexport.trt.build.resolve import ResolvedBuild
+from tfexport.trt.config import EngineConfig, EngineLimits, engine_key
+from tfexport.trt.profile import STEP, Profile
 
 _BOUNDS = ("min", "opt", "max")
 _ITEM_BYTES: dict[Precision, int] = {"fp32": 4, "fp16": 2, "bf16": 2}
@@ -36,7 +35,7 @@ class Memory:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Forecast:
+class Estimate:
     """What `build_engines` would do.
 
     Attributes:
@@ -78,39 +77,39 @@ class Forecast:
         return [*lines, "", "Device memory at these limits, about", *sizes]
 
 
-def forecast(recipe: Recipe, graphs: Sequence[Graph]) -> Forecast:
-    """Say what a recipe would build and need.
+def estimate(resolved: ResolvedBuild, graphs: Sequence[Graph]) -> Estimate:
+    """Estimate what a resolved build would make and need.
 
     Args:
-        recipe: what was decided.
+        resolved: with nothing left open.
         graphs: that would become plans.
 
     Raises:
         GraphError: the sizes inside a graph cannot be told.
     """
-    limits = recipe.profiles.limits
-    return Forecast(
-        name=engine_key(recipe.config),
-        library_version=recipe.flavour.version,
-        config=recipe.config,
+    limits = resolved.profiles.limits
+    return Estimate(
+        name=engine_key(resolved.config),
+        library_version=resolved.library.version,
+        config=resolved.config,
         limits=limits,
-        flags=recipe.options.flags,
-        profiles=dict(recipe.profiles.engines),
+        flags=resolved.options.flags,
+        profiles=dict(resolved.profiles.engines),
         memory=Memory(
             weights=sum(weight_bytes(graph.data) for graph in graphs),
-            caches=cache_bytes(recipe.spec, limits, grows=recipe.form == "concat"),
+            caches=cache_bytes(resolved.spec, limits, grows=resolved.form == "concat"),
             # Reordering has nothing between its input and its output.
-            activations=max(_activations(recipe, graph) for graph in graphs if graph.name != REORDER),
+            activations=max(_activations(resolved, graph) for graph in graphs if graph.name != REORDER),
         ),
     )
 
 
-def _activations(recipe: Recipe, graph: Graph) -> int:
+def _activations(resolved: ResolvedBuild, graph: Graph) -> int:
     """Say what a plan needs at the largest shapes of its last profile; of a decoder the prefill."""
-    profile = recipe.profiles.engines[graph.name][-1]
+    profile = resolved.profiles.engines[graph.name][-1]
     sizes = {
         dim: size
-        for tensor in recipe.contract(graph.name).inputs
+        for tensor in resolved.contract(graph.name).inputs
         for dim, size in zip(tensor.shape, profile[tensor.name].max, strict=True)
         if isinstance(dim, str)
     }

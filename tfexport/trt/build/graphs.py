@@ -3,36 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from tfexport.graph.passes.capacity import fix_capacity
 from tfexport.graph.quantize.qdq import quantize_graphs
 from tfexport.graph.reorder import reorder_graph
 from tfexport.spec import DECODER, REORDER
-from tfexport.trt.build.resolve import Recipe
+from tfexport.trt.build.network import Graph
+from tfexport.trt.build.resolve import ResolvedBuild
 
 
-@dataclass(frozen=True)
-class Graph:
-    """One graph to build.
-
-    Attributes:
-        name: of the plan.
-        data: a serialised ONNX model.
-        path: beside which its weights lie.
-    """
-
-    name: str
-    data: bytes
-    path: Path
-
-
-def prepare_graphs(recipe: Recipe, directory: Path, report: Callable[[str], None]) -> list[Graph]:
-    """Make every graph that the recipe builds.
+def prepare_graphs(resolved: ResolvedBuild, directory: Path, report: Callable[[str], None]) -> list[Graph]:
+    """Make every graph that is built.
 
     Args:
-        recipe: says which.
+        resolved: the build, which says which.
         directory: empty; takes graphs and weights that the bundle does not have. The others stay where they are.
         report: told what happens, a line at a time.
 
@@ -40,19 +25,19 @@ def prepare_graphs(recipe: Recipe, directory: Path, report: Callable[[str], None
         GraphError: a graph cannot be made.
         ModuleNotFoundError: onnx, or for another precision PyTorch, is not installed.
     """
-    config, manifest, folder = recipe.config, recipe.bundle.manifest, recipe.bundle.path
-    entries = {name: manifest.graphs[name] for name in recipe.graphs}
-    if recipe.is_exported_again:
+    config, manifest, folder = resolved.config, resolved.bundle.manifest, resolved.bundle.path
+    entries = {name: manifest.graphs[name] for name in resolved.graphs}
+    if resolved.is_exported_again:
         from tfexport.graph.precision import write_precision
 
-        folder = _folder(directory, recipe.spec.precision)
-        entries = write_precision(recipe.bundle, recipe.spec.precision, recipe.form, folder, report=report)
+        folder = _folder(directory, resolved.spec.precision)
+        entries = write_precision(resolved.bundle, resolved.spec.precision, resolved.form, folder, report=report)
     if config.weights is not None:
         source, folder = folder, _folder(directory, config.weights)
         entries = quantize_graphs(source, entries, folder, config.weights, report=report)
-    graphs = [_read(recipe, name, folder / entry.file) for name, entry in entries.items()]
-    if recipe.form is not None:
-        graphs.append(Graph(REORDER, reorder_graph(recipe.spec.precision), directory / f"{REORDER}.onnx"))
+    graphs = [_read(resolved, name, folder / entry.file) for name, entry in entries.items()]
+    if resolved.form is not None:
+        graphs.append(Graph(REORDER, reorder_graph(resolved.spec.precision), directory / f"{REORDER}.onnx"))
     return graphs
 
 
@@ -62,7 +47,7 @@ def _folder(directory: Path, name: str) -> Path:
     return folder
 
 
-def _read(recipe: Recipe, name: str, path: Path) -> Graph:
+def _read(resolved: ResolvedBuild, name: str, path: Path) -> Graph:
     if name == DECODER["static"]:
-        return Graph(name, fix_capacity(path, recipe.profiles.limits.max_target_length), path)
+        return Graph(name, fix_capacity(path, resolved.profiles.limits.max_target_length), path)
     return Graph(name, path.read_bytes(), path)

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from tfexport.errors import EngineError, raise_all
-from tfexport.trt.library import Flavour
+from tfexport.install import install_command
+from tfexport.spec import GraphSpec
+from tfexport.trt.library import Library
 from tfexport.trt.log import Log, without_noise
 
 
@@ -32,10 +34,28 @@ class Tensor:
 
 
 @dataclass(frozen=True)
+class Graph:
+    """A graph to build.
+
+    Attributes:
+        name: of the plan that it becomes.
+        data: a serialised ONNX model; of the static form with a number for its capacity.
+        path: where it lies or would lie; its external data is found beside it.
+    """
+
+    name: str
+    data: bytes
+    path: Path
+
+
+@dataclass(frozen=True)
 class Network:
     """A parsed graph, with everything alive that it refers to.
 
     Attributes:
+        name: of the plan that it becomes.
+        library: that parsed it.
+        log: what the library said since then; has the reason when something fails.
         definition: the `INetworkDefinition`.
         builder: that made it.
         parser: that filled it and owns its weights.
@@ -44,6 +64,9 @@ class Network:
         layers: how many layers there are of each type, by the name of the type.
     """
 
+    name: str
+    library: Library
+    log: Log
     definition: Any
     builder: Any
     parser: Any
@@ -51,56 +74,81 @@ class Network:
     outputs: tuple[Tensor, ...]
     layers: Mapping[str, int]
 
+    @property
+    def subject(self) -> str:
+        """What an error begins with."""
+        return f"{self.library.target} {self.library.version}: {self.name}"
 
-def parse_graph(flavour: Flavour, log: Log, graph: bytes, path: Path) -> Network:
+
+def parse_graph(library: Library, graph: Graph) -> Network:
     """Parse a graph and make sure that it is computed as it says.
 
     Attention is marked as decomposable: there are no fused kernels for float32, nor for every width of a head.
 
     Args:
-        flavour: to parse with.
-        log: of this flavour; has the reason when something fails.
-        graph: a serialised ONNX model.
-        path: where the graph lies or would lie; its external data is found beside it.
+        library: to parse with.
+        graph: to parse.
 
     Raises:
         BackendError: this library parses on a GPU only, and there is none.
         EngineError: lists every node that cannot be parsed, with the reason, and all attention that would be
             computed wrongly, and all caches that are read otherwise than through their update.
     """
-    subject = f"{flavour.target} {flavour.version}: {path.name}"
-    if not graph:
+    subject = f"{library.target} {library.version}: {graph.path.name}"
+    if not graph.data:
         raise EngineError(f"{subject}: the graph is empty; export the bundle again")
-    builder = flavour.builder(log)
-    definition = _made(builder.create_network(flavour.strongly_typed()), subject, "network", log)
-    parser = _made(flavour.trt.OnnxParser(definition, flavour.speaker), subject, "parser", log)
-    is_parsed = parser.parse(graph, str(path))
+    log = library.listen()
+    builder = library.builder(log)
+    definition = _made(builder.create_network(library.strongly_typed()), subject, "network", log)
+    parser = _made(library.trt.OnnxParser(definition, library.logger), subject, "parser", log)
+    is_parsed = parser.parse(graph.data, str(graph.path))
     errors = [parser.get_error(i) for i in range(parser.num_errors)]
     if errors or not is_parsed:
         problems = [_describe(error) for error in errors] or [log.reason()]
         if any("Attention" in error.node_operator() for error in errors):
-            problems += _graph_problems(graph)  # they have the remedy, which the parser has not
+            problems += _graph_problems(graph.data)  # they have the remedy, which the parser has not
         raise_all(EngineError, f"{subject}: the graph cannot be parsed", problems)
     if definition.num_outputs == 0:
         raise EngineError(f"{subject}: the graph has no outputs; export the bundle again")
     layers = [definition.get_layer(i) for i in range(definition.num_layers)]
-    attention = list(_attention(flavour, layers))
-    problems = _graph_problems(graph) if attention else []
+    attention = list(_attention(library, layers))
+    problems = _graph_problems(graph.data) if attention else []
     found = [(layer.name, problem) for layer in attention if (problem := _causal_problem(layer))]
     problems += [problem for name, problem in found if not any(repr(name) in known for known in problems)]
-    raise_all(EngineError, subject, problems + _cache_problems(flavour, layers))
+    raise_all(EngineError, subject, problems + _cache_problems(library, layers))
     for layer in attention:
         # Where there is a fused kernel it is taken all the same; without one, and in float32 there is none, the
-        # build would fail. `Plan.kernels` tells which it was.
+        # build would fail. `SerializedEngine.kernels` tells which it was.
         layer.decomposable = True
     return Network(
+        name=graph.name,
+        library=library,
+        log=log,
         definition=definition,
         builder=builder,
         parser=parser,
-        inputs=tuple(_tensor(flavour, definition.get_input(i)) for i in range(definition.num_inputs)),
-        outputs=tuple(_tensor(flavour, definition.get_output(i)) for i in range(definition.num_outputs)),
+        inputs=tuple(_tensor(library, definition.get_input(i)) for i in range(definition.num_inputs)),
+        outputs=tuple(_tensor(library, definition.get_output(i)) for i in range(definition.num_outputs)),
         layers=dict(sorted(Counter(layer.type.name for layer in layers).items())),
     )
+
+
+def check_contract(network: Network, contract: GraphSpec) -> None:
+    """Make sure that a network takes and gives what the contract says.
+
+    Raises:
+        EngineError: lists every name that is missing, too much or of another type.
+    """
+    problems = []
+    for found, expected in ((network.inputs, contract.inputs), (network.outputs, contract.outputs)):
+        got = {tensor.name: tensor.dtype for tensor in found}
+        wanted: dict[str, str] = {tensor.name: tensor.dtype for tensor in expected}
+        problems += [
+            f"{name} is {got.get(name, 'missing')}, expected {wanted.get(name, 'nothing of this name')}"
+            for name in sorted(got.keys() | wanted.keys())
+            if got.get(name) != wanted.get(name)
+        ]
+    raise_all(EngineError, network.subject, problems)
 
 
 def _made(thing: Any, subject: str, kind: str, log: Log) -> Any:
@@ -116,24 +164,24 @@ def _describe(error: Any) -> str:
     return f"{node}: {reason}" if node else reason
 
 
-def _tensor(flavour: Flavour, tensor: Any) -> Tensor:
-    return Tensor(tensor.name, flavour.dtype_name(tensor.dtype), tuple(tensor.shape), bool(tensor.is_shape_tensor))
+def _tensor(library: Library, tensor: Any) -> Tensor:
+    return Tensor(tensor.name, library.dtype_name(tensor.dtype), tuple(tensor.shape), bool(tensor.is_shape_tensor))
 
 
-def _attention(flavour: Flavour, layers: list[Any]) -> Iterator[Any]:
+def _attention(library: Library, layers: list[Any]) -> Iterator[Any]:
     """Find each `IAttention`; versions that have none of them refuse the operator in their parser."""
-    kind = getattr(flavour.trt.LayerType, "ATTENTION_INPUT", None)
+    kind = getattr(library.trt.LayerType, "ATTENTION_INPUT", None)
     for layer in layers:
         if kind is not None and layer.type == kind:
             # The network hands out plain layers; this is how the bindings turn one into what it is.
-            layer.__class__ = flavour.trt.IAttentionInputLayer
+            layer.__class__ = library.trt.IAttentionInputLayer
             yield layer.attention
 
 
 def _graph_problems(graph: bytes) -> list[str]:
     """Say which attention the parser reads otherwise than it is meant; what it drops, the network does not show."""
     if importlib.util.find_spec("onnx") is None:
-        return ["the graph has attention, which cannot be checked without onnx; pip install 'tfexport[export]'"]
+        return [f"the graph has attention, which cannot be checked without onnx; {install_command('onnx')}"]
     from tfexport.graph.passes.attention_check import attention_problems
 
     return attention_problems(graph)
@@ -156,13 +204,13 @@ def _causal_problem(attention: Any) -> str | None:
     )
 
 
-def _cache_problems(flavour: Flavour, layers: list[Any]) -> list[str]:
+def _cache_problems(library: Library, layers: list[Any]) -> list[str]:
     """Refuse whoever reads a cache as it was: the update writes into the same memory, before or after."""
-    kind = getattr(flavour.trt.LayerType, "KV_CACHE_UPDATE", None)
+    kind = getattr(library.trt.LayerType, "KV_CACHE_UPDATE", None)
     caches = {layer.get_input(0).name: layer.name for layer in layers if kind is not None and layer.type == kind}
     problems = []
     for layer in layers if caches else ():
-        if layer.type not in (kind, flavour.trt.LayerType.SHAPE):
+        if layer.type not in (kind, library.trt.LayerType.SHAPE):
             read = {tensor.name for i in range(layer.num_inputs) if (tensor := layer.get_input(i)) is not None}
             problems += [
                 f"{layer.name!r} reads {name}, which TensorScatter {caches[name]!r} overwrites; let it read the result"

@@ -1,109 +1,130 @@
-"""Which settings a build takes with one of the libraries, and which are refused as they would fail or do nothing."""
+"""What a builder is told: resolved from what the user wants and the library can, then applied."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tfexport.errors import EngineError, raise_all
 from tfexport.trt.config import EngineConfig
-from tfexport.trt.cuda import find_gpus
-from tfexport.trt.library import Flavour
+from tfexport.trt.cuda import Gpu
+from tfexport.trt.library import PORTABLE, Library
 
 MIB = 1024 * 1024
+# The oldest GPUs with float8 (Ada).
+_FP8 = (8, 9)
 
 
 @dataclass(frozen=True, kw_only=True)
-class BuildOptions:
+class BuilderOptions:
     """What a builder is told, by name; None leaves the library its default.
 
     Attributes:
         flags: of `BuilderFlag`, set. TF32, which the libraries set by themselves, is cleared, so that float32
             means float32: "noTF32", as trtexec calls it.
-        max_aux_streams: 0, so that one stream does everything in one order.
         workspace_bytes: scratch memory that a layer may use.
         optimization_level: 0 to 5.
         hardware_compatibility: of `HardwareCompatibilityLevel`, in lower case.
-        compute_capabilities: such as "8.6"; empty where the GPU at hand decides.
+        compute_capabilities: such as "8.6", each once, in order; empty where the GPU at hand decides.
+        timing_cache: directory of the kernels' timings, read and written; None for none.
     """
 
     flags: tuple[str, ...]
-    max_aux_streams: int
     workspace_bytes: int | None
     optimization_level: int | None
     hardware_compatibility: str
     compute_capabilities: tuple[str, ...]
+    timing_cache: str | None
 
 
-def choose_options(flavour: Flavour, settings: EngineConfig, compute_capabilities: tuple[str, ...]) -> BuildOptions:
+def resolve_options(library: Library, config: EngineConfig, gpu: Gpu | None) -> BuilderOptions:
     """Decide what a builder of this library is told; builds nothing.
 
     Args:
-        flavour: to build with.
-        settings: as the user gave them.
-        compute_capabilities: from `Flavour.choose_compute_capabilities`.
+        library: to build with.
+        config: what the user wants.
+        gpu: of this machine, None without one.
 
     Raises:
-        EngineError: lists every setting that this library does not take, with the reason.
+        EngineError: lists everything that this library does not take, would ignore or cannot do, with the remedy.
     """
-    raise_all(EngineError, f"{flavour.target} {flavour.version}", list(_refusals(flavour, settings)))
+    capabilities, problems = _compute_capabilities(library, config.compute_capabilities, gpu)
+    problems += _unsupported(library, config)
+    problems += _fp8_problems(config, capabilities or ((gpu.compute_capability,) if gpu else ()))
+    raise_all(EngineError, f"{library.target} {library.version}", problems)
     flags = ["noTF32"]
     # TensorRT-RTX promises only then that a CUDA graph can be captured; contexts are given their memory anyway.
-    if hasattr(flavour.trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"):
+    if hasattr(library.trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"):
         flags.append("REQUIRE_USER_ALLOCATION")
-    wanted = {
-        "VERSION_COMPATIBLE": settings.version_compatible,
-        "STRIP_PLAN": settings.strip_weights,
-        "REFIT": settings.refit,
-    }
-    flags += [name for name, is_wanted in wanted.items() if is_wanted]
-    return BuildOptions(
+    if config.version_compatible:
+        flags.append("VERSION_COMPATIBLE")
+    return BuilderOptions(
         flags=tuple(flags),
-        max_aux_streams=0,
-        workspace_bytes=settings.workspace_mib and settings.workspace_mib * MIB,
-        optimization_level=settings.builder_optimization_level,
-        hardware_compatibility=settings.hardware_compatibility,
-        compute_capabilities=compute_capabilities,
+        workspace_bytes=config.workspace_mib and config.workspace_mib * MIB,
+        optimization_level=config.builder_optimization_level,
+        hardware_compatibility=config.hardware_compatibility,
+        compute_capabilities=capabilities,
+        timing_cache=config.timing_cache,
     )
 
 
-def _refusals(flavour: Flavour, settings: EngineConfig) -> Iterator[str]:
-    if settings.hardware_compatibility != "none":
-        level = settings.hardware_compatibility.upper()
-        if flavour.builds_without_gpu:
+def _compute_capabilities(
+    library: Library, wanted: Sequence[str], gpu: Gpu | None
+) -> tuple[tuple[str, ...], list[str]]:
+    """Choose what an engine is built for: what is wanted, the GPU that is there, or all that the library takes."""
+    known = library.compute_capabilities()
+    if not known:
+        listed = f"compute capability {', '.join(wanted)}: it builds for the GPU at hand"
+        return (), [f"{listed}; leave it out or choose --target tensorrt-rtx"] if wanted else []
+    chosen = wanted or ((gpu.compute_capability,) if gpu else PORTABLE)
+    unknown = [capability for capability in chosen if capability not in known]
+    listed = f"compute capability {', '.join(unknown)}: it builds for {', '.join(known)}"
+    problems = [f"{listed}; choose among them, or --target tensorrt on such a GPU"] if unknown else []
+    return tuple(capability for capability in known if capability in chosen), problems
+
+
+def _unsupported(library: Library, config: EngineConfig) -> Iterator[str]:
+    """Say what a build would fail of, or ignore without a word."""
+    if config.hardware_compatibility != "none":
+        level = config.hardware_compatibility.upper()
+        if library.builds_without_gpu:
             yield "hardware compatibility is ignored by this library; name the GPUs with --compute-capability"
-        elif not hasattr(flavour.trt.HardwareCompatibilityLevel, level):
-            yield f"hardware compatibility {settings.hardware_compatibility} is newer than this version; upgrade it"
-    if not flavour.builds_without_gpu:
-        return
-    if settings.version_compatible:
+        elif not hasattr(library.trt.HardwareCompatibilityLevel, level):
+            yield f"hardware compatibility {config.hardware_compatibility} is newer than this version; upgrade it"
+    if library.builds_without_gpu and config.version_compatible:
         yield "engines are bound to their version, there is no runtime for others; leave --version-compatible out"
-    if settings.timing_cache is not None:
+    if library.builds_without_gpu and config.timing_cache is not None:
         yield "a timing cache has no effect, tactics are not timed; leave --timing-cache out"
-    needs_driver = {"--refit": settings.refit, "--strip-weights": settings.strip_weights}
-    given = [option for option, is_given in needs_driver.items() if is_given]
-    if given and not find_gpus():
-        yield f"{' and '.join(given)} needs a GPU driver to build, and there is none; leave it out or build elsewhere"
 
 
-def apply_options(flavour: Flavour, config: Any, options: BuildOptions) -> None:
+def _fp8_problems(config: EngineConfig, capabilities: Sequence[str]) -> list[str]:
+    """Refuse float8 for GPUs that do not have it."""
+    too_old = [capability for capability in capabilities if tuple(map(int, capability.split("."))) < _FP8]
+    if config.weights != "fp8" or not too_old:
+        return []
+    least, listed = ".".join(map(str, _FP8)), ", ".join(too_old)
+    need = f"weights fp8 need compute capability {least} or newer, not {listed}"
+    return [f"{need}; name newer ones with --compute-capability, or choose int8"]
+
+
+def apply_options(library: Library, config: Any, options: BuilderOptions) -> None:
     """Tell an `IBuilderConfig`.
 
     Args:
-        flavour: that made it.
+        library: that made it.
         config: changed in place.
-        options: from `choose_options`.
+        options: from `resolve_options`.
 
     Raises:
         EngineError: a compute capability is refused.
     """
-    trt = flavour.trt
+    trt = library.trt
     config.clear_flag(trt.BuilderFlag.TF32)
     for name in options.flags:
         if name != "noTF32":
             config.set_flag(getattr(trt.BuilderFlag, name))
-    config.max_aux_streams = options.max_aux_streams
+    config.max_aux_streams = 0  # one stream does everything in one order
     if options.workspace_bytes is not None:
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace_bytes)
     if options.optimization_level is not None:
@@ -112,7 +133,7 @@ def apply_options(flavour: Flavour, config: Any, options: BuildOptions) -> None:
         level = getattr(trt.HardwareCompatibilityLevel, options.hardware_compatibility.upper())
         config.hardware_compatibility_level = level
     if options.compute_capabilities:
-        known = flavour.compute_capabilities()
+        known = library.compute_capabilities()
         config.num_compute_capabilities = len(options.compute_capabilities)
         refused = [
             capability
@@ -120,4 +141,4 @@ def apply_options(flavour: Flavour, config: Any, options: BuildOptions) -> None:
             if not config.set_compute_capability(known[capability], i)
         ]
         if refused:
-            raise EngineError(f"{flavour.target} {flavour.version}: refuses compute capability {', '.join(refused)}")
+            raise EngineError(f"{library.target} {library.version}: refuses compute capability {', '.join(refused)}")

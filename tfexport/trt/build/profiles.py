@@ -26,9 +26,7 @@ from tfexport.spec import (
     reorder_spec,
 )
 from tfexport.trt.config import EngineConfig, EngineLimits
-
-# Positions of the profiles in a decoder engine.
-STEP, PREFILL = 0, 1
+from tfexport.trt.profile import Profile, Shape, ShapeRange
 
 # What a step returns when nobody says otherwise, and what TensorRT's TopK takes at most.
 MAX_CANDIDATES, TOPK_LIMIT = 256, 3840
@@ -37,7 +35,6 @@ MAX_CANDIDATES, TOPK_LIMIT = 256, 3840
 # and sources that end leave a batch of one. A prefill of one token is a step.
 _LEAST = {"past_len": (0,), "target_len": (1, 2)}
 
-Shape = tuple[int, ...]
 Bound = Literal["min", "opt", "max"]
 _BOUNDS: tuple[Bound, ...] = ("min", "opt", "max")
 _ENTRY = re.compile(r"\s*(.+):([0-9]{1,9}(?:x[0-9]{1,9})*)\s*")
@@ -50,18 +47,6 @@ class Range:
     min: int
     opt: int
     max: int
-
-
-@dataclass(frozen=True)
-class ShapeRange:
-    """The shapes of one input; for `num_candidates`, which is a shape itself, its values."""
-
-    min: Shape
-    opt: Shape
-    max: Shape
-
-
-Profile = Mapping[str, ShapeRange]
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,14 @@
-"""Decide how the engines of a bundle are built: everything that was left open, and everything that does not fit."""
+"""Resolve how the engines of a bundle are built: everything that was left open, and everything that does not fit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from tfexport.bundle.bundle import TOKENIZER, Bundle
+from tfexport.bundle.bundle import Bundle
 from tfexport.errors import ConfigError, EngineError, raise_all
+from tfexport.files.names import TOKENIZER
 from tfexport.spec import (
     DECODER,
     ENCODER,
@@ -18,41 +19,39 @@ from tfexport.spec import (
     ModelSpec,
     decoder_graph,
     encoder_graph,
+    key_value_names,
     reorder_spec,
 )
-from tfexport.trt.build.options import BuildOptions, choose_options
+from tfexport.trt.build.options import BuilderOptions, resolve_options
 from tfexport.trt.build.profiles import Profiles, make_profiles
 from tfexport.trt.config import EngineConfig
 from tfexport.trt.cuda import Gpu
-from tfexport.trt.library import Flavour
+from tfexport.trt.library import Library
 
 T = TypeVar("T")
 
-# The oldest GPUs with float8 (Ada).
-_FP8 = (8, 9)
-
 
 @dataclass(frozen=True)
-class Recipe:
+class ResolvedBuild:
     """How the engines of a bundle are built, with nothing left open.
 
     Attributes:
         bundle: opened and checked.
-        flavour: the library that builds.
-        config: what was decided, as the manifest says it.
-        settings: the same with the timing cache, a place on this machine that decides nothing.
+        library: that builds.
+        gpu: of this machine, None without one.
+        config: with every choice made, as the manifest says it; without the timing cache, a place on this machine.
         spec: of the model in the precision of the engines.
         profiles: of every plan, and the limits that follow.
         options: what the builder is told.
     """
 
     bundle: Bundle
-    flavour: Flavour
+    library: Library
+    gpu: Gpu | None
     config: EngineConfig
-    settings: EngineConfig
     spec: ModelSpec
     profiles: Profiles
-    options: BuildOptions
+    options: BuilderOptions
 
     @property
     def form(self) -> Form | None:
@@ -84,44 +83,45 @@ class Recipe:
             return encoder_graph(self.spec)
         return decoder_graph(self.spec, self.form)
 
+    def aliases(self, plan: str) -> dict[str, str]:
+        """Return which output of a plan has the memory of which input: in the static form present that of past."""
+        if self.form != "static" or plan in (ENCODER, REORDER):
+            return {}
+        pasts, presents = (key_value_names(prefix, self.spec.layers) for prefix in ("past", "present"))
+        return dict(zip(presents, pasts, strict=True))
 
-def decide(bundle: Bundle, config: EngineConfig, flavour: Flavour, gpu: Gpu | None) -> Recipe:
-    """Resolve a configuration against a bundle and a library; builds nothing.
+
+def resolve(bundle: Bundle, config: EngineConfig, library: Library, gpu: Gpu | None) -> ResolvedBuild:
+    """Resolve what is left open against a bundle, a library and a machine; builds nothing.
 
     Args:
         bundle: opened and checked.
         config: what the user wants.
-        flavour: the library that will build.
+        library: that will build.
         gpu: of this machine, None without one.
 
     Raises:
         EngineError: lists everything that the bundle or the library does not have.
     """
-    manifest, problems = bundle.manifest, _bundle_problems(bundle, config)
-    form = _form(bundle, config, flavour, problems)
-    spec = replace(manifest.spec, precision=config.precision or manifest.spec.precision)
+    problems = _bundle_problems(bundle, config)
+    form = _form(bundle, config, library, problems)
+    spec = replace(bundle.manifest.spec, precision=config.precision or bundle.manifest.spec.precision)
     profiles = _collect(problems, lambda: make_profiles(spec, form or "concat", config))
-    wanted = config.compute_capabilities
-    if not wanted and flavour.builds_without_gpu and gpu is not None:
-        wanted = (gpu.compute_capability,)
-    capabilities = _collect(problems, lambda: flavour.choose_compute_capabilities(wanted))
-    problems += _fp8_problems(config, capabilities or ((gpu.compute_capability,) if gpu else ()))
-    options = _collect(problems, lambda: choose_options(flavour, config, capabilities or ()))
+    options = _collect(problems, lambda: resolve_options(library, config, gpu))
     raise_all(EngineError, "trt", problems)
     assert profiles is not None
-    assert capabilities is not None
     assert options is not None
-    limits = profiles.limits
-    decided = replace(
+    resolved = replace(
         config,
-        target=flavour.target,
+        target=library.target,
         form=form,
         precision=spec.precision,
-        max_source_length=limits.max_source_length,
-        max_target_length=limits.max_target_length or None,
-        compute_capabilities=capabilities,
+        max_source_length=profiles.limits.max_source_length,
+        max_target_length=profiles.limits.max_target_length or None,
+        compute_capabilities=options.compute_capabilities,
+        timing_cache=None,
     )
-    return Recipe(bundle, flavour, replace(decided, timing_cache=None), decided, spec, profiles, options)
+    return ResolvedBuild(bundle, library, gpu, resolved, spec, profiles, options)
 
 
 def _bundle_problems(bundle: Bundle, config: EngineConfig) -> list[str]:
@@ -138,25 +138,10 @@ def _bundle_problems(bundle: Bundle, config: EngineConfig) -> list[str]:
             f"precision is {config.precision}, the bundle has {own} and no model to export again; "
             f"export it with --precision {config.precision}"
         )
-    if config.strip_weights and (is_changed or config.weights):
-        problems.append(
-            "strip_weights takes the weights from the bundle's own graphs when it loads; "
-            "leave out it, or the other precision and weight type"
-        )
     return problems
 
 
-def _fp8_problems(config: EngineConfig, capabilities: Sequence[str]) -> list[str]:
-    """Refuse float8 for GPUs that do not have it."""
-    too_old = [capability for capability in capabilities if tuple(map(int, capability.split("."))) < _FP8]
-    if config.weights != "fp8" or not too_old:
-        return []
-    least, listed = ".".join(map(str, _FP8)), ", ".join(too_old)
-    need = f"weights fp8 need compute capability {least} or newer, not {listed}"
-    return [f"{need}; name newer ones with --compute-capability, or choose int8"]
-
-
-def _form(bundle: Bundle, config: EngineConfig, flavour: Flavour, problems: list[str]) -> Form | None:
+def _form(bundle: Bundle, config: EngineConfig, library: Library, problems: list[str]) -> Form | None:
     """Choose the form of the decoder, appending what speaks against it."""
     if not bundle.manifest.spec.has_decoder:
         if config.form is not None:
@@ -168,20 +153,20 @@ def _form(bundle: Bundle, config: EngineConfig, flavour: Flavour, problems: list
             "the bundle has the contrib form alone, which is for ONNX Runtime; export it with --forms concat,static"
         )
         return None
-    form = config.form or (flavour.preferred_form if flavour.preferred_form in there else there[0])
+    form = config.form or (library.preferred_form if library.preferred_form in there else there[0])
     if form not in there:
         problems.append(f"form is {form}, the bundle has {there[0]} alone; export it with --forms concat,static")
-    if form == "static" and not flavour.updates_caches_in_place:
+    if form == "static" and not library.updates_caches_in_place:
         problems.append(
-            f"form is static, which {flavour.target} {flavour.version} has no layer for; "
+            f"form is static, which {library.target} {library.version} has no layer for; "
             "use --form concat, or TensorRT 10.15 or newer"
         )
     return form
 
 
-def _collect(problems: list[str], decide: Callable[[], T]) -> T | None:
+def _collect(problems: list[str], read: Callable[[], T]) -> T | None:
     try:
-        return decide()
+        return read()
     except (ConfigError, EngineError) as error:
         problems.append(str(error))
         return None

@@ -9,7 +9,7 @@ from typing import Any
 
 from tfexport.errors import EngineError
 from tfexport.trt.cuda import need_gpu
-from tfexport.trt.library import Flavour
+from tfexport.trt.library import Library
 
 # A cache of a large network has some megabytes.
 MAX_BYTES = 1024 * 1024 * 1024
@@ -20,11 +20,11 @@ def timing_cache_file(directory: str, version: str, gpu_name: str) -> Path:
     return Path(directory) / f"{version}-{re.sub('[^A-Za-z0-9.]+', '-', gpu_name)}.timing"
 
 
-def attach_timing_cache(flavour: Flavour, config: Any, directory: str | None) -> Path | None:
+def attach_timing_cache(library: Library, config: Any, directory: str | None) -> Path | None:
     """Let a build use, and fill, the cache of this version and GPU in a directory.
 
     Args:
-        flavour: a library that times its kernels; `choose_options` refuses others.
+        library: a library that times its kernels; `resolve_options` refuses others.
         config: an `IBuilderConfig`, changed in place.
         directory: need not exist; None for no cache.
 
@@ -37,7 +37,7 @@ def attach_timing_cache(flavour: Flavour, config: Any, directory: str | None) ->
     """
     if directory is None:
         return None
-    path = timing_cache_file(directory, flavour.version, need_gpu().name)
+    path = timing_cache_file(directory, library.version, need_gpu().name)
     try:
         if path.exists() and (not path.is_file() or path.stat().st_size > MAX_BYTES):
             raise EngineError(f"timing cache {path}: no file of at most {MAX_BYTES} bytes; remove it")
@@ -46,7 +46,7 @@ def attach_timing_cache(flavour: Flavour, config: Any, directory: str | None) ->
         raise EngineError(f"timing cache {path}: cannot be read ({error.strerror}); choose another place") from error
     cache = config.create_timing_cache(known)
     if cache is None or not config.set_timing_cache(cache, ignore_mismatch=False):
-        raise EngineError(f"timing cache {path}: {flavour.target} {flavour.version} does not take it; remove it")
+        raise EngineError(f"timing cache {path}: {library.target} {library.version} does not take it; remove it")
     return path
 
 

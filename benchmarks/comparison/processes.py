@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from comparison.contestants import SYSTEMS
+from comparison.systems import SYSTEMS
 from tfexport.errors import BenchError
 
 BENCHMARKS = Path(__file__).resolve().parent.parent

@@ -1,4 +1,7 @@
-"""Weights in every system's own form, made once from one model directory."""
+"""Weights in every system's own form, made once from one model directory.
+
+As a program it writes that directory: python -m comparison.weights MODEL FOLDER.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,18 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from comparison.contestants import OURS, SYSTEMS, Contestant
-from comparison.process import environment, start
+from comparison.processes import BENCHMARKS, environment, start
+from comparison.systems import DATES, OURS, SYSTEMS, Variant
 from tfexport.errors import BenchError
 
 ONNX = "from tfexport.cli import main; main()"
 
 
-class Workshop:
+class ConvertedWeights:
     """A folder with one subfolder for each model, and in it one for each form of its weights.
 
     What is there already is used as it is.
@@ -27,9 +31,9 @@ class Workshop:
         self.folder, self.pythons = folder, pythons
         self._failures: dict[Path, BenchError] = {}
 
-    def python(self, contestant: Contestant) -> Path:
-        """Return the Python of a contestant's environment."""
-        return self.pythons[SYSTEMS[contestant.system].environment]
+    def python(self, variant: Variant) -> Path:
+        """Return the Python of a variant's environment."""
+        return self.pythons[SYSTEMS[variant.system].environment]
 
     def vocab(self, model: str) -> int:
         """Return the number of source tokens of a model.
@@ -49,46 +53,57 @@ class Workshop:
         folder = self.folder / model / "weights"
         if not folder.exists():
             folder.parent.mkdir(parents=True, exist_ok=True)
-            _run(f"weights of {model}", [self.pythons[OURS], "-P", "-m", "comparison.preset", model, folder])
+            _run(f"weights of {model}", [self.pythons[OURS], "-P", "-m", "comparison.weights", model, folder])
         return folder
 
-    def prepared(self, model: str, contestant: Contestant) -> Path:
-        """Return the folder that a contestant loads.
+    def prepared(self, model: str, variant: Variant) -> Path:
+        """Return the folder that a variant loads.
 
         Raises:
             BenchError: it could not be made; asked again, the same.
         """
-        target = self.folder / model / contestant.files
+        target = self.folder / model / variant.files
         if target in self._failures:
             raise self._failures[target]
         if not target.exists():
             try:
-                (self._export if contestant.system == OURS else self._convert)(model, contestant, target)
+                (self._export if SYSTEMS[variant.system].is_ours else self._convert)(model, variant, target)
             except BenchError as error:
                 self._failures[target] = error
                 raise
         return target
 
-    def _export(self, model: str, contestant: Contestant, target: Path) -> None:
+    def _export(self, model: str, variant: Variant, target: Path) -> None:
         """Make a bundle as a user does; outputs are compared later, so it is not verified here."""
-        options = ["--precision", contestant.precision, "--no-verify"]
-        if contestant.optimize_for:
-            options += ["--optimize-for", contestant.optimize_for]
-        command: list[str | Path] = [self.pythons[OURS], "-P", "-c", ONNX, "onnx", self.weights(model)]
+        options = ["--precision", variant.precision, "--no-verify"]
+        if variant.optimize_for:
+            options += ["--optimize-for", variant.optimize_for]
+        command: list[str | Path] = [self.python(variant), "-P", "-c", ONNX, "onnx", self.weights(model)]
         command += ["--output", target, *options]
-        _run(f"{contestant}: tfexport onnx", command)
+        _run(f"{variant}: tfexport onnx", command)
 
-    def _convert(self, model: str, contestant: Contestant, target: Path) -> None:
+    def _convert(self, model: str, variant: Variant, target: Path) -> None:
         partial = target.with_name(f"{target.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
-        with start(str(contestant), contestant.system, self.python(contestant)) as worker:
+        with start(str(variant), variant.system, self.python(variant)) as worker:
             weights = str(self.weights(model).resolve())
-            worker.ask("convert", weights=weights, target=str(partial.resolve()), precision=contestant.precision)
+            worker.ask("convert", weights=weights, target=str(partial.resolve()), precision=variant.precision)
         os.replace(partial, target)
 
 
 def _run(subject: str, command: list[str | Path]) -> None:
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment(), check=False)
+    try:
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment(), check=False)
+    except OSError as error:
+        raise BenchError(f"{subject}: no Python at {command[0]} ({error.strerror}); give --python") from error
     if done.returncode:
         lines = done.stderr.strip().splitlines()
         raise BenchError(f"{subject}: {lines[-1] if lines else f'exit code {done.returncode}'}")
+
+
+if __name__ == "__main__":
+    from tfexport.models.directory import load_model, save_model
+    from tfexport.models.presets import build_preset
+
+    name, folder = sys.argv[1:]
+    save_model(load_model(BENCHMARKS.parent / "models" / name) if name == DATES else build_preset(name), folder)

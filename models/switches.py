@@ -1,0 +1,60 @@
+"""The switches of the canonical model, each once: its name, its values, where it acts, how an import searches it.
+
+They are what real implementations differ in and what no tensor tells. The
+configuration, the grammar of layouts, the search, the certificate of an import
+and the forms of the graphs ask this table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Value = bool | int | float | str | None
+Place = Literal["embedding", "residual", "norm", "feed-forward", "positions", "attention", "output"]
+
+NormPlace = Literal["post", "pre"]
+Norm = Literal["layernorm", "std", "rms"]
+Activation = Literal["relu", "gelu", "silu", "gelu_tanh"]
+FeedForward = Literal["mlp", "glu"]
+RelativeBias = Literal["none", "t5"]
+Positions = Literal["table", "none"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Switch:
+    """One thing in which implementations differ.
+
+    `values` are its words, the commonest first, or the type of any others;
+    numbers may be written as arithmetic in d_model, num_heads and d_k.
+    `acts` says where in the model. `default` is what a layout means that does
+    not say it, None where it has to. With `per_side` encoder and decoder may
+    differ. `search` are the values that an import tries, the commonest first;
+    none where the names and shapes of the tensors tell.
+    """
+
+    values: tuple[str, ...] | type
+    acts: Place
+    default: Value = None
+    per_side: bool = False
+    search: tuple[Value, ...] = ()
+
+
+SWITCHES: dict[str, Switch] = {
+    "norm_place": Switch(values=get_args(NormPlace), acts="residual", per_side=True, search=get_args(NormPlace)),
+    "final_norm": Switch(values=bool, acts="norm", default=False, per_side=True),
+    "embedding_norm": Switch(values=bool, acts="embedding", default=False),
+    "norm": Switch(values=get_args(Norm), acts="norm", search=get_args(Norm)),
+    "norm_eps": Switch(values=float, acts="norm", search=(1e-5, 1e-6, 1e-12, 1e-8, 1e-9, 1e-7, 1e-10, 1e-4, 1e-3, 0.0)),
+    "activation": Switch(values=get_args(Activation), acts="feed-forward", search=get_args(Activation)),
+    "feed_forward": Switch(values=get_args(FeedForward), acts="feed-forward", default="mlp"),
+    "relative_bias": Switch(values=get_args(RelativeBias), acts="attention", default="none"),
+    "relative_max_distance": Switch(values=int, acts="attention", default=128),
+    "residual_scale": Switch(values=float, acts="residual", default=1.0),
+    "positions": Switch(values=get_args(Positions), acts="positions", default="table"),
+    "embedding_scale": Switch(values=float, acts="embedding", default=1.0, search=("sqrt(d_model)", 1.0)),
+    "attention_scale": Switch(
+        values=float, acts="attention", default="d_k ** -0.5", search=("d_k ** -0.5", 1.0, "d_model ** -0.5")
+    ),
+    "logit_scale": Switch(values=float, acts="output", default=1.0, search=(1.0, "d_model ** -0.5")),
+}

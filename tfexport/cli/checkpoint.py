@@ -1,0 +1,47 @@
+"""`tfexport import`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tfexport.checkpoint.config import ImportConfig
+from tfexport.cli.options import PATH
+from tfexport.cli.terminal import report_line
+from tfexport.errors import printable
+
+
+@click.command("import")
+@click.argument("checkpoint", type=PATH)
+@click.option("--output", type=PATH, required=True, help="Model directory to make.")
+@click.option(
+    "--layout", default=ImportConfig.layout, help="auto, the name of a built-in layout, or a layout file (YAML)."
+)
+@click.option("--golden", type=PATH, help="What the original model computes, as recorded beside its code.")
+@click.option("--heads", type=click.IntRange(min=1), help="Attention heads, which no shape tells.")
+@click.option(
+    "--set", "settings", multiple=True, metavar="KEY=VALUE", help="A switch or token id, such as norm_eps=1e-6."
+)
+@click.option("--tokenizer", type=PATH, help="tokenizer.json, SentencePiece model, or a list with one token a line.")
+@click.option("--builtin/--no-builtin", default=ImportConfig.builtin, help="Let auto propose the built-in layouts.")
+@click.option("--accept-unverified", is_flag=True, help="Take what auto proposes without a golden.")
+@click.option("--force", is_flag=True, help="Replace a model directory that is there, once the new one is whole.")
+def import_(
+    checkpoint: Path, output: Path, golden: Path | None, tokenizer: Path | None, force: bool, **config: Any
+) -> None:
+    """Import CHECKPOINT, the weights of another implementation, as a model directory.
+
+    CHECKPOINT is a state dict in a safetensors file or a file of torch.save, or a Hugging Face directory of Marian,
+    BART or T5. With --golden the import is accepted only when the original's outputs are reproduced.
+    """
+    settings = ImportConfig(**config)
+    from tfexport.checkpoint.importer import import_checkpoint
+
+    imported = import_checkpoint(
+        checkpoint, output, settings, golden=golden, tokenizer=tokenizer, force=force, report=report_line
+    )
+    click.echo(printable(f"{output}: {imported.summary()}"))
+    for line in imported.certificate.unverified:
+        click.echo(printable(f"unverified: {line}"))

@@ -1,0 +1,59 @@
+"""`tfexport onnx`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+
+from tfexport.cli.options import PATH, CommaList
+from tfexport.cli.terminal import report_line
+from tfexport.errors import printable
+from tfexport.graph.config import ExportConfig
+from tfexport.spec import CONCAT_OPSETS, Form
+
+
+@click.command()
+@click.argument("source")
+@click.option("--output", type=PATH, required=True, help="Bundle directory to make.")
+@click.option(
+    "--precision",
+    type=click.Choice(["fp32", "fp16", "bf16", "int8", "int4"]),
+    default=ExportConfig.precision,
+    help="Of the weights; int8 and int4 are for ONNX Runtime on the CPU.",
+)
+@click.option(
+    "--optimize-for",
+    type=click.Choice(["latency", "throughput"]),
+    default=ExportConfig.optimize_for,
+    help="What int8 is fast at: single texts, which then depend on no other, or large batches.",
+)
+@click.option(
+    "--forms",
+    type=CommaList(click.Choice(get_args(Form))),
+    default=",".join(ExportConfig.forms),
+    help="Of the decoder: concat is portable, static is for engines and GPUs, contrib is for ONNX Runtime on the CPU.",
+)
+@click.option(
+    "--opset",
+    type=click.IntRange(CONCAT_OPSETS[0], CONCAT_OPSETS[-1]),
+    default=ExportConfig.opset,
+    help="Of the encoder and all forms but static.",
+)
+@click.option("--max-source-length", type=int, help="Most source tokens; the model's limit when not given.")
+@click.option("--max-target-length", type=int, help="Most target tokens; the model's limit when not given.")
+@click.option("--seed", default=ExportConfig.seed, help="Of a preset's random weights.")
+@click.option("--verify/--no-verify", default=True, help="Compare every stage with PyTorch before writing.")
+@click.option("--force", is_flag=True, help="Replace a bundle that is there, once the new one is whole.")
+def onnx(source: str, output: Path, verify: bool, force: bool, **config: Any) -> None:
+    """Export SOURCE as a bundle of ONNX graphs.
+
+    SOURCE is a model directory (config.json, model.safetensors, optional tokenizer.json) or preset:NAME.
+    """
+    settings = ExportConfig(**config)
+    from tfexport.export import export_bundle
+
+    bundle = export_bundle(source, output, settings, verify=verify, force=force, report=report_line)
+    proof = "verified" if verify else "not verified"
+    click.echo(printable(f"{output}: {bundle.manifest.kind}, {settings.precision}, {proof}"))

@@ -1,0 +1,33 @@
+"""`tfexport inspect` and `tfexport doctor`: what a path holds, and what a machine has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from tfexport.cli.commands import EXIT_ERROR
+from tfexport.cli.options import PATH, json_option
+from tfexport.cli.terminal import print_result
+
+
+@click.command()
+@click.argument("path", type=PATH)
+@json_option
+def inspect(path: Path, as_json: bool) -> None:
+    """Show what a bundle, a model directory or an .onnx file holds."""
+    from tfexport.inspect import describe, inspect_path
+
+    found = inspect_path(path)
+    print_result(found, describe(found), as_json)
+
+
+@click.command()
+@json_option
+def doctor(as_json: bool) -> None:
+    """Show what is installed, which backends work and how to repair the rest; exit with 1 when none works."""
+    from tfexport.doctor import diagnose
+
+    found = diagnose()
+    print_result(found.to_dict(), found.lines(), as_json)
+    click.get_current_context().exit(0 if found.works else EXIT_ERROR)

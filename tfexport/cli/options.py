@@ -1,0 +1,93 @@
+"""Options that several commands take."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import click
+
+from tfexport.decode.config import DecodeConfig
+from tfexport.spec import Backend
+
+F = TypeVar("F", bound=Callable[..., Any])
+_DECODE_HELP = {
+    "max_new_tokens": "Most tokens to generate; as many as the model takes when not given.",
+    "min_new_tokens": "Fewest tokens before the text may end.",
+    "num_beams": "Beams of beam search; 1 is greedy.",
+    "length_penalty": "Exponent of the length in a beam's score; above 0 prefers longer texts.",
+    "early_stopping": "End beams at num-beams texts (true), when better is unlikely (false) or impossible (never).",
+    "no_repeat_ngram_size": "Never repeat a sequence of so many tokens; 0 allows it.",
+    "repetition_penalty": "Divide the score of tokens that are there already; 1 changes nothing.",
+    "do_sample": "Draw tokens at random instead of taking the best.",
+    "temperature": "Flatten (above 1) or sharpen (below 1) what is drawn from.",
+    "top_k": "Draw from so many best tokens; 0 from all.",
+    "top_p": "Draw from the fewest best tokens that have this probability together.",
+    "num_return_sequences": "Texts to return for each input, best first.",
+    "forced_bos_token_id": "Id that every text begins with.",
+    "suppress_tokens": "Ids never to generate, such as 3,17.",
+    "seed": "Of sampling; the same seed draws the same texts.",
+}
+
+
+class CommaList(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.4
+    """Values separated by commas."""
+
+    def __init__(self, item: click.ParamType) -> None:  # type: ignore[type-arg]
+        self.item = item
+        self.name = f"{item.name},…"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
+        """Split a value of the command line; a default is a tuple already."""
+        if isinstance(value, tuple):
+            return value
+        return tuple(self.item.convert(part.strip(), param, ctx) for part in value.split(",") if part.strip())
+
+
+PATH = click.Path(path_type=Path)
+INPUT = click.Path(exists=True, dir_okay=False, readable=True, allow_dash=True, path_type=Path)
+device_option = click.option(
+    "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="Where ONNX Runtime computes."
+)
+engine_option = click.option(
+    "--engine", help="TensorRT engine of the bundle; the only one that fits here when not given."
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def decode_options(command: F) -> F:
+    """Add one option for each field of DecodeConfig, with its default."""
+    for field in reversed(dataclasses.fields(DecodeConfig)):
+        name, default = "--" + field.name.replace("_", "-"), field.default
+        kind: Any = int if default is None else type(default)
+        more: dict[str, Any] = {"type": kind, "default": default}
+        if field.name == "early_stopping":
+            more = {"type": click.Choice(["true", "false", "never"]), "default": "false", "callback": _early_stopping}
+        elif kind is tuple:
+            more = {"type": CommaList(click.INT), "default": default, "show_default": False}
+        elif kind is bool:
+            more = {"is_flag": True}
+        command = click.option(name, help=_DECODE_HELP[field.name], **more)(command)
+    return command
+
+
+def _early_stopping(_context: click.Context, _parameter: click.Parameter, value: str) -> bool | str:
+    return {"true": True, "false": False}.get(value, value)
+
+
+def text_options(command: F) -> F:
+    """Add what every command takes that reads texts and runs a bundle."""
+    for add in (
+        click.option("--batch-size", type=click.IntRange(min=1), default=32, help="Texts to run together."),
+        click.option("--backend", type=click.Choice(get_args(Backend)), default="auto", help="What runs the bundle."),
+        engine_option,
+        device_option,
+        click.option("--output", type=PATH, help="File to write, whole or not at all; standard output when not given."),
+        click.option("--input", "source", type=INPUT, help="File with one text a line; - is standard input."),
+        click.argument("texts", nargs=-1, metavar="[TEXT]..."),
+        click.argument("bundle", type=PATH),
+    ):
+        command = add(command)
+    return command

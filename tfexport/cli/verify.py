@@ -1,0 +1,43 @@
+"""`tfexport verify`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import click
+
+from tfexport.cli.commands import EXIT_PARITY
+from tfexport.cli.options import PATH, device_option, engine_option, json_option
+from tfexport.cli.terminal import print_result, report_line
+from tfexport.spec import Device
+
+
+@click.command()
+@click.argument("bundle", type=PATH)
+@click.option("--against", type=PATH, help="Model directory that the bundle was made from.")
+@click.option("--samples", default=100, help="Random sequences to decode for each form and method.")
+@click.option("--seed", default=0, help="Of the sequences.")
+@click.option("--backend", type=click.Choice(["ort", "trt"]), default="ort", help="Compare the graphs, or an engine.")
+@engine_option
+@device_option
+@json_option
+def verify(
+    bundle: Path,
+    against: Path | None,
+    samples: int,
+    seed: int,
+    backend: Literal["ort", "trt"],
+    engine: str | None,
+    device: Device,
+    as_json: bool,
+) -> None:
+    """Compare every stage of BUNDLE with PyTorch; exit with 2 when one differs."""
+    from tfexport.verify import VerifyConfig, verify_bundle
+
+    config = VerifyConfig(samples=samples, seed=seed)
+    result = verify_bundle(
+        bundle, against=against, config=config, backend=backend, device=device, engine=engine, report=report_line
+    )
+    print_result(result.to_dict(), result.lines(), as_json)
+    click.get_current_context().exit(0 if result.passed else EXIT_PARITY)

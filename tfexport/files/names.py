@@ -1,0 +1,11 @@
+"""The names of files that several stages know; those of one stage alone stand with it."""
+
+# A model directory, and a checkpoint as Hugging Face writes it.
+CONFIG = "config.json"
+MODEL_WEIGHTS = "model.safetensors"
+# A model directory and a bundle.
+TOKENIZER = "tokenizer.json"
+# A model directory that was imported.
+CERTIFICATE = "certificate.json"
+# A bundle; the weights that its graphs share are part of the graph contract, see `tfexport.spec`.
+MANIFEST = "manifest.json"

@@ -1,0 +1,89 @@
+"""What a form of the decoder graph consists of, and how it says what it can do."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import onnx_ir as ir
+from torch import Tensor
+
+from tfexport.models.cache import Cache, Cross, KeyValue, Source
+from tfexport.models.config import StackConfig, TransformerConfig
+from tfexport.models.source import CrossCache, PaddedSource
+from tfexport.models.switches import SWITCHES
+from tfexport.spec import ENCODER, Precision
+
+# The fields of a configuration that a form can do, and of each the values; None means every value.
+Supported = Mapping[str, Collection[object] | None]
+
+# What no attention sees: the switches that act elsewhere, sizes, ties, biases. A form adds what its attention can do.
+OUTSIDE_ATTENTION: Supported = {
+    **{
+        name: switch.values if isinstance(switch.values, tuple) else None
+        for name, switch in SWITCHES.items()
+        if switch.acts not in ("attention", "positions")
+    },
+    **dict.fromkeys(("d_model", "d_ff", "layers", "source_vocab", "target_vocab", "tokens", "dropout")),
+    **dict.fromkeys(("max_source_length", "max_target_length", "tie_embeddings", "tie_output")),
+    **dict.fromkeys(("feed_forward_bias", "norm_bias", "output_bias")),
+}
+
+
+class TracedCache(Cache, Protocol):
+    """A cache whose buffers go into a graph and come out of it.
+
+    Attributes:
+        present: one `KeyValue` a layer, complete when every layer has attended.
+    """
+
+    present: list[KeyValue]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderForm:
+    """One form of the decoder: how it keeps its cache and attends.
+
+    Attributes:
+        supports: says what of a model the form cannot do, given the
+            configuration, None for a module of its own, and the precision.
+        cache: of the decoder's self-attention, from the past of every layer, the new tokens and, by its name in the
+            contract, what else the form has for an input.
+        cross: of its attention to the source, from what the encoder returned and the mask.
+        source: of the encoder's self-attention, from the mask.
+        encoder: name of the encoder graph that belongs to the form.
+        opset: the one it needs; None where the export may choose.
+        portable: whether other runtimes than ONNX Runtime are to read it.
+        passes: over the traced decoder, which they change in place.
+    """
+
+    supports: Callable[[TransformerConfig | None, Precision], list[str]]
+    cache: Callable[..., TracedCache]
+    cross: Callable[[Sequence[KeyValue], Tensor], Cross] = CrossCache
+    source: Callable[[Tensor], Source] = PaddedSource
+    encoder: str = ENCODER
+    opset: int | None = None
+    portable: bool = True
+    passes: tuple[Callable[[ir.Model], None], ...] = ()
+
+
+def unsupported(config: TransformerConfig, supported: Supported) -> list[str]:
+    """Name the fields and the values that a form does not list: what it was never taught it does not do."""
+    problems = []
+    for path, value in _fields(config):
+        name = path.rpartition(".")[2]
+        values = supported.get(name, ())
+        if values is not None and value not in values:
+            problems.append(f"{path} is {value}")
+    return problems
+
+
+def _fields(config: TransformerConfig | StackConfig, prefix: str = "") -> Iterator[tuple[str, object]]:
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, StackConfig):
+            yield from _fields(value, f"{field.name}.")
+        elif value is not None or field.name != "decoder":
+            yield prefix + field.name, value

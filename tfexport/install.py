@@ -1,0 +1,50 @@
+"""What installs what: the one place that knows which extra or package brings a module that is imported late."""
+
+from __future__ import annotations
+
+# The extra that brings a module.
+_EXTRAS = {
+    "torch": "export",
+    "onnx": "export",
+    "onnx_ir": "export",
+    "onnxscript": "export",
+    "safetensors": "export",
+    "yaml": "export",
+    "onnxruntime": "cpu",
+    "tensorrt": "trt",
+    "tensorrt_rtx": "rtx",
+}
+# Packages for a module that no extra brings by itself.
+_PACKAGES = {"cuda": "'cuda-python>=12.6'", "sentencepiece": "sentencepiece protobuf"}
+# Two distributions that write the same files, so that installing the one over the other breaks both.
+_RIVALS = {"cpu": "onnxruntime-gpu", "gpu": "onnxruntime"}
+
+
+def install_command(module: str) -> str:
+    """Return the command that installs a module, "" for one that tfexport does not ask for."""
+    if module in _PACKAGES:
+        return f"pip install {_PACKAGES[module]}"
+    choice = " (or [gpu], never both)" if module == "onnxruntime" else ""
+    return f"{extra_command(_EXTRAS[module])}{choice}" if module in _EXTRAS else ""
+
+
+def extra_command(extra: str) -> str:
+    """Return the command that installs an extra of tfexport; "" is the core."""
+    return f"pip install 'tfexport[{extra}]'" if extra else "pip install --upgrade tfexport"
+
+
+def replacing_command(extra: str) -> str:
+    """Return the command that installs an extra in place of the one that it does not live beside."""
+    rival = _RIVALS.get(extra)
+    return f"pip uninstall -y {rival} && {extra_command(extra)}" if rival else extra_command(extra)
+
+
+def repair_command(module: str, distribution: str) -> str:
+    """Return the command that installs a broken module anew.
+
+    Args:
+        module: that is broken.
+        distribution: that brings it.
+    """
+    names = " ".join(reversed(_RIVALS.values())) if module == "onnxruntime" else distribution
+    return f"pip uninstall -y {names} && pip install --force-reinstall 'tfexport[{_EXTRAS[module]}]'"
