@@ -15,11 +15,11 @@ from tests.runtime.trt.trt_double import MODULE, FakeContext, FakeEngine, RtxCon
 from tests.trt.cuda_double import CudaDouble, MisuseError
 from tfexport.errors import BackendError
 from tfexport.runtime.session import check_rows
-from tfexport.runtime.trt.ahead import Lookahead
-from tfexport.runtime.trt.lanes import Lanes, bucket
-from tfexport.runtime.trt.memory import Memory, Pinned, Slot
-from tfexport.runtime.trt.recent import Recent
-from tfexport.runtime.trt.replay import Replay
+from tfexport.runtime.trt.graphs import CudaGraphRunner
+from tfexport.runtime.trt.layout import BatchLayout, bucket
+from tfexport.runtime.trt.lru import LruCache
+from tfexport.runtime.trt.overlapped import OverlappedStep
+from tfexport.runtime.trt.resources import Memory, Pinned, StepIO
 from tfexport.spec import CACHE, ORDER, REORDER, REORDERED
 from tfexport.trt.config import EngineConfig, EngineLimits
 from tfexport.trt.cuda import Cuda
@@ -40,7 +40,7 @@ class Row:
 @given(data=st.data(), batch=st.integers(1, 9), max_rows=st.integers(9, 40))
 def test_lanes_follow_any_order(data: st.DataObject, batch: int, max_rows: int) -> None:
     """Every row of the batch finds on the device what a plain copy of rows gives it."""
-    lanes = Lanes.of(batch, bucket(batch, max_rows))
+    lanes = BatchLayout.of(batch, bucket(batch, max_rows))
     device_sources, device = np.arange(lanes.width), np.arange(lanes.width) * 1.0
     sources, rows = np.arange(batch), np.arange(batch) * 1.0
     for _ in range(5):
@@ -65,7 +65,7 @@ def test_lanes_follow_any_order(data: st.DataObject, batch: int, max_rows: int) 
 
 
 def test_single_rows_that_leave_or_change_places_move_nothing() -> None:
-    lanes = Lanes.of(8, 8)
+    lanes = BatchLayout.of(8, 8)
     for order in ([7, 3, 1, 0, 2], [4, 3, 2, 1, 0], [0, 1, 2, 3, 4]):
         rows = np.array(order)
         lanes, move = lanes.reorder(rows, rows, 8)
@@ -82,24 +82,24 @@ class Step:
         self.calls: list[tuple[str, int, int]] = []
         self.newest = np.zeros(2, np.int64)
 
-    def feed(self, slot: Slot, target_ids: np.ndarray, past_len: int) -> None:
-        slot.target_ids[:2] = target_ids[:, 0]
-        self._queue("feed", slot, past_len, slot.target_ids[:2].copy)
+    def feed(self, io: StepIO, target_ids: np.ndarray, past_len: int) -> None:
+        io.target_ids[:2] = target_ids[:, 0]
+        self._queue("feed", io, past_len, io.target_ids[:2].copy)
 
-    def follow(self, slot: Slot, past_len: int, number: int) -> None:
-        self._queue(f"follow {number}", slot, past_len, lambda: self.newest)
+    def follow(self, io: StepIO, past_len: int, number: int) -> None:
+        self._queue(f"follow {number}", io, past_len, lambda: self.newest)
 
-    def _queue(self, name: str, slot: Slot, past_len: int, read: Any) -> None:
-        self.calls.append((name, past_len, id(slot)))
-        slot.cache_lengths[:2] = past_len
+    def _queue(self, name: str, io: StepIO, past_len: int, read: Any) -> None:
+        self.calls.append((name, past_len, id(io)))
+        io.cache_lengths[:2] = past_len
 
         def work() -> None:
-            assert (slot.cache_lengths[:2] == past_len).all(), "the slot was written while it was in use"
+            assert (io.cache_lengths[:2] == past_len).all(), "the io was written while it was in use"
             self.newest = read() + 1
-            slot.token_ids[:2] = self.newest
+            io.token_ids[:2] = self.newest
 
         self.cuda.enqueue(self.stream, work)
-        slot.record(self.stream)
+        io.record(self.stream)
 
 
 @pytest.fixture(params=[False, True], ids=["late", "at once"])
@@ -108,16 +108,16 @@ def cuda(request: pytest.FixtureRequest) -> CudaDouble:
 
 
 @pytest.fixture
-def ahead(cuda: CudaDouble) -> tuple[Lookahead, Step]:
+def ahead(cuda: CudaDouble) -> tuple[OverlappedStep, Step]:
     pinned, limits = Pinned(cuda), EngineLimits(max_batch=2, max_source_length=1, max_target_length=5, max_candidates=1)  # type: ignore[arg-type]
-    slots = [Slot(cuda, cuda.event(), pinned, limits) for _ in range(2)]  # type: ignore[arg-type]
-    return Lookahead((slots[0], slots[1])), Step(cuda, cuda.stream(), 5)
+    ios = [StepIO(cuda, cuda.event(), pinned, limits) for _ in range(2)]  # type: ignore[arg-type]
+    return OverlappedStep((ios[0], ios[1])), Step(cuda, cuda.stream(), 5)
 
 
 READ = np.array([0, 1])
 
 
-def test_looking_ahead_feeds_once_and_stops_at_the_last_position(ahead: tuple[Lookahead, Step]) -> None:
+def test_looking_ahead_feeds_once_and_stops_at_the_last_position(ahead: tuple[OverlappedStep, Step]) -> None:
     lookahead, step = ahead
     ids = np.array([[10], [20]])
     for past_len in range(5):
@@ -127,7 +127,7 @@ def test_looking_ahead_feeds_once_and_stops_at_the_last_position(ahead: tuple[Lo
     assert names == [("feed", 0), ("follow 1", 1), ("follow 0", 2), ("follow 1", 3), ("follow 0", 4)]
 
 
-def test_looking_ahead_drops_what_the_host_does_not_want(ahead: tuple[Lookahead, Step]) -> None:
+def test_looking_ahead_drops_what_the_host_does_not_want(ahead: tuple[OverlappedStep, Step]) -> None:
     lookahead, step = ahead
     lookahead.run(step, np.array([[10], [20]]), READ, 0)
     assert lookahead.run(step, np.array([[11], [50]]), READ, 1).token_ids[:2].tolist() == [12, 51]
@@ -135,7 +135,7 @@ def test_looking_ahead_drops_what_the_host_does_not_want(ahead: tuple[Lookahead,
     assert [name for name, *_ in step.calls] == ["feed", "follow 1", "feed", "follow 1", "follow 0"]
 
 
-def test_looking_ahead_drops_another_position_and_another_step(ahead: tuple[Lookahead, Step]) -> None:
+def test_looking_ahead_drops_another_position_and_another_step(ahead: tuple[OverlappedStep, Step]) -> None:
     lookahead, step = ahead
     lookahead.run(step, np.array([[10], [20]]), READ, 0)
     assert lookahead.run(step, np.array([[11], [21]]), READ, 2).token_ids[:2].tolist() == [12, 22]
@@ -151,7 +151,7 @@ def test_looking_ahead_drops_another_position_and_another_step(ahead: tuple[Look
 @pytest.mark.parametrize("can_capture", [True, False])
 def test_replay_runs_directly_once_then_from_one_graph_a_name(cuda: CudaDouble, can_capture: bool) -> None:
     stream, done, asked = cuda.stream(), [], []
-    replay = Replay(cuda, stream)
+    replay = CudaGraphRunner(cuda, stream)
 
     def ask() -> bool:
         asked.append(len(done))
@@ -178,7 +178,7 @@ def test_recent_gives_up_what_was_not_used_longest() -> None:
         def close(self) -> None:
             said.append(f"close {self.name}")
 
-    recent: Recent[Item] = Recent(2, lambda: said.append("before"))
+    recent: LruCache[Item] = LruCache(2, lambda: said.append("before"))
     for name in "abaca":
         assert recent.get(name, lambda name=name: Item(name)).name == name  # type: ignore[misc]
     assert said == ["before", "close b"]

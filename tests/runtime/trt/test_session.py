@@ -35,8 +35,8 @@ from tfexport.export import export_bundle
 from tfexport.graph.config import ExportConfig
 from tfexport.runtime.ort.session import OrtSession
 from tfexport.runtime.session import pad_right
+from tfexport.runtime.trt.replica import MAX_FREE_REPLICAS
 from tfexport.runtime.trt.session import TrtSession
-from tfexport.runtime.trt.unit import MAX_FREE_UNITS
 from tfexport.spec import DECODER, ENCODER, Form, ModelSpec
 from tfexport.trt.config import EngineConfig
 
@@ -124,7 +124,7 @@ def test_greedy_steps_are_replayed_one_ahead(dates: Model) -> None:
     cuda = CudaDouble()
     session = dates.trt(cuda=cuda)
     greedy_steps(session, dates, 6)
-    # Six steps and the one that was begun ahead: the first directly, the others from the graphs of two slots.
+    # Six steps and the one that was begun ahead: the first directly, the others from the graphs of two step I/Os.
     assert cuda.counts["launch"] == 6
     assert cuda.counts["capture"] == 2
     # The library is asked once directly, and once for each capture; never for a step that is replayed.
@@ -265,9 +265,9 @@ def test_a_lane_without_a_source_still_attends_to_something(dates: Model) -> Non
     ids, mask = pad_right(dates.sources[:3], dates.spec.tokens.pad)
     state = session.encode(ids, mask)
     session.step(state, np.full((3, 1), dates.spec.tokens.start), 1)
-    lanes, source_len = state.unit.key
+    lanes, source_len = state.replica.key
     assert (lanes, source_len) == (4, 1 << (ids.shape[1] - 1).bit_length())
-    address = state.unit._work.memory["source_mask"]
+    address = state.replica._device.memory["source_mask"]
     on_device = cuda.view(address, lanes * source_len, on_device=True).view(bool).reshape(lanes, source_len)
     np.testing.assert_array_equal(on_device[:3], np.pad(mask, ((0, 0), (0, source_len - ids.shape[1]))))
     assert on_device[3].tolist() == [True] + [False] * (source_len - 1)
@@ -301,7 +301,7 @@ def test_contexts_go_with_their_graphs_and_not_when_garbage_is_collected(dates: 
     for _ in range(3):
         session.step(state, np.full((2, 1), dates.spec.tokens.start), 8)
         session.reorder(state, np.array([1, 0]))
-    decoder = state.unit._decoder
+    decoder = state.replica._decoder
     assert decoder
     owners = [*decoder._steps._items.values(), *decoder._reorder._recorded._items.values()]
     seen = [weakref.ref(owner) for owner in owners]
@@ -325,12 +325,12 @@ def test_batches_in_turn_share_a_unit_and_batches_at_once_do_not(dates: Model) -
     one = session.memory_bytes()
     assert one == cuda.device_bytes
     states = [session.encode(ids, mask) for _ in range(9)]
-    assert len({id(state.unit) for state in states}) == 9
+    assert len({id(state.replica) for state in states}) == 9
     assert session.memory_bytes() == 9 * one
     del states
     gc.collect()
     session.encode(ids, mask)
-    assert session.memory_bytes() == cuda.device_bytes == (1 + MAX_FREE_UNITS) * one
+    assert session.memory_bytes() == cuda.device_bytes == (1 + MAX_FREE_REPLICAS) * one
 
 
 def test_memory_is_what_the_documentation_says(dates: Model) -> None:
@@ -445,7 +445,7 @@ def test_a_failed_step_says_why_and_its_unit_serves_nobody_else(dates: Model, mo
     session = dates.trt(cuda=cuda)
     ids, mask = pad_right(dates.sources[:2], dates.spec.tokens.pad)
     state, start = session.encode(ids, mask), np.full((2, 1), dates.spec.tokens.start)
-    broken = state.unit
+    broken = state.replica
     with monkeypatch.context() as patch:
         patch.setattr(FakeContext, "execute_async_v3", Failing.execute_async_v3)
         with pytest.raises(BackendError, match="decoder_static failed: decoder_static: an illegal instruction"):
@@ -454,7 +454,7 @@ def test_a_failed_step_says_why_and_its_unit_serves_nobody_else(dates: Model, mo
     del state
     gc.collect()
     again = session.encode(ids, mask)
-    assert again.unit is not broken
+    assert again.replica is not broken
     expected = dates.ort()
     np.testing.assert_array_equal(
         session.step(again, start, 3).token_ids, expected.step(expected.encode(ids, mask), start, 3).token_ids
@@ -490,8 +490,8 @@ def test_a_former_batch_leaves_no_trace(dates: Model) -> None:
     session = dates.trt()
     ids, mask = pad_right(dates.sources[:2], dates.spec.tokens.pad)
     state = session.encode(ids, mask)
-    memory = state.unit._work.memory
-    cuda: Any = state.unit._work.cuda
+    memory = state.replica._device.memory
+    cuda: Any = state.replica._device.cuda
     for name in ("past_key.0", "past_value.0", "cross_key.0", "candidate_ids"):
         cuda.view(memory[name], 64, on_device=True)[:] = 0xFF
     del state

@@ -13,10 +13,10 @@ import numpy as np
 
 from tfexport.errors import BackendError, InputError
 from tfexport.runtime.session import Candidates, Floats, Ids, Mask, check_rows, check_source, check_target
-from tfexport.runtime.trt.engine import Plan
-from tfexport.runtime.trt.lanes import Lanes, bucket
-from tfexport.runtime.trt.unit import Pool, Unit
-from tfexport.runtime.trt.workspace import Engines
+from tfexport.runtime.trt.engine import Engine
+from tfexport.runtime.trt.layout import BatchLayout, bucket
+from tfexport.runtime.trt.replica import Replica, ReplicaPool
+from tfexport.runtime.trt.workspace import EngineSet
 from tfexport.spec import (
     DECODER,
     ENCODER,
@@ -37,21 +37,21 @@ from tfexport.trt.library import Flavour
 
 @dataclass(eq=False)
 class TrtState:
-    """One batch being decoded; its unit goes back to the session when the state is forgotten.
+    """One batch being decoded; its replica goes back to the session when the state is forgotten.
 
     Attributes:
         batch: sources still being decoded.
         rows: hypotheses, a multiple of batch.
         past_len: tokens in the cache of every row.
         lanes: where the rows lie on the device.
-        unit: decodes this batch alone.
+        replica: decodes this batch alone.
     """
 
     batch: int
     rows: int
     past_len: int
-    lanes: Lanes = field(repr=False)
-    unit: Unit = field(repr=False)
+    lanes: BatchLayout = field(repr=False)
+    replica: Replica = field(repr=False)
 
 
 class TrtSession:
@@ -74,7 +74,7 @@ class TrtSession:
 
     def __init__(
         self,
-        plans: Mapping[str, Any],
+        engines: Mapping[str, Any],
         spec: ModelSpec,
         form: Form | None,
         limits: EngineLimits,
@@ -87,7 +87,7 @@ class TrtSession:
         """Take deserialised engines, which the session shares with whoever else drives them.
 
         Args:
-            plans: `ICudaEngine` by name of its graph, `reorder` included where there is a decoder.
+            engines: `ICudaEngine` by name of its graph, `reorder` included where there is a decoder.
             spec: of the model, in the precision of the engines.
             form: of the decoder; None for an encoder alone.
             limits: the largest shapes of the engines.
@@ -104,9 +104,9 @@ class TrtSession:
             contracts |= {DECODER[form]: (decoder_graph(spec, form), 2), REORDER: (reorder_spec(spec.precision), 1)}
         made = {}
         for name, (contract, num_profiles) in contracts.items():
-            if name not in plans:
+            if name not in engines:
                 raise BackendError(f"trt: there is no engine {name}; build it with tfexport trt BUNDLE --force")
-            made[name] = Plan(name, plans[name], flavour.trt, reason)
+            made[name] = Engine(name, engines[name], flavour.trt, reason)
             made[name].check(contract, num_profiles, _aliases(spec) if name == DECODER["static"] else {})
         self.form = form
         self.accuracy: Accuracy = weights or spec.precision
@@ -118,7 +118,7 @@ class TrtSession:
             max_source_length=min(spec.max_source_length, limits.max_source_length),
             max_target_length=min(spec.max_target_length, limits.max_target_length),
         )
-        self._pool: Pool | None = Pool(Engines(made, spec, form, limits, cuda))
+        self._pool: ReplicaPool | None = ReplicaPool(EngineSet(made, spec, form, limits, cuda))
 
     def encode(self, source_ids: Ids, source_mask: Mask) -> TrtState:
         """Encode a batch and make room for one row a source; see `Session.encode`."""
@@ -129,23 +129,23 @@ class TrtSession:
         batch, source_len = source_ids.shape
         if self.form == "static":
             source_len = bucket(source_len, self._limits.max_source_length)
-        lanes = Lanes.of(batch, self._width(batch, 1))
+        lanes = BatchLayout.of(batch, self._width(batch, 1))
         padding = (0, lanes.width - batch), (0, source_len - source_ids.shape[1])
         ids, mask = np.pad(source_ids, padding), np.pad(source_mask, padding)
         mask[batch:, 0] = True  # a lane without a source reads one token: attention to nothing is not defined
-        unit = pool.take(ids.shape)
-        state = TrtState(batch, batch, 0, lanes, unit)
-        weakref.finalize(state, pool.give_back, unit).atexit = False
-        with _watched(unit):
-            unit.encode(ids, mask, lanes)
+        replica = pool.take(ids.shape)
+        state = TrtState(batch, batch, 0, lanes, replica)
+        weakref.finalize(state, pool.give_back, replica).atexit = False
+        with _watched(replica):
+            replica.encode(ids, mask, lanes)
         return state
 
     def step(self, state: TrtState, target_ids: Ids, num_candidates: int) -> Candidates:
         """Run the decoder on the newest tokens; see `Session.step`."""
         self._open()
         self._check_target(state, target_ids, num_candidates)
-        with _watched(state.unit):
-            found = state.unit.step(state.lanes, target_ids, state.past_len, num_candidates)
+        with _watched(state.replica):
+            found = state.replica.step(state.lanes, target_ids, state.past_len, num_candidates)
         state.past_len += target_ids.shape[1]
         return found
 
@@ -156,8 +156,8 @@ class TrtSession:
         _check_limit("rows", rows.size, self._limits.max_batch, "--max-batch")
         width = self._width(kept.size, rows.size // kept.size)
         lanes, move = state.lanes.reorder(kept, rows, width)
-        with _watched(state.unit):
-            state.unit.reorder(state.lanes, lanes, move, state.past_len)
+        with _watched(state.replica):
+            state.replica.reorder(state.lanes, lanes, move, state.past_len)
         state.lanes, state.batch, state.rows = lanes, kept.size, rows.size
 
     def hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats:
@@ -166,12 +166,12 @@ class TrtSession:
         if self.form is not None:
             raise BackendError("trt: this bundle has a decoder and gives no hidden states; use generate")
         self._check_source(source_ids, source_mask)
-        unit = pool.take(source_ids.shape)
+        replica = pool.take(source_ids.shape)
         try:
-            with _watched(unit):
-                return unit.hidden_states(source_ids, source_mask)
+            with _watched(replica):
+                return replica.hidden_states(source_ids, source_mask)
         finally:
-            pool.give_back(unit)
+            pool.give_back(replica)
 
     def memory_bytes(self) -> int:
         """Return the device memory that batches hold or have left for the next; weights are not counted."""
@@ -183,7 +183,7 @@ class TrtSession:
         if pool:
             pool.close()
 
-    def _open(self) -> Pool:
+    def _open(self) -> ReplicaPool:
         if self._pool is None:
             raise BackendError("trt: this session is closed; load the bundle again")
         return self._pool
@@ -221,10 +221,10 @@ def _aliases(spec: ModelSpec) -> dict[str, str]:
 
 
 @contextmanager
-def _watched(unit: Unit) -> Iterator[None]:
-    """Mark a unit in which something failed, so that no other batch gets it."""
+def _watched(replica: Replica) -> Iterator[None]:
+    """Mark a replica in which something failed, so that no other batch gets it."""
     try:
         yield
     except BaseException:
-        unit.is_broken = True
+        replica.is_broken = True
         raise

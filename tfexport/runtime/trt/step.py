@@ -1,4 +1,4 @@
-"""One shape of decoder step: an execution context bound to a unit's buffers, and the copies before and behind it."""
+"""One shape of decoder step: an execution context bound to a replica's buffers, and the copies before and behind it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import numpy as np
 
 from tfexport.runtime.session import Ids
 from tfexport.runtime.trt.engine import Context
-from tfexport.runtime.trt.memory import Slot, shape_of
-from tfexport.runtime.trt.replay import Replay
-from tfexport.runtime.trt.workspace import Workspace
+from tfexport.runtime.trt.graphs import CudaGraphRunner
+from tfexport.runtime.trt.resources import StepIO, shape_of
+from tfexport.runtime.trt.workspace import DeviceResources
 from tfexport.spec import (
     CACHE_LENGTHS,
     CANDIDATE_IDS,
@@ -41,7 +41,7 @@ class Sizes:
 
 
 class Step:
-    """A step of one shape in one unit.
+    """A step of one shape in one replica.
 
     `feed` takes the tokens from the host, `follow` takes those that the step
     before has chosen, without leaving the device. Both queue everything, the
@@ -54,11 +54,11 @@ class Step:
         capacity: positions that the cache has.
     """
 
-    def __init__(self, work: Workspace, sizes: Sizes, context: Context, past_len: int = 0) -> None:
+    def __init__(self, device: DeviceResources, sizes: Sizes, context: Context, past_len: int = 0) -> None:
         """Give a context all its shapes and addresses.
 
         Args:
-            work: with buffers that are large enough.
+            device: with buffers that are large enough.
             sizes: of the step.
             context: of the decoder, in the profile for these sizes.
             past_len: tokens in the cache; the static form does not ask for it here.
@@ -66,61 +66,66 @@ class Step:
         Raises:
             BackendError: the engine refuses a shape.
         """
-        self.sizes, self.capacity = sizes, work.engines.limits.max_target_length
-        self._work, self._context, self._past_len = work, context, past_len
-        self._replay = Replay(work.cuda, work.stream)
+        self.sizes, self.capacity = sizes, device.engines.limits.max_target_length
+        self._device, self._context, self._past_len = device, context, past_len
+        self._replay = CudaGraphRunner(device.cuda, device.stream)
         # Shapes depend on it, so the library reads it on the host, whenever it is given a run.
         self._num_candidates = np.array([sizes.num_candidates], np.int64)
         self._bind()
 
-    def feed(self, slot: Slot, target_ids: Ids, past_len: int) -> None:
+    def feed(self, io: StepIO, target_ids: Ids, past_len: int) -> None:
         """Queue the step on tokens of the host.
 
         Args:
-            slot: not in use; in use until its `wait` returns.
+            io: not in use; in use until its `wait` returns.
             target_ids: int64 [rows, target_len].
             past_len: tokens in the cache of every row.
         """
-        slot.target_ids[: target_ids.size] = target_ids.ravel()
-        self._launch("feed", slot, past_len)
+        io.target_ids[: target_ids.size] = target_ids.ravel()
+        self._launch("feed", io, past_len)
 
-    def follow(self, slot: Slot, past_len: int, number: int) -> None:
+    def follow(self, io: StepIO, past_len: int, number: int) -> None:
         """Queue the step on the tokens that the newest step found best; both take one token and give one.
 
         Args:
-            slot: not in use; in use until its `wait` returns.
+            io: not in use; in use until its `wait` returns.
             past_len: tokens in the cache of every row, that of the newest step included.
-            number: of the slot; each has a graph of its own.
+            number: of the io; each has a graph of its own.
         """
-        self._launch(f"follow {number}", slot, past_len)
+        self._launch(f"follow {number}", io, past_len)
 
-    def _launch(self, name: str, slot: Slot, past_len: int) -> None:
-        slot.cache_lengths[: self.sizes.rows] = past_len
-        self._replay.run(name, lambda: self._queue(slot, from_host=name == "feed"), self._can_capture)
-        slot.record(self._work.stream)
+    def _launch(self, name: str, io: StepIO, past_len: int) -> None:
+        io.cache_lengths[: self.sizes.rows] = past_len
+        self._replay.run(name, lambda: self._queue(io, from_host=name == "feed"), self._can_capture)
+        io.record(self._device.stream)
 
-    def _queue(self, slot: Slot, *, from_host: bool) -> None:
-        cuda, stream, memory, rows = self._work.cuda, self._work.stream, self._work.memory, self.sizes.rows
+    def _queue(self, io: StepIO, *, from_host: bool) -> None:
+        cuda, stream, memory, rows = (
+            self._device.cuda,
+            self._device.stream,
+            self._device.memory,
+            self.sizes.rows,
+        )
         if from_host:
-            cuda.upload(memory[TARGET_IDS], slot.target_ids[: rows * self.sizes.target_len], stream)
+            cuda.upload(memory[TARGET_IDS], io.target_ids[: rows * self.sizes.target_len], stream)
         else:
-            cuda.copy(memory[TARGET_IDS], memory[CANDIDATE_IDS], rows * slot.target_ids.itemsize, stream)
-        if self._work.engines.form == "static":
-            cuda.upload(memory[CACHE_LENGTHS], slot.cache_lengths[:rows], stream)
+            cuda.copy(memory[TARGET_IDS], memory[CANDIDATE_IDS], rows * io.target_ids.itemsize, stream)
+        if self._device.engines.form == "static":
+            cuda.upload(memory[CACHE_LENGTHS], io.cache_lengths[:rows], stream)
         self._context.run(stream)
         count = rows * self.sizes.num_candidates
-        cuda.download(slot.token_ids[:count], memory[CANDIDATE_IDS], stream)
-        cuda.download(slot.logits[:count], memory[CANDIDATE_LOGITS], stream)
-        cuda.download(slot.log_normalizer[:rows], memory[LOG_NORMALIZER], stream)
+        cuda.download(io.token_ids[:count], memory[CANDIDATE_IDS], stream)
+        cuda.download(io.logits[:count], memory[CANDIDATE_LOGITS], stream)
+        cuda.download(io.log_normalizer[:rows], memory[LOG_NORMALIZER], stream)
 
     def close(self) -> None:
         """Free the graphs."""
         self._replay.close()
 
     def _bind(self) -> None:
-        form = self._work.engines.form
+        form = self._device.engines.form
         assert form is not None
-        graph = decoder_graph(self._work.engines.spec, form)
+        graph = decoder_graph(self._device.engines.spec, form)
         dims = self.sizes.dims(form, self._past_len, self.capacity)
         shapes = {tensor.name: shape_of(tensor, dims) for tensor in graph.inputs}
         addresses = {NUM_CANDIDATES: self._num_candidates.ctypes.data}
@@ -128,17 +133,17 @@ class Step:
             if tensor.name != NUM_CANDIDATES:
                 # One buffer is past and present of the static form, which writes in place.
                 name = tensor.name.replace("present_", "past_") if form == "static" else tensor.name
-                addresses[tensor.name] = self._work.memory[name]
+                addresses[tensor.name] = self._device.memory[name]
         self._context.bind(shapes, addresses)
 
     def _can_capture(self) -> bool:
         """Decide, behind the first run, who captures."""
-        engines = self._work.engines
+        engines = self._device.engines
         if engines.form != "static" or self.sizes.target_len > 1:
             return False
-        if self._context.can_be_captured(self._work.stream):
+        if self._context.can_be_captured(self._device.stream):
             return True
-        self._work.synchronize()
-        self._context = self._work.context(DECODER[engines.form], use="replay itself")
+        self._device.synchronize()
+        self._context = self._device.context(DECODER[engines.form], use="replay itself")
         self._bind()
         return False

@@ -1,4 +1,4 @@
-"""What the parts of a unit share: the engines, a stream, buffers and the memory for activations."""
+"""What the parts of a replica share: the engines, a stream, buffers and the memory for activations."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tfexport.errors import BackendError
-from tfexport.runtime.trt.engine import Context, Plan, Use
-from tfexport.runtime.trt.memory import Memory, Pinned
+from tfexport.runtime.trt.engine import Context, Engine, Use
+from tfexport.runtime.trt.resources import Memory, Pinned
 from tfexport.spec import Form, ModelSpec
 from tfexport.trt.config import EngineLimits
 from tfexport.trt.cuda import Cuda
@@ -16,25 +16,25 @@ _ACTIVATIONS = "activations"
 
 
 @dataclass(frozen=True)
-class Engines:
-    """What all units of a session share.
+class EngineSet:
+    """What all replicas of a session share.
 
     Attributes:
-        plans: by name of the graph.
+        engines: by name of the graph.
         spec: of the model, in the precision of the engines.
         form: of the decoder; None for an encoder alone.
         limits: the largest shapes.
         cuda: the device.
     """
 
-    plans: Mapping[str, Plan]
+    engines: Mapping[str, Engine]
     spec: ModelSpec
     form: Form | None
     limits: EngineLimits
     cuda: Cuda
 
 
-class Workspace:
+class DeviceResources:
     """A stream and its memory. Everything on it runs one after the other, so all contexts share their activations.
 
     Attributes:
@@ -45,7 +45,7 @@ class Workspace:
         pinned: host arrays.
     """
 
-    def __init__(self, engines: Engines) -> None:
+    def __init__(self, engines: EngineSet) -> None:
         """Make the stream, and room for the activations of the engine that needs most.
 
         Raises:
@@ -57,15 +57,15 @@ class Workspace:
         self.pinned = Pinned(engines.cuda)
         self._events: list[int] = []
         try:
-            self.memory.reserve({_ACTIVATIONS: max(plan.num_bytes for plan in engines.plans.values())})
+            self.memory.reserve({_ACTIVATIONS: max(engine.num_bytes for engine in engines.engines.values())})
         except BackendError:
             self.close()
             raise
 
-    def context(self, plan: str, profile: int = 0, use: Use = "any shapes") -> Context:
-        """Make a context of an engine on this stream; see `Plan.context`."""
+    def context(self, engine: str, profile: int = 0, use: Use = "any shapes") -> Context:
+        """Make a context of an engine on this stream; see `Engine.context`."""
         activations = self.memory[_ACTIVATIONS]
-        return self.engines.plans[plan].context(profile, activations, self.stream, use)
+        return self.engines.engines[engine].context(profile, activations, self.stream, use)
 
     def event(self) -> int:
         """Make an event, which `close` frees."""

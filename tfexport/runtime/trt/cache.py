@@ -10,10 +10,10 @@ import numpy as np
 
 from tfexport.runtime.session import Ids
 from tfexport.runtime.trt.engine import Context
-from tfexport.runtime.trt.memory import ITEM_BYTES
-from tfexport.runtime.trt.recent import Recent
-from tfexport.runtime.trt.replay import Replay
-from tfexport.runtime.trt.workspace import Workspace
+from tfexport.runtime.trt.graphs import CudaGraphRunner
+from tfexport.runtime.trt.lru import LruCache
+from tfexport.runtime.trt.resources import ITEM_BYTES
+from tfexport.runtime.trt.workspace import DeviceResources
 from tfexport.spec import CACHE, FLOAT, ORDER, REORDER, REORDERED
 
 SCRATCH = "scratch"
@@ -26,27 +26,27 @@ class _Recorded:
     """A move that comes again: a context bound to each width, and the graph."""
 
     contexts: Mapping[int, Context]
-    replay: Replay
+    replay: CudaGraphRunner
 
     def close(self) -> None:
         self.replay.close()
 
 
-class Reorder:
-    """Moves rows within the buffers of one unit: each tensor through `scratch` and back to its place.
+class CacheReorder:
+    """Moves rows within the buffers of one replica: each tensor through `scratch` and back to its place.
 
     So every address stays, and one scratch buffer serves all tensors.
     """
 
-    def __init__(self, work: Workspace) -> None:
+    def __init__(self, device: DeviceResources) -> None:
         """Prepare for as many rows as the engines take."""
-        self._work = work
-        self._item_bytes = ITEM_BYTES[FLOAT[work.engines.spec.precision]]
-        self._order: Ids = work.pinned.array(work.engines.limits.max_batch, np.int64)
-        self._order_was_read = work.event()
-        work.memory.reserve({ORDER: self._order.nbytes})
-        self._context = work.context(REORDER)
-        self._recorded: Recent[_Recorded] = Recent(MAX_GRAPHS, work.synchronize)
+        self._device = device
+        self._item_bytes = ITEM_BYTES[FLOAT[device.engines.spec.precision]]
+        self._order: Ids = device.pinned.array(device.engines.limits.max_batch, np.int64)
+        self._order_was_read = device.event()
+        device.memory.reserve({ORDER: self._order.nbytes})
+        self._context = device.context(REORDER)
+        self._recorded: LruCache[_Recorded] = LruCache(MAX_GRAPHS, device.synchronize)
 
     def run(self, widths: Mapping[str, int], num_rows: int, order: Ids, *, replays: bool) -> None:
         """Queue: row r of each tensor becomes what row order[r] was.
@@ -63,7 +63,7 @@ class Reorder:
         names: dict[int, list[str]] = defaultdict(list)
         for name, width in widths.items():
             names[width].append(name)
-        self._work.cuda.wait(self._order_was_read)
+        self._device.cuda.wait(self._order_was_read)
         self._order[: order.size] = order
         if replays:
             self._replay(names, num_rows, order.size)
@@ -72,18 +72,18 @@ class Reorder:
             for width, group in names.items():
                 self._bind(self._context, width, num_rows, order.size)
                 self._move(self._context, group, width, order.size)
-        self._work.cuda.record(self._order_was_read, self._work.stream)
+        self._device.cuda.record(self._order_was_read, self._device.stream)
 
     def forget(self) -> None:
-        """Free the graphs, because buffers have moved or the unit closes."""
+        """Free the graphs, because buffers have moved or the replica closes."""
         self._recorded.clear()
 
     def _replay(self, names: Mapping[int, Sequence[str]], num_rows: int, new_rows: int) -> None:
         def record() -> _Recorded:
-            contexts = {width: self._work.context(REORDER, use="be captured") for width in names}
+            contexts = {width: self._device.context(REORDER, use="be captured") for width in names}
             for width, context in contexts.items():
                 self._bind(context, width, num_rows, new_rows)
-            return _Recorded(contexts, Replay(self._work.cuda, self._work.stream))
+            return _Recorded(contexts, CudaGraphRunner(self._device.cuda, self._device.stream))
 
         recorded = self._recorded.get((num_rows, new_rows), record)
 
@@ -93,20 +93,22 @@ class Reorder:
                 self._move(recorded.contexts[width], group, width, new_rows)
 
         def can_capture() -> bool:
-            return all(context.can_be_captured(self._work.stream) for context in recorded.contexts.values())
+            return all(context.can_be_captured(self._device.stream) for context in recorded.contexts.values())
 
         recorded.replay.run(REORDER, queue, can_capture)
 
     def _upload(self, new_rows: int) -> None:
-        self._work.cuda.upload(self._work.memory[ORDER], self._order[:new_rows], self._work.stream)
+        self._device.cuda.upload(self._device.memory[ORDER], self._order[:new_rows], self._device.stream)
 
     def _bind(self, context: Context, width: int, num_rows: int, new_rows: int) -> None:
         shapes = {CACHE: (num_rows, width), ORDER: (new_rows,)}
-        context.bind(shapes, {ORDER: self._work.memory[ORDER], REORDERED: self._work.memory[SCRATCH]})
+        context.bind(shapes, {ORDER: self._device.memory[ORDER], REORDERED: self._device.memory[SCRATCH]})
 
     def _move(self, context: Context, names: Sequence[str], width: int, new_rows: int) -> None:
         for name in names:
-            context.place({CACHE: self._work.memory[name]})
-            context.run(self._work.stream)
+            context.place({CACHE: self._device.memory[name]})
+            context.run(self._device.stream)
             num_bytes = new_rows * width * self._item_bytes
-            self._work.cuda.copy(self._work.memory[name], self._work.memory[SCRATCH], num_bytes, self._work.stream)
+            self._device.cuda.copy(
+                self._device.memory[name], self._device.memory[SCRATCH], num_bytes, self._device.stream
+            )

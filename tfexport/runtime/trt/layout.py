@@ -15,7 +15,7 @@ def bucket(number: int, most: int) -> int:
 
 
 @dataclass(frozen=True)
-class Move:
+class CacheCopy:
     """What has to be copied on the device; None where everything stays.
 
     Attributes:
@@ -28,7 +28,7 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Lanes:
+class BatchLayout:
     """The sources of a batch in the lanes of the device.
 
     The device decodes `width` lanes of `beams` rows each, whether a source is in
@@ -46,7 +46,7 @@ class Lanes:
     lanes: Ids
 
     @classmethod
-    def of(cls, batch: int, width: int) -> Lanes:
+    def of(cls, batch: int, width: int) -> BatchLayout:
         """Put `batch` sources, one row each, into the first of `width` lanes."""
         return cls(width, 1, np.arange(batch))
 
@@ -60,7 +60,7 @@ class Lanes:
         """Device row of each row of the batch, int64 [rows]."""
         return _rows(self.lanes, self.beams)
 
-    def reorder(self, kept: Ids, rows: Ids, width: int) -> tuple[Lanes, Move]:
+    def reorder(self, kept: Ids, rows: Ids, width: int) -> tuple[BatchLayout, CacheCopy]:
         """Let row r continue what row rows[r] was.
 
         Args:
@@ -77,7 +77,7 @@ class Lanes:
             lanes = np.arange(kept.size)
         order = sources.repeat(beams) * self.beams + np.tile(np.arange(beams) % self.beams, sources.size)
         order[_rows(lanes, beams)] = self.rows[rows]
-        return Lanes(sources.size, beams, lanes), Move(_moved(sources), _moved(order))
+        return BatchLayout(sources.size, beams, lanes), CacheCopy(_moved(sources), _moved(order))
 
 
 def _rows(lanes: Ids, beams: int) -> Ids:

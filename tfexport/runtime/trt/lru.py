@@ -17,7 +17,7 @@ class Closable(Protocol):
 T = TypeVar("T", bound=Closable)
 
 
-class Recent(Generic[T]):
+class LruCache(Generic[T]):
     """The most recently used things by key. What it gives up it closes."""
 
     def __init__(self, most: int, before_close: Callable[[], None]) -> None:

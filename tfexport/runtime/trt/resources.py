@@ -1,4 +1,4 @@
-"""The buffers of one unit: device memory by tensor name, and the pinned arrays that the host exchanges with it."""
+"""The buffers of one replica: device memory by tensor name, and the pinned arrays that the host exchanges with it."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Memory:
 
 
 class Pinned:
-    """Page-locked host arrays of one unit, freed together."""
+    """Page-locked host arrays of one replica, freed together."""
 
     def __init__(self, cuda: Cuda) -> None:
         """Begin with nothing."""
@@ -111,7 +111,7 @@ class Pinned:
             self._cuda.unpin(self._arrays.pop())
 
 
-class Slot:
+class StepIO:
     """What the host gives a step and gets from it: pinned arrays, and the event behind the step.
 
     From the launch until `wait` returns, the arrays belong to the device.
@@ -139,7 +139,7 @@ class Slot:
         self._cuda.record(self._event, stream)
 
     def wait(self) -> None:
-        """Wait for the newest step that used this slot."""
+        """Wait for the newest step that used this io."""
         self._cuda.wait(self._event)
 
     def candidates(self, num_rows: int, num_candidates: int, rows: Ids, wanted: int) -> Candidates:

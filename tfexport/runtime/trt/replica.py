@@ -12,14 +12,14 @@ from tfexport.errors import BackendError
 from tfexport.runtime.session import Candidates, Floats, Ids, Mask
 from tfexport.runtime.trt.decoder import Decoder
 from tfexport.runtime.trt.encoder import Encoder
-from tfexport.runtime.trt.lanes import Lanes, Move
-from tfexport.runtime.trt.workspace import Engines, Workspace
+from tfexport.runtime.trt.layout import BatchLayout, CacheCopy
+from tfexport.runtime.trt.workspace import DeviceResources, EngineSet
 
 # Units that wait for a batch; what is freed beyond them is given back to the device.
-MAX_FREE_UNITS = 4
+MAX_FREE_REPLICAS = 4
 
 
-class Unit:
+class Replica:
     """A stream, buffers, contexts and graphs; they stay when a batch is done, and the next one uses them.
 
     Attributes:
@@ -27,7 +27,7 @@ class Unit:
         key: lanes and source length of the newest batch.
     """
 
-    def __init__(self, engines: Engines) -> None:
+    def __init__(self, engines: EngineSet) -> None:
         """Make everything that every batch needs.
 
         Raises:
@@ -35,21 +35,21 @@ class Unit:
         """
         self.is_broken = False
         self.key = (0, 0)
-        self._work = Workspace(engines)
+        self._device = DeviceResources(engines)
         self._source_mask: Mask = np.empty((0, 0), np.bool_)
         try:
-            self._encoder = Encoder(self._work)
-            self._decoder = Decoder(self._work, engines.form) if engines.form else None
+            self._encoder = Encoder(self._device)
+            self._decoder = Decoder(self._device, engines.form) if engines.form else None
         except BaseException:
-            self._work.close()
+            self._device.close()
             raise
 
     @property
     def num_bytes(self) -> int:
         """Device memory that it holds."""
-        return self._work.memory.num_bytes
+        return self._device.memory.num_bytes
 
-    def encode(self, source_ids: Ids, source_mask: Mask, lanes: Lanes) -> None:
+    def encode(self, source_ids: Ids, source_mask: Mask, lanes: BatchLayout) -> None:
         """Queue the encoder and make room for the caches.
 
         Args:
@@ -65,12 +65,12 @@ class Unit:
         if self._decoder:
             self._decoder.begin(lanes, source_ids.shape[1], moved=moved)
 
-    def step(self, lanes: Lanes, target_ids: Ids, past_len: int, num_candidates: int) -> Candidates:
+    def step(self, lanes: BatchLayout, target_ids: Ids, past_len: int, num_candidates: int) -> Candidates:
         """Run a decoder step; see `Decoder.step`."""
         assert self._decoder
         return self._decoder.step(lanes, target_ids, past_len, num_candidates)
 
-    def reorder(self, before: Lanes, after: Lanes, move: Move, past_len: int) -> None:
+    def reorder(self, before: BatchLayout, after: BatchLayout, move: CacheCopy, past_len: int) -> None:
         """Queue what has to move; see `Decoder.reorder`."""
         assert self._decoder
         self._decoder.reorder(before, after, move, past_len)
@@ -87,60 +87,60 @@ class Unit:
         """Wait for what runs and free everything, as far as the device still does what it is told."""
         # After a fault every call of the device fails; the error that matters was raised when it happened.
         with suppress(BackendError):
-            self._work.synchronize()
+            self._device.synchronize()
             if self._decoder:
                 self._decoder.close()
-            self._work.close()
+            self._device.close()
 
 
-class Pool:
-    """The units of a session: as many as batches are being decoded, and a few that wait.
+class ReplicaPool:
+    """The replicas of a session: as many as batches are being decoded, and a few that wait.
 
-    Batches of different threads have different units. `give_back` may be called
+    Batches of different threads have different replicas. `give_back` may be called
     from anywhere, also by the garbage collector: it takes no lock and calls
     nothing of the device.
     """
 
-    def __init__(self, engines: Engines) -> None:
-        """Begin without a unit."""
+    def __init__(self, engines: EngineSet) -> None:
+        """Begin without a replica."""
         self._engines = engines
         self._lock = threading.Lock()
-        self._units: list[Unit] = []
-        self._free: deque[Unit] = deque()  # the one given back last is at the right end
+        self._replicas: list[Replica] = []
+        self._free: deque[Replica] = deque()  # the one given back last is at the right end
 
     @property
     def num_bytes(self) -> int:
-        """Device memory that all units hold."""
-        return sum(unit.num_bytes for unit in list(self._units))
+        """Device memory that all replicas hold."""
+        return sum(replica.num_bytes for replica in list(self._replicas))
 
-    def take(self, key: tuple[int, int]) -> Unit:
-        """Return a unit that nobody uses, best one whose newest batch had the same key.
+    def take(self, key: tuple[int, int]) -> Replica:
+        """Return a replica that nobody uses, best one whose newest batch had the same key.
 
         Raises:
             BackendError: a new one is needed and the device has too little memory.
         """
         with self._lock:
             free = [self._free.pop() for _ in range(len(self._free))]
-            usable = [unit for unit in free if not unit.is_broken]
-            chosen = next((unit for unit in usable if unit.key == key), usable[0] if usable else None)
-            kept = [unit for unit in usable if unit is not chosen][:MAX_FREE_UNITS]
+            usable = [replica for replica in free if not replica.is_broken]
+            chosen = next((replica for replica in usable if replica.key == key), usable[0] if usable else None)
+            kept = [replica for replica in usable if replica is not chosen][:MAX_FREE_REPLICAS]
             self._free.extendleft(kept)
-            for unit in free:
-                if unit is not chosen and unit not in kept:
-                    self._units.remove(unit)
-                    unit.close()
+            for replica in free:
+                if replica is not chosen and replica not in kept:
+                    self._replicas.remove(replica)
+                    replica.close()
             if chosen is None:
-                chosen = Unit(self._engines)
-                self._units.append(chosen)
+                chosen = Replica(self._engines)
+                self._replicas.append(chosen)
             return chosen
 
-    def give_back(self, unit: Unit) -> None:
-        """Let another batch have a unit."""
-        self._free.append(unit)
+    def give_back(self, replica: Replica) -> None:
+        """Let another batch have a replica."""
+        self._free.append(replica)
 
     def close(self) -> None:
-        """Free all units, also those in use."""
+        """Free all replicas, also those in use."""
         with self._lock:
             self._free.clear()
-            while self._units:
-                self._units.pop().close()
+            while self._replicas:
+                self._replicas.pop().close()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from tfexport.trt.cuda import Cuda, Graph
 
 
-class Replay:
+class CudaGraphRunner:
     """What is queued on one stream again and again, always with the same shapes and addresses.
 
     The first time it is queued as it stands: an engine settles then what it does
