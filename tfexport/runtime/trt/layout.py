@@ -1,12 +1,16 @@
-"""Where the rows of a batch lie on the device: what moves there, and what only the host's map needs to know."""
+"""Where the sources of a batch lie on the device."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
 from tfexport.runtime.session import Ids
+
+# Slot that a source leaves, slot that it takes.
+SlotCopy = tuple[int, int]
 
 
 def bucket(number: int, most: int) -> int:
@@ -15,75 +19,44 @@ def bucket(number: int, most: int) -> int:
 
 
 @dataclass(frozen=True)
-class CacheCopy:
-    """What has to be copied on the device; None where everything stays.
-
-    Attributes:
-        sources: lane that each new lane's source comes from, int64 [new width].
-        rows: device row that each new device row continues, int64 [new width · new beams].
-    """
-
-    sources: Ids | None
-    rows: Ids | None
-
-
-@dataclass(frozen=True)
 class BatchLayout:
-    """The sources of a batch in the lanes of the device.
+    """The sources of a batch in the slots of the device.
 
-    The device decodes `width` lanes of `beams` rows each, whether a source is in
-    them or not, so that its shapes stay. When a source leaves, its lane runs on
-    and nobody reads it.
+    The device decodes all slots, whether a source is in them or not, so that its shapes stay. A source that leaves
+    changes this map alone: its slot runs on and nobody reads it.
 
     Attributes:
-        width: lanes on the device.
-        beams: rows of each lane.
-        lanes: lane of each source, int64 [batch].
+        size: slots, the padded batch size.
+        width: rows of each slot.
+        source_len: tokens of a slot's source, padding included.
+        slots: slot of each source, int64 [sources].
     """
 
+    size: int
     width: int
-    beams: int
-    lanes: Ids
-
-    @classmethod
-    def of(cls, batch: int, width: int) -> BatchLayout:
-        """Put `batch` sources, one row each, into the first of `width` lanes."""
-        return cls(width, 1, np.arange(batch))
+    source_len: int
+    slots: Ids
 
     @property
     def num_rows(self) -> int:
         """Rows on the device."""
-        return self.width * self.beams
+        return self.size * self.width
 
-    @property
+    @cached_property
     def rows(self) -> Ids:
         """Device row of each row of the batch, int64 [rows]."""
-        return _rows(self.lanes, self.beams)
+        rows: Ids = (self.slots[:, None] * self.width + np.arange(self.width)).ravel()
+        return rows
 
-    def reorder(self, kept: Ids, rows: Ids, width: int) -> tuple[BatchLayout, CacheCopy]:
-        """Let row r continue what row rows[r] was.
-
-        Args:
-            kept: sources that stay, int64 [new batch], as `check_rows` gives them.
-            rows: int64 [new rows].
-            width: lanes that are enough for the sources that stay.
+    def fit(self, first: int, size: int) -> tuple[BatchLayout, list[SlotCopy]]:
+        """Bring all sources into the slots first … size - 1, of which there are enough.
 
         Returns:
-            The lanes afterwards and what moves on the device.
+            The layout afterwards and the copies that it takes, in any order: each goes into a slot that is free.
         """
-        beams, lanes, sources = rows.size // kept.size, self.lanes[kept], np.arange(self.width)
-        if width < self.width:  # close up; what is left over goes on with what it held
-            sources = np.concatenate((lanes, np.arange(kept.size, width)))
-            lanes = np.arange(kept.size)
-        order = sources.repeat(beams) * self.beams + np.tile(np.arange(beams) % self.beams, sources.size)
-        order[_rows(lanes, beams)] = self.rows[rows]
-        return BatchLayout(sources.size, beams, lanes), CacheCopy(_moved(sources), _moved(order))
-
-
-def _rows(lanes: Ids, beams: int) -> Ids:
-    rows: Ids = (lanes[:, None] * beams + np.arange(beams)).ravel()
-    return rows
-
-
-def _moved(order: Ids) -> Ids | None:
-    return None if np.array_equal(order, np.arange(order.size)) else order
+        outside = (self.slots < first) | (self.slots >= size)
+        free = np.setdiff1d(np.arange(first, size), self.slots)[: np.count_nonzero(outside)]
+        copies = list(zip(self.slots[outside].tolist(), free.tolist(), strict=True))
+        slots = self.slots.copy()
+        slots[outside] = free
+        return replace(self, size=size, slots=slots), copies

@@ -1,16 +1,17 @@
-"""The buffers of one replica: device memory by tensor name, and the pinned arrays that the host exchanges with it."""
+"""What the parts of a replica share: the engines, a stream, device memory by tensor name, and pinned arrays."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from tfexport.runtime.session import Candidates, Floats, Ids
-from tfexport.spec import DType, TensorSpec
+from tfexport.errors import BackendError
+from tfexport.runtime.trt.engine import Context, Engine, Use
+from tfexport.spec import DType, Form, ModelSpec, TensorSpec
 from tfexport.trt.config import EngineLimits
 from tfexport.trt.cuda import Cuda
 
@@ -32,6 +33,7 @@ def bytes_of(tensor: TensorSpec, sizes: Mapping[str, int]) -> int:
 class Memory:
     """Device memory by tensor name. A buffer grows when it must, with its contents, and never shrinks.
 
+    What is new in it is zero, because rows that nobody uses are computed all the same.
     Whoever captured an address asks `reserve` whether it still holds.
 
     Attributes:
@@ -56,18 +58,16 @@ class Memory:
             sizes: bytes needed, by name.
 
         Returns:
-            Whether a buffer that was there before has moved.
+            Whether a buffer that was there before was reallocated.
 
         Raises:
             BackendError: the device has no more memory; every buffer is as it was or as it was to be.
         """
         short = {name: size for name, size in sizes.items() if size > self._sizes.get(name, -1)}
-        moved = [name for name in short if name in self._addresses]
-        if moved:
-            self._cuda.synchronize(self._stream)
+        is_reallocated = not self._addresses.keys().isdisjoint(short)
         for name, size in short.items():
             self._grow(name, size)
-        return bool(moved)
+        return is_reallocated
 
     def exchange(self, one: str, other: str) -> None:
         """Let two names change their buffers."""
@@ -82,12 +82,14 @@ class Memory:
             self._cuda.free(address)
 
     def _grow(self, name: str, size: int) -> None:
-        address = self._cuda.allocate(max(size, 1))
+        address, held = self._cuda.allocate(max(size, 1)), self._sizes.get(name, 0)
+        self._cuda.clear(address + held, size - held, self._stream)
         if name in self._addresses:
-            self._cuda.copy(address, self._addresses[name], self._sizes[name], self._stream)
-            self._cuda.synchronize(self._stream)
+            self._cuda.copy(address, self._addresses[name], held, self._stream)
+        self._cuda.synchronize(self._stream)
+        if name in self._addresses:
             self._cuda.free(self._addresses[name])
-        self.num_bytes += size - self._sizes.get(name, 0)
+        self.num_bytes += size - held
         self._addresses[name], self._sizes[name] = address, size
 
 
@@ -111,47 +113,74 @@ class Pinned:
             self._cuda.unpin(self._arrays.pop())
 
 
-class StepIO:
-    """What the host gives a step and gets from it: pinned arrays, and the event behind the step.
+_ACTIVATIONS = "activations"
 
-    From the launch until `wait` returns, the arrays belong to the device.
+
+@dataclass(frozen=True)
+class EngineSet:
+    """What all replicas of a session share.
 
     Attributes:
-        target_ids: int64, flat [rows · target_len].
-        cache_lengths: int64 [max rows].
-        token_ids: int64, flat [rows · num_candidates].
-        logits: float32, flat like token_ids.
-        log_normalizer: float32 [max rows].
+        engines: by name of the graph.
+        spec: of the model, in the precision of the engines.
+        form: of the decoder; None for an encoder alone.
+        limits: the largest shapes.
+        cuda: the device.
     """
 
-    def __init__(self, cuda: Cuda, event: int, pinned: Pinned, limits: EngineLimits) -> None:
-        """Make room for the largest step that the engines take."""
-        rows = limits.max_batch
-        self.target_ids: Ids = pinned.array(rows * limits.max_target_length, np.int64)
-        self.cache_lengths: Ids = pinned.array(rows, np.int64)
-        self.token_ids: Ids = pinned.array(rows * limits.max_candidates, np.int64)
-        self.logits: Floats = pinned.array(rows * limits.max_candidates, np.float32)
-        self.log_normalizer: Floats = pinned.array(rows, np.float32)
-        self._cuda, self._event = cuda, event
+    engines: Mapping[str, Engine]
+    spec: ModelSpec
+    form: Form | None
+    limits: EngineLimits
+    cuda: Cuda
 
-    def record(self, stream: int) -> None:
-        """Mark the end of the step that was just queued."""
-        self._cuda.record(self._event, stream)
 
-    def wait(self) -> None:
-        """Wait for the newest step that used this io."""
-        self._cuda.wait(self._event)
+class DeviceResources:
+    """A stream and its memory. Everything on it runs one after the other, so all contexts share their activations.
 
-    def candidates(self, num_rows: int, num_candidates: int, rows: Ids, wanted: int) -> Candidates:
-        """Copy out what a step has found.
+    Attributes:
+        engines: what the session has.
+        cuda: the device.
+        stream: the only one that uses the buffers.
+        memory: device buffers by tensor name.
+        pinned: host arrays.
+    """
 
-        Args:
-            num_rows: of the step.
-            num_candidates: of the step.
-            rows: those to copy, int64 [rows].
-            wanted: how many candidates of each.
+    def __init__(self, engines: EngineSet) -> None:
+        """Make the stream, and room for the activations of the engine that needs most.
+
+        Raises:
+            BackendError: the device has too little memory.
         """
-        count = num_rows * num_candidates
-        token_ids = self.token_ids[:count].reshape(num_rows, num_candidates)[rows, :wanted]
-        logits = self.logits[:count].reshape(num_rows, num_candidates)[rows, :wanted]
-        return Candidates(token_ids, logits, self.log_normalizer[rows])
+        self.engines, self.cuda = engines, engines.cuda
+        self.stream = engines.cuda.stream()
+        self.memory = Memory(engines.cuda, self.stream)
+        self.pinned = Pinned(engines.cuda)
+        self._events: list[int] = []
+        try:
+            self.memory.reserve({_ACTIVATIONS: max(engine.num_bytes for engine in engines.engines.values())})
+        except BackendError:
+            self.close()
+            raise
+
+    def context(self, engine: str, profile: int = 0, use: Use = "any shapes") -> Context:
+        """Make a context of an engine on this stream; see `Engine.context`."""
+        activations = self.memory[_ACTIVATIONS]
+        return self.engines.engines[engine].context(profile, activations, self.stream, use)
+
+    def event(self) -> int:
+        """Make an event, which `close` frees."""
+        self._events.append(self.cuda.event())
+        return self._events[-1]
+
+    def synchronize(self) -> None:
+        """Wait until everything queued is done."""
+        self.cuda.synchronize(self.stream)
+
+    def close(self) -> None:
+        """Free memory, events and stream; nothing may run, and no context or graph may be used afterwards."""
+        self.memory.close()
+        self.pinned.close()
+        while self._events:
+            self.cuda.destroy_event(self._events.pop())
+        self.cuda.destroy_stream(self.stream)
