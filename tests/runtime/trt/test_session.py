@@ -99,9 +99,27 @@ def test_an_overlapped_step_is_dropped_when_the_host_decides_otherwise(dates: Mo
             for _ in range(position // 3 + 1):  # moves may follow one another
                 batch.reorder(rows)
                 histories = [list(histories[row]) for row in rows]
+            for history, token in zip(histories, found.token_ids[:, 0].tolist(), strict=True):
+                history[-1] = token  # what was best in this place, whatever was moved there
         if position == 5:
             dates.add(batch, dates.sources[7:8])
             sources, histories = [*sources, dates.sources[7]], histories + [[dates.start] for _ in range(width)]
+
+
+def test_a_source_that_joins_does_not_get_the_step_of_its_slot(dates: Model) -> None:
+    """Its length is 0, that of a free slot, and its first token what the free slot was going on with."""
+    batch, new = dates.started(dates.trt(), 4)
+    batch.remove(np.array([0]))
+    for _ in range(2):
+        new = batch.step(new[:3], 1).token_ids[:, 0]
+    assert batch._replica is not None
+    assert batch._replica._decoder
+    begun = int(batch._replica._decoder._overlapped._chosen[0])
+    dates.add(batch, dates.sources[4:5], [[begun]])
+    assert batch._layout.slots[-1] == 0
+    found = batch.step(np.array([*new, begun]), 1)
+    logits = dates.logits(tuple(dates.sources[4]), (begun,))
+    np.testing.assert_allclose(found.logits[-1, 0], logits.max(), atol=1e-4)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -129,7 +129,7 @@ class Replica:
             self._decoder.prefill(layout, prompts)
 
     def compact(self, layout: BatchLayout, copies: Sequence[SlotCopy], source_mask: Mask, past_len: int) -> None:
-        """Queue copies of slots into free ones; where there are any, a step under way is dropped.
+        """Queue copies of slots into free ones, before a step of another size.
 
         Args:
             layout: before or after.
@@ -138,7 +138,6 @@ class Replica:
             past_len: tokens in the caches of the concat form.
         """
         assert self._decoder
-        self._decoder.drop()
         self._decoder.caches.copy_slots(layout, copies, past_len)
         self._encoder.upload_mask(source_mask)
 
