@@ -20,7 +20,7 @@ PRECISIONS: tuple[Precision, ...] = ("fp16", "fp32")
 
 
 def latency(job: Job, target: Target) -> None:
-    """Engines with CUDA graphs and without: the same tokens, and how long they take."""
+    """EngineSet with CUDA graphs and without: the same tokens, and how long they take."""
     bundle = job.bundle(MEASURED)
     for precision in PRECISIONS:
         name = job.engine(bundle, target, "static", precision, max_batch=128)
@@ -36,10 +36,10 @@ def latency(job: Job, target: Target) -> None:
 
 def _run(bundle: Path, name: str, graphs: bool, numbers: dict[str, Any]) -> list[list[tuple[int, ...]]]:
     """Decode and measure; without graphs every step is queued anew."""
-    from tfexport.runtime.trt.replay import Replay
+    from tfexport.runtime.trt.graphs import CudaGraphRunner
 
-    run = Replay.run if graphs else (lambda self, name, queue, can_capture: queue())
-    with mock.patch.object(Replay, "run", run):
+    run = CudaGraphRunner.run if graphs else (lambda self, name, queue, can_capture: queue())
+    with mock.patch.object(CudaGraphRunner, "run", run):
         session = decodes.open_engine(bundle, name)
         try:
             found = [hypotheses(session, 8, beams) for beams in (1, 4)]

@@ -139,7 +139,23 @@ class CudaDouble:
 
     def copy(self, destination: int, source: int, num_bytes: int, stream: int) -> None:
         def work() -> None:
-            self.view(destination, num_bytes, on_device=True)[:] = self.view(source, num_bytes, on_device=True)
+            to, given = (self.view(address, num_bytes, on_device=True) for address in (destination, source))
+            if np.may_share_memory(to, given):
+                raise MisuseError("a copy within the device overlaps itself")
+            to[:] = given
+
+        self.enqueue(stream, work)
+
+    def copy_2d(self, destination: int, pitch: int, source: int, source_pitch: int, num_rows: int, stream: int) -> None:
+        def work() -> None:
+            width = min(pitch, source_pitch)
+            to, given = (
+                self.view(address, num_rows * row, on_device=True).reshape(num_rows, row)[:, :width]
+                for address, row in ((destination, pitch), (source, source_pitch))
+            )
+            if np.may_share_memory(to, given):
+                raise MisuseError("a copy within the device overlaps itself")
+            to[:] = given
 
         self.enqueue(stream, work)
 

@@ -172,6 +172,20 @@ class Cuda:
         """Queue a copy within the device."""
         self._copy(destination, source, num_bytes, "cudaMemcpyDeviceToDevice", stream)
 
+    def copy_2d(self, destination: int, pitch: int, source: int, source_pitch: int, num_rows: int, stream: int) -> None:
+        """Queue a copy within the device of rows whose length changes; what a longer row has more stays as it was.
+
+        Args:
+            destination: address of the first row.
+            pitch: bytes of a row there.
+            source: address of the first row.
+            source_pitch: bytes of a row there.
+            num_rows: how many.
+            stream: to queue it on.
+        """
+        how, width = self._runtime.cudaMemcpyKind.cudaMemcpyDeviceToDevice, min(pitch, source_pitch)
+        self._call("cudaMemcpy2DAsync", destination, pitch, source, source_pitch, width, num_rows, how, stream)
+
     def clear(self, address: int, num_bytes: int, stream: int) -> None:
         """Queue zeros for device memory."""
         self._call("cudaMemsetAsync", address, 0, num_bytes, stream)

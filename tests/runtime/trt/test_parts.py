@@ -14,12 +14,10 @@ from tests.runtime.trt import trt_double
 from tests.runtime.trt.trt_double import MODULE, FakeContext, FakeEngine, RtxContext, RtxEngine, make_engines
 from tests.trt.cuda_double import CudaDouble, MisuseError
 from tfexport.errors import BackendError
-from tfexport.runtime.session import check_rows
-from tfexport.runtime.trt.ahead import Lookahead
-from tfexport.runtime.trt.lanes import Lanes, bucket
-from tfexport.runtime.trt.memory import Memory, Pinned, Slot
-from tfexport.runtime.trt.recent import Recent
-from tfexport.runtime.trt.replay import Replay
+from tfexport.runtime.trt.graphs import CudaGraphRunner, LruCache
+from tfexport.runtime.trt.layout import BatchLayout, bucket
+from tfexport.runtime.trt.resources import Memory, Pinned
+from tfexport.runtime.trt.step import OverlappedStep, StepIO
 from tfexport.spec import CACHE, ORDER, REORDER, REORDERED
 from tfexport.trt.config import EngineConfig, EngineLimits
 from tfexport.trt.cuda import Cuda
@@ -30,48 +28,23 @@ def test_buckets(number: int, most: int, expected: int) -> None:
     assert bucket(number, most) == expected
 
 
-class Row:
-    """Stands for a row of a batch and what its text is."""
-
-    def __init__(self, batch: int, rows: int) -> None:
-        self.batch, self.rows, self.past_len = batch, rows, 0
-
-
-@given(data=st.data(), batch=st.integers(1, 9), max_rows=st.integers(9, 40))
-def test_lanes_follow_any_order(data: st.DataObject, batch: int, max_rows: int) -> None:
-    """Every row of the batch finds on the device what a plain copy of rows gives it."""
-    lanes = Lanes.of(batch, bucket(batch, max_rows))
-    device_sources, device = np.arange(lanes.width), np.arange(lanes.width) * 1.0
-    sources, rows = np.arange(batch), np.arange(batch) * 1.0
-    for _ in range(5):
-        beams = rows.size // sources.size
-        kept = np.array(data.draw(st.lists(st.integers(0, sources.size - 1), min_size=1, unique=True)))
-        new_beams = data.draw(st.integers(1, max(1, min(4, max_rows // kept.size))))
-        picked = data.draw(st.lists(st.integers(0, beams - 1), min_size=new_beams, max_size=new_beams))
-        order = (kept[:, None] * beams + np.array(picked)).ravel()
-        assert (check_rows(Row(sources.size, rows.size), order) == kept).all()
-        lanes, move = lanes.reorder(kept, order, bucket(kept.size, max_rows // new_beams))
-        sources, rows = sources[kept], rows[order]
-        if move.sources is not None:
-            device_sources = device_sources[move.sources]
-        if move.rows is not None:
-            device = device[move.rows]
-        assert lanes.num_rows <= max_rows
-        np.testing.assert_array_equal(device[lanes.rows], rows)
-        np.testing.assert_array_equal(device_sources[lanes.lanes], sources)
-        device, rows = device + 100, rows + 100
-        device[lanes.rows] += np.arange(rows.size)
-        rows += np.arange(rows.size)
-
-
-def test_single_rows_that_leave_or_change_places_move_nothing() -> None:
-    lanes = Lanes.of(8, 8)
-    for order in ([7, 3, 1, 0, 2], [4, 3, 2, 1, 0], [0, 1, 2, 3, 4]):
-        rows = np.array(order)
-        lanes, move = lanes.reorder(rows, rows, 8)
-        assert move.sources is None
-        assert move.rows is None
-    assert lanes.rows.tolist() == [2, 0, 1, 3, 7]
+@given(data=st.data(), width=st.integers(1, 3), size=st.integers(1, 12))
+def test_copies_of_slots_keep_what_every_row_is(data: st.DataObject, width: int, size: int) -> None:
+    """Every source is found where the layout says, whatever is left out; no copy overwrites what is still needed."""
+    slots = np.array(data.draw(st.lists(st.integers(0, size - 1), unique=True)), np.int64)
+    layout = BatchLayout(size, width, 8, slots)
+    device = np.full((24, width), -1)
+    device[slots] = np.arange(slots.size * width).reshape(-1, width)
+    first = data.draw(st.integers(0, 4))
+    after, copies = layout.fit(first, data.draw(st.integers(first + slots.size, 20)))
+    for source, target in data.draw(st.permutations(copies)):
+        device[target] = device[source]
+    assert device.ravel()[after.rows].tolist() == list(range(slots.size * width))
+    assert after.slots.size == np.unique(after.slots).size == slots.size
+    assert ((after.slots >= first) & (after.slots < after.size)).all()
+    stayed = (slots >= first) & (slots < after.size)
+    assert (after.slots[stayed] == slots[stayed]).all(), "who is in place stays"
+    assert len(copies) == np.count_nonzero(~stayed)
 
 
 class Step:
@@ -79,27 +52,28 @@ class Step:
 
     def __init__(self, cuda: CudaDouble, stream: int, capacity: int) -> None:
         self.capacity, self.cuda, self.stream = capacity, cuda, stream
-        self.calls: list[tuple[str, int, int]] = []
+        self.calls: list[tuple[str, list[int], int]] = []
         self.newest = np.zeros(2, np.int64)
 
-    def feed(self, slot: Slot, target_ids: np.ndarray, past_len: int) -> None:
-        slot.target_ids[:2] = target_ids[:, 0]
-        self._queue("feed", slot, past_len, slot.target_ids[:2].copy)
+    def feed(self, io: StepIO, target_ids: np.ndarray, lengths: np.ndarray) -> None:
+        io.target_ids[:2] = target_ids
+        self._queue("feed", io, lengths, io.target_ids[:2].copy)
 
-    def follow(self, slot: Slot, past_len: int, number: int) -> None:
-        self._queue(f"follow {number}", slot, past_len, lambda: self.newest)
+    def follow(self, io: StepIO, lengths: np.ndarray, number: int) -> None:
+        self._queue(f"follow {number}", io, lengths, lambda: self.newest)
 
-    def _queue(self, name: str, slot: Slot, past_len: int, read: Any) -> None:
-        self.calls.append((name, past_len, id(slot)))
-        slot.cache_lengths[:2] = past_len
+    def _queue(self, name: str, io: StepIO, lengths: np.ndarray, read: Any) -> None:
+        self.calls.append((name, lengths.tolist(), id(io)))
+        io.cache_lengths[:2] = lengths
+        given = lengths.copy()
 
         def work() -> None:
-            assert (slot.cache_lengths[:2] == past_len).all(), "the slot was written while it was in use"
+            assert (io.cache_lengths[:2] == given).all(), "the step I/O was written while it was in use"
             self.newest = read() + 1
-            slot.token_ids[:2] = self.newest
+            io.token_ids[:2] = self.newest
 
         self.cuda.enqueue(self.stream, work)
-        slot.record(self.stream)
+        io.record(self.stream)
 
 
 @pytest.fixture(params=[False, True], ids=["late", "at once"])
@@ -108,67 +82,81 @@ def cuda(request: pytest.FixtureRequest) -> CudaDouble:
 
 
 @pytest.fixture
-def ahead(cuda: CudaDouble) -> tuple[Lookahead, Step]:
-    pinned, limits = Pinned(cuda), EngineLimits(max_batch=2, max_source_length=1, max_target_length=5, max_candidates=1)  # type: ignore[arg-type]
-    slots = [Slot(cuda, cuda.event(), pinned, limits) for _ in range(2)]  # type: ignore[arg-type]
-    return Lookahead((slots[0], slots[1])), Step(cuda, cuda.stream(), 5)
+def overlapped(cuda: CudaDouble) -> tuple[OverlappedStep, Step]:
+    pinned, limits = Pinned(cuda), EngineLimits(max_batch=2, max_source_length=1, max_target_length=6, max_candidates=1)  # type: ignore[arg-type]
+    ios = [StepIO(cuda, cuda.event(), pinned, limits) for _ in range(2)]  # type: ignore[arg-type]
+    return OverlappedStep((ios[0], ios[1])), Step(cuda, cuda.stream(), 6)
 
 
 READ = np.array([0, 1])
 
 
-def test_looking_ahead_feeds_once_and_stops_at_the_last_position(ahead: tuple[Lookahead, Step]) -> None:
-    lookahead, step = ahead
-    ids = np.array([[10], [20]])
+def ints(*numbers: int) -> np.ndarray:
+    return np.array(numbers, np.int64)
+
+
+def test_overlapped_steps_are_fed_once_and_stop_at_the_last_position(overlapped: tuple[OverlappedStep, Step]) -> None:
+    """Rows at different positions; the longest one decides when there is no next step."""
+    runner, step = overlapped
+    ids = ints(10, 20)
     for past_len in range(5):
-        ids = lookahead.run(step, ids, READ, past_len).token_ids[:2, None].copy()
-        assert ids.ravel().tolist() == [11 + past_len, 21 + past_len]
-    names = [(name, past_len) for name, past_len, _ in step.calls]
-    assert names == [("feed", 0), ("follow 1", 1), ("follow 0", 2), ("follow 1", 3), ("follow 0", 4)]
+        ids = runner.run(step, ids, READ, ints(past_len + 1, past_len)).token_ids[:2].copy()
+        assert ids.tolist() == [11 + past_len, 21 + past_len]
+    names = [(name, lengths) for name, lengths, _ in step.calls]
+    assert names == [
+        ("feed", [1, 0]),
+        ("follow 1", [2, 1]),
+        ("follow 0", [3, 2]),
+        ("follow 1", [4, 3]),
+        ("follow 0", [5, 4]),
+    ]
 
 
-def test_looking_ahead_drops_what_the_host_does_not_want(ahead: tuple[Lookahead, Step]) -> None:
-    lookahead, step = ahead
-    lookahead.run(step, np.array([[10], [20]]), READ, 0)
-    assert lookahead.run(step, np.array([[11], [50]]), READ, 1).token_ids[:2].tolist() == [12, 51]
-    assert lookahead.run(step, np.array([[12], [99]]), READ[:1], 2).token_ids[0] == 13, "a row that nobody reads"
+def test_an_overlapped_step_is_dropped_when_the_host_wants_other_tokens(
+    overlapped: tuple[OverlappedStep, Step],
+) -> None:
+    runner, step = overlapped
+    runner.run(step, ints(10, 20), READ, ints(0, 0))
+    assert runner.run(step, ints(11, 50), READ, ints(1, 1)).token_ids[:2].tolist() == [12, 51]
+    assert runner.run(step, ints(12, 99), READ[:1], ints(2, 0)).token_ids[0] == 13, "a row that nobody reads"
     assert [name for name, *_ in step.calls] == ["feed", "follow 1", "feed", "follow 1", "follow 0"]
+    assert step.calls[-1][1] == [3, 0], "whose length goes back to 0"
 
 
-def test_looking_ahead_drops_another_position_and_another_step(ahead: tuple[Lookahead, Step]) -> None:
-    lookahead, step = ahead
-    lookahead.run(step, np.array([[10], [20]]), READ, 0)
-    assert lookahead.run(step, np.array([[11], [21]]), READ, 2).token_ids[:2].tolist() == [12, 22]
-    assert [(name, past_len) for name, past_len, _ in step.calls][2:] == [("feed", 2), ("follow 1", 3)]
-    other = Step(step.cuda, step.stream, 5)
-    assert lookahead.run(other, np.array([[12], [22]]), READ, 3).token_ids[:2].tolist() == [13, 23]
+def test_an_overlapped_step_is_dropped_at_another_length_or_shape(overlapped: tuple[OverlappedStep, Step]) -> None:
+    runner, step = overlapped
+    runner.run(step, ints(10, 20), READ, ints(0, 1))
+    assert runner.run(step, ints(11, 21), READ, ints(1, 1)).token_ids[:2].tolist() == [12, 22]
+    assert [(name, lengths) for name, lengths, _ in step.calls][2:] == [("feed", [1, 1]), ("follow 1", [2, 2])]
+    other = Step(step.cuda, step.stream, 6)
+    assert runner.run(other, ints(12, 22), READ, ints(2, 2)).token_ids[:2].tolist() == [13, 23]
     assert [name for name, *_ in other.calls] == ["feed", "follow 1"]
-    lookahead.drop()
-    assert lookahead.run(other, np.array([[13], [23]]), READ, 4).token_ids[:2].tolist() == [14, 24]
-    assert [name for name, *_ in other.calls][2:] == ["feed"]
+    runner.drop()
+    assert runner.run(other, ints(13, 23), READ, ints(3, 3)).token_ids[:2].tolist() == [14, 24]
+    assert [name for name, *_ in other.calls][2:] == ["feed", "follow 1"]
 
 
 @pytest.mark.parametrize("can_capture", [True, False])
-def test_replay_runs_directly_once_then_from_one_graph_a_name(cuda: CudaDouble, can_capture: bool) -> None:
+def test_a_cuda_graph_runner_runs_directly_once_then_from_one_graph_a_name(cuda: CudaDouble, can_capture: bool) -> None:
     stream, done, asked = cuda.stream(), [], []
-    replay = Replay(cuda, stream)
+    runner = CudaGraphRunner(cuda, stream)
 
     def ask() -> bool:
         asked.append(len(done))
         return can_capture
 
     for name in "aabab":
-        replay.run(name, lambda name=name: cuda.enqueue(stream, lambda: done.append(name)), ask)  # type: ignore[misc]
+        runner.run(name, lambda name=name: cuda.enqueue(stream, lambda: done.append(name)), ask)  # type: ignore[misc]
     cuda.synchronize(stream)
     assert "".join(done) == "aabab"
     assert (cuda.counts["capture"], cuda.counts["launch"]) == ((2, 4) if can_capture else (0, 0))
     assert len(asked) == 1
-    replay.close()
+    runner.close()
     cuda.destroy_stream(stream)
     assert cuda.is_empty
 
 
-def test_recent_gives_up_what_was_not_used_longest() -> None:
+def test_the_lru_cache_gives_up_what_was_not_used_longest() -> None:
     said: list[str] = []
 
     class Item:
@@ -178,32 +166,53 @@ def test_recent_gives_up_what_was_not_used_longest() -> None:
         def close(self) -> None:
             said.append(f"close {self.name}")
 
-    recent: Recent[Item] = Recent(2, lambda: said.append("before"))
+    cache: LruCache[Item] = LruCache(2, lambda: said.append("before"))
     for name in "abaca":
-        assert recent.get(name, lambda name=name: Item(name)).name == name  # type: ignore[misc]
+        assert cache.get(name, lambda name=name: Item(name)).name == name  # type: ignore[misc]
     assert said == ["before", "close b"]
-    recent.clear()
+    cache.clear()
     assert sorted(said[3:]) == ["close a", "close c"]
 
 
-def test_memory_grows_with_its_contents_and_says_when_it_moves(cuda: CudaDouble) -> None:
+def test_memory_grows_with_its_contents_and_zeros_and_says_when_it_is_reallocated(cuda: CudaDouble) -> None:
     stream = cuda.stream()
     memory, pinned = Memory(cuda, stream), Pinned(cuda)  # type: ignore[arg-type]
     assert not memory.reserve({"a": 8, "b": 8})
-    given, back = pinned.array(1, np.int64), pinned.array(1, np.int64)
+    given, back = pinned.array(1, np.int64), pinned.array(2, np.int64)
     given[:] = 7
     cuda.upload(memory["a"], given, stream)
     assert not memory.reserve({"a": 4})
     assert memory.reserve({"a": 800, "b": 8})
     cuda.download(back, memory["a"], stream)
     cuda.synchronize(stream)
-    assert back.tolist() == [7]
+    assert back.tolist() == [7, 0]
     assert memory.num_bytes == cuda.device_bytes == 808
     memory.close()
     assert cuda.device_bytes == memory.num_bytes == 0
 
 
 # The doubles
+
+
+def test_the_double_copies_rows_of_other_lengths_and_nothing_onto_itself(cuda: CudaDouble) -> None:
+    stream, here, there = cuda.stream(), cuda.allocate(24), cuda.allocate(24)
+    cuda.view(here, 24, on_device=True)[:] = np.arange(24)
+    cuda.clear(there, 24, stream)
+    cuda.copy_2d(there, 6, here, 4, 3, stream)
+    cuda.synchronize(stream)
+    assert cuda.view(there, 18, on_device=True).reshape(3, 6)[:, [0, 3, 4]].tolist() == [
+        [0, 3, 0],
+        [4, 7, 0],
+        [8, 11, 0],
+    ]
+    for forbidden in (
+        lambda: cuda.copy(here + 4, here, 8, stream),
+        lambda: cuda.copy_2d(here, 4, here + 2, 6, 3, stream),
+        lambda: cuda.copy_2d(there, 9, here, 6, 3, stream),
+    ):
+        with pytest.raises(MisuseError, match=r"overlaps itself|no live device memory"):
+            forbidden()
+            cuda.synchronize(stream)
 
 
 @pytest.fixture

@@ -389,8 +389,9 @@ LIBRARY: Any = SimpleNamespace(trt=MODULE, target="tensorrt", version="0")
 
 
 class DoubleSession(TrtSession):
-    """A session that still knows its engines."""
+    """A session that still knows its engines and its device."""
 
     def __init__(self, engines: dict[str, FakeEngine], *args: Any, **kwargs: Any) -> None:
         super().__init__(engines, *args, **kwargs)
         self.engines: Any = engines
+        self.cuda: Any = args[-1]

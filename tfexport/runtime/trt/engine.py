@@ -14,11 +14,11 @@ Shape = tuple[int, ...]
 Use = Literal["any shapes", "be captured", "replay itself"]
 
 
-class Plan:
+class Engine:
     """A deserialised engine that makes contexts, for any number of threads.
 
     Where the library compiles kernels when it first needs them (TensorRT-RTX),
-    all contexts of a plan share one cache of what was compiled.
+    all contexts of a engine share one cache of what was compiled.
 
     Attributes:
         name: of the graph it was built from.

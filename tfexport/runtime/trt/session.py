@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
-
 from tfexport.errors import BackendError, InputError
-from tfexport.runtime.session import Candidates, Floats, Ids, Mask, check_rows, check_source, check_target
-from tfexport.runtime.trt.engine import Plan
-from tfexport.runtime.trt.lanes import Lanes, bucket
-from tfexport.runtime.trt.unit import Pool, Unit
-from tfexport.runtime.trt.workspace import Engines
+from tfexport.runtime.session import LONGER, Floats, Ids, Limit, Limits, Mask, check_source
+from tfexport.runtime.trt.batch import TrtBatch, check_limit
+from tfexport.runtime.trt.engine import Engine
+from tfexport.runtime.trt.replica import ReplicaPool
+from tfexport.runtime.trt.resources import EngineSet
 from tfexport.spec import (
     DECODER,
     ENCODER,
@@ -35,38 +30,14 @@ from tfexport.trt.cuda import Cuda
 from tfexport.trt.library import Library
 
 
-@dataclass(eq=False)
-class TrtState:
-    """One batch being decoded; its unit goes back to the session when the state is forgotten.
-
-    Attributes:
-        batch: sources still being decoded.
-        rows: hypotheses, a multiple of batch.
-        past_len: tokens in the cache of every row.
-        lanes: where the rows lie on the device.
-        unit: decodes this batch alone.
-    """
-
-    batch: int
-    rows: int
-    past_len: int
-    lanes: Lanes = field(repr=False)
-    unit: Unit = field(repr=False)
-
-
 class TrtSession:
     """Engines of TensorRT 10, 11 or TensorRT-RTX on the first GPU.
-
-    In the static form the batch is laid out in a power of two of lanes and the
-    source in a power of two of places, so that a few CUDA graphs serve all
-    batches; what is not used is masked.
 
     Attributes:
         spec: sizes, limits and token ids; the lengths are those that the engines take.
         backend: "trt".
-        max_rows: hypotheses that the engines take at once.
         accuracy: type of the weights where it is narrower than that of the graphs.
-        max_candidates: best tokens that the engines return at most.
+        limits: what the engines take.
         form: of the decoder; None for an encoder alone.
     """
 
@@ -74,7 +45,7 @@ class TrtSession:
 
     def __init__(
         self,
-        plans: Mapping[str, Any],
+        engines: Mapping[str, Any],
         spec: ModelSpec,
         form: Form | None,
         limits: EngineLimits,
@@ -87,7 +58,7 @@ class TrtSession:
         """Take deserialised engines, which the session shares with whoever else drives them.
 
         Args:
-            plans: `ICudaEngine` by name of its graph, `reorder` included where there is a decoder.
+            engines: `ICudaEngine` by name of its graph, `reorder` included where there is a decoder.
             spec: of the model, in the precision of the engines.
             form: of the decoder; None for an encoder alone.
             limits: the largest shapes of the engines.
@@ -104,127 +75,84 @@ class TrtSession:
             contracts |= {DECODER[form]: (decoder_graph(spec, form), 2), REORDER: (reorder_spec(spec.precision), 1)}
         made = {}
         for name, (contract, num_profiles) in contracts.items():
-            if name not in plans:
+            if name not in engines:
                 raise BackendError(f"trt: there is no engine {name}; build it with tfexport trt BUNDLE --force")
-            made[name] = Plan(name, plans[name], library.trt, reason)
+            made[name] = Engine(name, engines[name], library.trt, reason)
             made[name].check(contract, num_profiles, _aliases(spec) if name == DECODER["static"] else {})
         self.form = form
         self.accuracy: Accuracy = weights or spec.precision
-        self.max_rows: int | None = limits.max_batch
-        self.max_candidates: int | None = limits.max_candidates
-        self._model, self._limits = spec, limits
+        self.limits = _limits(spec, limits)
+        self._model = spec
         self.spec = dataclasses.replace(
             spec,
             max_source_length=min(spec.max_source_length, limits.max_source_length),
             max_target_length=min(spec.max_target_length, limits.max_target_length),
         )
-        self._pool: Pool | None = Pool(Engines(made, spec, form, limits, cuda))
+        self._pool: ReplicaPool | None = ReplicaPool(EngineSet(made, spec, form, limits, cuda))
 
-    def encode(self, source_ids: Ids, source_mask: Mask) -> TrtState:
-        """Encode a batch and make room for one row a source; see `Session.encode`."""
-        pool = self._open()
+    def batch(self, width: int = 1) -> TrtBatch:
+        """Return an empty batch; see `Session.batch`. In the static form sources may join it at any time.
+
+        In the concat form all begin together, with equally long prompts: engines of that form have one length of cache
+        for all rows.
+        """
+        self._open()
         if self.form is None:
             raise BackendError("trt: this bundle is an encoder alone and cannot generate; use embed")
-        self._check_source(source_ids, source_mask)
-        batch, source_len = source_ids.shape
-        if self.form == "static":
-            source_len = bucket(source_len, self._limits.max_source_length)
-        lanes = Lanes.of(batch, self._width(batch, 1))
-        padding = (0, lanes.width - batch), (0, source_len - source_ids.shape[1])
-        ids, mask = np.pad(source_ids, padding), np.pad(source_mask, padding)
-        mask[batch:, 0] = True  # a lane without a source reads one token: attention to nothing is not defined
-        unit = pool.take(ids.shape)
-        state = TrtState(batch, batch, 0, lanes, unit)
-        weakref.finalize(state, pool.give_back, unit).atexit = False
-        with _watched(unit):
-            unit.encode(ids, mask, lanes)
-        return state
-
-    def step(self, state: TrtState, target_ids: Ids, num_candidates: int) -> Candidates:
-        """Run the decoder on the newest tokens; see `Session.step`."""
-        self._open()
-        self._check_target(state, target_ids, num_candidates)
-        with _watched(state.unit):
-            found = state.unit.step(state.lanes, target_ids, state.past_len, num_candidates)
-        state.past_len += target_ids.shape[1]
-        return found
-
-    def reorder(self, state: TrtState, rows: Ids) -> None:
-        """Let row r continue what row rows[r] was; see `Session.reorder`."""
-        self._open()
-        kept = check_rows(state, rows)
-        _check_limit("rows", rows.size, self._limits.max_batch, "--max-batch")
-        width = self._width(kept.size, rows.size // kept.size)
-        lanes, move = state.lanes.reorder(kept, rows, width)
-        with _watched(state.unit):
-            state.unit.reorder(state.lanes, lanes, move, state.past_len)
-        state.lanes, state.batch, state.rows = lanes, kept.size, rows.size
+        if width < 1:
+            raise InputError(f"width is {width}, expected 1 or more")
+        return TrtBatch(width, self._model, self.form, self.limits, self._open)
 
     def hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats:
         """Encode a batch with an encoder alone; see `Session.hidden_states`."""
         pool = self._open()
         if self.form is not None:
             raise BackendError("trt: this bundle has a decoder and gives no hidden states; use generate")
-        self._check_source(source_ids, source_mask)
-        unit = pool.take(source_ids.shape)
+        check_source(self._model, source_ids, source_mask)
+        check_limit("sources", source_ids.shape[0], self.limits.rows)
+        check_limit("source tokens", source_ids.shape[1], self.limits.source_length)
+        replica = pool.take((len(source_ids), 1, source_ids.shape[1]))
         try:
-            with _watched(unit):
-                return unit.hidden_states(source_ids, source_mask)
+            with replica.watched():
+                return replica.hidden_states(source_ids, source_mask)
         finally:
-            pool.give_back(unit)
+            pool.give_back(replica)
 
     def memory_bytes(self) -> int:
         """Return the device memory that batches hold or have left for the next; weights are not counted."""
         return self._open().num_bytes
 
     def close(self) -> None:
-        """Free everything, also under states that are still there; no other call may be running."""
+        """Free everything, also under batches that are still there; no other call may be running."""
         pool, self._pool = self._pool, None
         if pool:
             pool.close()
 
-    def _open(self) -> Pool:
+    def _open(self) -> ReplicaPool:
         if self._pool is None:
             raise BackendError("trt: this session is closed; load the bundle again")
         return self._pool
 
-    def _width(self, batch: int, beams: int) -> int:
-        """Return the lanes for a batch: in the static form a power of two, or as many as the engines take."""
-        return bucket(batch, self._limits.max_batch // beams) if self.form == "static" else batch
 
-    def _check_source(self, source_ids: Ids, source_mask: Mask) -> None:
-        check_source(self._model, source_ids, source_mask)
-        for what, number, most, option in (
-            ("sources", source_ids.shape[0], self._limits.max_batch, "--max-batch"),
-            ("source tokens", source_ids.shape[1], self._limits.max_source_length, "--max-source-length"),
-        ):
-            _check_limit(what, number, most, option)
+def _limits(spec: ModelSpec, limits: EngineLimits) -> Limits:
+    """Say what engines take; lengths that are those of the bundle need another bundle, all else other engines."""
 
-    def _check_target(self, state: TrtState, target_ids: Ids, num_candidates: int) -> None:
-        check_target(self._model, state, target_ids, num_candidates)
-        length = state.past_len + target_ids.shape[1]
-        _check_limit("target tokens", length, self._limits.max_target_length, "--max-target-length")
-        _check_limit("candidates", num_candidates, self._limits.max_candidates, "--maxShapes", "num_candidates:")
+    def build(option: str) -> str:
+        return f"build engines for more: tfexport trt BUNDLE {option}{{number}} --force"
 
-
-def _check_limit(what: str, number: int, most: int, option: str, prefix: str = "") -> None:
-    if number > most:
-        raise InputError(
-            f"trt: {number} {what}, the limit is {most} for these engines; ask for less, or build others: "
-            f"tfexport trt BUNDLE {option} {prefix}{number} --force"
+    def length(side: str, engines: int, bundle: int) -> Limit:
+        return (
+            Limit(engines, build(f"--max-{side}-length ")) if engines < bundle else Limit(bundle, LONGER.format(side))
         )
+
+    return Limits(
+        rows=Limit(limits.max_batch, build("--max-batch ")),
+        source_length=length("source", limits.max_source_length, spec.max_source_length),
+        target_length=length("target", limits.max_target_length, spec.max_target_length),
+        candidates=Limit(limits.max_candidates, build("--maxShapes num_candidates:")),
+    )
 
 
 def _aliases(spec: ModelSpec) -> dict[str, str]:
     names = (key_value_names(prefix, spec.layers) for prefix in ("present", "past"))
     return dict(zip(*names, strict=True))
-
-
-@contextmanager
-def _watched(unit: Unit) -> Iterator[None]:
-    """Mark a unit in which something failed, so that no other batch gets it."""
-    try:
-        yield
-    except BaseException:
-        unit.is_broken = True
-        raise
