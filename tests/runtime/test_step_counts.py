@@ -5,6 +5,7 @@ Times are measured outside CI; here a change that makes decoding slower shows as
 
 from __future__ import annotations
 
+import dataclasses
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,11 +20,15 @@ import pytest
 import tfexport
 from tfexport.bench.weights import step_weight_bytes
 from tfexport.bundle.bundle import open_bundle
+from tfexport.decode.config import DecodeConfig
+from tfexport.decode.loop import Loop
+from tfexport.decode.request import check_requests
 from tfexport.export import export_bundle
 from tfexport.graph.config import ExportConfig
 from tfexport.model import Model
 from tfexport.models.presets import build_preset
 from tfexport.runtime.ort import contrib
+from tfexport.runtime.ort.contrib import ContribBatch
 from tfexport.runtime.session import Candidates, Ids
 
 Once = Callable[[str, Callable[[Path], object]], Path]
@@ -70,17 +75,17 @@ def test_kernels_of_a_step(bundle: Path, tmp_path: Path) -> None:
 def test_runs_and_bindings_of_a_call(model: Model, sources: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """A greedy call runs the encoder once and the decoder once for each token, bound once while shapes stay."""
     runs: Counter[str] = Counter()
-    bind, run = contrib.ContribSession._bind, contrib.run
+    bind, run = ContribBatch._bind, contrib.run
 
-    def counted_bind(session: Any, *arguments: Any) -> Any:
+    def counted_bind(batch: ContribBatch, *arguments: Any) -> Any:
         runs["bind"] += 1
-        return bind(session, *arguments)
+        return bind(batch, *arguments)
 
     def counted_run(graph: Any, binding: Any) -> None:
-        runs["decoder" if graph is model.session._decoder else "encoder"] += 1  # type: ignore[attr-defined]
+        runs["decoder" if graph is model.session.graphs().decoder else "encoder"] += 1  # type: ignore[attr-defined]
         run(graph, binding)
 
-    monkeypatch.setattr(contrib.ContribSession, "_bind", counted_bind)
+    monkeypatch.setattr(ContribBatch, "_bind", counted_bind)
     monkeypatch.setattr(contrib, "run", counted_run)
     model.generate_ids(sources, **LENGTH)
     assert runs == {"encoder": 1, "decoder": NEW_TOKENS, "bind": 1}
@@ -89,43 +94,70 @@ def test_runs_and_bindings_of_a_call(model: Model, sources: list[list[int]], mon
     assert runs == {"encoder": 1, "decoder": NEW_TOKENS, "bind": 2}  # one row a source in the first step
 
 
+def test_runs_and_bindings_where_sources_join(
+    model: Model, sources: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A source that joins costs the encoder a run; shapes that were bound before are not bound again."""
+    counts: Counter[str] = Counter()
+    bind, encode = ContribBatch._bind, ContribBatch._encode
+
+    def counted_bind(batch: ContribBatch, *arguments: Any) -> Any:
+        counts["bind"] += 1
+        return bind(batch, *arguments)
+
+    def counted_encode(batch: ContribBatch, *arguments: Any) -> Any:
+        counts["encoder"] += 1
+        return encode(batch, *arguments)
+
+    monkeypatch.setattr(ContribBatch, "_bind", counted_bind)
+    monkeypatch.setattr(ContribBatch, "_encode", counted_encode)
+    loop = Loop(model.session, 4)
+    config = DecodeConfig(min_new_tokens=6)
+    for text, request in enumerate(check_requests(model.session, sources, config)):
+        loop.submit([dataclasses.replace(request, max_new_tokens=6 + 3 * (text % 4))])
+    while loop.is_busy:
+        loop.step()
+    assert counts["encoder"] <= BATCH - 3
+    assert counts["bind"] <= 4, "one for each number of rows"
+
+
 @pytest.mark.parametrize("num_beams", [1, BEAMS])
 def test_what_crosses_into_python(
     model: Model, sources: list[list[int]], num_beams: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ids, logits and a normaliser of a few candidates a row: nothing of the width of the vocabulary or the cache."""
     crossed: list[tuple[int, int]] = []
-    name = "ahead" if num_beams == 1 else "step"
-    call = getattr(model.session, name)
+    name = "multi_step" if num_beams == 1 else "step"
+    call = getattr(ContribBatch, name)
 
-    def counted(state: Any, target_ids: Ids, *settings: int) -> Candidates:
-        found: Candidates = call(state, target_ids, *settings)
-        steps = len(found.token_ids) if name == "ahead" else 1
+    def counted(batch: ContribBatch, target_ids: Ids, *settings: int) -> Candidates:
+        found: Candidates = call(batch, target_ids, *settings)
+        steps = len(found.token_ids) if name == "multi_step" else 1
         size = found.token_ids.nbytes + found.logits.nbytes + found.log_normalizer.nbytes
         crossed.extend([(len(target_ids), size // steps)] * steps)
         return found
 
-    monkeypatch.setattr(model.session, name, counted)
+    monkeypatch.setattr(ContribBatch, name, counted)
     model.generate_ids(sources, num_beams=num_beams, **LENGTH)
     candidates = (2 * num_beams if num_beams > 1 else 1) + 1  # one more, for the end that is banned before its time
     assert len(crossed) == NEW_TOKENS
     assert all(size == rows * (candidates * 12 + 4) for rows, size in crossed)
-    assert {rows for rows, _ in crossed[1:]} == {BATCH * num_beams}
+    assert {rows for rows, _ in crossed} == {BATCH * num_beams}
 
 
 def test_python_memory_of_a_greedy_step(model: Model, sources: list[list[int]]) -> None:
     """A step makes room for its candidates and no more: no cache is copied, no history built anew."""
-    session = model.session
-    state = session.encode(np.array(sources), np.ones((BATCH, 12), bool))
-    token_ids = np.full((BATCH, 1), 5)
+    batch = model.session.batch()
+    batch.add(np.array(sources), np.ones((BATCH, 12), bool), [[1]] * BATCH)
+    token_ids = np.full(BATCH, 5)
     for _ in range(5):
-        session.step(state, token_ids, 2)
+        batch.step(token_ids, 2)
     tracemalloc.start()
     try:
         before, _ = tracemalloc.get_traced_memory()
         tracemalloc.reset_peak()
         for _ in range(20):
-            session.step(state, token_ids, 2)
+            batch.step(token_ids, 2)
         after, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -138,21 +170,21 @@ def test_tokens_that_a_beam_search_copies(
 ) -> None:
     """Beams that go on stay where they are; one that branches is copied from where it parts, not from the start."""
     counts: Counter[str] = Counter()
-    copy, reorder = contrib._copy_row, contrib.ContribSession.reorder
+    copy, reorder = ContribBatch._copy_row, ContribBatch.reorder
 
-    def counted_copy(state: contrib.ContribState, to: int, of: int) -> None:
-        beams = state.rows // state.batch
+    def counted_copy(batch: ContribBatch, to: int, of: int) -> None:
+        length = int(batch.lengths[to])
         counts["rows"] += 1
-        counts["tokens"] += state.past_len - state.shared[of // beams][to % beams][of % beams]
-        counts["tokens held"] += state.past_len
-        copy(state, to, of)
+        counts["tokens"] += length - batch._shared[of // BEAMS][to % BEAMS][of % BEAMS]
+        counts["tokens held"] += length
+        copy(batch, to, of)
 
-    def counted_reorder(session: Any, state: contrib.ContribState, rows: Ids) -> None:
+    def counted_reorder(batch: ContribBatch, rows: Ids) -> None:
         counts["rows moved by a plain gather"] += int((rows != np.arange(rows.size)).sum())
-        reorder(session, state, rows)
+        reorder(batch, rows)
 
-    monkeypatch.setattr(contrib, "_copy_row", counted_copy)
-    monkeypatch.setattr(contrib.ContribSession, "reorder", counted_reorder)
+    monkeypatch.setattr(ContribBatch, "_copy_row", counted_copy)
+    monkeypatch.setattr(ContribBatch, "reorder", counted_reorder)
     model.generate_ids(sources, num_beams=BEAMS, **LENGTH)
     assert 0 < counts["rows"] < 0.75 * counts["rows moved by a plain gather"]
     assert counts["tokens"] < 0.25 * counts["tokens held"], counts

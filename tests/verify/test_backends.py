@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -23,9 +24,10 @@ from tfexport.graph.config import ExportConfig
 from tfexport.graph.quantize.qdq import quantize_graphs
 from tfexport.models.config import TransformerConfig
 from tfexport.models.directory import save_model
-from tfexport.runtime.eager import EagerSession
+from tfexport.models.transformer import Transformer
+from tfexport.runtime.eager import EagerBatch, EagerSession
 from tfexport.runtime.open import load_eager_model
-from tfexport.runtime.session import Candidates, Floats, Session
+from tfexport.runtime.session import Batch, Candidates, Floats, Limit, Session
 from tfexport.verify import VerifyConfig, ladder, verify_bundle
 from tfexport.verify.numbers import compare, random_batches, step_logits
 from tfexport.verify.report import TOLERANCE
@@ -44,10 +46,10 @@ def graphs_of(bundle: Bundle) -> dict[str, Path]:
     return {name: bundle.file(graph.file) for name, graph in bundle.manifest.graphs.items()}
 
 
-def engines(**changes: Any) -> Callable[..., Session[Any]]:
+def engines(**changes: Any) -> Callable[..., Session]:
     """Stand in for `open_session` with doubles of engines; reading and refusing real ones is tested elsewhere."""
 
-    def open_session(bundle: Bundle, backend: str, **options: Any) -> Session[Any]:
+    def open_session(bundle: Bundle, backend: str, **options: Any) -> Session:
         assert (backend, options) == ("trt", {"form": None, "threads": None, "engine": None})
         form = "static" if bundle.manifest.spec.has_decoder else None
         return trt_session(graphs_of(bundle), bundle.manifest.spec, form, **changes)
@@ -105,7 +107,7 @@ def test_narrow_weights_are_judged_by_their_own_tolerance(
     graphs = {name: entries[name] for name in ("encoder", "decoder_static")}
     quantize_graphs(dates_bundle, graphs, tmp_path, "int8")
 
-    def open_session(bundle: Bundle, backend: str, **options: Any) -> Session[Any]:
+    def open_session(bundle: Bundle, backend: str, **options: Any) -> Session:
         paths = {name: tmp_path / graph.file for name, graph in graphs.items()}
         return trt_session(paths, bundle.manifest.spec, "static", weights="int8")
 
@@ -122,15 +124,22 @@ def test_wrong_engines_fail(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> No
     """The static graph with the weights of another model, at an engine's limits."""
     make = engines(max_shapes="num_candidates:9")
 
-    def swapped(opened: Bundle, backend: str, **options: Any) -> Session[Any]:
+    def swapped(opened: Bundle, backend: str, **options: Any) -> Session:
         session = make(opened, backend, **options)
-        step = session.step
+        open_batch = session.batch
 
-        def wrong(*arguments: Any) -> Candidates:
-            found = step(*arguments)
-            return Candidates(found.token_ids, found.logits[:, ::-1].copy(), found.log_normalizer)
+        def batch(width: int = 1) -> Batch:
+            opened = open_batch(width)
+            step = opened.step
 
-        session.step = wrong  # type: ignore[method-assign]
+            def wrong(*arguments: Any) -> Candidates:
+                found = step(*arguments)
+                return Candidates(found.token_ids, found.logits[:, ::-1].copy(), found.log_normalizer)
+
+            opened.step = wrong  # type: ignore[method-assign]
+            return opened
+
+        session.batch = batch  # type: ignore[method-assign]
         return session
 
     monkeypatch.setattr(ladder, "open_session", swapped)
@@ -142,14 +151,23 @@ def test_wrong_engines_fail(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> No
 class Limited(EagerSession):
     """The eager model, returning five candidates at most, some of them wrong."""
 
-    max_candidates = 5
     raised, hidden = 0.0, False
 
-    def step(self, state: Any, target_ids: Any, num_candidates: int) -> Candidates:
+    def __init__(self, model: Transformer) -> None:
+        super().__init__(model)
+        self.limits = dataclasses.replace(self.limits, candidates=Limit(5))
+
+    def batch(self, width: int = 1) -> EagerBatch:
+        return LimitedBatch(self, width)
+
+
+class LimitedBatch(EagerBatch):
+    def step(self, target_ids: Any, num_candidates: int) -> Candidates:
         assert num_candidates <= 5
-        found = super().step(state, target_ids, 6)
-        kept = slice(1, 6) if self.hidden else slice(0, 5)
-        return Candidates(found.token_ids[:, kept], found.logits[:, kept] + self.raised, found.log_normalizer)
+        found, session = super().step(target_ids, 6), self._session
+        assert isinstance(session, Limited)
+        kept = slice(1, 6) if session.hidden else slice(0, 5)
+        return Candidates(found.token_ids[:, kept], found.logits[:, kept] + session.raised, found.log_normalizer)
 
 
 @pytest.mark.parametrize(("raised", "hidden"), [(0.0, False), (0.5, False), (0.0, True)])

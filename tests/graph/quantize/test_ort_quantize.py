@@ -191,7 +191,7 @@ def narrow(dates_bundle: Path, once: Once, way: str) -> Path:
     return once(f"dates-integer-{way.replace(' ', '-')}", make)
 
 
-def session(dates_bundle: Path, folder: Path, form: Form) -> Session[Any]:
+def session(dates_bundle: Path, folder: Path, form: Form) -> Session:
     graphs = {path.stem: path for path in folder.glob("*.onnx")}
     return open_ort(graphs, open_bundle(dates_bundle).manifest.spec, form, threads=1, weights="int8")
 
@@ -240,14 +240,15 @@ def test_held_out_dates_are_read_as_well(way: str, points: float, form: Form, da
     assert share(narrow(dates_bundle, once, way)) >= share(dates_bundle) - points
 
 
-def mate_effect(session: Session[Any]) -> float:
+def mate_effect(session: Session) -> float:
     """Decode one text alone and beside a longer one; return the largest difference of its logits over three steps."""
     sources = [[7, 30, 41, 12], np.random.default_rng(0).integers(4, 300, 40).tolist()]
 
     def logits(sources: list[list[int]]) -> NDArray[np.float32]:
-        state = session.encode(*pad_right(sources, session.spec.tokens.pad))
+        batch = session.batch()
+        batch.add(*pad_right(sources, session.spec.tokens.pad), [[1]] * len(sources))
         found: list[Candidates] = [
-            session.step(state, np.full((len(sources), 1), token), session.spec.vocab) for token in (1, 20, 30)
+            batch.step(np.full(len(sources), token), session.spec.vocab) for token in (1, 20, 30)
         ]
         return np.stack([c.logits[0][np.argsort(c.token_ids[0])] for c in found])
 
