@@ -196,10 +196,10 @@ def decoder_graph(spec: ModelSpec, form: Form) -> GraphSpec:
     Caches go in as `past_*` and come out as `present_*`. The concat form returns
     them longer by target_len; the others write the new tokens into buffers of
     `capacity`, and one buffer serves as both. The static form writes at
-    `cache_lengths`, past_len of each row. The contrib form, ONNX Runtime's own,
-    takes what its operator takes: the `positions` of the new tokens, the last of
-    them, and past_len + target_len, the most of all rows; past_len is 0, or
-    target_len or the number of rows 1.
+    `cache_lengths`, past_len of each row, and rows may be at different positions.
+    So they may in the contrib form, ONNX Runtime's own operators, which takes what
+    its operator takes: the `positions` of the new tokens, the last of them, and
+    past_len + target_len of the longest row; every past_len is 0, or target_len 1.
     """
     inputs = [
         TensorSpec(TARGET_IDS, "int64", ("rows", "target_len")),
