@@ -19,9 +19,9 @@ from tfexport.decode.result import FinishReason, Hypothesis
 from tfexport.decode.stream import stream
 from tfexport.errors import ConfigError, InputError, TfexportError
 from tfexport.files.names import TOKENIZER
-from tfexport.runtime.open import open_session
+from tfexport.runtime.registry import AUTO, OpenOptions, get, open_session
 from tfexport.runtime.session import Floats, Session, pad_right
-from tfexport.spec import Backend, Device, Form, ModelSpec
+from tfexport.spec import Device, Form, ModelSpec
 from tfexport.tokenizer import Tokenizer
 
 Pooling = Literal["mean", "cls"]
@@ -49,7 +49,7 @@ class Result:
 def load(
     path: str | PathLike[str],
     *,
-    backend: Backend = "auto",
+    backend: str = AUTO,
     form: Form | None = None,
     threads: int | None = None,
     device: Device = "cpu",
@@ -59,11 +59,11 @@ def load(
 
     Args:
         path: of the bundle.
-        backend: "auto" takes ONNX Runtime, and PyTorch where that is not installed.
+        backend: "ort", "eager" or "trt"; "auto" takes the first of them that is installed and can run the bundle.
         form: of the decoder graph; None takes contrib on the CPU, else static, or concat where it is the only one.
         threads: for one call on the CPU; None means one for each core.
-        device: where ONNX Runtime computes, "cpu" or "cuda"; never another than the one asked for.
-        engine: name of the TensorRT engine for backend "trt"; None for the only one that may be used here.
+        device: where graphs are computed, "cpu" or "cuda"; never another than the one asked for.
+        engine: name of the engine for backend "trt"; None for the only one that may be used here.
 
     Raises:
         BundleError: the bundle is missing, damaged, or lacks the form.
@@ -72,7 +72,6 @@ def load(
         ConfigError: an argument is none of those allowed.
     """
     allowed_values: dict[str, tuple[object, tuple[object, ...]]] = {
-        "backend": (backend, get_args(Backend)),
         "form": (form, (None, *get_args(Form))),
         "device": (device, get_args(Device)),
     }
@@ -81,13 +80,16 @@ def load(
             raise ConfigError(f"load: {name} is {value!r}, expected one of {', '.join(map(repr, allowed))}")
     if threads is not None and threads < 1:
         raise ConfigError(f"load: threads is {threads}, expected 1 or more")
+    if backend != AUTO:
+        get(backend)  # before the bundle is read
+    options = OpenOptions(form=form, threads=threads, device=device, engine=engine)
     bundle = open_bundle(Path(path), weights=False)
     has_tokenizer = TOKENIZER in bundle.manifest.files
     tokenizer = Tokenizer.load(bundle.file(TOKENIZER), bundle.manifest.spec) if has_tokenizer else None
     with ThreadPoolExecutor(1) as pool:  # the sums of the weights take as long as the rest
         checked = pool.submit(check_weights, bundle)
         try:
-            session = open_session(bundle, backend, form=form, threads=threads, device=device, engine=engine)
+            session = open_session(bundle, backend, options)
         except TfexportError:
             checked.result()  # that weights were changed is the better reason
             raise

@@ -18,7 +18,6 @@ from tfexport.fields import Config, size_problems
 Precision = Literal["fp32", "fp16", "bf16"]
 Form = Literal["concat", "static", "contrib"]
 Device = Literal["cpu", "cuda"]
-Backend = Literal["auto", "eager", "ort", "trt"]
 WeightType = Literal["int8", "int4", "fp8"]
 QuantizedWeights = Literal["int8", "int4"]
 OptimizeFor = Literal["latency", "throughput"]

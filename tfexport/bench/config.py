@@ -9,7 +9,8 @@ from typing import Literal
 from tfexport.decode.config import DecodeConfig
 from tfexport.errors import ConfigError, raise_all
 from tfexport.fields import Config
-from tfexport.spec import Backend, Device, ModelSpec
+from tfexport.runtime.registry import AUTO, names
+from tfexport.spec import Device, ModelSpec
 
 Scenario = Literal["single", "offline", "server", "sweep"]
 
@@ -52,7 +53,7 @@ class BenchConfig(Config):
     """
 
     scenario: Scenario = "single"
-    backend: Backend = "auto"
+    backend: str = AUTO
     device: Device = "cpu"
     engine: str | None = None
     batch_size: tuple[int, ...] = ()
@@ -93,6 +94,8 @@ class BenchConfig(Config):
         ]
         if self.seed < 0:
             problems.append(f"seed is {self.seed}, expected 0 or more")
+        if self.backend not in names():
+            problems.append(f"backend is {self.backend!r}, expected one of {', '.join(map(repr, names()))}")
         return problems
 
     def _scenario_problems(self) -> list[str]:

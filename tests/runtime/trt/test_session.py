@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +35,7 @@ from tfexport.errors import BackendError, EngineError, InputError
 from tfexport.export import export_bundle
 from tfexport.graph.config import ExportConfig
 from tfexport.runtime.ort.session import OrtSession
+from tfexport.runtime.registry import get, registered
 from tfexport.runtime.session import pad_right
 from tfexport.runtime.trt.session import TrtSession
 from tfexport.runtime.trt.unit import MAX_FREE_UNITS
@@ -536,7 +538,7 @@ def test_rtx_captures_by_itself_where_we_cannot(dates: Model, monkeypatch: pytes
 
 
 @pytest.fixture
-def on_doubles(dates: Model, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tfexport.Model]:
+def on_doubles(dates: Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tfexport.Model]]:
     """Return `tfexport.load` on a bundle with an engine `fast`, up to the library and the device."""
     bundle, cuda = dates.path, CudaDouble()
 
@@ -553,7 +555,8 @@ def on_doubles(dates: Model, monkeypatch: pytest.MonkeyPatch) -> Callable[..., t
 
     monkeypatch.setattr("tfexport.trt.artifact.load.load_engine", load_engine)
     monkeypatch.setattr("tfexport.trt.cuda.Cuda", lambda: cuda)
-    return lambda **options: tfexport.load(bundle, **options)
+    with registered(dataclasses.replace(get("trt"), requirements=())):
+        yield lambda **options: tfexport.load(bundle, **options)
 
 
 def test_a_bundle_generates_with_its_engine(dates: Model, on_doubles: Callable[..., tfexport.Model]) -> None:
@@ -571,7 +574,7 @@ def test_an_engine_goes_with_its_backend_and_its_form(on_doubles: Callable[..., 
         on_doubles(backend="ort", engine="fast")
     with pytest.raises(BackendError, match="trt: engine fast has the form static; leave the form out"):
         on_doubles(backend="trt", form="concat")
-    with pytest.raises(BackendError, match="trt: device cuda is for ONNX Runtime; leave it out"):
+    with pytest.raises(BackendError, match="trt: device cuda is for ONNX Runtime; use it with --backend ort"):
         on_doubles(backend="trt", device="cuda")
     with pytest.raises(EngineError, match="has no engine slow"):
         on_doubles(backend="trt", engine="slow")
