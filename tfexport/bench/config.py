@@ -43,7 +43,7 @@ class Cell:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchConfig(Config):
+class BenchConfig(Config, subject="bench"):
     """How a bundle is measured.
 
     Empty sizes and a `duration` of None are filled in by `resolve`. Several sizes make a
@@ -65,14 +65,8 @@ class BenchConfig(Config):
     processes: int = 3
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            ConfigError: lists every problem.
-        """
-        problems = self._check_types() or [*self._range_problems(), *self._scenario_problems()]
-        raise_all(ConfigError, "bench", problems)
+    def _problems(self) -> list[str]:
+        return [*self._range_problems(), *self._scenario_problems()]
 
     def _range_problems(self) -> list[str]:
         most = {"batch_size": 4096, "source_length": 1_000_000, "target_length": 1_000_000}

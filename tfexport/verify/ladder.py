@@ -36,7 +36,7 @@ Named = tuple[str, Session[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyConfig(Config):
+class VerifyConfig(Config, subject="verify"):
     """How much is tried.
 
     `samples` random sequences are decoded for each form and method, and at most
@@ -46,18 +46,11 @@ class VerifyConfig(Config):
     samples: int = 100
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            ConfigError: lists every problem.
-        """
-        problems = self._check_types()
-        if not problems and not 1 <= self.samples <= 1_000_000:
-            problems.append(f"samples is {self.samples}, expected 1 to 1,000,000")
-        if not problems and self.seed < 0:
-            problems.append(f"seed is {self.seed}, expected 0 or more")
-        raise_all(ConfigError, "verify", problems)
+    def _problems(self) -> Iterator[str]:
+        if not 1 <= self.samples <= 1_000_000:
+            yield f"samples is {self.samples}, expected 1 to 1,000,000"
+        if self.seed < 0:
+            yield f"seed is {self.seed}, expected 0 or more"
 
     @classmethod
     def quick(cls) -> Self:
