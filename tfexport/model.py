@@ -124,6 +124,7 @@ class Model:
         prefixes: Sequence[str] | None = None,
         batch_size: int = 32,
         on_progress: Callable[[int], None] | None = None,
+        config: DecodeConfig | None = None,
         **options: Any,
     ) -> list[Result]:
         """Generate for every text.
@@ -133,7 +134,8 @@ class Model:
             prefixes: what each result begins with; empty for nothing.
             batch_size: texts decoded at once.
             on_progress: called after each batch with the number of texts it had.
-            options: fields of `DecodeConfig`, named and meant as in Hugging Face `generate`.
+            config: how to decode; None for the defaults.
+            options: fields of `DecodeConfig`, named and meant as in Hugging Face `generate`; they override `config`.
 
         Returns:
             num_return_sequences results a text, in the order of the texts, best first.
@@ -143,10 +145,10 @@ class Model:
             InputError: lists every text that the model cannot take.
             BackendError: the backend failed.
         """
-        config, tokenizer = _options(options), self._need_tokenizer()
+        decoding, tokenizer = _options(config, options), self._need_tokenizer()
         sources = tokenizer.encode(_texts("texts", texts))
         starts = None if prefixes is None else [tokenizer.encode_target(p) if p else [] for p in prefixes]
-        found = decode(self.session, sources, config, prefixes=starts, batch_size=batch_size, on_progress=on_progress)
+        found = decode(self.session, sources, decoding, prefixes=starts, batch_size=batch_size, on_progress=on_progress)
         return [
             Result(tokenizer.decode(best.token_ids), best.token_ids, best.score, best.finish_reason)
             for hypotheses in found
@@ -160,6 +162,7 @@ class Model:
         prefixes: Sequence[Sequence[int]] | None = None,
         batch_size: int = 32,
         on_progress: Callable[[int], None] | None = None,
+        config: DecodeConfig | None = None,
         **options: Any,
     ) -> list[list[Hypothesis]]:
         """Generate from token ids, without a tokenizer.
@@ -169,7 +172,8 @@ class Model:
             prefixes: token ids that each result begins with, without the start token.
             batch_size: texts decoded at once.
             on_progress: called after each batch with the number of texts it had.
-            options: fields of `DecodeConfig`.
+            config: how to decode; None for the defaults.
+            options: fields of `DecodeConfig`; they override `config`.
 
         Returns:
             For each source its num_return_sequences hypotheses, best first.
@@ -180,16 +184,24 @@ class Model:
             BackendError: the backend failed.
         """
         return decode(
-            self.session, sources, _options(options), prefixes=prefixes, batch_size=batch_size, on_progress=on_progress
+            self.session,
+            sources,
+            _options(config, options),
+            prefixes=prefixes,
+            batch_size=batch_size,
+            on_progress=on_progress,
         )
 
-    def stream(self, text: str, *, prefix: str = "", **options: Any) -> Iterator[str]:
+    def stream(
+        self, text: str, *, prefix: str = "", config: DecodeConfig | None = None, **options: Any
+    ) -> Iterator[str]:
         """Generate for one text and hand out pieces as they come.
 
         Args:
             text: to generate for.
             prefix: what the result begins with; handed out first.
-            options: fields of `DecodeConfig`; one result without beams.
+            config: how to decode; None for the defaults.
+            options: fields of `DecodeConfig`, which override those of `config`; one result without beams.
 
         Returns:
             Pieces that together are what `generate` gives.
@@ -202,7 +214,7 @@ class Model:
         tokenizer = self._need_tokenizer()
         (source,) = tokenizer.encode(_texts("text", [text]))
         tokens = stream(
-            self.session, source, _options(options), prefix=tokenizer.encode_target(prefix) if prefix else ()
+            self.session, source, _options(config, options), prefix=tokenizer.encode_target(prefix) if prefix else ()
         )
         return _pieces(tokenizer, tokens)
 
@@ -268,8 +280,8 @@ class Model:
         return self.tokenizer
 
 
-def _options(options: dict[str, Any]) -> DecodeConfig:
-    return DecodeConfig.from_dict(options, subject="decoding")
+def _options(config: DecodeConfig | None, options: dict[str, Any]) -> DecodeConfig:
+    return DecodeConfig.from_dict({**(config.to_dict() if config else {}), **options}, subject="decoding")
 
 
 def _texts(name: str, texts: Sequence[str]) -> list[str]:
