@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import tfexport
-from tests.bundle.test_bundle import GRAPHS, make, make_contrib
+from tests.bundle.made import GRAPHS, make, make_contrib
 from tfexport import model
 from tfexport.bench.config import BenchConfig, resolve
 from tfexport.bench.run import check_parity
