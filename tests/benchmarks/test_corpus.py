@@ -12,11 +12,14 @@ from click.testing import CliRunner
 
 from tests.conftest import ROOT
 from tfexport.bench.timing import Effort
+from tfexport.decode.batch import decode
+from tfexport.decode.config import DecodeConfig
 from tfexport.errors import BenchError
 from tfexport.export import export_bundle
 from tfexport.graph.config import ExportConfig
 from tfexport.models.directory import save_model
 from tfexport.models.transformer import Transformer
+from tfexport.runtime.eager import EagerSession
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
@@ -51,17 +54,16 @@ def test_lengths_are_log_normal_and_the_same_on_every_call() -> None:
         assert 100 < max(found) <= LONGEST
 
 
-def test_each_text_ends_where_its_source_asks_for_it(work: Path) -> None:
-    import tfexport
-
+def test_each_text_ends_where_its_source_asks_for_it(model: Transformer) -> None:
     texts = corpus(40, 1_000)
-    with tfexport.load(work / NAME / "bundle-fp32", backend="eager") as eager:
-        found = eager.generate_ids([text.source for text in texts], max_new_tokens=LONGEST)
+    config = DecodeConfig(max_new_tokens=LONGEST)
+    found = decode(EagerSession(model), [text.source for text in texts], config, batch_size=len(texts))
     assert [len(best[0].token_ids) for best in found] == [text.length for text in texts]
     assert {best[0].finish_reason for best in found} == {"eos"}
     assert len({best[0].token_ids[0] for best in found}) > 1
 
 
+@pytest.mark.slow
 def test_the_table_of_a_bundle_beside_itself(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "PAUSE_S", 0.0)
     monkeypatch.setattr(command, "TURN", Effort(warm_up=0))
