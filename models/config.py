@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-from tfexport.errors import ConfigError, raise_all
+from tfexport.errors import ConfigError
 from tfexport.fields import Config, size_problems
 from tfexport.models.switches import (
     SWITCHES,
@@ -22,7 +22,7 @@ from tfexport.spec import ModelSpec, Precision, TokenIds
 
 
 @dataclass(frozen=True, kw_only=True)
-class StackConfig(Config):
+class StackConfig(Config, subject="stack"):
     """Sizes and norm placement of one side, encoder or decoder.
 
     `d_k` and `d_v` are the width of one head's keys and values; None means
@@ -37,18 +37,12 @@ class StackConfig(Config):
     d_k: int | None = None
     d_v: int | None = None
 
-    def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            ConfigError: lists every value of a wrong type or range.
-        """
-        problems = self._check_types() or size_problems(self, "layers", "num_heads", "d_ff", "d_k", "d_v")
-        raise_all(ConfigError, "stack", problems)
+    def _problems(self) -> list[str]:
+        return size_problems(self, "layers", "num_heads", "d_ff", "d_k", "d_v")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransformerConfig(Config):
+class TransformerConfig(Config, subject="model"):
     """The canonical transformer: free sizes and switches.
 
     What the switches do stands in models/README.md, what values they have in
@@ -89,14 +83,8 @@ class TransformerConfig(Config):
     tie_output: bool = False
     dropout: float = 0.1
 
-    def __post_init__(self) -> None:
-        """Check each value and how they fit together.
-
-        Raises:
-            ConfigError: lists every problem.
-        """
-        problems = self._check_types() or [*self._size_problems(), *self._decoder_problems()]
-        raise_all(ConfigError, "model", problems)
+    def _problems(self) -> list[str]:
+        return [*self._size_problems(), *self._decoder_problems()]
 
     def _size_problems(self) -> list[str]:
         problems = size_problems(

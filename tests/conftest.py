@@ -49,3 +49,13 @@ def dates_bundle(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
     from tfexport.graph.config import ExportConfig
 
     return once("dates", lambda path: export_bundle(str(DATES), path, ExportConfig(), verify=False))
+
+
+@pytest.fixture(scope="session")
+def dates_fp16(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
+    """Export models/dates in fp16; not to be changed."""
+    from tfexport.export import export_bundle
+    from tfexport.graph.config import ExportConfig
+
+    config = ExportConfig(precision="fp16")
+    return once("dates-fp16", lambda path: export_bundle(str(DATES), path, config, verify=False))

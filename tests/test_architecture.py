@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -37,13 +38,13 @@ ALLOWED: dict[str, set[str]] = {
     "decode": {*CONTRACT, "runtime.session"},
     "model": {*STORE, "runtime", "decode", "tokenizer"},
     "verify": {*STORE, "models", "runtime", "decode", "tokenizer", "model"},
-    "bench": {*STORE, "runtime.session", "decode", "model", "verify"},
-    "export": {*STORE, "models", "tokenizer", "graph", "verify"},
+    "bench": {*STORE, "runtime.session", "runtime.registry", "decode", "model", "verify"},
+    "export": {*STORE, "runtime.registry", "models", "tokenizer", "graph", "verify"},
     "build": {*STORE, "trt"},
     "inspect": {*STORE, "models.config", "graph.describe", "trt"},
     "acceptance": set(),
-    "probes": set(),
-    "doctor": {"errors", "install", "acceptance", "probes"},
+    "probes": {"runtime.registry"},
+    "doctor": {"errors", "install", "acceptance", "probes", "runtime.registry"},
     "cli": {
         *CONTRACT,
         "files.text",
@@ -52,6 +53,7 @@ ALLOWED: dict[str, set[str]] = {
         "graph.config",
         "trt.config",
         "decode.config",
+        "runtime.registry",
         "export",
         "build",
         "model",
@@ -62,6 +64,21 @@ ALLOWED: dict[str, set[str]] = {
     },
     "": {"errors", "decode.config", "model"},
 }
+# The way through the house, from the top down: no room imports one beside it or above it.
+ORDER: tuple[set[str], ...] = (
+    {"cli"},
+    {"export", "build", "serve", "bench"},
+    {"verify"},
+    {"model"},
+    {"decode"},
+    {"runtime"},
+    {"trt"},
+    {"graph", "checkpoint"},
+    {"bundle"},
+    {"models"},
+    {"spec"},
+    {"errors"},
+)
 # Each library that is not the standard one and where it may be imported, late or not.
 FENCES: dict[str, set[str]] = {
     "numpy": {"bench", "checkpoint", "decode", "graph", "model", "models", "runtime", "tokenizer", "trt", "verify"},
@@ -167,6 +184,32 @@ def test_there_is_no_cycle_of_folders(folder: str) -> None:
     graphlib.TopologicalSorter(siblings(folder)).prepare()
 
 
+def folder_of(name: str) -> str:
+    """Return the folder whose own file a module is; a file at the top is a folder of its own."""
+    is_package = any(other.startswith(f"{name}.") for other in modules())
+    return name if is_package else name.rpartition(".")[0] or name
+
+
+def test_a_folder_s_own_files_and_its_folders_make_no_cycle() -> None:
+    graph: dict[str, set[str]] = {}
+    for name in modules():
+        graph.setdefault(folder_of(name), set()).update(folder_of(target) for target, _ in own_imports(name))
+    assert {"runtime", "runtime.ort", "cli", "export", "models"} <= set(graph)
+    graphlib.TopologicalSorter({folder: found - {folder} for folder, found in graph.items()}).prepare()
+
+
+def test_rooms_import_downwards() -> None:
+    place = {room: index for index, rooms in enumerate(ORDER) for room in rooms}
+    wrong = []
+    for name in modules():
+        room = name.partition(".")[0]
+        for target, line in own_imports(name):
+            other = target.partition(".")[0]
+            if room in place and other in place and other != room and place[other] <= place[room]:
+                wrong.append(f"tfexport.{name}:{line} imports tfexport.{target}")
+    assert not wrong
+
+
 @pytest.mark.parametrize("name", sorted(modules()))
 def test_libraries_stay_in_their_rooms(name: str) -> None:
     for target, line in imports(name):
@@ -206,7 +249,9 @@ def test_a_deployment_machine_needs_neither_torch_nor_onnx() -> None:
 
 def test_public_names_can_be_had_and_are_listed() -> None:
     assert len(tfexport.__all__) > 5
-    assert all(getattr(tfexport, name).__name__ == name for name in tfexport.__all__)
+    values = {name: getattr(tfexport, name) for name in tfexport.__all__ if name != "__version__"}
+    assert all(value.__name__ == name for name, value in values.items())
+    assert tfexport.__version__ == importlib.metadata.version("tfexport")
     assert {"load", "Model", "TfexportError"} <= set(tfexport.__all__)
 
 

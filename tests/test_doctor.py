@@ -19,7 +19,8 @@ import pytest
 from tfexport import doctor, probes
 from tfexport.acceptance import PARTS, skipped
 from tfexport.doctor import Backend, diagnose
-from tfexport.probes import ADD_MODEL, Probe
+from tfexport.probes import ADD_MODEL
+from tfexport.runtime import registry
 
 DISTRIBUTION = """\
 Metadata-Version: 2.1
@@ -132,8 +133,8 @@ class InferenceSession:
 
 
 def test_a_probe_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    sleeping = Probe("ort", "onnxruntime", "onnxruntime", "cpu", "cpu", ("import time; time.sleep(60)",))
-    monkeypatch.setattr(doctor, "PROBES", (sleeping,))
+    monkeypatch.setattr(probes, "_TRY", "import time; time.sleep(60)")
+    monkeypatch.setattr(registry, "backends", lambda: (registry.get("ort"),))
     monkeypatch.setattr(doctor, "find_gpus", lambda: ([], "none"))
     monkeypatch.setattr(probes, "TIMEOUT_S", 0.5)
     assert diagnose().backends == (Backend("ort", "cpu", "no answer within 0.5 s", "onnxruntime"),)

@@ -9,11 +9,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    __version__: str
     from tfexport.decode.config import DecodeConfig as DecodeConfig
     from tfexport.errors import BackendError as BackendError
+    from tfexport.errors import BenchError as BenchError
     from tfexport.errors import BundleError as BundleError
     from tfexport.errors import CheckpointError as CheckpointError
     from tfexport.errors import ConfigError as ConfigError
+    from tfexport.errors import EngineError as EngineError
     from tfexport.errors import GraphError as GraphError
     from tfexport.errors import InputError as InputError
     from tfexport.errors import ParityError as ParityError
@@ -29,31 +32,38 @@ _HOME = {
     "DecodeConfig": "decode.config",
     "TfexportError": "errors",
     "BackendError": "errors",
+    "BenchError": "errors",
     "BundleError": "errors",
     "CheckpointError": "errors",
     "ConfigError": "errors",
+    "EngineError": "errors",
     "GraphError": "errors",
     "InputError": "errors",
     "ParityError": "errors",
 }
 __all__ = [
     "BackendError",
+    "BenchError",
     "BundleError",
     "CheckpointError",
     "ConfigError",
     "DecodeConfig",
+    "EngineError",
     "GraphError",
     "InputError",
     "Model",
     "ParityError",
     "Result",
     "TfexportError",
+    "__version__",
     "load",
 ]
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name from its module (PEP 562)."""
+    if name == "__version__":
+        return importlib.import_module("importlib.metadata").version("tfexport")
     if name not in _HOME:
         raise AttributeError(f"module 'tfexport' has no attribute {name!r}")
     return getattr(importlib.import_module(f"tfexport.{_HOME[name]}"), name)

@@ -12,7 +12,9 @@ from typing import Any
 
 from tfexport.acceptance import PARTS, Need, skipped
 from tfexport.install import extra_command, install_command, repair_command, replacing_command
-from tfexport.probes import PROBES, Probe, find_gpus, run_probe
+from tfexport.probes import find_gpus, run_probe
+from tfexport.runtime import registry
+from tfexport.runtime.registry import Requirement
 
 _REQUIREMENT = re.compile(r"([\w.-]+)[^;]*?>=([\d.]+)[^;]*(?:;.*extra == [\"'](\w+)[\"'])?")
 
@@ -41,9 +43,9 @@ class Backend:
     """One backend on one device.
 
     Attributes:
-        name: "eager", "ort" or "trt".
-        device: "cpu" or "cuda"; "gpu" for trt.
-        problem: why it does not work; empty when something was computed rightly, for trt when an engine was loaded.
+        name: that users ask for it by.
+        device: "cpu" or "cuda"; "gpu" for one that runs on the GPU alone.
+        problem: why it does not work; empty when something was computed rightly, or an engine was loaded.
         library: that it runs on.
     """
 
@@ -51,6 +53,12 @@ class Backend:
     device: str
     problem: str
     library: str
+
+    @property
+    def use(self) -> str:
+        """How one that works is asked for."""
+        option = {"cuda": ", used with --device cuda", "gpu": f", used with --backend {self.name}"}
+        return "works" + option.get(self.device, "")
 
 
 @dataclass(frozen=True)
@@ -99,10 +107,7 @@ class Diagnosis:
             else f"  {library.name:<20} {'not installed':<16} {library.install}"
             for library in self.libraries
         ]  # fmt: skip
-        works = {"cpu": "works", "cuda": "works, used with --device cuda", "gpu": "works, used with --backend trt"}
-        backends = [
-            f"  {b.name:<6} {b.device:<5} {b.library:<13} {b.problem or works[b.device]}" for b in self.backends
-        ]
+        backends = [f"  {b.name:<6} {b.device:<5} {b.library:<13} {b.problem or b.use}" for b in self.backends]
         gpus = [f"  {gpu['name']}, compute capability {gpu['compute_capability']}" for gpu in self.gpus]
         problems = [line for p in self.problems for line in (f"  {p.what}", f"    → {p.fix}")]
         return [
@@ -132,15 +137,16 @@ def diagnose() -> Diagnosis:
     gpus, no_gpu = find_gpus()
     missing = _missing(libraries, no_gpu)
     backends: list[Backend] = []
-    for probe in PROBES:
-        if importlib.util.find_spec(probe.module) is None:
-            continue
-        found = run_probe(probe)
-        tried = [Backend(probe.backend, device, problem, probe.library) for device, problem in found["devices"].items()]
-        backends += tried
-        missing |= _missing_devices(probe, found)
-        # An engine that runs nowhere for want of a GPU is no fault.
-        problems += [_problem(probe, b) for b in tried if b.problem and not (b.device == "gpu" and no_gpu)]
+    for backend in registry.backends():
+        for library in backend.requirements:
+            if importlib.util.find_spec(library.module) is None:
+                continue
+            found = run_probe(backend, library)
+            tried = [Backend(backend.name, device, problem, library.name) for device, problem in found.items()]
+            backends += tried
+            missing |= _missing_devices(library, found, no_gpu)
+            # An engine that runs nowhere for want of a GPU is no fault.
+            problems += [_problem(library, b) for b in tried if b.problem and not (b.device == "gpu" and no_gpu)]
     if not any(not backend.problem for backend in backends):
         problems.append(Problem("no backend works, so no bundle can run", extra_command("cpu")))
     return Diagnosis(
@@ -172,12 +178,11 @@ def _missing(libraries: list[Library], no_gpu: str) -> dict[Need, str]:
     }
 
 
-def _missing_devices(probe: Probe, found: dict[str, Any]) -> dict[Need, str]:
+def _missing_devices(library: Requirement, devices: dict[str, str], no_gpu: str) -> dict[Need, str]:
     """Say why a library that was tried does not serve the acceptance; empty where it does."""
-    devices = found["devices"]
-    match probe.library:
+    match library.name:
         case "torch":
-            return {"torch-cuda": found.get("torch-cuda", devices.get("cpu", ""))}
+            return {"torch-cuda": devices["cpu"] or no_gpu}
         case "onnxruntime" if "cuda" in devices:
             return {"ort-cuda": devices["cuda"]}
         case "tensorrt":
@@ -187,12 +192,12 @@ def _missing_devices(probe: Probe, found: dict[str, Any]) -> dict[Need, str]:
     return {}
 
 
-def _problem(probe: Probe, backend: Backend) -> Problem:
+def _problem(library: Requirement, backend: Backend) -> Problem:
+    subject = f"{library.name} on {backend.device} does not work"
     what, _, remedy = backend.problem.rpartition("; ")
     if backend.device != "cpu" and what:  # tfexport's own words end with the remedy
-        return Problem(f"{probe.library} on {backend.device} does not work: {what}", remedy)
-    repair = repair_command(probe.module, probe.library)
-    return Problem(f"{probe.library} on {backend.device} does not work: {backend.problem}", repair)
+        return Problem(f"{subject}: {what}", remedy)
+    return Problem(f"{subject}: {backend.problem}", repair_command(library.module, library.name))
 
 
 def _libraries() -> list[Library]:

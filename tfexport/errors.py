@@ -8,6 +8,7 @@ TfexportError
 ├── BundleError      a bundle is incomplete, altered, foreign or cannot be written
 ├── BackendError     a backend is not installed, not usable or failed while running
 ├── InputError       text or token ids that the model cannot take
+├── BenchError       a measurement could not be made, read or compared, or it has become worse
 └── ParityError      a stage says something else than the eager model
 
 A message is one line: subject, what was got, what was expected, the remedy.

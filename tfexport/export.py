@@ -26,6 +26,7 @@ from tfexport.models.config import model_spec
 from tfexport.models.directory import load_model
 from tfexport.models.presets import build_preset
 from tfexport.models.transformer import Transformer
+from tfexport.runtime.registry import Graphs
 from tfexport.spec import ENCODER, ENCODER_CONTRIB, FLOAT, Form, ModelSpec
 from tfexport.tokenizer import Tokenizer
 from tfexport.verify import Stages, VerifyConfig, verify_stages
@@ -83,8 +84,8 @@ def export_bundle(
         if verify:
             report("verifying")
             paths = {name: builder.path / graph.file for name, graph in graphs.items()}
-            stages = Stages(model, paths, spec, weights=quantization.weights if quantization else None)
-            found = verify_stages(stages, VerifyConfig.quick(), report=report)
+            written = Graphs(paths, spec, quantization.weights if quantization else None)
+            found = verify_stages(Stages(model, written), VerifyConfig.quick(), report=report)
             if not found.passed:
                 raise ParityError("onnx: " + "; ".join(found.problems()))
             (builder.path / PARITY).write_bytes(render(found.to_dict()))

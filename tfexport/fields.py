@@ -7,7 +7,8 @@ import functools
 import sys
 import types
 import typing
-from typing import Any, Literal, Self
+from collections.abc import Iterable
+from typing import Any, ClassVar, Literal, Self
 
 from tfexport.errors import ConfigError, raise_all, shortened
 
@@ -16,104 +17,32 @@ MAX_LAYERS = MAX_HEADS = 1_000
 MAX_SIZE = 10_000_000
 
 
-def _type_problem(name: str, value: object, kind: Any) -> str | None:
-    """Say what is wrong with `value` for the annotated type `kind`, or None."""
-    for option in _options(kind):
-        if typing.get_origin(option) is Literal:
-            if value in typing.get_args(option) and not isinstance(value, bool):
-                return None
-        elif option is float:
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                return (
-                    None
-                    if abs(value) <= sys.float_info.max
-                    else f"{name} is {shortened(value)}, expected a finite number"
-                )
-        elif option is int:
-            if isinstance(value, int) and not isinstance(value, bool):
-                return None
-        elif typing.get_origin(option) is tuple:
-            item = typing.get_args(option)[0]
-            if isinstance(value, tuple) and not any(_type_problem(name, v, item) for v in value):
-                return None
-        elif isinstance(value, option):
-            return None
-    return f"{name} is {shortened(value)}, expected {_spell(kind)}"
-
-
-def size_problems(config: Config, *names: str, least: int = 1) -> list[str]:
-    """Say which of the sizes `names` of a configuration are out of range; those that are None are not given."""
-    most = {"layers": MAX_LAYERS, "num_heads": MAX_HEADS, "heads": MAX_HEADS}
-    return [
-        f"{name} is {shortened(value)}, expected {least} to {most.get(name, MAX_SIZE)}"
-        for name in names
-        if (value := getattr(config, name)) is not None and not least <= value <= most.get(name, MAX_SIZE)
-    ]
-
-
-def _options(kind: Any) -> tuple[Any, ...]:
-    """Return the members of a union, and any other type alone."""
-    is_union = typing.get_origin(kind) in (types.UnionType, typing.Union)
-    return typing.get_args(kind) if is_union else (kind,)
-
-
-@functools.cache
-def _hints(cls: Any) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
-
-
-def _spell(kind: Any) -> str:
-    if len(_options(kind)) > 1:
-        return " or ".join(_spell(option) for option in _options(kind))
-    if typing.get_origin(kind) is Literal:
-        return " or ".join(repr(value) for value in typing.get_args(kind))
-    if typing.get_origin(kind) is tuple:
-        return f"a list of {_spell(typing.get_args(kind)[0])}"
-    if kind is types.NoneType:
-        return "null"
-    return {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}.get(
-        kind.__name__, "an object"
-    )
-
-
-def _read(cls: type, data: object, prefix: str, problems: list[str]) -> Any:
-    """Build `cls` from a JSON object, appending every problem; None when there was one."""
-    if not isinstance(data, dict):
-        problems.append(f"{prefix.rstrip('.') or 'the file'} is {shortened(data)}, expected an object")
-        return None
-    hints = _hints(cls)
-    fields = {field.name: field for field in dataclasses.fields(cls)}
-    before = len(problems)
-    problems += [f"unknown key {prefix}{key[:80]}" for key in data if key not in fields]
-    values: dict[str, Any] = {}
-    for name, field in fields.items():
-        if name not in data:
-            if field.default is dataclasses.MISSING:
-                problems.append(f"missing key {prefix}{name}")
-            continue
-        value, kind = data[name], hints[name]
-        options = _options(kind)
-        nested = [option for option in options if dataclasses.is_dataclass(option)]
-        if nested and not (value is None and types.NoneType in options):
-            values[name] = _read(typing.cast(type, nested[0]), value, f"{prefix}{name}.", problems)
-            continue
-        if isinstance(value, list):
-            value = tuple(value)
-        problem = _type_problem(prefix + name, value, kind)
-        if problem:
-            problems.append(problem)
-        values[name] = value
-    if len(problems) > before:
-        return None
-    try:
-        return cls(**values)
-    except ConfigError as error:
-        problems.append(str(error))
-        return None
-
-
 class Config:
-    """What every configuration shares: strict reading, plain writing."""
+    """What every configuration shares: checked when it is made, read strictly, written plainly.
+
+    A subclass is a frozen dataclass; its types are what is checked first, then what `_problems` says. `subject` is
+    named at the start of the error.
+    """
+
+    _subject: ClassVar[str]
+
+    def __init_subclass__(cls, *, subject: str) -> None:
+        """Take the name of what is configured."""
+        cls._subject = subject
+
+    def __post_init__(self) -> None:
+        """Check each value and how they fit together.
+
+        Raises:
+            ConfigError: lists every problem.
+        """
+        hints = _hints(typing.cast(Any, type(self)))
+        problems = [one for name, kind in hints.items() for one in _type_problems(name, getattr(self, name), kind)]
+        raise_all(ConfigError, self._subject, problems or list(self._problems()))
+
+    def _problems(self) -> Iterable[str]:
+        """Say what is wrong with values that are of the right types."""
+        return ()
 
     @classmethod
     def from_dict(cls, data: object, *, subject: str = "config.json") -> Self:
@@ -135,9 +64,91 @@ class Config:
         """Return the configuration as JSON values."""
         return dataclasses.asdict(typing.cast(Any, self))
 
-    def _check_types(self) -> list[str]:
-        hints = _hints(typing.cast(Any, type(self)))
-        found = (
-            _type_problem(name, getattr(self, name), kind) for name, kind in hints.items() if not name.startswith("_")
-        )
-        return [problem for problem in found if problem]
+
+def size_problems(config: Config, *names: str, least: int = 1) -> list[str]:
+    """Say which of the sizes `names` of a configuration are out of range; those that are None are not given."""
+    most = {"layers": MAX_LAYERS, "num_heads": MAX_HEADS, "heads": MAX_HEADS}
+    return [
+        f"{name} is {shortened(value)}, expected {least} to {most.get(name, MAX_SIZE)}"
+        for name in names
+        if (value := getattr(config, name)) is not None and not least <= value <= most.get(name, MAX_SIZE)
+    ]
+
+
+def _read(cls: Any, data: object, place: str, problems: list[str]) -> Any:
+    """Build `cls` from a JSON object, appending every problem; None when there was one."""
+    if not isinstance(data, dict):
+        problems.append(f"{place or 'the file'} is {shortened(data)}, expected an object")
+        return None
+    prefix, before = f"{place}." if place else "", len(problems)
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    problems += [f"unknown key {prefix}{key[:80]}" for key in data if key not in fields]
+    values: dict[str, Any] = {}
+    for name, field in fields.items():
+        if name in data:
+            values[name] = _read_value(data[name], _hints(cls)[name], prefix + name, problems)
+        elif field.default is dataclasses.MISSING:
+            problems.append(f"missing key {prefix}{name}")
+    if len(problems) > before:
+        return None
+    try:
+        return cls(**values)
+    except ConfigError as error:
+        text = str(error)
+        problems.append(f"{place}: {text.removeprefix(f'{cls._subject}: ')}" if place else text)
+        return None
+
+
+def _read_value(value: object, kind: Any, place: str, problems: list[str]) -> object:
+    nested = [option for option in _options(kind) if dataclasses.is_dataclass(option)]
+    if nested and not (value is None and _fits(value, kind)):
+        return _read(nested[0], value, place, problems)
+    value = tuple(value) if isinstance(value, list) else value
+    problems += _type_problems(place, value, kind)
+    return value
+
+
+def _type_problems(name: str, value: object, kind: Any) -> list[str]:
+    if _fits(value, kind):
+        return []
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    expected = "a finite number" if is_number and float in _options(kind) else _spelled(kind)
+    return [f"{name} is {shortened(value)}, expected {expected}"]
+
+
+def _fits(value: object, kind: Any) -> bool:
+    """Say whether a value is of an annotated type; a bool is no number, and a number has to be finite."""
+    if len(options := _options(kind)) > 1:
+        return any(_fits(value, option) for option in options)
+    if typing.get_origin(kind) is tuple:
+        return isinstance(value, tuple) and all(_fits(item, typing.get_args(kind)[0]) for item in value)
+    if isinstance(value, bool):
+        return kind is bool
+    if typing.get_origin(kind) is Literal:
+        return value in typing.get_args(kind)
+    if kind is float:
+        return isinstance(value, int | float) and abs(value) <= sys.float_info.max
+    return isinstance(value, kind)
+
+
+def _options(kind: Any) -> tuple[Any, ...]:
+    """Return the members of a union, and any other type alone."""
+    is_union = typing.get_origin(kind) in (types.UnionType, typing.Union)
+    return typing.get_args(kind) if is_union else (kind,)
+
+
+@functools.cache
+def _hints(cls: Any) -> dict[str, Any]:
+    """Return the types of the fields; resolving them is slow."""
+    return {name: kind for name, kind in typing.get_type_hints(cls).items() if not name.startswith("_")}
+
+
+def _spelled(kind: Any) -> str:
+    if len(_options(kind)) > 1:
+        return " or ".join(_spelled(option) for option in _options(kind))
+    if typing.get_origin(kind) is Literal:
+        return " or ".join(repr(value) for value in typing.get_args(kind))
+    if typing.get_origin(kind) is tuple:
+        return f"a list of {_spelled(typing.get_args(kind)[0])}"
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", types.NoneType: "null"}
+    return words.get(kind, "an object")

@@ -19,9 +19,9 @@ from tfexport.decode.result import FinishReason, Hypothesis
 from tfexport.decode.stream import stream
 from tfexport.errors import ConfigError, InputError, TfexportError
 from tfexport.files.names import TOKENIZER
-from tfexport.runtime.open import open_session
+from tfexport.runtime.registry import AUTO, OpenOptions, get, open_session
 from tfexport.runtime.session import Floats, Session, pad_right
-from tfexport.spec import Backend, Device, Form, ModelSpec
+from tfexport.spec import Device, Form, ModelSpec
 from tfexport.tokenizer import Tokenizer
 
 Pooling = Literal["mean", "cls"]
@@ -49,7 +49,7 @@ class Result:
 def load(
     path: str | PathLike[str],
     *,
-    backend: Backend = "auto",
+    backend: str = AUTO,
     form: Form | None = None,
     threads: int | None = None,
     device: Device = "cpu",
@@ -59,11 +59,11 @@ def load(
 
     Args:
         path: of the bundle.
-        backend: "auto" takes ONNX Runtime, and PyTorch where that is not installed.
+        backend: "ort", "eager" or "trt"; "auto" takes the first of them that is installed and can run the bundle.
         form: of the decoder graph; None takes contrib on the CPU, else static, or concat where it is the only one.
         threads: for one call on the CPU; None means one for each core.
-        device: where ONNX Runtime computes, "cpu" or "cuda"; never another than the one asked for.
-        engine: name of the TensorRT engine for backend "trt"; None for the only one that may be used here.
+        device: where graphs are computed, "cpu" or "cuda"; never another than the one asked for.
+        engine: name of the engine for backend "trt"; None for the only one that may be used here.
 
     Raises:
         BundleError: the bundle is missing, damaged, or lacks the form.
@@ -72,7 +72,6 @@ def load(
         ConfigError: an argument is none of those allowed.
     """
     allowed_values: dict[str, tuple[object, tuple[object, ...]]] = {
-        "backend": (backend, get_args(Backend)),
         "form": (form, (None, *get_args(Form))),
         "device": (device, get_args(Device)),
     }
@@ -81,13 +80,16 @@ def load(
             raise ConfigError(f"load: {name} is {value!r}, expected one of {', '.join(map(repr, allowed))}")
     if threads is not None and threads < 1:
         raise ConfigError(f"load: threads is {threads}, expected 1 or more")
+    if backend != AUTO:
+        get(backend)  # before the bundle is read
+    options = OpenOptions(form=form, threads=threads, device=device, engine=engine)
     bundle = open_bundle(Path(path), weights=False)
     has_tokenizer = TOKENIZER in bundle.manifest.files
     tokenizer = Tokenizer.load(bundle.file(TOKENIZER), bundle.manifest.spec) if has_tokenizer else None
     with ThreadPoolExecutor(1) as pool:  # the sums of the weights take as long as the rest
         checked = pool.submit(check_weights, bundle)
         try:
-            session = open_session(bundle, backend, form=form, threads=threads, device=device, engine=engine)
+            session = open_session(bundle, backend, options)
         except TfexportError:
             checked.result()  # that weights were changed is the better reason
             raise
@@ -122,6 +124,7 @@ class Model:
         prefixes: Sequence[str] | None = None,
         batch_size: int = 32,
         on_progress: Callable[[int], None] | None = None,
+        config: DecodeConfig | None = None,
         **options: Any,
     ) -> list[Result]:
         """Generate for every text.
@@ -131,7 +134,8 @@ class Model:
             prefixes: what each result begins with; empty for nothing.
             batch_size: texts decoded at once.
             on_progress: called after each batch with the number of texts it had.
-            options: fields of `DecodeConfig`, named and meant as in Hugging Face `generate`.
+            config: how to decode; None for the defaults.
+            options: fields of `DecodeConfig`, named and meant as in Hugging Face `generate`; they override `config`.
 
         Returns:
             num_return_sequences results a text, in the order of the texts, best first.
@@ -141,10 +145,10 @@ class Model:
             InputError: lists every text that the model cannot take.
             BackendError: the backend failed.
         """
-        config, tokenizer = _options(options), self._need_tokenizer()
+        decoding, tokenizer = _options(config, options), self._need_tokenizer()
         sources = tokenizer.encode(_texts("texts", texts))
         starts = None if prefixes is None else [tokenizer.encode_target(p) if p else [] for p in prefixes]
-        found = decode(self.session, sources, config, prefixes=starts, batch_size=batch_size, on_progress=on_progress)
+        found = decode(self.session, sources, decoding, prefixes=starts, batch_size=batch_size, on_progress=on_progress)
         return [
             Result(tokenizer.decode(best.token_ids), best.token_ids, best.score, best.finish_reason)
             for hypotheses in found
@@ -158,6 +162,7 @@ class Model:
         prefixes: Sequence[Sequence[int]] | None = None,
         batch_size: int = 32,
         on_progress: Callable[[int], None] | None = None,
+        config: DecodeConfig | None = None,
         **options: Any,
     ) -> list[list[Hypothesis]]:
         """Generate from token ids, without a tokenizer.
@@ -167,7 +172,8 @@ class Model:
             prefixes: token ids that each result begins with, without the start token.
             batch_size: texts decoded at once.
             on_progress: called after each batch with the number of texts it had.
-            options: fields of `DecodeConfig`.
+            config: how to decode; None for the defaults.
+            options: fields of `DecodeConfig`; they override `config`.
 
         Returns:
             For each source its num_return_sequences hypotheses, best first.
@@ -178,16 +184,24 @@ class Model:
             BackendError: the backend failed.
         """
         return decode(
-            self.session, sources, _options(options), prefixes=prefixes, batch_size=batch_size, on_progress=on_progress
+            self.session,
+            sources,
+            _options(config, options),
+            prefixes=prefixes,
+            batch_size=batch_size,
+            on_progress=on_progress,
         )
 
-    def stream(self, text: str, *, prefix: str = "", **options: Any) -> Iterator[str]:
+    def stream(
+        self, text: str, *, prefix: str = "", config: DecodeConfig | None = None, **options: Any
+    ) -> Iterator[str]:
         """Generate for one text and hand out pieces as they come.
 
         Args:
             text: to generate for.
             prefix: what the result begins with; handed out first.
-            options: fields of `DecodeConfig`; one result without beams.
+            config: how to decode; None for the defaults.
+            options: fields of `DecodeConfig`, which override those of `config`; one result without beams.
 
         Returns:
             Pieces that together are what `generate` gives.
@@ -200,7 +214,7 @@ class Model:
         tokenizer = self._need_tokenizer()
         (source,) = tokenizer.encode(_texts("text", [text]))
         tokens = stream(
-            self.session, source, _options(options), prefix=tokenizer.encode_target(prefix) if prefix else ()
+            self.session, source, _options(config, options), prefix=tokenizer.encode_target(prefix) if prefix else ()
         )
         return _pieces(tokenizer, tokens)
 
@@ -266,8 +280,8 @@ class Model:
         return self.tokenizer
 
 
-def _options(options: dict[str, Any]) -> DecodeConfig:
-    return DecodeConfig.from_dict(options, subject="decoding")
+def _options(config: DecodeConfig | None, options: dict[str, Any]) -> DecodeConfig:
+    return DecodeConfig.from_dict({**(config.to_dict() if config else {}), **options}, subject="decoding")
 
 
 def _texts(name: str, texts: Sequence[str]) -> list[str]:

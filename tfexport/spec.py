@@ -8,26 +8,20 @@ by side. `num_candidates` is how many best tokens a step returns.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tfexport.errors import ConfigError, raise_all
 from tfexport.fields import Config, size_problems
 
 Precision = Literal["fp32", "fp16", "bf16"]
 Form = Literal["concat", "static", "contrib"]
 Device = Literal["cpu", "cuda"]
-Backend = Literal["auto", "eager", "ort", "trt"]
 WeightType = Literal["int8", "int4", "fp8"]
 QuantizedWeights = Literal["int8", "int4"]
 OptimizeFor = Literal["latency", "throughput"]
 # What bounds how exactly a stage computes: its narrow weights, else the type of its graph.
 Accuracy = Precision | WeightType
-
-NO_INT4_THROUGHPUT = (
-    "optimize_for is throughput, but ONNX Runtime multiplies 4 bits weight-only; use int8, or optimize for latency"
-)
 
 CONCAT_OPSETS = (18, 19, 20)
 STATIC_OPSET = 24
@@ -64,7 +58,7 @@ FLOAT: dict[Precision, DType] = {"fp32": "float32", "fp16": "float16", "bf16": "
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenIds(Config):
+class TokenIds(Config, subject="tokens"):
     """Ids that decoding needs to know.
 
     `start` is the decoder's first input. `pad` fills short rows of a batch and
@@ -76,22 +70,16 @@ class TokenIds(Config):
     eos: int
     unk: int | None = None
 
-    def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            ConfigError: an id is negative or no whole number.
-        """
-        problems = self._check_types() or [
+    def _problems(self) -> list[str]:
+        return [
             f"{name} is {value}, expected 0 or more"
             for name, value in dataclasses.asdict(self).items()
             if value is not None and value < 0
         ]
-        raise_all(ConfigError, "tokens", problems)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quantization(Config):
+class Quantization(Config, subject="quantization"):
     """How a bundle stores its matrices narrower than it computes: for ONNX Runtime on the CPU.
 
     `latency` rounds the activations of each row by themselves, so that a text does not depend on its batch;
@@ -101,20 +89,16 @@ class Quantization(Config):
     weights: QuantizedWeights
     optimize_for: OptimizeFor = "latency"
 
-    def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            ConfigError: lists every problem.
-        """
-        problems = self._check_types()
-        if not problems and self.weights == "int4" and self.optimize_for == "throughput":
-            problems.append(NO_INT4_THROUGHPUT)
-        raise_all(ConfigError, "quantization", problems)
+    def _problems(self) -> Iterator[str]:
+        if self.weights == "int4" and self.optimize_for == "throughput":
+            yield (
+                "optimize_for is throughput, but ONNX Runtime multiplies 4 bits weight-only; "
+                "use int8, or optimize for latency"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSpec(Config):
+class ModelSpec(Config, subject="spec"):
     """What every stage behind the graphs needs to know of a model.
 
     For an encoder alone `vocab`, `layers`, `heads`, `head_dim`, `value_dim` and
@@ -133,17 +117,11 @@ class ModelSpec(Config):
     value_dim: int = 0
     max_target_length: int = 0
 
-    def __post_init__(self) -> None:
-        """Check the sizes.
-
-        Raises:
-            ConfigError: lists every size that no model has.
-        """
-        problems = self._check_types() or [
+    def _problems(self) -> list[str]:
+        return [
             *size_problems(self, "d_model", "source_vocab", "max_source_length"),
             *size_problems(self, "vocab", "layers", "heads", "head_dim", "value_dim", "max_target_length", least=0),
         ]
-        raise_all(ConfigError, "spec", problems)
 
     @property
     def has_decoder(self) -> bool:

@@ -26,9 +26,9 @@ class ConvertedWeights:
     What is there already is used as it is.
     """
 
-    def __init__(self, folder: Path, pythons: Mapping[str, Path]) -> None:
-        """Keep where to work and the Python of each environment."""
-        self.folder, self.pythons = folder, pythons
+    def __init__(self, folder: Path, pythons: Mapping[str, Path], writer: str = "comparison.weights") -> None:
+        """Keep where to work, the Python of each environment, and the program that writes a model directory."""
+        self.folder, self.pythons, self.writer = folder, pythons, writer
         self._failures: dict[Path, BenchError] = {}
 
     def python(self, variant: Variant) -> Path:
@@ -53,7 +53,7 @@ class ConvertedWeights:
         folder = self.folder / model / "weights"
         if not folder.exists():
             folder.parent.mkdir(parents=True, exist_ok=True)
-            _run(f"weights of {model}", [self.pythons[OURS], "-P", "-m", "comparison.weights", model, folder])
+            _run(f"weights of {model}", [self.pythons[OURS], "-P", "-m", self.writer, model, folder])
         return folder
 
     def prepared(self, model: str, variant: Variant) -> Path:

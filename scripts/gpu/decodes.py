@@ -13,7 +13,7 @@ import numpy as np
 from tfexport.bundle.bundle import open_bundle
 from tfexport.decode.config import DecodeConfig
 from tfexport.decode.offline import decode
-from tfexport.runtime.open import open_session
+from tfexport.runtime.registry import OpenOptions, open_session
 from tfexport.spec import ModelSpec
 
 NEW_TOKENS, SOURCE_LEN = 32, 32
@@ -66,4 +66,4 @@ def _milliseconds(session: Any, batch: int, beams: int) -> float:
 
 def open_engine(bundle: Path, name: str) -> Any:
     """Open a session on an engine of a bundle."""
-    return open_session(open_bundle(bundle), "trt", form=None, threads=None, engine=name)
+    return open_session(open_bundle(bundle), "trt", OpenOptions(engine=name))

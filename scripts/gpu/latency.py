@@ -10,7 +10,7 @@ from gpu import decodes
 from gpu.decodes import hypotheses, measure
 from gpu.job import Job
 from tfexport.bundle.bundle import open_bundle
-from tfexport.runtime.open import open_session
+from tfexport.runtime.registry import OpenOptions, open_session
 from tfexport.spec import FLOAT, Device, Precision
 from tfexport.trt.config import Target
 
@@ -55,7 +55,7 @@ def ort_latency(job: Job, device: Device = "cuda") -> None:
         for form in ("static", "concat"):
             with job.check(f"ort {device} {form} {precision}") as numbers:
                 bundle = open_bundle(job.bundle(MEASURED, precision))
-                session = open_session(bundle, "ort", form=form, threads=None, device=device)
+                session = open_session(bundle, "ort", OpenOptions(form=form, device=device))
                 numbers["latency_ms"] = measure(session)
                 session.close()
 

@@ -24,7 +24,7 @@ from tfexport.doctor import Diagnosis, Library, Trial
 from tfexport.export import export_bundle
 from tfexport.graph.config import ExportConfig
 from tfexport.models.directory import save_model
-from tfexport.runtime.open import open_session
+from tfexport.runtime.registry import OpenOptions, open_session
 from tfexport.trt.cuda import find_gpus
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -227,7 +227,7 @@ def test_the_eager_model_is_measured(monkeypatch: pytest.MonkeyPatch, compiled: 
 
 def test_sessions_are_compared_from_threads(dates_bundle: Path) -> None:
     bundle = open_bundle(dates_bundle)
-    opened = [open_session(bundle, "ort", form=form, threads=1) for form in ("static", "concat")]
+    opened = [open_session(bundle, "ort", OpenOptions(form=form, threads=1)) for form in ("static", "concat")]
     parity.together(opened)
 
     class Wrong:

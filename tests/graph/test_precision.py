@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tests.conftest import DATES
 from tfexport.bundle.bundle import open_bundle
 from tfexport.errors import BundleError, GraphError
-from tfexport.export import export_bundle
-from tfexport.graph.config import ExportConfig
 from tfexport.graph.precision import write_precision
-
-
-@pytest.fixture(scope="session")
-def dates_fp16(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
-    config = ExportConfig(precision="fp16")
-    return once("dates-fp16", lambda path: export_bundle(str(DATES), path, config, verify=False))
 
 
 def test_the_graphs_are_those_of_an_export(dates_bundle: Path, dates_fp16: Path, tmp_path: Path) -> None:

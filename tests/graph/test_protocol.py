@@ -17,7 +17,7 @@ from tfexport.decode.offline import decode
 from tfexport.graph.write import write_graphs
 from tfexport.models.cache import Cache, ConcatCache, Cross, KeyValue, Source
 from tfexport.models.source import CrossCache, PaddedSource
-from tfexport.runtime.open import open_ort
+from tfexport.runtime.ort.backend import open_graphs
 from tfexport.spec import ModelSpec, TokenIds
 
 VOCAB, D, HEADS, LAYERS, LENGTH = 37, 32, 4, 2, 20
@@ -172,7 +172,7 @@ def exported(request: pytest.FixtureRequest, once: Callable[[str, Callable[[Path
 
 def opened(path: Path, form: str) -> object:
     files = {"encoder": "encoder.onnx", "decoder": "decoder.onnx", "decoder_static": "decoder_static.onnx"}
-    return open_ort({name: path / file for name, file in files.items()}, SPEC, form)
+    return open_graphs({name: path / file for name, file in files.items()}, SPEC, form)
 
 
 @pytest.mark.parametrize("form", ["concat", "static"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
@@ -10,8 +10,6 @@ import pytest
 
 import tfexport
 from tests.conftest import DATES
-from tfexport.export import export_bundle
-from tfexport.graph.config import ExportConfig
 from tfexport.model import Model
 from tfexport.spec import Form
 
@@ -28,12 +26,6 @@ def held_out() -> Rows:
 def model(dates_bundle: Path) -> Iterator[Model]:
     with tfexport.load(dates_bundle, backend="ort", threads=1) as loaded:
         yield loaded
-
-
-@pytest.fixture(scope="session")
-def dates_fp16(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
-    config = ExportConfig(precision="fp16")
-    return once("dates-fp16", lambda path: export_bundle(str(DATES), path, config, verify=False))
 
 
 def share(model: Model, rows: Rows) -> float:

@@ -23,7 +23,7 @@ from tfexport.graph.write import write_graphs
 from tfexport.models.config import TransformerConfig, model_spec
 from tfexport.models.transformer import Transformer
 from tfexport.runtime.eager import EagerSession
-from tfexport.runtime.open import open_ort
+from tfexport.runtime.ort.backend import open_graphs
 from tfexport.runtime.ort.session import OrtSession
 from tfexport.runtime.session import Batch, Candidates, Ids, Mask, MultiStep, Session, close_up
 from tfexport.spec import DECODER, Form, ModelSpec
@@ -54,7 +54,7 @@ def contrib_session(model: Transformer, once: Once) -> Session:
     graphs, spec = exported(model, once)
     if spec.has_decoder and DECODER["contrib"] not in graphs:
         pytest.skip(f"no contrib form: {' and '.join(CONTRIB.supports(model.config, 'fp32'))}")
-    return open_ort(graphs, spec, "contrib" if spec.has_decoder else None, threads=1)
+    return open_graphs(graphs, spec, "contrib" if spec.has_decoder else None, threads=1)
 
 
 def engine_session(model: Transformer, form: Form, once: Once, *, prompt: bool = False) -> Session:

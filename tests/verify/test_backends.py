@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +18,18 @@ from tests.runtime.trt.trt_double import trt_session
 from tests.tiny import VARIANTS
 from tfexport.bundle.bundle import Bundle, open_bundle
 from tfexport.cli import main
-from tfexport.errors import BackendError, ConfigError
+from tfexport.errors import BackendError
 from tfexport.export import export_bundle
 from tfexport.graph.config import ExportConfig
 from tfexport.graph.quantize.qdq import quantize_graphs
 from tfexport.models.config import TransformerConfig
 from tfexport.models.directory import save_model
 from tfexport.models.transformer import Transformer
-from tfexport.runtime.eager import EagerBatch, EagerSession
-from tfexport.runtime.open import load_eager_model
+from tfexport.runtime.eager import EagerBatch, EagerSession, load_eager_model
+from tfexport.runtime.registry import OpenOptions, get, registered
 from tfexport.runtime.session import Batch, Candidates, Floats, Limit, Session
-from tfexport.verify import VerifyConfig, ladder, verify_bundle
+from tfexport.runtime.trt import backend
+from tfexport.verify import VerifyConfig, verify_bundle
 from tfexport.verify.numbers import compare, random_batches, step_logits
 from tfexport.verify.report import TOLERANCE
 
@@ -46,19 +47,26 @@ def graphs_of(bundle: Bundle) -> dict[str, Path]:
     return {name: bundle.file(graph.file) for name, graph in bundle.manifest.graphs.items()}
 
 
-def engines(**changes: Any) -> Callable[..., Session]:
-    """Stand in for `open_session` with doubles of engines; reading and refusing real ones is tested elsewhere."""
+@pytest.fixture(autouse=True)
+def _no_library() -> Iterator[None]:
+    """Let engines be opened where TensorRT is not installed: all here are doubles."""
+    with registered(dataclasses.replace(get("trt"), requirements=())):
+        yield
 
-    def open_session(bundle: Bundle, backend: str, **options: Any) -> Session:
-        assert (backend, options) == ("trt", {"form": None, "threads": None, "engine": None})
+
+def engines(**changes: Any) -> Callable[..., Session]:
+    """Stand in for opening an engine with doubles; reading and refusing real ones is tested elsewhere."""
+
+    def open_bundle(bundle: Bundle, options: OpenOptions) -> Session:
+        assert options == OpenOptions()
         form = "static" if bundle.manifest.spec.has_decoder else None
         return trt_session(graphs_of(bundle), bundle.manifest.spec, form, **changes)
 
-    return open_session
+    return open_bundle
 
 
 def test_engines_have_a_rung_of_their_own(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ladder, "open_session", engines())
+    monkeypatch.setattr(backend, "open_bundle", engines())
     command = ["verify", str(bundle), "--backend", "trt", "--samples", "8", "--json"]
     result = CliRunner().invoke(main, command)
     assert result.exit_code == 0, result.output
@@ -76,12 +84,12 @@ def test_engines_that_take_less_than_the_bundle_are_asked_for_less(
     bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = {"max_batch": 5, "max_source_length": 7, "max_target_length": 6, "max_shapes": "num_candidates:9"}
-    monkeypatch.setattr(ladder, "open_session", engines(**limits))
+    monkeypatch.setattr(backend, "open_bundle", engines(**limits))
     assert verify_bundle(bundle, config=FEW, backend="trt").passed
 
 
 def test_too_few_rows_for_beams_leave_out_that_rung_and_say_so(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ladder, "open_session", engines(max_batch=3))
+    monkeypatch.setattr(backend, "open_bundle", engines(max_batch=3))
     told: list[str] = []
     report = verify_bundle(bundle, config=FEW, backend="trt", report=told.append)
     assert report.passed
@@ -94,7 +102,7 @@ def test_an_encoder_alone_is_compared_on_engines(tmp_path: Path, monkeypatch: py
     config = TransformerConfig.from_dict({**base, "decoder": None, "target_vocab": None, "max_target_length": None})
     save_model(tiny.model(config, dtype=torch.float32), tmp_path / "m")
     export_bundle(str(tmp_path / "m"), tmp_path / "b", ExportConfig(), verify=False)
-    monkeypatch.setattr(ladder, "open_session", engines())
+    monkeypatch.setattr(backend, "open_bundle", engines())
     report = verify_bundle(tmp_path / "b", config=FEW, backend="trt")
     assert report.passed
     assert [number.stage for number in report.numbers] == ["trt fp32"]
@@ -107,11 +115,11 @@ def test_narrow_weights_are_judged_by_their_own_tolerance(
     graphs = {name: entries[name] for name in ("encoder", "decoder_static")}
     quantize_graphs(dates_bundle, graphs, tmp_path, "int8")
 
-    def open_session(bundle: Bundle, backend: str, **options: Any) -> Session:
+    def open_double(bundle: Bundle, options: OpenOptions) -> Session:
         paths = {name: tmp_path / graph.file for name, graph in graphs.items()}
         return trt_session(paths, bundle.manifest.spec, "static", weights="int8")
 
-    monkeypatch.setattr(ladder, "open_session", open_session)
+    monkeypatch.setattr(backend, "open_bundle", open_double)
     report = verify_bundle(dates_bundle, config=FEW, backend="trt")
     assert report.passed
     numbers = report.numbers[-1]
@@ -124,8 +132,8 @@ def test_wrong_engines_fail(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> No
     """The static graph with the weights of another model, at an engine's limits."""
     make = engines(max_shapes="num_candidates:9")
 
-    def swapped(opened: Bundle, backend: str, **options: Any) -> Session:
-        session = make(opened, backend, **options)
+    def swapped(opened: Bundle, options: OpenOptions) -> Session:
+        session = make(opened, options)
         open_batch = session.batch
 
         def batch(width: int = 1) -> Batch:
@@ -142,7 +150,7 @@ def test_wrong_engines_fail(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> No
         session.batch = batch  # type: ignore[method-assign]
         return session
 
-    monkeypatch.setattr(ladder, "open_session", swapped)
+    monkeypatch.setattr(backend, "open_bundle", swapped)
     report = verify_bundle(bundle, config=FEW, backend="trt")
     assert not report.passed
     assert "trt fp32 differs by" in report.problems()[0]
@@ -196,7 +204,7 @@ def test_cuda_is_never_replaced_by_the_cpu(bundle: Path) -> None:
         pytest.skip("onnxruntime-gpu is installed")
     with pytest.raises(BackendError, match="has no CUDA"):
         verify_bundle(bundle, config=FEW, device="cuda")
-    with pytest.raises(ConfigError, match="engine tensorrt-static is TensorRT's"):
+    with pytest.raises(BackendError, match="ort: engine tensorrt-static is for TensorRT; use it with --backend trt"):
         verify_bundle(bundle, config=FEW, engine="tensorrt-static")
-    with pytest.raises(ConfigError, match="device cuda is ONNX Runtime's"):
+    with pytest.raises(BackendError, match="trt: device cuda is for ONNX Runtime; use it with --backend ort"):
         verify_bundle(bundle, config=FEW, backend="trt", device="cuda")

@@ -25,7 +25,8 @@ from tfexport.graph.config import ExportConfig
 from tfexport.models.config import model_spec
 from tfexport.models.directory import load_model, save_model
 from tfexport.runtime.eager import EagerSession
-from tfexport.runtime.open import open_ort
+from tfexport.runtime.ort.backend import open_graphs
+from tfexport.runtime.registry import Graphs
 from tfexport.verify import Report, Stages, VerifyConfig, verify_stages
 from tfexport.verify.numbers import compare, random_batches, random_sources
 from tfexport.verify.texts import compare_decodes, decode_best
@@ -246,7 +247,7 @@ def test_a_tie_is_what_rounding_can_turn_and_nothing_else(bundle: Path, source: 
     opened = open_bundle(wrong)
     spec = replace(opened.manifest.spec, max_target_length=2)
     graphs = {name: opened.file(graph.file) for name, graph in opened.manifest.graphs.items()}
-    report = verify_stages(Stages(model, graphs, spec), FEW)
+    report = verify_stages(Stages(model, Graphs(graphs, spec)), FEW)
     assert report.passed, report.problems()
     greedy = {rung.stage: rung for rung in report.decodes if rung.method == "greedy"}
     assert greedy["ort concat"].exact == greedy["ort contrib"].exact == FEW.samples
@@ -255,7 +256,7 @@ def test_a_tie_is_what_rounding_can_turn_and_nothing_else(bundle: Path, source: 
     assert report.summary()["ties"] >= FEW.samples
 
     # The same decodes, judged by an error too small to turn them, differ.
-    eager, static = EagerSession(model, spec), open_ort(graphs, spec, "static")
+    eager, static = EagerSession(model, spec), open_graphs(graphs, spec, "static")
     sources = random_sources(spec, FEW.samples, np.random.default_rng(0))
     decodes = [decode_best(session, sources, 1, 8) for session in (eager, static)]
     judged = [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from tfexport.bench.samples import Call
 from tfexport.bench.timed import timed
@@ -16,7 +15,7 @@ from tfexport.runtime.session import Session
 class Caller:
     """Decodes batches as `generate` does, and times them; the first token is there when the first step returns."""
 
-    def __init__(self, session: Session[Any], config: DecodeConfig) -> None:
+    def __init__(self, session: Session, config: DecodeConfig) -> None:
         """Time `session`, decoding as `config` says."""
         self._session, self._config = timed(session), config
 

@@ -9,7 +9,8 @@ from typing import Literal
 from tfexport.decode.config import DecodeConfig
 from tfexport.errors import ConfigError, raise_all
 from tfexport.fields import Config
-from tfexport.spec import Backend, Device, ModelSpec
+from tfexport.runtime.registry import AUTO, names
+from tfexport.spec import Device, ModelSpec
 
 Scenario = Literal["single", "offline", "server", "sweep"]
 
@@ -42,7 +43,7 @@ class Cell:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchConfig(Config):
+class BenchConfig(Config, subject="bench"):
     """How a bundle is measured.
 
     Empty sizes and a `duration` of None are filled in by `resolve`. Several sizes make a
@@ -52,7 +53,7 @@ class BenchConfig(Config):
     """
 
     scenario: Scenario = "single"
-    backend: Backend = "auto"
+    backend: str = AUTO
     device: Device = "cpu"
     engine: str | None = None
     batch_size: tuple[int, ...] = ()
@@ -64,14 +65,8 @@ class BenchConfig(Config):
     processes: int = 3
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            ConfigError: lists every problem.
-        """
-        problems = self._check_types() or [*self._range_problems(), *self._scenario_problems()]
-        raise_all(ConfigError, "bench", problems)
+    def _problems(self) -> list[str]:
+        return [*self._range_problems(), *self._scenario_problems()]
 
     def _range_problems(self) -> list[str]:
         most = {"batch_size": 4096, "source_length": 1_000_000, "target_length": 1_000_000}
@@ -93,6 +88,8 @@ class BenchConfig(Config):
         ]
         if self.seed < 0:
             problems.append(f"seed is {self.seed}, expected 0 or more")
+        if self.backend not in names():
+            problems.append(f"backend is {self.backend!r}, expected one of {', '.join(map(repr, names()))}")
         return problems
 
     def _scenario_problems(self) -> list[str]:

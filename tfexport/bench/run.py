@@ -14,12 +14,12 @@ from tfexport.bench.result import build_result
 from tfexport.bundle.bundle import Bundle, open_bundle
 from tfexport.errors import BackendError, InputError, ParityError
 from tfexport.install import extra_command
+from tfexport.runtime import registry
+from tfexport.runtime.registry import AUTO
 
 Tell = Callable[[str], None]
 
 MAX_TEXTS = 10_000
-# What the verification of an export compares with the eager model, and what it is on.
-_VERIFIED_BY_EXPORT = ("auto", "ort", "eager")
 
 
 def bench_bundle(
@@ -84,7 +84,11 @@ def check_parity(bundle: Bundle, config: BenchConfig, report: Tell) -> dict[str,
         raise ParityError(
             f"{bundle.path}: parity failed when it was made; fast and wrong is not timed, export it again"
         )
-    if summary is not None and config.backend in _VERIFIED_BY_EXPORT and config.device == "cpu":
+    options = registry.OpenOptions(device=config.device, engine=config.engine)
+    backend = registry.choose(bundle, options) if config.backend == AUTO else registry.get(config.backend)
+    exported_on, compared = registry.comparable()[0], backend in registry.comparable()
+    # The verification of an export compares its backend with the eager model, so that both are proven.
+    if summary is not None and config.device == "cpu" and (backend == exported_on or not compared):
         return {"passed": True, "source": "verified by its export"}
     try:
         from tfexport.verify import VerifyConfig, verify_bundle
@@ -92,7 +96,7 @@ def check_parity(bundle: Bundle, config: BenchConfig, report: Tell) -> dict[str,
         found = verify_bundle(
             bundle.path,
             config=VerifyConfig.quick(),
-            backend="trt" if config.backend == "trt" else "ort",
+            backend=backend.name if compared else exported_on.name,
             device=config.device,
             engine=config.engine,
             report=report,

@@ -20,6 +20,7 @@ from tfexport.bench.weights import step_weight_bytes
 from tfexport.bundle.bundle import open_bundle
 from tfexport.errors import InputError, TfexportError
 from tfexport.model import Model, load
+from tfexport.runtime.registry import get
 
 # Before the first window; shorter where the measurement itself is short.
 _WARM_UP_S = 0.5
@@ -55,9 +56,8 @@ def measure(bundle: Path, config: BenchConfig, texts: list[str] | None, number: 
         closed_loop(call, batches, min(_WARM_UP_S, _duration(config) / 5))
         cells.append(_run(call, batches, config, cell, number).to_dict())
     peak = peak_memory_bytes()
-    weight_bytes = (
-        step_weight_bytes(open_bundle(bundle)) if model.session.backend == "ort" and config.device == "cpu" else None
-    )
+    reads_weights = get(model.session.backend).runs == "graphs" and config.device == "cpu"
+    weight_bytes = step_weight_bytes(open_bundle(bundle)) if reads_weights else None
     return {
         "backend": model.session.backend,
         "load_s": load_s,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -41,24 +41,17 @@ _SHA256 = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class FileEntry(Config):
+class FileEntry(Config, subject="file"):
     """Size and sha256 (lower-case hex) of one file."""
 
     bytes: int
     sha256: str
 
-    def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            ConfigError: lists a negative size and a sum that is none.
-        """
-        problems = self._check_types()
-        if not problems and self.bytes < 0:
-            problems.append(f"bytes is {self.bytes}, expected 0 or more")
-        if not problems and not _SHA256.fullmatch(self.sha256):
-            problems.append(f"sha256 is {self.sha256[:80]!r}, expected 64 hexadecimal digits")
-        raise_all(ConfigError, "file", problems)
+    def _problems(self) -> Iterator[str]:
+        if self.bytes < 0:
+            yield f"bytes is {self.bytes}, expected 0 or more"
+        if not _SHA256.fullmatch(self.sha256):
+            yield f"sha256 is {self.sha256[:80]!r}, expected 64 hexadecimal digits"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,14 +197,14 @@ def kind_of(spec: ModelSpec) -> Kind:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Tensor(Config):
+class _Tensor(Config, subject="tensor"):
     name: str
     dtype: DType
     shape: tuple[Dim, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _GraphHead(Config):
+class _GraphHead(Config, subject="graph"):
     file: str
     opset: int
 

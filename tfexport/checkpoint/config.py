@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tfexport.errors import ConfigError, raise_all
 from tfexport.fields import Config, size_problems
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImportConfig(Config):
+class ImportConfig(Config, subject="import"):
     """How a foreign checkpoint becomes a model directory.
 
     `layout` is auto, the name of a built-in layout or a layout file. `heads` is
@@ -24,13 +23,8 @@ class ImportConfig(Config):
     builtin: bool = True
     accept_unverified: bool = False
 
-    def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            ConfigError: lists every problem.
-        """
-        problems = self._check_types() or size_problems(self, "heads")
-        if not problems and not self.builtin and self.layout != "auto":
+    def _problems(self) -> list[str]:
+        problems = size_problems(self, "heads")
+        if not self.builtin and self.layout != "auto":
             problems.append(f"builtin is false, but layout is {self.layout}; leave one of them out")
-        raise_all(ConfigError, "import", problems)
+        return problems

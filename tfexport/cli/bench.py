@@ -10,10 +10,9 @@ from typing import Any, get_args
 import click
 
 from tfexport.bench.config import BenchConfig, Scenario
-from tfexport.cli.options import INPUT, PATH, CommaList, device_option, engine_option
+from tfexport.cli.options import INPUT, PATH, CommaList, backend_option, device_option, engine_option
 from tfexport.cli.terminal import inputs_of, report_line
 from tfexport.errors import BenchError, printable, raise_all
-from tfexport.spec import Backend
 
 _SIZES = CommaList(click.INT)
 
@@ -26,9 +25,7 @@ _SIZES = CommaList(click.INT)
     default=BenchConfig.scenario,
     help="One request at a time, batches, requests that arrive at --rate, or all combinations of sizes.",
 )
-@click.option(
-    "--backend", type=click.Choice(get_args(Backend)), default=BenchConfig.backend, help="What runs the bundle."
-)
+@backend_option
 @device_option
 @engine_option
 @click.option("--batch-size", type=_SIZES, default=(), show_default=False, help="Texts decoded together.")

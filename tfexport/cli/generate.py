@@ -12,7 +12,7 @@ from tfexport.cli.options import decode_options, json_option, text_options
 from tfexport.cli.terminal import inputs_of, json_text, lines_to, progress
 from tfexport.decode.config import DecodeConfig
 from tfexport.errors import InputError
-from tfexport.spec import Backend, Device
+from tfexport.spec import Device
 
 if TYPE_CHECKING:
     from tfexport.model import Pooling
@@ -28,7 +28,7 @@ def generate(
     texts: tuple[str, ...],
     source: Path | None,
     output: Path | None,
-    backend: Backend,
+    backend: str,
     engine: str | None,
     device: Device,
     batch_size: int,
@@ -72,7 +72,7 @@ def embed(
     texts: tuple[str, ...],
     source: Path | None,
     output: Path | None,
-    backend: Backend,
+    backend: str,
     engine: str | None,
     device: Device,
     batch_size: int,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import click
 
 from tfexport.decode.config import DecodeConfig
-from tfexport.spec import Backend
+from tfexport.runtime.registry import AUTO, names
 
 F = TypeVar("F", bound=Callable[..., Any])
 _DECODE_HELP = {
@@ -48,6 +48,7 @@ class CommaList(click.ParamType):  # type: ignore[type-arg]  # not generic befor
 
 PATH = click.Path(path_type=Path)
 INPUT = click.Path(exists=True, dir_okay=False, readable=True, allow_dash=True, path_type=Path)
+backend_option = click.option("--backend", type=click.Choice(names()), default=AUTO, help="What runs the bundle.")
 device_option = click.option(
     "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="Where ONNX Runtime computes."
 )
@@ -81,7 +82,7 @@ def text_options(command: F) -> F:
     """Add what every command takes that reads texts and runs a bundle."""
     for add in (
         click.option("--batch-size", type=click.IntRange(min=1), default=32, help="Texts to run together."),
-        click.option("--backend", type=click.Choice(get_args(Backend)), default="auto", help="What runs the bundle."),
+        backend_option,
         engine_option,
         device_option,
         click.option("--output", type=PATH, help="File to write, whole or not at all; standard output when not given."),

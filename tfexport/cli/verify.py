@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 import click
 
 from tfexport.cli.commands import EXIT_PARITY
 from tfexport.cli.options import PATH, device_option, engine_option, json_option
 from tfexport.cli.terminal import print_result, report_line
+from tfexport.runtime.registry import comparable
 from tfexport.spec import Device
+
+_NAMES = [backend.name for backend in comparable()]
 
 
 @click.command()
@@ -18,7 +20,7 @@ from tfexport.spec import Device
 @click.option("--against", type=PATH, help="Model directory that the bundle was made from.")
 @click.option("--samples", default=100, help="Random sequences to decode for each form and method.")
 @click.option("--seed", default=0, help="Of the sequences.")
-@click.option("--backend", type=click.Choice(["ort", "trt"]), default="ort", help="Compare the graphs, or an engine.")
+@click.option("--backend", type=click.Choice(_NAMES), default=_NAMES[0], help="Compare the graphs, or an engine.")
 @engine_option
 @device_option
 @json_option
@@ -27,7 +29,7 @@ def verify(
     against: Path | None,
     samples: int,
     seed: int,
-    backend: Literal["ort", "trt"],
+    backend: str,
     engine: str | None,
     device: Device,
     as_json: bool,

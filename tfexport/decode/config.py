@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from tfexport.errors import ConfigError, raise_all
 from tfexport.fields import Config
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeConfig(Config):
+class DecodeConfig(Config, subject="decoding"):
     """How text is generated; names, meaning and defaults are those of Hugging Face `generate`.
 
     `max_new_tokens` None means as many as the model takes. Beams and samples
@@ -35,14 +34,8 @@ class DecodeConfig(Config):
     suppress_tokens: tuple[int, ...] = ()
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        """Check each value and how they fit together.
-
-        Raises:
-            ConfigError: lists every problem.
-        """
-        problems = self._check_types() or [*self._range_problems(), *self._contradictions()]
-        raise_all(ConfigError, "decoding", problems)
+    def _problems(self) -> list[str]:
+        return [*self._range_problems(), *self._contradictions()]
 
     def _range_problems(self) -> list[str]:
         lowest = {

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tfexport.errors import ConfigError, raise_all
+from tfexport.errors import ConfigError
 from tfexport.fields import Config, size_problems
 from tfexport.spec import (
     CONCAT_OPSETS,
-    NO_INT4_THROUGHPUT,
     Form,
     OptimizeFor,
     Precision,
@@ -18,7 +18,7 @@ from tfexport.spec import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportConfig(Config):
+class ExportConfig(Config, subject="export"):
     """How a model becomes graphs.
 
     `precision` int8 and int4 are those of the weights, for ONNX Runtime on the CPU: activations and caches are fp32,
@@ -37,32 +37,24 @@ class ExportConfig(Config):
     max_target_length: int | None = None
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        """Check the values.
+    def _problems(self) -> list[str]:
+        problems = size_problems(self, "max_source_length", "max_target_length")
+        if self.opset not in CONCAT_OPSETS:
+            problems.append(f"opset is {self.opset}, expected {CONCAT_OPSETS[0]} to {CONCAT_OPSETS[-1]}")
+        if not self.forms or len(set(self.forms)) != len(self.forms):
+            problems.append(f"forms is {', '.join(self.forms) or 'empty'}, expected concat, static, contrib, once each")
+        if self.seed < 0:
+            problems.append(f"seed is {self.seed}, expected 0 or more")
+        return [*problems, *self._quantization_problems()]
 
-        Raises:
-            ConfigError: lists every problem.
-        """
-        problems = self._check_types()
-        if not problems:
-            if self.opset not in CONCAT_OPSETS:
-                problems.append(f"opset is {self.opset}, expected {CONCAT_OPSETS[0]} to {CONCAT_OPSETS[-1]}")
-            if not self.forms or len(set(self.forms)) != len(self.forms):
-                problems.append(
-                    f"forms is {', '.join(self.forms) or 'empty'}, expected concat, static, contrib, once each"
-                )
-            problems += size_problems(self, "max_source_length", "max_target_length")
-            if self.seed < 0:
-                problems.append(f"seed is {self.seed}, expected 0 or more")
-            problems += self._quantization_problems()
-        raise_all(ConfigError, "export", problems)
-
-    def _quantization_problems(self) -> list[str]:
-        if self.optimize_for == "latency" or self.precision == "int8":
-            return []
-        if self.precision == "int4":
-            return [NO_INT4_THROUGHPUT]
-        return [f"optimize_for is throughput, which is for precision int8, not {self.precision}; leave it out"]
+    def _quantization_problems(self) -> Iterator[str]:
+        try:
+            quantization = self.quantization
+        except ConfigError as error:
+            yield str(error)
+            return
+        if quantization is None and self.optimize_for == "throughput":
+            yield f"optimize_for is throughput, which is for precision int8, not {self.precision}; leave it out"
 
     @property
     def quantization(self) -> Quantization | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 import numpy as np
@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tfexport.errors import BackendError
+from tfexport.bundle.bundle import Bundle
+from tfexport.errors import BackendError, BundleError
 from tfexport.models.cache import KeyValue
 from tfexport.models.config import model_spec
+from tfexport.models.directory import load_weights
 from tfexport.models.row_cache import RowCache
 from tfexport.models.source import CrossCache, PaddedSource
 from tfexport.models.transformer import Transformer
+from tfexport.runtime.registry import Graphs, OpenOptions
 from tfexport.runtime.session import (
     Candidates,
     Floats,
@@ -23,6 +26,7 @@ from tfexport.runtime.session import (
     Limits,
     Mask,
     Prompts,
+    Session,
     check_prompts,
     check_rows,
     check_source,
@@ -30,7 +34,7 @@ from tfexport.runtime.session import (
     check_step,
     close_up,
 )
-from tfexport.spec import Accuracy, ModelSpec
+from tfexport.spec import WEIGHTS, Accuracy, ModelSpec
 
 # A first buffer for this many tokens; it doubles when it is full.
 FIRST_CAPACITY = 32
@@ -248,3 +252,37 @@ def full_logits(model: Transformer, source_ids: Ids, source_mask: Mask, target_i
     inputs = (torch.from_numpy(array) for array in (source_ids, source_mask, target_ids))
     logits: Floats = model(*inputs).float().numpy()
     return logits
+
+
+def open_bundle(bundle: Bundle, options: OpenOptions) -> EagerSession:
+    """Open the eager model of a bundle; see `tfexport.runtime.registry.Home`."""
+    if options.form is not None:
+        raise BackendError(f"eager: form {options.form} belongs to graphs; leave it out")
+    return EagerSession(load_eager_model(bundle), bundle.manifest.spec)
+
+
+def rungs(graphs: Graphs, options: OpenOptions) -> Iterator[tuple[str, Session]]:
+    """Yield nothing: this is what the others are compared with."""
+    return iter(())
+
+
+def load_eager_model(bundle: Bundle) -> Transformer:
+    """Rebuild the eager model from a bundle's weight file, in float32.
+
+    Raises:
+        BundleError: the bundle holds graphs only, or narrower weights.
+    """
+    if bundle.manifest.quantization is not None:
+        raise BundleError(
+            f"{bundle.path}: holds {bundle.manifest.accuracy} weights for ONNX Runtime and no eager model; "
+            "use --backend ort, or export it again with --precision fp32"
+        )
+    if bundle.manifest.config is None:
+        raise BundleError(f"{bundle.path}: holds graphs only, no eager model; use --backend ort")
+    return load_weights(bundle.file(WEIGHTS), bundle.manifest.config)
+
+
+def probe(library: str, model: bytes) -> dict[str, str]:
+    """Multiply two matrices, with no graph; return "" under "cpu" where that is right, else what is wrong."""
+    product = torch.ones(2, 3) @ torch.ones(3, 2)
+    return {"cpu": "" if (product == 3).all() else f"{library} computes wrongly: {product.tolist()}"}

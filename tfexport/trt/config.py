@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from dataclasses import dataclass
 from typing import Literal
 
-from tfexport.errors import ConfigError, raise_all, shortened
+from tfexport.errors import shortened
 from tfexport.fields import Config, size_problems
 from tfexport.spec import Form, Precision, WeightType
 
@@ -16,7 +15,7 @@ HardwareCompatibility = Literal["none", "ampere_plus", "same_compute_capability"
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig(Config):
+class EngineConfig(Config, subject="engine"):
     """How the graphs of a bundle become TensorRT engines.
 
     None and empty mean: the target that fits this machine, the static form where
@@ -44,30 +43,23 @@ class EngineConfig(Config):
     hardware_compatibility: HardwareCompatibility = "none"
     compute_capabilities: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            ConfigError: lists every problem.
-        """
-        problems = self._check_types()
-        if not problems:
-            problems += size_problems(self, "max_batch", "max_source_length", "max_target_length", "workspace_mib")
-            if self.form == "contrib":
-                problems.append("form is contrib, which is for ONNX Runtime alone; use static or concat")
-            level = self.builder_optimization_level
-            if level is not None and not 0 <= level <= 5:
-                problems.append(f"builder_optimization_level is {level}, expected 0 to 5")
-            problems += [
-                f"compute_capabilities has {shortened(value)}, expected major.minor such as 8.6"
-                for value in self.compute_capabilities
-                if not re.fullmatch(r"[1-9][0-9]?\.[0-9]", value)
-            ]
-        raise_all(ConfigError, "engine", problems)
+    def _problems(self) -> list[str]:
+        problems = size_problems(self, "max_batch", "max_source_length", "max_target_length", "workspace_mib")
+        if self.form == "contrib":
+            problems.append("form is contrib, which is for ONNX Runtime alone; use static or concat")
+        level = self.builder_optimization_level
+        if level is not None and not 0 <= level <= 5:
+            problems.append(f"builder_optimization_level is {level}, expected 0 to 5")
+        problems += [
+            f"compute_capabilities has {shortened(value)}, expected major.minor such as 8.6"
+            for value in self.compute_capabilities
+            if not re.fullmatch(r"[1-9][0-9]?\.[0-9]", value)
+        ]
+        return problems
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineLimits(Config):
+class EngineLimits(Config, subject="limits"):
     """The most that engines take: the largest shapes of their profiles.
 
     Attributes:
@@ -82,15 +74,11 @@ class EngineLimits(Config):
     max_target_length: int
     max_candidates: int
 
-    def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            ConfigError: lists every problem.
-        """
-        names = [field.name for field in dataclasses.fields(self)]
-        problems = self._check_types() or size_problems(self, *names[:2]) + size_problems(self, *names[2:], least=0)
-        raise_all(ConfigError, "limits", problems)
+    def _problems(self) -> list[str]:
+        return [
+            *size_problems(self, "max_batch", "max_source_length"),
+            *size_problems(self, "max_target_length", "max_candidates", least=0),
+        ]
 
 
 def engine_key(config: EngineConfig) -> str:

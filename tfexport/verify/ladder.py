@@ -8,11 +8,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self, cast
+from typing import Self, cast
 
 import numpy as np
 
@@ -21,10 +21,11 @@ from tfexport.errors import BundleError, ConfigError, raise_all
 from tfexport.fields import Config
 from tfexport.models.directory import load_model
 from tfexport.models.transformer import Transformer
-from tfexport.runtime.eager import EagerSession, full_logits
-from tfexport.runtime.open import load_eager_model, open_ort, open_session
+from tfexport.runtime import registry
+from tfexport.runtime.eager import EagerSession, full_logits, load_eager_model
+from tfexport.runtime.registry import Backend, Graphs, OpenOptions
 from tfexport.runtime.session import Floats, Session
-from tfexport.spec import DECODER, Device, Form, ModelSpec, WeightType
+from tfexport.spec import Device, ModelSpec
 from tfexport.verify.divergence import measure_divergence
 from tfexport.verify.numbers import Batch, compare, random_batches, random_sources, step_logits
 from tfexport.verify.report import TOLERANCE, Decodes, Numbers, Report
@@ -35,7 +36,7 @@ Named = tuple[str, Session]
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyConfig(Config):
+class VerifyConfig(Config, subject="verify"):
     """How much is tried.
 
     `samples` random sequences are decoded for each form and method, and at most
@@ -45,18 +46,11 @@ class VerifyConfig(Config):
     samples: int = 100
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            ConfigError: lists every problem.
-        """
-        problems = self._check_types()
-        if not problems and not 1 <= self.samples <= 1_000_000:
-            problems.append(f"samples is {self.samples}, expected 1 to 1,000,000")
-        if not problems and self.seed < 0:
-            problems.append(f"seed is {self.seed}, expected 0 or more")
-        raise_all(ConfigError, "verify", problems)
+    def _problems(self) -> Iterator[str]:
+        if not 1 <= self.samples <= 1_000_000:
+            yield f"samples is {self.samples}, expected 1 to 1,000,000"
+        if self.seed < 0:
+            yield f"seed is {self.seed}, expected 0 or more"
 
     @classmethod
     def quick(cls) -> Self:
@@ -70,17 +64,13 @@ class Stages:
 
     Attributes:
         model: the eager reference, float32.
-        graphs: path of each graph by its name in the contract.
-        spec: of the bundle, with its precision and limits.
+        graphs: of a bundle, written or still being made.
         reference: the eager model in words.
-        weights: of the graphs where they are narrower than the specification says.
     """
 
     model: Transformer
-    graphs: Mapping[str, Path]
-    spec: ModelSpec
+    graphs: Graphs
     reference: str = "the eager model"
-    weights: WeightType | None = None
 
 
 def verify_bundle(
@@ -88,7 +78,7 @@ def verify_bundle(
     *,
     against: Path | None = None,
     config: VerifyConfig | None = None,
-    backend: Literal["ort", "trt"] = "ort",
+    backend: str | None = None,
     device: Device = "cpu",
     engine: str | None = None,
     report: Tell = lambda line: None,
@@ -100,21 +90,19 @@ def verify_bundle(
         against: model directory of the reference; None takes the bundle's own
             weights, which for fp16 and bf16 are the rounded ones.
         config: how much is tried.
-        backend: "ort" compares every form of the graphs that the device takes, "trt" an engine.
-        device: where ONNX Runtime computes.
+        backend: "ort" compares every form of the graphs that the device takes, "trt" an engine; None for the first,
+            which exports are verified on.
+        device: where graphs are computed.
         engine: name of the engine; None for the only one that may be used here.
         report: told what happens, a line at a time.
 
     Raises:
-        BackendError: the backend cannot be used here, or failed.
+        BackendError: the backend cannot be used here, has no such device or engine, or failed.
         EngineError: the bundle has no such engine, or it may not be used here.
         BundleError: the bundle is damaged, carries no eager model and `against` is None, or has no form for the device.
-        ConfigError: `against` is another model, or the backend has no such device or engine.
+        ConfigError: `against` is another model, or the backend is none that is compared.
     """
-    if backend == "ort" and engine is not None:
-        raise ConfigError(f"verify: engine {engine} is TensorRT's; use it with --backend trt")
-    if backend == "trt" and device != "cpu":
-        raise ConfigError(f"verify: device {device} is ONNX Runtime's; backend trt runs on the GPU by itself")
+    compared = comparable(backend)
     bundle = open_bundle(path)
     quantization = bundle.manifest.quantization
     if against is None and quantization is not None:
@@ -125,10 +113,8 @@ def verify_bundle(
     model = load_eager_model(bundle) if against is None else _reference(bundle, against)
     rounded = against is None and bundle.manifest.spec.precision != "fp32"
     words = "the eager model" + (f" with the bundle's {bundle.manifest.spec.precision} weights" if rounded else "")
-    graphs = {name: bundle.file(graph.file) for name, graph in bundle.manifest.graphs.items()}
-    weights = quantization.weights if quantization else None
-    stages = Stages(model, graphs, bundle.manifest.spec, words, weights)
-    with _closing(_trt_session(bundle, engine) if backend == "trt" else _ort_sessions(stages, device)) as sessions:
+    stages = Stages(model, Graphs.of(bundle), words)
+    with _closing(compared.rungs(stages.graphs, OpenOptions(device=device, engine=engine))) as sessions:
         return _climb(stages, sessions, config or VerifyConfig(), report)
 
 
@@ -143,12 +129,25 @@ def verify_stages(stages: Stages, config: VerifyConfig, *, report: Tell = lambda
     Raises:
         BackendError: a graph does not load or run here.
     """
-    with _closing(_ort_sessions(stages, "cpu")) as sessions:
+    with _closing(comparable().rungs(stages.graphs, OpenOptions())) as sessions:
         return _climb(stages, sessions, config, report)
 
 
+def comparable(name: str | None = None) -> Backend:
+    """Return the backend to compare; `name` None means the one that exports are verified on.
+
+    Raises:
+        ConfigError: there is no such backend, or it is the reference itself.
+    """
+    found = registry.comparable()
+    if name is None or registry.get(name) in found:
+        return registry.get(name) if name else found[0]
+    names = ", ".join(repr(backend.name) for backend in found)
+    raise ConfigError(f"verify: backend {name} is the eager model itself, expected one of {names}")
+
+
 def _climb(stages: Stages, sessions: Sequence[Named], config: VerifyConfig, report: Tell) -> Report:
-    spec, rng = _shortest(stages.spec, sessions), np.random.default_rng(config.seed)
+    spec, rng = _shortest(stages.graphs.spec, sessions), np.random.default_rng(config.seed)
     eager = EagerSession(stages.model, dataclasses.replace(spec, precision="fp32"))
     most_rows = min((s.limits.rows.most for _, s in sessions if s.limits.rows.most), default=None)
     batches = random_batches(spec, min(config.samples, 64), rng, most_rows)
@@ -196,28 +195,6 @@ def _closing(opening: Iterator[Named]) -> Iterator[list[Named]]:
     finally:
         for _, session in sessions:
             session.close()
-
-
-def _ort_sessions(stages: Stages, device: Device) -> Iterator[Named]:
-    forms: list[Form | None] = [form for form, name in DECODER.items() if name in stages.graphs]
-    if device != "cpu" and "contrib" in forms:
-        forms.remove("contrib")
-        if not forms:
-            raise BundleError(
-                "verify: the bundle has the contrib form alone, which runs on the CPU; "
-                f"for device {device} export it with --forms concat,static"
-            )
-    where = "" if device == "cpu" else f" {device}"
-    for form in forms or [None]:
-        yield (
-            f"ort {form or 'encoder'}{where}",
-            open_ort(stages.graphs, stages.spec, form, device=device, weights=stages.weights),
-        )
-
-
-def _trt_session(bundle: Bundle, engine: str | None) -> Iterator[Named]:
-    session = open_session(bundle, "trt", form=None, threads=None, engine=engine)
-    yield f"trt {session.accuracy}", session
 
 
 def _hidden_states(eager: EagerSession, named: Named, batches: Sequence[Batch], report: Tell) -> Numbers:

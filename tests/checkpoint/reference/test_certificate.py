@@ -14,7 +14,10 @@ from click.testing import CliRunner
 
 from tests import tiny
 from tfexport.checkpoint.layout.apply import Canonical, LineUse
+from tfexport.checkpoint.layout.switches import configured as with_values
+from tfexport.checkpoint.layout.switches import options
 from tfexport.checkpoint.reference.certificate import Certificate, certify, unproven
+from tfexport.checkpoint.reference.compare import Comparator
 from tfexport.checkpoint.reference.golden import Golden
 from tfexport.cli import main
 from tfexport.files.names import CERTIFICATE
@@ -62,6 +65,20 @@ def test_what_cannot_matter_is_all_that_is_unverified(name: str) -> None:
     )
     assert len(certificate.lines) == len(canonical.tensors)
     assert {"norm", "activation", "norm_eps", "source mask", "attention_scale"} <= set(certificate.switches)
+
+
+@pytest.mark.parametrize("name", options(tiny.VARIANTS["post"]))
+def test_a_switch_that_is_set_is_as_good_as_a_model_that_is_built(name: str) -> None:
+    """A search sets the switches of one built model: one that it forgot would seem to make no difference."""
+    canonical, golden = made(tiny.VARIANTS["post"])
+    built = Comparator(canonical, golden)
+    seen = set()
+    for value in options(canonical.config)[name]:
+        changed = with_values(canonical.config, {name: value})
+        found = built.compare(changed).worst
+        assert found == pytest.approx(Comparator(replace(canonical, config=changed), golden).compare(changed).worst)
+        seen.add(found)
+    assert len(seen) > 1
 
 
 def test_an_encoder_alone() -> None:

@@ -23,7 +23,7 @@ from tfexport.graph.quantize.ort_quantize import write_integer_graphs
 from tfexport.model import Model
 from tfexport.models.directory import load_weights
 from tfexport.runtime.eager import full_logits
-from tfexport.runtime.open import open_ort
+from tfexport.runtime.ort.backend import open_graphs
 from tfexport.runtime.session import Candidates, Session, pad_right
 from tfexport.spec import WEIGHTS, Form, GraphSpec, Quantization, TensorSpec
 from tfexport.tokenizer import Tokenizer
@@ -193,7 +193,7 @@ def narrow(dates_bundle: Path, once: Once, way: str) -> Path:
 
 def session(dates_bundle: Path, folder: Path, form: Form) -> Session:
     graphs = {path.stem: path for path in folder.glob("*.onnx")}
-    return open_ort(graphs, open_bundle(dates_bundle).manifest.spec, form, threads=1, weights="int8")
+    return open_graphs(graphs, open_bundle(dates_bundle).manifest.spec, form, threads=1, weights="int8")
 
 
 @pytest.mark.parametrize("form", FORMS)

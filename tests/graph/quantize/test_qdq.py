@@ -20,8 +20,6 @@ from tests.conftest import DATES
 from tfexport.bundle.bundle import Bundle, open_bundle
 from tfexport.bundle.manifest import GraphEntry
 from tfexport.errors import GraphError
-from tfexport.export import export_bundle
-from tfexport.graph.config import ExportConfig
 from tfexport.graph.passes.capacity import fix_capacity
 from tfexport.graph.quantize.qdq import quantize_graphs
 from tfexport.model import Model
@@ -39,12 +37,6 @@ from tfexport.trt.library import load_library
 
 Once = Callable[[str, Callable[[Path], object]], Path]
 TYPES: tuple[WeightType, ...] = get_args(WeightType)
-
-
-@pytest.fixture(scope="session")
-def dates_fp16(once: Once) -> Path:
-    config = ExportConfig(precision="fp16")
-    return once("dates-fp16", lambda path: export_bundle(str(DATES), path, config, verify=False))
 
 
 def portable(bundle: Bundle) -> dict[str, GraphEntry]:

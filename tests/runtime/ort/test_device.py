@@ -197,7 +197,7 @@ def test_without_cuda_in_the_build_the_command_line_says_what_to_install(command
 
 
 def test_the_reference_backend_runs_on_the_cpu_alone(dates_bundle: Path) -> None:
-    with pytest.raises(BackendError, match="eager: runs on the CPU; for device cuda use --backend ort"):
+    with pytest.raises(BackendError, match="eager: device cuda is for ONNX Runtime; use it with --backend ort"):
         load(dates_bundle, backend="eager", device="cuda")
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,8 @@ from tfexport.decode.offline import decode
 from tfexport.errors import BackendError, EngineError
 from tfexport.export import export_bundle
 from tfexport.graph.config import ExportConfig
-from tfexport.runtime.open import open_ort
+from tfexport.runtime.ort.backend import open_graphs
+from tfexport.runtime.registry import get, registered
 from tfexport.runtime.session import Session
 from tfexport.runtime.trt.session import TrtSession
 from tfexport.spec import ENCODER, Form
@@ -34,7 +36,7 @@ FORMS: tuple[Form, ...] = ("static", "concat")
 
 
 def dates_ort(model: Model, form: Form = "static") -> Session:
-    return open_ort(model.graphs, model.spec, form, threads=1)
+    return open_graphs(model.graphs, model.spec, form, threads=1)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -113,7 +115,7 @@ def test_rtx_captures_by_itself_where_we_cannot(dates: Model, monkeypatch: pytes
 
 
 @pytest.fixture
-def on_doubles(dates: Model, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tfexport.Model]:
+def on_doubles(dates: Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tfexport.Model]]:
     """Return `tfexport.load` on a bundle with an engine `fast`, up to the library and the device."""
     bundle, cuda = dates.path, CudaDouble()
 
@@ -130,7 +132,8 @@ def on_doubles(dates: Model, monkeypatch: pytest.MonkeyPatch) -> Callable[..., t
 
     monkeypatch.setattr("tfexport.trt.artifact.load.load_engine", load_engine)
     monkeypatch.setattr("tfexport.trt.cuda.Cuda", lambda: cuda)
-    return lambda **options: tfexport.load(bundle, **options)
+    with registered(dataclasses.replace(get("trt"), requirements=())):
+        yield lambda **options: tfexport.load(bundle, **options)
 
 
 def test_a_bundle_generates_with_its_engine(dates: Model, on_doubles: Callable[..., tfexport.Model]) -> None:
@@ -148,7 +151,7 @@ def test_an_engine_goes_with_its_backend_and_its_form(on_doubles: Callable[..., 
         on_doubles(backend="ort", engine="fast")
     with pytest.raises(BackendError, match="trt: engine fast has the form static; leave the form out"):
         on_doubles(backend="trt", form="concat")
-    with pytest.raises(BackendError, match="trt: device cuda is for ONNX Runtime; leave it out"):
+    with pytest.raises(BackendError, match="trt: device cuda is for ONNX Runtime; use it with --backend ort"):
         on_doubles(backend="trt", device="cuda")
     with pytest.raises(EngineError, match="has no engine slow"):
         on_doubles(backend="trt", engine="slow")

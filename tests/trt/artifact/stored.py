@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tests.bundle.test_bundle import make
+from tests.bundle.made import make
 from tfexport.bundle.bundle import Bundle
 from tfexport.bundle.manifest import FileEntry
 from tfexport.spec import ModelSpec, decoder_graph, encoder_graph, key_value_names, reorder_spec

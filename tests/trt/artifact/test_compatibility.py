@@ -106,7 +106,7 @@ def test_what_does_not_fit_is_one_line_with_both_values(
 
 @pytest.mark.parametrize("name", ["encoder.onnx", "decoder_static.onnx", "weights.safetensors", "tokenizer.json"])
 def test_an_engine_of_other_files_is_refused(bundle: Bundle, tmp_path: Path, name: str) -> None:
-    from tests.bundle.test_bundle import CONTENT
+    from tests.bundle.made import CONTENT
 
     other = stored.make(tmp_path / "other", {**CONTENT, name: b"something else"})
     (found,) = incompatibilities(stored.manifest(bundle), other, MACHINE)
@@ -116,7 +116,7 @@ def test_an_engine_of_other_files_is_refused(bundle: Bundle, tmp_path: Path, nam
 
 
 def test_a_file_that_is_gone_is_refused(bundle: Bundle, tmp_path: Path) -> None:
-    from tests.bundle.test_bundle import CONTENT
+    from tests.bundle.made import CONTENT
 
     less = {name: data for name, data in CONTENT.items() if name != "tokenizer.json"}
     (found,) = incompatibilities(stored.manifest(bundle), stored.make(tmp_path / "less", less), MACHINE)
@@ -124,7 +124,7 @@ def test_a_file_that_is_gone_is_refused(bundle: Bundle, tmp_path: Path) -> None:
 
 
 def test_every_reason_is_given_at_once_and_every_remedy_once(bundle: Bundle, tmp_path: Path) -> None:
-    from tests.bundle.test_bundle import CONTENT
+    from tests.bundle.made import CONTENT
 
     other = stored.make(tmp_path / "other", {**CONTENT, "encoder.onnx": b"x", "weights.safetensors": b"y"})
     machine = replace(libraries("10.1.0.27"), system="Windows", gpu=T4)

@@ -155,7 +155,7 @@ def test_everything_wrong_is_named_at_once(bundle: Bundle) -> None:
     [
         (lambda raw: raw.replace(b'"max_batch": 32', b'"max_batch": 64', 1), "engine.json was changed"),
         (lambda raw: raw.replace(b": 16", b": NaN", 1), "NaN is no JSON number"),
-        (lambda raw: raw.replace(b'"flags": [', b'"flags": [], "flags": [', 1), "duplicate key 'flags'"),
+        (lambda raw: raw.replace(b'"flags": [', b'"flags": [], "flags": [', 1), "key flags is given twice"),
         (lambda raw: raw[:-20], "engine.json is not JSON"),
         (lambda raw: b"[]", "engine.json is [], expected an object"),
         (lambda raw: raw + b" ", "engine.json was changed"),

@@ -291,7 +291,7 @@ def test_a_bundle_without_engines_says_how_to_build_one(bundle: Bundle) -> None:
 
 
 def test_a_plan_of_another_bundle_is_refused(bundle: Bundle, engine: Path, tmp_path: Path) -> None:
-    from tests.bundle.test_bundle import CONTENT
+    from tests.bundle.made import CONTENT
 
     other = stored.make(tmp_path / "other", {**CONTENT, "weights.safetensors": b"others"})
     shutil.copytree(engine.parent, other.path / "engines")

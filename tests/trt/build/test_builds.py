@@ -1,6 +1,6 @@
 """The trained model and every preset build with TensorRT-RTX: both forms, three precisions, attention fused.
 
-By default each preset is built one layer deep and with a small vocabulary: what is fused shows in one layer.
+By default each preset is built one layer deep, in fp16 and with a small vocabulary: what is fused shows in one layer.
 `scripts/verify_engines` builds them whole too, and shows a row for each.
 """
 
@@ -36,6 +36,7 @@ pytest.importorskip("tensorrt_rtx")
 
 MIB = 1024 * 1024
 SETTINGS = EngineConfig(max_batch=8)
+PRECISIONS = ("fp32", "fp16", "bf16")
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +59,9 @@ def shallow(config: TransformerConfig) -> TransformerConfig:
 @pytest.fixture
 def bundle(model: str, precision: Precision, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Bundle]:
     """Export one model; it is gone afterwards, the large ones have gigabytes."""
-    if (model, precision) == ("dates", "fp32"):
-        yield open_bundle(request.getfixturevalue("dates_bundle"))
+    shared = {"fp32": "dates_bundle", "fp16": "dates_fp16"}
+    if model == "dates" and precision in shared:
+        yield open_bundle(request.getfixturevalue(shared[precision]))
         return
     if model == "dates":
         source = str(DATES)
@@ -113,13 +115,17 @@ def check_decoder(plan: SerializedEngine, bundle: Bundle, form: Form) -> None:
         assert fused(plan) == 2 * 2 * spec.layers
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+# Every precision with the trained model, and every preset in the one that fuses attention; whole, every preset in all.
 @pytest.mark.parametrize(
-    "model",
+    ("model", "precision"),
     [
-        "dates",
-        *[pytest.param(name, id=f"{name} one layer") for name in PRESETS],
-        *[pytest.param(name, id=f"{name} whole", marks=pytest.mark.slow) for name in PRESETS],
+        *[pytest.param("dates", precision, id=f"dates {precision}") for precision in PRECISIONS],
+        *[pytest.param(name, "fp16", id=f"{name} one layer fp16") for name in PRESETS],
+        *[
+            pytest.param(name, precision, id=f"{name} whole {precision}", marks=pytest.mark.slow)
+            for name in PRESETS
+            for precision in PRECISIONS
+        ],
     ],
 )
 def test_every_model_builds_in_both_forms(rtx: Library, bundle: Bundle, model: str, precision: Precision) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.bundle.test_bundle import FACTS
+from tests.bundle.made import FACTS
 from tfexport.trt.build.estimate import cache_bytes
 from tfexport.trt.config import EngineLimits
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.bundle.test_bundle import CONTENT, FACTS, GRAPHS, fill, make_contrib
+from tests.bundle.made import CONTENT, FACTS, GRAPHS, fill, make_contrib
 from tests.trt.artifact import stored
 from tests.trt.artifact.stored import L4
 from tfexport.bundle.bundle import Bundle, create_bundle

@@ -16,12 +16,15 @@ Switches = Mapping[str, Value]
 
 def options(config: TransformerConfig) -> dict[str, tuple[Value, ...]]:
     """Return the values to try for each switch of a model with these tensors, those of a side as `enc.NAME`."""
-    found = {name: SWITCHES[name.rpartition(".")[2]].search for name in config.switches()}
-    found = {name: values for name, values in found.items() if values}
-    if config.decoder is None:
-        del found["logit_scale"]
+    switches = {name: SWITCHES[name.rpartition(".")[2]] for name in config.switches()}
+    found = {
+        name: switch.search
+        for name, switch in switches.items()
+        if switch.search and (config.decoder or switch.acts != "output")
+    }
     # A norm with a bias is no rms; one without may be any.
-    found["norm"] = ("layernorm", "std") if config.norm_bias else ("rms", "layernorm", "std")
+    centred = tuple(kind for kind in found["norm"] if kind != "rms")
+    found["norm"] = centred if config.norm_bias else ("rms", *centred)
     # What changes least comes last.
     found["norm_eps"] = found.pop("norm_eps")
     return found

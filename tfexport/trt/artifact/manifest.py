@@ -24,7 +24,7 @@ _VERSION = re.compile(r"\d+(\.\d+)+\S*")
 
 
 @dataclass(frozen=True, kw_only=True)
-class BuildMachine(Config):
+class BuildMachine(Config, subject="machine"):
     """Where an engine was built; the GPU and its driver are None where it was built without one."""
 
     system: str
@@ -204,7 +204,7 @@ def _name_problems(plan: PlanEntry) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _PlanHead(FileEntry):
+class _PlanHead(FileEntry, subject="plan"):
     file: str
 
 
@@ -229,7 +229,7 @@ def _read_plan(value: object, name: str) -> PlanEntry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Range(Config):
+class _Range(Config, subject="range"):
     min: tuple[int, ...]
     opt: tuple[int, ...]
     max: tuple[int, ...]

@@ -1,0 +1,91 @@
+"""The corpus of uneven lengths: a model that ends each text where its source asks for it, decoded beside itself."""
+
+from __future__ import annotations
+
+import re
+import statistics
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tests.conftest import ROOT
+from tfexport.bench.timing import Effort
+from tfexport.decode.config import DecodeConfig
+from tfexport.decode.offline import decode
+from tfexport.errors import BenchError
+from tfexport.export import export_bundle
+from tfexport.graph.config import ExportConfig
+from tfexport.models.directory import save_model
+from tfexport.models.transformer import Transformer
+from tfexport.runtime.eager import EagerSession
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import corpus as command
+from comparison import lengths
+from comparison.lengths import LONGEST, SHORTEST, Text, corpus
+
+NAME = f"tiny{lengths.SUFFIX}"
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    return lengths.build("tiny")
+
+
+@pytest.fixture(scope="module")
+def work(model: Transformer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which both sides find the same bundle."""
+    folder = tmp_path_factory.mktemp("work") / NAME
+    save_model(model, folder / "weights")
+    export_bundle(str(folder / "weights"), folder / "bundle-fp32", ExportConfig(forms=("concat",)), verify=False)
+    (folder / "revision-fp32").symlink_to(folder / "bundle-fp32")
+    return folder.parent
+
+
+def test_lengths_are_log_normal_and_the_same_on_every_call() -> None:
+    texts = corpus(500, 1_000)
+    assert texts == corpus(500, 1_000)
+    for found in ([len(text.source) for text in texts], [text.length for text in texts]):
+        assert 26 <= statistics.median(found) <= 30
+        assert SHORTEST <= min(found) < 10
+        assert 100 < max(found) <= LONGEST
+
+
+def test_each_text_ends_where_its_source_asks_for_it(model: Transformer) -> None:
+    texts = corpus(40, 1_000)
+    config = DecodeConfig(max_new_tokens=LONGEST)
+    found = decode(EagerSession(model), [text.source for text in texts], config, batch_size=len(texts))
+    assert [len(best[0].token_ids) for best in found] == [text.length for text in texts]
+    assert {best[0].finish_reason for best in found} == {"eos"}
+    assert len({best[0].token_ids[0] for best in found}) > 1
+
+
+@pytest.mark.slow
+def test_the_table_of_a_bundle_beside_itself(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "PAUSE_S", 0.0)
+    monkeypatch.setattr(command, "TURN", Effort(warm_up=0))
+    words = ["--beside", sys.executable, "--model", "tiny", "--texts", "4", "--rounds", "2", "--work", str(work)]
+    done = CliRunner().invoke(command.main, words)
+    assert done.exit_code == 0, done.output
+    tokens = sum(text.length for text in corpus(4, 1_000))
+    assert re.search(rf"\| tiny \| 4 \| {tokens} \| [\d,]+ \| [\d,]+ \| [\d.]+ \([\d.]+ to [\d.]+\) \|", done.stdout)
+
+
+def test_a_text_of_another_length_is_not_timed() -> None:
+    class Short:
+        name = "tfexport fp32"
+
+        def ask(self, op: str, **values: object) -> dict[str, object]:
+            return {"outputs": [[5, 2], [5, 6, 2]]}
+
+    with pytest.raises(BenchError, match="tfexport fp32: 1 of 2 texts are not as long as their sources ask for"):
+        command.decode(Short(), [Text([4], 2), Text([4], 2)])  # type: ignore[arg-type]
+
+
+def test_a_python_that_is_none_is_refused() -> None:
+    done = CliRunner().invoke(command.main, ["--beside", "/nowhere/python"])
+    assert done.exit_code == 2
+    assert "/nowhere/python is no program" in " ".join(done.output.split())

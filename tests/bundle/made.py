@@ -1,0 +1,97 @@
+"""A small bundle of bytes that are no graphs, made, edited and refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tfexport.bundle.bundle import Builder, Bundle, create_bundle, open_bundle
+from tfexport.bundle.manifest import GraphEntry
+from tfexport.errors import BundleError
+from tfexport.models.config import StackConfig, TransformerConfig, model_spec
+from tfexport.spec import TokenIds, decoder_graph, encoder_graph
+
+CONFIG = TransformerConfig(
+    d_model=8,
+    source_vocab=10,
+    target_vocab=10,
+    max_source_length=16,
+    max_target_length=16,
+    encoder=StackConfig(layers=1, num_heads=2, d_ff=8, norm_place="pre", final_norm=True),
+    decoder=StackConfig(layers=2, num_heads=2, d_ff=8, norm_place="pre", final_norm=True),
+    tokens=TokenIds(pad=0, start=1, eos=2, unk=3),
+)
+SPEC = model_spec(CONFIG, "fp32")
+CONTENT = {
+    "encoder.onnx": b"encoder",
+    "decoder.onnx": b"decoder",
+    "decoder_static.onnx": b"static",
+    "weights.safetensors": bytes(range(256)),
+    "tokenizer.json": b"{}",
+    "parity.json": b"{}",
+    "deep/er.bin": b"",
+}
+GRAPHS = {
+    "encoder": GraphEntry(file="encoder.onnx", opset=18, spec=encoder_graph(SPEC)),
+    "decoder": GraphEntry(file="decoder.onnx", opset=18, spec=decoder_graph(SPEC, "concat")),
+    "decoder_static": GraphEntry(file="decoder_static.onnx", opset=24, spec=decoder_graph(SPEC, "static")),
+}
+FACTS: dict[str, Any] = {
+    "spec": SPEC,
+    "config": CONFIG,
+    "graphs": GRAPHS,
+    "versions": {"tfexport": "0.1.0", "onnx": "1.21.0"},
+    "parity": {"passed": True, "worst": 1e-6},
+}
+
+
+def fill(builder: Builder, content: dict[str, bytes] = CONTENT, **facts: Any) -> None:
+    for name, data in content.items():
+        (builder.path / name).parent.mkdir(exist_ok=True)
+        (builder.path / name).write_bytes(data)
+    builder.finish(**(FACTS | facts))
+
+
+def make_contrib(path: Path, graphs: dict[str, GraphEntry]) -> Bundle:
+    """Make a bundle with these graphs and the contrib ones."""
+    contrib = {
+        "encoder_contrib": GraphEntry(file="encoder_contrib.onnx", opset=18, spec=encoder_graph(SPEC)),
+        "decoder_contrib": GraphEntry(file="decoder_contrib.onnx", opset=18, spec=decoder_graph(SPEC, "contrib")),
+    }
+    with create_bundle(path) as builder:
+        fill(builder, CONTENT | {entry.file: b"contrib" for entry in contrib.values()}, graphs=graphs | contrib)
+    return builder.bundle
+
+
+def make(path: Path, content: dict[str, bytes] = CONTENT, *, force: bool = False) -> Bundle:
+    with create_bundle(path, force=force) as builder:
+        fill(builder, content)
+    return builder.bundle
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the manifest and make its own sum right again, as an attacker would."""
+    data = json.loads((path / "manifest.json").read_text())
+    change(data)
+    data.pop("self_sha256", None)
+    data["self_sha256"] = hashlib.sha256((json.dumps(data, indent=2, sort_keys=True) + "\n").encode()).hexdigest()
+    (path / "manifest.json").write_text(json.dumps(data, indent=2, sort_keys=True) + "\n")
+
+
+def siblings(path: Path) -> list[str]:
+    return sorted(other.name for other in path.parent.iterdir() if other != path)
+
+
+def refused(path: Path, *messages: str) -> str:
+    with pytest.raises(BundleError) as caught:
+        open_bundle(path)
+    text = str(caught.value)
+    assert "\n" not in text
+    for message in messages:
+        assert message in text
+    return text

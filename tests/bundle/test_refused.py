@@ -1,0 +1,308 @@
+"""Bundles: a file or manifest that was tampered with is refused, in one line that names everything wrong."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.bundle.made import CONTENT, edit, make, refused
+from tfexport.bundle.bundle import open_bundle
+
+# ---- files that were tampered with
+
+
+@given(name=st.sampled_from([name for name in CONTENT if CONTENT[name]]), data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_any_changed_byte_of_a_file_is_refused(shared: Path, name: str, data: st.DataObject) -> None:
+    _change_a_byte(shared, name, data, message=f"{name} was changed")
+
+
+@given(data=st.data())
+@settings(max_examples=120, deadline=None)
+def test_any_changed_byte_of_the_manifest_is_refused(shared: Path, data: st.DataObject) -> None:
+    # What is said of it depends on the byte: a digit may make it a newer version.
+    _change_a_byte(shared, "manifest.json", data, message="bundle")
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("shared") / "bundle").path
+
+
+def _change_a_byte(path: Path, name: str, data: st.DataObject, *, message: str) -> None:
+    original = (path / name).read_bytes()
+    place = data.draw(st.integers(0, len(original) - 1))
+    byte = data.draw(st.integers(0, 255).filter(lambda byte: byte != original[place]))
+    (path / name).write_bytes(original[:place] + bytes([byte]) + original[place + 1 :])
+    try:
+        refused(path, message)
+    finally:
+        (path / name).write_bytes(original)
+    open_bundle(path)
+
+
+@pytest.mark.parametrize("name", [name for name in CONTENT if CONTENT[name]])
+def test_cut_and_lengthened_files_are_refused(bundle: Path, name: str) -> None:
+    whole = CONTENT[name]
+    (bundle / name).write_bytes(whole[:-1])
+    refused(bundle, f"{name} has {len(whole) - 1} bytes, expected {len(whole)}")
+    (bundle / name).write_bytes(whole + b"\0")
+    refused(bundle, f"{name} has {len(whole) + 1} bytes, expected {len(whole)}")
+
+
+def test_everything_wrong_is_named_at_once(bundle: Path) -> None:
+    (bundle / "encoder.onnx").unlink()
+    (bundle / "decoder.onnx").write_bytes(b"Decoder")
+    (bundle / "decoder_static.onnx").write_bytes(b"")
+    (bundle / "notes.txt").write_text("mine")
+    (bundle / "tokenizer.json").unlink()
+    (bundle / "tokenizer.json").symlink_to("parity.json")
+    os.link(bundle / "weights.safetensors", bundle.parent / "other")
+    assert refused(bundle) == (
+        f"bundle {bundle}: 'tokenizer.json' is a symbolic link, expected a plain file; "
+        "'weights.safetensors' is a hard link (2 names), expected a file of its own; "
+        "'notes.txt' is not in manifest.json; decoder.onnx was changed (its sha256 differs); "
+        "decoder_static.onnx has 0 bytes, expected 6; encoder.onnx is missing; "
+        "copy it again from its source or export it again"
+    )
+
+
+def test_links_are_refused_wherever_they_lead(bundle: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    shutil.copytree(bundle / "deep", outside)
+    shutil.rmtree(bundle / "deep")
+    (bundle / "deep").symlink_to(outside, target_is_directory=True)
+    refused(bundle, "'deep' is a symbolic link")
+    (bundle / "deep").unlink()
+    (bundle / "deep").mkdir()
+    (bundle / "deep" / "er.bin").symlink_to(outside / "er.bin")
+    refused(bundle, "'deep/er.bin' is a symbolic link")
+    (bundle / "deep" / "er.bin").unlink()
+    os.link(outside / "er.bin", bundle / "deep" / "er.bin")
+    refused(bundle, "'deep/er.bin' is a hard link (2 names)")
+
+
+def test_engines_may_not_be_a_link(bundle: Path, tmp_path: Path) -> None:
+    (bundle / "engines").symlink_to(tmp_path, target_is_directory=True)
+    refused(bundle, "'engines' is a symbolic link")
+
+
+@pytest.mark.parametrize("name", ["encoder.onnx", "manifest.json"])
+def test_a_pipe_is_refused_and_does_not_block(bundle: Path, name: str) -> None:
+    (bundle / name).unlink()
+    os.mkfifo(bundle / name)
+    refused(bundle, f"'{name}' is neither a file nor a directory")
+
+
+def test_a_file_that_became_a_directory_is_refused(bundle: Path) -> None:
+    (bundle / "encoder.onnx").unlink()
+    (bundle / "encoder.onnx").mkdir()
+    refused(bundle, "encoder.onnx is a directory, expected a plain file")
+
+
+# ---- manifests that were tampered with
+
+
+def test_a_manifest_that_is_a_link_is_refused(bundle: Path, tmp_path: Path) -> None:
+    shutil.move(bundle / "manifest.json", tmp_path / "manifest.json")
+    (bundle / "manifest.json").symlink_to(tmp_path / "manifest.json")
+    refused(bundle, "'manifest.json' is a symbolic link")
+    (bundle / "manifest.json").unlink()
+    os.link(tmp_path / "manifest.json", bundle / "manifest.json")
+    refused(bundle, "'manifest.json' is a hard link")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("/etc/passwd", "files has '/etc/passwd', expected a plain relative path inside the bundle"),
+        ("../outside", "files has '../outside', expected"),
+        ("deep/../../outside", "files has 'deep/../../outside', expected"),
+        ("deep//er.bin", "expected a plain relative path"),
+        ("./encoder.onnx", "expected a plain relative path"),
+        ("deep/", "expected a plain relative path"),
+        ("", "files has '', expected"),
+        ("..\\outside", "expected a plain relative path"),
+        ("C:outside", "expected a plain relative path"),
+        ("nul\0byte", "expected a plain relative path"),
+        ("\udc80", "expected a plain relative path"),
+        ("encoder.onnx\n", "expected a plain relative path"),
+        ("é", "expected a plain relative path"),
+        ("e\u0301", "expected a plain relative path"),
+        ("manifest.json", "expected a plain relative path"),
+        ("Manifest.JSON", "expected a plain relative path"),
+        ("engines/key/plan", "expected a plain relative path"),
+        ("Encoder.onnx", "files has 'encoder.onnx' and 'Encoder.onnx', one file where case does not count"),
+    ],
+)
+def test_paths_that_are_not_plain_are_refused(bundle: Path, name: str, message: str) -> None:
+    (bundle.parent / "outside").write_bytes(b"")
+    entry = {"bytes": 0, "sha256": hashlib.sha256(b"").hexdigest()}
+    # Before or after its twin, whichever way the keys sort.
+    edit(bundle, lambda data: data["files"].update({name: entry}))
+    text = refused(bundle)
+    assert message in text or ("Encoder" in name and "one file where case does not count" in text)
+
+
+def test_every_wrong_value_is_named_at_once(bundle: Path) -> None:
+    def spoil(data: dict[str, Any]) -> None:
+        data["kind"] = ["decoder"]
+        data["spec"]["d_model"] = "eight"
+        data["spec"]["wings"] = 2
+        data["config"]["encoder"]["layers"] = None
+        data["graphs"]["encoder"]["opset"] = True
+        data["graphs"]["encoder"]["inputs"] = {}
+        data["graphs"]["decoder"]["outputs"][0]["dtype"] = "complex64"
+        data["files"]["encoder.onnx"]["bytes"] = -1
+        data["files"]["decoder.onnx"]["sha256"] = "00"
+        data["files"]["tokenizer.json"] = None
+        data["versions"] = {"onnx": 1}
+        data["parity"] = "passed"
+        data["extra"] = {}
+
+    edit(bundle, spoil)
+    edit(bundle, lambda data: data["graphs"]["decoder_static"].pop("file"))
+    refused(
+        bundle,
+        "kind is ['decoder'], expected 'encoder-decoder' or 'encoder'",
+        "spec: unknown key wings",
+        "d_model is 'eight', expected a whole number",
+        "config: encoder.layers is None, expected a whole number",
+        "graphs.encoder: opset is True, expected a whole number",
+        "graphs.encoder.inputs is {}, expected a list",
+        "graphs.decoder.outputs[0]: dtype is 'complex64', expected",
+        "graphs.decoder_static: missing key file",
+        "files.encoder.onnx: file: bytes is -1, expected 0 or more",
+        "files.decoder.onnx: file: sha256 is '00', expected 64 hexadecimal digits",
+        "files.tokenizer.json: the file is None, expected an object",
+        "versions.onnx is 1, expected a text",
+        "parity is 'passed', expected an object",
+        "unknown key 'extra'",
+        "; export it again",
+    )
+
+
+@pytest.mark.parametrize("key", ["kind", "spec", "config", "graphs", "files", "versions", "parity"])
+def test_a_missing_key_is_named(bundle: Path, key: str) -> None:
+    edit(bundle, lambda data: data.pop(key))
+    refused(bundle, f"manifest.json: missing key {key}; export it again")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: data.update(kind="encoder"), "kind is 'encoder', but spec describes an encoder-decoder"),
+        (lambda data: data["spec"].update(vocab=11), "spec and config describe different models"),
+        (lambda data: data["parity"].update(passed=1), "parity.passed is 1, expected true or false"),
+        (
+            lambda data: data["graphs"]["encoder"].update(file="x.onnx"),
+            "graphs.encoder is 'x.onnx', which is not among",
+        ),
+        (
+            lambda data: data["graphs"].update(x=data["graphs"].pop("encoder")),
+            "unknown graph 'x'; missing graph 'encoder'",
+        ),
+        (
+            lambda data: data["graphs"].update(decoder_contrib=data["graphs"].pop("decoder")),
+            "of 'encoder_contrib' and 'decoder_contrib' there is only one, expected both or none",
+        ),
+        (
+            lambda data: [data["graphs"].pop(name) for name in ("decoder", "decoder_static")],
+            "but the graphs are encoder",
+        ),
+    ],
+)
+def test_contradictions_are_refused(bundle: Path, change: Callable[[dict[str, Any]], object], message: str) -> None:
+    edit(bundle, change)
+    refused(bundle, message)
+
+
+@pytest.mark.parametrize("version", [2, 10**30])
+def test_a_newer_version_asks_for_an_upgrade(bundle: Path, version: int) -> None:
+    (bundle / "manifest.json").write_text(json.dumps({"format_version": version, "unheard": "of"}))
+    refused(
+        bundle,
+        f"made by a newer tfexport (format {version}, this one reads 1); upgrade with: pip install --upgrade tfexport",
+    )
+
+
+@pytest.mark.parametrize("version", [0, -1, True, "1", 1.0, None, [1]])
+def test_no_version_at_all_is_refused(bundle: Path, version: object) -> None:
+    edit(bundle, lambda data: data.update(format_version=version))
+    refused(bundle, f"manifest.json: format_version is {version!r}, expected 1; export it again")
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b"", "manifest.json is not JSON"),
+        (b"format_version: 1", "manifest.json is not JSON"),
+        (b"[1]", "manifest.json is [1], expected an object"),
+        (b"null", "manifest.json is None, expected an object"),
+        (b'{"format_version": 1, "format_version": 1}', "key format_version is given twice"),
+        (b'{"format_version": 1, "files": {"a": 1, "b": 2, "a": 3}}', "key a is given twice"),
+        (b'{"format_version": NaN}', "NaN is no JSON number"),
+        (b'{"format_version": -Infinity}', "-Infinity is no JSON number"),
+        (b'{"format_version": "\xff"}', "manifest.json is not JSON ('utf-8' codec"),
+        (b"\xef\xbb\xbf{}", "manifest.json is not JSON"),
+        (b"[" * 100_000, "manifest.json is not JSON"),
+        (b'{"format_version": ' + b"9" * 5_000 + b"}", "manifest.json is not JSON"),
+        (b" " * (4 * 1024 * 1024 + 1), "manifest.json has 4194305 bytes, the limit is 4194304"),
+    ],
+    ids=[
+        "empty",
+        "yaml",
+        "list",
+        "null",
+        "twice",
+        "twice inside",
+        "NaN",
+        "Infinity",
+        "bytes",
+        "mark",
+        "deep",
+        "long",
+        "huge",
+    ],
+)
+def test_a_manifest_that_is_no_manifest_is_refused(bundle: Path, raw: bytes, message: str) -> None:
+    (bundle / "manifest.json").write_bytes(raw)
+    refused(bundle, message)
+
+
+@pytest.mark.parametrize("depth", range(100, 1000, 30))
+def test_a_deep_manifest_is_refused_at_any_depth(bundle: Path, depth: int) -> None:
+    text = (bundle / "manifest.json").read_text()
+    (bundle / "manifest.json").write_text(text.replace('"worst": 1e-06', '"worst": ' + "[" * depth + "]" * depth))
+    refused(bundle, "manifest.json")
+
+
+def test_white_space_in_the_manifest_counts(bundle: Path) -> None:
+    data = json.loads((bundle / "manifest.json").read_text())
+    (bundle / "manifest.json").write_text(json.dumps(data))
+    refused(bundle, "manifest.json was changed")
+
+
+def test_no_bundle_at_all(tmp_path: Path) -> None:
+    refused(tmp_path / "none", f"there is no bundle {tmp_path / 'none'}; make one with: tfexport onnx SOURCE --output")
+    refused(tmp_path / "none" / "deeper", "there is no bundle")
+    (tmp_path / "file").write_text("x")
+    refused(tmp_path / "file", "is a file, expected the directory of a bundle")
+    refused(tmp_path / "file" / "below", "there is no bundle")
+    (tmp_path / "model").mkdir()
+    refused(
+        tmp_path / "model",
+        "is no bundle, it has no manifest.json",
+        f"tfexport onnx {tmp_path / 'model'} --output BUNDLE",
+    )
+    (tmp_path / "loop").symlink_to("loop")
+    refused(tmp_path / "loop")

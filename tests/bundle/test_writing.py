@@ -1,0 +1,388 @@
+"""Bundles: written whole or not at all; what a failure, a full disk or a kill leaves behind."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.bundle.made import CONTENT, fill, make, refused, siblings
+from tfexport.bundle.bundle import create_bundle, open_bundle
+from tfexport.errors import BundleError
+from tfexport.files import atomic
+
+
+def test_missing_parents_are_made(tmp_path: Path) -> None:
+    assert make(tmp_path / "a" / "b" / "c").path == tmp_path / "a" / "b" / "c"
+
+
+def test_an_existing_output_is_refused_before_any_work(bundle: Path) -> None:
+    with (
+        pytest.raises(BundleError, match="exists; choose another name, or replace it with --force"),
+        create_bundle(bundle),
+    ):
+        pytest.fail("the block must not run")
+    (bundle.parent / "empty").mkdir()
+    with pytest.raises(BundleError, match="exists"), create_bundle(bundle.parent / "empty"):
+        pytest.fail("the block must not run")
+    assert siblings(bundle) == ["empty"]
+
+
+def test_force_replaces_a_bundle_and_its_engines(bundle: Path) -> None:
+    before = open_bundle(bundle)
+    (bundle / "engines").mkdir()
+    (bundle / "engines" / "plan").write_bytes(b"x")
+    after = make(bundle, CONTENT | {"weights.safetensors": b"new"}, force=True)
+    assert after.sha256 != before.sha256
+    assert open_bundle(bundle) == after
+    assert not (bundle / "engines").exists()
+    assert siblings(bundle) == []
+
+
+def test_force_replaces_a_damaged_bundle_and_an_empty_directory(bundle: Path) -> None:
+    (bundle / "encoder.onnx").unlink()
+    (bundle / "decoder.onnx").write_bytes(b"damaged")
+    make(bundle, force=True)
+    (bundle.parent / "empty").mkdir()
+    make(bundle.parent / "empty", force=True)
+
+
+def test_force_follows_a_link(bundle: Path) -> None:
+    (bundle.parent / "current").symlink_to("bundle")
+    after = make(bundle.parent / "current", CONTENT | {"weights.safetensors": b"new"}, force=True)
+    assert (bundle.parent / "current").is_symlink()
+    assert after.path == bundle
+    assert open_bundle(bundle) == after
+
+
+def test_force_deletes_nothing_but_bundles(bundle: Path, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "thesis.tex").write_text("years of work")
+    for manifest in (
+        None,
+        "{}",
+        '{"name": "a web page"}',
+        '{"files": {}}',
+        "not JSON",
+        '{"format_version": 1, "files": []}',
+    ):
+        if manifest is not None:
+            (home / "manifest.json").write_text(manifest)
+        with (
+            pytest.raises(BundleError, match="is no bundle; --force replaces bundles only"),
+            create_bundle(home, force=True),
+        ):
+            pytest.fail("the block must not run")
+    (bundle / "deep" / "notes.txt").write_text("mine")
+    with (
+        pytest.raises(BundleError, match=r"holds more than a bundle: 'deep/notes\.txt' is not part of the bundle"),
+        create_bundle(bundle, force=True),
+    ):
+        pytest.fail("the block must not run")
+    assert (home / "thesis.tex").read_text() == "years of work"
+    assert (bundle / "deep" / "notes.txt").read_text() == "mine"
+    assert siblings(bundle) == ["home"]
+
+
+def test_an_output_that_is_a_file_or_below_one_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for output, message in (
+        (tmp_path / "file", "is a file, expected a new directory"),
+        (tmp_path / "file" / "below", "cannot write bundle"),
+        (Path("/"), "is the root of the file system"),
+    ):
+        with pytest.raises(BundleError, match=message), create_bundle(output, force=True):
+            pytest.fail("the block must not run")
+    assert (tmp_path / "file").read_text() == "x"
+
+
+def test_a_failure_leaves_the_former_bundle_and_nothing_else(bundle: Path) -> None:
+    before = open_bundle(bundle)
+    with pytest.raises(ZeroDivisionError), create_bundle(bundle, force=True) as builder:
+        fill(builder, {**CONTENT, "weights.safetensors": b"new"})
+        raise ZeroDivisionError
+    with pytest.raises(KeyboardInterrupt), create_bundle(bundle.parent / "new") as builder:
+        fill(builder)
+        raise KeyboardInterrupt
+    assert open_bundle(bundle) == before
+    assert siblings(bundle) == []
+
+
+def test_a_failing_rename_puts_the_former_bundle_back(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = open_bundle(bundle)
+    with (
+        pytest.raises(BundleError, match=r"cannot write bundle .*: Directory not empty"),
+        create_bundle(bundle, force=True) as builder,
+    ):
+        fill(builder)
+        rename = os.rename
+
+        def intrude(source: Path, target: Path) -> None:
+            if Path(target) == bundle and Path(source) == builder.path:
+                raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(target))
+            rename(source, target)
+
+        monkeypatch.setattr(os, "rename", intrude)
+    assert open_bundle(bundle) == before
+    assert siblings(bundle) == []
+
+
+def test_an_unfinished_or_spoiled_bundle_is_not_published(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="was not finished"), create_bundle(tmp_path / "bundle"):
+        pass
+    with pytest.raises(BundleError, match=r"encoder\.onnx was changed"), create_bundle(tmp_path / "bundle") as builder:
+        fill(builder)
+        (builder.path / "encoder.onnx").write_bytes(b"Encoder")
+    with pytest.raises(BundleError, match="'link' is a symbolic link"), create_bundle(tmp_path / "bundle") as builder:
+        (builder.path / "link").symlink_to("/etc/passwd")
+        fill(builder)
+    with (
+        pytest.raises(BundleError, match=r"graphs\.encoder is 'encoder\.onnx', which is not among"),
+        create_bundle(tmp_path / "bundle") as builder,
+    ):
+        fill(builder, {name: data for name, data in CONTENT.items() if name != "encoder.onnx"})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_writers_exclude_one_another_until_one_is_done(tmp_path: Path) -> None:
+    with create_bundle(tmp_path / "bundle") as builder:
+        fill(builder)
+        with pytest.raises(BundleError, match="being written by another process"), create_bundle(tmp_path / "bundle"):
+            pytest.fail("the block must not run")
+        make(tmp_path / "other")
+        assert builder.path.exists()
+    open_bundle(tmp_path / "bundle")
+    make(tmp_path / "bundle", force=True)
+
+
+def test_of_many_writers_at_once_each_succeeds_or_says_why(tmp_path: Path) -> None:
+    target, outcomes = tmp_path / "bundle", []
+    make(target)
+
+    def write(i: int) -> None:
+        try:
+            outcomes.append(make(target, CONTENT | {"weights.safetensors": bytes([i])}, force=True).sha256)
+        except BundleError as error:
+            assert "being written" in str(error)  # noqa: PT017
+
+    threads = [threading.Thread(target=write, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert open_bundle(target).sha256 in outcomes
+    assert siblings(target) == []
+
+
+def test_an_error_of_somebody_else_passes_unchanged(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), create_bundle(tmp_path / "bundle"):
+        (tmp_path / "model.safetensors").read_bytes()
+    with (
+        pytest.raises(BundleError, match=r"cannot write bundle .*: No such file"),
+        create_bundle(tmp_path / "bundle") as builder,
+    ):
+        (builder.path / "missing" / "file").write_bytes(b"")
+
+
+# ---- a full disk, no permission
+
+
+def test_a_full_disk_is_one_line(bundle: Path) -> None:
+    before = open_bundle(bundle)
+    with (
+        pytest.raises(BundleError, match="No space left on device; free some space or choose another output"),
+        create_bundle(bundle, force=True) as builder,
+    ):
+        fill(builder)
+        with Path("/dev/full").open("wb", buffering=0) as full:
+            full.write(b"x")
+    assert open_bundle(bundle) == before
+    assert siblings(bundle) == []
+
+
+def test_a_file_above_the_limit_of_the_system_is_one_line(bundle: Path) -> None:
+    before = open_bundle(bundle)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with (
+            pytest.raises(BundleError, match="File too large; free some space"),
+            create_bundle(bundle, force=True) as builder,
+        ):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+            (builder.path / "weights.safetensors").write_bytes(bytes(10_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert open_bundle(bundle) == before
+    assert siblings(bundle) == []
+
+
+@contextmanager
+def without_permission(folder: Path) -> Iterator[None]:
+    """Take the right to write; root has it always, and so becomes nobody for a while."""
+    is_root = os.geteuid() == 0
+    folder.chmod(0o555)
+    if is_root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)
+        folder.chmod(0o755)
+
+
+def test_no_permission_is_one_line(bundle: Path) -> None:
+    before = open_bundle(bundle)
+    with without_permission(bundle.parent):
+        for output in (bundle.parent / "new", bundle):
+            with (
+                pytest.raises(BundleError, match=r"cannot write bundle .*: Permission denied"),
+                create_bundle(output, force=True),
+            ):
+                pytest.fail("the block must not run")
+    (bundle / "encoder.onnx").chmod(0)
+    with without_permission(bundle.parent):
+        refused(bundle)
+    (bundle / "encoder.onnx").chmod(0o644)
+    assert open_bundle(bundle) == before
+    assert siblings(bundle) == []
+
+
+# ---- killed
+
+
+def run_and_die(program: str, *arguments: Path) -> None:
+    """Run Python that must end by SIGKILL."""
+    prelude = """
+        import os, signal, sys
+        from pathlib import Path
+        from tests.bundle.made import CONTENT, fill, make
+        from tfexport.bundle.bundle import create_bundle
+        output = Path(sys.argv[1])
+        def die(*_, **__): os.kill(os.getpid(), signal.SIGKILL)
+    """
+    source = textwrap.dedent(prelude) + textwrap.dedent(program)
+    root = Path(__file__).parents[2]
+    run = subprocess.run(
+        [sys.executable, "-c", source, *map(str, arguments)], cwd=root, capture_output=True, text=True, timeout=60
+    )
+    assert run.returncode == -signal.SIGKILL, run.stderr
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_killed_while_writing(tmp_path: Path, exists: bool) -> None:
+    target = tmp_path / "bundle"
+    before = make(target) if exists else None
+    run_and_die(
+        """
+        with create_bundle(output, force=True) as builder:
+            fill(builder, CONTENT | {"weights.safetensors": b"half"})
+            die()
+        """,
+        target,
+    )
+    assert re.fullmatch(r"\.bundle\.lock \.bundle\.tmp-[0-9a-f]{16}", " ".join(siblings(target)))
+    if before:
+        assert open_bundle(target) == before
+    else:
+        refused(target, "there is no bundle")
+    make(target, force=True)
+    assert siblings(target) == []
+
+
+def replace_and_die_at_rename(target: Path, count: int) -> None:
+    run_and_die(
+        f"""
+        rename, calls = os.rename, []
+        def counted(*names):
+            calls.append(names)
+            die() if len(calls) == {count} else rename(*names)
+        os.rename = counted
+        make(output, CONTENT | {{"weights.safetensors": b"new"}}, force=True)
+        """,
+        target,
+    )
+
+
+def test_killed_between_the_renames_opening_puts_it_back(bundle: Path) -> None:
+    before = open_bundle(bundle)
+    replace_and_die_at_rename(bundle, 2)
+    assert not bundle.exists()
+    assert open_bundle(bundle) == before
+    assert siblings(bundle) == []
+
+
+def test_killed_between_the_renames_writing_puts_it_back(bundle: Path) -> None:
+    before = open_bundle(bundle)
+    replace_and_die_at_rename(bundle, 2)
+    with pytest.raises(BundleError, match="exists"), create_bundle(bundle):
+        pytest.fail("the block must not run")
+    assert open_bundle(bundle) == before
+    replace_and_die_at_rename(bundle, 2)
+    with pytest.raises(ZeroDivisionError), create_bundle(bundle, force=True):
+        raise ZeroDivisionError
+    assert open_bundle(bundle) == before
+    assert siblings(bundle) == []
+
+
+def test_killed_before_the_renames_nothing_has_changed(bundle: Path) -> None:
+    before = open_bundle(bundle)
+    replace_and_die_at_rename(bundle, 1)
+    assert open_bundle(bundle) == before
+    make(bundle, force=True)
+    assert siblings(bundle) == []
+
+
+def test_killed_while_the_former_is_deleted(bundle: Path) -> None:
+    run_and_die(
+        """
+        import shutil
+        shutil.rmtree = die
+        make(output, CONTENT | {"weights.safetensors": b"new"}, force=True)
+        """,
+        bundle,
+    )
+    assert open_bundle(bundle).file("weights.safetensors").read_bytes() == b"new"
+    assert any(".old-" in name for name in siblings(bundle))
+    make(bundle, force=True)
+    assert siblings(bundle) == []
+
+
+def test_leftovers_of_the_living_and_of_other_names_stay(bundle: Path) -> None:
+    others = [".bundle.tmp-mine", ".bundle2.tmp-0123456789abcdef", ".bundle.tmp-0123456789abcdeg"]
+    for name in others:
+        (bundle.parent / name).mkdir()
+    with create_bundle(bundle.parent / "living") as living:
+        fill(living)
+        make(bundle, force=True)
+        assert living.path.exists()
+    assert siblings(bundle) == sorted([*others, "living"])
+
+
+def test_a_reader_waits_for_no_writer_but_says_that_there_is_one(bundle: Path) -> None:
+    shutil.move(bundle, bundle.with_name(".bundle.old-0123456789abcdef"))
+    with atomic.locked(bundle):
+        refused(bundle, "is being written by another process")
+    open_bundle(bundle)
+
+
+def test_the_manifest_needs_a_verdict(tmp_path: Path) -> None:
+    with (
+        pytest.raises(BundleError, match=r"parity\.passed is None, expected true or false"),
+        create_bundle(tmp_path / "bundle") as builder,
+    ):
+        fill(builder, parity={})
+    assert siblings(tmp_path / "bundle") == []

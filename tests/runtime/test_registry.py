@@ -1,0 +1,218 @@
+"""The registry: what a backend is asked for, which one is taken, and which form of the decoder runs where."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tfexport
+from tests.bundle.made import GRAPHS, make, make_contrib
+from tfexport import model
+from tfexport.bench.config import BenchConfig, resolve
+from tfexport.bench.run import check_parity
+from tfexport.bench.worker import measure
+from tfexport.bundle.bundle import Bundle
+from tfexport.bundle.bundle import open_bundle as read_bundle
+from tfexport.errors import BackendError, BundleError, ConfigError
+from tfexport.inspect import describe, inspect_path
+from tfexport.runtime import eager, registry
+from tfexport.runtime.ort import backend as ort
+from tfexport.runtime.ort.contrib import ContribSession
+from tfexport.runtime.registry import Backend, Graphs, OpenOptions, Requirement, get, open_session, registered
+from tfexport.spec import Device, Form
+from tfexport.verify import VerifyConfig, verify_bundle
+
+ENCODER = {"encoder": GRAPHS["encoder"]}
+CONCAT = ENCODER | {"decoder": GRAPHS["decoder"]}
+TEXT, ISO = "le 14 juillet 1989", "1989-07-14"
+
+
+# ---- a backend that is registered here: this module is its home, and eager does its work
+
+
+class ToySession(eager.EagerSession):
+    """The eager model under another name."""
+
+    backend = "toy"
+
+
+def open_bundle(bundle: Bundle, options: OpenOptions) -> ToySession:
+    return ToySession(eager.load_eager_model(bundle), bundle.manifest.spec)
+
+
+def rungs(graphs: Graphs, options: OpenOptions) -> Iterator[tuple[str, ToySession]]:
+    assert graphs.bundle is not None
+    yield "toy", open_bundle(graphs.bundle, options)
+
+
+TOY = Backend(
+    name="toy", title="Toy", home=__name__, trial=__name__, requirements=(Requirement("torch", "torch"),), runs="graphs"
+)
+
+
+@pytest.fixture
+def toy() -> Iterator[Backend]:
+    with registered(TOY):
+        yield TOY
+    assert "toy" not in registry.names()
+
+
+def test_one_registration_makes_a_backend(toy: Backend, dates_bundle: Path) -> None:
+    with tfexport.load(dates_bundle, backend="toy") as loaded:
+        assert loaded.session.backend == "toy"
+        assert loaded.generate([TEXT], num_beams=2)[0].text == ISO
+    report = verify_bundle(dates_bundle, backend="toy", config=VerifyConfig(samples=2))
+    assert report.passed
+    assert {rung.stage for rung in report.decodes} == {"toy"}
+
+
+def test_bench_measures_a_registered_backend_and_verifies_it_first(toy: Backend, dates_bundle: Path) -> None:
+    config = BenchConfig(backend="toy", duration=0.1, source_length=(5,), target_length=(3,))
+    bundle = read_bundle(dates_bundle)
+    manifest = dataclasses.replace(bundle.manifest, parity={"passed": True})
+    told: list[str] = []
+    found = check_parity(dataclasses.replace(bundle, manifest=manifest), config, told.append)
+    assert found["source"] == "verified before measuring", "its export was verified on another backend"
+    assert "comparing logits: toy" in told
+    measured = measure(dates_bundle, resolve(config, bundle.manifest.spec, has_texts=False), None, 0)
+    assert measured["backend"] == "toy"
+
+
+# ---- which backend
+
+
+def test_an_unknown_backend_is_told_those_that_there_are(dates_bundle: Path) -> None:
+    known = "'auto', 'ort', 'eager', 'trt'"
+    with pytest.raises(ConfigError, match=f"backend is 'toy', expected one of {known}"):
+        tfexport.load(dates_bundle, backend="toy")
+    with pytest.raises(ConfigError, match=f"bench: backend is 'toy', expected one of {known}"):
+        BenchConfig(backend="toy")
+    with pytest.raises(ConfigError, match="verify: backend eager is the eager model itself, expected one of 'ort'"):
+        verify_bundle(dates_bundle, backend="eager")
+
+
+@pytest.mark.parametrize(
+    ("name", "modules", "hint"),
+    [
+        ("ort", ["onnxruntime"], "onnxruntime is not installed; pip install 'tfexport[cpu]' (or [gpu], never both)"),
+        ("eager", ["torch"], "torch is not installed; pip install 'tfexport[export]'"),
+        (
+            "trt",
+            ["tensorrt", "tensorrt_rtx"],
+            "tensorrt or tensorrt_rtx is not installed; pip install 'tfexport[trt]' or pip install 'tfexport[rtx]'",
+        ),
+    ],
+)
+def test_a_backend_that_is_not_installed_comes_with_the_hint(
+    name: str, modules: list[str], hint: str, dates_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in modules:
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(BackendError) as caught:
+        tfexport.load(dates_bundle, backend=name)
+    assert str(caught.value) == f"{name}: {hint}"
+
+
+def test_auto_takes_the_first_that_is_installed_and_can_run_the_bundle(
+    dates_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = read_bundle(dates_bundle)
+    assert registry.choose(bundle, OpenOptions()).name == "ort"
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    assert registry.choose(bundle, OpenOptions()).name == "eager"
+    with pytest.raises(BackendError, match=r"ort: onnxruntime is not installed; .*; eager: has no device cuda; trt: "):
+        registry.choose(bundle, OpenOptions(device="cuda"))
+    # What is asked of a backend that is there is never answered by another.
+    with pytest.raises(BackendError, match="auto: engine fast is for TensorRT; use it with --backend trt, or leave"):
+        registry.choose(bundle, OpenOptions(engine="fast"))
+
+
+def test_a_registration_may_replace_another_for_a_while() -> None:
+    before = get("trt")
+    with registered(dataclasses.replace(before, requirements=())) as changed:
+        assert get("trt") is changed
+        assert changed.missing() == ""
+    assert get("trt") is before
+
+
+# ---- which form of the decoder ONNX Runtime opens: contrib on the CPU, never on a GPU
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[Form | None]:
+    """Note the forms that are opened; the graphs of these bundles are none."""
+    forms: list[Form | None] = []
+
+    def note(graphs: Any, spec: Any, form: Form | None, *more: Any, **settings: Any) -> None:
+        forms.append(form)
+
+    monkeypatch.setattr(ort, "open_graphs", note)
+    return forms
+
+
+@pytest.mark.parametrize(
+    ("graphs", "device", "form"),
+    [
+        (GRAPHS, "cpu", "contrib"),
+        (GRAPHS, "cuda", "static"),
+        (CONCAT, "cuda", "concat"),
+        (ENCODER, "cpu", "contrib"),
+    ],
+)
+def test_the_form_is_the_fastest_that_bundle_and_device_have(
+    graphs: Any, device: Device, form: Form, tmp_path: Path, opened: list[Form | None]
+) -> None:
+    bundle = make_contrib(tmp_path / "b", graphs)
+    open_session(bundle, "ort", OpenOptions(device=device))
+    assert opened == [form]
+
+
+def test_a_bundle_without_the_contrib_form_runs_as_before(tmp_path: Path, opened: list[Form | None]) -> None:
+    bundle = make(tmp_path / "b")
+    open_session(bundle, "ort")
+    assert opened == ["static"]
+    with pytest.raises(BundleError, match="has no contrib form; export it with --forms concat,static,contrib"):
+        open_session(bundle, "ort", OpenOptions(form="contrib"))
+
+
+def test_the_contrib_form_alone_is_refused_on_a_gpu(tmp_path: Path) -> None:
+    bundle = make_contrib(tmp_path / "b", ENCODER)
+    refusal = "has the contrib form alone, which runs on the CPU; for device cuda export it with --forms concat,static"
+    with pytest.raises(BundleError, match=refusal):
+        open_session(bundle, "ort", OpenOptions(device="cuda"))
+    with pytest.raises(BundleError, match=refusal):
+        list(ort.rungs(Graphs.of(bundle), OpenOptions(device="cuda")))
+
+
+def test_the_contrib_form_is_refused_on_a_gpu_by_name(dates_bundle: Path) -> None:
+    with pytest.raises(BackendError, match="the contrib form runs on the CPU; for device cuda leave the form out"):
+        model.load(dates_bundle, form="contrib", device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("device", "forms"), [("cpu", ["concat", "static", "contrib"]), ("cuda", ["concat", "static"])]
+)
+def test_the_ladder_has_the_forms_of_the_device(
+    device: Device, forms: list[str], tmp_path: Path, opened: list[Form | None]
+) -> None:
+    bundle = make_contrib(tmp_path / "b", GRAPHS)
+    where = "" if device == "cpu" else f" {device}"
+    rungs = ort.rungs(Graphs.of(bundle), OpenOptions(device=device))
+    assert [name for name, _ in rungs] == [f"ort {form}{where}" for form in forms]
+    assert opened == forms
+
+
+def test_a_bundle_of_the_trained_model_runs_contrib_and_shows_it(dates_bundle: Path) -> None:
+    with model.load(dates_bundle, threads=1) as loaded:
+        assert isinstance(loaded.session, ContribSession)
+        assert loaded.generate(["le 14 juillet 1989"])[0].text == "1989-07-14"
+    shown = "\n".join(describe(inspect_path(dates_bundle)))
+    assert "Graph decoder_contrib: decoder_contrib.onnx, opset 18" in shown
+    assert "com.microsoft.GroupQueryAttention" in "\n".join(
+        describe(inspect_path(dates_bundle / "decoder_contrib.onnx"))
+    )
