@@ -199,24 +199,20 @@ def test_host_and_device_hold_the_same_bits(long_model: Transformer, once: Once)
 
 @pytest.mark.parametrize("width", [1, 2])
 def test_a_row_of_nan_harms_neither_its_neighbours_nor_who_comes_after(
-    static: Callable[[Transformer], OrtSession], once: Once, width: int
+    static: Callable[[Transformer], OrtSession], width: int
 ) -> None:
-    """A table entry of the source and one of the target are NaN: who reads one computes nothing but NaN."""
+    """A token of the source is no number: who reads it computes nothing but NaN, in both kinds of cache."""
     model = tiny.model(tiny.VARIANTS["post"], dtype=torch.float32)
+    broken = tiny.VOCAB - 1
     with torch.no_grad():
-        model.enc.embed.weight[30] = np.nan
-        assert model.dec is not None
-        model.dec.embed.weight[30] = np.nan
+        model.enc.embed.weight[broken] = np.nan
     rng, session = np.random.default_rng(3), static(model)
     texts = [draw(rng, width, 19) for _ in range(18)]
     for text in texts:
-        text.source = [token % 30 for token in text.source]
-        text.prompt, text.tokens = [token % 30 for token in text.prompt], text.tokens % 30
+        text.source = [token % broken for token in text.source]
     sick = texts[::5]
-    for number, text in enumerate(sick):
-        text.tokens[len(text.tokens) // 2 :] = 30
-        if number % 2:
-            text.source[len(text.source) // 2] = 30
+    for text in sick:
+        text.source[len(text.source) // 2] = broken
     batch = session.batch(width)
     assert isinstance(batch, StaticBatch)
     run(batch, texts, rng, room=4)
