@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from tfexport.bench.samples import Call
-from tfexport.bench.timed import timed
+from tfexport.bench.timed import TimedSession
 from tfexport.decode.config import DecodeConfig
 from tfexport.decode.offline import decode
 from tfexport.runtime.session import Session
@@ -16,9 +15,9 @@ from tfexport.runtime.session import Session
 class Caller:
     """Decodes batches as `generate` does, and times them; the first token is there when the first step returns."""
 
-    def __init__(self, session: Session[Any], config: DecodeConfig) -> None:
+    def __init__(self, session: Session, config: DecodeConfig) -> None:
         """Time `session`, decoding as `config` says."""
-        self._session, self._config = timed(session), config
+        self._session, self._config = TimedSession(session), config
 
     def __call__(self, sources: Sequence[Sequence[int]]) -> Call:
         """Decode some sources together."""
