@@ -62,6 +62,12 @@ def test_rows_are_copied_bit_by_bit_to_where_they_shall_lie(
     np.testing.assert_array_equal(to, np.concatenate((0 * to[:1], bits[order.ravel()], 0 * to[:1])))
 
 
+def test_more_than_a_gpu_can_count_is_refused(gather: Callable[[Precision], RowGather]) -> None:
+    memory = ort.OrtValue.ortvalue_from_numpy(np.zeros(16, np.uint8))
+    with pytest.raises(BackendError, match=r"caches of 2,147,483,648 numbers .*, at most 2,147,483,647; lower batch_s"):
+        gather("fp32").copy(memory, 2**30, np.array([0, 0]), memory.data_ptr())
+
+
 @pytest.mark.parametrize("widths", [(5, 5), (6, 10), (3, 4)])
 @pytest.mark.parametrize("lengths", [(4, 8), (8, 4), (6, 9), (7, 5), (5, 5)])
 def test_buffers_are_moved_as_numpy_moves_them(
@@ -89,12 +95,12 @@ def test_buffers_are_moved_as_numpy_moves_them(
         np.testing.assert_array_equal(array, same)
         assert not array[[1, 3, 4, 6]].any()
         np.testing.assert_array_equal(array[0], array[5])
-    rows = np.array([2, 0, 0, 5, 4])
+    order = np.array([2, 0, 0, 5, 4])
     before = [array.copy() for array in host[0]._arrays]
-    assert not host[0].reorder(rows, second)
-    assert device[0].reorder(rows, second)
+    assert not host[0].reorder(order, second)
+    assert device[0].reorder(order, second)
     for array, old, same in zip(host[0]._arrays, before, arrays(device[0]), strict=True):
-        np.testing.assert_array_equal(array[:5], old[rows])
+        np.testing.assert_array_equal(array[:5], old[order])
         np.testing.assert_array_equal(array[:5], same)
 
 
