@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from tfexport.bench.samples import Call
-from tfexport.bench.timed import timed
+from tfexport.bench.timed import TimedSession
 from tfexport.decode.config import DecodeConfig
 from tfexport.decode.offline import decode
 from tfexport.runtime.session import Session
@@ -17,7 +17,7 @@ class Caller:
 
     def __init__(self, session: Session, config: DecodeConfig) -> None:
         """Time `session`, decoding as `config` says."""
-        self._session, self._config = timed(session), config
+        self._session, self._config = TimedSession(session), config
 
     def __call__(self, sources: Sequence[Sequence[int]]) -> Call:
         """Decode some sources together."""

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import time
 from array import array
-from typing import Generic
 
 import numpy as np
 
-from tfexport.runtime.session import Candidates, Floats, Ids, Mask, RunsAhead, S, Session
-from tfexport.spec import ModelSpec
+from tfexport.runtime.session import Batch, Candidates, Floats, Ids, Mask, MultiStep, Prompts, Session
 
-# Steps that a session takes ahead are timed together, so many at once: few enough to tell positions apart.
-STEPS_AHEAD = 16
-
-
-def timed(session: Session[S]) -> TimedSession[S]:
-    """Wrap a session in one that notes times, and runs ahead if it does."""
-    return TimedRunner(session) if isinstance(session, RunsAhead) else TimedSession(session)
+# Steps that a batch takes together are timed together, so many at once: few enough to tell positions apart.
+STEPS_TOGETHER = 16
 
 
-class TimedSession(Generic[S]):
+class TimedSession:
     """Passes every call on and notes its time, so that decoding needs no clock of its own.
 
     Not to be shared between threads.
@@ -29,22 +22,18 @@ class TimedSession(Generic[S]):
         spec: of the session inside.
         backend: of the session inside.
         accuracy: of the session inside.
-        max_rows: of the session inside.
-        max_candidates: of the session inside.
-        encode_s: seconds spent encoding since `restart`.
-        reorder_s: seconds spent reordering rows since `restart`.
+        limits: of the session inside.
+        encode_s: seconds since `restart` in which sources joined: encoding, and reading prompts.
+        reorder_s: seconds since `restart` in which rows moved: as beams branched, and as sources left.
         step_s: seconds of each step since `restart`.
         first_step_ended: when the first step since `restart` returned; 0 before that.
     """
 
-    def __init__(self, session: Session[S]) -> None:
+    def __init__(self, session: Session) -> None:
         """Wrap a session."""
         self._session = session
-        self.spec: ModelSpec = session.spec
-        self.backend: str = session.backend
-        self.accuracy = session.accuracy
-        self.max_rows = session.max_rows
-        self.max_candidates = session.max_candidates
+        self.spec, self.backend = session.spec, session.backend
+        self.accuracy, self.limits = session.accuracy, session.limits
         self.restart()
 
     def restart(self) -> None:
@@ -52,27 +41,10 @@ class TimedSession(Generic[S]):
         self.encode_s = self.reorder_s = self.first_step_ended = 0.0
         self.step_s = array("d")
 
-    def encode(self, source_ids: Ids, source_mask: Mask) -> S:
-        """Encode a batch; see `Session.encode`."""
-        began = time.perf_counter()
-        state = self._session.encode(source_ids, source_mask)
-        self.encode_s += time.perf_counter() - began
-        return state
-
-    def step(self, state: S, target_ids: Ids, num_candidates: int) -> Candidates:
-        """Run the decoder; see `Session.step`."""
-        began = time.perf_counter()
-        found = self._session.step(state, target_ids, num_candidates)
-        ended = time.perf_counter()
-        self.step_s.append(ended - began)
-        self.first_step_ended = self.first_step_ended or ended
-        return found
-
-    def reorder(self, state: S, rows: Ids) -> None:
-        """Reorder the rows; see `Session.reorder`."""
-        began = time.perf_counter()
-        self._session.reorder(state, rows)
-        self.reorder_s += time.perf_counter() - began
+    def batch(self, width: int = 1) -> TimedBatch:
+        """Return an empty batch that is timed, with several steps in one call if it can take them."""
+        batch = self._session.batch(width)
+        return TimedMultiStep(self, batch, batch) if isinstance(batch, MultiStep) else TimedBatch(self, batch)
 
     def hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats:
         """Encode with an encoder alone, untimed; see `Session.hidden_states`."""
@@ -83,20 +55,70 @@ class TimedSession(Generic[S]):
         self._session.close()
 
 
-class TimedRunner(TimedSession[S]):
-    """One whose session runs ahead; of the steps that it takes together, each counts the mean."""
+class TimedBatch:
+    """A batch whose session notes the time of every call.
 
-    def ahead(self, state: S, target_ids: Ids, num_candidates: int, steps: int, stop_id: int) -> Candidates:
-        """Take greedy steps, the first alone; see `RunsAhead.ahead`."""
-        assert isinstance(self._session, RunsAhead)
-        first = self.step(state, target_ids, num_candidates)
+    Attributes:
+        width: of the batch inside.
+        can_join: of the batch inside.
+    """
+
+    def __init__(self, session: TimedSession, batch: Batch) -> None:
+        """Wrap a batch."""
+        self.width, self.can_join = batch.width, batch.can_join
+        self._times, self._batch = session, batch
+
+    @property
+    def lengths(self) -> Ids:
+        """Tokens in the cache of every row; see `Batch`."""
+        return self._batch.lengths
+
+    def add(self, source_ids: Ids, source_mask: Mask, prompts: Prompts) -> None:
+        """Let sources join; see `Batch.add`."""
+        began = time.perf_counter()
+        self._batch.add(source_ids, source_mask, prompts)
+        self._times.encode_s += time.perf_counter() - began
+
+    def step(self, target_ids: Ids, num_candidates: int) -> Candidates:
+        """Read one token of every row; see `Batch.step`."""
+        began = time.perf_counter()
+        found = self._batch.step(target_ids, num_candidates)
+        ended = time.perf_counter()
+        self._times.step_s.append(ended - began)
+        self._times.first_step_ended = self._times.first_step_ended or ended
+        return found
+
+    def reorder(self, rows: Ids) -> None:
+        """Let rows continue others; see `Batch.reorder`."""
+        began = time.perf_counter()
+        self._batch.reorder(rows)
+        self._times.reorder_s += time.perf_counter() - began
+
+    def remove(self, sources: Ids) -> None:
+        """Let sources leave; see `Batch.remove`."""
+        began = time.perf_counter()
+        self._batch.remove(sources)
+        self._times.reorder_s += time.perf_counter() - began
+
+
+class TimedMultiStep(TimedBatch):
+    """One that takes several steps in one call; of those taken together, each counts the mean."""
+
+    def __init__(self, session: TimedSession, batch: Batch, stepper: MultiStep) -> None:
+        """Wrap a batch, known as what takes several steps too."""
+        super().__init__(session, batch)
+        self._stepper = stepper
+
+    def multi_step(self, target_ids: Ids, num_candidates: int, steps: int, stop_id: int) -> Candidates:
+        """Take greedy steps, the first alone; see `MultiStep.multi_step`."""
+        first = self.step(target_ids, num_candidates)
         parts = [Candidates(first.token_ids[None], first.logits[None], first.log_normalizer[None])]
         left = steps - 1
         while left and stop_id not in (best := parts[-1].token_ids[-1, :, 0]).tolist():
             began = time.perf_counter()
-            part = self._session.ahead(state, best[:, None], num_candidates, min(left, STEPS_AHEAD), stop_id)
+            part = self._stepper.multi_step(best, num_candidates, min(left, STEPS_TOGETHER), stop_id)
             taken = len(part.token_ids)
-            self.step_s.extend([(time.perf_counter() - began) / taken] * taken)
+            self._times.step_s.extend([(time.perf_counter() - began) / taken] * taken)
             parts.append(part)
             left -= taken
         return Candidates(

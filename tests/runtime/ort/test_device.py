@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
-import onnx
 import onnxruntime as ort
 import pytest
 import torch
@@ -15,95 +15,108 @@ from click.testing import CliRunner
 from onnx import TensorProto, helper
 
 from tests import tiny
-from tests.runtime.test_contract import ort_session, sources
+from tests.runtime.exported import Once, ort_session, sources
 from tfexport.cli import main
 from tfexport.errors import BackendError
+from tfexport.graph.reorder import reorder_graph
 from tfexport.model import load
+from tfexport.models.config import model_spec
 from tfexport.runtime.ort import device as ort_device
-from tfexport.runtime.ort.cache import FIRST_CAPACITY
-from tfexport.runtime.ort.device import OrtDevice, driver_problem, host_value, misplaced, prepare_cuda
-from tfexport.runtime.ort.move import ELEMENT_TYPE, extend_model, reorder_model
-from tfexport.runtime.ort.session import OrtSession
-from tfexport.runtime.session import Ids
-from tfexport.spec import DType, Form
+from tfexport.runtime.ort.cache import FIRST_CAPACITY, DeviceBuffers, HostBuffers
+from tfexport.runtime.ort.device import ELEMENT_TYPE, OrtDevice, driver_problem, misplaced, prepare_cuda
+from tfexport.runtime.ort.gather import ITEM_BYTES, RowGather
+from tfexport.runtime.ort.static import StaticBatch
+from tfexport.spec import FLOAT, Form, Precision
 
-Once = Callable[[str, Callable[[Path], object]], Path]
-DTYPES: tuple[DType, ...] = ("float32", "float16", "bfloat16")
+SPEC = model_spec(tiny.VARIANTS["post"], "fp32")
 NO_GPU = driver_problem()
 
 
-def caches(prefix: str, dtype: DType, count: int, dims: list[str]) -> list[onnx.ValueInfoProto]:
-    return [
-        helper.make_tensor_value_info(f"{prefix}.{i}", ELEMENT_TYPE[dtype], [*dims, f"width.{i}"]) for i in range(count)
-    ]
+@pytest.fixture(scope="module")
+def gather(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Precision], RowGather]:
+    def opened(precision: Precision) -> RowGather:
+        path = tmp_path_factory.mktemp(precision) / "reorder.onnx"
+        path.write_bytes(reorder_graph(precision))
+        return RowGather(OrtDevice("cpu"), path, FLOAT[precision])
 
-
-def model(nodes: list[onnx.NodeProto], inputs: list[onnx.ValueInfoProto], outputs: list[onnx.ValueInfoProto]) -> bytes:
-    graph = helper.make_graph(nodes, "move", inputs, outputs)
-    made = helper.make_model(graph, ir_version=9, opset_imports=[helper.make_opsetid("", 20)])
-    onnx.checker.check_model(made, full_check=True)
-    written: bytes = made.SerializeToString()
-    return written
+    return opened
 
 
 def test_element_types_are_those_of_onnx() -> None:
     names = {"float32": "FLOAT", "float16": "FLOAT16", "bfloat16": "BFLOAT16", "bool": "BOOL"}
     names |= {"int32": "INT32", "int64": "INT64"}
     assert {dtype: TensorProto.DataType.Value(name) for dtype, name in names.items()} == ELEMENT_TYPE
+    assert {dtype: helper.tensor_dtype_to_np_dtype(ELEMENT_TYPE[dtype]).itemsize for dtype in ITEM_BYTES} == ITEM_BYTES
 
 
-@pytest.mark.parametrize("count", [1, 2, 200])  # 200 caches need two bytes for a length and a number
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_graphs_are_those_that_onnx_writes(dtype: DType, count: int) -> None:
-    rows = helper.make_tensor_value_info("rows", TensorProto.INT64, ["new_rows"])
-    nodes = [helper.make_node("Gather", [f"cache.{i}", "rows"], [f"moved.{i}"]) for i in range(count)]
-    inputs = [rows, *caches("cache", dtype, count, ["rows", "heads", "length"])]
-    outputs = caches("moved", dtype, count, ["new_rows", "heads", "length"])
-    assert reorder_model(dtype, count) == model(nodes, inputs, outputs)
-
-    nodes = []
-    for i in range(count):
-        zero = TensorProto(dims=[1], data_type=ELEMENT_TYPE[dtype], raw_data=bytes(4 if dtype == "float32" else 2))
-        nodes.append(helper.make_node("ConstantOfShape", [f"tail.{i}"], [f"zeros_tail.{i}"], value=zero))
-        nodes.append(helper.make_node("Concat", [f"cache.{i}", f"zeros_tail.{i}"], [f"longer.{i}"], axis=2))
-    inputs = [
-        *caches("cache", dtype, count, ["rows", "heads", "length"]),
-        *(helper.make_tensor_value_info(f"tail.{i}", TensorProto.INT64, [4]) for i in range(count)),
-    ]
-    outputs = caches("longer", dtype, count, ["rows", "heads", "longer"])
-    assert extend_model(dtype, count) == model(nodes, inputs, outputs)
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+def test_rows_are_copied_bit_by_bit_to_where_they_shall_lie(
+    precision: Precision, gather: Callable[[Precision], RowGather]
+) -> None:
+    opened = gather(precision)
+    item = ITEM_BYTES[opened.dtype]
+    bits = np.random.default_rng(0).integers(0, 256, (3, 4 * item), np.uint8)  # NaN among them
+    memory, to = ort.OrtValue.ortvalue_from_numpy(bits), np.zeros((6, 4 * item), np.uint8)
+    order = np.array([[2, 0], [0, 1]])
+    opened.copy(memory, 4, order, to[1:].ctypes.data)
+    np.testing.assert_array_equal(to, np.concatenate((0 * to[:1], bits[order.ravel()], 0 * to[:1])))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_caches_are_moved_as_numpy_moves_them(dtype: DType) -> None:
-    device = OrtDevice("cpu", dtype, 2)
-    rng = np.random.default_rng(0)
-    arrays = [rng.standard_normal((3, 2, 4, width)).astype(dtype) for width in (5, 6)]
-    values = [host_value(array) for array in arrays]
-    rows = np.array([2, 0, 0, 1, 2])
-    for value, array in zip(device.take(values, rows), arrays, strict=True):
-        np.testing.assert_array_equal(value.numpy(), array[rows])
-    for value, array in zip(device.extend(values, 9), arrays, strict=True):
-        np.testing.assert_array_equal(value.numpy(), np.pad(array, ((0, 0), (0, 0), (0, 5), (0, 0))))
-    for value, array in zip(values, arrays, strict=True):
-        np.testing.assert_array_equal(value.numpy(), array)
+def test_more_than_a_gpu_can_count_is_refused(gather: Callable[[Precision], RowGather]) -> None:
+    memory = ort.OrtValue.ortvalue_from_numpy(np.zeros(16, np.uint8))
+    with pytest.raises(BackendError, match=r"caches of 2,147,483,648 numbers .*, at most 2,147,483,647; lower batch_s"):
+        gather("fp32").copy(memory, 2**30, np.array([0, 0]), memory.data_ptr())
 
 
-def test_bfloat16_is_moved_bit_by_bit() -> None:
-    device = OrtDevice("cpu", "bfloat16", 1)
-    bits = np.arange(1, 25, dtype=np.uint16).reshape(3, 2, 2, 2)
-    value = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, ELEMENT_TYPE["bfloat16"])
-    rows = np.array([1, 1, 0])
-    (moved,) = device.take(device.extend([value], 3), rows)
-    assert (moved.data_type(), moved.shape()) == ("tensor(bfloat16)", [3, 2, 3, 2])
-    found = np.frombuffer(ctypes.string_at(moved.data_ptr(), moved.tensor_size_in_bytes()), np.uint16).reshape(
-        3, 2, 3, 2
-    )
-    np.testing.assert_array_equal(found, np.pad(bits, ((0, 0), (0, 0), (0, 1), (0, 0)))[rows])
+@pytest.mark.parametrize("widths", [(5, 5), (6, 10), (3, 4)])
+@pytest.mark.parametrize("lengths", [(4, 8), (8, 4), (6, 9), (7, 5), (5, 5)])
+def test_buffers_are_moved_as_numpy_moves_them(
+    lengths: tuple[int, int], widths: tuple[int, int], gather: Callable[[Precision], RowGather]
+) -> None:
+    """Keys and values of unequal widths, buffers that grow and shrink by any number of places."""
+    spec = replace(SPEC, head_dim=widths[0], value_dim=widths[1])
+    opened, rng, first, second = gather("fp32"), np.random.default_rng(0), lengths[0], lengths[1]
+    host: list[HostBuffers] = []
+    device: list[DeviceBuffers] = []
+    for rows, length in ((3, first), (2, min(lengths))):
+        host.append(HostBuffers(spec, rows, length))
+        device.append(DeviceBuffers(spec, opened, rows, length))
+        assert not any(array.any() for array in (*host[-1]._arrays, *arrays(device[-1])))
+        for array, same in zip(host[-1]._arrays, arrays(device[-1]), strict=True):
+            same[:] = array[:] = rng.standard_normal(array.shape)
+    every: tuple[list[HostBuffers], list[DeviceBuffers]] = (host, device)
+    for whole, part in every:
+        whole.resize(7, second, 2)
+        assert (whole.rows, whole.length) == (7, second)
+        whole.write(np.array([2, 5, 4]), part, np.array([1, 0, 1]))  # type: ignore[arg-type]
+        whole.write(np.array([0]), whole, np.array([5]))  # type: ignore[arg-type]
+        whole.clear(np.array([1, 4]))
+    for array, same in zip(host[0]._arrays, arrays(device[0]), strict=True):
+        np.testing.assert_array_equal(array, same)
+        assert not array[[1, 3, 4, 6]].any()
+        np.testing.assert_array_equal(array[0], array[5])
+    order = np.array([2, 0, 0, 5, 4])
+    before = [array.copy() for array in host[0]._arrays]
+    assert not host[0].reorder(order, second)
+    assert device[0].reorder(order, second)
+    for array, old, same in zip(host[0]._arrays, before, arrays(device[0]), strict=True):
+        np.testing.assert_array_equal(array[:5], old[order])
+        np.testing.assert_array_equal(array[:5], same)
+
+
+def arrays(buffers: DeviceBuffers) -> list[np.ndarray]:
+    """Look into the memory, which on the CPU numpy may."""
+    memory, found = buffers._memory.numpy().view(np.float32), []
+    for rows, heads, units in buffers._shapes(buffers.rows, buffers.length, buffers.length):
+        size = rows * heads * units * buffers.length * buffers._divisor
+        found.append(memory[:size].reshape(rows, heads, buffers.length, -1))
+        memory = memory[size:]
+    assert not memory.any(), "a unit of zeros lies behind"
+    return found
 
 
 def test_an_upload_is_a_copy() -> None:
-    device = OrtDevice("cpu", "float32", 0)
+    device = OrtDevice("cpu")
     for array in (np.array([[1, 2], [3, 4]]), np.array([True, False])):
         value = device.upload(array)
         before = array.copy()
@@ -111,55 +124,37 @@ def test_an_upload_is_a_copy() -> None:
         np.testing.assert_array_equal(value.numpy(), before)
 
 
-def long_session(once: Once, *, host_caches: bool) -> OrtSession:
-    made = tiny.model(tiny.config(max_target_length=3 * FIRST_CAPACITY), dtype=torch.float32)
-    session = ort_session(made, "static", once, host_caches=host_caches)
-    assert isinstance(session, OrtSession)
-    return session
+@pytest.mark.parametrize("host_caches", [True, False])
+def test_a_step_writes_in_place_and_reserves_nothing(once: Once, host_caches: bool) -> None:
+    model = tiny.model(tiny.config(max_target_length=3 * FIRST_CAPACITY), dtype=torch.float32)
+    batch = ort_session(model, "static", once, host_caches=host_caches).batch()
+    assert isinstance(batch, StaticBatch)
+    batch.add(*sources(model.config), [[1]] * 4)
+    buffers = batch._caches
 
+    def look() -> list[np.ndarray]:
+        return buffers._arrays if isinstance(buffers, HostBuffers) else arrays(cast(DeviceBuffers, buffers))
 
-def test_device_buffers_grow_and_say_what_host_buffers_say(once: Once) -> None:
-    """Two doublings, the second up to the limit, with rows that come, change places and leave on the way."""
-    orders = {1: [0, 0, 1, 1, 2, 2, 3, 3], 40: [1, 0, 2, 3, 5, 5, 7, 6], 70: [4, 5, 1, 0], 130: [2, 2, 1, 0]}
-    found = []
-    for host_caches in (True, False):
-        session = long_session(once, host_caches=host_caches)
-        state = session.encode(*sources(tiny.config()))
-        tokens, steps = np.arange(4), []
-        for position in range(session.spec.max_target_length):
-            if position in orders:
-                session.reorder(state, np.array(orders[position]))
-            new: Ids = np.resize(tokens + position, state.rows)[:, None] % tiny.VOCAB
-            steps.append(session.step(state, new, 2))
-        found.append(steps)
-    for host, device in zip(*found, strict=True):
-        np.testing.assert_array_equal(host.token_ids, device.token_ids)
-        np.testing.assert_allclose(host.logits, device.logits, atol=1e-5)
-
-
-def test_a_step_on_the_device_writes_in_place_and_reserves_nothing(once: Once) -> None:
-    session = long_session(once, host_caches=False)
-    state = session.encode(*sources(tiny.config()))
-    buffers = state.cache._buffers  # type: ignore[attr-defined]
-    assert [buffer.shape()[2] for buffer in buffers] == [FIRST_CAPACITY] * 4
-    addresses = [buffer.data_ptr() for buffer in buffers]
-    session.step(state, np.ones((4, 1), np.int64), 1)
-    bound = state.binding
-    first = [buffer.numpy().copy() for buffer in buffers]
-    session.step(state, np.ones((4, 1), np.int64), 1)
-    assert state.binding is bound
-    assert [buffer.data_ptr() for buffer in buffers] == addresses
-    for before, after in zip(first, buffers, strict=True):
-        np.testing.assert_array_equal(before[:, :, :1], after.numpy()[:, :, :1])
+    assert [array.shape[2] for array in look()] == [FIRST_CAPACITY] * 4
+    addresses = [array.ctypes.data for array in look()]
+    batch.step(np.ones(4, np.int64), 1)
+    (bound,) = batch._steps.values()
+    first = [array.copy() for array in look()]
+    batch.step(np.ones(4, np.int64), 1)
+    assert batch._caches is buffers
+    assert list(batch._steps.values()) == [bound]
+    assert [array.ctypes.data for array in look()] == addresses
+    for before, after in zip(first, look(), strict=True):
+        np.testing.assert_array_equal(before[:, :, :1], after[:, :, :1])
         assert not before[:, :, 1:].any()
-        assert after.numpy()[:, :, 1].any()
-        assert not after.numpy()[:, :, 2:].any()
+        assert after[:, :, 1].any()
+        assert not after[:, :, 2:].any()
 
 
 @pytest.mark.parametrize("form", ["concat", "static"])
 def test_operators_that_run_elsewhere_are_found(form: Form, dates_bundle: Path) -> None:
     name = {"concat": "decoder.onnx", "static": "decoder_static.onnx"}[form]
-    session = OrtDevice("cpu", "float32", 0).load(dates_bundle / name, name, 1)
+    session = OrtDevice("cpu").load(dates_bundle / name, name, 1)
     assert misplaced(session, "CPUExecutionProvider") == []
     heavy = {"Gemm", "TopK", "Softmax", "TensorScatter" if form == "static" else "MatMul"}
     found = set(misplaced(session, "CUDAExecutionProvider"))
@@ -167,14 +162,14 @@ def test_operators_that_run_elsewhere_are_found(form: Form, dates_bundle: Path) 
     assert not found & {"Shape", "Range", "Unsqueeze"}
 
 
-def test_a_session_that_fell_back_is_refused() -> None:
-    session = OrtDevice("cpu", "float32", 0).load(reorder_model("float32", 1), "reorder", 1)
+def test_a_session_that_fell_back_is_refused(dates_bundle: Path) -> None:
+    session = OrtDevice("cpu").load(dates_bundle / "reorder.onnx", "reorder", 1)
     with pytest.raises(BackendError, match=r"could not start CUDAExecutionProvider and took CPUExecutionProvider"):
         ort_device._check_placement(session, "decoder.onnx", "CUDAExecutionProvider")
 
 
 def test_a_session_that_would_compute_in_part_elsewhere_is_refused(dates_bundle: Path) -> None:
-    session = OrtDevice("cpu", "float32", 0).load(dates_bundle / "decoder.onnx", "decoder.onnx", 1)
+    session = OrtDevice("cpu").load(dates_bundle / "decoder.onnx", "decoder.onnx", 1)
 
     class Elsewhere:
         """The same session as CUDA would tell of it, had it no kernel for anything."""

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import combinations
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,15 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import tiny
-from tests.runtime.test_contract import contrib_session, sources
+from tests.runtime.exported import Once, exported, ort_session, sources
 from tfexport.decode.config import DecodeConfig
 from tfexport.decode.offline import decode
 from tfexport.models.transformer import Transformer
-from tfexport.runtime.ort.contrib import ContribSession
+from tfexport.runtime.open import open_ort
+from tfexport.runtime.ort.cache import HostBuffers, RowBuffers
+from tfexport.runtime.ort.concat import ConcatBatch
 from tfexport.runtime.ort.lengths import RUN_TOKENS, runs
+from tfexport.runtime.ort.static import StaticBatch
 from tfexport.runtime.session import Ids, Mask
+from tfexport.spec import Form
 
-Once = Callable[[str, Callable[[Path], object]], Path]
 LONGEST = 200
 MIXED = (13, 180, 20, 9, 200, 2, 31, 1, 150)
 
@@ -51,38 +51,38 @@ def model() -> Transformer:
     return tiny.model(tiny.config(max_source_length=LONGEST), dtype=torch.float32)
 
 
-@pytest.fixture(scope="module")
-def session(model: Transformer, once: Once) -> ContribSession:
-    opened = contrib_session(model, once)
-    assert isinstance(opened, ContribSession)
-    return opened
-
-
-def test_each_source_is_encoded_as_if_alone(
-    session: ContribSession, model: Transformer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_source_is_encoded_as_if_alone(model: Transformer, once: Once, monkeypatch: pytest.MonkeyPatch) -> None:
     ids, mask = sources(model.config, MIXED)
-    alone = [session.encode(ids[[row], :length], mask[[row], :length]) for row, length in enumerate(MIXED)]
-    computed: list[int] = []
-    encode = session._encode
+    session, computed = ort_session(model, "static", once), list[int]()
 
-    def counted(source_ids: Ids, source_mask: Mask) -> Any:
+    def begun(batch: StaticBatch | ConcatBatch, rows: list[int], length: int) -> list[np.ndarray]:
+        assert isinstance(batch, StaticBatch)
+        batch.add(ids[rows, :length], mask[rows, :length], [[1]] * len(rows))
+        assert isinstance(batch._cross, HostBuffers)
+        return batch._cross._arrays
+
+    alone = [begun(session.batch(), [row], length) for row, length in enumerate(MIXED)]
+    encode = StaticBatch._run_encoder
+
+    def counted(batch: StaticBatch, source_ids: Ids, source_mask: Mask) -> RowBuffers:
         computed.append(source_ids.size)
-        return encode(source_ids, source_mask)
+        return encode(batch, source_ids, source_mask)
 
-    monkeypatch.setattr(session, "_encode", counted)
-    state = session.encode(ids, mask)
+    monkeypatch.setattr(StaticBatch, "_run_encoder", counted)
+    together = begun(session.batch(), list(range(len(MIXED))), LONGEST)
     assert len(computed) > 1
     assert sum(computed) < 1.3 * sum(MIXED) < 0.5 * ids.size
-    assert state.source_mask.tolist() == mask.tolist()
-    for place, whole in enumerate(state.cross):
+    for place, whole in enumerate(together):
         for row, length in enumerate(MIXED):
-            np.testing.assert_allclose(whole[row, :, :length], alone[row].cross[place][0], atol=2e-6)
+            np.testing.assert_allclose(whole[row, :, :length], alone[row][place][0], atol=2e-6)
             assert np.isfinite(whole[row]).all()
 
 
+@pytest.mark.parametrize("form", ["static", "contrib"])
 @pytest.mark.parametrize("num_beams", [1, 3])
-def test_texts_do_not_depend_on_the_division(num_beams: int, session: ContribSession, model: Transformer) -> None:
+def test_texts_do_not_depend_on_the_division(num_beams: int, form: Form, model: Transformer, once: Once) -> None:
+    graphs, spec = exported(model, once)
+    session = open_ort(graphs, spec, form, threads=1)
     ids, _ = sources(model.config, MIXED, seed=3)
     texts = [ids[row, :length].tolist() for row, length in enumerate(MIXED)]
     config = DecodeConfig(num_beams=num_beams, max_new_tokens=12)

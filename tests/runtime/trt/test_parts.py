@@ -14,8 +14,8 @@ from tests.runtime.trt import trt_double
 from tests.runtime.trt.trt_double import MODULE, FakeContext, FakeEngine, RtxContext, RtxEngine, make_engines
 from tests.trt.cuda_double import CudaDouble, MisuseError
 from tfexport.errors import BackendError
+from tfexport.runtime.trt.cache import BatchLayout, bucket
 from tfexport.runtime.trt.graphs import CudaGraphRunner, LruCache
-from tfexport.runtime.trt.layout import BatchLayout, bucket
 from tfexport.runtime.trt.resources import Memory, Pinned
 from tfexport.runtime.trt.step import OverlappedStep, StepIO
 from tfexport.spec import CACHE, ORDER, REORDER, REORDERED

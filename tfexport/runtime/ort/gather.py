@@ -6,11 +6,14 @@ from pathlib import Path
 
 import onnxruntime as ort
 
+from tfexport.errors import BackendError
 from tfexport.runtime.ort.device import ELEMENT_TYPE, OrtDevice, run
 from tfexport.runtime.session import Ids
 from tfexport.spec import CACHE, ORDER, REORDER, REORDERED, DType
 
-ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+# ONNX Runtime counts items in 32 bits (onnxruntime/core/providers/cuda/tensor/gather_impl.cu) and would not say so.
+MOST_ITEMS = 2**31 - 1
+ITEM_BYTES: dict[DType, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 class RowGather:
@@ -39,9 +42,17 @@ class RowGather:
             width: of a row, in items.
             order: int64 of any shape.
             address: on the device, of room for as many rows as `order` has.
+
+        Raises:
+            BackendError: it failed, or there are more items than the graph can count.
         """
         kind, element = self.device.type, ELEMENT_TYPE[self.dtype]
         rows = memory.tensor_size_in_bytes() // ITEM_BYTES[self.dtype] // width
+        items = max(rows, order.size) * width
+        if items > MOST_ITEMS:
+            raise BackendError(
+                f"ort: caches of {items:,} numbers cannot be moved on a GPU, at most {MOST_ITEMS:,}; lower batch_size"
+            )
         io, uploaded = self._graph.io_binding(), self.device.upload(order.ravel())
         io.bind_input(CACHE, kind, 0, element, [rows, width], memory.data_ptr())
         io.bind_ortvalue_input(ORDER, uploaded)

@@ -25,7 +25,7 @@ from tfexport.runtime.session import (
     check_step,
     close_up,
 )
-from tfexport.runtime.trt.layout import BatchLayout, bucket
+from tfexport.runtime.trt.cache import BatchLayout, bucket
 from tfexport.runtime.trt.replica import Replica, ReplicaPool
 from tfexport.spec import Form, ModelSpec
 

@@ -11,10 +11,9 @@ import numpy as np
 
 from tfexport.errors import BackendError
 from tfexport.runtime.session import Candidates, Floats, Ids, Mask
-from tfexport.runtime.trt.cache import Caches
+from tfexport.runtime.trt.cache import BatchLayout, Caches, SlotCopy, bucket
 from tfexport.runtime.trt.engine import Context
 from tfexport.runtime.trt.graphs import LruCache
-from tfexport.runtime.trt.layout import BatchLayout, SlotCopy, bucket
 from tfexport.runtime.trt.resources import DeviceResources, EngineSet, bytes_of, shape_of
 from tfexport.runtime.trt.step import OverlappedStep, Sizes, Step, StepIO
 from tfexport.spec import (
