@@ -82,7 +82,7 @@ ORDER: tuple[set[str], ...] = (
 # Each library that is not the standard one and where it may be imported, late or not.
 FENCES: dict[str, set[str]] = {
     "numpy": {"bench", "checkpoint", "decode", "graph", "model", "models", "runtime", "tokenizer", "trt", "verify"},
-    "torch": {"models", "graph", "checkpoint", "runtime.eager", "export"},
+    "torch": {"models", "graph", "checkpoint", "runtime.eager"},
     "onnx": {"graph"},
     "onnx_ir": {"graph"},
     "onnxscript": {"graph"},
