@@ -42,9 +42,8 @@ ALLOWED: dict[str, set[str]] = {
     "export": {*STORE, "runtime.registry", "models", "tokenizer", "graph", "verify"},
     "build": {*STORE, "trt"},
     "inspect": {*STORE, "models.config", "graph.describe", "trt"},
-    "acceptance": set(),
     "probes": {"runtime.registry"},
-    "doctor": {"errors", "install", "acceptance", "probes", "runtime.registry"},
+    "doctor": {"errors", "install", "probes", "runtime.registry"},
     "cli": {
         *CONTRACT,
         "files.text",
