@@ -42,9 +42,8 @@ ALLOWED: dict[str, set[str]] = {
     "export": {*STORE, "runtime.registry", "models", "tokenizer", "graph", "verify"},
     "build": {*STORE, "trt"},
     "inspect": {*STORE, "models.config", "graph.describe", "trt"},
-    "acceptance": set(),
     "probes": {"runtime.registry"},
-    "doctor": {"errors", "install", "acceptance", "probes", "runtime.registry"},
+    "doctor": {"errors", "install", "probes", "runtime.registry"},
     "cli": {
         *CONTRACT,
         "files.text",
@@ -82,7 +81,7 @@ ORDER: tuple[set[str], ...] = (
 # Each library that is not the standard one and where it may be imported, late or not.
 FENCES: dict[str, set[str]] = {
     "numpy": {"bench", "checkpoint", "decode", "graph", "model", "models", "runtime", "tokenizer", "trt", "verify"},
-    "torch": {"models", "graph", "checkpoint", "runtime.eager", "export"},
+    "torch": {"models", "graph", "checkpoint", "runtime.eager"},
     "onnx": {"graph"},
     "onnx_ir": {"graph"},
     "onnxscript": {"graph"},

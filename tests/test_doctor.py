@@ -17,7 +17,6 @@ import onnxruntime
 import pytest
 
 from tfexport import doctor, probes
-from tfexport.acceptance import PARTS, skipped
 from tfexport.doctor import Backend, diagnose
 from tfexport.probes import ADD_MODEL
 from tfexport.runtime import registry
@@ -157,14 +156,3 @@ def test_a_hollow_tensorrt_is_found(tmp_path: Path) -> None:
         (tmp_path / f"{module}.py").write_text("raise ImportError")
     (trt,) = (b for b in in_environment(tmp_path)["backends"] if b["library"] == "tensorrt")
     assert "the module tensorrt is hollow" in trt["problem"]
-
-
-def test_the_acceptance_is_told_in_advance() -> None:
-    found = diagnose()
-    assert [trial.part for trial in found.acceptance] == [part.name for part in PARTS]
-    text = "\n".join(found.lines()[found.lines().index("GPU acceptance, scripts/gpu-acceptance") :])
-    assert all(re.search(rf"(?<![\w-]){part.name}(?![\w-])", text) for part in PARTS)
-    if not found.gpus:
-        assert all(trial.skipped for trial in found.acceptance)
-    assert skipped(PARTS[0], {}) == ""
-    assert skipped(PARTS[0], {"gpu": "", "rtx-library": "no library", "polygraphy": "not needed"}) == "no library"

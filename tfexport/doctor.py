@@ -6,11 +6,9 @@ import importlib.metadata
 import importlib.util
 import platform
 import re
-import textwrap
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tfexport.acceptance import PARTS, Need, skipped
 from tfexport.install import extra_command, install_command, repair_command, replacing_command
 from tfexport.probes import find_gpus, run_probe
 from tfexport.runtime import registry
@@ -62,15 +60,6 @@ class Backend:
 
 
 @dataclass(frozen=True)
-class Trial:
-    """One part of scripts/gpu-acceptance: what it shows, and why it would be skipped here, empty when it would run."""
-
-    part: str
-    what: str
-    skipped: str
-
-
-@dataclass(frozen=True)
 class Problem:
     """Something wrong, and the one line that repairs it."""
 
@@ -89,7 +78,6 @@ class Diagnosis:
     gpus: tuple[dict[str, Any], ...]
     backends: tuple[Backend, ...]
     problems: tuple[Problem, ...]
-    acceptance: tuple[Trial, ...]
 
     @property
     def works(self) -> bool:
@@ -117,17 +105,7 @@ class Diagnosis:
             *("", "GPUs", *(gpus or ["  none"])),
             *("", "Backends", *(backends or ["  none"])),
             *("", "Problems", *(problems or ["  none"])),
-            *("", "GPU acceptance, scripts/gpu-acceptance", *self._trials()),
         ]
-
-    def _trials(self) -> list[str]:
-        """Write the parts of the acceptance, those together that one reason keeps from running."""
-        lines = []
-        for reason in dict.fromkeys(trial.skipped for trial in self.acceptance):
-            lines.append(f"  would be skipped: {reason}" if reason else "  would run")
-            names = ", ".join(trial.part for trial in self.acceptance if trial.skipped == reason)
-            lines += textwrap.wrap(names, 100, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
-        return lines
 
 
 def diagnose() -> Diagnosis:
@@ -135,7 +113,6 @@ def diagnose() -> Diagnosis:
     libraries = _libraries()
     problems = [*_version_problems(libraries), *_onnxruntime_problems()]
     gpus, no_gpu = find_gpus()
-    missing = _missing(libraries, no_gpu)
     backends: list[Backend] = []
     for backend in registry.backends():
         for library in backend.requirements:
@@ -144,7 +121,6 @@ def diagnose() -> Diagnosis:
             found = run_probe(backend, library)
             tried = [Backend(backend.name, device, problem, library.name) for device, problem in found.items()]
             backends += tried
-            missing |= _missing_devices(library, found, no_gpu)
             # An engine that runs nowhere for want of a GPU is no fault.
             problems += [_problem(library, b) for b in tried if b.problem and not (b.device == "gpu" and no_gpu)]
     if not any(not backend.problem for backend in backends):
@@ -157,39 +133,7 @@ def diagnose() -> Diagnosis:
         gpus=tuple(gpus),
         backends=tuple(backends),
         problems=tuple(problems),
-        acceptance=tuple(Trial(part.name, part.what, skipped(part, missing)) for part in PARTS),
     )
-
-
-def _missing(libraries: list[Library], no_gpu: str) -> dict[Need, str]:
-    """Say why something that the acceptance needs is not there, as far as no library has to be tried."""
-    absent = [library.name for library in libraries if library.extra == "export" and not library.version]
-    has_rtx = importlib.util.find_spec("tensorrt_rtx") is not None
-    no_rtx = f"tensorrt-rtx is not installed; {extra_command('rtx')}"
-    return {
-        "gpu": no_gpu,
-        "tensorrt": f"tensorrt is not installed; {extra_command('trt')}",
-        "rtx-library": "" if has_rtx else no_rtx,
-        "tensorrt-rtx": no_rtx,
-        "ort-cuda": f"onnxruntime-gpu is not installed; {replacing_command('gpu')}",
-        "torch-cuda": f"torch is not installed; {extra_command('export')}",
-        "export": f"{', '.join(absent)} missing; {extra_command('export')}" if absent else "",
-        "polygraphy": "" if importlib.util.find_spec("polygraphy") else "polygraphy is not installed",
-    }
-
-
-def _missing_devices(library: Requirement, devices: dict[str, str], no_gpu: str) -> dict[Need, str]:
-    """Say why a library that was tried does not serve the acceptance; empty where it does."""
-    match library.name:
-        case "torch":
-            return {"torch-cuda": devices["cpu"] or no_gpu}
-        case "onnxruntime" if "cuda" in devices:
-            return {"ort-cuda": devices["cuda"]}
-        case "tensorrt":
-            return {"tensorrt": devices["gpu"]}
-        case "tensorrt-rtx":
-            return {"tensorrt-rtx": devices["gpu"]}
-    return {}
 
 
 def _problem(library: Requirement, backend: Backend) -> Problem:

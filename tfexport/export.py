@@ -1,35 +1,30 @@
-"""From a model directory or a preset to a verified bundle: the way through the house, read aloud."""
+"""From a model directory or a preset to a verified bundle: load, write the graphs, verify, seal the bundle."""
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import importlib.metadata
 import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-from torch import nn
-
 from tfexport.bundle.bundle import PARITY, Bundle, create_bundle
 from tfexport.bundle.manifest import GraphEntry
-from tfexport.errors import BackendError, ConfigError, ParityError, raise_all
+from tfexport.errors import BackendError, ParityError
 from tfexport.files.names import TOKENIZER
 from tfexport.files.sealed_json import render
 from tfexport.graph.config import ExportConfig
-from tfexport.graph.forms import FORMS
-from tfexport.graph.quantize.ort_quantize import write_integer_graphs
-from tfexport.graph.write import write_graphs
+from tfexport.graph.precision import write_cast
+from tfexport.graph.quantize.ort_quantize import fastest_form, write_integer_graphs
 from tfexport.models.config import model_spec
 from tfexport.models.directory import load_model
+from tfexport.models.lengths import shorten
 from tfexport.models.presets import build_preset
 from tfexport.models.transformer import Transformer
 from tfexport.runtime.registry import Graphs
-from tfexport.spec import ENCODER, ENCODER_CONTRIB, FLOAT, Form, ModelSpec
+from tfexport.spec import ENCODER, ENCODER_CONTRIB, ModelSpec
 from tfexport.tokenizer import Tokenizer
-from tfexport.verify import Stages, VerifyConfig, verify_stages
+from tfexport.verify import Report, Stages, VerifyConfig, verify_stages
 
 PRESET = "preset:"
 
@@ -70,10 +65,8 @@ def export_bundle(
             "use --precision fp16, or --no-verify to export for TensorRT unverified"
         )
     report(f"loading {source}")
-    model, tokenizer = _load(source, config.seed)
-    model = _shorten(model, config)
+    model, tokenizer = _load(source, config)
     spec = model_spec(model.config, config.graph_precision)
-    quantization = config.quantization
     if tokenizer is not None:
         Tokenizer.load(tokenizer, spec)
     with create_bundle(output, force=force) as builder:
@@ -82,86 +75,50 @@ def export_bundle(
             (builder.path / TOKENIZER).write_bytes(tokenizer.read_bytes())
         parity = None
         if verify:
-            report("verifying")
             paths = {name: builder.path / graph.file for name, graph in graphs.items()}
-            written = Graphs(paths, spec, quantization.weights if quantization else None)
-            found = verify_stages(Stages(model, written), VerifyConfig.quick(), report=report)
-            if not found.passed:
-                raise ParityError("onnx: " + "; ".join(found.problems()))
+            written = Graphs(paths, spec, config.quantization.weights if config.quantization else None)
+            found = _verify(model, written, report)
             (builder.path / PARITY).write_bytes(render(found.to_dict()))
             parity = found.summary()
         builder.finish(
             spec=spec,
             config=model.config,
             graphs=graphs,
-            versions=_versions(),
+            versions={name: importlib.metadata.version(name) for name in ("tfexport", "torch", "onnx", "onnxscript")},
             parity=parity,
-            quantization=quantization,
+            quantization=config.quantization,
         )
     return builder.bundle
 
 
-def _load(source: str, seed: int) -> tuple[Transformer, Path | None]:
+def _load(source: str, config: ExportConfig) -> tuple[Transformer, Path | None]:
+    """Return the model, as long as it shall be, and its tokenizer."""
     if source.startswith(PRESET):
-        return build_preset(source.removeprefix(PRESET), seed), None
-    directory = Path(source)
-    tokenizer = directory / TOKENIZER
-    return load_model(directory), tokenizer if os.path.lexists(tokenizer) else None
-
-
-def _shorten(model: Transformer, config: ExportConfig) -> Transformer:
-    """Limit the lengths and cut the position tables to them, in place."""
-    old, limits, problems = model.config, {}, []
-    for name in ("max_source_length", "max_target_length"):
-        wanted, most = getattr(config, name), getattr(old, name)
-        if wanted is None:
-            continue
-        if most is None:
-            problems.append(f"{name} is {wanted}, but the model is an encoder alone; leave it out")
-        elif wanted > most and old.positions == "table":
-            problems.append(f"{name} is {wanted}, above the model's position table of {most}; ask for {most} or less")
-        else:
-            limits[name] = wanted
-    raise_all(ConfigError, "export", problems)
-    if not limits:
-        return model
-    model.config = dataclasses.replace(old, **limits)
-    for stack, rows in ((model.enc, model.config.max_source_length), (model.dec, model.config.max_target_length)):
-        if stack is not None and stack.pos is not None:
-            stack.pos = nn.Parameter(stack.pos[:rows].clone(), requires_grad=False)
-    return model
+        model, tokenizer = build_preset(source.removeprefix(PRESET), config.seed), None
+    else:
+        model, tokenizer = load_model(Path(source)), Path(source) / TOKENIZER
+    shorten(model, config.max_source_length, config.max_target_length)
+    return model, tokenizer if tokenizer and os.path.lexists(tokenizer) else None
 
 
 def _write(
     model: Transformer, spec: ModelSpec, directory: Path, config: ExportConfig, report: Callable[[str], None]
 ) -> dict[str, GraphEntry]:
-    def write(target: Path) -> dict[str, GraphEntry]:
-        forms = _forms(model, spec, config)
-        return write_graphs(_cast(model, spec), spec, target, forms=forms, opset=config.opset, report=report)
-
+    """Write the graphs and their weights, as they are or quantised."""
     if config.quantization is None:
-        return write(directory)
+        return write_cast(model, spec, directory, forms=config.forms, opset=config.opset, report=report)
     # On the disk of the bundle: the weights in fp32 can be larger than /tmp.
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
-        source = Path(scratch)
-        graphs = write(source)
+        forms = fastest_form(config.forms, model.config)
+        graphs = write_cast(model, spec, Path(scratch), forms=forms, opset=config.opset, report=report)
         if ENCODER_CONTRIB in graphs:
             del graphs[ENCODER]  # for decoders of the other forms, and there are none
-        return write_integer_graphs(source, graphs, directory, config.quantization, report=report)
+        return write_integer_graphs(Path(scratch), graphs, directory, config.quantization, report=report)
 
 
-def _forms(model: Transformer, spec: ModelSpec, config: ExportConfig) -> tuple[Form, ...]:
-    """Return the forms to write; of quantised graphs, which are for one runtime, only its fastest."""
-    if config.quantization is None:
-        return config.forms
-    fastest: tuple[Form, ...] = ("contrib", "static", "concat")
-    able = [form for form in fastest if not FORMS[form].supports(model.config, spec.precision)]
-    return next(((form,) for form in able if form in config.forms), config.forms)
-
-
-def _cast(model: Transformer, spec: ModelSpec) -> nn.Module:
-    return copy.deepcopy(model).to(getattr(torch, FLOAT[spec.precision]))
-
-
-def _versions() -> dict[str, str]:
-    return {name: importlib.metadata.version(name) for name in ("tfexport", "torch", "onnx", "onnxscript")}
+def _verify(model: Transformer, written: Graphs, report: Callable[[str], None]) -> Report:
+    report("verifying")
+    found = verify_stages(Stages(model, written), VerifyConfig.quick(), report=report)
+    if not found.passed:
+        raise ParityError("onnx: " + "; ".join(found.problems()))
+    return found

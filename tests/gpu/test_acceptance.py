@@ -16,32 +16,31 @@ import torch
 
 from tests import tiny
 from tests.conftest import ROOT
+from tests.gpu import acceptance, decodes
+from tests.gpu import test_latency as latency
+from tests.gpu import test_parity as parity
+from tests.gpu import test_refusals as refusals
+from tests.gpu import test_sessions as sessions
+from tests.gpu.job import Job
+from tests.gpu.parts import PARTS, Part
 from tests.runtime.trt.trt_double import trt_session
 from tests.tiny import VARIANTS
-from tfexport.acceptance import PARTS, Part
 from tfexport.bundle.bundle import open_bundle
-from tfexport.doctor import Diagnosis, Library, Trial
+from tfexport.doctor import Diagnosis, Library
 from tfexport.export import export_bundle
 from tfexport.graph.config import ExportConfig
 from tfexport.models.directory import save_model
 from tfexport.runtime.registry import OpenOptions, open_session
 from tfexport.trt.cuda import find_gpus
 
-sys.path.insert(0, str(ROOT / "scripts"))
-
-from gpu import acceptance, decodes, latency, parity, refusals
-from gpu.job import Job
-from gpu.parts import FUNCTIONS
-
 Once = Callable[[str, Callable[[Path], object]], Path]
 PART = PARTS[0]
 SMALL = ((1, 1), (3, 2))
 
 
-def machine(skipped: str = "") -> Diagnosis:
-    trials = tuple(Trial(part.name, part.what, skipped) for part in PARTS)
+def machine() -> Diagnosis:
     libraries = (Library("numpy", "", "1.26", "2.0", ""),)
-    return Diagnosis("0", "3.11", "Linux x86_64", libraries, (), (), (), trials)
+    return Diagnosis("0", "3.11", "Linux x86_64", libraries, (), (), ())
 
 
 def checks(path: Path) -> dict[str, dict[str, Any]]:
@@ -67,15 +66,26 @@ def test_without_a_gpu_everything_is_skipped_with_a_reason_and_reported(tmp_path
     assert report["passed"] is True
     assert [part["part"] for part in report["parts"]] == [part.name for part in PARTS]
     assert all(part["status"] == "skipped" and part["reason"] for part in report["parts"])
-    assert {trial["part"]: trial["skipped"] for trial in report["machine"]["acceptance"]} == {
-        part["part"]: part["reason"] for part in report["parts"]
-    }
     text = (tmp_path / "out" / "report.md").read_text()
     assert all(f"| {part.name} | " in text for part in PARTS)
 
 
-def test_every_part_has_a_function() -> None:
-    assert set(FUNCTIONS) == {part.name for part in PARTS}
+def test_every_part_is_a_test_and_every_test_a_part() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "--collect-only",
+        "-m",
+        "gpu",
+        "-p",
+        "no:cacheprovider",
+        "tests/gpu",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    collected = [line.removeprefix("tests/gpu/") for line in done.stdout.splitlines() if "::" in line]
+    assert sorted(collected) == sorted(part.test for part in PARTS), done.stdout
 
 
 @pytest.mark.parametrize(
@@ -96,20 +106,20 @@ def test_a_part_that_fails_crashes_or_hangs_is_a_result(
     worker = tmp_path / "worker.py"
     worker.write_text(
         "import json, os, sys, time\n"
-        "part, work, found = sys.argv[1:]\n"
+        "found = os.environ['GPU_FOUND']\n"
         "def write(status):\n"
         "    check = dict(name='a', status=status, detail='', seconds=1.0, numbers={})\n"
         "    open(found, 'a').write(json.dumps(check) + '\\n')\n"
         f"{program}\n"
     )
-    part = Part("part", "what", (), 1 if "sleep" in program else 60)
+    part = Part("part", "test", "what", (), 1 if "sleep" in program else 60)
     outcome = acceptance.run_part(part, tmp_path, 100, (sys.executable, str(worker)))
     assert (outcome.status, outcome.reason, len(outcome.checks)) == (status, reason, found)
     assert outcome.tail == ("the end" if "the end" in program else "")
 
 
 def test_what_the_time_does_not_allow_is_skipped(tmp_path: Path) -> None:
-    outcomes = acceptance.run_parts(machine(), tmp_path, time.monotonic() + acceptance.LEAST_S - 1)
+    outcomes = acceptance.run_parts(tmp_path, time.monotonic() + acceptance.LEAST_S - 1)
     assert {(outcome.status, outcome.reason) for outcome in outcomes} == {("skipped", "out of time")}
     worker = tmp_path / "worker.py"
     worker.write_text("import time; time.sleep(60)")
@@ -148,7 +158,7 @@ def test_engines_are_built_and_what_needs_a_gpu_is_told(job: Job) -> None:
     pytest.importorskip("tensorrt_rtx")
     parity.parity(job, "tensorrt-rtx", "dates", "static", "fp32", 4)
     parity.comparator(job, "tensorrt-rtx")
-    parity.sessions(job, "tensorrt-rtx")
+    sessions.sessions(job, "tensorrt-rtx")
     found = checks(job.work / "found.jsonl")
     assert found["build dates-fp32 static fp32"]["status"] == "passed"
     assert found["build dates-fp32 static fp32"]["numbers"]["MiB"] > 1
@@ -228,7 +238,7 @@ def test_the_eager_model_is_measured(monkeypatch: pytest.MonkeyPatch, compiled: 
 def test_sessions_are_compared_from_threads(dates_bundle: Path) -> None:
     bundle = open_bundle(dates_bundle)
     opened = [open_session(bundle, "ort", OpenOptions(form=form, threads=1)) for form in ("static", "concat")]
-    parity.together(opened)
+    sessions.together(opened)
 
     class Wrong:
         """A session that reads other tokens once it was asked for each task alone."""
@@ -245,7 +255,7 @@ def test_sessions_are_compared_from_threads(dates_bundle: Path) -> None:
             return getattr(self.inner, name)
 
     with pytest.raises(AssertionError, match="threads get other tokens"):
-        parity.together([Wrong()])
+        sessions.together([Wrong()])
     for session in opened:
         session.close()
 

@@ -1,8 +1,9 @@
-"""Write the graphs of a bundle in another precision, from the weights that the bundle itself holds."""
+"""Write the graphs of a model in a precision: a model's, or those of a bundle anew from the weights that it holds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,25 @@ from tfexport.bundle.manifest import GraphEntry
 from tfexport.errors import BundleError, GraphError, raise_all
 from tfexport.graph.write import write_graphs
 from tfexport.models.directory import load_weights
-from tfexport.spec import ENCODER, FLOAT, REORDER, WEIGHTS, Form, Precision
+from tfexport.models.transformer import Transformer
+from tfexport.spec import ENCODER, FLOAT, REORDER, WEIGHTS, Form, ModelSpec, Precision
+
+
+def write_cast(
+    model: Transformer,
+    spec: ModelSpec,
+    directory: Path,
+    *,
+    forms: Sequence[Form],
+    opset: int,
+    report: Callable[[str], None] = lambda line: None,
+) -> dict[str, GraphEntry]:
+    """Write the graphs of a model in the precision that `spec` names; the model stays as it is.
+
+    See `write_graphs` for the rest.
+    """
+    cast = copy.deepcopy(model).to(getattr(torch, FLOAT[spec.precision]))
+    return write_graphs(cast, spec, directory, forms=forms, opset=opset, report=report)
 
 
 def write_precision(

@@ -116,7 +116,7 @@ def test_a_failed_search_says_how_near_it_came(golden_of: Callable[[str], Golden
 
 
 def test_the_encoder_is_named_where_the_golden_knows(golden_of: Callable[[str], Golden]) -> None:
-    golden = golden_of("NumberedBlocks")
+    golden = golden_of("Alternating")
     layout = detect(golden.state, golden, [], seconds=PATIENCE).layout
     states = torch.zeros(*golden.source_ids.shape, 24, dtype=torch.float64)
     canonical = apply_layout(layout, golden.state, settings=TOKENS)

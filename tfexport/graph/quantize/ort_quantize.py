@@ -7,7 +7,7 @@ described in https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOper
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -23,9 +23,11 @@ from tfexport.bundle.manifest import GraphEntry
 from tfexport.errors import BundleError, GraphError, raise_all
 from tfexport.graph.contract import check_graph
 from tfexport.graph.external_data import Span, external_weights, read_weight, span, tensor_spans
+from tfexport.graph.forms import FORMS
 from tfexport.graph.quantize.linear import Product, lookups, products
 from tfexport.graph.quantize.weight_quantize import round_blocks, round_matrix
-from tfexport.spec import REORDER, WEIGHTS, Quantization
+from tfexport.models.config import TransformerConfig
+from tfexport.spec import REORDER, WEIGHTS, Form, Quantization
 
 # How a weight is stored: as it was, in blocks of 8 or 4 bits, or in 8 bits with a scale for each output.
 _Kind = Literal["plain", "int8_blocks", "int4_blocks", "int8_columns"]
@@ -75,6 +77,13 @@ class _Store:
     def part(self, tensor: str) -> _Part:
         """Return an initializer under the name and shape of its tensor."""
         return _Part(tensor, tensor, self.tensors[tensor].shape)
+
+
+def fastest_form(forms: Sequence[Form], config: TransformerConfig) -> tuple[Form, ...]:
+    """Choose the only form worth quantising: graphs for one runtime need no other than its fastest."""
+    fastest: tuple[Form, ...] = ("contrib", "static", "concat")
+    able = [form for form in fastest if form in forms and not FORMS[form].supports(config, "fp32")]
+    return tuple(able[:1] or forms)
 
 
 def write_integer_graphs(

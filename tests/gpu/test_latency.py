@@ -1,4 +1,4 @@
-"""The parts of the acceptance that measure: engines with CUDA graphs and without, ONNX Runtime, PyTorch."""
+"""Milliseconds, reported and not judged: engines with CUDA graphs and without, ONNX Runtime, PyTorch."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from gpu import decodes
-from gpu.decodes import hypotheses, measure
-from gpu.job import Job
+import pytest
+
+from tests.gpu import decodes
+from tests.gpu.decodes import hypotheses, measure
+from tests.gpu.job import Job
 from tfexport.bundle.bundle import open_bundle
 from tfexport.runtime.registry import OpenOptions, open_session
 from tfexport.spec import FLOAT, Device, Precision
 from tfexport.trt.config import Target
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+TARGETS: tuple[Target, ...] = ("tensorrt", "tensorrt-rtx")
 
 # Random weights of the paper's base model: its decodes seldom end by themselves.
 MEASURED = "paper-base"
@@ -84,3 +89,20 @@ def eager_session(precision: Precision, device: str, *, compiled: bool) -> Any:
     if compiled:
         model.decode_step = torch.compile(model.decode_step, dynamic=True)  # type: ignore[method-assign]
     return EagerSession(model)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_latency(gpu_job: Job, target: Target) -> None:
+    latency(gpu_job, target)
+
+
+def test_ort_latency(gpu_job: Job) -> None:
+    ort_latency(gpu_job)
+
+
+def test_eager_latency(gpu_job: Job) -> None:
+    eager_latency(gpu_job)
+
+
+def test_compile_latency(gpu_job: Job) -> None:
+    compile_latency(gpu_job)

@@ -1,17 +1,16 @@
-"""The parts of the acceptance that compare: engines and ONNX Runtime CUDA with PyTorch, sessions with one another."""
+"""Parity: engines and ONNX Runtime CUDA beside PyTorch."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
-from gpu.decodes import hypotheses, random_sources
-from gpu.job import Job, spell
+from tests.gpu.decodes import random_sources
+from tests.gpu.job import Job, spell
 from tfexport.bundle.bundle import open_bundle
 from tfexport.bundle.manifest import ENGINES
 from tfexport.errors import EngineError
@@ -19,6 +18,9 @@ from tfexport.model import load
 from tfexport.spec import SOURCE_IDS, SOURCE_MASK, Form, ModelSpec, Precision
 from tfexport.trt.config import EngineConfig, Target
 from tfexport.verify import Report, VerifyConfig, verify_bundle
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+TARGETS: tuple[Target, ...] = ("tensorrt", "tensorrt-rtx")
 
 PRESETS = ("tiny", "paper-base", "notebook-000", "notebook-001", "notebook-002", "notebook-003", "notebook-004")
 ENCODER_ALONE = "notebook-002"
@@ -167,37 +169,6 @@ def read_dates(bundle: Path, **options: Any) -> list[str]:
     return found
 
 
-def sessions(job: Job, target: Target) -> None:
-    """Two sessions over one loaded engine, from eight threads: everybody gets what one alone gets."""
-    from tfexport.runtime.trt.session import TrtSession
-    from tfexport.trt.artifact.load import load_engine
-    from tfexport.trt.cuda import Cuda
-
-    bundle = open_bundle(job.bundle("dates"))
-    name = job.engine(bundle.path, target, "static", "fp32")
-    if name is None:
-        return
-    with job.check("two sessions, eight threads") as numbers:
-        engine, cuda = load_engine(bundle, name), Cuda()
-        limits = engine.manifest.limits
-        opened = [
-            TrtSession(engine.plans, bundle.manifest.spec, "static", limits, engine.library, cuda) for _ in range(2)
-        ]
-        together(opened)
-        numbers["device MiB"] = ", ".join(str(session.memory_bytes() // 2**20) for session in opened)
-        for session in opened:
-            session.close()
-
-
-def together(opened: Sequence[Any]) -> None:
-    """Decode with several sessions alone and from eight threads at once; fail unless the tokens are the same."""
-    tasks = [(session, batch, beams) for session in opened for batch in (1, 3, 8) for beams in (1, 4)]
-    alone = [hypotheses(*task) for task in tasks]
-    with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda task: hypotheses(*task), tasks * 3))
-    assert found == alone * 3, "threads get other tokens than one alone"
-
-
 def comparator(job: Job, target: Target) -> None:
     """The encoder's engine beside its graph in ONNX Runtime, run and compared by Polygraphy."""
     if target == "tensorrt-rtx":
@@ -229,3 +200,35 @@ def compare_runners(bundle: Path, runner: Any, spec: ModelSpec) -> None:
     simple = getattr(comparator, "SimpleCompareFunc", None) or comparator.CompareFunc.simple
     accuracy = comparator.Comparator.compare_accuracy(found, simple(atol=1e-4, rtol=1e-4))
     assert bool(accuracy), "Polygraphy finds a difference above 1e-4"
+
+
+def test_rtx_accepts(gpu_job: Job) -> None:
+    rtx_accepts(gpu_job)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_dates(gpu_job: Job, target: Target) -> None:
+    dates(gpu_job, target)
+
+
+def test_ort_cuda(gpu_job: Job) -> None:
+    ort_cuda(gpu_job)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_weights(gpu_job: Job, target: Target) -> None:
+    weights(gpu_job, target)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_comparator(gpu_job: Job, target: Target) -> None:
+    comparator(gpu_job, target)
+
+
+def test_ort_presets(gpu_job: Job) -> None:
+    ort_presets(gpu_job)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_presets(gpu_job: Job, target: Target) -> None:
+    presets(gpu_job, target)

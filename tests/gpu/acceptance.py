@@ -1,7 +1,6 @@
-"""Run the parts of the acceptance on a GPU, each in a process of its own, and write a report.
+"""Run the tests of this folder part by part, each in a process of its own, within a budget, and write a report.
 
-A part that crashes or hangs is a result like any other. Parts are listed in
-tfexport.acceptance, what each does is found through `gpu.parts`.
+A part that crashes or hangs is a result like any other.
 """
 
 from __future__ import annotations
@@ -19,15 +18,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tfexport.acceptance import PARTS, Part
+from tests.conftest import ROOT
+from tests.gpu.conftest import FOUND, WORK
+from tests.gpu.parts import PARTS, Part, skipped
 from tfexport.doctor import Diagnosis, diagnose
 
-SCRIPTS = Path(__file__).resolve().parent.parent
-WORKER = (sys.executable, "-m", "gpu.parts")
+WORKER = (sys.executable, "-m", "pytest", "-q", "-s", "-m", "gpu", "-p", "no:cacheprovider")
 # Less than this is not worth the start of a part: libraries alone take seconds to load.
 LEAST_S = 15
 TAIL_LINES = 20
 OUT_OF_TIME = "out of time"
+TESTS_FAILED = 1
 
 
 @dataclass
@@ -67,25 +68,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     diagnosis = diagnose()
     with tempfile.TemporaryDirectory(prefix="acceptance-") as temporary:
         work = (options.work or Path(temporary)).resolve()
-        outcomes = run_parts(diagnosis, work, began + options.budget, options.only)
+        outcomes = run_parts(work, began + options.budget, options.only)
     write(options.output, diagnosis, outcomes, time.monotonic() - began)
     counts = [f"{sum(o.status == status for o in outcomes)} {status}" for status in dict.fromkeys(statuses(outcomes))]
     say(f"{', '.join(counts)}; {options.output / 'report.md'}")
     return int("failed" in statuses(outcomes))
 
 
-def run_parts(diagnosis: Diagnosis, work: Path, deadline: float, only: Sequence[str] | None = None) -> list[Outcome]:
+def run_parts(work: Path, deadline: float, only: Sequence[str] | None = None) -> list[Outcome]:
     """Run every part that this machine has the means for, until the time is over."""
-    reasons = {trial.part: trial.skipped for trial in diagnosis.acceptance}
     outcomes = []
     for part in PARTS:
         if only and part.name not in only:
             continue
         left = deadline - time.monotonic()
-        if reasons[part.name]:
-            outcome = Outcome(part.name, part.what, "skipped", reasons[part.name])
-        elif left < LEAST_S:
+        if left < LEAST_S:
             outcome = Outcome(part.name, part.what, "skipped", OUT_OF_TIME)
+        elif reason := skipped(part):
+            outcome = Outcome(part.name, part.what, "skipped", reason)
         else:
             outcome = run_part(part, work, left)
         outcomes.append(outcome)
@@ -100,7 +100,7 @@ def run_part(part: Part, work: Path, left_s: float, worker: Sequence[str] = WORK
         part: to run.
         work: folder that parts share.
         left_s: until the time of all parts is over.
-        worker: the program, which gets the name of the part, the folder and the file for its checks.
+        worker: the program, which gets the test of the part, and in its environment the folder and the file for checks.
     """
     folder = work / "parts"
     folder.mkdir(parents=True, exist_ok=True)
@@ -109,13 +109,15 @@ def run_part(part: Part, work: Path, left_s: float, worker: Sequence[str] = WORK
     limit_s, began = min(part.limit_s, left_s), time.monotonic()
     with printed.open("wb") as log:
         process = subprocess.Popen(
-            [*worker, part.name, str(work), str(found)],
-            cwd=SCRIPTS,  # where Python looks for `gpu` first
+            [*worker, f"tests/gpu/{part.test}"],
+            cwd=ROOT,
+            env={**os.environ, WORK: str(work), FOUND: str(found)},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+        code = 0
         try:
             code = process.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -126,6 +128,8 @@ def run_part(part: Part, work: Path, left_s: float, worker: Sequence[str] = WORK
             death = f"crashed with signal {-code}" if code < 0 else f"exit code {code}" if code else ""
     checks = read_checks(found)
     status = judge(checks, death)
+    if code == TESTS_FAILED and any(check["status"] == "failed" for check in checks):
+        death = ""  # which is what the checks say better
     reason = death or ("" if checks else "nothing was checked")
     tail = "\n".join(printed.read_text(errors="replace").splitlines()[-TAIL_LINES:]) if status == "failed" else ""
     return Outcome(part.name, part.what, status, reason, time.monotonic() - began, checks, tail)

@@ -1,4 +1,4 @@
-"""The part of the acceptance that breaks engines: every damage and every request that is too large is one line."""
+"""Refusals: every damage and every request that is too large is one line."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 
-from gpu import decodes
-from gpu.job import Job
+from tests.gpu import decodes
+from tests.gpu.job import Job
 from tfexport.bundle.bundle import open_bundle
 from tfexport.bundle.manifest import ENGINES
 from tfexport.errors import EngineError, InputError
 from tfexport.trt.config import Target
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+TARGETS: tuple[Target, ...] = ("tensorrt", "tensorrt-rtx")
 
 
 def refusals(job: Job, target: Target) -> None:
@@ -67,3 +71,8 @@ def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_refusals(gpu_job: Job, target: Target) -> None:
+    refusals(gpu_job, target)

@@ -25,11 +25,13 @@ class Job:
 
     Attributes:
         work: folder that parts share.
+        failed: what failed, in words.
     """
 
     def __init__(self, work: Path, found: Path) -> None:
         """Write checks to the file `found`, one JSON object a line: name, status, detail, seconds, numbers."""
         self.work, self._found = work, found
+        self.failed: list[str] = []
 
     @contextlib.contextmanager
     def check(self, name: str, refusal: type[Exception] | tuple[type[Exception], ...] = ()) -> Iterator[dict[str, Any]]:
@@ -48,6 +50,8 @@ class Job:
             traceback.print_exc()
             status = "failed"
             detail = str(error) if isinstance(error, TfexportError) else f"{type(error).__name__}: {error}"
+        if status == "failed":
+            self.failed.append(f"{name}: {detail}")
         seconds = round(time.perf_counter() - began, 2)
         entry = {"name": name, "status": status, "detail": detail, "seconds": seconds, "numbers": numbers}
         print(entry, flush=True)
