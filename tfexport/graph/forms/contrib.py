@@ -120,7 +120,8 @@ class ContribCross:
 
     def attend(self, layer: int, query: Tensor, *, scale: float) -> Tensor:
         """Attend to the source; see `tfexport.models.cache.Cross`."""
-        kept, width = self.key_values[layer], query.shape[1] * self.key_values[layer].value.shape[3]
+        kept = self.key_values[layer]
+        width = query.shape[1] * kept.value.shape[3]
         return _attention(query, kept.key, kept.value, self.mask, width, scale)
 
 
