@@ -117,17 +117,15 @@ class _Running:
 
     Attributes:
         width: rows of a source.
+        num_sources: that are decoded.
     """
 
     def __init__(self, session: Session, width: int) -> None:
         self.width = width
-        self._spec = session.spec
+        self.num_sources = 0
+        self._session, self._spec = session, session.spec
         self._batch: Batch = session.batch(width)
         self._parts: dict[tuple[object, ...], _Part] = {}
-
-    @property
-    def num_sources(self) -> int:
-        return self._batch.lengths.size // self.width
 
     @property
     def can_join(self) -> bool:
@@ -136,6 +134,7 @@ class _Running:
     def add(self, requests: list[Request]) -> None:
         """Let requests join the batch, and each its search."""
         first = self.num_sources
+        self.num_sources += len(requests)
         source_ids, source_mask = pad_right([request.source_ids for request in requests], self._spec.tokens.pad)
         self._batch.add(source_ids, source_mask, [request.prompt for request in requests])
         keys = {id(config): settings(config) for config in (request.config for request in requests)}
@@ -163,8 +162,12 @@ class _Running:
         if order is not None:
             self._batch.reorder(order)
         updates = [update for part in parts for update in part.updates(stream=stream)]
-        if any(part.done for part in parts):
+        num_done = sum(len(part.done) for part in parts)
+        if num_done == self.num_sources:
+            self._batch, self._parts = self._session.batch(self.width), {}
+        elif num_done:
             self._remove()
+        self.num_sources -= num_done
         return updates
 
     def _take_each(self, parts: list[_Part]) -> Ids | None:
