@@ -118,19 +118,22 @@ def _type_problems(name: str, value: object, kind: Any) -> list[str]:
 
 def _fits(value: object, kind: Any) -> bool:
     """Say whether a value is of an annotated type; a bool is no number, and a number has to be finite."""
+    if value.__class__ is kind and kind is not float:  # nearly always; configurations are made for every call
+        return True
     if len(options := _options(kind)) > 1:
         return any(_fits(value, option) for option in options)
     if typing.get_origin(kind) is tuple:
         return isinstance(value, tuple) and all(_fits(item, typing.get_args(kind)[0]) for item in value)
-    if isinstance(value, bool):
-        return kind is bool
     if typing.get_origin(kind) is Literal:
-        return value in typing.get_args(kind)
-    if kind is float:
-        return isinstance(value, int | float) and abs(value) <= sys.float_info.max
-    return isinstance(value, kind)
+        fits = value in typing.get_args(kind)
+    elif kind is float:
+        fits = isinstance(value, int | float) and abs(value) <= sys.float_info.max
+    else:
+        fits = isinstance(value, kind)
+    return fits and not isinstance(value, bool)
 
 
+@functools.cache
 def _options(kind: Any) -> tuple[Any, ...]:
     """Return the members of a union, and any other type alone."""
     is_union = typing.get_origin(kind) in (types.UnionType, typing.Union)

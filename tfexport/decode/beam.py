@@ -114,6 +114,9 @@ class BeamSearch:
         self.requests: list[Request] = []
         self.history = History(spec.vocab)
         self._config, self._filters, self._eos = config, Filters(config, spec), spec.tokens.eos
+        # What the log-probability of so many tokens is divided by, float32; an exponent below 0 has no value for none.
+        lengths = np.arange(spec.max_target_length + 2).clip(min=1).astype(np.float64)
+        self._divisors: Floats = (lengths**config.length_penalty).astype(np.float32)
         self._finished = Finished(self.width)
         self._running: Floats = np.empty((0, self.width), np.float32)  # Σ log p; -inf for a beam that is none
         self._num_new: Ids = np.empty(0, np.int64)
@@ -192,7 +195,7 @@ class BeamSearch:
 
     def _finish(self, best: Extensions, ends: Mask) -> None:
         """Keep what ends; of the 2 · width extensions only the better half may, the others are spare beams."""
-        scores = best.log_probs / self._divisors(self._num_new)[:, None]
+        scores = best.log_probs / self._divisors.take(self._num_new)[:, None]
         better = ends & (scores > self._finished.worst[:, None])
         better[:, self.width :] = False
         places, log_probs = better.nonzero()[0].tolist(), best.log_probs[better].tolist()
@@ -210,14 +213,9 @@ class BeamSearch:
         """
         config, worst = self._config, self._finished.worst
         hopeful = config.early_stopping == "never" and config.length_penalty > 0
-        attainable = going.log_probs[:, 0] / self._divisors(self._limits if hopeful else self._num_new)
+        attainable = going.log_probs[:, 0] / self._divisors.take(self._limits if hopeful else self._num_new)
         settled: Mask = attainable <= worst
         return settled | (worst > -np.inf) if config.early_stopping is True else settled
-
-    def _divisors(self, lengths: Ids) -> Floats:
-        """Return what log-probabilities are divided by, float32 [sources]."""
-        divisors: Floats = (lengths.astype(np.float64) ** self._config.length_penalty).astype(np.float32)
-        return divisors
 
 
 def _extend(running: Floats, token_ids: Ids, log_probs: Floats, num: int) -> Extensions:

@@ -80,7 +80,8 @@ class Loop:
             if width not in self._running:
                 self._running[width] = _Running(self._session, width)
             running, waiting = self._running[width], self._waiting[width]
-            self._admit(running, waiting)
+            if waiting:
+                self._admit(running, waiting)
             updates += running.step(stream=self._stream)
             if not running.num_sources and not waiting:
                 del self._running[width], self._waiting[width]

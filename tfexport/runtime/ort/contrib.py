@@ -228,7 +228,9 @@ class ContribBatch:
             return self._first_step(target_ids, num_candidates)
         bound, rows = self._bound(num_candidates), self._cache_rows
         bound.target_ids[rows, 0] = target_ids
-        self._run_step(bound)
+        self._run(bound, self.lengths, 1, self._longest + 1)
+        self.lengths += 1
+        self._longest += 1
         # `take` is three to five times as fast as an index for so few numbers.
         return Candidates(
             bound.token_ids.take(rows, 0), bound.logits.take(rows, 0), bound.log_normalizer.ravel().take(rows)
@@ -242,8 +244,10 @@ class ContribBatch:
         log_normalizer = np.empty((steps, target_ids.size), np.float32)
         taken, rows, bound = 0, self._cache_rows, self._bound(num_candidates)
         bound.target_ids[rows, 0] = target_ids
+        self._place(bound, self.lengths, 1, self._longest + 1)
         while True:
-            self._run_step(bound)
+            run(self._session.graphs().decoder, bound.io)
+            self._longest += 1
             token_ids[taken], logits[taken], log_normalizer[taken] = (
                 bound.token_ids, bound.logits, bound.log_normalizer[:, 0],
             )  # fmt: skip
@@ -253,7 +257,13 @@ class ContribBatch:
                 break
             if self._longest == self._cache.shape[3]:
                 bound = self._bound(num_candidates)
+                self._place(bound, self.lengths + taken, 1, self._longest + 1)
+            else:
+                bound.positions += 1
+                bound.last_position += 1
+                bound.total_length += 1
             bound.target_ids[:, 0] = best
+        self.lengths += taken
         every = np.s_[:taken, rows]
         return Candidates(token_ids[every], logits[every], log_normalizer[every])
 
@@ -401,24 +411,24 @@ class ContribBatch:
             )
         return bound
 
-    def _run_step(self, bound: _Binding) -> None:
-        self._run(bound, self.lengths, 1, self._longest + 1)
-        self.lengths += 1
-        self._longest += 1
-
     def _run(self, bound: _Binding, lengths: Ids, target_len: int, total: int) -> None:
-        """Read the bound tokens behind `lengths` others; rows of a source are equally long, `total` at most then.
+        """Read the bound tokens; see `_place`."""
+        self._place(bound, lengths, target_len, total)
+        run(self._session.graphs().decoder, bound.io)
+
+    @staticmethod
+    def _place(bound: _Binding, lengths: Ids, target_len: int, total: int) -> None:
+        """Say that the bound tokens lie behind `lengths` others.
 
         Args:
             bound: holds `target_len` tokens a row.
-            lengths: int64 [rows].
+            lengths: int64 [rows]; those of a source are equal.
             target_len: more than one only where `lengths` are 0.
             total: tokens in the fullest row afterwards.
         """
         bound.positions[:] = lengths[:, None] if target_len == 1 else np.arange(target_len)
         bound.last_position[:] = lengths if target_len == 1 else target_len - 1
         bound.total_length[0] = total
-        run(self._session.graphs().decoder, bound.io)
 
     def _bind(self, sources: slice, rows: slice, target_len: int, num_candidates: int) -> _Binding:
         """Bind some rows of the cache and the places of their sources."""
