@@ -133,7 +133,6 @@ def _fits(value: object, kind: Any) -> bool:
     return fits and not isinstance(value, bool)
 
 
-@functools.cache
 def _options(kind: Any) -> tuple[Any, ...]:
     """Return the members of a union, and any other type alone."""
     is_union = typing.get_origin(kind) in (types.UnionType, typing.Union)
