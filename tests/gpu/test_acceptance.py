@@ -244,12 +244,14 @@ def test_sessions_are_compared_from_threads(dates_bundle: Path) -> None:
         """A session that reads other tokens once it was asked for each task alone."""
 
         def __init__(self) -> None:
-            self.inner, self.spec, self.max_rows = opened[0], opened[0].spec, None
-            self.calls = 0
+            self.inner, self.calls = opened[0], 0
 
-        def encode(self, ids: Any, mask: Any) -> Any:
+        def batch(self, width: int = 1) -> Any:
             self.calls += 1
-            return self.inner.encode(np.where(mask & (self.calls > 6), 7, ids), mask)
+            batch, wrong = self.inner.batch(width), self.calls > 6
+            add = batch.add
+            batch.add = lambda ids, mask, prompts: add(np.where(mask & wrong, 7, ids), mask, prompts)
+            return batch
 
         def __getattr__(self, name: str) -> Any:
             return getattr(self.inner, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 from collections.abc import Callable
@@ -46,11 +47,12 @@ def refusals(job: Job, target: Target) -> None:
     with job.check("requests that are too large") as numbers:
         session = decodes.open_engine(original, name)
         for what, shape in (
-            ("sources", (session.max_rows + 1, 3)),
+            ("sources", (session.limits.rows.most + 1, 3)),
             ("tokens", (1, session.spec.max_source_length + 1)),
         ):
             ids, mask = np.full(shape, 5), np.ones(shape, np.bool_)
-            numbers[what] = raised(lambda ids=ids, mask=mask: session.encode(ids, mask), InputError)
+            prompts = [[session.spec.tokens.start]] * shape[0]
+            numbers[what] = raised(functools.partial(session.batch().add, ids, mask, prompts), InputError)
         session.close()
 
 
