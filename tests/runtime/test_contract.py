@@ -3,51 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from tests import tiny
+from tests.runtime.exported import Once, exported, ort_session, sources
 from tests.runtime.joining import alone, differing, joining, random_requests
+from tests.runtime.toy import TOY
 from tests.runtime.trt.trt_double import trt_session
 from tests.trt.cuda_double import CudaDouble
 from tfexport.errors import BackendError, InputError
 from tfexport.graph.forms.contrib import CONTRIB
-from tfexport.graph.write import write_graphs
-from tfexport.models.config import TransformerConfig, model_spec
+from tfexport.models.config import TransformerConfig
 from tfexport.models.transformer import Transformer
 from tfexport.runtime.eager import EagerSession
 from tfexport.runtime.ort.backend import open_graphs
-from tfexport.runtime.ort.session import OrtSession
+from tfexport.runtime.registry import Graphs, OpenOptions, get, registered
 from tfexport.runtime.session import Batch, Candidates, Ids, Mask, MultiStep, Session, close_up
-from tfexport.spec import DECODER, Form, ModelSpec
+from tfexport.spec import DECODER, Form
 
 MakeSession = Callable[[Transformer], Session]
-Once = Callable[[str, Callable[[Path], object]], Path]
-
-
-def exported(model: Transformer, once: Once) -> tuple[dict[str, Path], ModelSpec]:
-    """Export a model once for all workers and tests."""
-    spec = model_spec(model.config, "fp32")
-    weights = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters()))
-    weights.update(json.dumps(model.config.to_dict()).encode())
-
-    def make(path: Path) -> None:
-        path.mkdir()
-        write_graphs(model, spec, path, forms=("concat", "static", "contrib"), opset=18, report=lambda line: None)
-
-    return {path.stem: path for path in once(f"graphs-{weights.hexdigest()[:16]}", make).glob("*.onnx")}, spec
-
-
-def ort_session(model: Transformer, form: Form, once: Once, *, host_caches: bool = True) -> Session:
-    graphs, spec = exported(model, once)
-    return OrtSession(graphs, spec, form if spec.has_decoder else None, threads=1, host_caches=host_caches)
 
 
 def contrib_session(model: Transformer, once: Once) -> Session:
@@ -62,14 +41,23 @@ def engine_session(model: Transformer, form: Form, once: Once, *, prompt: bool =
     return trt_session(graphs, spec, form if spec.has_decoder else None, cuda=CudaDouble(prompt=prompt))
 
 
+def toy_session(model: Transformer, once: Once) -> Session:
+    """Open a backend that only this test knows, through the registry."""
+    graphs, spec = exported(model, once)
+    with registered(TOY):
+        ((_, session),) = get("toy").rungs(Graphs(graphs, spec), OpenOptions())
+    return session
+
+
 # A new backend is one line here: its name, and how a model becomes a session.
 BACKENDS: dict[str, Callable[[Transformer, Once], Session]] = {
     "eager": lambda model, once: EagerSession(model),
     "ort concat": lambda model, once: ort_session(model, "concat", once),
     "ort static": lambda model, once: ort_session(model, "static", once),
-    # What a GPU runs: no buffer is shared with numpy, caches are moved by graphs. The concat form runs so everywhere.
+    # What a GPU runs: no buffer is shared with numpy, caches are moved by a graph.
     "ort static device": lambda model, once: ort_session(model, "static", once, host_caches=False),
     "ort contrib": contrib_session,
+    "toy": toy_session,
     # The session that drives TensorRT, on doubles of engines and CUDA: once the device is late, once it is at once.
     "trt concat": lambda model, once: engine_session(model, "concat", once),
     "trt static": lambda model, once: engine_session(model, "static", once),
@@ -102,12 +90,6 @@ def one(make_session: MakeSession) -> tuple[Session, Transformer]:
     """Return a session for what does not depend on the kind of model."""
     model = tiny.model(tiny.VARIANTS["post"], dtype=torch.float32)
     return make_session(model), model
-
-
-def sources(config: TransformerConfig, lengths: tuple[int, ...] = (9, 4, 1, 6), seed: int = 0) -> tuple[Ids, Mask]:
-    mask = np.arange(max(lengths)) < np.array(lengths)[:, None]
-    ids = np.random.default_rng(seed).integers(0, config.source_vocab, mask.shape)
-    return np.where(mask, ids, config.tokens.pad), mask
 
 
 def targets(config: TransformerConfig, rows: int, length: int = 5, seed: int = 1) -> Ids:

@@ -12,18 +12,18 @@ import pytest
 
 import tfexport
 from tests.bundle.made import GRAPHS, make, make_contrib
+from tests.runtime.toy import TOY
 from tfexport import model
 from tfexport.bench.config import BenchConfig, resolve
 from tfexport.bench.run import check_parity
 from tfexport.bench.worker import measure
-from tfexport.bundle.bundle import Bundle
 from tfexport.bundle.bundle import open_bundle as read_bundle
 from tfexport.errors import BackendError, BundleError, ConfigError
 from tfexport.inspect import describe, inspect_path
-from tfexport.runtime import eager, registry
+from tfexport.runtime import registry
 from tfexport.runtime.ort import backend as ort
 from tfexport.runtime.ort.contrib import ContribSession
-from tfexport.runtime.registry import Backend, Graphs, OpenOptions, Requirement, get, open_session, registered
+from tfexport.runtime.registry import Backend, Graphs, OpenOptions, get, open_session, registered
 from tfexport.spec import Device, Form
 from tfexport.verify import VerifyConfig, verify_bundle
 
@@ -32,27 +32,7 @@ CONCAT = ENCODER | {"decoder": GRAPHS["decoder"]}
 TEXT, ISO = "le 14 juillet 1989", "1989-07-14"
 
 
-# ---- a backend that is registered here: this module is its home, and eager does its work
-
-
-class ToySession(eager.EagerSession):
-    """The eager model under another name."""
-
-    backend = "toy"
-
-
-def open_bundle(bundle: Bundle, options: OpenOptions) -> ToySession:
-    return ToySession(eager.load_eager_model(bundle), bundle.manifest.spec)
-
-
-def rungs(graphs: Graphs, options: OpenOptions) -> Iterator[tuple[str, ToySession]]:
-    assert graphs.bundle is not None
-    yield "toy", open_bundle(graphs.bundle, options)
-
-
-TOY = Backend(
-    name="toy", title="Toy", home=__name__, trial=__name__, requirements=(Requirement("torch", "torch"),), runs="graphs"
-)
+# ---- a backend that is registered by a test
 
 
 @pytest.fixture

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import tiny
+from tests.runtime.exported import exported, sources
 from tests.runtime.joining import alone, differing, joining, random_requests
-from tests.runtime.test_contract import assert_candidates, begun, contrib_session, exported, sources, targets
+from tests.runtime.test_contract import assert_candidates, begun, contrib_session, targets
 from tfexport.decode.config import DecodeConfig
 from tfexport.decode.offline import decode
 from tfexport.errors import BackendError, InputError
