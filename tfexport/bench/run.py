@@ -17,8 +17,6 @@ from tfexport.install import extra_command
 from tfexport.runtime import registry
 from tfexport.runtime.registry import AUTO
 
-Tell = Callable[[str], None]
-
 MAX_TEXTS = 10_000
 
 
@@ -28,7 +26,7 @@ def bench_bundle(
     *,
     texts: Sequence[str] | None = None,
     verify: bool = True,
-    report: Tell = lambda line: None,
+    report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Measure a bundle.
 
@@ -69,7 +67,7 @@ def bench_bundle(
     return build_result(resolved, found, about, parity)
 
 
-def check_parity(bundle: Bundle, config: BenchConfig, report: Tell) -> dict[str, Any]:
+def check_parity(bundle: Bundle, config: BenchConfig, report: Callable[[str], None]) -> dict[str, Any]:
     """Make sure that a bundle is worth timing: its export has verified it, or it is verified now.
 
     Returns:

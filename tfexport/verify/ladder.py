@@ -31,7 +31,6 @@ from tfexport.verify.numbers import Batch, compare, random_batches, random_sourc
 from tfexport.verify.report import TOLERANCE, Decodes, Numbers, Report
 from tfexport.verify.texts import METHODS, batch_invariance, compare_decodes, decode_best
 
-Tell = Callable[[str], None]
 Named = tuple[str, Session]
 
 
@@ -81,7 +80,7 @@ def verify_bundle(
     backend: str | None = None,
     device: Device = "cpu",
     engine: str | None = None,
-    report: Tell = lambda line: None,
+    report: Callable[[str], None] = lambda line: None,
 ) -> Report:
     """Climb the ladder for a bundle.
 
@@ -118,7 +117,7 @@ def verify_bundle(
         return _climb(stages, sessions, config or VerifyConfig(), report)
 
 
-def verify_stages(stages: Stages, config: VerifyConfig, *, report: Tell = lambda line: None) -> Report:
+def verify_stages(stages: Stages, config: VerifyConfig, *, report: Callable[[str], None] = lambda line: None) -> Report:
     """Compare every stage with the eager model, first in numbers, then in whole decodes.
 
     Args:
@@ -146,7 +145,7 @@ def comparable(name: str | None = None) -> Backend:
     raise ConfigError(f"verify: backend {name} is the eager model itself, expected one of {names}")
 
 
-def _climb(stages: Stages, sessions: Sequence[Named], config: VerifyConfig, report: Tell) -> Report:
+def _climb(stages: Stages, sessions: Sequence[Named], config: VerifyConfig, report: Callable[[str], None]) -> Report:
     spec, rng = _shortest(stages.graphs.spec, sessions), np.random.default_rng(config.seed)
     eager = EagerSession(stages.model, dataclasses.replace(spec, precision="fp32"))
     most_rows = min((s.limits.rows.most for _, s in sessions if s.limits.rows.most), default=None)
@@ -197,7 +196,9 @@ def _closing(opening: Iterator[Named]) -> Iterator[list[Named]]:
             session.close()
 
 
-def _hidden_states(eager: EagerSession, named: Named, batches: Sequence[Batch], report: Tell) -> Numbers:
+def _hidden_states(
+    eager: EagerSession, named: Named, batches: Sequence[Batch], report: Callable[[str], None]
+) -> Numbers:
     stage, session = named
     report(f"comparing hidden states: {stage}")
 
@@ -214,7 +215,7 @@ def _numbers(
     eager: EagerSession,
     sessions: Sequence[Named],
     batches: Sequence[Batch],
-    report: Tell,
+    report: Callable[[str], None],
 ) -> list[Numbers]:
     def full(model: Transformer, batches: Sequence[Batch]) -> list[Floats]:
         return [full_logits(model, b.source_ids, b.source_mask, b.target_ids)[:, b.prefill - 1 :] for b in batches]
@@ -236,7 +237,7 @@ def _decodes(
     eager: EagerSession,
     stages: Sequence[tuple[Named, Numbers]],
     sources: Sequence[Sequence[int]],
-    report: Tell,
+    report: Callable[[str], None],
 ) -> list[Decodes]:
     rungs = []
     for method, num_beams in METHODS.items():

@@ -76,7 +76,7 @@ class Decodes:
         method: "greedy", "beam 4", or "batch invariance" (alone against padded batches, the same stage).
         sequences: decoded.
         exact: equal token for token.
-        ties: not equal, but what the eager model itself says when its logits are shaken by
+        ties: not equal, but what the eager model itself says when its logits are perturbed by
             twice the stage's measured error: rounding decides.
         first: the first difference in words, one that is no tie before one that is; None when there is none.
         must_be_exact: whether anything but exact and ties fails; only reported otherwise.

@@ -195,13 +195,15 @@ def record(
     if target_vocab is not None:
         inputs["target_ids"], inputs["target_mask"] = _batch(target_vocab, target_len, pad_target, generator)
     original = _Original(forward, encode, inputs, target_vocab)
-    shaken = _copied(model)
-    randomise(shaken, generator)
-    state = {name: value.detach().clone() for name, value in shaken.state_dict().items() if isinstance(value, Tensor)}
-    attributes = _attributes(shaken, state)
-    _to_float64(shaken)
-    results = original.run(shaken)
-    original.check(shaken, results)
+    randomised = _copied(model)
+    randomise(randomised, generator)
+    state = {
+        name: value.detach().clone() for name, value in randomised.state_dict().items() if isinstance(value, Tensor)
+    }
+    attributes = _attributes(randomised, state)
+    _to_float64(randomised)
+    results = original.run(randomised)
+    original.check(randomised, results)
     own = _copied(model)
     _to_float64(own)
     golden = Golden(
@@ -211,7 +213,7 @@ def record(
         heads=heads,
         pad_source=pad_source,
         pad_target=pad_target if target_vocab is not None else None,
-        baseline=original.baseline(shaken, results),
+        baseline=original.baseline(randomised, results),
         state=state,
         attributes=attributes,
         real=original.run(own),
