@@ -38,7 +38,6 @@ from tfexport.models.directory import check_free, save_model
 from tfexport.models.switches import Value
 
 LAYOUT = "layout.yaml"
-Report = Callable[[str], None]
 
 _GOLDEN_SUFFIX = ".golden.safetensors"
 # What the weights lose where a fold is rounded to their dtype.
@@ -82,7 +81,7 @@ def import_checkpoint(
     golden: Path | None = None,
     tokenizer: Path | None = None,
     force: bool = False,
-    report: Report = lambda _: None,
+    report: Callable[[str], None] = lambda _: None,
 ) -> Imported:
     """Import a checkpoint.
 
@@ -172,7 +171,7 @@ def _is_named(config: ImportConfig, hf_config: Mapping[str, Any]) -> bool:
     return config.layout in hugging_face.LAYOUTS and config.layout == hugging_face.family(hf_config)
 
 
-def _proof(path: Path, imported: Path, checkpoint: Checkpoint, report: Report) -> _Proof:
+def _proof(path: Path, imported: Path, checkpoint: Checkpoint, report: Callable[[str], None]) -> _Proof:
     """Read a golden and find the state dict that it speaks of: its own, the one beside it, or the checkpoint's."""
     golden = read_golden(path)
     beside = path.with_name(path.name.removesuffix(_GOLDEN_SUFFIX) + ".safetensors")
@@ -191,7 +190,7 @@ def _choose(
     proof: _Proof | None,
     settings: Mapping[str, Value],
     output: Path,
-    report: Report,
+    report: Callable[[str], None],
 ) -> Layout:
     """Find the layout: the one asked for, the one that config.json names, or the one that is detected."""
     builtin = builtin_layouts() if config.builtin else {}
@@ -259,7 +258,7 @@ def _applied(layout: Layout, checkpoint: Checkpoint, proof: _Proof | None) -> Ca
 
 
 def _check_found(
-    found: Detection, tensors: Mapping[str, Tensor], config: ImportConfig, output: Path, report: Report
+    found: Detection, tensors: Mapping[str, Tensor], config: ImportConfig, output: Path, report: Callable[[str], None]
 ) -> None:
     """Refuse what was not proven, and leave a layout file to go on from."""
     search = found.search
