@@ -126,6 +126,7 @@ class _Running:
         self.num_sources = 0
         self._session, self._spec = session, session.spec
         self._batch: Batch = session.batch(width)
+        self._is_spent = False
         self._parts: dict[tuple[object, ...], _Part] = {}
 
     @property
@@ -134,6 +135,8 @@ class _Running:
 
     def add(self, requests: list[Request]) -> None:
         """Let requests join the batch, and each its search."""
+        if self._is_spent:  # sooner begun anew than emptied
+            self._batch, self._is_spent = self._session.batch(self.width), False
         first = self.num_sources
         self.num_sources += len(requests)
         source_ids, source_mask = pad_right([request.source_ids for request in requests], self._spec.tokens.pad)
@@ -165,7 +168,7 @@ class _Running:
         updates = [update for part in parts for update in part.updates(stream=stream)]
         num_done = sum(len(part.done) for part in parts)
         if num_done == self.num_sources:
-            self._batch, self._parts = self._session.batch(self.width), {}
+            self._parts, self._is_spent = {}, True
         elif num_done:
             self._remove()
         self.num_sources -= num_done

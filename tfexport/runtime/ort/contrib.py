@@ -196,20 +196,16 @@ class ContribBatch:
         check_prompts(self._spec, len(source_ids), prompts)
         lengths, first = source_mask.sum(1), self._num_sources
         divided = runs(lengths)
-        encoded = (
-            [
-                self._encode(source_ids[some, : lengths[some[0]]], source_mask[some, : lengths[some[0]]])
-                for some in divided
+        if first or len(divided) > 1:
+            encoded = [
+                self._encode(source_ids[some, :longest], source_mask[some, :longest])
+                for some, longest in ((some, lengths[some[0]]) for some in divided)
             ]
-            if first or len(divided) > 1
-            else [self._encode(source_ids, source_mask)]
-        )
-        if not first and len(encoded) == 1:
-            self._adopt(encoded[0], source_mask)
-        else:
             self._reserve_sources(first + len(lengths), int(lengths.max()))
             for some, parts in zip(divided, encoded, strict=True):
                 self._write_sources(first + some, lengths[some], parts)
+        else:
+            self._adopt(self._encode(source_ids, source_mask), source_mask)
         self._num_sources += len(lengths)
         self._source_lengths = np.concatenate((self._source_lengths, lengths))
         begin = self.lengths.size
@@ -218,7 +214,8 @@ class ContribBatch:
         self.lengths = np.concatenate((self.lengths, prompt_lengths.repeat(self.width)))
         self._longest = max(self._longest, int(prompt_lengths.max()))
         self._cache_rows = np.concatenate((self._cache_rows, np.arange(begin, self.lengths.size)))
-        self._shared += [_shared(self.width, length) for length in prompt_lengths.tolist()]
+        if self.width > 1:
+            self._shared += [_shared(self.width, length) for length in prompt_lengths.tolist()]
         self._read(first, prompts)
 
     def step(self, target_ids: Ids, num_candidates: int) -> Candidates:
@@ -490,7 +487,8 @@ class ContribBatch:
         new, old = slice(to * width, (to + 1) * width), slice(of * width, (of + 1) * width)
         self._cache[:, new, :, :length] = self._cache[:, old, :, :length]
         self._cache_rows[new] = self._cache_rows[old] + (to - of) * width
-        self._shared[to] = self._shared[of]
+        if width > 1:
+            self._shared[to] = self._shared[of]
 
 
 def _shared(width: int, length: int) -> list[list[int]]:
