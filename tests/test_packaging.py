@@ -97,7 +97,7 @@ def test_the_command_works_without_torch_and_onnx(deployed: Path, tmp_path: Path
 def test_a_bundle_generates_without_torch_and_onnx(deployed: Path, dates_bundle: Path) -> None:
     assert run(deployed / "tfexport", "generate", dates_bundle, TEXT, "--num-beams", "4") == f"{ISO}\n"
     code = f"import tfexport; print(tfexport.load({str(dates_bundle)!r}).generate([{TEXT!r}])[0].text)"
-    assert run(deployed / "python", "-c", code) == f"{ISO}\n"
+    assert run(deployed / "python", "-P", "-c", code) == f"{ISO}\n"
     assert "encoder-decoder, fp32" in run(deployed / "tfexport", "inspect", dates_bundle)
 
 

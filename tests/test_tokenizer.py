@@ -355,7 +355,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 def test_the_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(BackendError, match="run: pip install tokenizers"):
+    with pytest.raises(BackendError, match="tokenizers is not installed; pip install --upgrade tfexport"):
         Tokenizer.load(tmp_path / "tokenizer.json", spec_of(characters()))
 
 

@@ -26,9 +26,10 @@ class Config:
 
     _subject: ClassVar[str]
 
-    def __init_subclass__(cls, *, subject: str) -> None:
-        """Take the name of what is configured."""
-        cls._subject = subject
+    def __init_subclass__(cls, *, subject: str = "") -> None:
+        """Take the name of what is configured; without one that of the class above stays."""
+        if subject:
+            cls._subject = subject
 
     def __post_init__(self) -> None:
         """Check each value and how they fit together.

@@ -241,7 +241,7 @@ def test_a_call_is_timed_and_changes_nothing(count: int, num_beams: int) -> None
     assert (call.sequences, call.source_tokens, len(call.step_s)) == (count, sum(map(len, sources)), len(steps))
     assert call.began < call.began + call.encode_s < call.first_token <= call.ended
     assert call.encode_s + sum(call.step_s) + call.reorder_s < call.ended - call.began
-    assert call.reorder_s > 0  # a text that is done leaves
+    assert call.reorder_s > 0 or len(sources) == 1  # a text that is done leaves the others
 
 
 class MultiStepSession(ScriptedSession):

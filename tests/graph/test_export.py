@@ -24,16 +24,18 @@ from tests import tiny
 from tests.tiny import VARIANTS
 from tfexport import export
 from tfexport.bundle.bundle import open_bundle
+from tfexport.bundle.manifest import GraphEntry
 from tfexport.cli import main
 from tfexport.errors import BackendError, ConfigError, GraphError, ParityError
 from tfexport.export import export_bundle
 from tfexport.graph.config import ExportConfig
 from tfexport.graph.contract import check_graph
+from tfexport.graph.precision import write_cast
 from tfexport.graph.trace import trace_encoder
 from tfexport.models.config import model_spec
 from tfexport.models.directory import load_model, save_model
 from tfexport.models.transformer import Transformer
-from tfexport.spec import DECODER, ModelSpec, decoder_graph
+from tfexport.spec import DECODER, decoder_graph
 
 DTYPES = {onnx.TensorProto.INT64: "int64", onnx.TensorProto.INT32: "int32", onnx.TensorProto.BOOL: "bool"}
 DTYPES |= {
@@ -270,13 +272,13 @@ def test_a_failed_verification_leaves_the_old_bundle(
     config = ExportConfig(forms=("concat",))
     old = export_bundle(source, output, config, verify=False)
 
-    def one_weight_off(model: Transformer, spec: ModelSpec) -> nn.Module:
+    def one_weight_off(model: Transformer, *arguments: Any, **options: Any) -> dict[str, GraphEntry]:
         wrong = load_model(Path(source))
         with torch.no_grad():
             wrong.dec.layers[1].norm2.weight[3] *= 1.01  # type: ignore[union-attr,index,operator]
-        return wrong
+        return write_cast(wrong, *arguments, **options)
 
-    monkeypatch.setattr(export, "_cast", one_weight_off)
+    monkeypatch.setattr(export, "write_cast", one_weight_off)
     with pytest.raises(ParityError, match=r"onnx: ort concat differs by .* of the largest value at batch"):
         export_bundle(source, output, config, force=True)
     assert open_bundle(output).sha256 == old.sha256

@@ -119,10 +119,13 @@ def swap_norms(graph: onnx.ModelProto) -> None:
         norms[0].input[index], norms[1].input[index] = norms[1].input[index], norms[0].input[index]
 
 
-def drop_mask(graph: onnx.ModelProto) -> None:
-    node = first(graph, "Unsqueeze", "source_mask")
-    negated = helper.make_node("Not", ["source_mask"], ["negated_mask"])
-    rewire(graph, node, 0, negated, helper.make_node("Or", ["source_mask", "negated_mask"], ["every_token"]))
+def drop_mask(reader: str) -> Change:
+    def apply(graph: onnx.ModelProto) -> None:
+        node = first(graph, reader, "source_mask")
+        negated = helper.make_node("Not", ["source_mask"], ["negated_mask"])
+        rewire(graph, node, 0, negated, helper.make_node("Or", ["source_mask", "negated_mask"], ["every_token"]))
+
+    return apply
 
 
 def shift_positions(graph: onnx.ModelProto) -> None:
@@ -150,9 +153,9 @@ MUTATIONS: dict[str, tuple[str, Change]] = {
     "one weight by 1 %": ("decoder", change_weight("dec.layers.0.ffn.fc1.weight", one_percent)),
     "one weight of the encoder": ("encoder", change_weight("enc.layers.1.self.v.weight", one_percent)),
     "two norms swapped": ("decoder", swap_norms),
-    "no mask": ("decoder", drop_mask),
-    "no mask in the encoder": ("encoder", drop_mask),
-    "no mask, static": ("decoder_static", drop_mask),
+    "no mask": ("decoder", drop_mask("Unsqueeze")),
+    "no mask in the encoder": ("encoder", drop_mask("Unsqueeze")),
+    "no mask, static": ("decoder_static", drop_mask("Unsqueeze")),
     "positions off by one": ("decoder_static", shift_positions),
     "wrong slot": ("decoder_static", shift_slot),
     "wrong attention scale": ("decoder_static", wrong_scale("Attention")),
@@ -162,10 +165,10 @@ MUTATIONS: dict[str, tuple[str, Change]] = {
     ),
     "one weight of the encoder, contrib": (
         "encoder_contrib",
-        change_weight("enc.layers.1.self.attention.v.weight", one_percent),
+        change_weight("enc.layers.1.self.v.weight", one_percent),
     ),
-    "no mask, contrib": ("decoder_contrib", drop_mask),
-    "no mask in the encoder, contrib": ("encoder_contrib", drop_mask),
+    "no mask, contrib": ("decoder_contrib", drop_mask("Cast")),
+    "no mask in the encoder, contrib": ("encoder_contrib", drop_mask("Cast")),
     "positions off by one, contrib": ("decoder_contrib", shift_positions),
     "wrong attention scale, contrib": ("decoder_contrib", wrong_scale("GroupQueryAttention")),
     "NaN": ("decoder", change_weight("dec.layers.1.ffn.fc2.weight", one_nan)),

@@ -91,10 +91,11 @@ def test_the_graphs_are_the_model_with_rounded_linear_maps(
     mask = np.arange(11) < np.array([[11], [7], [3], [9], [11]])
     steps = np.random.default_rng(1).integers(3, spec.vocab, (5, 4))
     found, expected = session(narrow(bundle, once, weights), spec, form), EagerSession(model, spec)
-    states = found.encode(ids, mask), expected.encode(ids, mask)
+    batches = found.batch(), expected.batch()
+    for batch in batches:
+        batch.add(ids, mask, steps[:, :1].tolist())
     for step in range(steps.shape[1]):
-        token = steps[:, step : step + 1]
-        mine, other = found.step(states[0], token, spec.vocab), expected.step(states[1], token, spec.vocab)
+        mine, other = (batch.step(steps[:, step], spec.vocab) for batch in batches)
         order = [np.argsort(candidates.token_ids, 1) for candidates in (mine, other)]
         np.testing.assert_allclose(
             np.take_along_axis(mine.logits, order[0], 1), np.take_along_axis(other.logits, order[1], 1), atol=2e-3

@@ -15,7 +15,7 @@ from tests.runtime.exported import Once, exported, ort_session, sources
 from tfexport.decode.config import DecodeConfig
 from tfexport.decode.offline import decode
 from tfexport.models.transformer import Transformer
-from tfexport.runtime.open import open_ort
+from tfexport.runtime.ort.backend import open_graphs
 from tfexport.runtime.ort.cache import HostBuffers, RowBuffers
 from tfexport.runtime.ort.concat import ConcatBatch
 from tfexport.runtime.ort.lengths import RUN_TOKENS, runs
@@ -82,7 +82,7 @@ def test_each_source_is_encoded_as_if_alone(model: Transformer, once: Once, monk
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_texts_do_not_depend_on_the_division(num_beams: int, form: Form, model: Transformer, once: Once) -> None:
     graphs, spec = exported(model, once)
-    session = open_ort(graphs, spec, form, threads=1)
+    session = open_graphs(graphs, spec, form, threads=1)
     ids, _ = sources(model.config, MIXED, seed=3)
     texts = [ids[row, :length].tolist() for row, length in enumerate(MIXED)]
     config = DecodeConfig(num_beams=num_beams, max_new_tokens=12)
