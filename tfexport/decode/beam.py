@@ -167,8 +167,9 @@ class BeamSearch:
                 done.setdefault(place, hypotheses or nothing_left(request, int(self._num_new[place]) - 1))
             # What leaves need not move any more.
             rows = np.where(closed[:, None], np.arange(rows.size).reshape(rows.shape), rows)
-        self._running = going.log_probs
-        return Taken(self._lengthen(rows.ravel(), going.token_ids.ravel()), done)
+        self._running, order = going.log_probs, rows.ravel()
+        moves = self.history.branch(order, going.token_ids.ravel())
+        return Taken(order if moves else None, done)
 
     def steps_ahead(self) -> int:
         """Say that one step is taken after the other: any of them may reorder the beams; see `Search.steps_ahead`."""
@@ -184,14 +185,6 @@ class BeamSearch:
         self.history.keep((kept[:, None] * self.width + np.arange(self.width)).ravel())
         self._running, self._num_new, self._limits = self._running[kept], self._num_new[kept], self._limits[kept]
         self._finished.select(kept)
-
-    def _lengthen(self, rows: Ids, token_ids: Ids) -> Ids | None:
-        """Let every row continue another one with a token; return the order, None where it is as it was."""
-        stays = rows.tobytes() == np.arange(rows.size).tobytes()  # the fastest comparison of a few numbers
-        if not stays:
-            self.history.reorder(rows)
-        self.history.append(token_ids)
-        return None if stays else rows
 
     def _finish(self, best: Extensions, ends: Mask) -> None:
         """Keep what ends; of the 2 · width extensions only the better half may, the others are spare beams."""

@@ -103,8 +103,10 @@ class Filters:
         masks: list[Mask] = []
         if self._repeats is not None:
             masks.append(self._contains(self._repeats, token_ids))
-        if self._config.min_new_tokens and num_new.min() < self._config.min_new_tokens:
-            masks.append((token_ids == self._eos) & (num_new < self._config.min_new_tokens)[:, None])
+        least = self._config.min_new_tokens
+        if least and min(lengths := num_new.tolist()) < least:  # sooner than numpy's for the rows of a batch
+            ends: Mask = token_ids == self._eos
+            masks.append(ends if max(lengths) < least else ends & (num_new < least)[:, None])
         if self._suppressed is not None:
             masks.append(self._suppressed[token_ids])
         if not masks:

@@ -24,9 +24,9 @@ class History:
         """Begin without a row; `fill` stands behind the end of a row."""
         self.lengths: Ids = np.empty(0, np.int64)
         self.newest: Ids = np.empty(0, np.int64)
-        self._fill, self._longest, self._is_even = fill, 0, True
+        self._fill = fill
         self._tokens: Ids = np.full((0, FIRST_ROOM), fill, np.int64)
-        self._rows: Ids = np.empty(0, np.int64)
+        self._measure()
 
     @property
     def tokens(self) -> Ids:
@@ -71,10 +71,17 @@ class History:
         self.lengths += count
         self._longest += count
 
-    def reorder(self, rows: Ids) -> None:
-        """Let row r continue what row rows[r] was, int64 [rows]."""
-        self._tokens[:, : self._longest] = self.tokens.take(rows, 0)
-        self.lengths, self.newest = self.lengths.take(rows), self.newest.take(rows)
+    def branch(self, rows: Ids, token_ids: Ids) -> bool:
+        """Let row r continue what row rows[r] was, an equally long one, with a token; both int64 [rows].
+
+        Returns:
+            Whether any row continues another.
+        """
+        moves = rows.tobytes() != self._in_place  # the fastest comparison of a few numbers
+        if moves:
+            self._tokens[:, : self._longest] = self.tokens.take(rows, 0)
+        self.append(token_ids)
+        return moves
 
     def keep(self, rows: Ids) -> None:
         """Forget all rows but `rows`, int64 [new rows]."""
@@ -90,6 +97,7 @@ class History:
         lengths = self.lengths.tolist()
         self._longest = max(lengths, default=0)
         self._rows, self._is_even = np.arange(len(lengths)), min(lengths, default=0) == self._longest
+        self._in_place = self._rows.tobytes()
 
     def _reserve(self, length: int) -> None:
         room = self._tokens.shape[1]

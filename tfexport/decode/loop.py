@@ -17,7 +17,7 @@ from tfexport.decode.greedy import GreedySearch
 from tfexport.decode.multi_step import take_steps
 from tfexport.decode.request import Request
 from tfexport.decode.search import Outcome, Search, settings
-from tfexport.runtime.session import Batch, Candidates, Ids, Session, close_up, pad_right
+from tfexport.runtime.session import Batch, Candidates, Ids, MultiStep, Session, close_up, pad_right
 
 # Sources join several at a time, an eighth of a full batch: the encoder is run, and buffers are bound, once for all.
 JOIN_SHARE = 8
@@ -125,8 +125,7 @@ class _Running:
         self.width = width
         self.num_sources = 0
         self._session, self._spec = session, session.spec
-        self._batch: Batch = session.batch(width)
-        self._is_spent = False
+        self._begin()
         self._parts: dict[tuple[object, ...], _Part] = {}
 
     @property
@@ -136,7 +135,7 @@ class _Running:
     def add(self, requests: list[Request]) -> None:
         """Let requests join the batch, and each its search."""
         if self._is_spent:  # sooner begun anew than emptied
-            self._batch, self._is_spent = self._session.batch(self.width), False
+            self._begin()
         first = self.num_sources
         self.num_sources += len(requests)
         source_ids, source_mask = pad_right([request.source_ids for request in requests], self._spec.tokens.pad)
@@ -151,6 +150,12 @@ class _Running:
                 self._parts[key] = _Part(search(requests[numbers[0]].config, self._spec))
             self._parts[key].add([requests[number] for number in numbers], first + np.array(numbers))
 
+    def _begin(self) -> None:
+        self._batch: Batch = self._session.batch(self.width)
+        # Asked once: it takes longer than much of a step.
+        self._together = self._batch if isinstance(self._batch, MultiStep) else None
+        self._is_spent = False
+
     def step(self, *, stream: bool) -> list[Update]:
         """Take a step of all searches, several at once where that is possible and nobody waits for each token."""
         parts = list(self._parts.values())
@@ -159,14 +164,16 @@ class _Running:
             if stream:
                 found = self._batch.step(search.history.newest, search.num_candidates())
             else:
-                found = take_steps(self._batch, search, self._spec.tokens.eos)
+                found = take_steps(self._batch, self._together, search, self._spec.tokens.eos)
             order, parts[0].done = search.take(found)
         else:
             order = self._take_each(parts)
         if order is not None:
             self._batch.reorder(order)
-        updates = [update for part in parts for update in part.updates(stream=stream)]
         num_done = sum(len(part.done) for part in parts)
+        if not num_done and not stream:
+            return []
+        updates = [update for part in parts for update in part.updates(stream=stream)]
         if num_done == self.num_sources:
             self._parts, self._is_spent = {}, True
         elif num_done:

@@ -6,6 +6,7 @@ session may be shared between threads, a batch belongs to one.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -322,11 +323,14 @@ def check_rows(lengths: Ids, width: int, rows: Ids) -> None:
     Raises:
         InputError: rows out of range or of another source.
     """
-    if (
-        rows.shape != lengths.shape
-        or (rows // width).tobytes() != np.arange(lengths.size // width).repeat(width).tobytes()
-    ):
+    if rows.shape != lengths.shape or (rows // width).tobytes() != _owners(lengths.size, width):
         raise InputError(f"rows is {rows.tolist()}, expected {lengths.size} rows, each of the source that it is in")
+
+
+@functools.lru_cache(16)
+def _owners(rows: int, width: int) -> bytes:
+    """Say which source each row is of: steps of a batch of one size follow one another."""
+    return (np.arange(rows) // width).tobytes()
 
 
 def check_sources(num_sources: int, sources: Ids) -> None:
