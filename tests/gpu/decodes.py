@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import statistics
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tfexport.bench.timing import Effort, repeat, stopwatch
 from tfexport.bundle.bundle import open_bundle
 from tfexport.decode.config import DecodeConfig
 from tfexport.decode.offline import decode
@@ -54,14 +54,8 @@ def _milliseconds(session: Any, batch: int, beams: int) -> float:
     length = min(NEW_TOKENS, session.spec.max_target_length)
     config = DecodeConfig(num_beams=beams, max_new_tokens=length, min_new_tokens=length)
     call = functools.partial(decode, session, random_sources(session.spec, batch), config, batch_size=batch)
-    for _ in range(3):
-        call()
-    times: list[float] = []
-    while len(times) < 5 or (sum(times) < 1 and len(times) < 50):
-        began = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - began)
-    return round(1000 * statistics.median(times), 3)
+    effort = Effort(warm_up=3, least_runs=5, least_s=1, most_runs=50)
+    return round(1000 * statistics.median(repeat(stopwatch(call), effort)), 3)
 
 
 def open_engine(bundle: Path, name: str) -> Any:
