@@ -93,8 +93,8 @@ class GreedySearch:
         if not finite.all():
             self._fail(~finite.all(0), self._num_new + finite.argmin(0))
         self.history.extend(token_ids)
-        for chosen in log_probs:  # step after step, as `take` adds them
-            self._totals += chosen
+        # Step after step, as `take` adds them.
+        self._totals = np.concatenate((self._totals[None], log_probs)).cumsum(0)[-1]
         self._num_new += len(token_ids)
 
     def remove(self, kept: Ids) -> None:

@@ -178,7 +178,7 @@ class ContribBatch:
         self.width = width
         self.lengths: Ids = np.empty(0, np.int64)
         self._session, self._spec = session, session.spec
-        self._longest = 0  # of `lengths`
+        self._measure()
         self._num_sources = 0
         self._source_lengths: Ids = np.empty(0, np.int64)
         self._source_mask: Mask = np.empty((0, 0), np.bool_)
@@ -212,7 +212,7 @@ class ContribBatch:
         prompt_lengths = np.array([len(prompt) - 1 for prompt in prompts])
         self._reserve_rows(self._num_sources * self.width, int(prompt_lengths.max()))
         self.lengths = np.concatenate((self.lengths, prompt_lengths.repeat(self.width)))
-        self._longest = max(self._longest, int(prompt_lengths.max()))
+        self._measure()
         self._cache_rows = np.concatenate((self._cache_rows, np.arange(begin, self.lengths.size)))
         self._rows_are_equal = False
         if self.width > 1:
@@ -227,7 +227,8 @@ class ContribBatch:
         self._rows_are_equal = False
         bound, rows = self._bound(num_candidates), self._cache_rows
         bound.target_ids[rows, 0] = target_ids
-        self._run(bound, self.lengths, 1, self._longest + 1)
+        self._place(bound, self._longest, self._is_even)
+        run(self._session.graphs().decoder, bound.io)
         self.lengths += 1
         self._longest += 1
         # `take` is three to five times as fast as an index for so few numbers.
@@ -244,25 +245,24 @@ class ContribBatch:
         taken, rows, decoder = 0, self._cache_rows, self._session.graphs().decoder
         bound = self._bound(num_candidates)
         bound.target_ids[rows, 0] = target_ids
-        self._place(bound, self.lengths, 1, self._longest + 1)
         while True:
+            self._place(bound, self._longest, self._is_even)
             run(decoder, bound.io)
-            self._longest += 1
             token_ids[taken], logits[taken], log_normalizer[taken] = (
                 bound.token_ids, bound.logits, bound.log_normalizer[:, 0],
             )  # fmt: skip
-            best = token_ids[taken, :, 0]
             taken += 1
+            self._longest += 1
+            if not self._is_even:
+                self.lengths += 1
+            best = bound.token_ids[:, 0]
             if taken == steps or stop_id in best.tolist():
                 break
             if self._longest == self._cache.shape[3]:
                 bound = self._bound(num_candidates)
-                self._place(bound, self.lengths + taken, 1, self._longest + 1)
-            else:
-                bound.positions += 1
-                bound.last_and_total += 1
             bound.target_ids[:, 0] = best
-        self.lengths += taken
+        if self._is_even:
+            self.lengths += taken
         every = np.s_[:taken, rows]
         return Candidates(token_ids[every], logits[every], log_normalizer[every])
 
@@ -297,7 +297,7 @@ class ContribBatch:
         rows = kept.size * self.width
         by_source = self.lengths.reshape(-1, self.width)[kept]
         self.lengths, self._cache_rows = by_source.ravel(), self._cache_rows[:rows]
-        self._longest = int(self.lengths.max(initial=0))
+        self._measure()
         self._source_lengths = self._source_lengths[kept]
         del self._shared[kept.size :]
 
@@ -375,8 +375,16 @@ class ContribBatch:
                 sources, rows = slice(first, last), slice(first * self.width, last * self.width)
                 bound = self._bind(sources, rows, length - 1, 1)
                 bound.target_ids[:] = np.repeat([prompt[:-1] for prompt in some], self.width, 0)
-                self._run(bound, np.zeros(len(some) * self.width, np.int64), length - 1, length - 1)
+                bound.positions[:] = np.arange(length - 1)
+                bound.last_and_total[:-1], bound.last_and_total[-1] = length - 2, length - 1
+                run(self._session.graphs().decoder, bound.io)
             first = last
+
+    def _measure(self) -> None:
+        """Note how long the longest row is, and whether all rows are."""
+        lengths = self.lengths.tolist()
+        self._longest = max(lengths, default=0)
+        self._is_even = min(lengths, default=0) == self._longest
 
     def _are_equal(self, target_ids: Ids) -> bool:
         by_source = target_ids.reshape(-1, self.width)
@@ -387,7 +395,8 @@ class ContribBatch:
         sources, width = self._num_sources, self.width
         bound = self._bind(slice(sources), slice(sources), 1, num_candidates)
         bound.target_ids[:, 0] = target_ids[::width]
-        self._run(bound, np.zeros(sources, np.int64), 1, 1)
+        self._place(bound, 0, True)
+        run(self._session.graphs().decoder, bound.io)
         self._cache[:, : sources * width, :, :1] = self._cache[:, :sources, :, :1].repeat(width, 1)
         self.lengths += 1
         self._longest, self._rows_are_equal = 1, True
@@ -410,24 +419,15 @@ class ContribBatch:
             )
         return bound
 
-    def _run(self, bound: _Binding, lengths: Ids, target_len: int, total: int) -> None:
-        """Read the bound tokens; see `_place`."""
-        self._place(bound, lengths, target_len, total)
-        run(self._session.graphs().decoder, bound.io)
-
-    @staticmethod
-    def _place(bound: _Binding, lengths: Ids, target_len: int, total: int) -> None:
-        """Say that the bound tokens lie behind `lengths` others.
-
-        Args:
-            bound: holds `target_len` tokens a row.
-            lengths: int64 [rows]; those of a source are equal.
-            target_len: more than one only where `lengths` are 0.
-            total: tokens in the fullest row afterwards.
-        """
-        bound.positions[:] = lengths[:, None] if target_len == 1 else np.arange(target_len)
-        bound.last_and_total[:-1] = lengths if target_len == 1 else target_len - 1
-        bound.last_and_total[-1] = total
+    def _place(self, bound: _Binding, longest: int, is_even: bool) -> None:
+        """Say where the bound token of each row lies: behind `longest` others where all rows are equally long."""
+        if is_even:  # filling takes a third of the time
+            bound.positions.fill(longest)
+            bound.last_and_total.fill(longest)
+        else:
+            bound.positions[:] = self.lengths[:, None]
+            bound.last_and_total[:-1] = self.lengths
+        bound.last_and_total[-1] = longest + 1
 
     def _bind(self, sources: slice, rows: slice, target_len: int, num_candidates: int) -> _Binding:
         """Bind some rows of the cache and the places of their sources."""
