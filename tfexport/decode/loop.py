@@ -152,8 +152,8 @@ class _Running:
 
     def _begin(self) -> None:
         self._batch: Batch = self._session.batch(self.width)
-        # Asked once: it takes longer than much of a step.
-        self._together = self._batch if isinstance(self._batch, MultiStep) else None
+        # Asked once, for it takes longer than much of a step, and not for beams, which take one after the other.
+        self._together = self._batch if self.width == 1 and isinstance(self._batch, MultiStep) else None
         self._is_spent = False
 
     def step(self, *, stream: bool) -> list[Update]:
