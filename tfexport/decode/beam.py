@@ -121,6 +121,7 @@ class BeamSearch:
         self._running: Floats = np.empty((0, self.width), np.float32)  # Σ log p; -inf for a beam that is none
         self._num_new: Ids = np.empty(0, np.int64)
         self._limits: Ids = np.empty(0, np.int64)
+        self._steps_left = 0  # until the first source is at its limit
 
     def add(self, requests: Sequence[Request]) -> None:
         """Begin to search for more, with one beam each and room for the others; see `Search.add`."""
@@ -132,6 +133,7 @@ class BeamSearch:
         self._num_new = np.concatenate((self._num_new, [request.num_forced for request in requests]))
         self._limits = np.concatenate((self._limits, [request.max_new_tokens for request in requests]))
         self._finished.begin(len(requests))
+        self._steps_left = int((self._limits - self._num_new).min())
 
     def num_candidates(self) -> int:
         """Say how many candidates it wants; see `Search.num_candidates`."""
@@ -151,14 +153,18 @@ class BeamSearch:
             token_ids, log_probs = self._filters.apply(self.history, by_row, token_ids, log_probs)
         best = _extend(self._running, token_ids, log_probs, 2 * self.width)
         self._num_new += 1
-        at_limit = self._num_new == self._limits
-        ends = (best.token_ids == self._eos) | at_limit[:, None]
+        self._steps_left -= 1
+        ends = best.token_ids == self._eos
+        if not self._steps_left:
+            ends |= (self._num_new == self._limits)[:, None]
         going = best
         if np.count_nonzero(ends):
             self._finish(best, ends)
             going = _continue(best, ends)
         going = going.first(self.width)
-        closed = at_limit | self._is_settled(going)
+        closed = self._is_settled(going)
+        if not self._steps_left:
+            closed |= self._num_new == self._limits
         rows = going.rows
         if np.count_nonzero(closed):
             for place in np.flatnonzero(closed).tolist():
@@ -185,6 +191,7 @@ class BeamSearch:
         self.history.keep((kept[:, None] * self.width + np.arange(self.width)).ravel())
         self._running, self._num_new, self._limits = self._running[kept], self._num_new[kept], self._limits[kept]
         self._finished.select(kept)
+        self._steps_left = int((self._limits - self._num_new).min()) if kept.size else 0
 
     def _finish(self, best: Extensions, ends: Mask) -> None:
         """Keep what ends; of the 2 · width extensions only the better half may, the others are spare beams."""
