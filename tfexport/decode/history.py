@@ -62,12 +62,11 @@ class History:
         self._longest += 1
 
     def extend(self, token_ids: Ids) -> None:
-        """Lengthen every row by several tokens, int64 [tokens, rows]."""
+        """Lengthen every row by some tokens, int64 [tokens, rows], at least one."""
         count = len(token_ids)
         self._reserve(self._longest + count)
         self._tokens[self._rows[:, None], self.lengths[:, None] + np.arange(count)] = token_ids.T
-        if count:
-            self.newest = token_ids[-1]
+        self.newest = token_ids[-1]
         self.lengths += count
         self._longest += count
 

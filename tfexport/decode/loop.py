@@ -137,9 +137,9 @@ class _Running:
         if self._is_spent:  # sooner begun anew than emptied
             self._begin()
         first = self.num_sources
-        self.num_sources += len(requests)
         source_ids, source_mask = pad_right([request.source_ids for request in requests], self._spec.tokens.pad)
         self._batch.add(source_ids, source_mask, [request.prompt for request in requests])
+        self.num_sources += len(requests)
         keys = {id(config): settings(config) for config in (request.config for request in requests)}
         alike: dict[tuple[object, ...], list[int]] = {}
         for number, request in enumerate(requests):

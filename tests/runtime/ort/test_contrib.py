@@ -24,7 +24,8 @@ from tfexport.graph.write import write_graphs
 from tfexport.models.config import TransformerConfig, model_spec
 from tfexport.models.transformer import Transformer
 from tfexport.runtime.eager import EagerSession
-from tfexport.runtime.ort.contrib import FIRST_CAPACITY, ContribBatch, ContribSession
+from tfexport.runtime.ort.cache import FIRST_CAPACITY
+from tfexport.runtime.ort.contrib import ContribBatch, ContribSession
 from tfexport.runtime.session import Batch, Candidates, Ids, Limits, Mask, MultiStep, Session
 from tfexport.spec import ModelSpec
 

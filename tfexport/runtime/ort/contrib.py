@@ -21,6 +21,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from tfexport.errors import BackendError
+from tfexport.runtime.ort.cache import FIRST_CAPACITY
 from tfexport.runtime.ort.device import STEP_SPIN_US, OrtDevice, host_value, run
 from tfexport.runtime.ort.lengths import runs
 from tfexport.runtime.session import (
@@ -58,8 +59,6 @@ from tfexport.spec import (
 
 Array = NDArray[Any]
 
-# A first buffer for this many tokens; it doubles when it is full, so that short texts do not pay for long ones.
-FIRST_CAPACITY = 64
 # Shapes of steps that a batch keeps bound: sources come and go, and with each the number of rows changes.
 MAX_BINDINGS = 64
 # How many tokens a row shares with itself: as many as there will be.
@@ -227,7 +226,7 @@ class ContribBatch:
         self._rows_are_equal = False
         bound, rows = self._bound(num_candidates), self._cache_rows
         bound.target_ids[rows, 0] = target_ids
-        self._place(bound, self._longest, self._is_even)
+        self._place(bound)
         run(self._session.graphs().decoder, bound.io)
         self.lengths += 1
         self._longest += 1
@@ -246,7 +245,7 @@ class ContribBatch:
         bound = self._bound(num_candidates)
         bound.target_ids[rows, 0] = target_ids
         while True:
-            self._place(bound, self._longest, self._is_even)
+            self._place(bound)
             run(decoder, bound.io)
             token_ids[taken], logits[taken], log_normalizer[taken] = (
                 bound.token_ids, bound.logits, bound.log_normalizer[:, 0],
@@ -395,7 +394,7 @@ class ContribBatch:
         sources, width = self._num_sources, self.width
         bound = self._bind(slice(sources), slice(sources), 1, num_candidates)
         bound.target_ids[:, 0] = target_ids[::width]
-        self._place(bound, 0, True)
+        self._place(bound)
         run(self._session.graphs().decoder, bound.io)
         self._cache[:, : sources * width, :, :1] = self._cache[:, :sources, :, :1].repeat(width, 1)
         self.lengths += 1
@@ -419,22 +418,22 @@ class ContribBatch:
             )
         return bound
 
-    def _place(self, bound: _Binding, longest: int, is_even: bool) -> None:
-        """Say where the bound token of each row lies: behind `longest` others where all rows are equally long."""
-        if is_even:  # filling takes a third of the time
-            bound.positions.fill(longest)
-            bound.last_and_total.fill(longest)
+    def _place(self, bound: _Binding) -> None:
+        """Say where the bound token of each row lies: behind those that the row holds."""
+        if self._is_even:  # filling takes a third of the time, and `lengths` may wait for the end of many steps
+            bound.positions.fill(self._longest)
+            bound.last_and_total.fill(self._longest)
         else:
             bound.positions[:] = self.lengths[:, None]
             bound.last_and_total[:-1] = self.lengths
-        bound.last_and_total[-1] = longest + 1
+        bound.last_and_total[-1] = self._longest + 1
 
     def _bind(self, sources: slice, rows: slice, target_len: int, num_candidates: int) -> _Binding:
         """Bind some rows of the cache and the places of their sources."""
         graphs = self._session.graphs()
         io = graphs.decoder.io_binding()
         num_rows = rows.stop - (rows.start or 0)
-        last_and_total = np.empty(num_rows + 1, np.int32)  # one array, so that both are counted on at once
+        last_and_total = np.empty(num_rows + 1, np.int32)  # one array, so that both are filled at once
         inputs: dict[str, Array] = {
             TARGET_IDS: np.empty((num_rows, target_len), np.int64),
             SOURCE_MASK: self._source_mask[sources],
