@@ -83,7 +83,7 @@ def test_a_bundle_gets_an_engine(built: Path) -> None:
     manifest = engine.manifest
     assert manifest.config.compute_capabilities == ("8.9",)
     assert manifest.limits.to_dict() == {
-        "max_batch": 4, "max_source_length": 16, "max_target_length": 12, "max_candidates": 256,
+        "max_batch": 4, "max_source_length": 16, "max_target_length": 12, "max_candidates": 256, "capacities": (12,),
     }  # fmt: skip
     decoder = manifest.plans["decoder_static"]
     layers = open_bundle(built).manifest.spec.layers
@@ -93,6 +93,32 @@ def test_a_bundle_gets_an_engine(built: Path) -> None:
     assert decoder.profiles[0]["past_key.0"].max[2] == 12
     assert not [flag for flag in manifest.flags if flag == "TF32"]
     assert "== decoder_static" in (folder / "build.log").read_text()
+
+
+def test_every_capacity_gets_a_decoder(copy: Path) -> None:
+    result = build(copy, "--capacities", "4,6", "--force")
+    assert result.stderr.splitlines()[1:-1] == [
+        f"building {plan}" for plan in ("decoder_static_4", "decoder_static_6", "decoder_static")
+    ]
+    engine = open_engine(copy.resolve(), "tensorrt-rtx-static-fp32")
+    engine.check_plans()
+    assert engine.manifest.config.capacities == engine.manifest.limits.capacities == (4, 6, 12)
+    for plan, capacity in (("decoder_static_4", 4), ("decoder_static_6", 6), ("decoder_static", 12)):
+        made = engine.manifest.plans[plan]
+        assert made.layers == engine.manifest.plans["decoder_static"].layers
+        assert made.aliases["present_key.0"] == "past_key.0"
+        assert [profile["past_key.0"].max[2] for profile in made.profiles] == [capacity] * 2
+        assert [profile["target_ids"].max for profile in made.profiles] == [(4, 1), (4, capacity)]
+
+
+def test_every_decoder_counts_in_the_estimate(dates_bundle: Path) -> None:
+    def weights(*options: str) -> int:
+        found = json.loads(run("trt", dates_bundle, *RTX, *SMALL, *options, "--dry-run", "--json").stdout)
+        return int(found["memory"]["weights"])
+
+    decoder = weights("--capacities", "4") - weights()
+    assert decoder > 0.3 * weights()
+    assert weights("--capacities", "4,6") - weights() == 2 * decoder
 
 
 def test_the_bundle_still_says_the_same(built: Path, dates_bundle: Path) -> None:
@@ -173,6 +199,9 @@ def test_a_dry_run_builds_and_writes_nothing(dates_bundle: Path) -> None:
         (["--maxShapes", "colour:4x4"], ["max_shapes has 'colour'"]),
         (["--maxShapes", "source_ids:4"], ["source_ids with 1 sizes"]),
         (["--compute-capability", "9.0"], ["compute capability 9.0", "builds for 7.5, 8.0"]),
+        (["--capacities", "6,6"], ["capacities are 6, 6, expected them to ascend from 1"]),
+        (["--capacities", "4,17"], ["capacities are 4, 17, expected at most max_target_length, 16"]),
+        (["--form", "concat", "--capacities", "4"], ["capacities are for the static form"]),
         (["--compute-capability", "sm_90"], ["compute_capabilities has 'sm_90'"]),
         (["--builder-optimization-level", "7"], ["builder_optimization_level is 7, expected 0 to 5"]),
         (["--version-compatible"], ["leave --version-compatible out"]),

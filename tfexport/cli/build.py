@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from tfexport.cli.options import PATH, json_option
+from tfexport.cli.options import PATH, CommaList, json_option
 from tfexport.cli.terminal import build_progress, print_result, report_line
 from tfexport.trt.config import EngineConfig
 
@@ -33,6 +33,14 @@ from tfexport.trt.config import EngineConfig
 @click.option("--max-batch", default=EngineConfig.max_batch, help="Most sources, and most hypotheses, at once.")
 @click.option("--max-source-length", type=int, help="Most source tokens; the bundle's limit when not given.")
 @click.option("--max-target-length", type=int, help="Most target tokens; the bundle's limit when not given.")
+@click.option(
+    "--capacities",
+    type=CommaList(click.INT),
+    default=(),
+    show_default=False,
+    help="Positions of the caches that decoders of the static form are built for besides max-target-length, such as "
+    "128,512; each is one more decoder in device memory. Chosen when not given; max-target-length alone means one.",
+)
 @click.option("--minShapes", "min_shapes", default="", show_default=False, help="Smallest shapes, as in trtexec.")
 @click.option("--optShapes", "opt_shapes", default="", show_default=False, help="Shapes to tune for, as in trtexec.")
 @click.option("--maxShapes", "max_shapes", default="", show_default=False, help="Largest shapes, as in trtexec.")

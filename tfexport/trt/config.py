@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from tfexport.errors import shortened
 from tfexport.fields import Config, size_problems
-from tfexport.spec import Form, Precision, WeightType
+from tfexport.spec import DECODER, Form, Precision, WeightType
 
 Target = Literal["tensorrt", "tensorrt-rtx"]
 HardwareCompatibility = Literal["none", "ampere_plus", "same_compute_capability"]
@@ -24,6 +25,8 @@ class EngineConfig(Config, subject="engine"):
     of them. `weights` stores the matrices of linear maps narrower than the graph
     computes. The three shapes override the profile, in the spelling of trtexec:
     "source_ids:4x64,target_ids:4x1". `compute_capabilities` are written "8.6".
+    `capacities` are the positions of the caches that decoders of the static form
+    are built for, besides max_target_length; empty for those of `default_capacities`.
     """
 
     target: Target | None = None
@@ -33,6 +36,7 @@ class EngineConfig(Config, subject="engine"):
     max_batch: int = 32
     max_source_length: int | None = None
     max_target_length: int | None = None
+    capacities: tuple[int, ...] = ()
     min_shapes: str = ""
     opt_shapes: str = ""
     max_shapes: str = ""
@@ -47,6 +51,9 @@ class EngineConfig(Config, subject="engine"):
         problems = size_problems(self, "max_batch", "max_source_length", "max_target_length", "workspace_mib")
         if self.form == "contrib":
             problems.append("form is contrib, which is for ONNX Runtime alone; use static or concat")
+        if self.form == "concat" and self.capacities:
+            problems.append("capacities are for the static form; leave them out, or choose static")
+        problems += _capacity_problems(self.capacities)
         level = self.builder_optimization_level
         if level is not None and not 0 <= level <= 5:
             problems.append(f"builder_optimization_level is {level}, expected 0 to 5")
@@ -67,18 +74,55 @@ class EngineLimits(Config, subject="limits"):
         max_source_length: tokens of a source.
         max_target_length: tokens of a target; in the static form the capacity of the caches.
         max_candidates: best tokens a step can return.
+        capacities: positions of the caches that there are decoders of the static form for, ascending to
+            max_target_length; empty for the concat form, for an encoder alone and for engines of one decoder that
+            were built before there could be several.
     """
 
     max_batch: int
     max_source_length: int
     max_target_length: int
     max_candidates: int
+    capacities: tuple[int, ...] = ()
 
     def _problems(self) -> list[str]:
-        return [
+        problems = [
             *size_problems(self, "max_batch", "max_source_length"),
             *size_problems(self, "max_target_length", "max_candidates", least=0),
+            *_capacity_problems(self.capacities),
         ]
+        if self.capacities and self.capacities[-1] != self.max_target_length:
+            problems.append(f"capacities end at {self.capacities[-1]}, expected {self.max_target_length}")
+        return problems
+
+
+def default_capacities(max_target_length: int) -> tuple[int, ...]:
+    """Choose the capacities of decoders: the limit, and 128 and its fourfolds up to half of it.
+
+    A step reads and beams move whole caches: those of a short text in a short cache cost little.
+    """
+    shorter, capacity = [], 128
+    while 2 * capacity <= max_target_length:
+        shorter.append(capacity)
+        capacity *= 4
+    return (*shorter, max_target_length)
+
+
+def decoder_plan(form: Form, capacity: int, limits: EngineLimits) -> str:
+    """Name the plan of the decoder whose caches have a capacity; the largest has the name of its graph."""
+    is_largest = capacity == limits.max_target_length
+    return DECODER[form] if is_largest else f"{DECODER[form]}_{capacity}"
+
+
+def decoder_plans(form: Form, limits: EngineLimits) -> dict[str, int]:
+    """Return the capacity of every decoder by the name of its plan, the smallest first."""
+    capacities = limits.capacities or (limits.max_target_length,)
+    return {decoder_plan(form, capacity, limits): capacity for capacity in capacities}
+
+
+def _capacity_problems(capacities: tuple[int, ...]) -> list[str]:
+    ascends = all(a < b for a, b in pairwise((0, *capacities)))
+    return [] if ascends else [f"capacities are {', '.join(map(str, capacities))}, expected them to ascend from 1"]
 
 
 def engine_key(config: EngineConfig) -> str:

@@ -36,7 +36,7 @@ from tfexport.spec import (
     reorder_spec,
 )
 from tfexport.trt.build.profiles import make_profiles
-from tfexport.trt.config import EngineConfig, EngineLimits
+from tfexport.trt.config import EngineConfig, EngineLimits, decoder_plans
 from tfexport.trt.profile import Profile
 
 Shape = tuple[int, ...]
@@ -346,17 +346,20 @@ def make_engines(
 ) -> tuple[dict[str, FakeEngine], EngineLimits]:
     """Make the engines of a model, with the profiles that a build would give them."""
     profiles = make_profiles(spec, form or "static", config)
-    capacity = profiles.limits.max_target_length
+    longest = profiles.limits.max_target_length
 
-    def make(name: str, graph: Path | bytes, contract: GraphSpec, aliases: Mapping[str, str]) -> FakeEngine:
+    def make(
+        name: str, graph: Path | bytes, contract: GraphSpec, aliases: Mapping[str, str], capacity: int = longest
+    ) -> FakeEngine:
         fixed = GraphSpec(*(tuple(fix(t, capacity) for t in side) for side in (contract.inputs, contract.outputs)))
         return kind(name, graph, fixed, profiles.engines[name], cuda, log, aliases)
 
     engines = {ENCODER: make(ENCODER, graphs[ENCODER], encoder_graph(spec), {})}
     if form:
-        name = DECODER[form]
         pairs = zip(key_value_names("present", spec.layers), key_value_names("past", spec.layers), strict=True)
-        engines[name] = make(name, graphs[name], decoder_graph(spec, form), dict(pairs) if form == "static" else {})
+        aliases = dict(pairs) if form == "static" else {}
+        for name, capacity in decoder_plans(form, profiles.limits).items():
+            engines[name] = make(name, graphs[DECODER[form]], decoder_graph(spec, form), aliases, capacity)
         engines[REORDER] = make(REORDER, reorder_graph(spec.precision), reorder_spec(spec.precision), {})
     return engines, profiles.limits
 

@@ -27,6 +27,7 @@ RTX = EngineConfig(
     precision="fp32",
     max_source_length=16,
     max_target_length=16,
+    capacities=(16,),
     compute_capabilities=("8.6", "8.9"),
 )
 TENSORRT = replace(RTX, target="tensorrt", compute_capabilities=())
@@ -65,7 +66,9 @@ def manifest(bundle: Bundle, config: EngineConfig = RTX, **changes: Any) -> Engi
         "format_version": 1,
         "library_version": MACHINE.libraries[target],
         "config": config,
-        "limits": EngineLimits(max_batch=32, max_source_length=16, max_target_length=16, max_candidates=10),
+        "limits": EngineLimits(
+            max_batch=32, max_source_length=16, max_target_length=16, max_candidates=10, capacities=(16,)
+        ),
         "flags": ("noTF32",),
         "machine": BuildMachine(
             system="Linux", architecture="x86_64", gpu=L4.name, compute_capability=L4.compute_capability, driver="13.0"

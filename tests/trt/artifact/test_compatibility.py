@@ -150,6 +150,7 @@ def test_every_reason_is_given_at_once_and_every_remedy_once(bundle: Bundle, tmp
             version_compatible=True,
             hardware_compatibility="ampere_plus",
         ),
+        replace(RTX, capacities=(4, 8, 16)),
         EngineConfig(),
     ],
 )

@@ -48,6 +48,30 @@ def test_an_older_manifest_is_read(bundle: Bundle, refit: bool) -> None:
     assert EngineManifest.from_bytes(changed(bundle, older(refit, False))) == stored.manifest(bundle)
 
 
+def test_a_manifest_from_before_capacities_has_one_decoder(bundle: Bundle) -> None:
+    def before(data: dict[str, Any]) -> None:
+        del data["config"]["capacities"], data["limits"]["capacities"]
+
+    engine = EngineManifest.from_bytes(changed(bundle, before))
+    assert (engine.config.capacities, engine.limits.capacities) == ((), ())
+    assert engine.plans == stored.manifest(bundle).plans
+
+
+def test_every_capacity_has_a_plan(bundle: Bundle) -> None:
+    def shorter(data: dict[str, Any]) -> None:
+        for part in ("config", "limits"):
+            data[part]["capacities"] = [4, 16]
+
+    def with_plan(data: dict[str, Any]) -> None:
+        shorter(data)
+        data["plans"]["decoder_static_4"] = data["plans"]["decoder_static"] | {"file": "decoder_static_4.plan"}
+
+    engine = EngineManifest.from_bytes(changed(bundle, with_plan))
+    assert engine.limits.capacities == (4, 16)
+    with pytest.raises(BundleError, match="reorder, expected decoder_static, decoder_static_4, encoder, reorder"):
+        EngineManifest.from_bytes(changed(bundle, shorter))
+
+
 @pytest.mark.parametrize("config", [stored.RTX, stored.TENSORRT], ids=["rtx", "tensorrt"])
 def test_a_manifest_is_read_as_it_was_written(bundle: Bundle, config: EngineConfig) -> None:
     engine = stored.manifest(bundle, config)
@@ -87,6 +111,13 @@ def test_it_says_all_that_decides_whether_a_plan_may_be_loaded(bundle: Bundle) -
         (lambda data: data["config"].update(compute_capabilities=["sm_86"]), "compute_capabilities has 'sm_86'"),
         (older(False, True), "strip_weights is set, and weights are no longer put into plans that lack them; build it"),
         (lambda data: data["limits"].update(max_candidates=-1), "max_candidates is -1"),
+        (lambda data: data["limits"].update(capacities=[4]), "capacities end at 4, expected 16"),
+        (lambda data: data["limits"].update(capacities=[16, 16]), "capacities are 16, 16, expected them to ascend"),
+        (lambda data: data["limits"].update(capacities=[]), "limits.capacities are (), expected config's, (16,)"),
+        (
+            lambda data: data["plans"].update(decoder_static_4=data["plans"]["decoder_static"]),
+            "plans are decoder_static, decoder_static_4, encoder, reorder, expected decoder_static, encoder, reorder",
+        ),
         (lambda data: data.update(library_version="new"), "library_version is 'new', expected a version"),
         (lambda data: data["machine"].update(colour="red"), "machine: unknown key colour"),
         (lambda data: data["sources"].update({"encoder.onnx": "abc"}), "sources.encoder.onnx is 'abc', expected a sha"),
@@ -183,7 +214,7 @@ def test_no_enumeration_is_written_as_a_number(bundle: Bundle) -> None:
             for item in value:
                 walk(item, place)
         elif isinstance(value, int) and not isinstance(value, bool):
-            assert place[-1] in {*numbers, "shape", "min", "opt", "max"} or "layers" in place, place
+            assert place[-1] in {*numbers, "capacities", "shape", "min", "opt", "max"} or "layers" in place, place
 
     walk(data, ())
 
@@ -201,9 +232,11 @@ def test_profiles_are_read_as_tuples(bundle: Bundle) -> None:
 
 def test_an_encoder_alone_has_one_plan(bundle: Bundle, tmp_path: Path) -> None:
     whole = stored.manifest(bundle)
-    alone = dataclasses.replace(stored.RTX, form=None, max_target_length=None)
+    alone = dataclasses.replace(stored.RTX, form=None, max_target_length=None, capacities=())
     plans = {"encoder": whole.plans["encoder"]}
-    engine = dataclasses.replace(whole, config=alone, plans=plans)
+    engine = dataclasses.replace(
+        whole, config=alone, limits=dataclasses.replace(whole.limits, capacities=()), plans=plans
+    )
     assert EngineManifest.from_bytes(engine.to_bytes()) == engine
     with pytest.raises(ConfigError, match="plans are encoder, expected decoder_static, encoder, reorder"):
         dataclasses.replace(whole, plans=plans)

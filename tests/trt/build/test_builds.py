@@ -29,7 +29,7 @@ from tfexport.trt.build.builder import SerializedEngine, build_engine
 from tfexport.trt.build.network import Graph, parse_graph
 from tfexport.trt.build.options import resolve_options
 from tfexport.trt.build.profiles import make_profiles
-from tfexport.trt.config import EngineConfig
+from tfexport.trt.config import EngineConfig, decoder_plans, default_capacities
 from tfexport.trt.library import Library, load_library
 
 pytest.importorskip("tensorrt_rtx")
@@ -79,14 +79,15 @@ def build(rtx: Library, bundle: Bundle, form: Form, plans: dict[str, SerializedE
     """Build every engine of one form that is not there yet, as `tfexport trt` does, and print a row for each."""
     spec = bundle.manifest.spec
     profiles = make_profiles(spec, form, SETTINGS)
+    decoders = decoder_plans(form, profiles.limits) if spec.has_decoder else {}
     for name, wanted in profiles.engines.items():
         if name in plans:
             continue
-        path = bundle.path / f"{name}.onnx"
+        path = bundle.path / f"{DECODER[form] if name in decoders else name}.onnx"
         if name == REORDER:
             graph = reorder_graph(spec.precision)
-        elif name == DECODER["static"]:
-            graph = fix_capacity(path, profiles.limits.max_target_length)
+        elif form == "static" and name in decoders:
+            graph = fix_capacity(path, decoders[name])
         else:
             graph = path.read_bytes()
         start = time.perf_counter()
@@ -141,7 +142,10 @@ def test_every_model_builds_in_both_forms(rtx: Library, bundle: Bundle, model: s
     assert "KV_CACHE_UPDATE" not in plans[ENCODER].layers
     if spec.has_decoder:
         assert plans[REORDER].layers["GATHER"] == 1
-        check_decoder(plans[DECODER["static"]], bundle, "static")
-        check_decoder(plans[DECODER["concat"]], bundle, "concat")
+        check_decoder(plans.pop(DECODER["concat"]), bundle, "concat")
+        decoders = [plan for name, plan in plans.items() if name not in (ENCODER, REORDER)]
+        assert len(decoders) == len(default_capacities(spec.max_target_length))
+        for plan in decoders:
+            check_decoder(plan, bundle, "static")
     else:
         assert list(plans) == [ENCODER]

@@ -40,7 +40,9 @@ def refusal(form: Form = "static", spec: ModelSpec = SPEC, **settings: object) -
 
 def test_the_static_form_by_hand() -> None:
     made = profiles(max_batch=8)
-    assert made.limits == EngineLimits(max_batch=8, max_source_length=64, max_target_length=16, max_candidates=256)
+    assert made.limits == EngineLimits(
+        max_batch=8, max_source_length=64, max_target_length=16, max_candidates=256, capacities=(16,)
+    )
     assert list(made.engines) == ["encoder", "decoder_static", "reorder"]
     (encoder,) = made.engines["encoder"]
     assert encoder == dict.fromkeys(("source_ids", "source_mask"), ShapeRange((1, 1), (4, 32), (8, 64)))
@@ -91,6 +93,73 @@ def test_the_two_lengths_shorten_every_input() -> None:
     assert prefill["past_key.0"].max == (32, 4, 9, 6)
     assert prefill["cross_key.0"].max == (32, 4, 20, 6)
     assert prefill["target_ids"].max == (32, 9)
+
+
+LONG = replace(SPEC, max_target_length=4096)
+
+
+@pytest.mark.parametrize(
+    ("limit", "capacities"),
+    [
+        (1, (1,)),
+        (255, (255,)),
+        (256, (128, 256)),
+        (1023, (128, 1023)),
+        (1024, (128, 512, 1024)),
+        (4096, (128, 512, 2048, 4096)),
+    ],
+)
+def test_capacities_are_chosen_by_the_limit(limit: int, capacities: tuple[int, ...]) -> None:
+    made = profiles(spec=LONG, max_target_length=limit)
+    assert made.limits.capacities == capacities
+    assert [name for name in made.engines if name.startswith("decoder")] == [
+        *(f"decoder_static_{capacity}" for capacity in capacities[:-1]),
+        "decoder_static",
+    ]
+    assert profiles("concat", spec=LONG, max_target_length=limit).limits.capacities == ()
+
+
+@pytest.mark.parametrize("given", [(3,), (3, 16)])
+def test_a_decoder_reads_no_more_than_its_capacity(given: tuple[int, ...]) -> None:
+    made = profiles(capacities=given, max_batch=8)
+    assert made.limits.capacities == (3, 16)
+    assert list(made.engines) == ["encoder", "decoder_static_3", "decoder_static", "reorder"]
+    step, prefill = made.engines["decoder_static_3"]
+    assert step["past_key.0"] == prefill["past_key.0"] == ShapeRange((1, 4, 3, 6), (4, 4, 3, 6), (8, 4, 3, 6))
+    assert step["target_ids"] == ShapeRange((1, 1), (4, 1), (8, 1))
+    assert prefill["target_ids"] == ShapeRange((1, 1), (4, 3), (8, 3))
+    whole = profiles(max_batch=8).engines
+    assert {name: made.engines[name] for name in whole} == whole
+
+
+def test_a_prefill_of_one_position_is_one_token() -> None:
+    _, prefill = profiles(capacities=(1,), min_shapes="target_ids:1x2", opt_shapes="target_ids:8x3").engines[
+        "decoder_static_1"
+    ]
+    assert prefill["target_ids"] == ShapeRange((1, 1), (8, 1), (32, 1))
+
+
+def test_the_limit_alone_is_one_decoder() -> None:
+    made = profiles(spec=LONG, capacities=(4096,))
+    assert (made.limits.capacities, list(made.engines)) == ((4096,), ["encoder", "decoder_static", "reorder"])
+
+
+@pytest.mark.parametrize(
+    ("capacities", "message"),
+    [((0, 4), "are 0, 4, expected them to ascend from 1"), ((4, 4), "are 4, 4, expected"), ((8, 4), "are 8, 4, expec")],
+)
+def test_capacities_ascend(capacities: tuple[int, ...], message: str) -> None:
+    assert f"engine: capacities {message}" in refusal(capacities=capacities)
+
+
+def test_capacities_are_within_the_limit_and_for_the_static_form() -> None:
+    assert refusal(capacities=(4, 17)) == "engine: capacities are 4, 17, expected at most max_target_length, 16"
+    assert "expected at most max_target_length, 9" in refusal(capacities=(10,), max_target_length=9)
+    alone = refusal("concat", capacities=(4,))
+    assert alone == "engine: capacities are 4, which is for decoders of the static form; leave them out"
+    assert refusal(spec=ENCODER_ONLY, capacities=(4,)) == alone
+    with pytest.raises(ConfigError, match="capacities are for the static form; leave them out, or choose static"):
+        EngineConfig(form="concat", capacities=(4,))
 
 
 def test_a_small_vocabulary_limits_the_candidates() -> None:

@@ -60,6 +60,7 @@ def test_what_is_left_open_is_decided(bundle: Bundle, rtx: Library) -> None:
         precision="fp32",
         max_source_length=16,
         max_target_length=16,
+        capacities=(16,),
         compute_capabilities=("8.0", "8.6", "8.9", "12.0", "12.1"),
     )
     assert resolved.graphs == ("encoder", "decoder_static")

@@ -110,6 +110,8 @@ def rebuild_command(bundle: Path, config: EngineConfig) -> str:
         option = _OPTIONS.get(field.name, "--" + field.name.replace("_", "-"))
         if value is True:
             words.append(option)
+        elif field.name == "capacities":
+            words += [option, ",".join(map(str, value))] if value else []
         elif isinstance(value, tuple):
             words += [word for item in value for word in (option, item)]
         elif value != field.default:

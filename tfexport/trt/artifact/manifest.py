@@ -12,8 +12,8 @@ from tfexport.bundle.manifest import FileEntry, read_tensors
 from tfexport.errors import ConfigError, raise_all, shortened
 from tfexport.fields import Config
 from tfexport.files.sealed_json import collect, read_fields, read_list, read_map, read_object, read_text, seal, unseal
-from tfexport.spec import DECODER, ENCODER, REORDER, TensorSpec
-from tfexport.trt.config import EngineConfig, EngineLimits
+from tfexport.spec import ENCODER, REORDER, TensorSpec
+from tfexport.trt.config import EngineConfig, EngineLimits, decoder_plans
 from tfexport.trt.profile import Profile, ShapeRange
 
 ENGINE_MANIFEST = "engine.json"
@@ -83,7 +83,7 @@ class EngineManifest:
         flags: of the builder that were set; TF32 is not among them, so float32 is exact.
         machine: where it was built.
         sources: sha256 of every file of the bundle that it was made from, by name.
-        plans: by name: encoder, decoder or decoder_static, reorder.
+        plans: by name: encoder, those of `decoder_plans`, reorder.
         versions: of the tools that made it, by name.
     """
 
@@ -113,6 +113,8 @@ class EngineManifest:
             for name in ("target", "precision", "max_source_length")
             if getattr(config, name) is None
         ]
+        if self.limits.capacities != config.capacities:
+            problems.append(f"limits.capacities are {self.limits.capacities}, expected config's, {config.capacities}")
         if not _VERSION.fullmatch(self.library_version):
             problems.append(f"library_version is {shortened(self.library_version)}, expected a version such as 10.13.3")
         if config.target == "tensorrt" and not (machine.gpu and machine.compute_capability):
@@ -130,14 +132,14 @@ class EngineManifest:
 
     def _plan_problems(self) -> list[str]:
         form = self.config.form
-        expected = [ENCODER, *([DECODER[form], REORDER] if form else [])]
+        expected = [ENCODER, *([*decoder_plans(form, self.limits), REORDER] if form else [])]
         if sorted(self.plans) != sorted(expected):
             return [f"plans are {', '.join(sorted(self.plans)) or 'none'}, expected {', '.join(sorted(expected))}"]
         problems = []
         for name, plan in self.plans.items():
             if plan.file != f"{name}.plan":
                 problems.append(f"plans.{name}.file is {shortened(plan.file)}, expected {name}.plan")
-            wanted = 2 if name in DECODER.values() else 1
+            wanted = 1 if name in (ENCODER, REORDER) else 2
             if len(plan.profiles) != wanted:
                 problems.append(f"plans.{name} has {len(plan.profiles)} profiles, expected {wanted}")
             problems += [f"plans.{name}: {problem}" for problem in _name_problems(plan)]

@@ -8,7 +8,7 @@ from typing import Any
 
 from tfexport.graph.describe import weight_bytes
 from tfexport.graph.memory import activation_bytes
-from tfexport.spec import DECODER, REORDER, ModelSpec, Precision
+from tfexport.spec import ENCODER, REORDER, ModelSpec, Precision
 from tfexport.trt.build.network import Graph
 from tfexport.trt.build.resolve import ResolvedBuild
 from tfexport.trt.config import EngineConfig, EngineLimits, engine_key
@@ -23,7 +23,7 @@ class Memory:
     """Device memory in bytes at the largest shapes.
 
     Attributes:
-        weights: of all plans; each holds its own.
+        weights: of all plans; each holds its own, every decoder too.
         caches: self-attention and cross-attention keys and values of one batch, with what reordering needs.
         activations: what the hungriest plan needs while it computes node by node. The library's own number, which
             may be less or a few times more, is in the build log.
@@ -68,7 +68,7 @@ class Estimate:
             f"would build {self.name} with {config.target} {self.library_version}: {kind}",
             f"  for    {', '.join(config.compute_capabilities) or 'the GPU at hand'}",
             f"  flags  {', '.join(self.flags)}",
-            *("", "Limits", *(f"  {name:<18} {value}" for name, value in asdict(self.limits).items())),
+            *("", "Limits", *(f"  {name:<18} {_spell(value)}" for name, value in asdict(self.limits).items())),
         ]
         for plan, profiles in self.profiles.items():
             for index, profile in enumerate(profiles):
@@ -131,8 +131,12 @@ def cache_bytes(spec: ModelSpec, limits: EngineLimits, *, grows: bool) -> int:
     return limits.max_batch * (token * longest + one * max(limits.max_target_length, limits.max_source_length))
 
 
+def _spell(limit: int | tuple[int, ...]) -> str:
+    return str(limit) if isinstance(limit, int) else ", ".join(map(str, limit)) or "none"
+
+
 def _kind(plan: str, index: int) -> str:
-    if plan not in DECODER.values():
+    if plan in (ENCODER, REORDER):
         return ""
     return ", step" if index == STEP else ", prefill"
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tfexport.graph.passes.capacity import fix_capacity
 from tfexport.graph.quantize.qdq import quantize_graphs
 from tfexport.graph.reorder import reorder_graph
-from tfexport.spec import DECODER, REORDER
+from tfexport.spec import DECODER, ENCODER, REORDER, Form
 from tfexport.trt.build.network import Graph
 from tfexport.trt.build.resolve import ResolvedBuild
+from tfexport.trt.config import EngineLimits, decoder_plans
 
 
 def prepare_graphs(resolved: ResolvedBuild, directory: Path, report: Callable[[str], None]) -> list[Graph]:
@@ -35,8 +36,10 @@ def prepare_graphs(resolved: ResolvedBuild, directory: Path, report: Callable[[s
     if config.weights is not None:
         source, folder = folder, _folder(directory, config.weights)
         entries = quantize_graphs(source, entries, folder, config.weights, report=report)
-    graphs = [_read(resolved, name, folder / entry.file) for name, entry in entries.items()]
+    encoder = folder / entries[ENCODER].file
+    graphs = [Graph(ENCODER, encoder.read_bytes(), encoder)]
     if resolved.form is not None:
+        graphs += _decoders(resolved.form, resolved.profiles.limits, folder / entries[DECODER[resolved.form]].file)
         graphs.append(Graph(REORDER, reorder_graph(resolved.spec.precision), directory / f"{REORDER}.onnx"))
     return graphs
 
@@ -47,7 +50,7 @@ def _folder(directory: Path, name: str) -> Path:
     return folder
 
 
-def _read(resolved: ResolvedBuild, name: str, path: Path) -> Graph:
-    if name == DECODER["static"]:
-        return Graph(name, fix_capacity(path, resolved.profiles.limits.max_target_length), path)
-    return Graph(name, path.read_bytes(), path)
+def _decoders(form: Form, limits: EngineLimits, path: Path) -> Iterator[Graph]:
+    """Make the graph of each decoder of one file; they share its weights."""
+    for plan, capacity in decoder_plans(form, limits).items():
+        yield Graph(plan, fix_capacity(path, capacity) if form == "static" else path.read_bytes(), path)

@@ -13,7 +13,6 @@ from typing import Literal
 
 from tfexport.errors import ConfigError, raise_all, shortened
 from tfexport.spec import (
-    DECODER,
     ENCODER,
     NUM_CANDIDATES,
     REORDER,
@@ -25,7 +24,7 @@ from tfexport.spec import (
     encoder_graph,
     reorder_spec,
 )
-from tfexport.trt.config import EngineConfig, EngineLimits
+from tfexport.trt.config import EngineConfig, EngineLimits, decoder_plans, default_capacities
 from tfexport.trt.profile import Profile, Shape, ShapeRange
 
 # What a step returns when nobody says otherwise, and what TensorRT's TopK takes at most.
@@ -55,7 +54,7 @@ class Profiles:
 
     Attributes:
         limits: the largest sizes.
-        engines: by plan name, one profile each; the decoder has two, `STEP` and `PREFILL`.
+        engines: by plan name, one profile each; a decoder has two, `STEP` and `PREFILL`.
     """
 
     limits: EngineLimits
@@ -68,16 +67,17 @@ def make_profiles(spec: ModelSpec, form: Form, config: EngineConfig) -> Profiles
     Args:
         spec: of the bundle; its lengths are the limits where `config` gives none.
         form: of the decoder; not used for an encoder alone.
-        config: max_batch, the two lengths and the three texts of shapes.
+        config: max_batch, the two lengths, the capacities and the three texts of shapes.
 
     Raises:
         ConfigError: lists every limit that the model does not have and every shape that is unknown, contradictory
             or out of range.
     """
-    problems = _length_problems(spec, config)
+    problems = _length_problems(spec, config) + _capacity_problems(spec, form, config)
     raise_all(ConfigError, "engine", problems)
-    limits = _limits(spec, config)
-    graphs = _graphs(spec, form, limits)
+    limits = _limits(spec, form, config)
+    plans = decoder_plans(form, limits) if spec.has_decoder else {}
+    graphs = _graphs(spec, form, plans)
     ranges = _ranges(spec, form, limits)
     bound = {bound: _bind(bound, config, graphs, problems) for bound in _BOUNDS}
     _follow(bound)
@@ -94,7 +94,7 @@ def make_profiles(spec: ModelSpec, form: Form, config: EngineConfig) -> Profiles
         limits = replace(limits, max_candidates=largest["num_candidates"])
         if form == "concat":
             limits = replace(limits, max_target_length=largest["past_len"] + 1)
-    return Profiles(limits, {name: _profiles(name, graph, ranges) for name, graph in graphs.items()})
+    return Profiles(limits, {name: _profiles(graph, ranges, plans.get(name)) for name, graph in graphs.items()})
 
 
 def _length_problems(spec: ModelSpec, config: EngineConfig) -> list[str]:
@@ -107,22 +107,41 @@ def _length_problems(spec: ModelSpec, config: EngineConfig) -> list[str]:
     return problems
 
 
-def _limits(spec: ModelSpec, config: EngineConfig) -> EngineLimits:
-    return EngineLimits(
-        max_batch=config.max_batch,
-        max_source_length=config.max_source_length or spec.max_source_length,
-        max_target_length=config.max_target_length or spec.max_target_length,
-        max_candidates=min(spec.vocab, MAX_CANDIDATES),
+def _capacity_problems(spec: ModelSpec, form: Form, config: EngineConfig) -> list[str]:
+    given = ", ".join(map(str, config.capacities))
+    if not given:
+        return []
+    if not spec.has_decoder or form != "static":
+        return [f"capacities are {given}, which is for decoders of the static form; leave them out"]
+    most = config.max_target_length or spec.max_target_length
+    return (
+        [f"capacities are {given}, expected at most max_target_length, {most}"] if config.capacities[-1] > most else []
     )
 
 
-def _graphs(spec: ModelSpec, form: Form, limits: EngineLimits) -> dict[str, GraphSpec]:
-    """Return the contract of each plan; the static form has its capacity as a number."""
+def _limits(spec: ModelSpec, form: Form, config: EngineConfig) -> EngineLimits:
+    longest = config.max_target_length or spec.max_target_length
+    capacities: tuple[int, ...] = ()
+    if spec.has_decoder and form == "static":
+        shorter = tuple(capacity for capacity in config.capacities if capacity < longest)
+        capacities = (*shorter, longest) if config.capacities else default_capacities(longest)
+    return EngineLimits(
+        max_batch=config.max_batch,
+        max_source_length=config.max_source_length or spec.max_source_length,
+        max_target_length=longest,
+        max_candidates=min(spec.vocab, MAX_CANDIDATES),
+        capacities=capacities,
+    )
+
+
+def _graphs(spec: ModelSpec, form: Form, decoders: Mapping[str, int]) -> dict[str, GraphSpec]:
+    """Return the contract of each plan; decoders of the static form have their capacity as a number."""
     graphs = {ENCODER: encoder_graph(spec)}
-    if spec.has_decoder:
+    for plan, capacity in decoders.items():
         decoder = decoder_graph(spec, form)
-        fixed = tuple(_fix(tensor, {"capacity": limits.max_target_length}) for tensor in decoder.inputs)
-        graphs[DECODER[form]] = replace(decoder, inputs=fixed)
+        fixed = tuple(_fix(tensor, {"capacity": capacity}) for tensor in decoder.inputs)
+        graphs[plan] = replace(decoder, inputs=fixed)
+    if decoders:
         graphs[REORDER] = reorder_spec(spec.precision)
     return graphs
 
@@ -257,11 +276,13 @@ def _row_problems(ranges: Mapping[str, Range]) -> list[str]:
     return problems
 
 
-def _profiles(name: str, graph: GraphSpec, ranges: Mapping[str, Range]) -> tuple[Profile, ...]:
-    if name in (ENCODER, REORDER):
+def _profiles(graph: GraphSpec, ranges: Mapping[str, Range], capacity: int | None) -> tuple[Profile, ...]:
+    """Return the profiles of a plan; a prefill of a decoder, which alone has a capacity, stays within it."""
+    if capacity is None:
         return (_profile(graph, ranges),)
-    step = {**ranges, "target_len": Range(1, 1, 1)}
-    return _profile(graph, step), _profile(graph, ranges)
+    target = ranges["target_len"]
+    prefill = Range(*(min(size, capacity) for size in (target.min, target.opt, target.max)))
+    return _profile(graph, {**ranges, "target_len": Range(1, 1, 1)}), _profile(graph, {**ranges, "target_len": prefill})
 
 
 def _profile(graph: GraphSpec, ranges: Mapping[str, Range]) -> Profile:

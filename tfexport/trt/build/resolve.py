@@ -118,6 +118,7 @@ def resolve(bundle: Bundle, config: EngineConfig, library: Library, gpu: Gpu | N
         precision=spec.precision,
         max_source_length=profiles.limits.max_source_length,
         max_target_length=profiles.limits.max_target_length or None,
+        capacities=profiles.limits.capacities,
         compute_capabilities=options.compute_capabilities,
         timing_cache=None,
     )
