@@ -1,0 +1,73 @@
+"""Where ONNX Runtime's CUDA provider computes, and what a step of a decoder costs the host, without a GPU.
+
+The library is the real one, CUDA below it is a stub: see stub.c. Counts may fall; one that grows is a change for the
+worse, of the graphs, the session or the library.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from tests.conftest import DATES
+from tests.runtime.ort.cuda_stub.conftest import StubGpu
+from tfexport.export import export_bundle
+from tfexport.graph.config import ExportConfig
+from tfexport.spec import Form, Precision
+
+Once = Callable[[str, Callable[[Path], object]], Path]
+# Sums on shapes. No number of the model, and no copy between host and device: those a step has are counted below.
+ON_CPU = {
+    "encoder": {"Squeeze": 1, "Concat": 1},
+    "concat": {"Squeeze": 2, "Add": 1, "Concat": 3},
+    "static": {"Squeeze": 4, "Mul": 1, "Div": 1, "Concat": 4, "Reshape": 1},
+    "reorder": {},
+}
+# What a step uploads are tokens and lengths, what it downloads candidates, their logits and the normalizer. An operator
+# on the CPU that reads numbers of the model would add a download and an upload.
+STEP = {"uploads": 2, "downloads": 3, "host_copies": 0, "fills": 0, "waits": 9}
+COSTS: dict[tuple[Precision, Form], dict[str, int]] = {
+    ("fp32", "static"): {"kernels": 54, "products": 17, "device_copies": 29},
+    ("fp16", "static"): {"kernels": 57, "products": 17, "device_copies": 29},
+    ("bf16", "static"): {"kernels": 57, "products": 17, "device_copies": 29},
+    ("fp32", "concat"): {"kernels": 42, "products": 25, "device_copies": 28},
+    ("fp16", "concat"): {"kernels": 51, "products": 25, "device_copies": 28},
+    ("bf16", "concat"): {"kernels": 51, "products": 25, "device_copies": 28},
+}
+
+
+@pytest.fixture(scope="session")
+def dates_bf16(once: Once) -> Path:
+    config = ExportConfig(precision="bf16", forms=("concat", "static"))
+    return once("dates-bf16", lambda path: export_bundle(str(DATES), path, config, verify=False))
+
+
+@pytest.fixture(scope="session", params=["fp32", "fp16", "bf16"])
+def bundle(request: pytest.FixtureRequest) -> tuple[Precision, Path]:
+    names = {"fp32": "dates_bundle", "fp16": "dates_fp16", "bf16": "dates_bf16"}
+    return request.param, request.getfixturevalue(names[request.param])
+
+
+@pytest.mark.parametrize("form", ["static", "concat"])
+def test_nothing_but_shapes_leaves_the_gpu_and_no_count_grows(
+    form: Form, stub_gpu: StubGpu, bundle: tuple[Precision, Path]
+) -> None:
+    precision, path = bundle
+    found = take_step(stub_gpu, path, form)
+    for graph, operators in found["on_cpu"].items():
+        assert_below(operators, ON_CPU[form if graph == "decoder" else graph])
+    assert_below(found["step"], STEP | COSTS[precision, form])
+
+
+def take_step(gpu: StubGpu, bundle: Path, form: Form) -> dict[str, Any]:
+    done = gpu.run("-m", "tests.runtime.ort.cuda_stub.step", str(bundle), form)
+    assert done.returncode == 0, done.stderr
+    return cast(dict[str, Any], json.loads(done.stdout))
+
+
+def assert_below(found: dict[str, int], most: dict[str, int]) -> None:
+    assert {name: number for name, number in found.items() if number > most.get(name, 0)} == {}
