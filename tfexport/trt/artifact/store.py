@@ -4,6 +4,7 @@
         engine.json            what the engine is and what it is bound to
         encoder.plan           one plan for each graph, with size and sha256 in engine.json
         build.log              what the library said while it built
+        kernels/               what TensorRT-RTX compiled of it, see `tfexport.trt.artifact.kernels`
 
 Folders are named by what was chosen: target, form, precision and weight type.
 Names that begin with a dot are those of `tfexport.files.atomic`.
@@ -24,6 +25,7 @@ from tfexport.bundle.manifest import ENGINES
 from tfexport.errors import BundleError, EngineError
 from tfexport.files import atomic
 from tfexport.trt.artifact.compatibility import Machine, explain, incompatibilities
+from tfexport.trt.artifact.kernels import KERNELS, foreign_files
 from tfexport.trt.artifact.manifest import ENGINE_MANIFEST, EngineManifest
 
 BUILD_LOG = "build.log"
@@ -219,7 +221,8 @@ def _file_problems(path: Path, manifest: EngineManifest) -> list[str]:
     problems = []
     for name, status in sorted(found.items()):
         if stat.S_ISDIR(status.st_mode):
-            problems.append(f"{name!r} is a directory, expected a plain file")
+            if name != KERNELS:
+                problems.append(f"{name!r} is a directory, expected a plain file")
         elif problem := plain_problem(name, status):
             problems.append(problem)
         elif name in expected and status.st_size != expected[name]:
@@ -237,14 +240,17 @@ def _check_target(target: Path, force: bool) -> None:
         raise EngineError(f"engine {target} exists; replace it with --force")
     if not stat.S_ISDIR(os.lstat(target).st_mode):
         raise EngineError(f"{target} is no directory; --force replaces engines only, remove it yourself")
-    foreign = [
-        entry.name
-        for entry in sorted(target.iterdir())
-        if entry.is_dir() or not (entry.suffix == ".plan" or entry.name in (ENGINE_MANIFEST, BUILD_LOG))
-    ]
+    foreign = [name for entry in sorted(target.iterdir()) for name in _foreign(entry)]
     if foreign:
         listed = ", ".join(repr(name) for name in foreign[:10])
         raise EngineError(f"{target} holds more than an engine: {listed}; remove that yourself")
+
+
+def _foreign(entry: Path) -> list[str]:
+    """Name what is no part of an engine in what lies in its folder."""
+    if entry.is_dir():
+        return foreign_files(entry) if entry.name == KERNELS else [entry.name]
+    return [] if entry.suffix == ".plan" or entry.name in (ENGINE_MANIFEST, BUILD_LOG) else [entry.name]
 
 
 def _remove_if_empty(folder: Path) -> None:

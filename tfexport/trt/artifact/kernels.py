@@ -1,0 +1,176 @@
+"""The kernels of an engine that TensorRT-RTX has compiled on a GPU, kept beside its plans for the next process.
+
+    engines/tensorrt-rtx-static-fp16/kernels/
+        1.7.1.116-NVIDIA-L4-13.0/       a folder for each library, GPU and driver, there whole or not at all
+            kernels.json                what they were compiled for; size and sha256 of each file
+            decoder_static.kernels      a file for each plan
+
+Whatever does not fit is compiled again: nothing here is ever an error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tfexport.bundle.bundle import MAX_MANIFEST_BYTES, plain_problem
+from tfexport.bundle.manifest import FileEntry
+from tfexport.errors import BundleError
+from tfexport.files import atomic
+from tfexport.files.sealed_json import read_fields, read_map, read_text, seal, unseal
+from tfexport.trt.cuda import Gpu
+
+KERNELS, _INDEX, _SUFFIX = "kernels", "kernels.json", ".kernels"
+_FORMAT_VERSION = 1
+# Kernels hold no weights, so those of a plan are far below; more would fill the memory of the host.
+MAX_BYTES = 1024 * 1024 * 1024
+
+_LOGGER = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Entry(FileEntry, subject="kernels"):
+    """A file of kernels and the plan they belong to."""
+
+    plan_sha256: str
+
+
+class KernelStore:
+    """The kernels of one engine for the library, GPU and driver at hand; any number of processes may use one folder."""
+
+    def __init__(self, engine: Path, plans: Mapping[str, str], library_version: str, gpu: Gpu) -> None:
+        """Look at nothing yet.
+
+        Args:
+            engine: folder of the engine.
+            plans: sha256 of each plan by its name.
+            library_version: in full.
+            gpu: that compiles and runs the kernels.
+        """
+        self._plans = plans
+        self._bound = {"library_version": library_version, "gpu": gpu.name, "driver": gpu.driver_version}
+        name = "-".join(self._bound.values())
+        self._folder = engine / KERNELS / re.sub("[^A-Za-z0-9.]+", "-", name)
+        self._has_warned = False
+
+    def read(self, plan: str) -> bytes | None:
+        """Return what `write` was given for a plan; None where there is nothing, or nothing that fits.
+
+        Damage is logged as a warning, once.
+        """
+        try:
+            with _opened(self._folder) as folder:
+                entry = self._entries(folder).get(plan)
+                return None if entry is None else _read_entry(folder, plan + _SUFFIX, entry)
+        except FileNotFoundError:
+            return None
+        except (OSError, BundleError) as error:
+            if not self._has_warned:
+                _LOGGER.warning("%s: kernels are compiled again: %s", self._folder, error)
+            self._has_warned = True
+            return None
+
+    def write(self, kernels: Mapping[str, bytes]) -> None:
+        """Keep the kernels of plans; those of other plans stay.
+
+        Nothing is written when they are there already. Where nothing can be written, nothing is kept.
+
+        Args:
+            kernels: serialised, by the name of the plan.
+        """
+        try:
+            self._folder.parent.mkdir(exist_ok=True)
+            with atomic.locked(self._folder):
+                atomic.recover(self._folder)
+                known = {plan: raw for plan in self._plans if (raw := self.read(plan)) is not None}
+                wanted = known | {plan: raw for plan, raw in kernels.items() if len(raw) <= MAX_BYTES}
+                if wanted != known:
+                    self._publish(wanted)
+        except (OSError, BundleError) as error:
+            _LOGGER.debug("%s: kernels are not kept: %s", self._folder, error)
+
+    def _publish(self, kernels: Mapping[str, bytes]) -> None:
+        with atomic.temporary(self._folder) as draft:
+            entries = {}
+            for plan, raw in kernels.items():
+                (draft / f"{plan}{_SUFFIX}").write_bytes(raw)
+                digest = hashlib.sha256(raw).hexdigest()
+                entries[plan] = _Entry(bytes=len(raw), sha256=digest, plan_sha256=self._plans[plan]).to_dict()
+            index = {"format_version": _FORMAT_VERSION, **self._bound, "plans": entries}
+            (draft / _INDEX).write_bytes(seal(index))
+            atomic.publish(draft, self._folder)
+
+    def _entries(self, folder: int) -> dict[str, _Entry]:
+        """Read what an open folder has for the plans as they are."""
+        raw = _read_plain(folder, _INDEX, MAX_MANIFEST_BYTES)
+        index = unseal(raw, _read_index, name=_INDEX, format_version=_FORMAT_VERSION, remedy="remove the folder")
+        if {name: index[name] for name in self._bound} != self._bound:
+            return {}
+        entries: dict[str, _Entry] = index["plans"]
+        return {plan: entry for plan, entry in entries.items() if self._plans.get(plan) == entry.plan_sha256}
+
+
+def foreign_files(folder: Path) -> list[str]:
+    """List what lies in the folder of an engine's kernels and was not written by a `KernelStore`."""
+    return [
+        str(Path(at, name).relative_to(folder.parent))
+        for at, _, names in os.walk(folder)
+        for name in sorted(names)
+        if name != _INDEX and not name.endswith((_SUFFIX, ".lock"))
+    ]
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    """Open a folder, so that all that is read is of one writing although another process replaces it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _read_entry(folder: int, name: str, entry: _Entry) -> bytes:
+    if entry.bytes > MAX_BYTES:
+        raise BundleError(f"{name} has {entry.bytes} bytes, the limit is {MAX_BYTES}")
+    raw = _read_plain(folder, name, entry.bytes)
+    if len(raw) != entry.bytes or hashlib.sha256(raw).hexdigest() != entry.sha256:
+        raise BundleError(f"{name} was changed (its sha256 differs)")
+    return raw
+
+
+def _read_plain(folder: int, name: str, limit: int) -> bytes:
+    """Read a plain file, and nothing that would be read for ever."""
+
+    def opener(path: str, flags: int) -> int:
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+
+    with open(name, "rb", opener=opener) as file:
+        status = os.fstat(file.fileno())
+        if status.st_nlink == 0:  # another process has replaced the folder since it was opened
+            raise FileNotFoundError(name)
+        if problem := plain_problem(name, status):
+            raise BundleError(problem)
+        if status.st_size > limit:
+            raise BundleError(f"{name} has {status.st_size} bytes, expected at most {limit}")
+        return file.read()
+
+
+def _read_index(data: Mapping[str, Any]) -> Any:
+    return read_fields(data, _READERS, _INDEX)
+
+
+_READERS: dict[str, Callable[[Any], object]] = {
+    "format_version": int,  # checked before everything else
+    "library_version": lambda value: read_text(value, "library_version"),
+    "gpu": lambda value: read_text(value, "gpu"),
+    "driver": lambda value: read_text(value, "driver"),
+    "plans": lambda value: read_map(value, "plans", lambda entry, name: _Entry.from_dict(entry, subject=name)),
+}
