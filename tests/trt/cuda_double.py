@@ -224,6 +224,8 @@ class CudaDouble:
         found, graph = self._streams[stream], FakeGraph(next(self._handles))
         if found.graph is not None:
             raise MisuseError("a stream is captured twice at once")
+        if found.waiting:
+            raise MisuseError("a capture begins while the first run may still be settling things")
         found.graph, self._capturing.stream = graph, stream
         try:
             yield graph

@@ -6,6 +6,7 @@ import inspect
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -111,6 +112,38 @@ def test_an_error_of_cuda_names_function_and_cause(monkeypatch: pytest.MonkeyPat
     )
     with pytest.raises(BackendError, match=r"\(out of memory\) while allocating 8 bytes.*a smaller --max-batch"):
         device.allocate(8)
+
+
+@pytest.mark.parametrize("fails", ["in the block", "cudaStreamEndCapture", "cudaGraphInstantiate"])
+def test_a_capture_that_fails_is_ended_and_its_error_cleared(monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+    """Otherwise the stream stays in its capture, and the next one who asks takes the error for its own."""
+    called: list[str] = []
+
+    def function(name: str, value: Any) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            called.append(name)
+            code = SimpleNamespace(name="cudaErrorStreamCaptureInvalidated", value=901 if name == fails else 0)
+            return code, None if code.value else value
+
+        return call
+
+    values = {"cudaStreamBeginCapture": None, "cudaStreamEndCapture": 7, "cudaGraphInstantiate": 8}
+    values |= {"cudaGraphDestroy": None, "cudaGetLastError": None}
+    functions = {name: function(name, value) for name, value in values.items()}
+    monkeypatch.setattr(cuda, "need_gpu", lambda: None)
+    device = Cuda()
+    said = SimpleNamespace(cudaGetErrorString=lambda code: (None, b"invalidated"))
+    mode = SimpleNamespace(cudaStreamCaptureMode=runtime.cudaStreamCaptureMode)
+    monkeypatch.setattr(device, "_runtime", SimpleNamespace(**vars(said), **vars(mode), **functions))
+    with pytest.raises(BackendError), device.capture(1):
+        if fails == "in the block":
+            raise BackendError("refused")
+    ended = {
+        "in the block": ["cudaStreamEndCapture", "cudaGraphDestroy"],
+        "cudaStreamEndCapture": ["cudaStreamEndCapture"],
+        "cudaGraphInstantiate": ["cudaStreamEndCapture", "cudaGraphInstantiate", "cudaGraphDestroy"],
+    }
+    assert called == ["cudaStreamBeginCapture", *ended[fails], "cudaGetLastError"]
 
 
 @pytest.mark.gpu

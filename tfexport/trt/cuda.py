@@ -245,15 +245,24 @@ class Cuda:
         try:
             yield graph
         except BaseException:
-            self._runtime.cudaStreamEndCapture(
-                stream
-            )  # without it the stream stays unusable; its code says nothing new
+            self._abandon_capture(stream)
             raise
-        made = self._call("cudaStreamEndCapture", stream, doing="capturing a CUDA graph")
         try:
-            graph.handle = int(self._call("cudaGraphInstantiate", made, 0))
-        finally:
-            self._call("cudaGraphDestroy", made)
+            made = self._call("cudaStreamEndCapture", stream, doing="capturing a CUDA graph")
+            try:
+                graph.handle = int(self._call("cudaGraphInstantiate", made, 0))
+            finally:
+                self._call("cudaGraphDestroy", made)
+        except BackendError:
+            self._runtime.cudaGetLastError()
+            raise
+
+    def _abandon_capture(self, stream: int) -> None:
+        """End a capture that has failed, without which the stream stays unusable; its codes say nothing new."""
+        _, *made = self._runtime.cudaStreamEndCapture(stream)
+        if made and made[0] and int(made[0]):
+            self._runtime.cudaGraphDestroy(made[0])
+        self._runtime.cudaGetLastError()  # else the next one who asks takes the error for its own
 
     def launch(self, graph: Graph, stream: int) -> None:
         """Queue a captured graph."""

@@ -15,7 +15,7 @@ from tests.runtime.trt.trt_double import MODULE, FakeContext, FakeEngine, RtxCon
 from tests.trt.cuda_double import CudaDouble, MisuseError
 from tfexport.errors import BackendError
 from tfexport.runtime.trt.cache import BatchLayout, bucket
-from tfexport.runtime.trt.graphs import CudaGraphRunner, LruCache
+from tfexport.runtime.trt.graphs import CaptureSwitch, CudaGraphRunner, LruCache
 from tfexport.runtime.trt.resources import Memory, Pinned
 from tfexport.runtime.trt.step import OverlappedStep, StepIO
 from tfexport.spec import CACHE, ORDER, REORDER, REORDERED
@@ -139,7 +139,7 @@ def test_an_overlapped_step_is_dropped_at_another_length_or_shape(overlapped: tu
 @pytest.mark.parametrize("can_capture", [True, False])
 def test_a_cuda_graph_runner_runs_directly_once_then_from_one_graph_a_name(cuda: CudaDouble, can_capture: bool) -> None:
     stream, done, asked = cuda.stream(), [], []
-    runner = CudaGraphRunner(cuda, stream)
+    runner = CudaGraphRunner(cuda, stream, CaptureSwitch())
 
     def ask() -> bool:
         asked.append(len(done))
@@ -322,6 +322,10 @@ def test_the_double_wants_a_run_before_a_capture_and_the_same_shapes_after(bench
     with bench.cuda.capture(bench.stream):
         assert not bench.context.execute_async_v3(bench.stream)
     assert bench.context.execute_async_v3(bench.stream)
+    if bench.cuda._streams[bench.stream].waiting:
+        with pytest.raises(MisuseError, match="may still be settling"), bench.cuda.capture(bench.stream):
+            pass
+    bench.cuda.synchronize(bench.stream)
     with bench.cuda.capture(bench.stream) as graph:
         assert bench.context.execute_async_v3(bench.stream)
         for forbidden in (

@@ -15,6 +15,8 @@ from tests.runtime.trt.conftest import Model
 from tests.runtime.trt.test_batch import assert_as_alone
 from tests.runtime.trt.trt_double import LIBRARY, FakeContext, FakeEngine, RtxEngine, make_engines
 from tests.trt.cuda_double import CudaDouble
+from tfexport.decode.config import DecodeConfig
+from tfexport.decode.offline import decode
 from tfexport.errors import BackendError, InputError
 from tfexport.runtime.session import pad_right
 from tfexport.runtime.trt.replica import MAX_FREE_REPLICAS
@@ -57,12 +59,39 @@ def test_greedy_steps_are_replayed_and_overlap_the_host(dates: Model) -> None:
 def test_no_step_waits_for_the_stream(dates: Model) -> None:
     cuda = CudaDouble()
     batch, new = dates.started(dates.trt(cuda=cuda), 3)
-    new = batch.step(new, 1).token_ids[:, 0]
+    for _ in range(2):  # which capture, and wait for that alone
+        new = batch.step(new, 1).token_ids[:, 0]
     before = cuda.counts["synchronize"]
     for _ in range(4):
         new = batch.step(new, 1).token_ids[:, 0]
         assert any(stream.waiting for stream in cuda._streams.values()), "the next step is under way"
     assert cuda.counts["synchronize"] == before
+
+
+class UncapturableEngine(FakeEngine):
+    """An engine of TensorRT, which cannot be asked beforehand whether a graph can hold it."""
+
+    is_capturable = False
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_where_a_capture_fails_decoding_goes_on_without_graphs_and_says_so_once(
+    dates: Model, beams: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = DecodeConfig(num_beams=beams)
+    for round_ in range(2):
+        cuda = CudaDouble(prompt=bool(round_))
+        session = dates.trt(cuda=cuda, kind=UncapturableEngine)
+        found = [decode(session, dates.sources, config, batch_size=size) for size in (1, 8)]
+        expected = [decode(dates.trt(), dates.sources, config, batch_size=size) for size in (1, 8)]
+        assert found == expected
+        assert cuda.counts["launch"] == 0
+        session.close()
+        assert cuda.is_empty
+        warned = [record.getMessage() for record in caplog.records if record.name.startswith("tfexport")]
+        assert len(warned) == round_ + 1, "once a session"
+        assert "without CUDA graphs" in warned[-1]
+        assert "cannot be captured" in warned[-1], "the library's reason"
 
 
 @pytest.mark.parametrize("num_candidates", [1, 8])

@@ -206,11 +206,13 @@ class CacheReorder:
         self._recorded.clear()
 
     def _replay(self, names: Mapping[int, Sequence[str]], num_rows: int) -> None:
+        device = self._device
+
         def record() -> _Recorded:
-            contexts = {width: self._device.context(REORDER, use="be captured") for width in names}
+            contexts = {width: device.context(REORDER, use="be captured") for width in names}
             for width, context in contexts.items():
                 self._bind(context, width, num_rows)
-            return _Recorded(contexts, CudaGraphRunner(self._device.cuda, self._device.stream))
+            return _Recorded(contexts, CudaGraphRunner(device.cuda, device.stream, device.engines.capture))
 
         recorded = self._recorded.get(num_rows, record)
 

@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable
 from typing import Generic, Protocol, TypeVar
 
+from tfexport.errors import BackendError
 from tfexport.trt.cuda import Cuda, Graph
+
+_log = logging.getLogger(__name__)
+
+
+class CaptureSwitch:
+    """Whether a session captures CUDA graphs: until one capture has failed, for what one engine cannot others cannot.
+
+    Attributes:
+        is_on: whether it does.
+    """
+
+    def __init__(self) -> None:
+        """Begin switched on."""
+        self.is_on = True
+
+    def switch_off(self, reason: BackendError) -> None:
+        """Capture nothing any more, and say so the first time."""
+        if self.is_on:
+            self.is_on = False
+            _log.warning("trt: decoding goes on without CUDA graphs, so steps take longer: %s", reason)
 
 
 class CudaGraphRunner:
@@ -13,12 +35,14 @@ class CudaGraphRunner:
 
     The first time it is queued as it stands: an engine settles then what it does
     for the shapes it was given, which it may not while a graph is captured.
-    Later calls capture it once under its name and launch the graph.
+    Later calls capture it once under its name and launch the graph. Where a capture
+    fails, it is queued as it stands for good, as in NVIDIA's samples
+    (https://github.com/NVIDIA/TensorRT, samples/common/sampleInference.cpp).
     """
 
-    def __init__(self, cuda: Cuda, stream: int) -> None:
-        """Begin without a graph."""
-        self._cuda, self._stream = cuda, stream
+    def __init__(self, cuda: Cuda, stream: int, switch: CaptureSwitch) -> None:
+        """Begin without a graph; the switch is the session's."""
+        self._cuda, self._stream, self._switch = cuda, stream, switch
         self._captures: bool | None = None
         self._graphs: dict[str, Graph] = {}
 
@@ -27,28 +51,36 @@ class CudaGraphRunner:
 
         Args:
             name: of what is queued; equal names stand for the same calls.
-            queue: queues it on the stream, and neither waits nor allocates.
+            queue: queues it on the stream, and neither waits nor allocates. Called again when its capture has failed.
             can_capture: asked once, behind the first run. It is not kept: an owner and its replay would hold one
                 another, and the contexts of both would stay until the garbage collector came, perhaps in a capture.
 
         Raises:
             BackendError: the library or CUDA refuses.
         """
-        if not self._captures:
-            queue()
-            if self._captures is None:
-                self._captures = can_capture()
+        if self._captures and name not in self._graphs and self._switch.is_on:
+            self._capture(name, queue)
+        if name in self._graphs:
+            self._cuda.launch(self._graphs[name], self._stream)
             return
-        if name not in self._graphs:
-            with self._cuda.capture(self._stream) as graph:
-                queue()
-            self._graphs[name] = graph
-        self._cuda.launch(self._graphs[name], self._stream)
+        queue()
+        if self._captures is None:
+            self._captures = can_capture()
 
     def close(self) -> None:
         """Free the graphs; none may be running."""
         while self._graphs:
             self._cuda.destroy_graph(self._graphs.popitem()[1])
+
+    def _capture(self, name: str, queue: Callable[[], None]) -> None:
+        self._cuda.synchronize(self._stream)  # the first run may still be settling things
+        try:
+            with self._cuda.capture(self._stream) as graph:
+                queue()
+        except BackendError as error:
+            self._switch.switch_off(error)
+        else:
+            self._graphs[name] = graph
 
 
 class Closable(Protocol):

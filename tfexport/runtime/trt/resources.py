@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from numpy.typing import DTypeLike, NDArray
 
 from tfexport.errors import BackendError
 from tfexport.runtime.trt.engine import Context, Engine, Use
+from tfexport.runtime.trt.graphs import CaptureSwitch
 from tfexport.spec import DType, Form, ModelSpec, TensorSpec
 from tfexport.trt.config import EngineLimits
 from tfexport.trt.cuda import Cuda
@@ -126,6 +127,7 @@ class EngineSet:
         form: of the decoder; None for an encoder alone.
         limits: the largest shapes.
         cuda: the device.
+        capture: whether steps are captured as CUDA graphs.
     """
 
     engines: Mapping[str, Engine]
@@ -133,6 +135,7 @@ class EngineSet:
     form: Form | None
     limits: EngineLimits
     cuda: Cuda
+    capture: CaptureSwitch = field(default_factory=CaptureSwitch)
 
 
 class DeviceResources:

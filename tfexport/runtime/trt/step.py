@@ -119,7 +119,7 @@ class Step:
         """
         self.sizes, self.capacity = sizes, device.engines.limits.max_target_length
         self._device, self._context, self._past_len, self._replays = device, context, past_len, replays
-        self._runner = CudaGraphRunner(device.cuda, device.stream)
+        self._runner = CudaGraphRunner(device.cuda, device.stream, device.engines.capture)
         # Shapes depend on it, so the library reads it on the host, whenever it is given a run.
         self._num_candidates = np.array([sizes.num_candidates], np.int64)
         self._bind()
