@@ -67,7 +67,7 @@ class CudaDouble:
     """The methods of `Cuda`, and what tests want to know.
 
     Attributes:
-        counts: calls by name, and "download bytes".
+        counts: calls by name, and "download bytes"; and the "copied bytes" within the device, counted as they move.
         limit: device memory in bytes.
     """
 
@@ -142,6 +142,7 @@ class CudaDouble:
             to, given = (self.view(address, num_bytes, on_device=True) for address in (destination, source))
             if np.may_share_memory(to, given):
                 raise MisuseError("a copy within the device overlaps itself")
+            self.counts["copied bytes"] += given.nbytes
             to[:] = given
 
         self.enqueue(stream, work)
@@ -155,6 +156,7 @@ class CudaDouble:
             )
             if np.may_share_memory(to, given):
                 raise MisuseError("a copy within the device overlaps itself")
+            self.counts["copied bytes"] += given.nbytes
             to[:] = given
 
         self.enqueue(stream, work)

@@ -46,7 +46,7 @@ def poison(batch: TrtBatch, spec: Any, *names: str, slots: set[int] | None = Non
     names = names or (*key_value_names("past", spec.layers), *key_value_names("cross", spec.layers))
     for name in names:
         size = device.memory._sizes[name]
-        places = spec.max_target_length if name.startswith("past") else layout.source_len
+        places = layout.capacity if name.startswith("past") else layout.source_len
         slot_bytes = spec.heads * places * (spec.head_dim if "_key" in name else spec.value_dim) * 4
         slot_bytes *= layout.width if name.startswith("past") else 1
         free = slots if slots is not None else set(range(size // slot_bytes)) - set(layout.slots.tolist())
@@ -89,7 +89,8 @@ def serve(
 def test_sources_join_and_leave_in_any_order(dates: Model, seed: int, prompt: bool) -> None:
     rng = np.random.default_rng(seed)
     cuda, asked = CudaDouble(prompt=prompt), requests(dates, rng, 60)
-    session = dates.trt(cuda=cuda, max_batch=int(rng.integers(3, 12)))
+    capacities = ((), (3, 9), (2, 5, 11))[seed % 3]
+    session = dates.trt(cuda=cuda, max_batch=int(rng.integers(3, 12)), capacities=capacities)
     steps: Counter[str] = Counter()
     for batch in serve(session, dates, list(asked), rng, slots=session.limits.rows.most or 1):
         steps["mixed" if len(set(batch.lengths.tolist())) > 1 else "equal"] += 1
@@ -114,7 +115,7 @@ def assert_as_alone(dates: Model, found: Any, sources: list[list[int]], historie
 def test_beams_branch_while_sources_join_and_leave(dates: Model, form: Form, width: int, seed: int) -> None:
     """Rows go on with random tokens and change places within their source; each is compared with itself alone."""
     rng = np.random.default_rng(seed)
-    session = dates.trt(form, max_batch=5 * width)
+    session = dates.trt(form, max_batch=5 * width, capacities=(3, 8) if form == "static" and seed else ())
     batch, sources, histories = session.batch(width), [], []  # type: ignore[var-annotated]
     for number in range(40):
         room = 5 - len(sources)
@@ -174,12 +175,12 @@ def test_a_row_of_nan_harms_neither_neighbours_nor_who_takes_its_slot(dates: Mod
     assert batch._layout.slots.size == 4, "every slot is in use, that of the NaN too"
 
 
-def test_a_source_that_leaves_moves_nothing_until_half_the_slots_are_free(dates: Model) -> None:
+def test_a_source_that_leaves_moves_nothing_until_a_quarter_of_the_slots_would_do(dates: Model) -> None:
     cuda = CudaDouble()
     batch, _ = dates.started(dates.trt(cuda=cuda), 8)
     histories = [[dates.start] for _ in range(8)]
     sources = dates.sources[:8]
-    for leaving, size, moved in (([], 8, 0), ([0, 3, 5], 8, 0), ([], 8, 0), ([0], 4, 2), ([], 4, 0), ([1, 0], 2, 2)):
+    for leaving, size, moved in (([], 8, 0), ([0, 3, 5], 8, 0), ([0, 1], 8, 0), ([0], 2, 2), ([], 2, 0), ([1], 2, 0)):
         kept = close_up(len(sources), np.array(leaving, np.int64))
         batch.remove(np.array(leaving, np.int64))
         sources, histories = [sources[place] for place in kept], [histories[place] for place in kept]

@@ -16,10 +16,9 @@ from tests.trt.cuda_double import CudaDouble, MisuseError
 from tfexport.errors import BackendError
 from tfexport.runtime.trt.cache import BatchLayout, bucket
 from tfexport.runtime.trt.graphs import CaptureSwitch, CudaGraphRunner, LruCache
-from tfexport.runtime.trt.resources import Memory, Pinned
-from tfexport.runtime.trt.step import OverlappedStep, StepIO
-from tfexport.spec import CACHE, ORDER, REORDER, REORDERED
-from tfexport.trt.config import EngineConfig, EngineLimits
+from tfexport.runtime.trt.resources import Memory, Packing, Pinned
+from tfexport.spec import CACHE, ORDER, REORDER, REORDERED, TensorSpec
+from tfexport.trt.config import EngineConfig
 from tfexport.trt.cuda import Cuda
 
 
@@ -32,7 +31,7 @@ def test_buckets(number: int, most: int, expected: int) -> None:
 def test_copies_of_slots_keep_what_every_row_is(data: st.DataObject, width: int, size: int) -> None:
     """Every source is found where the layout says, whatever is left out; no copy overwrites what is still needed."""
     slots = np.array(data.draw(st.lists(st.integers(0, size - 1), unique=True)), np.int64)
-    layout = BatchLayout(size, width, 8, slots)
+    layout = BatchLayout(size, width, 8, 16, slots)
     device = np.full((24, width), -1)
     device[slots] = np.arange(slots.size * width).reshape(-1, width)
     first = data.draw(st.integers(0, 4))
@@ -47,93 +46,9 @@ def test_copies_of_slots_keep_what_every_row_is(data: st.DataObject, width: int,
     assert len(copies) == np.count_nonzero(~stayed)
 
 
-class Step:
-    """A greedy step whose best token is always the last one plus one, row by row."""
-
-    def __init__(self, cuda: CudaDouble, stream: int, capacity: int) -> None:
-        self.capacity, self.cuda, self.stream = capacity, cuda, stream
-        self.calls: list[tuple[str, list[int], int]] = []
-        self.newest = np.zeros(2, np.int64)
-
-    def feed(self, io: StepIO, target_ids: np.ndarray, lengths: np.ndarray) -> None:
-        io.target_ids[:2] = target_ids
-        self._queue("feed", io, lengths, io.target_ids[:2].copy)
-
-    def follow(self, io: StepIO, lengths: np.ndarray, number: int) -> None:
-        self._queue(f"follow {number}", io, lengths, lambda: self.newest)
-
-    def _queue(self, name: str, io: StepIO, lengths: np.ndarray, read: Any) -> None:
-        self.calls.append((name, lengths.tolist(), id(io)))
-        io.cache_lengths[:2] = lengths
-        given = lengths.copy()
-
-        def work() -> None:
-            assert (io.cache_lengths[:2] == given).all(), "the step I/O was written while it was in use"
-            self.newest = read() + 1
-            io.token_ids[:2] = self.newest
-
-        self.cuda.enqueue(self.stream, work)
-        io.record(self.stream)
-
-
 @pytest.fixture(params=[False, True], ids=["late", "at once"])
 def cuda(request: pytest.FixtureRequest) -> CudaDouble:
     return CudaDouble(prompt=request.param)
-
-
-@pytest.fixture
-def overlapped(cuda: CudaDouble) -> tuple[OverlappedStep, Step]:
-    pinned, limits = Pinned(cuda), EngineLimits(max_batch=2, max_source_length=1, max_target_length=6, max_candidates=1)  # type: ignore[arg-type]
-    ios = [StepIO(cuda, cuda.event(), pinned, limits) for _ in range(2)]  # type: ignore[arg-type]
-    return OverlappedStep((ios[0], ios[1])), Step(cuda, cuda.stream(), 6)
-
-
-READ = np.array([0, 1])
-
-
-def ints(*numbers: int) -> np.ndarray:
-    return np.array(numbers, np.int64)
-
-
-def test_overlapped_steps_are_fed_once_and_stop_at_the_last_position(overlapped: tuple[OverlappedStep, Step]) -> None:
-    """Rows at different positions; the longest one decides when there is no next step."""
-    runner, step = overlapped
-    ids = ints(10, 20)
-    for past_len in range(5):
-        ids = runner.run(step, ids, READ, ints(past_len + 1, past_len)).token_ids[:2].copy()
-        assert ids.tolist() == [11 + past_len, 21 + past_len]
-    names = [(name, lengths) for name, lengths, _ in step.calls]
-    assert names == [
-        ("feed", [1, 0]),
-        ("follow 1", [2, 1]),
-        ("follow 0", [3, 2]),
-        ("follow 1", [4, 3]),
-        ("follow 0", [5, 4]),
-    ]
-
-
-def test_an_overlapped_step_is_dropped_when_the_host_wants_other_tokens(
-    overlapped: tuple[OverlappedStep, Step],
-) -> None:
-    runner, step = overlapped
-    runner.run(step, ints(10, 20), READ, ints(0, 0))
-    assert runner.run(step, ints(11, 50), READ, ints(1, 1)).token_ids[:2].tolist() == [12, 51]
-    assert runner.run(step, ints(12, 99), READ[:1], ints(2, 0)).token_ids[0] == 13, "a row that nobody reads"
-    assert [name for name, *_ in step.calls] == ["feed", "follow 1", "feed", "follow 1", "follow 0"]
-    assert step.calls[-1][1] == [3, 0], "whose length goes back to 0"
-
-
-def test_an_overlapped_step_is_dropped_at_another_length_or_shape(overlapped: tuple[OverlappedStep, Step]) -> None:
-    runner, step = overlapped
-    runner.run(step, ints(10, 20), READ, ints(0, 1))
-    assert runner.run(step, ints(11, 21), READ, ints(1, 1)).token_ids[:2].tolist() == [12, 22]
-    assert [(name, lengths) for name, lengths, _ in step.calls][2:] == [("feed", [1, 1]), ("follow 1", [2, 2])]
-    other = Step(step.cuda, step.stream, 6)
-    assert runner.run(other, ints(12, 22), READ, ints(2, 2)).token_ids[:2].tolist() == [13, 23]
-    assert [name for name, *_ in other.calls] == ["feed", "follow 1"]
-    runner.drop()
-    assert runner.run(other, ints(13, 23), READ, ints(3, 3)).token_ids[:2].tolist() == [14, 24]
-    assert [name for name, *_ in other.calls][2:] == ["feed", "follow 1"]
 
 
 @pytest.mark.parametrize("can_capture", [True, False])
@@ -189,6 +104,24 @@ def test_memory_grows_with_its_contents_and_zeros_and_says_when_it_is_reallocate
     assert memory.num_bytes == cuda.device_bytes == 808
     memory.close()
     assert cuda.device_bytes == memory.num_bytes == 0
+
+
+@given(data=st.data())
+def test_packed_tensors_begin_where_a_tensor_may_and_none_lies_over_another(data: st.DataObject) -> None:
+    dtypes = data.draw(st.lists(st.sampled_from(["int64", "float32", "bool", "float16"]), min_size=1, max_size=5))
+    rows = data.draw(st.integers(1, 70))
+    packed = Packing((TensorSpec(str(n), dtype, ("rows", n + 1)) for n, dtype in enumerate(dtypes)), {"rows": rows})
+    buffer = np.zeros(packed.num_bytes, np.uint8)
+    expected = [np.full((rows, n + 1), n + 1, dtype) for n, dtype in enumerate(dtypes)]
+    for n, values in enumerate(expected):
+        packed.view(str(n), buffer)[:] = values
+    for n, values in enumerate(expected):
+        found = packed.view(str(n), buffer)
+        assert (found.dtype, found.shape) == (values.dtype, values.shape)
+        assert (found == values).all()
+    assert all(address % 256 == 0 for address in packed.addresses(1 << 20).values())
+    last = packed.pieces[str(len(dtypes) - 1)]
+    assert packed.num_bytes == last.start + last.num_bytes
 
 
 # The doubles
@@ -356,7 +289,7 @@ def test_the_double_of_cuda_has_the_methods_of_the_real_one() -> None:
 
 def test_the_doubles_of_engines_have_nothing_that_the_library_has_not() -> None:
     trt = pytest.importorskip("tensorrt_rtx")
-    own = {"array", "itemsize", "run", "is_capturable"}
+    own = {"array", "itemsize", "run", "is_capturable", "activation_bytes"}
     pairs = ((FakeContext, trt.IExecutionContext), (RtxContext, trt.IExecutionContext), (RtxEngine, trt.ICudaEngine))
     for double, real in (*pairs, (trt_double.FakeRuntimeConfig, trt.IRuntimeConfig), (FakeEngine, trt.ICudaEngine)):
         public = {name for name in dir(double) if not name.startswith("_")} - own

@@ -141,12 +141,14 @@ class FakeContext:
         overlap = self._overlap(tensors, shapes, addresses)
         if overlap:
             return self._refuse(overlap)
-        is_captured = cuda.is_capturing
+        is_captured, profile = cuda.is_capturing, self._profile
+        assert profile is not None
+        activations = engine.get_device_memory_size_for_profile_v2(profile)
 
         def work() -> None:
             if is_captured and self._shapes != given:
                 raise MisuseError(f"{engine.name}: shapes have changed under a captured graph")
-            cuda.view(memory[0], engine.device_memory_size_v2, on_device=True)[:] = 0xA5
+            cuda.view(memory[0], activations, on_device=True)[:] = 0xA5
             arrays = {
                 name: host[name] if name in host else engine.array(tensor, shapes[name], addresses[name])
                 for name, tensor in tensors.items()
@@ -169,7 +171,12 @@ class FakeContext:
         if missing:
             yield f"no address for {', '.join(missing)}"
         address, size = self._memory
-        if size < engine.device_memory_size_v2 or address % ALIGNMENT or not cuda.is_device(address):
+        assert self._profile is not None
+        if (
+            size < engine.get_device_memory_size_for_profile_v2(self._profile)
+            or address % ALIGNMENT
+            or not cuda.is_device(address)
+        ):
             yield "no memory for activations"
         for name in tensors:
             if cuda.is_device(self._addresses[name]) == (name == NUM_CANDIDATES):
@@ -229,7 +236,8 @@ class FakeEngine:
     """An `ICudaEngine` of TensorRT 10 or 11."""
 
     is_capturable = True
-    device_memory_size_v2 = 4096
+    activation_bytes = (4096, 1 << 20)  # of a step and of a prefill
+    device_memory_size_v2 = max(activation_bytes)
 
     def __init__(
         self,
@@ -256,6 +264,9 @@ class FakeEngine:
     @property
     def num_optimization_profiles(self) -> int:
         return len(self.profiles)
+
+    def get_device_memory_size_for_profile_v2(self, profile_index: int) -> int:
+        return self.activation_bytes[profile_index]
 
     def get_tensor_name(self, index: int) -> str:
         return [*self.inputs, *self.outputs][index]

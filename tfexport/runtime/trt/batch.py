@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,7 +38,8 @@ class TrtBatch:
     Static form: the device decodes a power of two of slots, whose sources have a power of two of tokens, so that a few
     CUDA graphs serve all batches; what is not used is masked. A source that leaves is forgotten by the host alone, and
     its slot is free; new ones come into the first slots, where the buffers begin, and who is there moves to a free one.
-    Where half the slots would do, the sources close up.
+    Where a quarter of the slots would do, the sources close up. The caches have the least capacity that engines were
+    built for, and a larger one when a row comes to its end.
 
     Concat form: the rows have one length, so sources begin together, with equally long prompts, and may leave.
 
@@ -49,7 +50,13 @@ class TrtBatch:
     """
 
     def __init__(
-        self, width: int, spec: ModelSpec, form: Form, limits: Limits, open_pool: Callable[[], ReplicaPool]
+        self,
+        width: int,
+        spec: ModelSpec,
+        form: Form,
+        limits: Limits,
+        capacities: Sequence[int],
+        open_pool: Callable[[], ReplicaPool],
     ) -> None:
         """Begin without a source.
 
@@ -58,11 +65,13 @@ class TrtBatch:
             spec: of the model, with its own limits.
             form: of the decoder.
             limits: of the engines; each has a number.
+            capacities: that caches can have, ascending.
             open_pool: returns the replicas, or raises where the session is closed.
         """
         self.width, self.can_join, self.lengths = width, form == "static", EMPTY
         self._spec, self._form, self._limits, self._open_pool = spec, form, limits, open_pool
-        self._layout = BatchLayout(0, width, 0, EMPTY)
+        self._capacities = capacities
+        self._layout = BatchLayout(0, width, 0, 0, EMPTY)
         self._source_mask: Mask = np.empty((0, 0), np.bool_)  # of the sources, not of the slots
         self._replica: Replica | None = None
 
@@ -77,7 +86,8 @@ class TrtBatch:
         before, count = self._layout, len(source_ids)
         size, source_len = self._num_slots(before.slots.size + count), self._padded_length(source_mask)
         moved, copies = before.fit(count, size)
-        moved = replace(moved, source_len=source_len)
+        longest = max(int(self.lengths.max(initial=-1)) + 1, *map(len, prompts))
+        moved = replace(moved, source_len=source_len, capacity=self._capacity(longest))
         after = replace(moved, slots=np.concatenate((moved.slots, np.arange(count))))
         mask = np.concatenate([_resized(each, source_len) for each in (self._source_mask, source_mask)])
         replica = self._replica
@@ -101,7 +111,7 @@ class TrtBatch:
         replica = self._replica
         assert replica is not None  # there are rows
         with replica.watched():
-            self._compact(replica)
+            self._fit(replica)
             found = replica.step(self._layout, target_ids, self.lengths, num_candidates)
         self.lengths = self.lengths + 1
         return found
@@ -116,7 +126,7 @@ class TrtBatch:
         order[self._layout.rows] = self._layout.rows[rows]
         if self._replica is not None and (self._form == "static" or self._past_len):
             with self._replica.watched():
-                self._replica.reorder(order, self._past_len)
+                self._replica.reorder(self._layout, order, self._past_len)
         self.lengths = self.lengths[rows]
 
     def remove(self, sources: Ids) -> None:
@@ -134,8 +144,12 @@ class TrtBatch:
         return int(self.lengths[0]) if self.lengths.size else 0
 
     def _num_slots(self, num_sources: int) -> int:
+        """Return how many slots there must be: those that there are, unless they are too few or a quarter would do."""
         most = self._limits.rows.most
-        return bucket(num_sources, most // self.width) if self._form == "static" and most else num_sources
+        if self._form == "concat" or not most:
+            return num_sources
+        size, now = bucket(num_sources, most // self.width), self._layout.size
+        return now if self._layout.slots.size and size <= now < 4 * size else size
 
     def _padded_length(self, new: Mask) -> int:
         """Return how many source tokens a slot must have for the longest source, the new ones included."""
@@ -143,15 +157,23 @@ class TrtBatch:
         most = self._limits.source_length.most
         return bucket(longest, most) if self._form == "static" and most else longest
 
-    def _compact(self, replica: Replica) -> None:
-        """Close up where fewer slots are enough."""
-        size = self._num_slots(self._layout.slots.size)
-        if size == self._layout.size:
+    def _capacity(self, longest: int) -> int:
+        """Return the capacity for rows of up to `longest` tokens; one less than now only where half of it is enough."""
+        enough = next(capacity for capacity in self._capacities if capacity >= longest)
+        now = self._layout.capacity if self._layout.slots.size else 0
+        return now if enough < now and 2 * longest > enough else enough
+
+    def _fit(self, replica: Replica) -> None:
+        """Close up where far fewer slots are enough, and make the caches larger where a row is at their end."""
+        before = self._layout
+        size, longest = self._num_slots(before.slots.size), int(self.lengths.max()) + 1
+        capacity = before.capacity if longest <= before.capacity else self._capacity(longest)
+        if (size, capacity) == (before.size, before.capacity):
             return
-        layout, copies = self._layout.fit(0, size)
-        if copies:
-            replica.compact(layout, copies, _by_slot(layout, self._source_mask), self._past_len)
-        self._layout = layout
+        moved, copies = before.fit(0, size)
+        after = replace(moved, capacity=capacity)
+        replica.fit(before, after, copies, _by_slot(after, self._source_mask), self._past_len)
+        self._layout = after
 
     def _check_new(self, source_ids: Ids, source_mask: Mask, prompts: Prompts) -> None:
         check_source(self._spec, source_ids, source_mask)

@@ -22,7 +22,6 @@ class Engine:
 
     Attributes:
         name: of the graph it was built from.
-        num_bytes: device memory for the activations of one context, whatever its profile and shapes.
     """
 
     def __init__(self, name: str, engine: Any, trt: Any, reason: Callable[[], str]) -> None:
@@ -35,7 +34,6 @@ class Engine:
             reason: says what the library's log holds of the newest failure.
         """
         self.name = name
-        self.num_bytes = _activation_bytes(engine)
         self._engine, self._trt, self._reason = engine, trt, reason
         self._kernels: Any = None
         self._lock = threading.Lock()
@@ -66,12 +64,20 @@ class Engine:
             ]
         raise_all(BackendError, f"trt: the engine {self.name}, build it again with tfexport trt --force", problems)
 
-    def context(self, profile: int, memory: int, stream: int, use: Use) -> Context:
-        """Make a context.
+    def activation_bytes(self, profile: int) -> int:
+        """Return the device memory for the activations of a context in a profile, whatever its shapes."""
+        for name in ("get_device_memory_size_for_profile_v2", "get_device_memory_size_for_profile"):
+            if hasattr(self._engine, name):
+                return int(getattr(self._engine, name)(profile))
+        # The older name holds 32 bits where it is all there is.
+        whole = "device_memory_size_v2" if hasattr(self._engine, "device_memory_size_v2") else "device_memory_size"
+        return int(getattr(self._engine, whole))
+
+    def context(self, profile: int, stream: int, use: Use) -> Context:
+        """Make a context, which needs memory for its activations before it runs.
 
         Args:
             profile: index of the optimization profile.
-            memory: address of `num_bytes` for activations; contexts that run one after the other may share it.
             stream: that it will run on.
             use: what it is for.
 
@@ -84,10 +90,6 @@ class Engine:
                 raise BackendError(f"trt: no execution context for {self.name}: {self._reason()}")
             if not made.set_optimization_profile_async(profile, stream):
                 raise BackendError(f"trt: {self.name} refuses its profile {profile}: {self._reason()}")
-            if hasattr(made, "set_device_memory"):
-                made.set_device_memory(memory, self.num_bytes)
-            else:
-                made.device_memory = memory
         return Context(self.name, made, self._reason)
 
     def _make(self, use: Use) -> Any:
@@ -147,6 +149,18 @@ class Context:
         if missing:
             raise BackendError(f"trt: {self._name} still lacks the shape or address of {', '.join(missing)}")
 
+    def use_memory(self, address: int, num_bytes: int) -> None:
+        """Set where activations go, which contexts that run one after the other may share.
+
+        Args:
+            address: aligned to 256 bytes.
+            num_bytes: what the engine asks for in the profile of this context.
+        """
+        if hasattr(self._context, "set_device_memory"):
+            self._context.set_device_memory(address, num_bytes)
+        else:
+            self._context.device_memory = address
+
     def place(self, addresses: Mapping[str, int]) -> None:
         """Set where tensors lie and leave the shapes as they are.
 
@@ -170,8 +184,3 @@ class Context:
         """Say whether a CUDA graph can hold a run with the shapes that are set; libraries that do not know can."""
         ask = getattr(self._context, "is_stream_capturable", None)
         return ask is None or bool(ask(stream))
-
-
-def _activation_bytes(engine: Any) -> int:
-    # The older name holds 32 bits where it is all there is.
-    return int(engine.device_memory_size_v2 if hasattr(engine, "device_memory_size_v2") else engine.device_memory_size)

@@ -9,6 +9,10 @@ from typing import Generic, Protocol, TypeVar
 from tfexport.errors import BackendError
 from tfexport.trt.cuda import Cuda, Graph
 
+# Graphs of one kind that a replica keeps. Six batch sizes, three source lengths and two numbers of candidates are 36:
+# one too few, and a batch that shrinks makes each of them anew, for a context, a run and a capture.
+MAX_GRAPHS = 64
+
 _log = logging.getLogger(__name__)
 
 

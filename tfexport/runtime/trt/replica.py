@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 import numpy as np
 
@@ -13,29 +14,21 @@ from tfexport.errors import BackendError
 from tfexport.runtime.session import Candidates, Floats, Ids, Mask
 from tfexport.runtime.trt.cache import BatchLayout, Caches, SlotCopy, bucket
 from tfexport.runtime.trt.engine import Context
-from tfexport.runtime.trt.graphs import LruCache
-from tfexport.runtime.trt.resources import DeviceResources, EngineSet, bytes_of, shape_of
-from tfexport.runtime.trt.step import OverlappedStep, Sizes, Step, StepIO
+from tfexport.runtime.trt.graphs import MAX_GRAPHS, LruCache
+from tfexport.runtime.trt.resources import PREFILL, STEP, DeviceResources, EngineSet, bytes_of, shape_of
+from tfexport.runtime.trt.step import FOUND, GIVEN, OverlappedStep, Sizes, Step, StepIO
 from tfexport.spec import (
-    CACHE_LENGTHS,
-    CANDIDATE_IDS,
-    CANDIDATE_LOGITS,
-    DECODER,
     ENCODER,
     HIDDEN_STATES,
-    LOG_NORMALIZER,
     LOGITS,
     SOURCE_IDS,
     SOURCE_MASK,
-    TARGET_IDS,
     Form,
     decoder_graph,
     encoder_graph,
 )
+from tfexport.trt.config import decoder_plan
 
-STEP, PREFILL = 0, 1  # optimization profiles of a decoder
-# Shapes of steps whose graphs a replica keeps.
-MAX_STEPS = 16
 # Replicas that wait for a batch; what is freed beyond them is given back to the device.
 MAX_FREE_REPLICAS = 4
 
@@ -100,14 +93,12 @@ class Replica:
         """
         assert self._decoder
         self.key = (after.size, after.width, after.source_len)
-        size, source_len = max(before.size, after.size), max(before.source_len, after.source_len)
-        sizes = self._encoder.sizes(size, source_len) | self._decoder.caches.sizes(size, after.width, source_len)
+        held = replace(before, size=max(before.size, after.size))
         self._decoder.drop()
-        if self._device.memory.reserve(sizes):
-            self._decoder.forget()
-        self._decoder.caches.copy_slots(before, copies, past_len)
-        if before.slots.size and before.source_len != after.source_len:
-            self._decoder.caches.pad_sources(after, before.source_len)
+        self._reserve(held, after)
+        self._decoder.caches.copy_slots(held, copies, past_len)
+        if before.slots.size:
+            self._decoder.caches.resize(held, after)
 
     def read(self, layout: BatchLayout, source_ids: Ids, source_mask: Mask, prompts: Ids) -> None:
         """Read new sources into the first slots, and all but the last token of their prompts.
@@ -122,40 +113,65 @@ class Replica:
             BackendError: an engine refuses or failed.
         """
         assert self._decoder
-        self._decoder.caches.clear_rows(len(prompts))
+        self._decoder.caches.clear_rows(layout, len(prompts))
         self._encoder.run(source_ids, source_mask)
         if prompts.size:
             self._decoder.prefill(layout, prompts)
 
-    def compact(self, layout: BatchLayout, copies: Sequence[SlotCopy], source_mask: Mask, past_len: int) -> None:
-        """Queue copies of slots into free ones, before a step of another size.
+    def fit(
+        self,
+        before: BatchLayout,
+        after: BatchLayout,
+        copies: Sequence[SlotCopy],
+        source_mask: Mask,
+        past_len: int,
+    ) -> None:
+        """Queue another size and capacity, before a step of these; a step under way is dropped.
 
         Args:
-            layout: before or after.
-            copies: of slots.
+            before: as the sources lie.
+            after: as they will lie.
+            copies: of slots, that lead from one to the other.
             source_mask: of all slots afterwards, bool [size, source_len].
             past_len: tokens in the caches of the concat form.
+
+        Raises:
+            BackendError: the device has too little memory.
         """
         assert self._decoder
-        self._decoder.caches.copy_slots(layout, copies, past_len)
-        self._encoder.upload_mask(source_mask)
+        self._decoder.drop()
+        self._decoder.caches.copy_slots(before, copies, past_len)
+        if copies:
+            self._encoder.upload_mask(source_mask)
+        if before.capacity != after.capacity:
+            self._reserve(before, after)
+            self._decoder.caches.resize(before, after)
 
     def step(self, layout: BatchLayout, target_ids: Ids, lengths: Ids, num_candidates: int) -> Candidates:
         """Run a decoder step; see `Decoder.step`."""
         assert self._decoder
         return self._decoder.step(layout, target_ids, lengths, num_candidates)
 
-    def reorder(self, order: Ids, past_len: int) -> None:
+    def reorder(self, layout: BatchLayout, order: Ids, past_len: int) -> None:
         """Queue: row r becomes what row order[r] was, int64 [rows on the device]; a step under way is dropped."""
         assert self._decoder
-        self._decoder.drop()
-        self._decoder.caches.reorder(order, past_len)
+        self._decoder.reorder(layout, order, past_len)
 
     def hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats:
         """Run an encoder alone, float32 [batch, source_len, d_model]."""
         self._device.memory.reserve(self._encoder.sizes(*source_ids.shape))
         self._encoder.run(source_ids, source_mask)
         return self._encoder.hidden_states(*source_ids.shape)
+
+    def _reserve(self, *layouts: BatchLayout) -> None:
+        """Make room for each of some layouts; what was captured on addresses that no longer hold is forgotten."""
+        assert self._decoder
+        decoder, most = self._decoder, dict[str, int]()
+        for layout in layouts:
+            sizes = self._encoder.sizes(layout.size, layout.source_len) | decoder.caches.sizes(layout)
+            most = {name: max(size, most.get(name, 0)) for name, size in sizes.items()}
+        if self._device.memory.reserve(most):
+            decoder.forget()
 
     def close(self) -> None:
         """Wait for what runs and free everything, as far as the device still does what it is told."""
@@ -241,23 +257,17 @@ class Decoder:
             BackendError: the device has too little memory, or the library refuses.
         """
         self._device, self._form = device, form
-        limits = device.engines.limits
-        largest = {
-            "rows": limits.max_batch,
-            "target_len": limits.max_target_length,
-            "num_candidates": limits.max_candidates,
-        }
-        graph = decoder_graph(device.engines.spec, form)
-        names = (TARGET_IDS, CACHE_LENGTHS, LOGITS, CANDIDATE_IDS, CANDIDATE_LOGITS, LOG_NORMALIZER)
-        tensors = [tensor for tensor in (*graph.inputs, *graph.outputs) if tensor.name in names]
-        device.memory.reserve({tensor.name: bytes_of(tensor, largest) for tensor in tensors})
+        spec, largest = device.engines.spec, Sizes.largest(device.engines.limits)
+        given, found = (packed.num_bytes for packed in largest.packed(spec, form))
+        logits = next(tensor for tensor in decoder_graph(spec, form).outputs if tensor.name == LOGITS)
+        device.memory.reserve({GIVEN: given, FOUND: found, LOGITS: bytes_of(logits, largest.dims(0))})
         self._ios = (
-            StepIO(device.cuda, device.event(), device.pinned, limits),
-            StepIO(device.cuda, device.event(), device.pinned, limits),
+            StepIO(device.cuda, device.event(), device.pinned, given, found),
+            StepIO(device.cuda, device.event(), device.pinned, given, found),
         )
         self._overlapped = OverlappedStep(self._ios)
-        self._contexts: dict[int, Context] = {}
-        self._steps: LruCache[Step] = LruCache(MAX_STEPS, device.synchronize)
+        self._contexts: dict[tuple[str, int], Context] = {}
+        self._steps: LruCache[Step] = LruCache(MAX_GRAPHS, device.synchronize)
         self.caches = Caches(device, form)
 
     def prefill(self, layout: BatchLayout, prompts: Ids) -> None:
@@ -268,8 +278,8 @@ class Decoder:
             prompts: int64 [new rows, target_len].
         """
         rows, target_len = prompts.shape
-        sizes = Sizes(rows // layout.width, rows, layout.source_len, target_len, 1)
-        self._run_once(self._any_step(sizes), prompts.ravel(), np.zeros(rows, np.int64))
+        sizes = Sizes(rows // layout.width, rows, layout.source_len, target_len, 1, layout.capacity)
+        self._run_once(self._any_step(sizes), prompts, np.zeros(rows, np.int64))
 
     def step(self, layout: BatchLayout, target_ids: Ids, lengths: Ids, num_candidates: int) -> Candidates:
         """Run a step and wait for its results.
@@ -284,17 +294,25 @@ class Decoder:
             BackendError: the engine failed.
         """
         most = self._device.engines.limits.max_candidates
-        sizes = Sizes(layout.size, layout.num_rows, layout.source_len, 1, bucket(num_candidates, most))
+        count = bucket(num_candidates, most)
+        sizes = Sizes(layout.size, layout.num_rows, layout.source_len, 1, count, layout.capacity)
         rows = layout.rows
         ids, past = np.zeros((2, layout.num_rows), np.int64)
         ids[rows], past[rows] = target_ids, lengths
         if self._form == "concat":
-            io = self._run_once(self._any_step(sizes, int(lengths[0])), ids, past)
-        elif sizes.num_candidates == 1:
-            io = self._overlapped.run(self._graph_step(sizes), ids, rows, past)
+            step = self._any_step(sizes, int(lengths[0]))
+            io = self._run_once(step, ids, past)
         else:
-            io = self._run_once(self._graph_step(sizes), ids, past)
-        return io.candidates(sizes.rows, sizes.num_candidates, rows, num_candidates)
+            step = self._graph_step(sizes)
+            io = self._overlapped.run(step, ids, rows, past)
+        return step.candidates(io, rows, num_candidates)
+
+    def reorder(self, layout: BatchLayout, order: Ids, past_len: int) -> None:
+        """Queue a reorder of rows; see `Caches.reorder`."""
+        self.drop()
+        if self._device.memory.reserve(self.caches.twin_sizes(layout)):
+            self.forget()
+        self.caches.reorder(layout, order, past_len)
 
     def drop(self) -> None:
         """Forget a step that is under way."""
@@ -309,17 +327,22 @@ class Decoder:
         """Return a step of one token in the static form, which comes again."""
 
         def make() -> Step:
-            context = self._device.context(DECODER[self._form], STEP, "be captured")
+            context = self._device.context(self._plan(sizes), STEP, "be captured")
             return Step(self._device, sizes, context, replays=True)
 
-        return self._steps.get(sizes, make)
+        return self._steps.get((sizes, self.caches.side), make)
 
     def _any_step(self, sizes: Sizes, past_len: int = 0) -> Step:
         """Return a step whose shapes do not come again."""
-        profile = PREFILL if sizes.target_len > 1 else STEP
-        if profile not in self._contexts:
-            self._contexts[profile] = self._device.context(DECODER[self._form], profile)
-        return Step(self._device, sizes, self._contexts[profile], past_len)
+        plan, profile = self._plan(sizes), PREFILL if sizes.target_len > 1 else STEP
+        context = self._contexts.get((plan, profile))
+        if context is None:
+            context = self._contexts[plan, profile] = self._device.context(plan, profile)
+        self._device.lend_activations(context, plan, profile)
+        return Step(self._device, sizes, context, past_len)
+
+    def _plan(self, sizes: Sizes) -> str:
+        return decoder_plan(self._form, sizes.capacity, self._device.engines.limits)
 
     def _run_once(self, step: Step, ids: Ids, lengths: Ids) -> StepIO:
         self._overlapped.drop()

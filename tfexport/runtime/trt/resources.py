@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from tfexport.errors import BackendError
@@ -17,6 +18,7 @@ from tfexport.trt.config import EngineLimits
 from tfexport.trt.cuda import Cuda
 
 Array = NDArray[Any]
+Bytes = NDArray[np.uint8]
 
 ITEM_BYTES: dict[DType, int] = {"int64": 8, "int32": 4, "bool": 1, "float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -26,9 +28,58 @@ def shape_of(tensor: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
     return tuple(dim if isinstance(dim, int) else sizes[dim] for dim in tensor.shape)
 
 
+# Where a tensor on the device may begin, https://docs.nvidia.com/deeplearning/tensorrt (setTensorAddress).
+ALIGNMENT = 256
+
+
 def bytes_of(tensor: TensorSpec, sizes: Mapping[str, int]) -> int:
     """Return the size of a tensor in bytes."""
     return math.prod(shape_of(tensor, sizes)) * ITEM_BYTES[tensor.dtype]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor in a buffer that several share.
+
+    Attributes:
+        start: offset of its first byte, a multiple of 256.
+        num_bytes: of the tensor.
+        dtype: its type in NumPy.
+        shape: its dimensions.
+    """
+
+    start: int
+    num_bytes: int
+    dtype: DType
+    shape: tuple[int, ...]
+
+
+class Packing:
+    """Tensors side by side in one buffer, so that one copy takes them all to the device or from it.
+
+    Attributes:
+        pieces: by name of the tensor.
+        num_bytes: up to the end of the last one.
+    """
+
+    def __init__(self, tensors: Iterable[TensorSpec], sizes: Mapping[str, int]) -> None:
+        """Lay tensors out in their order; `sizes` has a number for each named dimension."""
+        self.pieces: dict[str, Piece] = {}
+        self.num_bytes = 0
+        for tensor in tensors:
+            start = -(-self.num_bytes // ALIGNMENT) * ALIGNMENT
+            num_bytes = bytes_of(tensor, sizes)
+            self.pieces[tensor.name] = Piece(start, num_bytes, tensor.dtype, shape_of(tensor, sizes))
+            self.num_bytes = start + num_bytes
+
+    def view(self, name: str, buffer: Bytes) -> Array:
+        """Return a tensor in a buffer of the host, a view of the bytes uint8 [num_bytes or more]."""
+        piece = self.pieces[name]
+        return buffer[piece.start : piece.start + piece.num_bytes].view(piece.dtype).reshape(piece.shape)
+
+    def addresses(self, buffer: int) -> dict[str, int]:
+        """Return where each tensor lies in a buffer of the device that begins at this address."""
+        return {name: buffer + piece.start for name, piece in self.pieces.items()}
 
 
 class Memory:
@@ -114,7 +165,7 @@ class Pinned:
             self._cuda.unpin(self._arrays.pop())
 
 
-_ACTIVATIONS = "activations"
+STEP, PREFILL = 0, 1  # optimization profiles of a decoder; every other engine has the first one alone
 
 
 @dataclass(frozen=True)
@@ -139,7 +190,7 @@ class EngineSet:
 
 
 class DeviceResources:
-    """A stream and its memory. Everything on it runs one after the other, so all contexts share their activations.
+    """A stream and its memory. Everything on it runs one after the other, so contexts of a profile share activations.
 
     Attributes:
         engines: what the session has.
@@ -150,7 +201,7 @@ class DeviceResources:
     """
 
     def __init__(self, engines: EngineSet) -> None:
-        """Make the stream, and room for the activations of the engine that needs most.
+        """Make the stream, and room for the activations of all but a prefill, which may need fifty times as much.
 
         Raises:
             BackendError: the device has too little memory.
@@ -161,15 +212,32 @@ class DeviceResources:
         self.pinned = Pinned(engines.cuda)
         self._events: list[int] = []
         try:
-            self.memory.reserve({_ACTIVATIONS: max(engine.num_bytes for engine in engines.engines.values())})
+            most = max(engine.activation_bytes(STEP) for engine in engines.engines.values())
+            self.memory.reserve({_activations(STEP): most})
         except BackendError:
             self.close()
             raise
 
-    def context(self, engine: str, profile: int = 0, use: Use = "any shapes") -> Context:
-        """Make a context of an engine on this stream; see `Engine.context`."""
-        activations = self.memory[_ACTIVATIONS]
-        return self.engines.engines[engine].context(profile, activations, self.stream, use)
+    def context(self, engine: str, profile: int = STEP, use: Use = "any shapes") -> Context:
+        """Make a context of an engine on this stream, with its activations; see `Engine.context`."""
+        made = self.engines.engines[engine].context(profile, self.stream, use)
+        self.lend_activations(made, engine, profile)
+        return made
+
+    def lend_activations(self, context: Context, engine: str, profile: int) -> None:
+        """Give a context the memory of its profile, which another context may have made larger and so moved.
+
+        Args:
+            context: of the engine, in the profile.
+            engine: its name.
+            profile: that of a step stays where it is, so that a captured context keeps it.
+
+        Raises:
+            BackendError: the device has too little memory.
+        """
+        name, num_bytes = _activations(profile), self.engines.engines[engine].activation_bytes(profile)
+        self.memory.reserve({name: num_bytes})
+        context.use_memory(self.memory[name], num_bytes)
 
     def event(self) -> int:
         """Make an event, which `close` frees."""
@@ -187,3 +255,7 @@ class DeviceResources:
         while self._events:
             self.cuda.destroy_event(self._events.pop())
         self.cuda.destroy_stream(self.stream)
+
+
+def _activations(profile: int) -> str:
+    return f"activations {profile}"

@@ -13,7 +13,6 @@ from tfexport.runtime.trt.engine import Engine
 from tfexport.runtime.trt.replica import ReplicaPool
 from tfexport.runtime.trt.resources import EngineSet
 from tfexport.spec import (
-    DECODER,
     ENCODER,
     REORDER,
     Accuracy,
@@ -25,7 +24,7 @@ from tfexport.spec import (
     key_value_names,
     reorder_spec,
 )
-from tfexport.trt.config import EngineLimits
+from tfexport.trt.config import EngineLimits, decoder_plans
 from tfexport.trt.cuda import Cuda
 from tfexport.trt.library import Library
 
@@ -71,14 +70,17 @@ class TrtSession:
             BackendError: an engine is missing or is not what its name says.
         """
         contracts = {ENCODER: (encoder_graph(spec), 1)}
+        decoders = decoder_plans(form, limits) if form else {}
+        self._capacities = tuple(decoders.values())
         if form:
-            contracts |= {DECODER[form]: (decoder_graph(spec, form), 2), REORDER: (reorder_spec(spec.precision), 1)}
+            contracts |= dict.fromkeys(decoders, (decoder_graph(spec, form), 2))
+            contracts[REORDER] = (reorder_spec(spec.precision), 1)
         made = {}
         for name, (contract, num_profiles) in contracts.items():
             if name not in engines:
                 raise BackendError(f"trt: there is no engine {name}; build it with tfexport trt BUNDLE --force")
             made[name] = Engine(name, engines[name], library.trt, reason)
-            made[name].check(contract, num_profiles, _aliases(spec) if name == DECODER["static"] else {})
+            made[name].check(contract, num_profiles, _aliases(spec) if name in decoders and form == "static" else {})
         self.form = form
         self.accuracy: Accuracy = weights or spec.precision
         self.limits = _limits(spec, limits)
@@ -101,7 +103,7 @@ class TrtSession:
             raise BackendError("trt: this bundle is an encoder alone and cannot generate; use embed")
         if width < 1:
             raise InputError(f"width is {width}, expected 1 or more")
-        return TrtBatch(width, self._model, self.form, self.limits, self._open)
+        return TrtBatch(width, self._model, self.form, self.limits, self._capacities, self._open)
 
     def hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats:
         """Encode a batch with an encoder alone; see `Session.hidden_states`."""

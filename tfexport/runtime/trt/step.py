@@ -7,46 +7,44 @@ from typing import Protocol
 
 import numpy as np
 
-from tfexport.runtime.session import Candidates, Floats, Ids
+from tfexport.runtime.session import Candidates, Ids
 from tfexport.runtime.trt.engine import Context
 from tfexport.runtime.trt.graphs import CudaGraphRunner
-from tfexport.runtime.trt.resources import DeviceResources, Pinned, shape_of
+from tfexport.runtime.trt.resources import Bytes, DeviceResources, Packing, Pinned, shape_of
 from tfexport.spec import (
     CACHE_LENGTHS,
     CANDIDATE_IDS,
     CANDIDATE_LOGITS,
-    DECODER,
     LOG_NORMALIZER,
     NUM_CANDIDATES,
     TARGET_IDS,
     Form,
+    ModelSpec,
     decoder_graph,
 )
-from tfexport.trt.config import EngineLimits
+from tfexport.trt.config import EngineLimits, decoder_plan
 from tfexport.trt.cuda import Cuda
+
+# Buffers of the device: what a step reads of the host, and what the host reads of a step.
+GIVEN, FOUND = "given", "found"
+_FOUND = (CANDIDATE_IDS, CANDIDATE_LOGITS, LOG_NORMALIZER)
+_ITEM = np.dtype(np.int64).itemsize
 
 
 class StepIO:
-    """What the host gives a step and gets from it: pinned arrays, and the event behind the step.
+    """What the host gives a step and gets from it: two pinned buffers, and the event behind the step.
 
-    From the launch until `wait` returns, the arrays belong to the device.
+    From the launch until `wait` returns, they belong to the device.
 
     Attributes:
-        target_ids: int64, flat [rows · target_len].
-        cache_lengths: int64 [max rows].
-        token_ids: int64, flat [rows · num_candidates].
-        logits: float32, flat like token_ids.
-        log_normalizer: float32 [max rows].
+        given: uint8 [bytes], laid out by `Step.given`.
+        found: uint8 [bytes], laid out by `Step.found`.
     """
 
-    def __init__(self, cuda: Cuda, event: int, pinned: Pinned, limits: EngineLimits) -> None:
-        """Make room for the largest step that the engines take."""
-        rows = limits.max_batch
-        self.target_ids: Ids = pinned.array(rows * limits.max_target_length, np.int64)
-        self.cache_lengths: Ids = pinned.array(rows, np.int64)
-        self.token_ids: Ids = pinned.array(rows * limits.max_candidates, np.int64)
-        self.logits: Floats = pinned.array(rows * limits.max_candidates, np.float32)
-        self.log_normalizer: Floats = pinned.array(rows, np.float32)
+    def __init__(self, cuda: Cuda, event: int, pinned: Pinned, given: int, found: int) -> None:
+        """Make room for so many bytes."""
+        self.given: Bytes = pinned.array(given, np.uint8)
+        self.found: Bytes = pinned.array(found, np.uint8)
         self._cuda, self._event = cuda, event
 
     def record(self, stream: int) -> None:
@@ -54,22 +52,8 @@ class StepIO:
         self._cuda.record(self._event, stream)
 
     def wait(self) -> None:
-        """Wait for the newest step that used these arrays."""
+        """Wait for the newest step that used these buffers."""
         self._cuda.wait(self._event)
-
-    def candidates(self, num_rows: int, num_candidates: int, rows: Ids, wanted: int) -> Candidates:
-        """Copy out what a step has found.
-
-        Args:
-            num_rows: of the step.
-            num_candidates: of the step.
-            rows: those to copy, int64 [rows].
-            wanted: how many candidates of each.
-        """
-        count = num_rows * num_candidates
-        token_ids = self.token_ids[:count].reshape(num_rows, num_candidates)[rows, :wanted]
-        logits = self.logits[:count].reshape(num_rows, num_candidates)[rows, :wanted]
-        return Candidates(token_ids, logits, self.log_normalizer[rows])
 
 
 @dataclass(frozen=True)
@@ -81,25 +65,40 @@ class Sizes:
     source_len: int
     target_len: int
     num_candidates: int
+    capacity: int
 
-    def dims(self, form: Form, past_len: int, capacity: int) -> dict[str, int]:
+    @classmethod
+    def largest(cls, limits: EngineLimits) -> Sizes:
+        """Return the largest step that engines take."""
+        rows, length = limits.max_batch, limits.max_target_length
+        return cls(rows, rows, limits.max_source_length, length, limits.max_candidates, length)
+
+    def dims(self, past_len: int) -> dict[str, int]:
         """Return every named dimension of the decoder's contract."""
-        length = {"past_len": past_len, "past_len + target_len": past_len + self.target_len}
-        return {**asdict(self), **(length if form == "concat" else {"capacity": capacity})}
+        return {**asdict(self), "past_len": past_len, "past_len + target_len": past_len + self.target_len}
+
+    def packed(self, spec: ModelSpec, form: Form) -> tuple[Packing, Packing]:
+        """Return how the host's side of a step is laid out: what it gives, lengths first, and what it gets."""
+        graph, dims = decoder_graph(spec, form), self.dims(0)
+        given = {tensor.name: tensor for tensor in graph.inputs if tensor.name in (CACHE_LENGTHS, TARGET_IDS)}
+        found = {tensor.name: tensor for tensor in graph.outputs if tensor.name in _FOUND}
+        in_order = [given[name] for name in (CACHE_LENGTHS, TARGET_IDS) if name in given]
+        return Packing(in_order, dims), Packing((found[name] for name in _FOUND), dims)
 
 
 class Step:
     """A step of one shape in one replica.
 
     `feed` takes the tokens from the host, `follow` takes those that the step
-    before has chosen, without leaving the device. Both queue everything, the
+    before has found best, without leaving the device. Both queue everything, the
     results included, and return at once. A step that comes again is a CUDA graph
     from its second time on. Where the library cannot be captured
     from outside it is asked to capture by itself; never both.
 
     Attributes:
         sizes: of this step.
-        capacity: positions that the cache has.
+        given: how `StepIO.given` is laid out.
+        found: how `StepIO.found` is laid out.
     """
 
     def __init__(
@@ -117,7 +116,10 @@ class Step:
         Raises:
             BackendError: the engine refuses a shape.
         """
-        self.sizes, self.capacity = sizes, device.engines.limits.max_target_length
+        form = device.engines.form
+        assert form is not None
+        self.sizes, self._form = sizes, form
+        self.given, self.found = sizes.packed(device.engines.spec, form)
         self._device, self._context, self._past_len, self._replays = device, context, past_len, replays
         self._runner = CudaGraphRunner(device.cuda, device.stream, device.engines.capture)
         # Shapes depend on it, so the library reads it on the host, whenever it is given a run.
@@ -132,11 +134,11 @@ class Step:
             target_ids: int64, flat [rows · target_len].
             lengths: tokens in the cache of every row, int64 [rows].
         """
-        io.target_ids[: target_ids.size] = target_ids
+        self.given.view(TARGET_IDS, io.given)[:] = target_ids.reshape(self.sizes.rows, self.sizes.target_len)
         self._launch("feed", io, lengths)
 
     def follow(self, io: StepIO, lengths: Ids, number: int) -> None:
-        """Queue the step on the tokens that the newest step found best; both take one token and give one.
+        """Queue the step on the tokens that the newest step, which was one of these sizes, found best.
 
         Args:
             io: not in use; in use until its `wait` returns.
@@ -145,42 +147,55 @@ class Step:
         """
         self._launch(f"follow {number}", io, lengths)
 
+    def best(self, io: StepIO) -> Ids:
+        """Copy out the best token of every row, int64 [rows]."""
+        found: Ids = self.found.view(CANDIDATE_IDS, io.found)[:, 0].copy()
+        return found
+
+    def candidates(self, io: StepIO, rows: Ids, wanted: int) -> Candidates:
+        """Copy out what the step has found.
+
+        Args:
+            io: that was waited for.
+            rows: those to copy, int64 [rows].
+            wanted: how many candidates of each.
+        """
+        ids, logits, totals = (self.found.view(name, io.found) for name in _FOUND)
+        return Candidates(ids[rows, :wanted], logits[rows, :wanted], totals[rows].reshape(-1))
+
     def close(self) -> None:
         """Free the graphs."""
         self._runner.close()
 
     def _launch(self, name: str, io: StepIO, lengths: Ids) -> None:
-        io.cache_lengths[: self.sizes.rows] = lengths
+        if self._form == "static":
+            self.given.view(CACHE_LENGTHS, io.given)[:] = lengths
         self._runner.run(name, lambda: self._queue(io, from_host=name == "feed"), self._can_capture)
         io.record(self._device.stream)
 
     def _queue(self, io: StepIO, *, from_host: bool) -> None:
-        cuda, stream, memory, rows = self._device.cuda, self._device.stream, self._device.memory, self.sizes.rows
+        cuda, stream, memory = self._device.cuda, self._device.stream, self._device.memory
+        given, found = memory[GIVEN], memory[FOUND]
         if from_host:
-            cuda.upload(memory[TARGET_IDS], io.target_ids[: rows * self.sizes.target_len], stream)
+            cuda.upload(given, io.given[: self.given.num_bytes], stream)
         else:
-            cuda.copy(memory[TARGET_IDS], memory[CANDIDATE_IDS], rows * io.target_ids.itemsize, stream)
-        if self._device.engines.form == "static":
-            cuda.upload(memory[CACHE_LENGTHS], io.cache_lengths[:rows], stream)
+            cuda.upload(given, io.given[: self.given.pieces[CACHE_LENGTHS].num_bytes], stream)
+            tokens, best = self.given.addresses(given)[TARGET_IDS], self.found.addresses(found)[CANDIDATE_IDS]
+            cuda.copy_2d(tokens, _ITEM, best, _ITEM * self.sizes.num_candidates, self.sizes.rows, stream)
         self._context.run(stream)
-        count = rows * self.sizes.num_candidates
-        cuda.download(io.token_ids[:count], memory[CANDIDATE_IDS], stream)
-        cuda.download(io.logits[:count], memory[CANDIDATE_LOGITS], stream)
-        cuda.download(io.log_normalizer[:rows], memory[LOG_NORMALIZER], stream)
+        cuda.download(io.found[: self.found.num_bytes], found, stream)
 
     def _bind(self) -> None:
-        form = self._device.engines.form
-        assert form is not None
-        graph = decoder_graph(self._device.engines.spec, form)
-        dims = self.sizes.dims(form, self._past_len, self.capacity)
-        shapes = {tensor.name: shape_of(tensor, dims) for tensor in graph.inputs}
-        addresses = {NUM_CANDIDATES: self._num_candidates.ctypes.data}
+        memory, dims = self._device.memory, self.sizes.dims(self._past_len)
+        graph = decoder_graph(self._device.engines.spec, self._form)
+        packed = self.given.addresses(memory[GIVEN]) | self.found.addresses(memory[FOUND])
+        addresses = packed | {NUM_CANDIDATES: self._num_candidates.ctypes.data}
         for tensor in (*graph.inputs, *graph.outputs):
-            if tensor.name != NUM_CANDIDATES:
+            if tensor.name not in addresses:
                 # One buffer is past and present of the static form, which writes in place.
-                name = tensor.name.replace("present_", "past_") if form == "static" else tensor.name
-                addresses[tensor.name] = self._device.memory[name]
-        self._context.bind(shapes, addresses)
+                name = tensor.name.replace("present_", "past_") if self._form == "static" else tensor.name
+                addresses[tensor.name] = memory[name]
+        self._context.bind({tensor.name: shape_of(tensor, dims) for tensor in graph.inputs}, addresses)
 
     def _can_capture(self) -> bool:
         """Decide, behind the first run, who captures."""
@@ -189,15 +204,16 @@ class Step:
         if self._context.can_be_captured(self._device.stream):
             return True
         self._device.synchronize()
-        self._context = self._device.context(DECODER["static"], use="replay itself")
+        plan = decoder_plan(self._form, self.sizes.capacity, self._device.engines.limits)
+        self._context = self._device.context(plan, use="replay itself")
         self._bind()
         return False
 
 
 class GreedyStep(Protocol):
-    """What overlapping needs of a step that takes one token a row and gives the best one."""
+    """What overlapping needs of a step that takes one token a row."""
 
-    capacity: int
+    sizes: Sizes
 
     def feed(self, io: StepIO, target_ids: Ids, lengths: Ids) -> None:
         """Queue the step on tokens of the host."""
@@ -207,17 +223,30 @@ class GreedyStep(Protocol):
         """Queue the step on the tokens that the newest step found best."""
         ...
 
+    def best(self, io: StepIO) -> Ids:
+        """Copy out the best token of every row."""
+        ...
+
+
+# Steps in a row whose best tokens were all taken, after which the next one is begun ahead although other tokens were
+# asked for too. One that is begun in vain costs a whole step, one that is not begun the time of the host between two.
+SURE_AFTER = 8
+
 
 class OverlappedStep:
-    """Queues the next greedy step before the host has seen the tokens of this one.
+    """Queues the next step before the host has seen the tokens of this one.
 
     Greedy search nearly always goes on with the best token, which lies on the
-    device already. So each call queues two steps, this one and the one after it,
-    and waits for this one alone; while the host decides what is finished, the
+    device already. So a call can queue two steps, this one and the one after it,
+    and wait for this one alone; while the host decides what is finished, the
     device computes. The next call finds its step under way, and checks that the
     host wants the tokens that the device went on with. If not, the step is
     dropped: its tokens were written behind the end of the cache, where the step
     that replaces it writes over them.
+
+    Who asks for one candidate goes on with it. Who asks for several may filter,
+    sample or search with beams; the next step is begun when it went on with the
+    best ones for a while.
 
     Two step I/Os take turns. One is written by the host only after the step that
     used it was waited for.
@@ -230,9 +259,10 @@ class OverlappedStep:
         self._number = 0
         self._lengths: Ids = np.empty(0, np.int64)
         self._chosen: Ids = self._lengths  # best token of every row of the step before it
+        self._taken = 0  # steps in a row whose best tokens were taken
 
     def run(self, step: GreedyStep, target_ids: Ids, read: Ids, lengths: Ids) -> StepIO:
-        """Run a greedy step and begin the next.
+        """Run a step and, where it is sure enough, begin the next.
 
         Args:
             step: of any shape; one of another shape than last time is fed by the host.
@@ -244,27 +274,32 @@ class OverlappedStep:
             The step I/O with the results, valid until the next call.
         """
         if not self._is_under_way(step, target_ids, read, lengths):
-            self.drop()
+            self._wait()
             self._number = 0
             step.feed(self._ios[0], target_ids, lengths)
         io, other = self._ios[self._number], 1 - self._number
         self._step = None
         following = np.zeros_like(lengths)  # rows that nobody reads stay at 0
         following[read] = lengths[read] + 1
-        if following.max() < step.capacity:
+        is_sure = step.sizes.num_candidates == 1 or self._taken >= SURE_AFTER
+        if is_sure and following.max() < step.sizes.capacity:
             step.follow(self._ios[other], following, other)
             self._step, self._number, self._lengths = step, other, following
         io.wait()
-        self._chosen = io.token_ids[: target_ids.size].copy()
+        self._chosen = step.best(io)
         return io
 
     def drop(self) -> None:
-        """Wait for the step under way, if there is one, and forget it: both step I/Os are free afterwards."""
+        """Wait for the step under way, if there is one, and forget what rows went on with: both I/Os are free."""
+        self._wait()
+        self._taken, self._chosen = 0, np.empty(0, np.int64)
+
+    def _wait(self) -> None:
         if self._step is not None:
             self._ios[self._number].wait()
             self._step = None
 
     def _is_under_way(self, step: GreedyStep, target_ids: Ids, read: Ids, lengths: Ids) -> bool:
-        if self._step is not step:
-            return False
-        return bool((target_ids[read] == self._chosen[read]).all() and (lengths[read] == self._lengths[read]).all())
+        is_taken = self._chosen.size == target_ids.size and bool((target_ids[read] == self._chosen[read]).all())
+        self._taken = self._taken + 1 if is_taken else 0
+        return is_taken and self._step is step and bool((lengths[read] == self._lengths[read]).all())
