@@ -53,6 +53,7 @@ SCHEMA: dict[str, Any] = {
     "settings": {
         "backend": str,
         "device": str,
+        "form": (str, type(None)),
         "engine": (str, type(None)),
         "batch_size": [int],
         "source_length": [int],

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from tests import tiny
 from tests.conftest import DATES
 from tfexport.cli import main
 from tfexport.graph.config import ExportConfig
+from tfexport.runtime.ort import backend as ort_backend
 from tfexport.spec import TokenIds
 
 TFEXPORT = str(Path(sys.executable).with_name("tfexport"))
@@ -44,6 +46,20 @@ def says(result: Result, message: str) -> None:
 def test_texts_on_the_command_line(dates_bundle: Path) -> None:
     result = run("generate", dates_bundle, *TEXTS)
     assert (result.exit_code, result.stdout.splitlines()) == (0, ISO)
+
+
+@pytest.mark.parametrize("form", ["concat", "static", "contrib"])
+def test_the_form_that_is_asked_for_runs(form: str, dates_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = []
+    take = ort_backend.open_graphs
+
+    def note(graphs: Any, spec: Any, form: Any, *more: Any, **settings: Any) -> Any:
+        opened.append(form)
+        return take(graphs, spec, form, *more, **settings)
+
+    monkeypatch.setattr(ort_backend, "open_graphs", note)
+    result = run("generate", dates_bundle, TEXTS[0], "--form", form)
+    assert (result.exit_code, result.stdout.splitlines(), opened) == (0, ISO[:1], [form])
 
 
 @pytest.mark.parametrize("source", ["-", None, "file"])

@@ -23,6 +23,7 @@ from tfexport.inspect import describe, inspect_path
 from tfexport.runtime import registry
 from tfexport.runtime.ort import backend as ort
 from tfexport.runtime.ort.contrib import ContribSession
+from tfexport.runtime.ort.device import PlacementError
 from tfexport.runtime.registry import Backend, Graphs, OpenOptions, get, open_session, registered
 from tfexport.spec import Device, Form
 from tfexport.verify import VerifyConfig, verify_bundle
@@ -150,6 +151,36 @@ def test_the_form_is_the_fastest_that_bundle_and_device_have(
     bundle = make_contrib(tmp_path / "b", graphs)
     open_session(bundle, "ort", OpenOptions(device=device))
     assert opened == [form]
+
+
+def test_concat_is_opened_and_said_where_static_has_no_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    forms: list[Form | None] = []
+
+    def refuse_static(graphs: Any, spec: Any, form: Form | None, *more: Any, **settings: Any) -> str:
+        forms.append(form)
+        if form == "static":
+            raise PlacementError("ort: decoder_static.onnx: no kernel for Cast; update onnxruntime-gpu")
+        return "opened"
+
+    monkeypatch.setattr(ort, "open_graphs", refuse_static)
+    bundle = make(tmp_path / "b")
+    assert open_session(bundle, "ort", OpenOptions(device="cuda")) == "opened"
+    assert forms == ["static", "concat"]
+    (said,) = caplog.records
+    assert (said.name, said.levelname) == ("tfexport", "WARNING")
+    assert said.getMessage() == (
+        "ort: decoder_static.onnx: no kernel for Cast; the concat form runs instead; "
+        "update onnxruntime-gpu to 1.30 or newer for the static form"
+    )
+    # What is asked for by name is never replaced by another, and where there is no other nothing is.
+    with pytest.raises(PlacementError, match="no kernel for Cast"):
+        open_session(bundle, "ort", OpenOptions(device="cuda", form="static"))
+    alone = make_contrib(tmp_path / "alone", ENCODER | {"decoder_static": GRAPHS["decoder_static"]})
+    with pytest.raises(PlacementError, match="no kernel for Cast"):
+        open_session(alone, "ort", OpenOptions(device="cuda"))
+    assert len(caplog.records) == 1
 
 
 def test_a_bundle_without_the_contrib_form_runs_as_before(tmp_path: Path, opened: list[Form | None]) -> None:

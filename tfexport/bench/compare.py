@@ -22,6 +22,7 @@ FIELDS = {
     "scenario": ("scenario",),
     "backend": ("settings", "backend"),
     "device": ("settings", "device"),
+    "form": ("settings", "form"),
     "engine": ("settings", "engine"),
     "batch_size": ("settings", "batch_size"),
     "source_length": ("settings", "source_length"),

@@ -10,7 +10,7 @@ from tfexport.decode.config import DecodeConfig
 from tfexport.errors import ConfigError, raise_all
 from tfexport.fields import Config
 from tfexport.runtime.registry import AUTO, names
-from tfexport.spec import Device, ModelSpec
+from tfexport.spec import Device, Form, ModelSpec
 
 Scenario = Literal["single", "offline", "server", "sweep"]
 
@@ -48,13 +48,14 @@ class BenchConfig(Config, subject="bench"):
 
     Empty sizes and a `duration` of None are filled in by `resolve`. Several sizes make a
     sweep over all their combinations. `rate` is requests a second of the server
-    scenario, `duration` seconds to measure in each process, for each cell. `device` and
-    `engine` are those of `tfexport.load`.
+    scenario, `duration` seconds to measure in each process, for each cell. `device`,
+    `form` and `engine` are those of `tfexport.load`.
     """
 
     scenario: Scenario = "single"
     backend: str = AUTO
     device: Device = "cpu"
+    form: Form | None = None
     engine: str | None = None
     batch_size: tuple[int, ...] = ()
     source_length: tuple[int, ...] = ()

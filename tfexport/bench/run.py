@@ -82,7 +82,7 @@ def check_parity(bundle: Bundle, config: BenchConfig, report: Callable[[str], No
         raise ParityError(
             f"{bundle.path}: parity failed when it was made; fast and wrong is not timed, export it again"
         )
-    options = registry.OpenOptions(device=config.device, engine=config.engine)
+    options = registry.OpenOptions(form=config.form, device=config.device, engine=config.engine)
     backend = registry.choose(bundle, options) if config.backend == AUTO else registry.get(config.backend)
     exported_on, compared = registry.comparable()[0], backend in registry.comparable()
     # The verification of an export compares its backend with the eager model, so that both are proven.

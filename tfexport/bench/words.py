@@ -55,6 +55,7 @@ def headline(result: dict[str, Any]) -> list[str]:
         bundle["precision"],
         settings["backend"] + (f" {settings['engine']}" if settings["engine"] else ""),
         *([settings["device"]] if settings["device"] != "cpu" else []),
+        *([f"{settings['form']} form"] if settings["form"] else []),
         result["scenario"] + (f" at {settings['rate']:g} requests/s" if settings["rate"] else ""),
         *sizes,
         *([f"{settings['input']['texts']:,} texts"] if settings["input"] else []),

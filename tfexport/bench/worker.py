@@ -40,7 +40,9 @@ def measure(bundle: Path, config: BenchConfig, texts: list[str] | None, number: 
     Returns:
         JSON values that `tfexport.bench.result` reads.
     """
-    load_s, model = clock(lambda: load(bundle, backend=config.backend, device=config.device, engine=config.engine))
+    load_s, model = clock(
+        lambda: load(bundle, backend=config.backend, form=config.form, device=config.device, engine=config.engine)
+    )
     sources = None if texts is None else _encode(model, texts)
     first_token_s, cells = None, []
     for cell in config.cells:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tfexport.cli.options import decode_options, json_option, text_options
+from tfexport.cli.options import decode_options, form_option, json_option, text_options
 from tfexport.cli.terminal import inputs_of, json_text, lines_to, progress
 from tfexport.decode.config import DecodeConfig
 from tfexport.errors import InputError
-from tfexport.spec import Device
+from tfexport.spec import Device, Form
 
 if TYPE_CHECKING:
     from tfexport.model import Pooling
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @text_options
+@form_option
 @click.option("--prefix", help="Text that every output begins with.")
 @json_option
 @decode_options
@@ -31,6 +32,7 @@ def generate(
     backend: str,
     engine: str | None,
     device: Device,
+    form: Form | None,
     batch_size: int,
     prefix: str | None,
     as_json: bool,
@@ -47,7 +49,7 @@ def generate(
 
     prefixes = None if prefix is None else [prefix] * len(inputs)
     with (
-        load(bundle, backend=backend, device=device, engine=engine) as model,
+        load(bundle, backend=backend, form=form, device=device, engine=engine) as model,
         lines_to(output) as write,
         progress(len(inputs), batch_size) as tick,
     ):

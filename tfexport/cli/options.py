@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import click
 
 from tfexport.decode.config import DecodeConfig
 from tfexport.runtime.registry import AUTO, names
+from tfexport.spec import Form
 
 F = TypeVar("F", bound=Callable[..., Any])
 _DECODE_HELP = {
@@ -51,6 +52,11 @@ INPUT = click.Path(exists=True, dir_okay=False, readable=True, allow_dash=True, 
 backend_option = click.option("--backend", type=click.Choice(names()), default=AUTO, help="What runs the bundle.")
 device_option = click.option(
     "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="Where ONNX Runtime computes."
+)
+form_option = click.option(
+    "--form",
+    type=click.Choice(get_args(Form)),
+    help="Decoder graph that ONNX Runtime runs; the fastest that bundle and device have when not given.",
 )
 engine_option = click.option(
     "--engine", help="TensorRT engine of the bundle; the only one that fits here when not given."

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import onnxruntime as ort
@@ -15,6 +17,7 @@ from click.testing import CliRunner
 from onnx import TensorProto, helper
 
 from tests import tiny
+from tests.conftest import ROOT
 from tests.runtime.exported import Once, ort_session, sources
 from tfexport.cli import main
 from tfexport.errors import BackendError
@@ -23,10 +26,18 @@ from tfexport.model import load
 from tfexport.models.config import model_spec
 from tfexport.runtime.ort import device as ort_device
 from tfexport.runtime.ort.cache import FIRST_CAPACITY, DeviceBuffers, HostBuffers
-from tfexport.runtime.ort.device import ELEMENT_TYPE, OrtDevice, driver_problem, misplaced, prepare_cuda
+from tfexport.runtime.ort.device import (
+    ELEMENT_TYPE,
+    MINIMUM,
+    OrtDevice,
+    PlacementError,
+    driver_problem,
+    misplaced,
+    prepare_cuda,
+)
 from tfexport.runtime.ort.gather import ITEM_BYTES, RowGather
 from tfexport.runtime.ort.static import StaticBatch
-from tfexport.spec import FLOAT, Form, Precision
+from tfexport.spec import FLOAT, Device, Form, Precision
 
 SPEC = model_spec(tiny.VARIANTS["post"], "fp32")
 NO_GPU = driver_problem()
@@ -179,6 +190,61 @@ def test_a_session_that_would_compute_in_part_elsewhere_is_refused(dates_bundle:
 
     with pytest.raises(BackendError, match=r"no CUDAExecutionProvider kernel for .*Softmax.*TopK"):
         ort_device._check_placement(Elsewhere(), "decoder.onnx", "CUDAExecutionProvider")
+
+
+class Assigned:
+    """A session with the operators that each provider was given, as ONNX Runtime tells of them."""
+
+    def __init__(self, **operators: str) -> None:
+        self._operators = operators
+
+    def get_providers(self) -> list[str]:
+        return [f"{name}ExecutionProvider" for name in self._operators]
+
+    def get_provider_graph_assignment_info(self) -> list[SimpleNamespace]:
+        return [
+            SimpleNamespace(
+                ep_name=f"{name}ExecutionProvider",
+                get_nodes=lambda types=types: [SimpleNamespace(op_type=each) for each in types.split()],
+            )
+            for name, types in self._operators.items()
+        ]
+
+
+@pytest.mark.parametrize(
+    ("on_cuda", "on_cpu", "expected"),
+    [
+        # What onnxruntime-gpu 1.26.0 does with the static form in fp16: it has neither operator in opset 24.
+        ("Gemm Attention", "Cast Cast Reshape Reshape Mul Div Concat", ["Cast", "Reshape"]),
+        # And 1.31.1, where the one shape that is reshaped stays where it is.
+        ("Gemm Attention Cast Reshape", "Reshape Mul Div Concat", []),
+        ("Gemm Cast", "Shape Concat", []),
+        ("Gemm Cast Reshape", "Cast Transpose", ["Transpose"]),
+    ],
+)
+def test_cast_and_reshape_may_stay_on_the_cpu_for_shapes_alone(on_cuda: str, on_cpu: str, expected: list[str]) -> None:
+    session = Assigned(CUDA=on_cuda, CPU=on_cpu)
+    assert misplaced(cast(Any, session), "CUDAExecutionProvider") == expected
+    if expected:
+        with pytest.raises(
+            PlacementError, match=rf"no CUDAExecutionProvider kernel for {', '.join(expected)} and would"
+        ):
+            ort_device._check_placement(cast(Any, session), "decoder_static.onnx", "CUDAExecutionProvider")
+
+
+@pytest.mark.parametrize(("device", "extra"), [("cpu", "cpu"), ("cuda", "gpu")])
+def test_the_oldest_version_is_the_one_that_the_extra_asks_for(device: Device, extra: str) -> None:
+    (requirement,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"][extra]
+    assert requirement.rpartition(">=")[2] == MINIMUM[device]
+
+
+def test_a_graph_that_does_not_load_names_the_oldest_version_of_the_device(tmp_path: Path) -> None:
+    (tmp_path / "broken.onnx").write_bytes(b"no graph")
+    device = OrtDevice("cpu")
+    for name in ("cpu", "cuda"):
+        device.type = cast(Device, name)  # this build has no CUDA, and says so first where it is asked for it
+        with pytest.raises(BackendError, match=f"which must be {MINIMUM[device.type]} or newer on {name}: "):
+            device.load(tmp_path / "broken.onnx", "broken.onnx", 1)
 
 
 @pytest.mark.skipif("CUDAExecutionProvider" in ort.get_available_providers(), reason="onnxruntime-gpu is installed")

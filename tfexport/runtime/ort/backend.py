@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,9 +12,12 @@ import onnxruntime as ort
 
 from tfexport.bundle.bundle import Bundle
 from tfexport.errors import BackendError, BundleError
+from tfexport.runtime.ort.device import MINIMUM, PlacementError, prepare_cuda
 from tfexport.runtime.registry import Graphs, OpenOptions
 from tfexport.runtime.session import Session
 from tfexport.spec import DECODER, Device, Form, ModelSpec, WeightType
+
+_log = logging.getLogger("tfexport")
 
 
 def open_bundle(bundle: Bundle, options: OpenOptions) -> Session:
@@ -24,8 +28,23 @@ def open_bundle(bundle: Bundle, options: OpenOptions) -> Session:
             f"ort: {bundle.path} holds {graphs.weights} weights for the CPU; for device {options.device} export it "
             "again with --precision fp16"
         )
+
+    def open_form(form: Form | None) -> Session:
+        return open_graphs(graphs.paths, graphs.spec, form, options.threads, options.device, weights=graphs.weights)
+
     form = choose_form(bundle, options.form, options.device)
-    return open_graphs(graphs.paths, graphs.spec, form, options.threads, options.device, weights=graphs.weights)
+    try:
+        return open_form(form)
+    except PlacementError as problem:
+        if options.form is not None or form != "static" or DECODER["concat"] not in graphs.paths:
+            raise
+        session = open_form("concat")
+        _log.warning(
+            "%s; the concat form runs instead; update onnxruntime-gpu to %s or newer for the static form",
+            str(problem).partition(";")[0],
+            MINIMUM["cuda"],
+        )
+        return session
 
 
 def choose_form(bundle: Bundle, form: Form | None, device: Device) -> Form | None:
@@ -116,8 +135,6 @@ def probe(library: str, model: bytes) -> dict[str, str]:
 def _try(provider: str, model: bytes) -> str:
     try:
         if provider != "CPUExecutionProvider":
-            from tfexport.runtime.ort.device import prepare_cuda
-
             prepare_cuda()
         session = ort.InferenceSession(model, providers=[provider])
         (result,) = session.run(None, {"x": np.array([1, 2], np.float32)})

@@ -21,6 +21,8 @@ from tfexport.spec import Device, DType
 Array = NDArray[Any]
 
 PROVIDER: dict[Device, str] = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+# The oldest versions of onnxruntime and onnxruntime-gpu; the extras ask for the same.
+MINIMUM: dict[Device, str] = {"cpu": "1.25", "cuda": "1.30"}
 # TF32 keeps 10 bits of a float32 product; a bundle in fp32 says what PyTorch says only without it.
 _OPTIONS: dict[Device, dict[str, str]] = {"cpu": {}, "cuda": {"device_id": "0", "use_tf32": "0"}}
 # TensorProto.DataType
@@ -30,11 +32,18 @@ SHAPE_OPERATORS = frozenset(
     "Add Cast Concat Constant ConstantOfShape Div Equal Expand Gather Identity Less LessOrEqual Max Min Mod Mul Range "
     "Reshape Shape Size Slice Squeeze Sub Unsqueeze Where".split()
 )
+# Of these, what nearly every graph applies to its own numbers too. A kernel that is missing leaves all of them on the
+# CPU, so they are on shapes there only where others of the same operator are on the GPU.
+DATA_OPERATORS = frozenset({"Cast", "Reshape"})
 
 
 # Threads of a decoder that sleep between two steps are woken for each; longer awake they would take the cores of the
 # next encoder, as those of an encoder would take the decoder's.
 STEP_SPIN_US = 1000
+
+
+class PlacementError(BackendError):
+    """Part of a graph would be computed elsewhere than on the device that was asked for."""
 
 
 class OrtDevice:
@@ -67,7 +76,8 @@ class OrtDevice:
             spin_us: how long its threads wait awake for the next run, in microseconds.
 
         Raises:
-            BackendError: the graph does not load, or part of it would run elsewhere.
+            BackendError: the graph does not load.
+            PlacementError: part of it would run elsewhere.
         """
         options = ort.SessionOptions()
         options.log_severity_level = 3
@@ -87,8 +97,8 @@ class OrtDevice:
             )
         except Exception as error:
             raise BackendError(
-                f"ort: {name} does not load in onnxruntime {ort.__version__}, which must be 1.25 or newer: "
-                f"{first_line(error)}"
+                f"ort: {name} does not load in onnxruntime {ort.__version__}, which must be {MINIMUM[self.type]} or "
+                f"newer on {self.type}: {first_line(error)}"
             ) from error
         if self.type != "cpu":
             _check_placement(session, name, PROVIDER[self.type])
@@ -202,20 +212,18 @@ def _check_placement(session: ort.InferenceSession, name: str, provider: str) ->
         )
     elsewhere = misplaced(session, provider)
     if elsewhere:
-        raise BackendError(
+        raise PlacementError(
             f"ort: {name}: onnxruntime {ort.__version__} has no {provider} kernel for {', '.join(elsewhere)} "
-            "and would compute that on the CPU; update onnxruntime-gpu, export in another precision, or use device cpu"
+            f"and would compute that on the CPU; update onnxruntime-gpu to {MINIMUM['cuda']} or newer, take the concat "
+            "form, export in another precision, or use device cpu"
         )
 
 
 def misplaced(session: ort.InferenceSession, provider: str) -> list[str]:
     """List the operators that a session runs elsewhere than on `provider`, those on shapes left out."""
-    return sorted(
-        {
-            node.op_type
-            for part in session.get_provider_graph_assignment_info()
-            if part.ep_name != provider
-            for node in part.get_nodes()
-            if node.op_type not in SHAPE_OPERATORS
-        }
-    )
+    here: set[str] = set()
+    elsewhere: set[str] = set()
+    for part in session.get_provider_graph_assignment_info():
+        (here if part.ep_name == provider else elsewhere).update(node.op_type for node in part.get_nodes())
+    on_shapes = SHAPE_OPERATORS - (DATA_OPERATORS - here)
+    return sorted(elsewhere - on_shapes)
