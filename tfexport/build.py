@@ -81,7 +81,7 @@ def build_engines(
         GraphError: a graph cannot be made from the bundle.
         BackendError: the library is not usable, or needs a GPU that is not there.
     """
-    resolved = resolve_build(path, config)
+    resolved = resolve_build(path, config, report=report)
     bundle, name = resolved.bundle, engine_key(resolved.config)
     with add_engine(bundle.path, name, force=force) as folder:
         plans: dict[str, PlanEntry] = {}
@@ -112,13 +112,20 @@ def estimate_engines(
     Raises:
         As `build_engines`, for everything that can be known before.
     """
-    resolved = resolve_build(path, config)
+    resolved = resolve_build(path, config, report=report)
     with tempfile.TemporaryDirectory() as scratch:
         return estimate(resolved, prepare_graphs(resolved, Path(scratch), report))
 
 
-def resolve_build(path: Path, config: EngineConfig) -> ResolvedBuild:
+def resolve_build(
+    path: Path, config: EngineConfig, *, report: Callable[[str], None] = lambda line: None
+) -> ResolvedBuild:
     """Open a bundle and resolve how its engines are built; builds nothing.
+
+    Args:
+        path: of the bundle.
+        config: what to build.
+        report: told of choices that may surprise, a line at a time.
 
     Raises:
         BundleError: the bundle is damaged.
@@ -127,7 +134,10 @@ def resolve_build(path: Path, config: EngineConfig) -> ResolvedBuild:
     """
     bundle = open_bundle(path)
     gpus = find_gpus()
-    return resolve(bundle, config, load_library(config.target), gpus[0] if gpus else None)
+    resolved = resolve(bundle, config, load_library(config.target), gpus[0] if gpus else None)
+    for note in resolved.notes:
+        report(note)
+    return resolved
 
 
 def _build(resolved: ResolvedBuild, graph: Graph, progress: Progress) -> SerializedEngine:

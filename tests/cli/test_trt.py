@@ -173,6 +173,25 @@ def test_an_encoder_alone_gets_one_plan(tmp_path: Path) -> None:
     assert "max_target_length is 8" in refused.stderr
 
 
+def test_keys_and_values_of_two_widths_are_built_in_the_concat_form(tmp_path: Path) -> None:
+    """The attention of the library takes one width alone (TensorRT-RTX 1.7.1)."""
+    config = tiny.config(encoder={"layers": 1}, decoder={"layers": 1, "d_k": 8, "d_v": 12})
+    save_model(tiny.model(config), tmp_path / "model")
+    bundle = tmp_path / "bundle"
+    export_bundle(str(tmp_path / "model"), bundle, ExportConfig(forms=("concat", "static")), verify=False)
+    said = "static, whose attention takes keys and values of one width, and a head has 8 and 12"
+    refused = run("trt", bundle, *RTX, "--form", "static", "--max-batch", "2")
+    assert (refused.exit_code, refused.stderr) == (1, f"error: trt: form is {said}; use --form concat\n")
+    built = run("trt", bundle, *RTX, "--max-batch", "2")
+    assert built.exit_code == 0, built.output
+    assert built.stderr.startswith(f"building the concat form, not {said}\n")
+    manifest = open_engine(bundle.resolve(), "tensorrt-rtx-concat-fp32").manifest
+    past = {tensor.name: tensor.shape[3] for tensor in manifest.plans["decoder"].inputs if "past_" in tensor.name}
+    assert past == {"past_key.0": 8, "past_value.0": 12}
+    asked_for = run("trt", bundle, *RTX, "--form", "concat", "--max-batch", "2", "--dry-run")
+    assert (asked_for.exit_code, asked_for.stderr) == (0, "")
+
+
 def test_a_dry_run_builds_and_writes_nothing(dates_bundle: Path) -> None:
     before = sorted(path.name for path in dates_bundle.iterdir())
     found = json.loads(run("trt", dates_bundle, *RTX, *SMALL, "--precision", "fp16", "--dry-run", "--json").stdout)

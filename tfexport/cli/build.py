@@ -24,7 +24,7 @@ from tfexport.trt.config import EngineConfig
 @click.option(
     "--form",
     type=click.Choice(["static", "concat"]),
-    help="Of the decoder; static where the library takes it and the bundle has it when not given.",
+    help="Of the decoder; static where the library takes it of this model and the bundle has it when not given.",
 )
 @click.option("--precision", type=click.Choice(["fp32", "fp16", "bf16"]), help="The bundle's own when not given.")
 @click.option(

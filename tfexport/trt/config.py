@@ -20,7 +20,7 @@ class EngineConfig(Config, subject="engine"):
     """How the graphs of a bundle become TensorRT engines.
 
     None and empty mean: the target that fits this machine, the static form where
-    the target has a layer for it, the bundle's own precision and lengths, the
+    the target takes it of this model, the bundle's own precision and lengths, the
     library's own default. `max_batch` counts hypotheses: a source takes num_beams
     of them. `weights` stores the matrices of linear maps narrower than the graph
     computes. The three shapes override the profile, in the spelling of trtexec:

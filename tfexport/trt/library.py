@@ -15,7 +15,7 @@ from typing import Any
 
 from tfexport.errors import BackendError, EngineError
 from tfexport.install import install_command
-from tfexport.spec import DType, Form
+from tfexport.spec import DType
 from tfexport.trt.config import Target
 from tfexport.trt.cuda import find_gpus, need_gpu
 from tfexport.trt.log import Log, Logger
@@ -61,11 +61,6 @@ class Library:
     def updates_caches_in_place(self) -> bool:
         """Whether there is a layer for `TensorScatter`, which the static form needs."""
         return hasattr(self.trt.LayerType, "KV_CACHE_UPDATE")
-
-    @property
-    def preferred_form(self) -> Form:
-        """The fast form where the library takes it."""
-        return "static" if self.updates_caches_in_place else "concat"
 
     def listen(self) -> Log:
         """Begin to listen to what the library says, to know the reason when something fails."""

@@ -85,12 +85,32 @@ def test_the_form_is_one_that_bundle_and_library_have(
     concat, static = only(tmp_path / "concat", "decoder"), only(tmp_path / "static", "decoder_static")
     assert resolve(concat, EngineConfig(), rtx, None).form == "concat"
     assert resolve(static, EngineConfig(), rtx, None).form == "static"
-    assert resolve(bundle, EngineConfig(), old, L4).form == "concat"
+    on_old = resolve(bundle, EngineConfig(), old, L4)
+    assert on_old.form == "concat"
+    assert on_old.notes == (
+        "building the concat form, not static, which tensorrt 10.3.0 has no layer for, unlike TensorRT 10.15 and newer",
+    )
     with pytest.raises(EngineError, match="form is static, the bundle has concat alone; export it with --forms"):
         resolve(concat, EngineConfig(form="static"), rtx, None)
     for given in (EngineConfig(form="static"), EngineConfig()):
         with pytest.raises(EngineError, match=r"form is static, which tensorrt 10\.3\.0 has no layer for"):
             resolve(static, given, old, L4)
+
+
+def test_keys_and_values_of_two_widths_need_the_concat_form(bundle: Bundle, rtx: Library, tmp_path: Path) -> None:
+    def narrow(bundle: Bundle) -> Bundle:
+        spec = replace(bundle.manifest.spec, head_dim=2)
+        return replace(bundle, manifest=replace(bundle.manifest, spec=spec, config=None))
+
+    why = "static, whose attention takes keys and values of one width, and a head has 2 and 4"
+    chosen = resolve(narrow(bundle), EngineConfig(), rtx, None)
+    assert (chosen.form, chosen.notes) == ("concat", (f"building the concat form, not {why}",))
+    assert resolve(narrow(bundle), EngineConfig(form="concat"), rtx, None).notes == ()
+    assert resolve(bundle, EngineConfig(), rtx, None).notes == ()
+    with pytest.raises(EngineError, match=f"^trt: form is {why}; use --form concat$"):
+        resolve(narrow(bundle), EngineConfig(form="static"), rtx, None)
+    with pytest.raises(EngineError, match=f"form is {why}; export it with --forms concat,static$"):
+        resolve(narrow(only(tmp_path / "static", "decoder_static")), EngineConfig(), rtx, None)
 
 
 def test_the_contrib_form_is_for_no_engine(bundle: Bundle, rtx: Library, old: Library, tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ class ResolvedBuild:
         spec: of the model in the precision of the engines.
         profiles: of every plan, and the limits that follow.
         options: what the builder is told.
+        notes: on choices that may surprise, a line each.
     """
 
     bundle: Bundle
@@ -52,6 +53,7 @@ class ResolvedBuild:
     spec: ModelSpec
     profiles: Profiles
     options: BuilderOptions
+    notes: tuple[str, ...]
 
     @property
     def form(self) -> Form | None:
@@ -104,7 +106,8 @@ def resolve(bundle: Bundle, config: EngineConfig, library: Library, gpu: Gpu | N
         EngineError: lists everything that the bundle or the library does not have.
     """
     problems = _bundle_problems(bundle, config)
-    form = _form(bundle, config, library, problems)
+    notes: list[str] = []
+    form = _form(bundle, config, library, problems, notes)
     spec = replace(bundle.manifest.spec, precision=config.precision or bundle.manifest.spec.precision)
     profiles = _collect(problems, lambda: make_profiles(spec, form or "concat", config))
     options = _collect(problems, lambda: resolve_options(library, config, gpu))
@@ -122,7 +125,7 @@ def resolve(bundle: Bundle, config: EngineConfig, library: Library, gpu: Gpu | N
         compute_capabilities=options.compute_capabilities,
         timing_cache=None,
     )
-    return ResolvedBuild(bundle, library, gpu, resolved, spec, profiles, options)
+    return ResolvedBuild(bundle, library, gpu, resolved, spec, profiles, options, tuple(notes))
 
 
 def _bundle_problems(bundle: Bundle, config: EngineConfig) -> list[str]:
@@ -142,8 +145,8 @@ def _bundle_problems(bundle: Bundle, config: EngineConfig) -> list[str]:
     return problems
 
 
-def _form(bundle: Bundle, config: EngineConfig, library: Library, problems: list[str]) -> Form | None:
-    """Choose the form of the decoder, appending what speaks against it."""
+def _form(bundle: Bundle, config: EngineConfig, library: Library, problems: list[str], notes: list[str]) -> Form | None:
+    """Choose the form of the decoder, appending what speaks against it and what is to be said of it."""
     if not bundle.manifest.spec.has_decoder:
         if config.form is not None:
             problems.append(f"form is {config.form}, but an encoder alone has no decoder; leave it out")
@@ -154,15 +157,27 @@ def _form(bundle: Bundle, config: EngineConfig, library: Library, problems: list
             "the bundle has the contrib form alone, which is for ONNX Runtime; export it with --forms concat,static"
         )
         return None
-    form = config.form or (library.preferred_form if library.preferred_form in there else there[0])
+    unfit = _static_problem(bundle.manifest.spec, library)
+    form = config.form or (there[0] if unfit else there[-1])
     if form not in there:
         problems.append(f"form is {form}, the bundle has {there[0]} alone; export it with --forms concat,static")
-    if form == "static" and not library.updates_caches_in_place:
-        problems.append(
-            f"form is static, which {library.target} {library.version} has no layer for; "
-            "use --form concat, or TensorRT 10.15 or newer"
-        )
+    if unfit and form == "static":
+        remedy = "use --form concat" if "concat" in there else "export it with --forms concat,static"
+        problems.append(f"form is static, {unfit}; {remedy}")
+    if unfit and config.form is None and form != there[-1]:
+        notes.append(f"building the concat form, not static, {unfit}")
     return form
+
+
+def _static_problem(spec: ModelSpec, library: Library) -> str | None:
+    """Say why no engine of the static form can be built of a model."""
+    if not library.updates_caches_in_place:
+        return f"which {library.target} {library.version} has no layer for, unlike TensorRT 10.15 and newer"
+    if spec.head_dim != spec.value_dim:
+        return (
+            f"whose attention takes keys and values of one width, and a head has {spec.head_dim} and {spec.value_dim}"
+        )
+    return None
 
 
 def _collect(problems: list[str], read: Callable[[], T]) -> T | None:
