@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 import onnxruntime as ort
-from numpy.typing import NDArray
 
 from tests.trt.cuda_double import ALIGNMENT, CudaDouble, MisuseError, read_host
 from tfexport.graph.reorder import reorder_graph
+from tfexport.runtime.trt.resources import ITEM_BYTES
 from tfexport.runtime.trt.session import TrtSession
 from tfexport.spec import (
     DECODER,
@@ -252,10 +252,7 @@ class FakeEngine:
         self.name, self.profiles, self.cuda, self.log, self.aliases = name, profiles, cuda, log, aliases
         self.inputs = {tensor.name: tensor for tensor in contract.inputs}
         self.outputs = {tensor.name: tensor for tensor in contract.outputs}
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = 1
-        source = graph if isinstance(graph, bytes) else str(graph)
-        self._session = ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+        self._graph = self.load(graph)
 
     @property
     def num_io_tensors(self) -> int:
@@ -281,19 +278,25 @@ class FakeEngine:
         return FakeContext(self, replays_itself=False)
 
     def itemsize(self, tensor: TensorSpec) -> int:
-        return np.dtype(tensor.dtype).itemsize
+        return ITEM_BYTES[tensor.dtype]
 
-    def array(self, tensor: TensorSpec, shape: Shape, address: int) -> NDArray[Any]:
+    def load(self, graph: Path | bytes) -> Any:
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = 1
+        source = graph if isinstance(graph, bytes) else str(graph)
+        return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+
+    def array(self, tensor: TensorSpec, shape: Shape, address: int) -> Any:
         memory = self.cuda.view(address, math.prod(shape) * self.itemsize(tensor), on_device=True)
         return memory.view(tensor.dtype).reshape(shape)
 
-    def run(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        io = self._session.io_binding()
+    def run(self, arrays: Mapping[str, Any]) -> None:
+        io = self._graph.io_binding()
         for name in self.inputs:
             io.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(arrays[name]))
         for name in self.outputs:
             io.bind_ortvalue_output(name, ort.OrtValue.ortvalue_from_numpy(arrays[name]))
-        self._session.run_with_iobinding(io)
+        self._graph.run_with_iobinding(io)
 
 
 class RtxContext(FakeContext):
