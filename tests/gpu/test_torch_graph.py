@@ -1,0 +1,192 @@
+"""Graphs on PyTorch compute what ONNX Runtime computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+import torch
+from onnx import helper
+
+from tests import tiny
+from tests.gpu.torch_graph import TorchGraph
+from tests.runtime.exported import Once, exported
+from tfexport.bundle.bundle import open_bundle
+from tfexport.errors import GraphError
+from tfexport.graph.reorder import reorder_graph
+from tfexport.spec import DECODER, ENCODER, Form, GraphSpec, ModelSpec, decoder_graph, encoder_graph, reorder_spec
+
+Arrays = dict[str, np.ndarray]
+Graphs = tuple[dict[str, Path], ModelSpec]
+FORMS: tuple[Form, ...] = ("static", "concat")
+# Slots, rows of each, tokens of the target, tokens in the cache, candidates.
+PREFILL, STEP, BEAMS = (3, 1, 4, 0, 1), (3, 1, 1, 5, 4), (2, 3, 1, 7, 8)
+ATOL = {"fp32": 5e-5, "fp16": 2e-2}
+
+
+def compare(graph: Path | bytes, contract: GraphSpec, feed: Arrays, atol: float) -> Arrays:
+    """Run a graph in ONNX Runtime and here, compare all outputs but ids, and return what was found."""
+    source = graph if isinstance(graph, bytes) else str(graph)
+    session = ort.InferenceSession(source, providers=["CPUExecutionProvider"])
+    names = [tensor.name for tensor in contract.outputs]
+    expected = dict(zip(names, session.run(names, feed), strict=True))
+    given = {name: torch.from_numpy(array.copy()) for name, array in feed.items()}
+    found = {name: tensor.numpy() for name, tensor in TorchGraph(graph, "cpu").run(given).items()}
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        assert (found[name].dtype, found[name].shape) == (array.dtype, array.shape), name
+        if name != "candidate_ids":  # equal logits may come in another order
+            np.testing.assert_allclose(found[name], array, atol=atol, rtol=0, err_msg=name)
+    return found
+
+
+def random_source(spec: ModelSpec, batch: int, rng: np.random.Generator) -> Arrays:
+    mask = np.arange(9) < np.array([9, 4, 1])[:batch, None]
+    return {"source_ids": np.where(mask, rng.integers(3, spec.source_vocab, mask.shape), 0), "source_mask": mask}
+
+
+def random_step(
+    spec: ModelSpec, form: Form, cross: Arrays, mask: np.ndarray, sizes: tuple[int, ...], rng: np.random.Generator
+) -> Arrays:
+    """Draw a step: rows stand at different places in the static form; what is behind them is anything."""
+    batch, width, target_len, past_len, num_candidates = sizes
+    rows, capacity = batch * width, spec.max_target_length
+    feed: Arrays = {
+        "target_ids": rng.integers(3, spec.vocab, (rows, target_len)),
+        "source_mask": mask,
+        "num_candidates": np.array([num_candidates]),
+        **cross,
+    }
+    for name, value in cross.items():
+        shape = (rows, spec.heads, past_len if form == "concat" else capacity, value.shape[-1])
+        feed[name.replace("cross", "past")] = rng.normal(size=shape).astype(value.dtype)
+    if form == "static":
+        feed["cache_lengths"] = np.arange(rows) % (past_len + 1)
+    return feed
+
+
+def check_model(graphs: dict[str, Path], spec: ModelSpec, form: Form) -> None:
+    """Compare the encoder, and a decoder in all kinds of steps."""
+    rng, atol = np.random.default_rng(0), ATOL[spec.precision]
+    for sizes in (PREFILL, STEP, BEAMS):
+        source = random_source(spec, sizes[0], rng)
+        cross = compare(graphs[ENCODER], encoder_graph(spec), source, atol)
+        feed = random_step(spec, form, cross, source["source_mask"], sizes, rng)
+        found = compare(graphs[DECODER[form]], decoder_graph(spec, form), feed, atol)
+        taken = np.take_along_axis(found["logits"], found["candidate_ids"], 1)
+        np.testing.assert_array_equal(taken, found["candidate_logits"])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("variant", tiny.VARIANTS)
+def test_graphs_of_every_variant(variant: str, form: Form, once: Once) -> None:
+    graphs, spec = exported(tiny.model(tiny.VARIANTS[variant], dtype=torch.float32), once)
+    check_model(graphs, spec, form)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("fixture", ["dates_bundle", "dates_fp16"])
+def test_graphs_of_the_trained_model(request: pytest.FixtureRequest, fixture: str, form: Form) -> None:
+    bundle = open_bundle(request.getfixturevalue(fixture))
+    graphs = {name: bundle.file(graph.file) for name, graph in bundle.manifest.graphs.items()}
+    check_model(graphs, bundle.manifest.spec, form)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_the_graph_that_reorders(precision: Any) -> None:
+    cache = np.random.default_rng(0).normal(size=(4, 6)).astype(reorder_spec(precision).inputs[0].dtype)
+    found = compare(
+        reorder_graph(precision), reorder_spec(precision), {"cache": cache, "order": np.array([3, 3, 0])}, 0
+    )
+    np.testing.assert_array_equal(found["reordered"], cache[[3, 3, 0]])
+
+
+def test_a_cache_is_written_in_place_and_nothing_else_is(dates_bundle: Path) -> None:
+    bundle = open_bundle(dates_bundle)
+    spec, rng = bundle.manifest.spec, np.random.default_rng(0)
+    source = random_source(spec, 3, rng)
+    encoder = TorchGraph(bundle.file(bundle.manifest.graphs[ENCODER].file), "cpu")
+    cross = {name: t.numpy() for name, t in encoder.run({n: torch.from_numpy(a) for n, a in source.items()}).items()}
+    feed = random_step(spec, "static", cross, source["source_mask"], STEP, rng)
+    given = {name: torch.from_numpy(array.copy()) for name, array in feed.items()}
+    found = TorchGraph(bundle.file(bundle.manifest.graphs[DECODER["static"]].file), "cpu").run(given)
+    for name, array in feed.items():
+        if name.startswith("past"):
+            assert found[name.replace("past", "present")].data_ptr() == given[name].data_ptr()
+            changed = (given[name].numpy() != array).any((1, 3))
+            assert [row.nonzero()[0].tolist() for row in changed] == [[0], [1], [2]], name
+        else:
+            np.testing.assert_array_equal(given[name].numpy(), array, err_msg=name)
+
+
+def node(name: str, *arrays: np.ndarray, outputs: int = 1, **attributes: Any) -> bytes:
+    """Return a graph of one node with inputs x0, x1 … of these types, and constants where they are no arrays."""
+    kinds = [helper.np_dtype_to_tensor_dtype(array.dtype) for array in arrays]
+    inputs = [
+        helper.make_tensor_value_info(f"x{place}", kind, array.shape)
+        for place, (kind, array) in enumerate(zip(kinds, arrays, strict=True))
+    ]
+    made = [f"y{place}" for place in range(outputs)]
+    graph = helper.make_graph(
+        [helper.make_node(name, [each.name for each in inputs], made, **attributes)],
+        name,
+        inputs,
+        [helper.make_empty_tensor_value_info(each) for each in made],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)], ir_version=10)
+    raw: bytes = model.SerializeToString()
+    return raw
+
+
+FLOATS, SIGNS = np.array([[0.5, -2.0, 3.0]], np.float32), np.array([[7, -7, 1]])
+NODES: dict[str, tuple[str, tuple[np.ndarray, ...], dict[str, Any]]] = {
+    "integers are divided towards zero": ("Div", (SIGNS, np.array([2])), {}),
+    "indices count from the end": ("Gather", (FLOATS, np.array([[-1, 0]])), {"axis": 1}),
+    "a size of 0 is kept": ("Reshape", (FLOATS, np.array([0, -1, 1])), {}),
+    "shapes broadcast both ways": ("Expand", (FLOATS, np.array([2, 1, 1])), {}),
+    "axes count from the end": ("Unsqueeze", (FLOATS, np.array([-1, 0])), {}),
+    "attention has a scale of its own": (
+        "Attention",
+        (*(np.random.default_rng(i).normal(size=(2, 2, 3, 4)).astype(np.float32) for i in range(3)),
+         np.ones((2, 1, 3, 3), np.bool_)),
+        {},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "arrays", "attributes"), NODES.values(), ids=NODES)
+def test_what_our_graphs_seldom_show(name: str, arrays: tuple[np.ndarray, ...], attributes: dict[str, Any]) -> None:
+    graph = node(name, *arrays, **attributes)
+    feed = {f"x{place}": array for place, array in enumerate(arrays)}
+    (expected,) = ort.InferenceSession(graph, providers=["CPUExecutionProvider"]).run(None, feed)
+    found = TorchGraph(graph, "cpu").run({each: torch.from_numpy(array) for each, array in feed.items()})["y0"]
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-5)
+
+
+def test_an_operator_that_is_not_there_is_named() -> None:
+    with pytest.raises(GraphError, match=r"no Erf here; add it to tests/gpu/torch_graph\.py"):
+        TorchGraph(node("Erf", FLOATS), "cpu")
+
+
+def test_shapes_stay_on_the_host(once: Callable[[str, Callable[[Path], object]], Path]) -> None:
+    """On the device `meta` no value can be read, as in a capture: whatever the host needs must come from shapes."""
+    graphs, spec = exported(tiny.model(tiny.VARIANTS["t5"], dtype=torch.float32), once)
+    rng = np.random.default_rng(0)
+    source = random_source(spec, 3, rng)
+
+    def on_meta(feed: Arrays) -> dict[str, torch.Tensor]:
+        tensors = {name: torch.from_numpy(array) for name, array in feed.items()}
+        return {name: t if name == "num_candidates" else t.to("meta") for name, t in tensors.items()}
+
+    cross = TorchGraph(graphs[ENCODER], "meta").run(on_meta(source))
+    shapes = {name: np.zeros(value.shape, np.float32) for name, value in cross.items()}
+    for form in FORMS:
+        for sizes in (PREFILL, STEP):
+            feed = random_step(spec, form, shapes, source["source_mask"], sizes, rng)
+            found = TorchGraph(graphs[DECODER[form]], "meta").run(on_meta(feed))
+            assert all(tensor.is_meta for tensor in found.values())
+            assert found["candidate_ids"].shape == (3, sizes[-1])
