@@ -13,7 +13,9 @@ from tfexport.probes import find_gpus, run_probe
 from tfexport.runtime.registry import backends
 
 # "rtx-library" is the library alone, "tensorrt-rtx" one that takes the GPU.
-Need = Literal["gpu", "tensorrt", "rtx-library", "tensorrt-rtx", "ort-cuda", "torch-cuda", "export", "polygraphy"]
+Need = Literal[
+    "gpu", "tensorrt", "rtx-library", "tensorrt-rtx", "ort", "ort-cuda", "torch-cuda", "export", "polygraphy"
+]
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,15 @@ def _on_both(name: str, file: str, what: str, limit_s: int, *more: Need) -> tupl
 
 
 PARTS: tuple[Part, ...] = (
+    # With PyTorch alone: whether captures, overlapped steps and threads are right on a real GPU.
+    _part(
+        "engine-double",
+        "engine_double.py::test_engine_double",
+        "the session for TensorRT on engines of PyTorch: captures, overlapped steps, threads, memory",
+        240,
+        "torch-cuda",
+        "ort",
+    ),
     _part(
         "rtx-accepts",
         "parity.py::test_rtx_accepts",
@@ -105,6 +116,7 @@ def missing(need: Need) -> str:
         "export": lambda: next(filter(None, map(_absent, ("torch", "onnx", "onnxscript", "safetensors"))), ""),
         "polygraphy": lambda: _absent("polygraphy"),
         "rtx-library": lambda: _absent("tensorrt_rtx"),
+        "ort": lambda: _absent("onnxruntime"),
         "ort-cuda": lambda: _problem("onnxruntime", "cuda"),
         "torch-cuda": lambda: _problem("torch", "cpu") or missing("gpu"),
         "tensorrt": lambda: _problem("tensorrt", "gpu"),

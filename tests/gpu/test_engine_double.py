@@ -1,0 +1,315 @@
+"""The session that drives TensorRT, on engines of PyTorch: on the GPU with its streams, graphs and events, or on none.
+
+What can be settled without TensorRT is settled here wherever there is PyTorch and a GPU: captures and replays, steps
+that overlap, buffers that are read too early or written too soon. Without a GPU the same checks run on the host, where
+they show that the engines compute what they should.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests import tiny
+from tests.gpu import test_sessions
+from tests.gpu.job import Job
+from tests.gpu.torch_engine import GpuEngine, TorchEngine, WatchedCuda
+from tests.runtime import test_contract as contract
+from tests.runtime.exported import Once, exported
+from tests.runtime.joining import alone, differing, joining, random_requests
+from tests.runtime.trt import test_batch, test_decode, test_session
+from tests.runtime.trt.conftest import Model
+from tests.runtime.trt.trt_double import LIBRARY, DoubleSession, make_engines, trt_session
+from tests.trt.cuda_double import CudaDouble
+from tfexport.decode.config import DecodeConfig
+from tfexport.decode.offline import decode
+from tfexport.runtime.trt.session import TrtSession
+from tfexport.spec import Form
+from tfexport.trt.config import EngineConfig
+
+FORMS: tuple[Form, ...] = ("static", "concat")
+# What PyTorch and CUDA keep between sessions: code of kernels that ran for the first time.
+SLACK_BYTES = 16 << 20
+
+
+class UncapturableEngine(TorchEngine):
+    """An engine that no graph can hold, which it does not say beforehand."""
+
+    is_capturable = False
+
+
+class WaitingEngine(GpuEngine):
+    """An engine that waits for the GPU, which no capture survives."""
+
+    def run(self, arrays: Any) -> None:
+        super().run(arrays)
+        torch.cuda.current_stream().synchronize()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where engines run.
+
+    Attributes:
+        cuda: makes the device.
+        engine: class of the engines.
+        uncapturable: class of engines whose capture fails.
+        synchronize: waits for everything.
+        free_bytes: says how much memory the device has left.
+    """
+
+    cuda: Callable[[], Any]
+    engine: type[TorchEngine]
+    uncapturable: type[TorchEngine]
+    synchronize: Callable[[], None]
+    free_bytes: Callable[[], int]
+
+
+def free_gpu_bytes() -> int:
+    """Return the memory of the GPU that nobody has, when PyTorch has given back what it has left over."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
+
+
+HOST = Place(CudaDouble, TorchEngine, UncapturableEngine, lambda: None, lambda: 0)
+GPU = Place(WatchedCuda, GpuEngine, WaitingEngine, torch.cuda.synchronize, free_gpu_bytes)
+
+
+class PlacedModel(Model):
+    """The trained model on engines of PyTorch."""
+
+    def __init__(self, bundle: Path, place: Place) -> None:
+        super().__init__(bundle)
+        self.place = place
+
+    def trt(self, form: Form = "static", **options: Any) -> DoubleSession:
+        return super().trt(form, **{"kind": self.place.engine, "cuda": self.place.cuda(), **options})
+
+    def tokens(self, session: Any, **options: Any) -> list[list[tuple[int, ...]]]:
+        config = DecodeConfig(**options)
+        return [[each.token_ids for each in text] for text in decode(session, self.sources, config, batch_size=7)]
+
+
+def decodes(dates: PlacedModel, form: Form) -> None:
+    """Greedy, with beams, filters and samples: the tokens of ONNX Runtime."""
+    expected, session = test_decode.dates_ort(dates, form), dates.trt(form, max_batch=32)
+    for name, options in test_decode.OPTIONS.items():
+        assert dates.tokens(session, **options) == dates.tokens(expected, **options), name
+    session.close()
+    assert session.cuda.is_empty
+
+
+def batch_sizes(dates: PlacedModel) -> None:
+    """No text depends on its batch."""
+    test_decode.test_no_text_depends_on_its_batch(dates)
+
+
+def joins(dates: PlacedModel) -> None:
+    """Requests of every kind that join and leave get what each gets alone, in any order."""
+    session = dates.trt(max_batch=24)
+    for seed in range(2):
+        requests = random_requests(session, 24, seed)
+        assert not differing(joining(session, requests, seed), alone(session, requests))
+    session.close()
+
+
+def poison(dates: PlacedModel) -> None:
+    """Free slots full of NaN harm nobody, while sources join and leave."""
+    rng = np.random.default_rng(0)
+    asked, session = test_batch.requests(dates, rng, 20), dates.trt(max_batch=5)
+    for batch in test_batch.serve(session, dates, list(asked), rng, slots=5):
+        test_batch.poison(batch, dates.spec)
+        dates.place.synchronize()
+    for request in asked:
+        assert request.tokens == dates.greedy(request.source, request.prompt, request.limit)
+    session.close()
+
+
+def replays(dates: PlacedModel) -> None:
+    """Steps are captured once and replayed, also by the next batch like it."""
+    session = dates.trt()
+    cuda = session.cuda
+    test_session.greedy_steps(session, dates, 6)
+    assert cuda.counts["launch"] >= 5, "all but the first"
+    found = []
+    for _ in range(2):
+        gc.collect()
+        captured, launched = cuda.counts["capture"], cuda.counts["launch"]
+        test_session.greedy_steps(session, dates, 6)
+        found.append((cuda.counts["capture"] - captured, cuda.counts["launch"] - launched))
+    assert found[0][0] <= 1, "a first step from the host"
+    assert found[1] == (0, found[0][1]), "nothing new"
+    assert found[1][1] >= 6
+    session.close()
+
+
+def overlap(dates: PlacedModel) -> None:
+    """A step that was begun too early is dropped when the host decides otherwise."""
+    for width in (1, 2):
+        test_session.test_an_overlapped_step_is_dropped_when_the_host_decides_otherwise(dates, width)
+    test_session.test_a_source_that_joins_does_not_get_the_step_of_its_slot(dates)
+
+
+def beams(dates: PlacedModel) -> None:
+    """Beams branch at random while sources join and leave."""
+    for form in FORMS:
+        test_batch.test_beams_branch_while_sources_join_and_leave(dates, form, 3, 0)
+
+
+def failed_capture(dates: PlacedModel) -> None:
+    """Where a capture fails, decoding goes on without graphs and says so once; the device is as before."""
+    expected = dates.trt()
+    for options in ({}, {"num_beams": 3}):
+        session = dates.trt(kind=dates.place.uncapturable)
+        with warnings_of("tfexport") as said:
+            for _ in range(2):
+                assert dates.tokens(session, **options) == dates.tokens(expected, **options)
+        assert len(said) == 1, said
+        assert "without CUDA graphs" in said[0]
+        assert session.cuda.counts["launch"] == 0
+        session.close()
+        assert session.cuda.is_empty
+
+
+def threads(dates: PlacedModel) -> None:
+    """Two sessions over one set of engines, from eight threads: everybody gets what one alone gets."""
+    cuda, config = dates.place.cuda(), EngineConfig(max_batch=32)
+    engines, limits = make_engines(dates.graphs, dates.spec, "static", config, cuda, [], dates.place.engine)
+    opened = [TrtSession(engines, dates.spec, "static", limits, LIBRARY, cuda) for _ in range(2)]
+    test_sessions.together(opened)
+    for session in opened:
+        session.close()
+    assert cuda.is_empty
+
+
+def memory(dates: PlacedModel) -> None:
+    """A session holds what it says, and gives it back: the second one leaves no more behind than the first."""
+
+    def use() -> None:
+        session = dates.trt()
+        for options in ({}, {"num_beams": 4}):
+            dates.tokens(session, **options)
+        assert session.memory_bytes() == session.cuda.device_bytes
+        session.close()
+        assert session.cuda.is_empty
+
+    use()
+    before = dates.place.free_bytes()
+    use()
+    assert dates.place.free_bytes() >= before - SLACK_BYTES
+
+
+def leftovers(dates: PlacedModel) -> None:
+    """What a batch leaves on the device reaches no later batch, and contexts go when they should."""
+    session = dates.trt()
+    batch, start = dates.started(session, 2)
+    former: Any = batch._replica
+    device = former._device
+    session.cuda.synchronize(device.stream)
+    for name in ("past_key.0", "past_value.0", "cross_key.0"):
+        session.cuda.view(device.memory[name], device.memory._sizes[name], on_device=True)[:] = 0xFF
+    dates.place.synchronize()
+    del batch
+    gc.collect()
+    again, _ = dates.started(session, 2)
+    assert again._replica is former
+    test_batch.assert_as_alone(dates, again.step(start, 4), dates.sources[:2], [[dates.start]] * 2)
+    test_session.test_contexts_go_with_their_graphs_and_not_when_garbage_is_collected(dates)
+
+
+CHECKS: dict[str, Callable[[PlacedModel], None]] = {
+    "decodes, static": functools.partial(decodes, form="static"),
+    "replays": replays,
+    "overlapped steps are dropped": overlap,
+    "a capture that fails": failed_capture,
+    "sources join and leave": joins,
+    "NaN in free slots": poison,
+    "beams branch": beams,
+    "decodes, concat": functools.partial(decodes, form="concat"),
+    "threads": threads,
+    "memory": memory,
+    "former batches": leftovers,
+    "batch sizes": batch_sizes,
+}
+
+
+@contextmanager
+def warnings_of(name: str) -> Iterator[list[str]]:
+    """Collect what a logger warns of."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(name).addHandler(handler)
+    try:
+        yield said
+    finally:
+        logging.getLogger(name).removeHandler(handler)
+
+
+def check_contract(session: Any, model: Any) -> None:
+    """What every backend keeps to, against the full forward pass of PyTorch."""
+    contract.test_steps_equal_the_full_forward(session, model, 4)
+    contract.test_a_prompt_equals_its_steps(session, model, 5)
+    for width, order in contract.ORDERS.values():
+        contract.test_reorder(session, model, width, order)
+    contract.test_sources_join_while_others_are_decoded(session, model)
+    contract.test_padding_changes_nothing(session, model)
+    contract.test_remove((session, model), 2, [3, 0, 1])
+    contract.test_an_empty_batch_is_begun_anew((session, model))
+    contract.test_candidates_belong_to_the_caller((session, model))
+    contract.test_batches_do_not_mix((session, model))
+    contract.test_threads_share_a_session(session, model)
+    contract.test_limits(session, model)
+
+
+def contract_session(place: Place, form: Form, once: Once) -> tuple[Any, Any]:
+    model = tiny.model(tiny.VARIANTS["pre-std"], dtype=torch.float32)
+    graphs, spec = exported(model, once)
+    return trt_session(graphs, spec, form, cuda=place.cuda(), kind=place.engine), model
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_on_the_host(name: str, dates_bundle: Path) -> None:
+    CHECKS[name](PlacedModel(dates_bundle, HOST))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_contract_on_the_host(form: Form, once: Once) -> None:
+    check_contract(*contract_session(HOST, form, once))
+
+
+def engine_double(job: Job) -> None:
+    """All of it on the GPU."""
+    bundle = job.bundle("dates")
+    for name, check in CHECKS.items():
+        with job.check(name):
+            check(PlacedModel(bundle, GPU))
+
+    def once(name: str, make: Callable[[Path], object]) -> Path:
+        path = job.work / "bundles" / name
+        if not path.exists():
+            make(path)
+        return path
+
+    for form in FORMS:
+        with job.check(f"contract, {form}"):
+            check_contract(*contract_session(GPU, form, once))
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")
+def test_engine_double(gpu_job: Job) -> None:
+    engine_double(gpu_job)

@@ -1,0 +1,200 @@
+"""TensorRT engines without TensorRT, on the real CUDA: PyTorch runs the graph, all else is that of the doubles.
+
+Streams, graphs, pinned memory and events are those of `tfexport.trt.cuda.Cuda`. What PyTorch needs beside them keeps to
+what a library keeps to: each context has memory of its own, which its first run fills, so that a captured run allocates
+nothing and its graph shares memory with nobody.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tests.gpu.torch_graph import TorchGraph
+from tests.runtime.trt.trt_double import ExecutionContextAllocationStrategy, FakeContext, FakeEngine, Shape
+from tests.trt.cuda_double import MisuseError
+from tfexport.spec import TensorSpec
+from tfexport.trt.cuda import Cuda, Graph
+
+# What the double of CUDA counts, by the function of CUDA that does it.
+COUNTED = {
+    "cudaGraphInstantiate": "capture",
+    "cudaGraphLaunch": "launch",
+    "cudaStreamSynchronize": "synchronize",
+    "cudaEventSynchronize": "wait",
+}
+# What makes something, and what frees it.
+OWNED = {
+    "cudaMalloc": "cudaFree",
+    "cudaHostAlloc": "cudaFreeHost",
+    "cudaStreamCreateWithFlags": "cudaStreamDestroy",
+    "cudaEventCreateWithFlags": "cudaEventDestroy",
+    "cudaGraphInstantiate": "cudaGraphExecDestroy",
+}
+
+
+class TorchEngine(FakeEngine):
+    """An `ICudaEngine` whose graph PyTorch runs, on the host memory of a `CudaDouble`."""
+
+    device = "cpu"
+
+    def load(self, graph: Path | bytes) -> TorchGraph:
+        return TorchGraph(graph, self.device)
+
+    def array(self, tensor: TensorSpec, shape: Shape, address: int) -> Tensor:
+        num_bytes = int(np.prod(shape)) * self.itemsize(tensor)
+        memory = self.cuda.view(address, num_bytes, on_device=True)
+        flat = torch.from_numpy(memory) if isinstance(memory, np.ndarray) else memory
+        return flat.view(getattr(torch, tensor.dtype)).view(shape)
+
+    def run(self, arrays: Mapping[str, Any]) -> None:
+        inputs = {name: torch.as_tensor(arrays[name]) for name in self.inputs}
+        for name, found in self._graph.run(inputs).items():
+            if found.data_ptr() != arrays[name].data_ptr():  # a cache is written where it lies
+                arrays[name].copy_(found)
+
+
+class GpuContext(FakeContext):
+    """An `IExecutionContext` on the GPU."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        super().__init__(engine, replays_itself=False)
+        self._pool = torch.cuda.MemPool()
+
+    def execute_async_v3(self, stream_handle: int) -> bool:
+        """Queue the engine; like the library, say no where PyTorch or CUDA does."""
+        try:
+            with torch_stream(stream_handle), torch.cuda.use_mem_pool(self._pool):
+                return super().execute_async_v3(stream_handle)
+        except RuntimeError as error:
+            return self._refuse(" ".join(str(error).split()))
+
+
+class GpuEngine(TorchEngine):
+    """An `ICudaEngine` whose graph PyTorch runs on the GPU."""
+
+    device = "cuda"
+
+    def load(self, graph: Path | bytes) -> TorchGraph:
+        loaded = super().load(graph)
+        torch.cuda.synchronize()  # weights go up on another stream than those that read them
+        return loaded
+
+    def create_execution_context(self, strategy: Any) -> GpuContext | None:
+        if self.cuda.is_capturing or strategy is not ExecutionContextAllocationStrategy.USER_MANAGED:
+            return None
+        self.cuda.counts["context"] += 1
+        return GpuContext(self)
+
+
+class WatchedCuda(Cuda):
+    """The real CUDA, as strict about addresses as its double, and with the same counts.
+
+    Attributes:
+        counts: calls by name.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self._calls: Counter[str] = Counter()
+        self._sizes: dict[int, int] = {}  # of device memory, by address
+        self._views: dict[tuple[int, int], Tensor] = {}
+        self._capturing = threading.local()
+        self._lock = threading.RLock()
+
+    @property
+    def device_bytes(self) -> int:
+        with self._lock:
+            return sum(self._sizes.values())
+
+    @property
+    def is_empty(self) -> bool:
+        return all(self._calls[made] == self._calls[freed] for made, freed in OWNED.items())
+
+    @property
+    def is_capturing(self) -> bool:
+        return getattr(self._capturing, "is_on", False)
+
+    def allocate(self, num_bytes: int) -> int:
+        address = super().allocate(num_bytes)
+        with self._lock:
+            self._sizes[address] = num_bytes
+        return address
+
+    def free(self, address: int) -> None:
+        with self._lock:
+            if self._sizes.pop(address, None) is None:
+                raise MisuseError(f"{address:#x} is freed, which nobody allocated")
+            self._views = {place: view for place, view in self._views.items() if self._owner(place[0]) is not None}
+        super().free(address)
+
+    def is_device(self, address: int) -> bool:
+        with self._lock:
+            return self._owner(address) is not None
+
+    def view(self, address: int, num_bytes: int, *, on_device: bool) -> Tensor:
+        """Return device memory, which must be live and large enough, uint8 [num_bytes]."""
+        with self._lock:
+            start = self._owner(address)
+            if not on_device or start is None or address + num_bytes > start + self._sizes[start]:
+                raise MisuseError(f"{num_bytes} bytes at {address:#x} are no live device memory")
+            if (address, num_bytes) not in self._views:  # made by the first run: none is made in a capture
+                self._views[address, num_bytes] = over_memory(address, num_bytes)
+            return self._views[address, num_bytes]
+
+    def enqueue(self, stream: int, work: Callable[[], None]) -> None:
+        """Queue what PyTorch does; its current stream is this one, as `GpuContext` sees to."""
+        if torch.cuda.current_stream().cuda_stream != stream:
+            raise MisuseError("PyTorch is on another stream")
+        work()
+
+    @contextmanager
+    def capture(self, stream: int) -> Iterator[Graph]:
+        with torch_stream(stream):
+            pass  # so that this thread has its handle before
+        self._capturing.is_on = True
+        try:
+            with super().capture(stream) as graph:
+                yield graph
+        finally:
+            self._capturing.is_on = False
+
+    def _owner(self, address: int) -> int | None:
+        return next((start for start, size in self._sizes.items() if start <= address < start + size), None)
+
+    def _call(self, name: str, *arguments: Any, doing: str = "") -> Any:
+        found = super()._call(name, *arguments, doing=doing)
+        with self._lock:
+            self._calls[name] += 1
+            if name in COUNTED:
+                self.counts[COUNTED[name]] += 1
+        return found
+
+
+@contextmanager
+def torch_stream(handle: int) -> Iterator[None]:
+    """Let PyTorch queue on a stream, with the matrix library's handle and workspace of this thread and stream.
+
+    They are made here, in the memory that all contexts share: they outlive every context.
+    """
+    with torch.cuda.stream(torch.cuda.ExternalStream(handle)):
+        torch.cuda.current_blas_handle()
+        yield
+
+
+def over_memory(address: int, num_bytes: int) -> Tensor:
+    """Return a tensor over device memory that somebody else owns, uint8 [num_bytes]."""
+    if not num_bytes:
+        return torch.empty(0, dtype=torch.uint8, device="cuda")
+    interface = {"shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "strides": None, "version": 3}
+    owner = type("Memory", (), {"__cuda_array_interface__": interface})()
+    return torch.as_tensor(owner, device="cuda")
