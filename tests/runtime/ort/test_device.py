@@ -275,21 +275,6 @@ def test_a_build_with_cuda_without_a_driver_says_so(monkeypatch: pytest.MonkeyPa
         prepare_cuda()
 
 
-def test_a_library_that_is_missing_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The libraries of a CUDA that does not exist yet are missing everywhere."""
-    monkeypatch.setattr(ort, "get_available_providers", lambda: ["CUDAExecutionProvider", "CPUExecutionProvider"])
-    monkeypatch.setattr(ort_device, "driver_problem", lambda: None)
-    monkeypatch.setattr(ort, "cuda_version", "99.0")
-    with pytest.raises(BackendError) as error:
-        prepare_cuda()
-    assert "was built for CUDA 99.0 and cannot load " in str(error.value)
-    assert "libcublas" in str(error.value)
-    assert str(error.value).endswith("; pip install 'tfexport[gpu]', or use device cpu")
-    assert capsys.readouterr().out == ""
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(NO_GPU is not None, reason=str(NO_GPU))
 @pytest.mark.parametrize("form", ["concat", "static"])

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from tfexport.errors import BackendError
 from tfexport.install import extra_command, replacing_command
+from tfexport.runtime.ort.libraries import load_libraries, needed, where_looked
 from tfexport.spec import Device, DType
 
 Array = NDArray[Any]
@@ -36,6 +37,8 @@ SHAPE_OPERATORS = frozenset(
 # CPU, so they are on shapes there only where others of the same operator are on the GPU.
 DATA_OPERATORS = frozenset({"Cast", "Reshape"})
 
+# Libraries that ONNX Runtime loads for operators that no graph of ours has.
+_OPTIONAL = ("cufft", "nvrtc", "cudnn")
 
 # Threads of a decoder that sleep between two steps are woken for each; longer awake they would take the cores of the
 # next encoder, as those of an encoder would take the decoder's.
@@ -161,7 +164,7 @@ def first_line(error: Exception) -> str:
 
 
 def prepare_cuda() -> None:
-    """Load the CUDA libraries of the wheels, after a look at all that ONNX Runtime needs on a GPU.
+    """Load the CUDA libraries that ONNX Runtime's provider is linked to, after a look for a GPU.
 
     ONNX Runtime itself would say in its log that something is missing, and compute on the CPU.
 
@@ -178,11 +181,17 @@ def prepare_cuda() -> None:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):  # it prints what it cannot load, and raises nothing
         ort.preload_dlls()
-    missing = [line.split()[3].rstrip(":") for line in printed.getvalue().splitlines() if line.startswith("Failed to")]
+    if sys.platform == "linux":
+        # What is printed names libraries that the provider does not need, and misses those that PyTorch brings.
+        provider = Path(ort.__file__).parent / "capi" / "libonnxruntime_providers_cuda.so"
+        missing = load_libraries(needed(provider)) if provider.exists() else []
+    else:
+        failed = [line.split()[3].rstrip(":") for line in printed.getvalue().splitlines() if line.startswith("Failed")]
+        missing = [name for name in failed if not any(part in name for part in _OPTIONAL)]
     if missing:
         raise BackendError(
             f"ort: onnxruntime {ort.__version__} was built for CUDA {ort.cuda_version} and cannot load "
-            f"{', '.join(dict.fromkeys(missing))}; {extra_command('gpu')}, or use device cpu"
+            f"{', '.join(dict.fromkeys(missing))} ({where_looked()}); {extra_command('gpu')}, or use device cpu"
         )
 
 

@@ -19,6 +19,7 @@ from tfexport.export import export_bundle
 from tfexport.graph.config import ExportConfig
 from tfexport.spec import Form, Precision
 
+FORMS: tuple[Form, ...] = ("static", "concat")
 Once = Callable[[str, Callable[[Path], object]], Path]
 # Sums on shapes. No number of the model, and no copy between host and device: those a step has are counted below.
 ON_CPU = {
@@ -52,7 +53,7 @@ def bundle(request: pytest.FixtureRequest) -> tuple[Precision, Path]:
     return request.param, request.getfixturevalue(names[request.param])
 
 
-@pytest.mark.parametrize("form", ["static", "concat"])
+@pytest.mark.parametrize("form", FORMS)
 def test_nothing_but_shapes_leaves_the_gpu_and_no_count_grows(
     form: Form, stub_gpu: StubGpu, bundle: tuple[Precision, Path]
 ) -> None:
@@ -61,6 +62,34 @@ def test_nothing_but_shapes_leaves_the_gpu_and_no_count_grows(
     for graph, operators in found["on_cpu"].items():
         assert_below(operators, ON_CPU[form if graph == "decoder" else graph])
     assert_below(found["step"], STEP | COSTS[precision, form])
+
+
+@pytest.mark.slow
+def test_a_version_without_kernels_for_the_static_form_runs_concat_and_says_so(
+    stub_gpu_of: Callable[[str], StubGpu], dates_bundle: Path, dates_fp16: Path
+) -> None:
+    """1.26.0, which leaves Cast and Reshape of opset 24 on the CPU, and in fp32 TensorScatter too."""
+    gpu = stub_gpu_of("1.26.0")
+    for bundle, operators in ((dates_fp16, "Cast, Reshape"), (dates_bundle, "Reshape, TensorScatter, Transpose")):
+        code = f"import tfexport; print(tfexport.load({str(bundle)!r}, device='cuda', form=%r).session.form)"
+        done = gpu.run("-c", code % None)
+        assert (done.returncode, done.stdout) == (0, "concat\n"), done.stderr
+        problem = f"has no CUDAExecutionProvider kernel for {operators} and would compute that on the CPU; "
+        assert f"{problem}the concat form runs instead; update onnxruntime-gpu to 1.30 or newer" in done.stderr
+        done = gpu.run("-c", code % "static")
+        assert done.returncode == 1
+        assert f"PlacementError: ort: decoder_static.onnx: onnxruntime 1.26.0 {problem}" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["1.28.0", "1.30.0"])
+def test_versions_for_cuda_13_place_both_forms(
+    version: str, stub_gpu_of: Callable[[str], StubGpu], bundle: tuple[Precision, Path]
+) -> None:
+    for form in FORMS:
+        found = take_step(stub_gpu_of(version), bundle[1], form)
+        for graph, operators in found["on_cpu"].items():
+            assert set(operators) <= {"Add", "Concat", "Div", "Mul", "Reshape", "Squeeze"}, graph
 
 
 def take_step(gpu: StubGpu, bundle: Path, form: Form) -> dict[str, Any]:

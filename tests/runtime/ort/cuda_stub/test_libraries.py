@@ -1,0 +1,96 @@
+"""The CUDA libraries that onnxruntime-gpu is refused for and those that it is not, laid out as wheels lay them out."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+
+from tests.runtime.ort.cuda_stub.build import CORE, PROVIDER
+from tests.runtime.ort.cuda_stub.conftest import StubGpu
+from tfexport.runtime.ort.libraries import needed
+
+OPEN = """
+import sys
+sys.path += sys.argv[1:]
+from tfexport.errors import BackendError
+from tfexport.runtime.ort.device import prepare_cuda
+try:
+    prepare_cuda()
+except BackendError as error:
+    print(error)
+"""
+DRIVER = "libcuda.so.1"
+
+
+def opened(gpu: StubGpu, libraries: Path, *site_packages: Path) -> str:
+    """Look for a GPU and its libraries, and return what is said of them."""
+    done = gpu.run("-c", OPEN, *map(str, site_packages), libraries=libraries)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def toolkit(gpu: StubGpu) -> list[str]:
+    """Return the libraries of the CUDA toolkit that the provider is linked to."""
+    return [name for name in needed(gpu.wheel / PROVIDER) if name.startswith("libcu") and name != DRIVER]
+
+
+def absent(gpu: StubGpu, libraries: Path) -> list[str]:
+    """Return those of the toolkit that this machine has not got; skip where it has all."""
+    look = "import sys; from tfexport.runtime.ort import libraries as l; print(*l.load_libraries(sys.argv[1:]))"
+    found = gpu.run("-c", look, *toolkit(gpu), libraries=libraries).stdout.split()
+    if not found:
+        pytest.skip("the CUDA toolkit is installed, so nothing is missing")
+    return found
+
+
+def copied(gpu: StubGpu, names: Iterable[str], folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in (*names, CORE):
+        shutil.copy(gpu.libraries / name, folder)
+    return folder
+
+
+def test_the_libraries_that_it_is_linked_to_are_enough(stub_gpu: StubGpu) -> None:
+    assert opened(stub_gpu, stub_gpu.libraries) == ""
+
+
+@pytest.mark.parametrize("place", ["nvidia/cu13/lib", "torch/lib", "nvidia/{}/lib"])
+def test_libraries_of_pytorch_are_found_in_any_site_packages(place: str, stub_gpu: StubGpu, tmp_path: Path) -> None:
+    system = copied(stub_gpu, [DRIVER], tmp_path / "system")
+    for name in toolkit(stub_gpu):
+        copied(stub_gpu, [name], tmp_path / "site-packages" / place.format(name.partition(".")[0]))
+    assert opened(stub_gpu, system, tmp_path / "elsewhere", tmp_path / "site-packages") == ""
+
+
+def test_what_is_missing_is_named_with_the_places_that_were_looked_at(stub_gpu: StubGpu, tmp_path: Path) -> None:
+    system = copied(stub_gpu, [DRIVER], tmp_path / "system")
+    missing = absent(stub_gpu, system)[0]
+    others = [name for name in toolkit(stub_gpu) if name != missing]
+    copied(stub_gpu, others, tmp_path / "site-packages" / "nvidia" / "cu13" / "lib")
+    said = opened(stub_gpu, system, tmp_path / "site-packages")
+    assert f"and cannot load {missing} (looked in LD_LIBRARY_PATH, the system's folders and nvidia/*/lib and" in said
+    assert str(tmp_path / "site-packages") in said
+    assert said.rstrip().endswith("); pip install 'tfexport[gpu]', or use device cpu")
+
+
+def test_the_doctor_says_where_it_looked(stub_gpu: StubGpu, tmp_path: Path) -> None:
+    system = copied(stub_gpu, [DRIVER], tmp_path / "system")
+    missing = absent(stub_gpu, system)
+    done = stub_gpu.run(
+        "-c", "from tfexport.doctor import diagnose; print(*diagnose().lines(), sep='\\n')", libraries=system
+    )
+    said = next(line for line in done.stdout.splitlines() if line.startswith("  onnxruntime on cuda does not work: "))
+    assert f"cannot load {', '.join(missing)} (looked in LD_LIBRARY_PATH, the system's folders and " in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["1.28.0", "1.29.0", "1.30.0"])
+def test_older_versions_do_not_ask_for_what_they_are_not_linked_to(
+    version: str, stub_gpu_of: Callable[[str], StubGpu]
+) -> None:
+    gpu = stub_gpu_of(version)
+    assert not any("cufft" in name or "nvrtc" in name for name in toolkit(gpu))
+    assert opened(gpu, gpu.libraries) == ""
