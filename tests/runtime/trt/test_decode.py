@@ -31,6 +31,7 @@ from tfexport.runtime.session import Session
 from tfexport.runtime.trt.session import TrtSession
 from tfexport.spec import ENCODER, Form
 from tfexport.trt.config import EngineConfig
+from tfexport.trt.cuda import Gpu
 
 FORMS: tuple[Form, ...] = ("static", "concat")
 
@@ -124,7 +125,8 @@ def on_doubles(dates: Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
             raise EngineError(f"{opened.path}: has no engine {name}")
         log: list[str] = []
         engines, limits = make_engines(dates.graphs, dates.spec, "static", EngineConfig(max_batch=4), cuda, log)
-        manifest = SimpleNamespace(config=EngineConfig(form="static", precision="fp32"), limits=limits)
+        config = EngineConfig(form="static", precision="fp32")
+        manifest = SimpleNamespace(config=config, limits=limits, plans={})
         reasons = SimpleNamespace(reason=lambda: log[-1])
         return SimpleNamespace(
             manifest=manifest, plans=engines, library=LIBRARY, path=opened.path / "engines" / "fast", log=reasons
@@ -132,6 +134,8 @@ def on_doubles(dates: Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
 
     monkeypatch.setattr("tfexport.trt.artifact.load.load_engine", load_engine)
     monkeypatch.setattr("tfexport.trt.cuda.Cuda", lambda: cuda)
+    gpu = Gpu(index=0, name="none", compute_capability="0.0", memory_bytes=0, driver_version="0.0")
+    monkeypatch.setattr("tfexport.trt.cuda.need_gpu", lambda: gpu)
     with registered(dataclasses.replace(get("trt"), requirements=())):
         yield lambda **options: tfexport.load(bundle, **options)
 

@@ -289,9 +289,16 @@ def test_the_double_of_cuda_has_the_methods_of_the_real_one() -> None:
 
 def test_the_doubles_of_engines_have_nothing_that_the_library_has_not() -> None:
     trt = pytest.importorskip("tensorrt_rtx")
-    own = {"array", "itemsize", "load", "run", "is_capturable", "activation_bytes"}
-    pairs = ((FakeContext, trt.IExecutionContext), (RtxContext, trt.IExecutionContext), (RtxEngine, trt.ICudaEngine))
-    for double, real in (*pairs, (trt_double.FakeRuntimeConfig, trt.IRuntimeConfig), (FakeEngine, trt.ICudaEngine)):
+    own = {"needs", "array", "itemsize", "load", "run", "is_capturable", "activation_bytes"}
+    pairs = (
+        (FakeContext, trt.IExecutionContext),
+        (RtxContext, trt.IExecutionContext),
+        (FakeEngine, trt.ICudaEngine),
+        (RtxEngine, trt.ICudaEngine),
+        (trt_double.FakeRuntimeConfig, trt.IRuntimeConfig),
+        (trt_double.FakeRuntimeCache, trt.IRuntimeCache),
+    )
+    for double, real in pairs:
         public = {name for name in dir(double) if not name.startswith("_")} - own
         assert public
         assert not {name for name in public if not hasattr(real, name)}, double

@@ -6,6 +6,7 @@ import gc
 import re
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,10 @@ from tfexport.runtime.session import pad_right
 from tfexport.runtime.trt.replica import MAX_FREE_REPLICAS
 from tfexport.runtime.trt.session import TrtSession
 from tfexport.runtime.trt.step import FOUND, GIVEN
-from tfexport.spec import DECODER, ENCODER, Form
+from tfexport.spec import DECODER, ENCODER, REORDER, Form
+from tfexport.trt.artifact.kernels import KernelStore
 from tfexport.trt.config import EngineConfig
+from tfexport.trt.cuda import Gpu
 
 FORMS: tuple[Form, ...] = ("static", "concat")
 
@@ -532,6 +535,28 @@ def test_rtx_is_captured_by_us_where_it_can_be(dates: Model) -> None:
         caches = {id(config.cache) for config in engine.configs}
         assert len(caches) == 1, "what was compiled for one context serves the others"
         assert all(config.cache is not None for config in engine.configs)
+
+
+def test_rtx_compiles_in_one_process_what_the_next_one_needs(dates: Model, tmp_path: Path) -> None:
+    gpu = Gpu(index=0, name="NVIDIA L4", compute_capability="8.9", memory_bytes=1 << 34, driver_version="13.0")
+    plans = dict.fromkeys((ENCODER, DECODER["static"], REORDER), "0" * 64)
+    compiled = []
+    for _ in range(3):
+        cuda = CudaDouble()
+        session = dates.trt(cuda=cuda, kind=RtxEngine, kernels=KernelStore(tmp_path, plans, "1.7.1.116", gpu))
+        config = DecodeConfig(num_beams=2)
+        decode(session, dates.sources[:3], config)
+        session.close()
+        session.close()
+        compiled.append(cuda.counts["compile"])
+        assert cuda.is_empty
+    assert compiled[0] == 3, "encoder, step and reorder"
+    assert compiled[1:] == [0, 0]
+    (kept,) = tmp_path.glob("kernels/*/decoder_static.kernels")
+    kept.write_bytes(kept.read_bytes()[::-1])
+    session = dates.trt(kind=RtxEngine, kernels=KernelStore(tmp_path, plans, "1.7.1.116", gpu))
+    decode(session, dates.sources[:3], DecodeConfig(num_beams=2))
+    assert session.cuda.counts["compile"] > 0, "damaged kernels are compiled again"
 
 
 def test_engines_that_are_not_what_they_should_be_are_refused(dates: Model) -> None:

@@ -8,6 +8,7 @@ of the docstrings in the library's own bindings.
 from __future__ import annotations
 
 import enum
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ import onnxruntime as ort
 
 from tests.trt.cuda_double import ALIGNMENT, CudaDouble, MisuseError, read_host
 from tfexport.graph.reorder import reorder_graph
+from tfexport.runtime.trt.engine import KeptKernels
 from tfexport.runtime.trt.resources import ITEM_BYTES
 from tfexport.runtime.trt.session import TrtSession
 from tfexport.spec import (
@@ -299,8 +301,40 @@ class FakeEngine:
         self._graph.run_with_iobinding(io)
 
 
+class FakeRuntimeCache:
+    """An `IRuntimeCache` of TensorRT-RTX; a kernel is the shapes that it was compiled for."""
+
+    def __init__(self) -> None:
+        self._compiled: set[str] = set()
+
+    def needs(self, kernel: str) -> bool:
+        """Return whether this was not compiled before; it is now."""
+        is_new = kernel not in self._compiled
+        self._compiled.add(kernel)
+        return is_new
+
+    def serialize(self) -> memoryview:
+        return memoryview(json.dumps(sorted(self._compiled)).encode())
+
+    def deserialize(self, blob: bytes) -> bool:
+        try:
+            self._compiled = set(json.loads(blob))
+        except ValueError:
+            return False
+        return True
+
+
 class RtxContext(FakeContext):
-    """An `IExecutionContext` of TensorRT-RTX."""
+    """An `IExecutionContext` of TensorRT-RTX, which compiles what its cache does not have: `counts["compile"]`."""
+
+    def __init__(self, engine: FakeEngine, *, replays_itself: bool, cache: FakeRuntimeCache | None = None) -> None:
+        super().__init__(engine, replays_itself=replays_itself)
+        self._cache = cache or FakeRuntimeCache()
+
+    def execute_async_v3(self, stream_handle: int) -> bool:
+        if self._cache.needs(str(sorted(self._shapes.items()))):
+            self._engine.cuda.counts["compile"] += 1
+        return super().execute_async_v3(stream_handle)
 
     def is_stream_capturable(self, stream: int) -> bool:
         return self._engine.is_capturable and not self._replays_itself
@@ -326,7 +360,7 @@ class RtxEngine(FakeEngine):
         self.configs.append(runtime_config)
         self.cuda.counts["context"] += 1
         replays_itself = runtime_config.cuda_graph_strategy is CudaGraphStrategy.WHOLE_GRAPH_CAPTURE
-        return RtxContext(self, replays_itself=replays_itself)
+        return RtxContext(self, replays_itself=replays_itself, cache=runtime_config.cache)
 
 
 class FakeRuntimeConfig:
@@ -336,15 +370,15 @@ class FakeRuntimeConfig:
         self.cuda_graph_strategy = CudaGraphStrategy.DISABLED
         self.dynamic_shapes_kernel_specialization_strategy = DynamicShapesKernelSpecializationStrategy.LAZY
         self.strategy = ExecutionContextAllocationStrategy.STATIC
-        self.cache: object = None
+        self.cache: FakeRuntimeCache | None = None
 
     def set_execution_context_allocation_strategy(self, strategy: ExecutionContextAllocationStrategy) -> None:
         self.strategy = strategy
 
-    def create_runtime_cache(self) -> object:
-        return object()
+    def create_runtime_cache(self) -> FakeRuntimeCache:
+        return FakeRuntimeCache()
 
-    def set_runtime_cache(self, cache: object) -> bool:
+    def set_runtime_cache(self, cache: FakeRuntimeCache) -> bool:
         self.cache = cache
         return True
 
@@ -390,6 +424,7 @@ def trt_session(
     *,
     cuda: CudaDouble | None = None,
     kind: type[FakeEngine] = FakeEngine,
+    kernels: KeptKernels | None = None,
     **changes: Any,
 ) -> TrtSession:
     """Open graphs in a session on doubles; `changes` are fields of EngineConfig."""
@@ -399,7 +434,8 @@ def trt_session(
     engines, limits = make_engines(graphs, spec, form, config, cuda, log, kind)
     device: Any = cuda
     reason = lambda: log[-1] if log else "nothing"  # noqa: E731
-    return DoubleSession(engines, spec, form, limits, LIBRARY, device, weights=config.weights, reason=reason)
+    more: dict[str, Any] = {"weights": config.weights, "reason": reason, "kernels": kernels}
+    return DoubleSession(engines, spec, form, limits, LIBRARY, device, **more)
 
 
 LIBRARY: Any = SimpleNamespace(trt=MODULE, target="tensorrt", version="0")

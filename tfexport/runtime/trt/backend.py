@@ -14,8 +14,9 @@ from tfexport.runtime.session import Session
 def open_bundle(bundle: Bundle, options: OpenOptions) -> Session:
     """Open an engine of a bundle; see `tfexport.runtime.registry.Home`."""
     from tfexport.runtime.trt.session import TrtSession
+    from tfexport.trt.artifact.kernels import KernelStore
     from tfexport.trt.artifact.load import load_engine
-    from tfexport.trt.cuda import Cuda
+    from tfexport.trt.cuda import Cuda, need_gpu
 
     engine = load_engine(bundle, options.engine)
     built = engine.manifest.config
@@ -28,8 +29,18 @@ def open_bundle(bundle: Bundle, options: OpenOptions) -> Session:
         # The session keeps this function, and so the log and the runtime that its plans come from.
         return engine.log.reason()
 
-    limits, weights = engine.manifest.limits, built.weights
-    return TrtSession(engine.plans, spec, form, limits, engine.library, Cuda(), weights=weights, reason=reason)
+    sums = {plan: entry.content.sha256 for plan, entry in engine.manifest.plans.items()}
+    return TrtSession(
+        engine.plans,
+        spec,
+        form,
+        engine.manifest.limits,
+        engine.library,
+        Cuda(),
+        weights=built.weights,
+        reason=reason,
+        kernels=KernelStore(engine.path, sums, engine.library.version, need_gpu()),
+    )
 
 
 def rungs(graphs: Graphs, options: OpenOptions) -> Iterator[tuple[str, Session]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from tfexport.errors import BackendError, raise_all
 from tfexport.spec import GraphSpec
@@ -12,6 +12,18 @@ from tfexport.spec import GraphSpec
 Shape = tuple[int, ...]
 # Shapes that change from run to run; shapes that stay and are captured by us; the same, captured by the library.
 Use = Literal["any shapes", "be captured", "replay itself"]
+
+
+class KeptKernels(Protocol):
+    """Where compiled kernels are kept from process to process; see `tfexport.trt.artifact.kernels.KernelStore`."""
+
+    def read(self, plan: str) -> bytes | None:
+        """Return what is kept for an engine, None where nothing fits."""
+        ...
+
+    def write(self, kernels: Mapping[str, bytes]) -> None:
+        """Keep kernels by the name of their engine."""
+        ...
 
 
 class Engine:
@@ -24,7 +36,9 @@ class Engine:
         name: of the graph it was built from.
     """
 
-    def __init__(self, name: str, engine: Any, trt: Any, reason: Callable[[], str]) -> None:
+    def __init__(
+        self, name: str, engine: Any, trt: Any, reason: Callable[[], str], kept: KeptKernels | None = None
+    ) -> None:
         """Take an engine.
 
         Args:
@@ -32,10 +46,11 @@ class Engine:
             engine: `ICudaEngine`.
             trt: the module it comes from.
             reason: says what the library's log holds of the newest failure.
+            kept: kernels of earlier processes.
         """
         self.name = name
-        self._engine, self._trt, self._reason = engine, trt, reason
-        self._kernels: Any = None
+        self._engine, self._trt, self._reason, self._kept = engine, trt, reason, kept
+        self._kernels: Any = None  # an `IRuntimeCache`, from the first context on
         self._lock = threading.Lock()
 
     def check(self, contract: GraphSpec, num_profiles: int, aliases: Mapping[str, str]) -> None:
@@ -92,6 +107,12 @@ class Engine:
                 raise BackendError(f"trt: {self.name} refuses its profile {profile}: {self._reason()}")
         return Context(self.name, made, self._reason)
 
+    def kernels(self) -> bytes | None:
+        """Return what the library has compiled and was given, serialised; None where it compiles nothing."""
+        with self._lock:
+            serialised = None if self._kernels is None else self._kernels.serialize()
+        return None if serialised is None else bytes(serialised)
+
     def _make(self, use: Use) -> Any:
         user_managed = self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
         if not hasattr(self._engine, "create_runtime_config"):
@@ -110,7 +131,11 @@ class Engine:
             strategy = strategies.LAZY if use == "any shapes" else strategies.EAGER
             config.dynamic_shapes_kernel_specialization_strategy = strategy
         if hasattr(config, "create_runtime_cache"):
-            self._kernels = self._kernels or config.create_runtime_cache()
+            if self._kernels is None:
+                self._kernels = config.create_runtime_cache()
+                kept = self._kept.read(self.name) if self._kept else None
+                if kept is not None:
+                    self._kernels.deserialize(kept)  # what the library does not take it compiles again
             if not config.set_runtime_cache(self._kernels):
                 raise BackendError(f"trt: {self.name} refuses a cache for its kernels: {self._reason()}")
         return self._engine.create_execution_context(config)

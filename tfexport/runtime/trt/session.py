@@ -9,7 +9,7 @@ from typing import Any
 from tfexport.errors import BackendError, InputError
 from tfexport.runtime.session import LONGER, Floats, Ids, Limit, Limits, Mask, check_source
 from tfexport.runtime.trt.batch import TrtBatch, check_limit
-from tfexport.runtime.trt.engine import Engine
+from tfexport.runtime.trt.engine import Engine, KeptKernels
 from tfexport.runtime.trt.replica import ReplicaPool
 from tfexport.runtime.trt.resources import EngineSet
 from tfexport.spec import (
@@ -53,6 +53,7 @@ class TrtSession:
         *,
         weights: WeightType | None = None,
         reason: Callable[[], str] = lambda: "see the log of the library",
+        kernels: KeptKernels | None = None,
     ) -> None:
         """Take deserialised engines, which the session shares with whoever else drives them.
 
@@ -65,6 +66,7 @@ class TrtSession:
             cuda: the device that they were loaded on.
             weights: type of the matrices where it is narrower than `spec` says.
             reason: says what the library's log holds of the newest failure.
+            kernels: keeps what the library compiles, from `close` to the next session.
 
         Raises:
             BackendError: an engine is missing or is not what its name says.
@@ -79,8 +81,9 @@ class TrtSession:
         for name, (contract, num_profiles) in contracts.items():
             if name not in engines:
                 raise BackendError(f"trt: there is no engine {name}; build it with tfexport trt BUNDLE --force")
-            made[name] = Engine(name, engines[name], library.trt, reason)
+            made[name] = Engine(name, engines[name], library.trt, reason, kernels)
             made[name].check(contract, num_profiles, _aliases(spec) if name in decoders and form == "static" else {})
+        self._engines, self._kernels = made, kernels
         self.form = form
         self.accuracy: Accuracy = weights or spec.precision
         self.limits = _limits(spec, limits)
@@ -125,10 +128,16 @@ class TrtSession:
         return self._open().num_bytes
 
     def close(self) -> None:
-        """Free everything, also under batches that are still there; no other call may be running."""
+        """Keep what was compiled and free everything, also under batches that are there; no other call may run."""
         pool, self._pool = self._pool, None
         if pool:
+            self._keep_kernels()
             pool.close()
+
+    def _keep_kernels(self) -> None:
+        if self._kernels:
+            compiled = {name: engine.kernels() for name, engine in self._engines.items()}
+            self._kernels.write({name: kernels for name, kernels in compiled.items() if kernels is not None})
 
     def _open(self) -> ReplicaPool:
         if self._pool is None:
