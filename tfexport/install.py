@@ -23,9 +23,15 @@ _RIVALS = {"cpu": "onnxruntime-gpu", "gpu": "onnxruntime"}
 def install_command(module: str) -> str:
     """Return the command that installs a module, "" for one that tfexport does not ask for."""
     if module in _PACKAGES:
-        return f"pip install {_PACKAGES[module]}"
+        choice = " ('cuda-python<13' for drivers older than 580)" if module == "cuda" else ""
+        return f"pip install {_PACKAGES[module]}{choice}"
     choice = " (or [gpu], never both)" if module == "onnxruntime" else ""
     return f"{extra_command(_EXTRAS[module])}{choice}" if module in _EXTRAS else ""
+
+
+def older_cuda_command(major: int) -> str:
+    """Return the command that installs cuda-python for a CUDA before `major`, "" where tfexport takes none."""
+    return f"pip install 'cuda-python<{major}'" if major > 12 else ""
 
 
 def extra_command(extra: str) -> str:

@@ -25,6 +25,7 @@ without_gpu = pytest.mark.skipif(has_gpu, reason="there is a GPU")
 class FakeDriver:
     """Answers as `cuda.bindings.driver` does on a machine with two GPUs."""
 
+    CUDA_VERSION = 13000
     CUdevice_attribute = SimpleNamespace(
         CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR="major", CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR="minor"
     )
@@ -61,6 +62,55 @@ def test_gpus_are_listed() -> None:
     assert cuda._list_gpus(FakeDriver()) == expected
 
 
+@pytest.mark.parametrize(
+    ("runs", "bindings", "problem"),
+    [
+        (
+            12040,
+            13000,
+            "the driver runs CUDA 12.4 and cuda-python is for CUDA 13; install a driver for CUDA 13, or pip",
+        ),
+        (
+            12080,
+            13050,
+            "the driver runs CUDA 12.8 and cuda-python is for CUDA 13; install a driver for CUDA 13, or pip",
+        ),
+        (11080, 12090, "the driver runs CUDA 11.8 and cuda-python is for CUDA 12; install a driver for CUDA 12"),
+        (12040, 12090, None),
+        (13000, 13050, None),
+        (13010, 12090, None),
+    ],
+)
+def test_a_driver_older_than_cuda_python_is_no_gpu(
+    monkeypatch: pytest.MonkeyPatch, runs: int, bindings: int, problem: str | None
+) -> None:
+    driver = FakeDriver(cuDriverGetVersion=(runs,))
+    monkeypatch.setattr(driver, "CUDA_VERSION", bindings, raising=False)
+    monkeypatch.setattr("cuda.bindings.driver", driver)
+    gpus = find_gpus()
+    if problem is None:
+        assert len(gpus) == 2
+        return
+    assert gpus == []
+    remedy = " install 'cuda-python<13'" if bindings >= 13000 else ""
+    with pytest.raises(BackendError, match=f"^cuda: no GPU can be used here: {problem}{remedy}$"):
+        need_gpu()
+
+
+def test_the_bindings_say_which_cuda_they_are_for() -> None:
+    from cuda.bindings import driver
+
+    assert driver.CUDA_VERSION // 1000 == runtime.CUDART_VERSION // 1000 == runtime.cudaRuntimeGetVersion()[1] // 1000
+
+
+@without_gpu
+def test_a_driver_that_is_too_old_for_a_call_has_the_same_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without any driver the runtime says so too: the code is its own."""
+    monkeypatch.setattr(cuda, "need_gpu", lambda: None)
+    with pytest.raises(BackendError, match=r"cudaErrorInsufficientDriver.*; install a driver for CUDA 13, or pip inst"):
+        Cuda().stream()
+
+
 def test_a_driver_that_refuses_says_why() -> None:
     with pytest.raises(BackendError, match=r"^cuInit failed with CUDA_ERROR_SYSTEM_DRIVER_MISMATCH$"):
         cuda._list_gpus(FakeDriver(cuInit="CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"))
@@ -88,22 +138,20 @@ def test_without_cuda_python_nothing_is_found() -> None:
 def test_every_function_that_is_called_exists() -> None:
     names = set(re.findall(r'"(cuda[A-Z]\w+)"', inspect.getsource(cuda)))
     kinds = {name for name in names if name.startswith(("cudaMemcpyHost", "cudaMemcpyDevice"))}
-    called = names - kinds - {"cudaErrorMemoryAllocation"}
+    errors = {name for name in names if name.startswith("cudaError")}
+    called = names - kinds - errors
     assert len(called) > 15
     assert not {name for name in called if not hasattr(runtime, name)}
     assert not {name for name in kinds if not hasattr(runtime.cudaMemcpyKind, name)}
-    assert hasattr(runtime.cudaError_t, "cudaErrorMemoryAllocation")
+    assert not {name for name in errors if not hasattr(runtime.cudaError_t, name)}
 
 
 @without_gpu
 def test_an_error_of_cuda_names_function_and_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "need_gpu", lambda: None)
     device = Cuda()
-    with pytest.raises(
-        BackendError, match=r"^cuda: cudaMalloc failed with cudaError.* while allocating 8 bytes"
-    ) as caught:
+    with pytest.raises(BackendError, match=r"^cuda: cudaMalloc failed with cudaError.* while allocating 8 bytes"):
         device.allocate(8)
-    assert "restart the process" in str(caught.value)
     code = SimpleNamespace(name="cudaErrorMemoryAllocation", value=2)
     monkeypatch.setattr(
         device,
@@ -111,6 +159,9 @@ def test_an_error_of_cuda_names_function_and_cause(monkeypatch: pytest.MonkeyPat
         SimpleNamespace(cudaMalloc=lambda size: (code, None), cudaGetErrorString=lambda code: (None, b"out of memory")),
     )
     with pytest.raises(BackendError, match=r"\(out of memory\) while allocating 8 bytes.*a smaller --max-batch"):
+        device.allocate(8)
+    code.name = "cudaErrorIllegalAddress"
+    with pytest.raises(BackendError, match="restart the process"):
         device.allocate(8)
 
 

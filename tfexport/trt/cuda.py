@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from tfexport.errors import BackendError
-from tfexport.install import install_command
+from tfexport.install import install_command, older_cuda_command
 
 Array = NDArray[Any]
 
@@ -64,6 +65,8 @@ def _probe() -> tuple[list[Gpu], str]:
     except ImportError:
         return [], f"cuda-python is not installed; {install_command('cuda')}"
     try:
+        if problem := _version_problem(driver):
+            return [], problem
         return _list_gpus(driver), "the driver finds none; check nvidia-smi and CUDA_VISIBLE_DEVICES"
     except BackendError as error:
         return [], f"{error}; check nvidia-smi and CUDA_VISIBLE_DEVICES"
@@ -71,13 +74,36 @@ def _probe() -> tuple[list[Gpu], str]:
         return [], "the NVIDIA driver is not installed; install it or choose another backend"
 
 
-def _list_gpus(driver: Any) -> list[Gpu]:
-    def ask(name: str, *arguments: Any) -> Any:
-        code, *values = getattr(driver, name)(*arguments)
-        if code.value:
-            raise BackendError(f"{name} failed with {code.name}")
-        return values[0] if values else None
+def _ask(driver: Any, name: str, *arguments: Any) -> Any:
+    code, *values = getattr(driver, name)(*arguments)
+    if code.value:
+        raise BackendError(f"{name} failed with {code.name}")
+    return values[0] if values else None
 
+
+def _version_problem(driver: Any) -> str | None:
+    """Compare the CUDA of the driver with that of the runtime in cuda-python.
+
+    Within one major version each runs the other; an older driver lists its GPUs, and then every call of the runtime
+    fails.
+    """
+    runs, needed = _ask(driver, "cuDriverGetVersion"), driver.CUDA_VERSION // 1000
+    if runs // 1000 >= needed:
+        return None
+    return f"the driver runs CUDA {_spell(runs)} and cuda-python is for CUDA {needed}; {_newer_driver(needed)}"
+
+
+def _newer_driver(major: int) -> str:
+    older = older_cuda_command(major)
+    return f"install a driver for CUDA {major}{older and f', or {older}'}"
+
+
+def _spell(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def _list_gpus(driver: Any) -> list[Gpu]:
+    ask = functools.partial(_ask, driver)
     ask("cuInit", 0)
     version = ask("cuDriverGetVersion")
     kind = driver.CUdevice_attribute
@@ -93,7 +119,7 @@ def _list_gpus(driver: Any) -> list[Gpu]:
                 compute_capability=f"{ask('cuDeviceGetAttribute', major, device)}."
                 f"{ask('cuDeviceGetAttribute', minor, device)}",
                 memory_bytes=int(ask("cuDeviceTotalMem", device)),
-                driver_version=f"{version // 1000}.{version % 1000 // 10}",
+                driver_version=_spell(version),
             )
         )
     return found
@@ -294,5 +320,7 @@ class Cuda:
         remedy = "restart the process; if it happens again, run it with CUDA_LAUNCH_BLOCKING=1 to see where"
         if code.name == "cudaErrorMemoryAllocation":
             remedy = "free memory, or build engines for less: a smaller --max-batch or --max-target-length"
+        if code.name == "cudaErrorInsufficientDriver":
+            remedy = _newer_driver(self._runtime.CUDART_VERSION // 1000)
         where = f" while {doing}" if doing else ""
         return f"cuda: {name} failed with {code.name} ({text}){where}; {remedy}"
