@@ -24,8 +24,9 @@ Array = NDArray[Any]
 PROVIDER: dict[Device, str] = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 # The oldest versions of onnxruntime and onnxruntime-gpu; the extras ask for the same.
 MINIMUM: dict[Device, str] = {"cpu": "1.25", "cuda": "1.30"}
-# TF32 keeps 10 bits of a float32 product; a bundle in fp32 says what PyTorch says only without it.
-_OPTIONS: dict[Device, dict[str, str]] = {"cpu": {}, "cuda": {"device_id": "0", "use_tf32": "0"}}
+# TF32 keeps 10 bits of a float32 product; a bundle in fp32 says what PyTorch says only without it. The device is the
+# first by default; where its number is given, 1.31 looks for a plugin for it and warns that there is none.
+_OPTIONS: dict[Device, dict[str, str]] = {"cpu": {}, "cuda": {"use_tf32": "0"}}
 # TensorProto.DataType
 ELEMENT_TYPE: dict[DType, int] = {"float32": 1, "int32": 6, "int64": 7, "bool": 9, "float16": 10, "bfloat16": 16}
 # What ONNX Runtime computes on the CPU on purpose beside a GPU: sums on shapes, of a few numbers each.

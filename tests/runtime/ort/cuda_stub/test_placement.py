@@ -94,7 +94,8 @@ def test_versions_for_cuda_13_place_both_forms(
 
 def take_step(gpu: StubGpu, bundle: Path, form: Form) -> dict[str, Any]:
     done = gpu.run("-m", "tests.runtime.ort.cuda_stub.step", str(bundle), form)
-    assert done.returncode == 0, done.stderr
+    # 1.31 warns of each graph that is opened on a device by number.
+    assert (done.returncode, done.stderr) == (0, "")
     return cast(dict[str, Any], json.loads(done.stdout))
 
 
