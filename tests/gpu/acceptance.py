@@ -191,7 +191,7 @@ def markdown(diagnosis: Diagnosis, outcomes: Sequence[Outcome], seconds: float) 
             [[o.part, o.what, o.status, f"{o.seconds:.0f}", o.reason] for o in outcomes],
         ),
     ]
-    lines += latency_lines(outcomes)
+    lines += step_lines(outcomes)
     for outcome in outcomes:
         if outcome.checks:
             rows = [[c["name"], c["status"], f"{c['seconds']:.1f}", spell(c)] for c in outcome.checks]
@@ -201,23 +201,40 @@ def markdown(diagnosis: Diagnosis, outcomes: Sequence[Outcome], seconds: float) 
     return lines
 
 
-def latency_lines(outcomes: Sequence[Outcome]) -> list[str]:
-    """Lay out the milliseconds of all parts that measured any, one row a backend, one column a setting."""
-    rows: dict[str, dict[str, float]] = {}
-    for outcome in outcomes:
-        for check in outcome.checks:
-            for setting, value in check["numbers"].get("latency_ms", {}).items():
-                rows.setdefault(check["name"], {})[setting] = value
+def step_lines(outcomes: Sequence[Outcome]) -> list[str]:
+    """Lay out what a step takes in all parts that measured it: one row a backend, one column a setting."""
+    checks = [check for outcome in outcomes for check in outcome.checks]
+    bandwidth = max((check["numbers"].get("bandwidth_gb_s", 0) for check in checks), default=0)
+    measured = {check["name"]: check["numbers"] for check in checks if "step_ms" in check["numbers"]}
+    lines = grid("Milliseconds a step", {name: found["step_ms"] for name, found in measured.items()}, "{:.3f}")
+    if bandwidth:
+        shares = {name: shares_of(found, bandwidth) for name, found in measured.items()}
+        lines += grid(f"Percent of the measured {bandwidth:.0f} GB/s", shares, "{:.0f}")
+    seen = {name: found["launches"] for name, found in measured.items() if found.get("launches")}
+    return lines + grid("Kernels, copies and fills a step", seen, "{:.0f}")
+
+
+def shares_of(numbers: dict[str, Any], bandwidth: float) -> dict[str, float]:
+    """Return what part of the measured bandwidth a backend uses, in percent, by setting.
+
+    That is the least that a step must read (`tests.gpu.decodes.measure`) by the time that it takes.
+    """
+    read = numbers["step_bytes"]
+    return {setting: 100 * read[setting] / (ms * 1e6) / bandwidth for setting, ms in numbers["step_ms"].items()}
+
+
+def grid(title: str, rows: dict[str, dict[str, float]], form: str) -> list[str]:
+    """Lay numbers out under a title; no rows, no lines."""
     if not rows:
         return []
     settings = list(dict.fromkeys(setting for row in rows.values() for setting in row))
-    found = [[name, *(f"{row[s]:.2f}" if s in row else "" for s in settings)] for name, row in rows.items()]
-    return ["", "## Milliseconds a decode", "", *table(["backend", *settings], found)]
+    found = [[name, *(form.format(row[s]) if s in row else "" for s in settings)] for name, row in rows.items()]
+    return ["", f"## {title}", "", *table(["backend", *settings], found)]
 
 
 def spell(check: dict[str, Any]) -> str:
-    """Write what a check found in one cell."""
-    numbers = {name: value for name, value in check["numbers"].items() if name != "latency_ms"}
+    """Write what a check found in one cell; numbers by setting have tables of their own."""
+    numbers = {name: value for name, value in check["numbers"].items() if not isinstance(value, dict)}
     return "; ".join([*([check["detail"]] if check["detail"] else []), *(f"{k} {v}" for k, v in numbers.items())])
 
 

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import functools
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tfexport.bench.timed import TimedSession
 from tfexport.bench.timing import Effort, repeat, stopwatch
 from tfexport.bundle.bundle import open_bundle
 from tfexport.decode.config import DecodeConfig
 from tfexport.decode.offline import decode
 from tfexport.runtime.registry import OpenOptions, open_session
-from tfexport.spec import ModelSpec
+from tfexport.runtime.trt.resources import ITEM_BYTES
+from tfexport.spec import FLOAT, ModelSpec
 
 NEW_TOKENS, SOURCE_LEN = 32, 32
 Setting = tuple[int, int]
 SETTINGS: tuple[Setting, ...] = tuple((batch, beams) for batch in (1, 8, 32) for beams in (1, 4))
+# Launches hardly depend on the batch, and reading them takes long.
+LAUNCHES: tuple[Setting, ...] = ((1, 1), (1, 4))
+Numbers = dict[str, float]
 
 
 def random_sources(spec: ModelSpec, batch: int) -> list[list[int]]:
@@ -38,24 +44,96 @@ def hypotheses(session: Any, batch: int = 8, beams: int = 4) -> list[tuple[int, 
     return [each.token_ids for several in found for each in several]
 
 
-def measure(session: Any, settings: tuple[Setting, ...] = SETTINGS) -> dict[str, float]:
-    """Time whole decodes that all go on to the last token.
+def measure(session: Any, weight_bytes: float, settings: tuple[Setting, ...] = SETTINGS) -> dict[str, Numbers]:
+    """Time whole decodes, which end where they end: to forbid that would ask for more candidates than greedy takes.
+
+    Args:
+        session: to decode with.
+        weight_bytes: that a step of its decoder reads.
+        settings: batch and beams.
 
     Returns:
-        Milliseconds of a call, the median of at least five after three, by setting.
+        By setting: `step_ms`, milliseconds of a decode, its encoder included, divided by its steps, the median of at
+        least five after three; `steps` of a decode; `step_bytes`, see `step_bytes`.
     """
-    return {
-        f"batch {batch}, {'greedy' if beams == 1 else f'beam {beams}'}": _milliseconds(session, batch, beams)
-        for batch, beams in settings
-    }
+    found: dict[str, Numbers] = {"step_ms": {}, "steps": {}, "step_bytes": {}}
+    for batch, beams in settings:
+        name, steps = spell(batch, beams), num_steps(session, batch, beams, NEW_TOKENS)
+        effort = Effort(warm_up=3, least_runs=5, least_s=1, most_runs=50)
+        seconds = statistics.median(repeat(stopwatch(_call(session, batch, beams, NEW_TOKENS)), effort))
+        found["step_ms"][name] = round(1000 * seconds / steps, 4)
+        found["steps"][name] = steps
+        found["step_bytes"][name] = round(weight_bytes + cache_bytes(session.spec, batch, beams, steps))
+    return found
 
 
-def _milliseconds(session: Any, batch: int, beams: int) -> float:
-    length = min(NEW_TOKENS, session.spec.max_target_length)
-    config = DecodeConfig(num_beams=beams, max_new_tokens=length, min_new_tokens=length)
-    call = functools.partial(decode, session, random_sources(session.spec, batch), config, batch_size=batch)
-    effort = Effort(warm_up=3, least_runs=5, least_s=1, most_runs=50)
-    return round(1000 * statistics.median(repeat(stopwatch(call), effort)), 3)
+def num_steps(session: Any, batch: int, beams: int, new_tokens: int) -> int:
+    """Count the steps of a decode."""
+    counted = TimedSession(session)
+    _call(counted, batch, beams, new_tokens)()
+    return len(counted.step_s)
+
+
+def cache_bytes(spec: ModelSpec, batch: int, beams: int, steps: int) -> float:
+    """Return the least that a step reads of its caches, in bytes, the mean over the steps of a decode.
+
+    That is the keys and values of the source once for all its beams, and those of the tokens so far, the new one
+    included, of each row. A form that reads its buffers to the end reads more; its share of the bandwidth is that of
+    the bytes that count.
+    """
+    token = spec.layers * spec.heads * (spec.head_dim + spec.value_dim) * ITEM_BYTES[FLOAT[spec.precision]]
+    source_len = min(SOURCE_LEN, spec.max_source_length)
+    return token * batch * (source_len + beams * (steps + 1) / 2)
+
+
+def launches(
+    session: Any, count: Callable[[Callable[[], object]], int], settings: tuple[Setting, ...] = LAUNCHES
+) -> Numbers:
+    """Count what the GPU is given in a step: kernels, copies and fills.
+
+    Args:
+        session: that has decoded these settings before.
+        count: runs a call and counts.
+        settings: batch and beams.
+
+    Returns:
+        By setting, from a long and a short decode, so that the encoder is not in it; empty where nothing was seen, or
+        both have as many steps.
+    """
+    found = {}
+    for batch, beams in settings:
+        steps, given = zip(
+            *(
+                (num_steps(session, batch, beams, length), count(_call(session, batch, beams, length)))
+                for length in (NEW_TOKENS, NEW_TOKENS // 2)
+            ),
+            strict=True,
+        )
+        if given[0] and steps[0] > steps[1]:
+            found[spell(batch, beams)] = round((given[0] - given[1]) / (steps[0] - steps[1]), 1)
+    return found
+
+
+def given_to_gpu(call: Callable[[], object]) -> int:
+    """Run a call and count kernels, copies and fills on the GPU, of whatever library: the profiler sees them all."""
+    import torch
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        call()
+        torch.cuda.synchronize()
+    return sum(event.device_type == DeviceType.CUDA for event in profiled.events())
+
+
+def spell(batch: int, beams: int) -> str:
+    """Write a setting in words."""
+    return f"batch {batch}, {'greedy' if beams == 1 else f'beam {beams}'}"
+
+
+def _call(session: Any, batch: int, beams: int, new_tokens: int) -> Callable[[], object]:
+    config = DecodeConfig(num_beams=beams, max_new_tokens=min(new_tokens, session.spec.max_target_length))
+    return functools.partial(decode, session, random_sources(session.spec, batch), config, batch_size=batch)
 
 
 def open_engine(bundle: Path, name: str) -> Any:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,11 @@ import pytest
 import torch
 
 from tests import tiny
-from tests.conftest import ROOT
+from tests.conftest import DATES, ROOT
 from tests.gpu import acceptance, decodes
 from tests.gpu import test_latency as latency
 from tests.gpu import test_parity as parity
+from tests.gpu import test_primitives as primitives
 from tests.gpu import test_refusals as refusals
 from tests.gpu import test_sessions as sessions
 from tests.gpu.job import Job
@@ -29,8 +31,9 @@ from tfexport.bundle.bundle import open_bundle
 from tfexport.doctor import Diagnosis, Library
 from tfexport.export import export_bundle
 from tfexport.graph.config import ExportConfig
-from tfexport.models.directory import save_model
+from tfexport.models.directory import load_model, save_model
 from tfexport.runtime.registry import OpenOptions, open_session
+from tfexport.spec import ModelSpec, TokenIds
 from tfexport.trt.cuda import find_gpus
 
 Once = Callable[[str, Callable[[Path], object]], Path]
@@ -127,29 +130,50 @@ def test_what_the_time_does_not_allow_is_skipped(tmp_path: Path) -> None:
     assert (cut.status, cut.reason) == ("skipped", "out of time")
 
 
-def test_the_report_holds_words_and_milliseconds(tmp_path: Path) -> None:
-    ms = {"batch 1, greedy": 1.25, "batch 8, beam 4": 3.5}
+def check(name: str, status: str = "passed", detail: str = "", **numbers: Any) -> dict[str, Any]:
+    return {"name": name, "status": status, "detail": detail, "seconds": 1.0, "numbers": numbers}
+
+
+def test_the_report_holds_words_and_numbers(tmp_path: Path) -> None:
+    ms, both = {"batch 1, greedy": 0.125, "batch 8, beam 4": 3.5}, {"batch 1, greedy": 1.0, "batch 8, beam 4": 2.0}
+    read = {"batch 1, greedy": 100_000_000, "batch 8, beam 4": 700_000_000}
+    refused = check("default", "refused", "UNSUPPORTED_CC | no")
     outcomes = [
+        acceptance.Outcome("rtx-accepts", "takes", "refused", checks=[refused]),
+        acceptance.Outcome("primitives", "all", "passed", checks=[check("bandwidth", bandwidth_gb_s=4000)]),
         acceptance.Outcome(
-            "rtx-accepts", "takes", "refused", checks=[
-                {"name": "default", "status": "refused", "detail": "UNSUPPORTED_CC | no", "seconds": 1.0, "numbers": {}}
-            ],
+            "eager-latency", "ms", "passed", checks=[check("eager", step_ms=both, step_bytes=read, launches={})]
         ),
         acceptance.Outcome(
-            "ort-latency", "ms", "failed", tail="Traceback", checks=[
-                {"name": "ort", "status": "passed", "detail": "", "seconds": 1.0, "numbers": {"latency_ms": ms}}
-            ],
+            "ort-latency",
+            "ms",
+            "failed",
+            tail="Traceback",
+            checks=[check("ort", step_ms=ms, step_bytes=read, launches={"batch 1, greedy": 223.0})],
         ),
-    ]  # fmt: skip
+    ]
     acceptance.write(tmp_path, machine(), outcomes, 3.0)
     text = (tmp_path / "report.md").read_text()
     assert "UNSUPPORTED_CC \\| no" in text
-    assert "| backend | batch 1, greedy | batch 8, beam 4 |" in text
-    assert "| ort | 1.25 | 3.50 |" in text
+    assert "## Milliseconds a step\n\n| backend | batch 1, greedy | batch 8, beam 4 |" in text
+    assert "| eager | 1.000 | 2.000 |\n| ort | 0.125 | 3.500 |" in text
+    # 100 MB in 0.125 ms are 800 GB/s, a fifth of 4,000.
+    assert "## Percent of the measured 4000 GB/s" in text
+    assert "| eager | 2 | 9 |\n| ort | 20 | 5 |" in text
+    assert "## Kernels, copies and fills a step\n\n| backend | batch 1, greedy |\n| --- | --- |\n| ort | 223 |" in text
+    assert "| bandwidth | passed | 1.0 | bandwidth_gb_s 4000 |" in text
+    assert "| eager | passed | 1.0 |  |" in text, "numbers by setting stand in their tables alone"
     assert "Traceback" in text
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["passed"] is False
-    assert report["parts"][1]["checks"][0]["numbers"]["latency_ms"] == ms
+    assert report["parts"][3]["checks"][0]["numbers"]["step_ms"] == ms
+
+
+def test_without_a_bandwidth_nothing_is_said_of_its_share() -> None:
+    measured = check("eager", step_ms={"batch 1, greedy": 1.0}, step_bytes={"batch 1, greedy": 1})
+    lines = acceptance.step_lines([acceptance.Outcome("eager-latency", "ms", "passed", checks=[measured])])
+    assert [line for line in lines if line.startswith("##")] == ["## Milliseconds a step"]
+    assert acceptance.step_lines([acceptance.Outcome("ort-cuda", "parity", "passed", checks=[check("dates")])]) == []
 
 
 @pytest.mark.skipif(bool(find_gpus()), reason="there is a GPU")
@@ -208,31 +232,129 @@ def doubles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decodes, "open_engine", open_engine)
 
 
-def test_latency_is_measured_with_graphs_and_without(job: Job, doubles: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(latency, "MEASURED", "dates")
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure little, where no profiler sees a GPU."""
     monkeypatch.setattr(latency, "PRECISIONS", ("fp32",))
-    monkeypatch.setattr(latency, "measure", lambda session: decodes.measure(session, SMALL))
+    monkeypatch.setattr(latency, "measure", lambda session, read: decodes.measure(session, read, SMALL))
+    monkeypatch.setattr(latency, "launches", lambda session, count: decodes.launches(session, count, SMALL))
+    monkeypatch.setattr(latency, "given_to_gpu", lambda call: 0)
     monkeypatch.setattr(decodes, "NEW_TOKENS", 5)
+
+
+def test_latency_is_measured_with_graphs_and_without(
+    job: Job, doubles: None, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(latency, "MEASURED", "dates")
     monkeypatch.setattr(job, "engine", lambda *arguments, **more: "double")
     latency.latency(job, "tensorrt")
     latency.ort_latency(job, "cpu")
     found = checks(job.work / "found.jsonl")
     assert {check["status"] for check in found.values()} == {"passed"}, found
     for name in ("tensorrt fp32", "tensorrt fp32 without CUDA graphs", "ort cpu static fp32", "ort cpu concat fp32"):
-        times = found[name]["numbers"]["latency_ms"]
-        assert list(times) == ["batch 1, greedy", "batch 3, beam 2"]
-        assert all(time > 0 for time in times.values())
+        numbers = found[name]["numbers"]
+        assert list(numbers["step_ms"]) == ["batch 1, greedy", "batch 3, beam 2"]
+        assert all(time > 0 for time in numbers["step_ms"].values())
+        assert all(0 < steps <= 5 for steps in numbers["steps"].values())
+        assert numbers["launches"] == {}, "nothing was seen"
     assert "fp32: equal tokens with and without CUDA graphs" in found
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_the_eager_model_is_measured(monkeypatch: pytest.MonkeyPatch, compiled: bool) -> None:
+def test_the_eager_model_is_measured(job: Job, small: None, monkeypatch: pytest.MonkeyPatch, compiled: bool) -> None:
     # The compiler itself takes minutes on a CPU; what it is given and how it is called is what counts here.
     monkeypatch.setattr(torch, "compile", lambda step, dynamic: step)
     monkeypatch.setattr(latency, "MEASURED", "tiny")
-    monkeypatch.setattr(decodes, "NEW_TOKENS", 3)
-    session = latency.eager_session("fp32", "cpu", compiled=compiled)
-    assert len(decodes.measure(session, SMALL)) == 2
+    monkeypatch.setattr(latency, "given_to_gpu", lambda call: (call(), 7)[1])
+    latency.torch_latency(job, compiled=compiled, device="cpu")
+    (found,) = checks(job.work / "found.jsonl").values()
+    assert (found["name"], found["status"]) == ("torch.compile fp32" if compiled else "eager fp32", "passed")
+    assert found["numbers"]["launches"] == {"batch 1, greedy": 0.0, "batch 3, beam 2": 0.0}, "as many in a short decode"
+    assert len(found["numbers"]["step_ms"]) == 2
+
+
+def test_nothing_is_forbidden_that_asks_for_more_candidates_than_greedy_takes(dates_bundle: Path) -> None:
+    """The end of a text, which a minimum of tokens forbids, costs a candidate and the step that overlaps the host."""
+    asked: set[int] = set()
+    session: Any = open_session(open_bundle(dates_bundle), "ort", OpenOptions(form="static", threads=1))
+    begin = session.batch
+
+    def batch(width: int = 1) -> Any:
+        begun = begin(width)
+        step = begun.step
+        begun.step = lambda ids, count: (asked.add(count), step(ids, count))[1]
+        return begun
+
+    session.batch = batch
+    decodes.measure(session, 0, ((2, 1),))
+    assert asked == {1}
+    session.close()
+
+
+def test_steps_are_those_that_were_run(dates_bundle: Path) -> None:
+    session: Any = open_session(open_bundle(dates_bundle), "ort", OpenOptions(form="static", threads=1))
+    longest = max(len(token_ids) for token_ids in decodes.hypotheses(session, 8, 1))
+    assert decodes.num_steps(session, 8, 1, decodes.NEW_TOKENS) == longest < decodes.NEW_TOKENS
+    assert decodes.num_steps(session, 8, 1, 3) == 3
+    session.close()
+
+
+def test_launches_are_those_of_a_step_without_the_encoder() -> None:
+    steps = {32: 20, 16: 16}  # the long decode ended before its limit
+
+    def count(call: Any) -> int:
+        return 1000 + 125 * steps[call.args[2].max_new_tokens]
+
+    def counted(session: Any, batch: int, beams: int, length: int) -> int:
+        return steps[length]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decodes, "num_steps", counted)
+        session: Any = SimpleNamespace(spec=SPEC)
+        assert decodes.launches(session, count) == {"batch 1, greedy": 125.0, "batch 1, beam 4": 125.0}
+        assert decodes.launches(session, lambda call: 0) == {}, "no profiler sees this GPU"
+        steps[32] = 16
+        assert decodes.launches(session, count) == {}, "both decodes end at once"
+
+
+SPEC = ModelSpec(
+    d_model=8, source_vocab=50, max_source_length=32, max_target_length=32, precision="fp16",
+    vocab=50, layers=3, heads=2, head_dim=4, value_dim=6, tokens=TokenIds(pad=0, start=1, eos=2),
+)  # fmt: skip
+
+
+def test_bytes_of_caches_are_counted_once_a_source_and_once_a_row() -> None:
+    token = 3 * 2 * (4 + 6) * 2
+    assert decodes.cache_bytes(SPEC, 1, 1, 1) == token * (32 + 1)
+    assert decodes.cache_bytes(SPEC, 8, 4, 31) == 8 * token * (32 + 4 * 16)
+
+
+def test_bytes_of_weights_are_the_same_from_a_bundle_and_from_the_model(dates_bundle: Path) -> None:
+    model = load_model(DATES)
+    assert latency.weight_bytes(dates_bundle, "fp32") == latency.parameter_bytes(model)
+    assert latency.weight_bytes(dates_bundle, "fp16") == latency.parameter_bytes(model.half())
+
+
+def test_primitives_are_reported(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = 0
+
+    def timed(queue: Callable[[], object]) -> float:
+        nonlocal calls
+        queue()
+        calls += 1
+        return 2.0
+
+    monkeypatch.setattr(primitives, "replay_us", timed)
+    monkeypatch.setattr(primitives, "median_us", timed)
+    primitives.primitives(job, "cpu", large_bytes=8000)
+    found = checks(job.work / "found.jsonl")
+    assert {check["status"] for check in found.values()} == {"passed"}, found
+    # 8,000 bytes in 2 µs are 4 GB/s, and a copy reads and writes.
+    assert found["bandwidth"]["numbers"] == {"copy_gb_s": 8, "read_gb_s": 4, "bandwidth_gb_s": 8}
+    assert found["a graph of 134 tiny kernels"]["numbers"] == {"replay_us": 2.0}
+    assert len(found["top-k of 32000"]["numbers"]) == 9
+    assert found["small copies"]["numbers"] == {"up_us": 2.0, "down_us": 2.0}
+    assert calls == 2 + 1 + 9 + 2
 
 
 def test_sessions_are_compared_from_threads(dates_bundle: Path) -> None:

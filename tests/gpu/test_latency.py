@@ -1,4 +1,4 @@
-"""Milliseconds, reported and not judged: engines with CUDA graphs and without, ONNX Runtime, PyTorch."""
+"""What a step takes, reported and not judged: engines with CUDA graphs and without, ONNX Runtime, PyTorch."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from unittest import mock
 import pytest
 
 from tests.gpu import decodes
-from tests.gpu.decodes import hypotheses, measure
+from tests.gpu.decodes import given_to_gpu, hypotheses, launches, measure
 from tests.gpu.job import Job
+from tfexport.bench.weights import step_weight_bytes
 from tfexport.bundle.bundle import open_bundle
 from tfexport.runtime.registry import OpenOptions, open_session
+from tfexport.runtime.trt.resources import ITEM_BYTES
 from tfexport.spec import FLOAT, Device, Precision
 from tfexport.trt.config import Target
 
@@ -25,7 +27,7 @@ PRECISIONS: tuple[Precision, ...] = ("fp16", "fp32")
 
 
 def latency(job: Job, target: Target) -> None:
-    """EngineSet with CUDA graphs and without: the same tokens, and how long they take."""
+    """Engines with CUDA graphs and without: the same tokens, and how long they take."""
     bundle = job.bundle(MEASURED)
     for precision in PRECISIONS:
         name = job.engine(bundle, target, "static", precision, max_batch=128)
@@ -34,12 +36,14 @@ def latency(job: Job, target: Target) -> None:
         found = {}
         for graphs in (True, False):
             with job.check(f"{target} {precision}{'' if graphs else ' without CUDA graphs'}") as numbers:
-                found[graphs] = _run(bundle, name, graphs, numbers)
+                found[graphs] = _run(bundle, name, precision, graphs, numbers)
         with job.check(f"{precision}: equal tokens with and without CUDA graphs"):
             assert found[True] == found[False]
 
 
-def _run(bundle: Path, name: str, graphs: bool, numbers: dict[str, Any]) -> list[list[tuple[int, ...]]]:
+def _run(
+    bundle: Path, name: str, precision: Precision, graphs: bool, numbers: dict[str, Any]
+) -> list[list[tuple[int, ...]]]:
     """Decode and measure; without graphs every step is queued anew."""
     from tfexport.runtime.trt.graphs import CudaGraphRunner
 
@@ -48,10 +52,32 @@ def _run(bundle: Path, name: str, graphs: bool, numbers: dict[str, Any]) -> list
         session = decodes.open_engine(bundle, name)
         try:
             found = [hypotheses(session, 8, beams) for beams in (1, 4)]
-            numbers["latency_ms"] = measure(session)
+            report(session, weight_bytes(bundle, precision), numbers)
         finally:
             session.close()
     return found
+
+
+def report(session: Any, read: float, numbers: dict[str, Any]) -> None:
+    """Write down what a step takes: of time first, since no profiler can spoil that."""
+    numbers.update(measure(session, read))
+    numbers["launches"] = launches(session, given_to_gpu)
+
+
+def weight_bytes(bundle: Path, precision: Precision) -> float:
+    """Return the bytes of weights that a step reads, of a bundle or of engines in another precision."""
+    opened = open_bundle(bundle)
+    read = step_weight_bytes(opened)
+    assert read is not None
+    return read * ITEM_BYTES[FLOAT[precision]] / ITEM_BYTES[FLOAT[opened.manifest.spec.precision]]
+
+
+def parameter_bytes(model: Any) -> int:
+    """Return the bytes of parameters that a step reads: see `tfexport.bench.weights`, which reads bundles."""
+    unread = ("dec.embed.", "dec.pos", ".cross.k.", ".cross.v.")
+    named = model.named_parameters(remove_duplicate=False)
+    read = {n: p for n, p in named if n.startswith(("dec.", "out.")) and not any(part in n for part in unread)}
+    return sum(parameter.numel() * parameter.element_size() for parameter in read.values())
 
 
 def ort_latency(job: Job, device: Device = "cuda") -> None:
@@ -59,36 +85,33 @@ def ort_latency(job: Job, device: Device = "cuda") -> None:
     for precision in PRECISIONS:
         for form in ("static", "concat"):
             with job.check(f"ort {device} {form} {precision}") as numbers:
-                bundle = open_bundle(job.bundle(MEASURED, precision))
-                session = open_session(bundle, "ort", OpenOptions(form=form, device=device))
-                numbers["latency_ms"] = measure(session)
+                path = job.bundle(MEASURED, precision)
+                session = open_session(open_bundle(path), "ort", OpenOptions(form=form, device=device))
+                report(session, weight_bytes(path, precision), numbers)
                 session.close()
 
 
-def eager_latency(job: Job) -> None:
-    """PyTorch as it is."""
+def torch_latency(job: Job, *, compiled: bool, device: str = "cuda") -> None:
+    """PyTorch as it is, or with the decoder's step compiled."""
     for precision in PRECISIONS:
-        with job.check(f"eager {precision}") as numbers:
-            numbers["latency_ms"] = measure(eager_session(precision, "cuda", compiled=False))
-
-
-def compile_latency(job: Job) -> None:
-    """PyTorch with the decoder's step compiled."""
-    with job.check("torch.compile fp16") as numbers:
-        numbers["latency_ms"] = measure(eager_session("fp16", "cuda", compiled=True))
+        with job.check(f"{'torch.compile' if compiled else 'eager'} {precision}") as numbers:
+            session = eager_session(precision, device, compiled=compiled)
+            report(session, parameter_bytes(session.open_model()), numbers)
 
 
 def eager_session(precision: Precision, device: str, *, compiled: bool) -> Any:
     """Open the eager model on a device, in a precision, its step compiled or not."""
     import torch
 
+    from tfexport.models.config import model_spec
     from tfexport.models.presets import build_preset
     from tfexport.runtime.eager import EagerSession
 
     model = build_preset(MEASURED).to(device=device, dtype=getattr(torch, FLOAT[precision]))
     if compiled:
+        torch.compiler.reset()  # the other precision has been compiled as often as the compiler likes
         model.decode_step = torch.compile(model.decode_step, dynamic=True)  # type: ignore[method-assign]
-    return EagerSession(model)
+    return EagerSession(model, model_spec(model.config, precision))
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -101,8 +124,8 @@ def test_ort_latency(gpu_job: Job) -> None:
 
 
 def test_eager_latency(gpu_job: Job) -> None:
-    eager_latency(gpu_job)
+    torch_latency(gpu_job, compiled=False)
 
 
 def test_compile_latency(gpu_job: Job) -> None:
-    compile_latency(gpu_job)
+    torch_latency(gpu_job, compiled=True)
