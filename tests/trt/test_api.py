@@ -22,10 +22,10 @@ FILES = sorted([*(ROOT / "tfexport" / "trt").rglob("*.py"), *(ROOT / "tfexport" 
 ANSWERED_BY = {
     "ATTENTION_INPUT": {"IAttentionInputLayer", "attention", "decomposable", "causal"},
     "causal_kind": {"UPPER_LEFT"},
-    "num_compute_capabilities": {"set_compute_capability"},
+    "num_compute_capabilities": {"set_compute_capability", "ComputeCapability", "CURRENT"},
     "create_runtime_config": {"set_execution_context_allocation_strategy"},
     "cuda_graph_strategy": {"CudaGraphStrategy", "WHOLE_GRAPH_CAPTURE", "DISABLED"},
-    "create_runtime_cache": {"set_runtime_cache", "get_runtime_cache"},
+    "create_runtime_cache": {"set_runtime_cache", "get_runtime_cache", "deserialize"},
     "get_engine_validity": {"EngineValidity", "EngineInvalidityDiagnostics", "VALID", "SUBOPTIMAL", "INVALID"},
 }
 # What there is where the answer is no.

@@ -17,7 +17,7 @@ from tfexport.errors import BackendError, EngineError
 from tfexport.trt import library as bridge
 from tfexport.trt.config import Target
 from tfexport.trt.cuda import find_gpus
-from tfexport.trt.library import PORTABLE, Library, installed_targets, load_library
+from tfexport.trt.library import NAMED, PORTABLE, Library, installed_targets, load_library
 from tfexport.trt.log import MAX_ERRORS, MAX_MESSAGE, MAX_RECORDS, Log, Logger, Record, without_noise
 
 pytest.importorskip("tensorrt_rtx")
@@ -181,7 +181,7 @@ def test_types_are_spelled_as_in_the_contract(rtx: Library) -> None:
 
 
 def test_compute_capabilities_are_spelled_out(rtx: Library) -> None:
-    assert set(PORTABLE) < set(rtx.compute_capabilities())
+    assert set(PORTABLE) < set(NAMED) == set(rtx.compute_capabilities())
     assert plain_tensorrt().compute_capabilities() == {}
 
 

@@ -22,8 +22,9 @@ from tfexport.trt.log import Log, Logger
 
 MODULES: dict[Target, str] = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 INSTALL: dict[Target, str] = {target: install_command(module) for target, module in MODULES.items()}
-# What TensorRT-RTX builds for when nothing is said (measured with 1.7.1); its enum alone has SM75 too.
+# What TensorRT-RTX builds for when nothing is said, and what its enum names (measured with 1.7.1).
 PORTABLE = ("8.0", "8.6", "8.9", "12.0", "12.1")
+NAMED = ("7.5", *PORTABLE)
 
 _DTYPES: dict[DType, str] = {
     "int64": "INT64",
@@ -111,7 +112,7 @@ class Library:
         return {library: ours for ours, library in _DTYPES.items()}.get(dtype.name, str(dtype.name))
 
     def compute_capabilities(self) -> dict[str, Any]:
-        """Return what engines can be built for, such as {"8.6": SM86}; empty where the GPU at hand decides."""
+        """Return what engines can be built for anywhere, such as {"8.6": SM86}; empty where the GPU at hand decides."""
         names = getattr(getattr(self.trt, "ComputeCapability", None), "__members__", {})
         numbers = {name: match for name in names if (match := re.fullmatch(r"SM(\d+)(\d)", name))}
         return {f"{match[1]}.{match[2]}": names[name] for name, match in numbers.items()}

@@ -174,6 +174,22 @@ def test_another_gpu_is_added_to_those_that_are_built_for(bundle: Bundle) -> Non
     assert given == ["8.6", "8.9", "12.0"]
 
 
+def test_a_gpu_without_a_name_has_engines_of_its_own(bundle: Bundle) -> None:
+    """Hopper: TensorRT-RTX builds for it as the GPU at hand, and for no other with it."""
+
+    def rebuilt(built: tuple[str, ...], here: str) -> list[str]:
+        engine = stored.manifest(bundle, replace(RTX, compute_capabilities=built))
+        (found,) = incompatibilities(engine, bundle, at(gpu=replace(L4, compute_capability=here)))
+        words = shlex.split(found.remedy)
+        return [words[i + 1] for i, word in enumerate(words) if word == "--compute-capability"]
+
+    on_hopper = stored.manifest(bundle, replace(RTX, compute_capabilities=("9.0",)))
+    assert not incompatibilities(on_hopper, bundle, at(gpu=replace(L4, compute_capability="9.0")))
+    assert rebuilt(("9.0",), "8.9") == ["8.9"]
+    assert rebuilt(("8.6", "8.9"), "9.0") == ["9.0"]
+    assert rebuilt(("7.5", "8.6"), "8.9") == ["7.5", "8.6", "8.9"]
+
+
 def test_this_machine_is_looked_at_without_a_library() -> None:
     code = (
         "import sys; from tfexport.trt.artifact.compatibility import this_machine; machine = this_machine();"

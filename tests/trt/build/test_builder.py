@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from onnx import TensorProto
 
+from tests.trt.artifact.stored import L4
 from tests.trt.engine_graphs import add, attention, cache_update, project
 from tfexport.bundle.manifest import Manifest
 from tfexport.errors import EngineError
@@ -46,6 +48,14 @@ def refusal(rtx: Library, graph: bytes, *profiles: Profile, **settings: Any) -> 
     with pytest.raises(EngineError) as caught:
         build(rtx, graph, *profiles, **settings)
     return str(caught.value)
+
+
+@no_gpu
+def test_a_build_for_the_gpu_at_hand_reaches_the_library(rtx: Library) -> None:
+    """Nobody else knows whether it takes a GPU that its enum does not name; without one it asks the driver."""
+    hopper = resolve_options(rtx, EngineConfig(), replace(L4, compute_capability="9.0"))
+    with pytest.raises(EngineError, match=r"the engine cannot be built: .*cudaError 35"):
+        build_engine(parse(rtx, add()), (ADD,), hopper)
 
 
 def profile_of(rtx: Library, graph: bytes, *, queries: int = 5) -> Profile:

@@ -74,8 +74,43 @@ def test_engines_are_built_for_what_is_named_or_there_or_for_all(rtx: Library) -
 def test_unknown_compute_capabilities_are_all_named(rtx: Library) -> None:
     with pytest.raises(EngineError, match=r"compute capability 9\.0, 3\.5: it builds for 7\.5, 8\.0, .*12\.0"):
         capabilities(rtx, "9.0", "8.6", "3.5")
-    with pytest.raises(EngineError, match=r"compute capability 9\.0: .* or --target tensorrt on such a GPU"):
-        capabilities(rtx, gpu=replace(L4, compute_capability="9.0"))
+
+
+HOPPER = replace(L4, name="NVIDIA H100 80GB HBM3", compute_capability="9.0")
+
+
+@pytest.mark.parametrize("wanted", [(), ("9.0",), ("9.0", "9.0")])
+def test_a_gpu_that_the_enum_does_not_name_is_the_one_at_hand(rtx: Library, wanted: tuple[str, ...]) -> None:
+    options = resolve_options(rtx, EngineConfig(compute_capabilities=wanted), HOPPER)
+    assert options.compute_capabilities == ("9.0",)
+    config = rtx.builder(rtx.listen()).create_builder_config()
+    apply_options(rtx, config, options)
+    assert config.num_compute_capabilities == 1
+    assert config.get_compute_capability(0) == rtx.trt.ComputeCapability.CURRENT
+
+
+@pytest.mark.parametrize(
+    ("wanted", "gpu", "message"),
+    [
+        (("9.0",), None, "or for a GPU at hand, and there is none; choose among them, or --target tensorrt on such a"),
+        (("9.0",), L4, "or for the GPU at hand alone; choose among them, or --target tensorrt on such a GPU"),
+        (("8.9", "9.0"), HOPPER, "or for the GPU at hand alone; choose among them"),
+        (("10.0",), HOPPER, "or for the GPU at hand alone; choose among them"),
+    ],
+)
+def test_it_is_built_for_by_itself_and_only_there(
+    rtx: Library, wanted: tuple[str, ...], gpu: Any, message: str
+) -> None:
+    with pytest.raises(EngineError) as caught:
+        capabilities(rtx, *wanted, gpu=gpu)
+    assert f"compute capability {wanted[-1]}: it builds for 7.5, 8.0, 8.6, 8.9, 12.0, 12.1, {message}" in str(
+        caught.value
+    )
+    assert "\n" not in str(caught.value)
+
+
+def test_on_a_gpu_without_a_name_the_others_are_built_for_too(rtx: Library) -> None:
+    assert capabilities(rtx, "8.9", "8.6", gpu=HOPPER) == ("8.6", "8.9")
 
 
 def test_a_library_for_the_gpu_at_hand_takes_no_compute_capability() -> None:

@@ -75,8 +75,10 @@ def test_the_gpu_at_hand_is_built_for(bundle: Bundle, rtx: Library) -> None:
     assert resolve(bundle, EngineConfig(), rtx, L4).config.compute_capabilities == ("8.9",)
     named = EngineConfig(compute_capabilities=("12.0", "8.6"))
     assert resolve(bundle, named, rtx, L4).config.compute_capabilities == ("8.6", "12.0")
+    hopper = replace(L4, compute_capability="9.0")
+    assert resolve(bundle, EngineConfig(), rtx, hopper).config.compute_capabilities == ("9.0",)
     with pytest.raises(EngineError, match=r"compute capability 9\.0: .* or --target tensorrt on such a GPU"):
-        resolve(bundle, EngineConfig(), rtx, replace(L4, compute_capability="9.0"))
+        resolve(bundle, EngineConfig(compute_capabilities=("9.0",)), rtx, None)
 
 
 def test_the_form_is_one_that_bundle_and_library_have(

@@ -20,7 +20,7 @@ from tfexport.bundle.bundle import Bundle
 from tfexport.trt.artifact.manifest import EngineManifest
 from tfexport.trt.config import EngineConfig, Target
 from tfexport.trt.cuda import Gpu, find_gpus
-from tfexport.trt.library import INSTALL, MODULES, installed_targets
+from tfexport.trt.library import INSTALL, MODULES, NAMED, installed_targets
 
 # Options of `tfexport trt` that are not spelled like their field.
 _OPTIONS = {
@@ -164,8 +164,11 @@ def _machine_problems(manifest: EngineManifest, bundle: Path, machine: Machine) 
         wanted = ", ".join(config.compute_capabilities) or f"{built.gpu} ({built.compute_capability})"
         yield Incompatibility("GPU", wanted, "none that can be used", "tfexport doctor says why")
     elif config.target == "tensorrt-rtx":
-        if machine.gpu.compute_capability not in config.compute_capabilities:
-            wider = replace(config, compute_capabilities=(*config.compute_capabilities, machine.gpu.compute_capability))
+        here = machine.gpu.compute_capability
+        if here not in config.compute_capabilities:
+            # One that the library has no name for is built for by itself, and only where such a GPU is.
+            others = tuple(each for each in config.compute_capabilities if each in NAMED and here in NAMED)
+            wider = replace(config, compute_capabilities=(*others, here))
             yield Incompatibility(
                 "compute capability",
                 ", ".join(config.compute_capabilities),

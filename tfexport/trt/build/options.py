@@ -26,7 +26,8 @@ class BuilderOptions:
         workspace_bytes: scratch memory that a layer may use.
         optimization_level: 0 to 5.
         hardware_compatibility: of `HardwareCompatibilityLevel`, in lower case.
-        compute_capabilities: such as "8.6", each once, in order; empty where the GPU at hand decides.
+        compute_capabilities: such as "8.6", each once, in order; one that the library has no name for is that of the
+            GPU at hand; empty where that GPU decides.
         timing_cache: directory of the kernels' timings, read and written; None for none.
     """
 
@@ -72,14 +73,22 @@ def resolve_options(library: Library, config: EngineConfig, gpu: Gpu | None) -> 
 def _compute_capabilities(
     library: Library, wanted: Sequence[str], gpu: Gpu | None
 ) -> tuple[tuple[str, ...], list[str]]:
-    """Choose what an engine is built for: what is wanted, the GPU that is there, or all that the library takes."""
+    """Choose what an engine is built for: what is wanted, the GPU that is there, or all that the library takes.
+
+    The library's enum lags behind its kernels: what it does not name can be built for all the same, as the GPU at hand
+    and by itself. Whether there are kernels for it, the library says when it builds or loads.
+    """
     known = library.compute_capabilities()
     if not known:
         listed = f"compute capability {', '.join(wanted)}: it builds for the GPU at hand"
         return (), [f"{listed}; leave it out or choose --target tensorrt-rtx"] if wanted else []
-    chosen = wanted or ((gpu.compute_capability,) if gpu else PORTABLE)
+    here = gpu.compute_capability if gpu else None
+    chosen = wanted or ((here,) if here else PORTABLE)
+    if here and here not in known and set(chosen) == {here}:
+        return (here,), []
     unknown = [capability for capability in chosen if capability not in known]
-    listed = f"compute capability {', '.join(unknown)}: it builds for {', '.join(known)}"
+    at_hand = "the GPU at hand alone" if here else "a GPU at hand, and there is none"
+    listed = f"compute capability {', '.join(unknown)}: it builds for {', '.join(known)}, or for {at_hand}"
     problems = [f"{listed}; choose among them, or --target tensorrt on such a GPU"] if unknown else []
     return tuple(capability for capability in known if capability in chosen), problems
 
@@ -138,7 +147,7 @@ def apply_options(library: Library, config: Any, options: BuilderOptions) -> Non
         refused = [
             capability
             for i, capability in enumerate(options.compute_capabilities)
-            if not config.set_compute_capability(known[capability], i)
+            if not config.set_compute_capability(known.get(capability, trt.ComputeCapability.CURRENT), i)
         ]
         if refused:
             raise EngineError(f"{library.target} {library.version}: refuses compute capability {', '.join(refused)}")

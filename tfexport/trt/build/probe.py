@@ -10,6 +10,7 @@ from tfexport.trt.build.builder import build_engine
 from tfexport.trt.build.network import Graph, parse_graph
 from tfexport.trt.build.options import resolve_options
 from tfexport.trt.config import EngineConfig, Target
+from tfexport.trt.cuda import need_gpu
 from tfexport.trt.library import load_library
 
 
@@ -34,7 +35,7 @@ def _try(target: Target, model: bytes) -> str:
     log = library.listen()
     runtime = library.runtime(log)
     graph = parse_graph(library, Graph("probe", model, Path("probe.onnx")))
-    engine = build_engine(graph, (), resolve_options(library, EngineConfig(), None))
+    engine = build_engine(graph, (), resolve_options(library, EngineConfig(), need_gpu()))
     if runtime.deserialize_cuda_engine(engine.data) is None:
         return f"{target} {library.version} refuses an engine on this GPU: {log.reason()}"
     return ""
