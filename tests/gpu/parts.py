@@ -105,6 +105,7 @@ PARTS: tuple[Part, ...] = (
         120,
         "ort-cuda",
     ),
+    _part("ort-ties", "ties.py::test_ties", "ONNX Runtime CUDA: equal logits in order of id", 60, "ort-cuda"),
     # Some forty builds, as many as the time allows: to run out of it is no failure, so they come last.
     *_on_both("presets", "parity", "random presets against PyTorch, both forms, fp32, fp16 and bf16", 3600),
 )

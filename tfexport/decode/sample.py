@@ -61,7 +61,8 @@ def distribution(log_probs: Floats, config: DecodeConfig) -> Probabilities:
     """Return what a sample is drawn from.
 
     Temperature, top_k and top_p apply in this order, as in Hugging Face
-    `generate`. Of equal candidates at the k-th place, the lowest ids stay.
+    `generate`. Of equal candidates at the k-th place, those stay that the
+    session returned: on the CPU the lowest ids.
 
     Args:
         log_probs: of the top_k best candidates, up to a constant, float32

@@ -28,7 +28,8 @@ Prompts = Sequence[Sequence[int]]
 class Candidates:
     """The best next tokens of every row, best first; equal logits in order of id.
 
-    log p(token) = logits - log_normalizer. The arrays belong to the caller.
+    log p(token) = logits - log_normalizer. Of tokens whose logits equal the last one's, those of the lowest ids are
+    returned where the CPU computes; a GPU may return any. The arrays belong to the caller.
 
     Attributes:
         token_ids: int64 [rows, num_candidates].
@@ -218,6 +219,24 @@ class Session(Protocol):
     def close(self) -> None:
         """Free what the session holds; it cannot be used afterwards."""
         ...
+
+
+def in_order_of_id(candidates: Candidates) -> Candidates:
+    """Sort equal logits by id, which a device's selection may not.
+
+    Args:
+        candidates: best first, of any number of axes.
+    """
+    logits, token_ids = candidates.logits, candidates.token_ids
+    falls = logits[..., 1:] != logits[..., :-1]
+    if falls.all():
+        return candidates
+    place = np.zeros(logits.shape, np.int64)
+    np.cumsum(falls, axis=-1, out=place[..., 1:])  # equal logits share one
+    order = np.lexsort((token_ids, place))
+    return Candidates(
+        np.take_along_axis(token_ids, order, -1), np.take_along_axis(logits, order, -1), candidates.log_normalizer
+    )
 
 
 def close_up(num_sources: int, removed: Ids) -> Ids:

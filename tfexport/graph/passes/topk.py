@@ -11,8 +11,9 @@ from tfexport.spec import CANDIDATE_IDS, CANDIDATE_LOGITS, LOG_NORMALIZER, LOGIT
 def append_selection(model: ir.Model) -> None:
     """Add input `num_candidates` and outputs `candidate_ids`, `candidate_logits` and `log_normalizer`.
 
-    TopK sorts, and puts the lower id first where logits are equal
-    (https://onnx.ai/onnx/operators/onnx__TopK.html).
+    TopK sorts, and by its definition puts the lower id first where logits are equal
+    (https://onnx.ai/onnx/operators/onnx__TopK.html). ONNX Runtime keeps to that on the CPU; on CUDA it does not for
+    every size, and TensorRT documents no order, so sessions there sort what they get.
 
     Args:
         model: a decoder whose first output is `logits` [rows, vocab]; changed in place.

@@ -10,7 +10,7 @@ import onnxruntime as ort
 from tfexport.runtime.ort.cache import DeviceBuffers, HostBuffers, RowBuffers
 from tfexport.runtime.ort.device import OrtDevice, host_value, run, still_open
 from tfexport.runtime.ort.gather import RowGather
-from tfexport.runtime.session import Candidates, Ids, Mask
+from tfexport.runtime.session import Candidates, Ids, Mask, in_order_of_id
 from tfexport.spec import (
     CACHE_LENGTHS,
     CANDIDATE_IDS,
@@ -113,6 +113,9 @@ class Step:
 
     def candidates(self) -> Candidates:
         """Return copies of what the last run found: on the CPU numpy() is a view of what the next one writes."""
-        return Candidates(
+        found = Candidates(
             self._token_ids.numpy().copy(), self._logits.numpy().copy(), self._log_normalizer.numpy()[:, 0].copy()
         )
+        # CUDA's radix selection puts equal logits in order of id mod 256
+        # (onnxruntime/core/providers/cuda/math/topk_impl.cuh).
+        return found if self._graphs.device.type == "cpu" else in_order_of_id(found)

@@ -1,0 +1,96 @@
+"""Equal logits: in order of id, whichever backend and form, and what a device gives in another order is sorted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from tests import tiny
+from tests.runtime.exported import Once, exported, sources
+from tests.runtime.planted import planted, ranked
+from tfexport.runtime.eager import EagerSession
+from tfexport.runtime.ort.backend import open_graphs
+from tfexport.runtime.ort.device import OrtDevice
+from tfexport.runtime.ort.graphs import OrtGraphs, Step
+from tfexport.runtime.session import Candidates, Session, in_order_of_id
+from tfexport.spec import Form
+
+# Of the sizes that ONNX Runtime's CUDA provider selects from by radix.
+VOCAB = 600
+FORMS: tuple[Form, ...] = ("concat", "static", "contrib")
+
+
+def check_order(session: Session, row: np.ndarray) -> None:
+    batch = session.batch()
+    batch.add(*sources(tiny.config()), [[1]] * 4)
+    for count in (1, 2, 64, 130, VOCAB):  # all but the last cut through tokens that are equal
+        found = batch.step(np.ones(4, np.int64), count)
+        np.testing.assert_array_equal(found.token_ids, np.tile(ranked(row)[:count], (4, 1)))
+        np.testing.assert_array_equal(found.logits, row[found.token_ids])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_on_the_cpu_equal_logits_come_in_order_of_id(form: Form, once: Once) -> None:
+    model, row = planted(VOCAB, levels=5)
+    graphs, spec = exported(model, once)
+    check_order(open_graphs(graphs, spec, form, threads=1), row)
+
+
+def test_the_reference_gives_equal_logits_in_order_of_id() -> None:
+    model, row = planted(VOCAB, levels=5)
+    check_order(EagerSession(model), row)
+
+
+def test_what_a_device_gives_in_another_order_is_sorted(once: Once) -> None:
+    """Planted into the outputs of a step: ties by id mod 256, as the radix selection of ONNX Runtime CUDA has them."""
+    model, row = planted(VOCAB, levels=5)
+    graphs, spec = exported(model, once)
+    device = OrtDevice("cpu")
+    decoder = device.load(graphs["decoder_static"], "decoder_static.onnx", 1)
+    step = Step(OrtGraphs(spec, device, None, decoder, None), 2, VOCAB)
+    ids = np.arange(VOCAB)
+    radix = np.tile(np.lexsort((ids // 256, ids % 256, -row)), (2, 1))
+    assert (radix[0] != ranked(row)).any()
+    step._token_ids.update_inplace(radix)
+    step._logits.update_inplace(row[radix])
+    step._log_normalizer.update_inplace(np.array([[1], [2]], np.float32))
+    np.testing.assert_array_equal(step.candidates().token_ids, radix)
+    device.type = "cuda"
+    found = step.candidates()
+    np.testing.assert_array_equal(found.token_ids, np.tile(ranked(row), (2, 1)))
+    np.testing.assert_array_equal(found.logits, row[found.token_ids])
+    np.testing.assert_array_equal(found.log_normalizer, [1, 2])
+
+
+@given(
+    rows=arrays.arrays(
+        np.float32,
+        arrays.array_shapes(min_dims=2, max_dims=3, max_side=9),
+        elements=st.sampled_from([-np.inf, -2.5, -0.0, 0.0, 1.0, 3e38]),
+    ),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_candidates_are_in_the_order_of_lexsort(rows: np.ndarray, seed: int) -> None:
+    ids = np.random.default_rng(seed).permuted(np.tile(np.arange(rows.shape[-1]), (*rows.shape[:-1], 1)), axis=-1)
+    logits = -np.sort(-rows)
+    given = Candidates(ids, logits, np.zeros(rows.shape[:-1], np.float32))
+    before = replace(given, token_ids=ids.copy(), logits=logits.copy())
+    found = in_order_of_id(given)
+    order = np.lexsort((ids, -logits))
+    np.testing.assert_array_equal(found.token_ids, np.take_along_axis(ids, order, -1))
+    np.testing.assert_array_equal(found.logits, logits)
+    np.testing.assert_array_equal(given.token_ids, before.token_ids)
+    np.testing.assert_array_equal(given.logits, before.logits)
+
+
+def test_without_ties_nothing_is_copied() -> None:
+    ids = np.array([[5, 3, 4]])
+    logits = cast(np.ndarray, np.array([[3, np.nan, 1]], np.float32))
+    given = Candidates(ids, logits, np.zeros(1, np.float32))
+    assert in_order_of_id(given) is given
