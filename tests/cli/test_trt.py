@@ -121,6 +121,18 @@ def test_every_decoder_counts_in_the_estimate(dates_bundle: Path) -> None:
     assert weights("--capacities", "4,6") - weights() == 2 * decoder
 
 
+def test_a_prefill_counts_beside_the_step(dates_bundle: Path) -> None:
+    def memory(*options: str) -> dict[str, int]:
+        shapes = ("--maxShapes", "source_ids:4x1", *options)
+        found = json.loads(run("trt", dates_bundle, *RTX, *SMALL, *shapes, "--dry-run", "--json").stdout)
+        return dict(found["memory"])
+
+    whole, short = memory(), memory("--optShapes", "target_ids:4x1", "--maxShapes", "source_ids:4x1,target_ids:4x2")
+    assert whole["activations"] == short["activations"]
+    assert whole["prefill"] > 2 * whole["activations"]
+    assert whole["prefill"] > 3 * short["prefill"]
+
+
 def test_the_bundle_still_says_the_same(built: Path, dates_bundle: Path) -> None:
     assert open_bundle(built).sha256 == open_bundle(dates_bundle).sha256
     assert run("generate", built, "3 March 2026").stdout == "2026-03-03\n"
@@ -201,10 +213,10 @@ def test_a_dry_run_builds_and_writes_nothing(dates_bundle: Path) -> None:
     assert found["profiles"]["decoder_static"][0]["target_ids"]["max"] == [4, 1]
     spec = open_bundle(dates_bundle).manifest.spec
     token = spec.layers * spec.heads * (spec.head_dim + spec.value_dim) * 2
-    assert 4 * token * (12 + 16) <= found["memory"]["caches"] <= 4 * token * (12 + 16) * 1.5
+    assert 4 * token * (2 * 12 + 16) <= found["memory"]["caches"] <= 4 * token * (2 * 12 + 16) * 1.5
     weights = (dates_bundle / "weights.safetensors").stat().st_size
     assert 0.3 * weights < found["memory"]["weights"] < 0.6 * weights
-    assert found["memory"]["activations"] > 0
+    assert min(found["memory"]["activations"], found["memory"]["prefill"]) > 0
     text = run("trt", dates_bundle, *RTX, *SMALL, "--dry-run").stdout
     assert text.startswith(f"would build tensorrt-rtx-static-fp32 with tensorrt-rtx {trt.__version__}: static, fp32\n")
     assert "Plan decoder_static, prefill" in text

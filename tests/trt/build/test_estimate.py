@@ -13,5 +13,4 @@ def test_the_memory_of_the_caches() -> None:
     sizes = EngineLimits(max_batch=32, max_source_length=16, max_target_length=16, max_candidates=10)
     token = 2 * 2 * (4 + 4) * 4
     scratch = 32 * 2 * 4 * 4 * 16
-    assert cache_bytes(spec, sizes, grows=False) == 32 * token * (16 + 16) + scratch
-    assert cache_bytes(spec, sizes, grows=True) == 32 * token * (2 * 16 + 16) + scratch
+    assert cache_bytes(spec, sizes) == 32 * token * (2 * 16 + 16) + scratch

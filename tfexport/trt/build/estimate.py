@@ -12,7 +12,7 @@ from tfexport.spec import ENCODER, REORDER, ModelSpec, Precision
 from tfexport.trt.build.network import Graph
 from tfexport.trt.build.resolve import ResolvedBuild
 from tfexport.trt.config import EngineConfig, EngineLimits, engine_key
-from tfexport.trt.profile import STEP, Profile
+from tfexport.trt.profile import PREFILL, STEP, Profile
 
 _BOUNDS = ("min", "opt", "max")
 _ITEM_BYTES: dict[Precision, int] = {"fp32": 4, "fp16": 2, "bf16": 2}
@@ -24,14 +24,16 @@ class Memory:
 
     Attributes:
         weights: of all plans; each holds its own, every decoder too.
-        caches: self-attention and cross-attention keys and values of one batch, with what reordering needs.
-        activations: what the hungriest plan needs while it computes node by node. The library's own number, which
-            may be less or a few times more, is in the build log.
+        caches: self-attention and cross-attention keys and values of one batch with beams.
+        activations: what the encoder or a step needs, whichever is more, while it computes node by node. The
+            library's own number, which may be less or a few times more, is in the build log.
+        prefill: what the first prompt of several tokens adds to the activations; 0 for an encoder alone.
     """
 
     weights: int
     caches: int
     activations: int
+    prefill: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +90,9 @@ def estimate(resolved: ResolvedBuild, graphs: Sequence[Graph]) -> Estimate:
         GraphError: the sizes inside a graph cannot be told.
     """
     limits = resolved.profiles.limits
+    # Reordering has nothing between its input and its output.
+    computing = [graph for graph in graphs if graph.name != REORDER]
+    decoders = [graph for graph in computing if graph.name != ENCODER]
     return Estimate(
         name=engine_key(resolved.config),
         library_version=resolved.library.version,
@@ -97,16 +102,16 @@ def estimate(resolved: ResolvedBuild, graphs: Sequence[Graph]) -> Estimate:
         profiles=dict(resolved.profiles.engines),
         memory=Memory(
             weights=sum(weight_bytes(graph.data) for graph in graphs),
-            caches=cache_bytes(resolved.spec, limits, grows=resolved.form == "concat"),
-            # Reordering has nothing between its input and its output.
-            activations=max(_activations(resolved, graph) for graph in graphs if graph.name != REORDER),
+            caches=cache_bytes(resolved.spec, limits),
+            activations=max(_activations(resolved, graph, STEP) for graph in computing),
+            prefill=max((_activations(resolved, graph, PREFILL) for graph in decoders), default=0),
         ),
     )
 
 
-def _activations(resolved: ResolvedBuild, graph: Graph) -> int:
-    """Say what a plan needs at the largest shapes of its last profile; of a decoder the prefill."""
-    profile = resolved.profiles.engines[graph.name][-1]
+def _activations(resolved: ResolvedBuild, graph: Graph, index: int) -> int:
+    """Say what a plan needs at the largest shapes of a profile."""
+    profile = resolved.profiles.engines[graph.name][index]
     sizes = {
         dim: size
         for tensor in resolved.contract(graph.name).inputs
@@ -116,17 +121,19 @@ def _activations(resolved: ResolvedBuild, graph: Graph) -> int:
     return activation_bytes(graph.path, sizes)
 
 
-def cache_bytes(spec: ModelSpec, limits: EngineLimits, *, grows: bool) -> int:
-    """Size the keys and values of a full batch.
+def cache_bytes(spec: ModelSpec, limits: EngineLimits) -> int:
+    """Size the keys and values of a full batch with beams.
+
+    Those of the target are there twice: a step of the concat form and a reorder of beams write from the one to the
+    other.
 
     Args:
         spec: of the model, in the precision of the engine.
         limits: of the engine.
-        grows: whether old and new cache are both in memory, as in the concat form.
     """
     token = spec.layers * spec.heads * (spec.head_dim + spec.value_dim) * _ITEM_BYTES[spec.precision]
-    longest = limits.max_target_length * (2 if grows else 1) + limits.max_source_length
-    # Reordering writes one cache at a time into a buffer of its own.
+    longest = 2 * limits.max_target_length + limits.max_source_length
+    # One cache at a time becomes longer, in a buffer of its own.
     one = spec.heads * max(spec.head_dim, spec.value_dim) * _ITEM_BYTES[spec.precision]
     return limits.max_batch * (token * longest + one * max(limits.max_target_length, limits.max_source_length))
 
