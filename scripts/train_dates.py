@@ -24,8 +24,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from torch import Tensor
 from torch.nn import functional as F
 
-from tfexport.decode.config import DecodeConfig
 from tfexport.decode.offline import decode
+from tfexport.generation import DecodeConfig
 from tfexport.models.config import StackConfig, TransformerConfig
 from tfexport.models.transformer import Transformer
 from tfexport.runtime.eager import EagerSession

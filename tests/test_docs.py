@@ -20,9 +20,9 @@ import tfexport
 from tests.conftest import DATES, ROOT
 from tfexport.bundle.manifest import Manifest
 from tfexport.cli import main
-from tfexport.decode.config import DecodeConfig
 from tfexport.decode.result import Hypothesis
 from tfexport.errors import ConfigError
+from tfexport.generation import DecodeConfig
 from tfexport.model import Result
 from tfexport.spec import DECODER, ModelSpec, decoder_graph, encoder_graph
 from tfexport.verify import Decodes, Numbers, Report, VerifyConfig

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     __version__: str
-    from tfexport.decode.config import DecodeConfig as DecodeConfig
     from tfexport.errors import BackendError as BackendError
     from tfexport.errors import BenchError as BenchError
     from tfexport.errors import BundleError as BundleError
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from tfexport.errors import InputError as InputError
     from tfexport.errors import ParityError as ParityError
     from tfexport.errors import TfexportError as TfexportError
+    from tfexport.generation import DecodeConfig as DecodeConfig
     from tfexport.model import Model as Model
     from tfexport.model import Result as Result
     from tfexport.model import load as load
@@ -29,7 +29,7 @@ _HOME = {
     "load": "model",
     "Model": "model",
     "Result": "model",
-    "DecodeConfig": "decode.config",
+    "DecodeConfig": "generation",
     "TfexportError": "errors",
     "BackendError": "errors",
     "BenchError": "errors",

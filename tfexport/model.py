@@ -13,12 +13,12 @@ from typing import Any, Literal, Self, get_args
 import numpy as np
 
 from tfexport.bundle.bundle import check_weights, open_bundle
-from tfexport.decode.config import DecodeConfig
 from tfexport.decode.offline import decode
 from tfexport.decode.result import FinishReason, Hypothesis
 from tfexport.decode.stream import stream
 from tfexport.errors import ConfigError, InputError, TfexportError
 from tfexport.files.names import TOKENIZER
+from tfexport.generation import DecodeConfig
 from tfexport.runtime.registry import AUTO, OpenOptions, get, open_session
 from tfexport.runtime.session import Floats, Session, pad_right
 from tfexport.spec import Device, Form, ModelSpec

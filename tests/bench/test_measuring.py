@@ -22,9 +22,9 @@ from tfexport.bench.summary import cell_metrics, distribution, histogram, is_sta
 from tfexport.bench.timed import STEPS_TOGETHER, TimedSession
 from tfexport.bench.weights import step_weight_bytes
 from tfexport.bundle.bundle import open_bundle
-from tfexport.decode.config import DecodeConfig
 from tfexport.decode.offline import decode
 from tfexport.errors import ConfigError
+from tfexport.generation import DecodeConfig
 from tfexport.runtime.session import Candidates, Ids
 
 

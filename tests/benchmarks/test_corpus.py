@@ -12,10 +12,10 @@ from click.testing import CliRunner
 
 from tests.conftest import ROOT
 from tfexport.bench.timing import Effort
-from tfexport.decode.config import DecodeConfig
 from tfexport.decode.offline import decode
 from tfexport.errors import BenchError
 from tfexport.export import export_bundle
+from tfexport.generation import DecodeConfig
 from tfexport.graph.config import ExportConfig
 from tfexport.models.directory import save_model
 from tfexport.models.transformer import Transformer

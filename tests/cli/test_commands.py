@@ -20,8 +20,8 @@ import tfexport.bundle.bundle
 import tfexport.errors
 from tests.conftest import DATES, ROOT
 from tfexport.cli import main
-from tfexport.decode.config import DecodeConfig
 from tfexport.errors import ParityError, TfexportError
+from tfexport.generation import DecodeConfig
 from tfexport.graph.config import ExportConfig
 from tfexport.verify import VerifyConfig
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from tests.decode.scripted import EOS, PAD, START, ScriptedSession, drawn, table
 from tfexport.decode.beam import BeamSearch
-from tfexport.decode.config import DecodeConfig
 from tfexport.decode.offline import decode
 from tfexport.decode.request import check_requests
 from tfexport.decode.result import Hypothesis
 from tfexport.errors import InputError
+from tfexport.generation import DecodeConfig
 from tfexport.runtime.session import close_up, pad_right
 
 SOURCES = st.lists(st.lists(st.integers(3, 99), min_size=1, max_size=5), min_size=1, max_size=7)

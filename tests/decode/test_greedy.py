@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from tests.decode.scripted import EOS, START, ScriptedBatch, ScriptedSession, drawn, table
-from tfexport.decode.config import DecodeConfig
 from tfexport.decode.offline import decode
 from tfexport.decode.result import Hypothesis
 from tfexport.decode.sample import distribution
 from tfexport.decode.stream import stream
 from tfexport.errors import BackendError, InputError
+from tfexport.generation import DecodeConfig
 from tfexport.runtime.session import Candidates, Ids
 
 SOURCES = st.lists(st.lists(st.integers(3, 99), min_size=1, max_size=5), min_size=1, max_size=7)

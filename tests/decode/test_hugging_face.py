@@ -10,9 +10,9 @@ import torch
 from transformers import GenerationConfig, MarianConfig, MarianMTModel
 
 from tests.models.foreign import canonical_from_marian
-from tfexport.decode.config import DecodeConfig
 from tfexport.decode.offline import decode
 from tfexport.decode.result import Hypothesis
+from tfexport.generation import DecodeConfig
 from tfexport.runtime.eager import EagerSession
 
 # As in Marian: end 0, padding last and also the start of the decoder.

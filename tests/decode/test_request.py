@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from tests.decode.scripted import EOS, ScriptedSession, drawn
-from tfexport.decode.config import DecodeConfig
 from tfexport.decode.offline import decode
 from tfexport.errors import ConfigError, InputError
+from tfexport.generation import DecodeConfig
 from tfexport.runtime.session import Limit, Limits
 
 

@@ -13,8 +13,8 @@ import numpy as np
 from tfexport.bench.timed import TimedSession
 from tfexport.bench.timing import Effort, repeat, stopwatch
 from tfexport.bundle.bundle import open_bundle
-from tfexport.decode.config import DecodeConfig
 from tfexport.decode.offline import decode
+from tfexport.generation import DecodeConfig
 from tfexport.runtime.registry import OpenOptions, open_session
 from tfexport.runtime.trt.resources import ITEM_BYTES
 from tfexport.spec import FLOAT, ModelSpec

@@ -31,8 +31,8 @@ from tests.runtime.trt import test_batch, test_decode, test_session
 from tests.runtime.trt.conftest import Model
 from tests.runtime.trt.trt_double import LIBRARY, DoubleSession, make_engines, trt_session
 from tests.trt.cuda_double import CudaDouble
-from tfexport.decode.config import DecodeConfig
 from tfexport.decode.offline import decode
+from tfexport.generation import DecodeConfig
 from tfexport.runtime.trt.session import TrtSession
 from tfexport.spec import Form
 from tfexport.trt.config import EngineConfig

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from tests import tiny
-from tfexport.decode.config import DecodeConfig
 from tfexport.decode.offline import decode
+from tfexport.generation import DecodeConfig
 from tfexport.graph.write import write_graphs
 from tfexport.models.cache import Cache, ConcatCache, Cross, KeyValue, Source
 from tfexport.models.source import CrossCache, PaddedSource

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tfexport.decode.config import DecodeConfig
 from tfexport.decode.loop import Loop
 from tfexport.decode.request import Request, check_requests
 from tfexport.decode.search import Outcome
+from tfexport.generation import DecodeConfig
 from tfexport.runtime.session import Session
 
 # What searches ask: each row of a batch may have another of these.

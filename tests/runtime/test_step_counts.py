@@ -20,10 +20,10 @@ import pytest
 import tfexport
 from tfexport.bench.weights import step_weight_bytes
 from tfexport.bundle.bundle import open_bundle
-from tfexport.decode.config import DecodeConfig
 from tfexport.decode.loop import Loop
 from tfexport.decode.request import check_requests
 from tfexport.export import export_bundle
+from tfexport.generation import DecodeConfig
 from tfexport.graph.config import ExportConfig
 from tfexport.model import Model
 from tfexport.models.presets import build_preset

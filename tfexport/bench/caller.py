@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from tfexport.bench.samples import Call
 from tfexport.bench.timed import TimedSession
-from tfexport.decode.config import DecodeConfig
 from tfexport.decode.offline import decode
+from tfexport.generation import DecodeConfig
 from tfexport.runtime.session import Session
 
 

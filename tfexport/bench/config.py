@@ -6,9 +6,9 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-from tfexport.decode.config import DecodeConfig
 from tfexport.errors import ConfigError, raise_all
 from tfexport.fields import Config
+from tfexport.generation import DecodeConfig
 from tfexport.runtime.registry import AUTO, names
 from tfexport.spec import Device, Form, ModelSpec
 

@@ -10,8 +10,8 @@ import click
 
 from tfexport.cli.options import decode_options, form_option, json_option, text_options
 from tfexport.cli.terminal import inputs_of, json_text, lines_to, progress
-from tfexport.decode.config import DecodeConfig
 from tfexport.errors import InputError
+from tfexport.generation import DecodeConfig
 from tfexport.spec import Device, Form
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, get_args
 
 import click
 
-from tfexport.decode.config import DecodeConfig
+from tfexport.generation import DecodeConfig
 from tfexport.runtime.registry import AUTO, names
 from tfexport.spec import Form
 

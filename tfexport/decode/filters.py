@@ -12,8 +12,8 @@ import functools
 import numpy as np
 from numpy.typing import NDArray
 
-from tfexport.decode.config import DecodeConfig
 from tfexport.decode.history import History
+from tfexport.generation import DecodeConfig
 from tfexport.runtime.session import Floats, Ids, Mask
 from tfexport.spec import ModelSpec
 

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tfexport.decode.config import DecodeConfig
 from tfexport.decode.filters import Filters
 from tfexport.decode.history import History
 from tfexport.decode.request import Request
 from tfexport.decode.result import Hypothesis, finish_reason
 from tfexport.decode.sample import Sampler
 from tfexport.decode.search import Outcome, Taken, is_broken, log_probs_of, not_a_number, nothing_left, repaired
+from tfexport.generation import DecodeConfig
 from tfexport.runtime.session import Candidates, Ids, Mask
 from tfexport.spec import ModelSpec
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from tfexport.decode.config import DecodeConfig
 from tfexport.decode.loop import Loop
 from tfexport.decode.request import Request, check_requests
 from tfexport.decode.result import Hypothesis
 from tfexport.errors import InputError, TfexportError
+from tfexport.generation import DecodeConfig
 from tfexport.runtime.session import Session
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tfexport.decode.config import DecodeConfig
 from tfexport.errors import InputError, raise_all
+from tfexport.generation import DecodeConfig
 from tfexport.runtime.session import Limits, Session
 from tfexport.spec import ModelSpec
 

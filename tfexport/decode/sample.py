@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from tfexport.decode.config import DecodeConfig
 from tfexport.decode.request import Request
+from tfexport.generation import DecodeConfig
 from tfexport.runtime.session import Floats, Ids
 
 Probabilities = NDArray[np.float64]

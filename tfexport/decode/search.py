@@ -8,11 +8,11 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from tfexport.decode.config import DecodeConfig
 from tfexport.decode.history import History
 from tfexport.decode.request import Request
 from tfexport.decode.result import Hypothesis
 from tfexport.errors import BackendError, InputError, TfexportError
+from tfexport.generation import DecodeConfig
 from tfexport.runtime.session import Candidates, Floats, Ids, Mask
 
 Outcome = list[Hypothesis] | TfexportError

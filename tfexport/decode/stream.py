@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from tfexport.decode.config import DecodeConfig
 from tfexport.decode.loop import Loop
 from tfexport.decode.request import Request, check_requests
 from tfexport.errors import InputError, TfexportError, raise_all
+from tfexport.generation import DecodeConfig
 from tfexport.runtime.session import Session
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from tfexport.decode.config import DecodeConfig
 from tfexport.decode.offline import decode
 from tfexport.decode.result import Hypothesis
+from tfexport.generation import DecodeConfig
 from tfexport.runtime.session import Session, pad_right
 from tfexport.spec import ModelSpec
 from tfexport.verify.divergence import parting

@@ -28,9 +28,9 @@ from tfexport.checkpoint.layout.layout import Layout, Value, builtin_layouts
 from tfexport.checkpoint.reference.certificate import certify
 from tfexport.checkpoint.reference.compare import Comparator, compare, tolerance
 from tfexport.checkpoint.reference.golden import Golden, read_golden, record
-from tfexport.decode.config import DecodeConfig
 from tfexport.decode.offline import decode
 from tfexport.errors import CheckpointError, ParityError
+from tfexport.generation import DecodeConfig
 from tfexport.graph.config import ExportConfig
 from tfexport.models.config import StackConfig
 from tfexport.models.directory import load_model

@@ -17,9 +17,9 @@ from tests import tiny
 from tests.runtime.exported import exported, sources
 from tests.runtime.joining import alone, differing, joining, random_requests
 from tests.runtime.test_contract import assert_candidates, begun, contrib_session, targets
-from tfexport.decode.config import DecodeConfig
 from tfexport.decode.offline import decode
 from tfexport.errors import BackendError, InputError
+from tfexport.generation import DecodeConfig
 from tfexport.graph.write import write_graphs
 from tfexport.models.config import TransformerConfig, model_spec
 from tfexport.models.transformer import Transformer

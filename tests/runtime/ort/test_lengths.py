@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tests import tiny
 from tests.runtime.exported import Once, exported, ort_session, sources
-from tfexport.decode.config import DecodeConfig
 from tfexport.decode.offline import decode
+from tfexport.generation import DecodeConfig
 from tfexport.models.transformer import Transformer
 from tfexport.runtime.ort.backend import open_graphs
 from tfexport.runtime.ort.cache import HostBuffers, RowBuffers

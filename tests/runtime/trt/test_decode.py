@@ -20,10 +20,10 @@ from tests.runtime.trt.trt_double import LIBRARY, FakeContext, FakeEngine, RtxEn
 from tests.trt.cuda_double import CudaDouble
 from tfexport.bundle.bundle import Bundle
 from tfexport.cli import main
-from tfexport.decode.config import DecodeConfig
 from tfexport.decode.offline import decode
 from tfexport.errors import BackendError, EngineError
 from tfexport.export import export_bundle
+from tfexport.generation import DecodeConfig
 from tfexport.graph.config import ExportConfig
 from tfexport.runtime.ort.backend import open_graphs
 from tfexport.runtime.registry import get, registered

@@ -16,9 +16,9 @@ from tests.runtime.trt.conftest import Model
 from tests.runtime.trt.test_batch import assert_as_alone
 from tests.runtime.trt.trt_double import LIBRARY, FakeContext, FakeEngine, RtxEngine, make_engines
 from tests.trt.cuda_double import CudaDouble
-from tfexport.decode.config import DecodeConfig
 from tfexport.decode.offline import decode
 from tfexport.errors import BackendError, InputError
+from tfexport.generation import DecodeConfig
 from tfexport.runtime.session import pad_right
 from tfexport.runtime.trt.replica import MAX_FREE_REPLICAS
 from tfexport.runtime.trt.session import TrtSession
