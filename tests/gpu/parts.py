@@ -126,7 +126,7 @@ def missing(need: Need) -> str:
         "rtx-library": lambda: _absent("tensorrt_rtx"),
         "ort": lambda: _absent("onnxruntime"),
         "ort-cuda": lambda: _problem("onnxruntime", "cuda"),
-        "torch-cuda": lambda: _problem("torch", "cpu") or missing("gpu"),
+        "torch-cuda": lambda: _problem("torch", "cpu") or missing("gpu") or _torch_without_cuda(),
         "tensorrt": lambda: _problem("tensorrt", "gpu"),
         "tensorrt-rtx": lambda: _problem("tensorrt-rtx", "gpu"),
     }
@@ -138,6 +138,15 @@ def _problem(library: str, device: str) -> str:
     backend, required = next((b, r) for b in backends() for r in b.requirements if r.name == library)
     without = f"{library} has no {device}; {replacing_command('gpu')}"
     return _absent(required.module) or run_probe(backend, required).get(device, without)
+
+
+def _torch_without_cuda() -> str:
+    import torch
+
+    reason = "has no CUDA" if torch.version.cuda is None else f"for CUDA {torch.version.cuda} finds no GPU that it runs"
+    return (
+        "" if torch.cuda.is_available() else f"torch {torch.__version__} {reason}; see https://pytorch.org/get-started"
+    )
 
 
 def _absent(module: str) -> str:
