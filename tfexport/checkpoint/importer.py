@@ -31,6 +31,7 @@ from tfexport.checkpoint.layout.unsupported import unsupported
 from tfexport.checkpoint.reference.certificate import Certificate, certify, unproven
 from tfexport.checkpoint.reference.compare import BASELINES, Comparison, compare, tolerance
 from tfexport.checkpoint.reference.golden import Golden, read_golden
+from tfexport.checkpoint.reference.ties import completed
 from tfexport.errors import CheckpointError, ConfigError, ParityError, raise_all
 from tfexport.files.names import CERTIFICATE, TOKENIZER
 from tfexport.models.config import TransformerConfig
@@ -115,8 +116,9 @@ def import_checkpoint(
     layout, unknown = _with_tokens(_with_settings(layout, settings, proof), proof)
     certificate = _certified(layout, proof) if proof else unproven(layout.name)
     certificate = replace(certificate, unverified=(*certificate.unverified, *unknown))
-    canonical = _applied(layout, checkpoint, proof)
-    notes = (*canonical.notes, *_own_weights(layout, canonical, proof))
+    left_out: list[str] = []
+    canonical = _applied(layout, checkpoint, proof, left_out)
+    notes = (*left_out, *canonical.notes, *_own_weights(layout, canonical, proof))
     files = {
         CERTIFICATE: (json.dumps(certificate.to_dict(), indent=2, ensure_ascii=False) + "\n").encode(),
         LAYOUT: render_layout(layout).encode(),
@@ -245,11 +247,12 @@ def _wide(layout: Layout, proof: _Proof) -> Canonical:
     return apply_layout(layout, wide, attributes=proof.golden.attributes)
 
 
-def _applied(layout: Layout, checkpoint: Checkpoint, proof: _Proof | None) -> Canonical:
+def _applied(layout: Layout, checkpoint: Checkpoint, proof: _Proof | None, notes: list[str]) -> Canonical:
     if proof is None:
         return apply_layout(layout, checkpoint.tensors)
     try:
-        return apply_layout(layout, checkpoint.tensors, attributes=proof.golden.attributes)
+        tensors = completed(checkpoint.tensors, proof.tensors, notes)
+        return apply_layout(layout, tensors, attributes=proof.golden.attributes)
     except CheckpointError as error:
         if proof.tensors is checkpoint.tensors:
             raise
