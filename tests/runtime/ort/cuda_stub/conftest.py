@@ -50,7 +50,10 @@ def stub_gpu_of(once: Callable[[str, Callable[[Path], object]], Path]) -> Callab
         pytest.skip(f"stub CUDA libraries need {', '.join(missing)}")
 
     def make(version: str) -> StubGpu:
-        wheel = fetch(version)
+        said = once(f"onnxruntime-gpu-{version}.txt", lambda path: path.write_text(fetch(version))).read_text()
+        if said:
+            pytest.skip(f"onnxruntime-gpu {version} cannot be had: {said}")
+        wheel = WHEELS / folder_of(version)
 
         def build(folder: Path) -> None:
             folder.mkdir()
@@ -66,19 +69,29 @@ def stub_gpu(stub_gpu_of: Callable[[str], StubGpu]) -> StubGpu:
     return stub_gpu_of(VERSION)
 
 
-def fetch(version: str) -> Path:
-    """Install the wheel into a folder of its own: beside onnxruntime it would write over the same files."""
+def folder_of(version: str) -> str:
+    """Name the folder of a wheel, which is for one version of Python."""
+    return f"{version}-{sys.implementation.cache_tag}"
+
+
+def fetch(version: str) -> str:
+    """Install the wheel into a folder of its own, as beside onnxruntime it would write over the same files.
+
+    Returns:
+        Why it cannot be had; "" where it can.
+    """
     WHEELS.mkdir(parents=True, exist_ok=True)
-    folder, part = WHEELS / version, WHEELS / f"{version}.part"
-    with (WHEELS / f"{version}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # for other workers
+    folder, part = WHEELS / folder_of(version), WHEELS / f"{folder_of(version)}.part"
+    with (WHEELS / f"{folder_of(version)}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # for other runs
         if not folder.exists():
             shutil.rmtree(part, ignore_errors=True)
             pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary", ":all:")
             what = ("--retries", "1", "--target", str(part), f"onnxruntime-gpu=={version}")
             done = subprocess.run([*pip, *what], capture_output=True, text=True)
             if done.returncode:
-                lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
-                pytest.skip(f"onnxruntime-gpu {version} cannot be had: {' '.join(lines)[:200]}")
+                lines = done.stderr.strip().splitlines()
+                errors = [line for line in lines if line.startswith("ERROR")]
+                return (errors or lines or ["pip failed"])[-1][:200]
             part.rename(folder)
-    return folder
+    return ""
