@@ -214,7 +214,7 @@ def test_the_options_and_their_defaults_are_those_of_the_code() -> None:
 def test_the_ranges_of_the_options_are_those_of_the_code(name: str) -> None:
     shown = OPTIONS[name][2]
     for wrong in (-1000, 1000) if " to " in shown else (-1,):
-        value: Any = (wrong,) if name == "suppress_tokens" else wrong
+        value: Any = {"suppress_tokens": (wrong,), "bad_words_ids": ((wrong,),)}.get(name, wrong)
         with pytest.raises(ConfigError, match=f"expected {re.escape(shown)}"):
             DecodeConfig(**{name: value})
 

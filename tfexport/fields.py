@@ -104,9 +104,14 @@ def _read_value(value: object, kind: Any, place: str, problems: list[str]) -> ob
     nested = [option for option in _options(kind) if dataclasses.is_dataclass(option)]
     if nested and not (value is None and _fits(value, kind)):
         return _read(nested[0], value, place, problems)
-    value = tuple(value) if isinstance(value, list) else value
+    value = _tupled(value)
     problems += _type_problems(place, value, kind)
     return value
+
+
+def _tupled(value: object) -> object:
+    """Return what may not change: lists, and lists in them, become tuples."""
+    return tuple(map(_tupled, value)) if isinstance(value, list | tuple) else value
 
 
 def _type_problems(name: str, value: object, kind: Any) -> list[str]:

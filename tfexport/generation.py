@@ -7,19 +7,26 @@ from typing import Literal
 
 from tfexport.fields import Config
 
+# What counts start token and prefix, and the same limit without them.
+LENGTHS = {"max_length": "max_new_tokens", "min_length": "min_new_tokens"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeConfig(Config, subject="decoding"):
     """How text is generated; names, meaning and defaults are those of Hugging Face `generate`.
 
-    `max_new_tokens` None means as many as the model takes. Beams and samples
-    exclude one another. With `do_sample`, `num_return_sequences` samples are
-    drawn independently; `seed`, the place of the text in the call and the number
-    of the sample determine each.
+    `max_new_tokens` and `max_length` None mean as many as the model takes;
+    `max_length` and `min_length` count start token and prefix too. Beams and
+    samples exclude one another. With `do_sample`, `num_return_sequences` samples
+    are drawn independently; `seed`, the place of the text in the call and the
+    number of the sample determine each. `eos_token_id` and
+    `decoder_start_token_id` None are the model's own.
     """
 
     max_new_tokens: int | None = None
+    max_length: int | None = None
     min_new_tokens: int = 0
+    min_length: int = 0
     num_beams: int = 1
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
@@ -31,8 +38,38 @@ class DecodeConfig(Config, subject="decoding"):
     top_p: float = 1.0
     num_return_sequences: int = 1
     forced_bos_token_id: int | None = None
+    forced_eos_token_id: int | tuple[int, ...] | None = None
     suppress_tokens: tuple[int, ...] = ()
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    eos_token_id: int | tuple[int, ...] | None = None
+    decoder_start_token_id: int | None = None
     seed: int = 0
+
+    def ends(self, eos: int) -> tuple[int, ...]:
+        """Return the tokens that end a text of a model whose own is `eos`."""
+        return _several(eos if self.eos_token_id is None else self.eos_token_id)
+
+    @property
+    def forced_ends(self) -> tuple[int, ...]:
+        """What the last token at the limit must be one of; empty for anything."""
+        return _several(self.forced_eos_token_id)
+
+    @property
+    def bans_ends(self) -> bool:
+        """Whether a text may be too short to end."""
+        return self.min_new_tokens > 0 or self.min_length > 0
+
+    @property
+    def tokens(self) -> dict[str, tuple[int, ...]]:
+        """Return all token ids that are given, by the option's name."""
+        return {
+            "forced_bos_token_id": _several(self.forced_bos_token_id),
+            "forced_eos_token_id": self.forced_ends,
+            "suppress_tokens": self.suppress_tokens,
+            "bad_words_ids": tuple(token for word in self.bad_words_ids for token in word),
+            "eos_token_id": _several(self.eos_token_id),
+            "decoder_start_token_id": _several(self.decoder_start_token_id),
+        }
 
     def _problems(self) -> list[str]:
         return [*self._range_problems(), *self._contradictions()]
@@ -40,10 +77,11 @@ class DecodeConfig(Config, subject="decoding"):
     def _range_problems(self) -> list[str]:
         lowest = {
             "max_new_tokens": 1,
+            "max_length": 2,
             "min_new_tokens": 0,
+            "min_length": 0,
             "no_repeat_ngram_size": 0,
             "top_k": 0,
-            "forced_bos_token_id": 0,
             "seed": 0,
         }
         between = {
@@ -65,7 +103,16 @@ class DecodeConfig(Config, subject="decoding"):
         ]
         if not 0 < self.top_p <= 1:
             problems.append(f"top_p is {self.top_p}, expected above 0 and up to 1")
-        problems += [f"suppress_tokens has {token}, expected 0 or more" for token in self.suppress_tokens if token < 0]
+        problems += [
+            f"{name} has {token}, expected 0 or more"
+            for name, tokens in self.tokens.items()
+            for token in tokens
+            if token < 0
+        ]
+        empty = [name for name in ("eos_token_id", "forced_eos_token_id") if getattr(self, name) == ()]
+        problems += [f"{name} is empty, expected an id or several; leave it out" for name in empty]
+        if () in self.bad_words_ids:
+            problems.append("bad_words_ids has an empty word, expected one id or more in each; take it out")
         return problems
 
     def _contradictions(self) -> list[str]:
@@ -91,9 +138,19 @@ class DecodeConfig(Config, subject="decoding"):
                 f"min_new_tokens is {self.min_new_tokens} but max_new_tokens is {self.max_new_tokens}; "
                 "lower the one or raise the other"
             )
-        if self.forced_bos_token_id is not None:
-            if self.forced_bos_token_id in self.suppress_tokens:
-                problems.append(f"forced_bos_token_id {self.forced_bos_token_id} is in suppress_tokens; take it out")
-            if self.max_new_tokens == 1:
-                problems.append("forced_bos_token_id takes the only new token; set max_new_tokens to 2 or more")
+        problems += [
+            f"{name} {token} is in suppress_tokens; take it out"
+            for name in ("forced_bos_token_id", "forced_eos_token_id")
+            for token in self.tokens[name]
+            if token in self.suppress_tokens
+        ]
+        problems += [
+            f"{with_prompt} and {new_tokens} are both given; leave one of them out"
+            for with_prompt, new_tokens in LENGTHS.items()
+            if getattr(self, with_prompt) and getattr(self, new_tokens)
+        ]
         return problems
+
+
+def _several(tokens: int | tuple[int, ...] | None) -> tuple[int, ...]:
+    return () if tokens is None else tokens if isinstance(tokens, tuple) else (tokens,)

@@ -75,32 +75,33 @@ def random_sources() -> list[list[int]]:
     return [rng.integers(1, PAD, rng.integers(1, 13)).tolist() for _ in range(NUM_TEXTS)]
 
 
+def their_settings(config: DecodeConfig) -> GenerationConfig:
+    """Spell a configuration as transformers does: None for what is not asked for, for 0 new tokens are a wish."""
+    given = {name: list(value) if isinstance(value, tuple) else value for name, value in config.to_dict().items()}
+    assert given.pop("seed") == 0
+    given |= {"bad_words_ids": [list(word) for word in config.bad_words_ids]}
+    own = {"eos_token_id": EOS, "decoder_start_token_id": PAD}
+    given |= {name: token for name, token in own.items() if given[name] is None}
+    lists = ("suppress_tokens", "bad_words_ids", "min_new_tokens")
+    given |= {name: given[name] or None for name in lists}
+    return GenerationConfig(**given, pad_token_id=PAD, return_dict_in_generate=True, output_scores=True)
+
+
 @torch.inference_mode()
 def generate(pair: Pair, config: DecodeConfig, prefix: list[int] | None = None) -> list[list[tuple[list[int], float]]]:
     """Return ids without the start token, and score, of each text's hypotheses, by Hugging Face."""
-    given = config.to_dict()
-    seed, suppress = given.pop("seed"), given.pop("suppress_tokens")
-    settings = GenerationConfig(
-        **given,
-        suppress_tokens=list(suppress) or None,
-        pad_token_id=PAD,
-        eos_token_id=EOS,
-        decoder_start_token_id=PAD,
-        bad_words_ids=None,
-        forced_eos_token_id=None,
-        return_dict_in_generate=True,
-        output_scores=True,
-    )
-    assert seed == 0
     length = max(map(len, pair.sources))
     ids = torch.tensor([source + [PAD] * (length - len(source)) for source in pair.sources])
     mask = torch.tensor([[1] * len(source) + [0] * (length - len(source)) for source in pair.sources])
-    prompt = {"decoder_input_ids": torch.tensor([[PAD, *prefix]] * len(pair.sources))} if prefix else {}
+    settings = their_settings(config)
+    start = settings.decoder_start_token_id
+    prompt = {"decoder_input_ids": torch.tensor([[start, *prefix]] * len(pair.sources))} if prefix else {}
     out = pair.theirs.generate(input_ids=ids, attention_mask=mask, generation_config=settings, **prompt)
     scores = out.sequences_scores if config.num_beams > 1 else torch.full((len(out.sequences),), torch.nan)
     found = list(zip(out.sequences[:, 1:].tolist(), scores.tolist(), strict=True))
     n = config.num_return_sequences
-    return [found[start : start + n] for start in range(0, len(found), n)]
+    by_text = [found[start : start + n] for start in range(0, len(found), n)]
+    return [[(ids, score) for ids, score in texts if not score < NOTHING] for texts in by_text]
 
 
 def assert_equal(theirs: list[list[tuple[list[int], float]]], ours: list[list[Hypothesis]]) -> None:
@@ -117,7 +118,8 @@ def assert_equal(theirs: list[list[tuple[list[int], float]]], ours: list[list[Hy
 
 
 def check(pair: Pair, prefix: list[int] | None = None, **settings: object) -> list[list[Hypothesis]]:
-    config = DecodeConfig.from_dict({"max_new_tokens": MAX_NEW_TOKENS, **settings})
+    limit = {} if "max_length" in settings else {"max_new_tokens": MAX_NEW_TOKENS}
+    config = DecodeConfig.from_dict({**limit, **settings})
     prefixes = [prefix] * len(pair.sources) if prefix else None
     ours = decode(pair.session, pair.sources, config, prefixes=prefixes, batch_size=100)
     assert_equal(generate(pair, config, prefix), ours)
@@ -132,6 +134,15 @@ FILTERS = {
     "at least": {"min_new_tokens": 6},
     "first": {"forced_bos_token_id": 5},
     "suppressed": {"suppress_tokens": [7, 8, 9, 30, EOS]},
+    "bad words": {"bad_words_ids": [[7], [8, 9], [PAD, 12], [3, 4, 5], [EOS], [EOS, 4]]},
+    "not too short": {"min_length": 9},
+    "last": {"forced_eos_token_id": EOS},
+    "last, and no end": {"forced_eos_token_id": 5, "eos_token_id": [EOS, 2]},
+    "several ends": {"eos_token_id": [EOS, 5, 17]},
+    "another end": {"eos_token_id": 11, "min_new_tokens": 4},
+    "another start": {"decoder_start_token_id": 3},
+    "with the prompt": {"max_length": 9, "min_length": 5},
+    "ends at once": {"forced_bos_token_id": EOS},
     "all": {
         "no_repeat_ngram_size": 3,
         "repetition_penalty": 1.2,
@@ -139,7 +150,20 @@ FILTERS = {
         "forced_bos_token_id": 9,
         "suppress_tokens": [4, 20],
     },
+    "all the others": {
+        "no_repeat_ngram_size": 3,
+        "repetition_penalty": 1.2,
+        "min_length": 5,
+        "max_length": 17,
+        "forced_bos_token_id": 9,
+        "forced_eos_token_id": 11,
+        "bad_words_ids": [[4], [20, 21], [22, 23], [9, 10]],
+        "eos_token_id": [EOS, 30],
+        "decoder_start_token_id": 6,
+    },
 }
+# The score there of a place in the result that nothing fills; here it is left out.
+NOTHING = -1e8
 
 
 def test_greedy(pair: Pair) -> None:
@@ -172,6 +196,66 @@ def test_beams_where_length_does_not_help(pair: Pair, length_penalty: float, ear
 @pytest.mark.parametrize("filters", FILTERS.values(), ids=FILTERS.keys())
 def test_filters(pair: Pair, filters: dict[str, object], num_beams: int) -> None:
     check(pair, num_beams=num_beams, num_return_sequences=num_beams, **filters)
+
+
+def test_one_of_several_is_last(pair: Pair) -> None:
+    found = check(pair, forced_eos_token_id=[5, 2])
+    cut = [one.token_ids for (one,) in found if one.finish_reason == "length"]
+    assert len(cut) > 20
+    assert {ids[-1] for ids in cut} == {2}, "of equal ones the lowest id, here and there"
+
+
+@pytest.mark.parametrize("num_beams", [1, 4])
+@pytest.mark.parametrize("last", [None, 9])
+@pytest.mark.parametrize("first", [5, EOS])
+def test_the_only_token_is_forced(pair: Pair, first: int, last: int | None, num_beams: int) -> None:
+    found = check(pair, num_beams=num_beams, max_new_tokens=1, forced_bos_token_id=first, forced_eos_token_id=last)
+    token = first if last is None else last
+    assert {one.token_ids for (one,) in found} == {(token,)}
+    assert {one.finish_reason for (one,) in found} == {"eos" if token == EOS else "length"}
+    assert {one.log_prob for (one,) in found} == {0.0}
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_behind_a_prefix_nothing_is_forced(pair: Pair, num_beams: int) -> None:
+    found = check(pair, [5, 6], num_beams=num_beams, forced_bos_token_id=9, max_length=14, min_length=7)
+    assert {len(one.token_ids) for (one,) in found} <= set(range(6, 14))
+    assert {one.token_ids[:2] for (one,) in found} == {(5, 6)}
+
+
+def drawn_settings(rng: np.random.Generator) -> dict[str, object]:
+    """Draw some of all options that change the text, in values that fit one another."""
+
+    def ids(count: int) -> list[int]:
+        return [int(token) for token in rng.integers(1, PAD, count)]
+
+    options: list[dict[str, object]] = [
+        {"no_repeat_ngram_size": int(rng.integers(1, 4))},
+        {"repetition_penalty": float(rng.choice([0.8, 1.2, 1.5]))},
+        {"min_length": int(rng.integers(2, 12))},
+        {"max_length": int(rng.integers(2, 20))},
+        {"forced_bos_token_id": ids(1)[0]},
+        {"forced_eos_token_id": EOS},
+        {"bad_words_ids": [ids(rng.integers(1, 4)) for _ in range(rng.integers(1, 30))]},
+        {"suppress_tokens": ids(3)},
+        {"eos_token_id": [EOS, *ids(rng.integers(0, 3))]},
+        {"decoder_start_token_id": ids(1)[0]},
+    ]
+    drawn = {name: value for option in options if rng.random() < 0.5 for name, value in option.items()}
+    if "suppress_tokens" in drawn:
+        drawn.pop("forced_bos_token_id", None)
+    num_beams = int(rng.choice([1, 1, 2, 4]))
+    if num_beams > 1:
+        drawn |= {"length_penalty": float(rng.choice([0.5, 1, 2])), "num_return_sequences": int(rng.integers(1, 3))}
+        drawn |= {"early_stopping": [False, True, "never"][rng.integers(3)]}
+    return {**drawn, "num_beams": num_beams}
+
+
+@pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
+@pytest.mark.parametrize("seed", range(12))
+def test_options_together(pair: Pair, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    check(pair, [5, 6] if seed % 4 == 3 else None, **drawn_settings(rng))
 
 
 @pytest.mark.parametrize("num_beams", [1, 4])

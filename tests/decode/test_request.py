@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.decode.scripted import EOS, ScriptedSession, drawn
+from tests.decode.scripted import ScriptedSession, drawn
 from tfexport.decode.offline import decode
 from tfexport.errors import ConfigError, InputError
 from tfexport.generation import DecodeConfig
@@ -73,15 +73,15 @@ def test_limits_name_what_would_fit(session: ScriptedSession) -> None:
 def test_prefixes(session: ScriptedSession) -> None:
     assert "1 prefixes for 2 texts" in refusal(session, [[5], [6]], DecodeConfig(), prefixes=[[3]])
     assert "text 1: prefix has 12, expected ids 0 to 11" in refusal(session, [[5]], DecodeConfig(), prefixes=[[12]])
-    message = refusal(session, [[5]], DecodeConfig(forced_bos_token_id=4), prefixes=[[3]])
-    assert "a prefix and forced_bos_token_id exclude one another" in message
+    message = refusal(session, [[5], [6]], DecodeConfig(max_length=4), prefixes=[[3], [3, 4, 5]])
+    assert message == "decode: text 2: max_length 4 leaves no token behind a prefix of 3; raise max_length"
 
 
 def test_settings_that_the_model_cannot_take(session: ScriptedSession) -> None:
-    config = DecodeConfig(num_beams=7, suppress_tokens=(3, 12), forced_bos_token_id=EOS)
+    config = DecodeConfig(num_beams=7, suppress_tokens=(3, 12), bad_words_ids=((3, 13), (14,)), eos_token_id=15)
     message = refusal(session, [[5]], config)
-    assert "suppress_tokens has 12, expected below the vocabulary of 12" in message
-    assert f"forced_bos_token_id {EOS} ends the text before it begins" in message
+    for name, token in (("suppress_tokens", 12), ("bad_words_ids", 13), ("bad_words_ids", 14), ("eos_token_id", 15)):
+        assert f"{name} has {token}, expected below the vocabulary of 12" in message
     assert "num_beams 7 needs a vocabulary of 14, it has 12; lower num_beams to 6" in message
     assert "batch_size is 0" in refusal(session, [[5]], DecodeConfig(), batch_size=0)
 
@@ -137,7 +137,13 @@ def test_numpy_ids_are_ids(session: ScriptedSession) -> None:
             {"forced_bos_token_id": 3, "suppress_tokens": [3]},
             "forced_bos_token_id 3 is in suppress_tokens; take it out",
         ),
-        ({"forced_bos_token_id": 3, "max_new_tokens": 1}, "forced_bos_token_id takes the only new token"),
+        ({"forced_eos_token_id": [2, 3], "suppress_tokens": [3]}, "forced_eos_token_id 3 is in suppress_tokens; take"),
+        ({"max_length": 9, "max_new_tokens": 8}, "max_length and max_new_tokens are both given; leave one of them out"),
+        ({"min_length": 9, "min_new_tokens": 8}, "min_length and min_new_tokens are both given; leave one of them out"),
+        ({"max_length": 1}, "max_length is 1, expected 2 or more"),
+        ({"eos_token_id": []}, "eos_token_id is empty, expected an id or several; leave it out"),
+        ({"bad_words_ids": [[3], []]}, "bad_words_ids has an empty word, expected one id or more in each; take it out"),
+        ({"bad_words_ids": [3]}, "bad_words_ids is (3,), expected a list of a list of a whole number"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0, expected 1 or more"),
         ({"num_beams": 65}, "num_beams is 65, expected 1 to 64"),
         ({"num_beams": True}, "num_beams is True, expected a whole number"),

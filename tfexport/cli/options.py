@@ -16,7 +16,9 @@ from tfexport.spec import Form
 F = TypeVar("F", bound=Callable[..., Any])
 _DECODE_HELP = {
     "max_new_tokens": "Most tokens to generate; as many as the model takes when not given.",
+    "max_length": "The same with start token and prefix; at most as many as the model takes.",
     "min_new_tokens": "Fewest tokens before the text may end.",
+    "min_length": "The same with start token and prefix.",
     "num_beams": "Beams of beam search; 1 is greedy.",
     "length_penalty": "Exponent of the length in a beam's score; above 0 prefers longer texts.",
     "early_stopping": "End beams at num-beams texts (true), when better is unlikely (false) or impossible (never).",
@@ -28,7 +30,11 @@ _DECODE_HELP = {
     "top_p": "Draw from the fewest best tokens that have this probability together.",
     "num_return_sequences": "Texts to return for each input, best first.",
     "forced_bos_token_id": "Id that every text begins with.",
+    "forced_eos_token_id": "Id, or several, that a text at its limit ends with.",
     "suppress_tokens": "Ids never to generate, such as 3,17.",
+    "bad_words_ids": "Ids never to generate one behind the other, such as 3,17; give it again for more.",
+    "eos_token_id": "Ids that end a text, such as 2,17; the model's own when not given.",
+    "decoder_start_token_id": "Id that the decoder reads first; the model's own when not given.",
     "seed": "Of sampling; the same seed draws the same texts.",
 }
 
@@ -72,7 +78,9 @@ def decode_options(command: F) -> F:
         more: dict[str, Any] = {"type": kind, "default": default}
         if field.name == "early_stopping":
             more = {"type": click.Choice(["true", "false", "never"]), "default": "false", "callback": _early_stopping}
-        elif kind is tuple:
+        elif field.name == "bad_words_ids":
+            more = {"type": CommaList(click.INT), "multiple": True, "show_default": False}
+        elif kind is tuple or field.name in ("forced_eos_token_id", "eos_token_id"):
             more = {"type": CommaList(click.INT), "default": default, "show_default": False}
         elif kind is bool:
             more = {"is_flag": True}

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tfexport.decode.ends import Ends
 from tfexport.decode.filters import Filters
 from tfexport.decode.history import History
 from tfexport.decode.request import Request
@@ -87,14 +88,14 @@ class Finished:
         self.worst = self.worst[kept]
         self._ended = [self._ended[source] for source in kept.tolist()]
 
-    def hypotheses(self, source: int, count: int, eos: int) -> list[Hypothesis]:
+    def hypotheses(self, source: int, count: int, ends: Ends) -> list[Hypothesis]:
         """Return the `count` best of one source; fewer where there are no more."""
         return [
             Hypothesis(
                 token_ids=tuple(ended.token_ids[1:]),
                 score=ended.score,
                 log_prob=ended.log_prob,
-                finish_reason=finish_reason(ended.token_ids[-1], eos),
+                finish_reason=finish_reason(ended.token_ids[-1], ends),
             )
             for ended in self._ended[source][:count]
         ]
@@ -113,7 +114,10 @@ class BeamSearch:
         self.width = config.num_beams
         self.requests: list[Request] = []
         self.history = History(spec.vocab)
-        self._config, self._filters, self._eos = config, Filters(config, spec), spec.tokens.eos
+        self._config, self._filters = config, Filters(config, spec)
+        self.ends = self._filters.ends
+        # Were all of the best beams to end, in each of the ways there are, as many others go on.
+        self._num_extensions = (1 + len(self.ends.ids)) * self.width
         # What the log-probability of so many tokens is divided by, float32; an exponent below 0 has no value for none.
         lengths = np.arange(spec.max_target_length + 2).clip(min=1).astype(np.float64)
         self._divisors: Floats = (lengths**config.length_penalty).astype(np.float32)
@@ -137,7 +141,7 @@ class BeamSearch:
 
     def num_candidates(self) -> int:
         """Say how many candidates it wants; see `Search.num_candidates`."""
-        return self._filters.num_candidates(2 * self.width, self.history)
+        return self._filters.num_candidates(self._num_extensions, self.history)
 
     def take(self, found: Candidates) -> Taken:
         """Lengthen the beams, let what ends be finished; see `Search.take`."""
@@ -151,10 +155,13 @@ class BeamSearch:
         if self._filters.are_set:
             by_row = self._num_new.repeat(self.width)
             token_ids, log_probs = self._filters.apply(self.history, by_row, token_ids, log_probs)
-        best = _extend(self._running, token_ids, log_probs, 2 * self.width)
+        if self._filters.forced:
+            num_left = (self._limits - self._num_new).repeat(self.width)
+            token_ids, log_probs = self._filters.force(num_left, token_ids, log_probs)
+        best = _extend(self._running, token_ids, log_probs, self._num_extensions)
         self._num_new += 1
         self._steps_left -= 1
-        ends = best.token_ids == self._eos
+        ends = self.ends.among(best.token_ids)
         if not self._steps_left:
             ends |= (self._num_new == self._limits)[:, None]
         going = best
@@ -169,7 +176,7 @@ class BeamSearch:
         if np.count_nonzero(closed):
             for place in np.flatnonzero(closed).tolist():
                 request = self.requests[place]
-                hypotheses = self._finished.hypotheses(place, request.config.num_return_sequences, self._eos)
+                hypotheses = self._finished.hypotheses(place, request.config.num_return_sequences, self.ends)
                 done.setdefault(place, hypotheses or nothing_left(request, int(self._num_new[place]) - 1))
             # What leaves need not move any more.
             rows = np.where(closed[:, None], np.arange(rows.size).reshape(rows.shape), rows)
@@ -194,7 +201,7 @@ class BeamSearch:
         self._steps_left = int((self._limits - self._num_new).min()) if kept.size else 0
 
     def _finish(self, best: Extensions, ends: Mask) -> None:
-        """Keep what ends; of the 2 · width extensions only the better half may, the others are spare beams."""
+        """Keep what ends; of all extensions only the `width` best may, the others are spare beams."""
         scores = best.log_probs / self._divisors.take(self._num_new)[:, None]
         better = ends & (scores > self._finished.worst[:, None])
         better[:, self.width :] = False

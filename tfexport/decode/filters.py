@@ -12,6 +12,8 @@ import functools
 import numpy as np
 from numpy.typing import NDArray
 
+from tfexport.decode.bans import BannedSequences, repeats
+from tfexport.decode.ends import Ends
 from tfexport.decode.history import History
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.session import Floats, Ids, Mask
@@ -22,36 +24,45 @@ class Filters:
     """The penalties and bans of one configuration for one model, for the rows of one search.
 
     Attributes:
+        ends: the tokens that end a text.
         are_set: whether there is one that could change anything.
         leave_best: whether the best token stays the best wherever it does not end the text.
+        forced: what the last token of a text at its limit must be one of, ascending; empty for anything.
     """
 
     def __init__(self, config: DecodeConfig, spec: ModelSpec) -> None:
         """Prepare what stays the same from step to step."""
-        self._config, self._eos, self._vocab = config, spec.tokens.eos, spec.vocab
-        self._penalises = config.repetition_penalty != 1
-        self._num_banned = len(set(config.suppress_tokens)) + (config.min_new_tokens > 0)
-        self.are_set = self._penalises or config.no_repeat_ngram_size > 0 or self._num_banned > 0
-        self.leave_best = not (self._penalises or config.no_repeat_ngram_size or config.suppress_tokens)
+        self._config, self._vocab = config, spec.vocab
+        self.ends = Ends(config.ends(spec.tokens.eos))
+        self.forced = tuple(sorted(set(config.forced_ends)))
+        # An end that is a bad word by itself is none, as in transformers.
+        words = [word for word in config.bad_words_ids if len(word) > 1 or word[0] not in self.ends.ids]
+        suppressed = [*config.suppress_tokens, *(word[0] for word in words if len(word) == 1)]
+        sequences = [word for word in words if len(word) > 1]
+        self._bans_sequences = config.no_repeat_ngram_size > 0 or bool(sequences)
+        self._penalises, self._sequences = config.repetition_penalty != 1, BannedSequences(sequences, spec.vocab)
+        self._num_banned = len(set(suppressed)) + len(self.ends.ids) * config.bans_ends
+        self.are_set = self._penalises or self._bans_sequences or self._num_banned > 0
+        self.leave_best = not (self._penalises or self._bans_sequences or suppressed)
         self._suppressed: NDArray[np.bool_] | None = None
-        if config.suppress_tokens:
+        if suppressed:
             self._suppressed = np.zeros(spec.vocab, np.bool_)
-            self._suppressed[list(config.suppress_tokens)] = True
-        self._repeats: Ids | None = None  # of the history that was asked with last
+            self._suppressed[suppressed] = True
+        self._completions: Ids | None = None  # of the history that was asked with last
         self._marks: NDArray[np.bool_] = np.zeros((0, spec.vocab + 1), np.bool_)
 
     def num_candidates(self, wanted: int, history: History) -> int:
         """Return how many candidates to ask for, so that the `wanted` best are among them after filtering."""
-        if self._config.no_repeat_ngram_size:
-            self._repeats = self._find_repeats(history)
+        if self._bans_sequences:
+            self._completions = self._find_completions(history)
         if self._config.repetition_penalty < 1:
             return self._vocab  # it raises scores: any token may become the best
         lowered = self._num_banned
         if self._config.repetition_penalty > 1:
             lowered += history.longest
-        elif self._repeats is not None:
-            lowered += int((self._repeats < self._vocab).sum(1).max())
-        return min(wanted + lowered, self._vocab)
+        if self._completions is not None:
+            lowered += int((self._completions < self._vocab).sum(1).max())
+        return min(max(wanted + lowered, len(self.forced)), self._vocab)
 
     def apply(self, history: History, num_new: Ids, token_ids: Ids, scores: Floats) -> tuple[Ids, Floats]:
         """Penalise and ban, then sort again.
@@ -69,7 +80,7 @@ class Filters:
             penalty = self._config.repetition_penalty
             penalised = np.where(scores < 0, scores * penalty, scores / penalty)
             scores = np.where(self._contains(history.tokens, token_ids), penalised, scores)
-        banned = self._banned(num_new, token_ids)
+        banned = self._banned(history, num_new, token_ids)
         if banned is not None:
             scores = np.where(banned, -np.inf, scores)
         if self._penalises:
@@ -80,33 +91,43 @@ class Filters:
             return token_ids, scores
         return np.take_along_axis(token_ids, order, 1), np.take_along_axis(scores, order, 1)
 
-    def _find_repeats(self, history: History) -> Ids | None:
-        """Find the tokens that would repeat an n-gram.
+    def force(self, num_left: Ids, token_ids: Ids, log_probs: Floats) -> tuple[Ids, Floats]:
+        """Leave nothing but the forced tokens to rows that have one token left.
+
+        Args:
+            num_left: tokens that each row may still generate, int64 [rows].
+            token_ids: candidates, int64 [rows, num_candidates], as many as are forced or more.
+            log_probs: float32 [rows, num_candidates].
 
         Returns:
-            int64 [rows, num_ngrams], the size of the vocabulary in the places of no token; None where none would.
+            Ids and log-probabilities: 0 for what is forced, -inf for everything else.
         """
-        size, tokens, lengths = self._config.no_repeat_ngram_size, history.tokens, history.lengths
-        num_ngrams = tokens.shape[1] - size + 1
-        if num_ngrams < 1:
-            return None
-        # What a row's next token would complete: its last size - 1 tokens.
-        newest = lengths[:, None] - np.arange(size - 1, 0, -1)
-        begun = np.take_along_axis(tokens, newest.clip(min=0), 1)
-        matches: Mask = np.arange(num_ngrams) <= lengths[:, None] - size
-        for place in range(size - 1):
-            matches &= tokens[:, place : place + num_ngrams] == begun[:, place, None]
-        return np.where(matches, tokens[:, size - 1 :], self._vocab) if matches.any() else None
+        last = num_left == 1
+        if not last.any():
+            return token_ids, log_probs
+        count = len(self.forced)
+        token_ids, log_probs = token_ids.copy(), np.where(last[:, None], np.float32(-np.inf), log_probs)
+        token_ids[last, :count] = self.forced
+        log_probs[last, :count] = 0
+        return token_ids, log_probs
 
-    def _banned(self, num_new: Ids, token_ids: Ids) -> Mask | None:
+    def _find_completions(self, history: History) -> Ids | None:
+        """Find the tokens that would complete what may not be said, [rows, …] as `repeats` does; None for none."""
+        size, found = self._config.no_repeat_ngram_size, self._sequences.completions(history)
+        if size:
+            found += repeats(history, size, self._vocab)
+        return np.concatenate(found, 1) if found else None
+
+    def _banned(self, history: History, num_new: Ids, token_ids: Ids) -> Mask | None:
         """Say which candidates may not come next, None where all may."""
         masks: list[Mask] = []
-        if self._repeats is not None:
-            masks.append(self._contains(self._repeats, token_ids))
-        least = self._config.min_new_tokens
-        if least and min(lengths := num_new.tolist()) < least:  # sooner than numpy's for the rows of a batch
-            ends: Mask = token_ids == self._eos
-            masks.append(ends if max(lengths) < least else ends & (num_new < least)[:, None])
+        if self._completions is not None:
+            masks.append(self._contains(self._completions, token_ids))
+        config = self._config
+        counted, least = (history.lengths, config.min_length) if config.min_length else (num_new, config.min_new_tokens)
+        if least and min(lengths := counted.tolist()) < least:  # sooner than numpy's for the rows of a batch
+            ends = self.ends.among(token_ids)
+            masks.append(ends if max(lengths) < least else ends & (counted < least)[:, None])
         if self._suppressed is not None:
             masks.append(self._suppressed[token_ids])
         if not masks:

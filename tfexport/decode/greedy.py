@@ -31,7 +31,8 @@ class GreedySearch:
         """
         self.requests: list[Request] = []
         self.history = History(spec.vocab)
-        self._filters, self._eos = Filters(config, spec), spec.tokens.eos
+        self._filters = Filters(config, spec)
+        self.ends = self._filters.ends
         self._sampler = Sampler(config, spec.vocab) if config.do_sample else None
         self._num_new: Ids = np.empty(0, np.int64)
         self._limits: Ids = np.empty(0, np.int64)
@@ -63,6 +64,8 @@ class GreedySearch:
             normalizer = found.log_normalizer[:, None]
             token_ids, scores = self._filters.apply(self.history, self._num_new, token_ids, found.logits)
             log_probs = scores - normalizer
+        if self._filters.forced:
+            token_ids, log_probs = self._filters.force(self._limits - self._num_new, token_ids, log_probs)
         best = log_probs[:, 0].copy()  # a view would keep all candidates of the step
         # `in` a list is the fastest search of a few numbers.
         if -np.inf in best.tolist():
@@ -77,12 +80,12 @@ class GreedySearch:
         self._totals += chosen
         self._num_new += 1
         self.history.append(new_ids)
-        ended = (new_ids == self._eos) | (self._num_new == self._limits)
+        ended = self.ends.among(new_ids) | (self._num_new == self._limits)
         return Taken(None, self._outcomes(ended))
 
     def steps_ahead(self) -> int:
         """Say how many steps may be taken at once; see `Search.steps_ahead`."""
-        if self._sampler or not self._filters.leave_best:
+        if self._sampler or not self._filters.leave_best or len(self.ends.ids) > 1:
             return 1
         return int((self._limits - self._num_new).min())
 
@@ -124,5 +127,5 @@ class GreedySearch:
             token_ids=tuple(ids[1:]),
             score=log_prob / int(self._num_new[row]),
             log_prob=log_prob,
-            finish_reason=finish_reason(ids[-1], self._eos),
+            finish_reason=finish_reason(ids[-1], self.ends),
         )

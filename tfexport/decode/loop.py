@@ -16,7 +16,7 @@ from tfexport.decode.beam import BeamSearch
 from tfexport.decode.greedy import GreedySearch
 from tfexport.decode.multi_step import take_steps
 from tfexport.decode.request import Request
-from tfexport.decode.search import Outcome, Search, settings
+from tfexport.decode.search import Outcome, Search, forced_alone, settings
 from tfexport.runtime.session import Batch, Candidates, Ids, MultiStep, Session, close_up, pad_right
 
 # Sources join several at a time, an eighth of a full batch: the encoder is run, and buffers are bound, once for all.
@@ -54,16 +54,20 @@ class Loop:
         """
         self._session, self._max_sources, self._stream = session, max_sources, stream
         self._waiting: dict[int, deque[Request]] = {}
+        self._answered: list[Update] = []
         self._running: dict[int, _Running] = {}
 
     @property
     def is_busy(self) -> bool:
         """Whether anything waits or runs."""
-        return bool(self._waiting)
+        return bool(self._waiting or self._answered)
 
     def submit(self, requests: Iterable[Request]) -> None:
         """Let requests wait for their turn, in this order."""
         for request in requests:
+            if request.is_answered:
+                self._answered.append(Update(request, outcome=[forced_alone(request, self._session.spec)]))
+                continue
             self._waiting.setdefault(request.config.num_beams, deque()).append(request)
 
     def step(self) -> list[Update]:
@@ -75,7 +79,7 @@ class Loop:
         Raises:
             BackendError: the backend failed.
         """
-        updates: list[Update] = []
+        updates, self._answered = self._answered, []
         for width in list(self._waiting):
             if width not in self._running:
                 self._running[width] = _Running(self._session, width)
@@ -164,7 +168,7 @@ class _Running:
             if stream:
                 found = self._batch.step(search.history.newest, search.num_candidates())
             else:
-                found = take_steps(self._batch, self._together, search, self._spec.tokens.eos)
+                found = take_steps(self._batch, self._together, search)
             order, parts[0].done = search.take(found)
         else:
             order = self._take_each(parts)

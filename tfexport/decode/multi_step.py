@@ -8,14 +8,14 @@ from tfexport.decode.search import Search
 from tfexport.runtime.session import Batch, Candidates, MultiStep
 
 
-def take_steps(batch: Batch, together: MultiStep | None, search: Search, stop_id: int) -> Candidates:
+def take_steps(batch: Batch, together: MultiStep | None, search: Search) -> Candidates:
     """Take as many steps as the search leaves to the batch, where the batch can: those of `multi_step`.
 
     Args:
         batch: whose rows are those of the search, in order.
         together: the same batch where it can take several steps in one call, else None.
-        search: told of all steps but the last.
-        stop_id: ends the steps; what follows on it is for the search to decide.
+        search: told of all steps but the last, which an end of a text is in; what follows on it is for the search to
+            decide.
 
     Returns:
         The candidates of the last step, which the search has to take.
@@ -23,6 +23,7 @@ def take_steps(batch: Batch, together: MultiStep | None, search: Search, stop_id
     token_ids, num_candidates, steps = search.history.newest, search.num_candidates(), search.steps_ahead()
     if steps == 1 or together is None:
         return batch.step(token_ids, num_candidates)
+    (stop_id,) = search.ends.ids
     found = together.multi_step(token_ids, num_candidates, steps, stop_id)
     if len(found.token_ids) > 1:
         search.follow(_steps(found, np.s_[:-1]))

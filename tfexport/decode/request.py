@@ -23,6 +23,8 @@ class Request:
         prompt: start token, prefix and forced first token: what the decoder reads first.
         config: how to generate.
         max_new_tokens: how many to generate at most, a forced one included.
+        num_forced: how many tokens at the end of the prompt count as generated.
+        is_answered: whether the forced token is all that the text is.
         sample: number of the sample, where samples are drawn.
     """
 
@@ -31,12 +33,9 @@ class Request:
     prompt: tuple[int, ...]
     config: DecodeConfig
     max_new_tokens: int
+    num_forced: int = 0
+    is_answered: bool = False
     sample: int = 0
-
-    @property
-    def num_forced(self) -> int:
-        """How many tokens at the end of the prompt count as generated."""
-        return int(self.config.forced_bos_token_id is not None)
 
 
 def check_requests(
@@ -64,19 +63,35 @@ def check_requests(
     # What no text could do is said once, not for each text.
     no_room = _room_problems(spec, limits, 0, config)
     problems, requests = [*_setting_problems(spec, limits, config), *no_room], []
-    forced = () if config.forced_bos_token_id is None else (config.forced_bos_token_id,)
     for text, source in enumerate(sources):
         prefix = () if prefixes is None else prefixes[text]
-        found = _source_problems(spec, limits, source) + _prefix_problems(spec, prefix, config)
+        found = _source_problems(spec, limits, source) + _id_problems("prefix", prefix, spec.vocab)
         if not no_room:
             found += _room_problems(spec, limits, len(prefix), config)
         problems += [f"text {text + 1}: {problem}" for problem in found]
         if not problems:
-            prompt = (spec.tokens.start, *map(int, prefix), *forced)
-            room = config.max_new_tokens or _room(spec, len(prefix))
-            requests.append(Request(text, tuple(map(int, source)), prompt, config, room))
+            requests.append(_request(spec, text, tuple(map(int, source)), tuple(map(int, prefix)), config))
     raise_all(InputError, "decode", problems)
     return requests
+
+
+def _request(
+    spec: ModelSpec, text: int, source_ids: tuple[int, ...], prefix: tuple[int, ...], config: DecodeConfig
+) -> Request:
+    start = spec.tokens.start if config.decoder_start_token_id is None else config.decoder_start_token_id
+    limit, first = _limit(spec, len(prefix), config), config.forced_bos_token_id
+    # As in transformers: behind a prefix nothing is forced, and the only token is forced to be the last.
+    is_free = prefix or (limit == 1 and config.forced_ends)
+    forced = () if is_free or first is None else (first,)
+    return Request(
+        text=text,
+        source_ids=source_ids,
+        prompt=(start, *prefix, *forced),
+        config=config,
+        max_new_tokens=limit,
+        num_forced=len(forced),
+        is_answered=bool(forced) and (limit == 1 or first in config.ends(spec.tokens.eos)),
+    )
 
 
 def _room(spec: ModelSpec, prefix_len: int) -> int:
@@ -84,22 +99,27 @@ def _room(spec: ModelSpec, prefix_len: int) -> int:
     return spec.max_target_length - prefix_len
 
 
+def _limit(spec: ModelSpec, prefix_len: int, config: DecodeConfig) -> int:
+    """Return how many tokens are generated at most."""
+    room = _room(spec, prefix_len)
+    if config.max_length is not None:
+        return min(config.max_length - 1 - prefix_len, room)
+    return config.max_new_tokens or room
+
+
 def _setting_problems(spec: ModelSpec, limits: Limits, config: DecodeConfig) -> list[str]:
     problems = [
         f"{name} has {token}, expected below the vocabulary of {spec.vocab}"
-        for name, tokens in (
-            ("forced_bos_token_id", [config.forced_bos_token_id]),
-            ("suppress_tokens", config.suppress_tokens),
-        )
+        for name, tokens in config.tokens.items()
         for token in tokens
-        if token is not None and token >= spec.vocab
+        if token >= spec.vocab
     ]
-    if config.forced_bos_token_id == spec.tokens.eos:
-        problems.append(f"forced_bos_token_id {spec.tokens.eos} ends the text before it begins; force another token")
-    if config.num_beams > 1 and 2 * config.num_beams > spec.vocab:
+    # Where every beam ends in each way there is, as many others go on.
+    each = 1 + len(set(config.ends(spec.tokens.eos)))
+    if config.num_beams > 1 and each * config.num_beams > spec.vocab:
         problems.append(
-            f"num_beams {config.num_beams} needs a vocabulary of {2 * config.num_beams}, it has {spec.vocab}; "
-            f"lower num_beams to {spec.vocab // 2}"
+            f"num_beams {config.num_beams} needs a vocabulary of {each * config.num_beams}, it has {spec.vocab}; "
+            f"lower num_beams to {spec.vocab // each}"
         )
     if limits.rows.is_below(config.num_beams):
         problems.append(
@@ -119,22 +139,16 @@ def _source_problems(spec: ModelSpec, limits: Limits, source: Sequence[int]) -> 
     return problems
 
 
-def _prefix_problems(spec: ModelSpec, prefix: Sequence[int], config: DecodeConfig) -> list[str]:
-    problems = _id_problems("prefix", prefix, spec.vocab)
-    forced = config.forced_bos_token_id is not None
-    if forced and len(prefix):
-        problems.append("a prefix and forced_bos_token_id exclude one another; put the token into the prefix")
-    return problems
-
-
 def _room_problems(spec: ModelSpec, limits: Limits, prefix_len: int, config: DecodeConfig) -> list[str]:
     room = _room(spec, prefix_len)
-    least = max(1 + (config.forced_bos_token_id is not None), config.min_new_tokens)
+    least = max(1, config.min_new_tokens)
     if room < least:
         given = f"a prefix of {prefix_len} and " if prefix_len else ""
         remedy = "shorten the prefix or lower min_new_tokens" if prefix_len else "lower min_new_tokens"
         larger = limits.target_length.for_more(prefix_len + least)
         return [f"{given}{least} new tokens are above the limit of {spec.max_target_length}; {remedy}{larger}"]
+    if config.max_length is not None and config.max_length < prefix_len + 2:
+        return [f"max_length {config.max_length} leaves no token behind a prefix of {prefix_len}; raise max_length"]
     if config.max_new_tokens is not None and config.max_new_tokens > room:
         left = f"but a prefix of {prefix_len} leaves {room} of the limit" if prefix_len else "above the limit of"
         got = f"max_new_tokens is {config.max_new_tokens}, {left} {spec.max_target_length}"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from tfexport.decode.ends import Ends
+
 FinishReason = Literal["eos", "length"]
 
 
@@ -19,7 +21,7 @@ class Hypothesis:
 
     Attributes:
         token_ids: the prefix and what was generated, without the start token;
-            the end-of-sequence token is the last one where it was reached.
+            an end-of-sequence token is the last one where it was reached.
         score: log_prob / num_new_tokens ** length_penalty, where the exponent is
             1 unless beams were searched and the prefix counts nothing.
         log_prob: Σ log p of the generated tokens.
@@ -32,6 +34,6 @@ class Hypothesis:
     finish_reason: FinishReason
 
 
-def finish_reason(token_id: int, eos: int) -> FinishReason:
+def finish_reason(token_id: int, ends: Ends) -> FinishReason:
     """Say why a hypothesis ended whose last token is `token_id`."""
-    return "eos" if token_id == eos else "length"
+    return "eos" if token_id in ends.ids else "length"

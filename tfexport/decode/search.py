@@ -8,12 +8,14 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from tfexport.decode.ends import Ends
 from tfexport.decode.history import History
 from tfexport.decode.request import Request
-from tfexport.decode.result import Hypothesis
+from tfexport.decode.result import Hypothesis, finish_reason
 from tfexport.errors import BackendError, InputError, TfexportError
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.session import Candidates, Floats, Ids, Mask
+from tfexport.spec import ModelSpec
 
 Outcome = list[Hypothesis] | TfexportError
 
@@ -37,11 +39,13 @@ class Search(Protocol):
         width: rows of a source.
         requests: what is searched, by place.
         history: start token, prefix and generated tokens of each row.
+        ends: the tokens that end a text.
     """
 
     width: int
     requests: list[Request]
     history: History
+    ends: Ends
 
     def add(self, requests: Sequence[Request]) -> None:
         """Begin to search for more, behind those that there are."""
@@ -60,7 +64,10 @@ class Search(Protocol):
         ...
 
     def steps_ahead(self) -> int:
-        """Say how many steps may be taken at once, each row going on with its best token: at least 1."""
+        """Say how many steps may be taken at once, each row going on with its best token: at least 1.
+
+        More than 1 only where one token alone ends a text.
+        """
         ...
 
     def follow(self, found: Candidates) -> None:
@@ -77,7 +84,14 @@ class Search(Protocol):
 
 
 # What each request may ask for by itself: all other settings are those of its search.
-_OWN = {"max_new_tokens", "num_return_sequences", "forced_bos_token_id", "seed"}
+_OWN = {
+    "max_new_tokens",
+    "max_length",
+    "num_return_sequences",
+    "forced_bos_token_id",
+    "decoder_start_token_id",
+    "seed",
+}
 _SHARED = tuple(field.name for field in dataclasses.fields(DecodeConfig) if field.name not in _OWN)
 
 
@@ -119,8 +133,15 @@ def nothing_left(request: Request, num_new: int) -> InputError:
     """Say that every token is banned for a text."""
     return InputError(
         f"decode: text {request.text + 1} has no token to choose from after {num_new} new ones; "
-        "relax suppress_tokens, no_repeat_ngram_size or min_new_tokens"
+        "relax suppress_tokens, bad_words_ids, no_repeat_ngram_size, min_new_tokens or min_length"
     )
+
+
+def forced_alone(request: Request, spec: ModelSpec) -> Hypothesis:
+    """Return the only hypothesis of a text that its forced first token is all of."""
+    ends = Ends(request.config.ends(spec.tokens.eos))
+    ids = request.prompt[1:]
+    return Hypothesis(token_ids=ids, score=0.0, log_prob=0.0, finish_reason=finish_reason(ids[-1], ends))
 
 
 def log_probs_of(found: Candidates) -> Floats:
