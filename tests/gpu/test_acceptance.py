@@ -25,8 +25,10 @@ from tests.gpu import test_refusals as refusals
 from tests.gpu import test_sessions as sessions
 from tests.gpu.job import Job
 from tests.gpu.parts import PARTS, Part
+from tests.gpu.torch_engine import TorchEngine
 from tests.runtime.trt.trt_double import trt_session
 from tests.tiny import VARIANTS
+from tests.trt.cuda_double import CudaDouble
 from tfexport.bundle.bundle import open_bundle
 from tfexport.doctor import Diagnosis, Library
 from tfexport.export import export_bundle
@@ -248,10 +250,12 @@ def test_latency_is_measured_with_graphs_and_without(
     monkeypatch.setattr(latency, "MEASURED", "dates")
     monkeypatch.setattr(job, "engine", lambda *arguments, **more: "double")
     latency.latency(job, "tensorrt")
+    latency.double_latency(job, CudaDouble, TorchEngine)
     latency.ort_latency(job, "cpu")
     found = checks(job.work / "found.jsonl")
     assert {check["status"] for check in found.values()} == {"passed"}, found
-    for name in ("tensorrt fp32", "tensorrt fp32 without CUDA graphs", "ort cpu static fp32", "ort cpu concat fp32"):
+    others = ("engine double fp32", "ort cpu static fp32", "ort cpu concat fp32")
+    for name in ("tensorrt fp32", "tensorrt fp32 without CUDA graphs", *others):
         numbers = found[name]["numbers"]
         assert list(numbers["step_ms"]) == ["batch 1, greedy", "batch 3, beam 2"]
         assert all(time > 0 for time in numbers["step_ms"].values())
@@ -266,11 +270,17 @@ def test_the_eager_model_is_measured(job: Job, small: None, monkeypatch: pytest.
     monkeypatch.setattr(torch, "compile", lambda step, dynamic: step)
     monkeypatch.setattr(latency, "MEASURED", "tiny")
     monkeypatch.setattr(latency, "given_to_gpu", lambda call: (call(), 7)[1])
+    monkeypatch.setattr(latency, "PRECISIONS", ("fp16", "fp32"))
     latency.torch_latency(job, compiled=compiled, device="cpu")
-    (found,) = checks(job.work / "found.jsonl").values()
-    assert (found["name"], found["status"]) == ("torch.compile fp32" if compiled else "eager fp32", "passed")
-    assert found["numbers"]["launches"] == {"batch 1, greedy": 0.0, "batch 3, beam 2": 0.0}, "as many in a short decode"
-    assert len(found["numbers"]["step_ms"]) == 2
+    found = checks(job.work / "found.jsonl")
+    name = "torch.compile" if compiled else "eager"
+    half, full = found[f"{name} fp16"], found[f"{name} fp32"]
+    for check in (half, full):
+        assert check["status"] == "passed", check
+        assert check["numbers"]["launches"] == {"batch 1, greedy": 0.0, "batch 3, beam 2": 0.0}, "no more when longer"
+        assert len(check["numbers"]["step_ms"]) == 2
+    read = [check["numbers"]["step_bytes"]["batch 1, greedy"] for check in (half, full)]
+    assert read[1] == 2 * read[0]
 
 
 def test_nothing_is_forbidden_that_asks_for_more_candidates_than_greedy_takes(dates_bundle: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,9 +12,11 @@ import pytest
 from tests.gpu import decodes
 from tests.gpu.decodes import given_to_gpu, hypotheses, launches, measure
 from tests.gpu.job import Job
+from tests.gpu.torch_engine import GpuEngine, TorchEngine, WatchedCuda
+from tests.runtime.trt.trt_double import trt_session
 from tfexport.bench.weights import step_weight_bytes
 from tfexport.bundle.bundle import open_bundle
-from tfexport.runtime.registry import OpenOptions, open_session
+from tfexport.runtime.registry import Graphs, OpenOptions, open_session
 from tfexport.runtime.trt.resources import ITEM_BYTES
 from tfexport.spec import FLOAT, Device, Precision
 from tfexport.trt.config import Target
@@ -80,6 +83,18 @@ def parameter_bytes(model: Any) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in read.values())
 
 
+def double_latency(job: Job, cuda: Callable[[], Any], engine: type[TorchEngine]) -> None:
+    """The session for TensorRT on engines of PyTorch: what replayed graphs and overlapped steps make of its kernels."""
+    for precision in PRECISIONS:
+        with job.check(f"engine double {precision}") as numbers:
+            path = job.bundle(MEASURED, precision)
+            graphs = Graphs.of(open_bundle(path))
+            limits = {"max_batch": 128, "max_shapes": "num_candidates:16"}
+            session = trt_session(graphs.paths, graphs.spec, "static", cuda=cuda(), kind=engine, **limits)
+            report(session, weight_bytes(path, precision), numbers)
+            session.close()
+
+
 def ort_latency(job: Job, device: Device = "cuda") -> None:
     """ONNX Runtime, both forms."""
     for precision in PRECISIONS:
@@ -117,6 +132,10 @@ def eager_session(precision: Precision, device: str, *, compiled: bool) -> Any:
 @pytest.mark.parametrize("target", TARGETS)
 def test_latency(gpu_job: Job, target: Target) -> None:
     latency(gpu_job, target)
+
+
+def test_double_latency(gpu_job: Job) -> None:
+    double_latency(gpu_job, WatchedCuda, GpuEngine)
 
 
 def test_ort_latency(gpu_job: Job) -> None:

@@ -148,6 +148,7 @@ NODES: dict[str, tuple[str, tuple[np.ndarray, ...], dict[str, Any]]] = {
     "indices count from the end": ("Gather", (FLOATS, np.array([[-1, 0]])), {"axis": 1}),
     "a size of 0 is kept": ("Reshape", (FLOATS, np.array([0, -1, 1])), {}),
     "shapes broadcast both ways": ("Expand", (FLOATS, np.array([2, 1, 1])), {}),
+    "the error function": ("Erf", (FLOATS,), {}),
     "axes count from the end": ("Unsqueeze", (FLOATS, np.array([-1, 0])), {}),
     "attention has a scale of its own": (
         "Attention",
@@ -168,8 +169,8 @@ def test_what_our_graphs_seldom_show(name: str, arrays: tuple[np.ndarray, ...], 
 
 
 def test_an_operator_that_is_not_there_is_named() -> None:
-    with pytest.raises(GraphError, match=r"no Erf here; add it to tests/gpu/torch_graph\.py"):
-        TorchGraph(node("Erf", FLOATS), "cpu")
+    with pytest.raises(GraphError, match=r"no Celu here; add it to tests/gpu/torch_graph\.py"):
+        TorchGraph(node("Celu", FLOATS), "cpu")
 
 
 def test_shapes_stay_on_the_host(once: Callable[[str, Callable[[Path], object]], Path]) -> None:

@@ -105,6 +105,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "Clip": lambda a, x, low=None, high=None: x.clamp(low, high),
     "Concat": lambda a, *parts: torch.cat(parts, a["axis"]),
     "Div": _divide,
+    "Erf": lambda a, x: x.erf(),
     "Expand": lambda a, x, shape: x.expand(torch.broadcast_shapes(x.shape, shape.tolist())),
     "Gather": _gather,
     "GatherElements": lambda a, x, indices: x.gather(a.get("axis", 0), indices),
