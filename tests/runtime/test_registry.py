@@ -183,6 +183,24 @@ def test_concat_is_opened_and_said_where_static_has_no_kernels(
     assert len(caplog.records) == 1
 
 
+def test_verification_says_which_form_has_no_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse_static(graphs: Any, spec: Any, form: Form | None, *more: Any, **settings: Any) -> str:
+        if form == "static":
+            raise PlacementError("ort: decoder_static.onnx: no kernel for Cast; update onnxruntime-gpu")
+        return "opened"
+
+    monkeypatch.setattr(ort, "open_graphs", refuse_static)
+    both = Graphs.of(make(tmp_path / "b"))
+    assert [name for name, _ in ort.rungs(both, OpenOptions(device="cuda"))] == ["ort concat cuda"]
+    (said,) = caplog.records
+    assert said.getMessage() == "ort: decoder_static.onnx: no kernel for Cast; the static form is not verified"
+    alone = make_contrib(tmp_path / "alone", ENCODER | {"decoder_static": GRAPHS["decoder_static"]})
+    with pytest.raises(PlacementError, match="no kernel for Cast"):
+        list(ort.rungs(Graphs.of(alone), OpenOptions(device="cuda")))
+
+
 def test_a_bundle_without_the_contrib_form_runs_as_before(tmp_path: Path, opened: list[Form | None]) -> None:
     bundle = make(tmp_path / "b")
     open_session(bundle, "ort")

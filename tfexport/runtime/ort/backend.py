@@ -79,7 +79,13 @@ def rungs(graphs: Graphs, options: OpenOptions) -> Iterator[tuple[str, Session]]
             raise BundleError(f"verify: {_contrib_alone(device)}")
     where = "" if device == "cpu" else f" {device}"
     for form in forms or [None]:
-        session = open_graphs(graphs.paths, graphs.spec, form, options.threads, device, weights=graphs.weights)
+        try:
+            session = open_graphs(graphs.paths, graphs.spec, form, options.threads, device, weights=graphs.weights)
+        except PlacementError as problem:
+            if form != "static" or "concat" not in forms:
+                raise
+            _log.warning("%s; the static form is not verified", str(problem).partition(";")[0])
+            continue
         yield f"ort {form or 'encoder'}{where}", session
 
 
