@@ -5,7 +5,9 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+import sys
 from collections.abc import Callable
+from importlib.abc import MetaPathFinder
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,18 @@ DATES = ROOT / "models" / "dates"
 
 # A shell that runs the tests in the background has them ignore Ctrl-C, and their child processes with them.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+class SkipWithout(MetaPathFinder):
+    """Skips files of tests whose packages are not installed: a machine with a GPU may have pytest and little else."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        """Raise pytest's skip; asked last, when nobody has found the package."""
+        if name.partition(".")[0] in ("hypothesis", "transformers"):
+            pytest.skip(f"{name} is not installed", allow_module_level=True)
+
+
+sys.meta_path.append(SkipWithout())
 
 
 @pytest.fixture(autouse=True, scope="session")

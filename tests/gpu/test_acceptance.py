@@ -93,6 +93,24 @@ def test_every_part_is_a_test_and_every_test_a_part() -> None:
     assert sorted(collected) == sorted(part.test for part in PARTS), done.stdout
 
 
+def test_tests_whose_packages_are_missing_are_skipped_and_say_so() -> None:
+    """As on a machine with a GPU that has pytest and no more."""
+    program = """
+import importlib.machinery as machinery, sys
+find = machinery.PathFinder.find_spec
+missing = lambda cls, name, *given: None if name.split(".")[0] == "hypothesis" else find(name, *given)
+machinery.PathFinder.find_spec = classmethod(missing)
+import pytest
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+    options = ["-q", "-rs", "--collect-only", "-m", "gpu", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
+    command = [sys.executable, "-c", program, *options, "tests/runtime/trt", "tests/graph", "tests/trt/test_cuda.py"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert "error" not in done.stdout.lower(), done.stdout
+    assert "tests/trt/test_cuda.py::test_copies_and_graphs_on_a_gpu" in done.stdout
+    assert "hypothesis is not installed" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("program", "status", "reason", "found"),
     [
