@@ -23,7 +23,7 @@ from tfexport.runtime.session import pad_right
 from tfexport.runtime.trt.replica import MAX_FREE_REPLICAS
 from tfexport.runtime.trt.session import TrtSession
 from tfexport.runtime.trt.step import FOUND, GIVEN
-from tfexport.spec import DECODER, ENCODER, REORDER, Form
+from tfexport.spec import CANDIDATE_IDS, CANDIDATE_LOGITS, DECODER, ENCODER, REORDER, Form
 from tfexport.trt.artifact.kernels import KernelStore
 from tfexport.trt.config import EngineConfig
 from tfexport.trt.cuda import Gpu
@@ -96,6 +96,28 @@ def test_where_a_capture_fails_decoding_goes_on_without_graphs_and_says_so_once(
         assert len(warned) == round_ + 1, "once a session"
         assert "without CUDA graphs" in warned[-1]
         assert "cannot be captured" in warned[-1], "the library's reason"
+
+
+class TiedEngine(FakeEngine):
+    """An engine whose two best logits are always equal, the higher id first, as a library may have them."""
+
+    def run(self, arrays: Any) -> None:
+        super().run(arrays)
+        if CANDIDATE_IDS in arrays and arrays[CANDIDATE_IDS].shape[1] > 1:
+            arrays[CANDIDATE_LOGITS][:, 1] = arrays[CANDIDATE_LOGITS][:, 0]
+            arrays[CANDIDATE_IDS][:, :2] = -np.sort(-arrays[CANDIDATE_IDS][:, :2])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_equal_logits_come_in_order_of_id(dates: Model, form: Form) -> None:
+    batch, new = dates.started(dates.trt(form, kind=TiedEngine), 3)
+    plain, _ = dates.started(dates.trt(form), 3)
+    for _ in range(3):
+        found, expected = batch.step(new, 4), plain.step(new, 4)
+        assert (found.logits[:, 0] == found.logits[:, 1]).all()
+        np.testing.assert_array_equal(found.token_ids[:, :2], np.sort(expected.token_ids[:, :2]))
+        np.testing.assert_array_equal(found.token_ids[:, 2:], expected.token_ids[:, 2:])
+        new = expected.token_ids[:, 0]
 
 
 @pytest.mark.parametrize("num_candidates", [1, 8])

@@ -24,6 +24,7 @@ from tfexport.runtime.session import (
     check_sources,
     check_step,
     close_up,
+    in_order_of_id,
 )
 from tfexport.runtime.trt.cache import BatchLayout, bucket
 from tfexport.runtime.trt.replica import Replica, ReplicaPool
@@ -114,7 +115,7 @@ class TrtBatch:
             self._fit(replica)
             found = replica.step(self._layout, target_ids, self.lengths, num_candidates)
         self.lengths = self.lengths + 1
-        return found
+        return in_order_of_id(found)
 
     def reorder(self, rows: Ids) -> None:
         """Let row r continue what row rows[r] was; see `Batch.reorder`."""
