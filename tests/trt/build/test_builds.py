@@ -7,6 +7,7 @@ By default each preset is built one layer deep, in fp16 and with a small vocabul
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -44,10 +45,10 @@ def rtx() -> Library:
     return load_library("tensorrt-rtx")
 
 
-def shallow(config: TransformerConfig) -> TransformerConfig:
-    """Return a model of one layer a side and few tokens."""
+def shallow(config: TransformerConfig, layers: int = 1) -> TransformerConfig:
+    """Return a model of few layers a side and few tokens."""
     one = {
-        side: dataclasses.replace(stack, layers=1)
+        side: dataclasses.replace(stack, layers=layers)
         for side in ("encoder", "decoder")
         if (stack := getattr(config, side)) is not None
     }
@@ -149,3 +150,17 @@ def test_every_model_builds_in_both_forms(rtx: Library, bundle: Bundle, model: s
             check_decoder(plan, bundle, "static")
     else:
         assert list(plans) == [ENCODER]
+
+
+def test_a_prefill_of_the_concat_form_is_fused_in_every_layer(rtx: Library, tmp_path: Path) -> None:
+    """Were its profile to begin at one token, one of three layers would not be, and take 1.1 GB (1.7.1)."""
+    config = dataclasses.replace(shallow(preset("paper-base"), 3), max_source_length=32, max_target_length=32)
+    save_model(Transformer(config), tmp_path / "model")
+    export = ExportConfig(precision="fp16", forms=("concat",))
+    bundle = export_bundle(str(tmp_path / "model"), tmp_path / "bundle", export, verify=False)
+    plans: dict[str, SerializedEngine] = {}
+    build(rtx, bundle, "concat", plans)
+    check_decoder(plans[DECODER["concat"]], bundle, "concat")
+    sizes = re.findall(r"Total Activation Memory: (\d+)", "\n".join(plans[DECODER["concat"]].log))
+    assert len(sizes) == 2
+    assert max(map(int, sizes)) < 100 * MIB

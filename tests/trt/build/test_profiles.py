@@ -48,7 +48,7 @@ def test_the_static_form_by_hand() -> None:
     assert encoder == dict.fromkeys(("source_ids", "source_mask"), ShapeRange((1, 1), (4, 32), (8, 64)))
     step, prefill = made.engines["decoder_static"]
     assert step["target_ids"] == ShapeRange((1, 1), (4, 1), (8, 1))
-    assert prefill["target_ids"] == ShapeRange((1, 1), (4, 8), (8, 16))
+    assert prefill["target_ids"] == ShapeRange((1, 2), (4, 8), (8, 16))
     assert step["cross_key.1"] == ShapeRange((1, 4, 1, 6), (4, 4, 32, 6), (8, 4, 64, 6))
     assert step["past_value.0"] == ShapeRange((1, 4, 16, 10), (4, 4, 16, 10), (8, 4, 16, 10))
     assert step["cache_lengths"] == ShapeRange((1,), (4,), (8,))
@@ -127,7 +127,7 @@ def test_a_decoder_reads_no_more_than_its_capacity(given: tuple[int, ...]) -> No
     step, prefill = made.engines["decoder_static_3"]
     assert step["past_key.0"] == prefill["past_key.0"] == ShapeRange((1, 4, 3, 6), (4, 4, 3, 6), (8, 4, 3, 6))
     assert step["target_ids"] == ShapeRange((1, 1), (4, 1), (8, 1))
-    assert prefill["target_ids"] == ShapeRange((1, 1), (4, 3), (8, 3))
+    assert prefill["target_ids"] == ShapeRange((1, 2), (4, 3), (8, 3))
     whole = profiles(max_batch=8).engines
     assert {name: made.engines[name] for name in whole} == whole
 
@@ -137,6 +137,15 @@ def test_a_prefill_of_one_position_is_one_token() -> None:
         "decoder_static_1"
     ]
     assert prefill["target_ids"] == ShapeRange((1, 1), (8, 1), (32, 1))
+
+
+@pytest.mark.parametrize("shapes", ["target_ids:32x1", "target_ids:32x2"])
+def test_a_prefill_begins_where_a_step_ends(shapes: str) -> None:
+    for form in ("static", "concat"):
+        plan = {"static": "decoder_static", "concat": "decoder"}[form]
+        step, prefill = profiles(form, max_shapes=shapes).engines[plan]
+        most = int(shapes[-1])
+        assert (step["target_ids"].max, prefill["target_ids"].min) == ((32, 1), (1, most))
 
 
 def test_the_limit_alone_is_one_decoder() -> None:
@@ -197,7 +206,7 @@ def test_several_shapes_are_separated_by_commas() -> None:
 def test_the_usual_size_moves_between_new_bounds() -> None:
     made = profiles(max_shapes="source_ids:6x20,target_ids:6x4")
     assert made.engines["encoder"][0]["source_ids"].opt == (6, 20)
-    assert made.engines["decoder_static"][PREFILL]["target_ids"] == ShapeRange((1, 1), (6, 4), (6, 4))
+    assert made.engines["decoder_static"][PREFILL]["target_ids"] == ShapeRange((1, 2), (6, 4), (6, 4))
 
 
 def test_target_len_concerns_the_prefill_alone() -> None:

@@ -277,11 +277,16 @@ def _row_problems(ranges: Mapping[str, Range]) -> list[str]:
 
 
 def _profiles(graph: GraphSpec, ranges: Mapping[str, Range], capacity: int | None) -> tuple[Profile, ...]:
-    """Return the profiles of a plan; a prefill of a decoder, which alone has a capacity, stays within it."""
+    """Return the profiles of a plan; a prefill of a decoder, which alone has a capacity, stays within it.
+
+    It begins at two tokens where it can: one is a step. With one among its lengths, TensorRT-RTX 1.7.1 leaves attention
+    of the concat form unfused from the third layer on, and wants gigabytes for it.
+    """
     if capacity is None:
         return (_profile(graph, ranges),)
     target = ranges["target_len"]
-    prefill = Range(*(min(size, capacity) for size in (target.min, target.opt, target.max)))
+    most = min(target.max, capacity)
+    prefill = Range(min(2, most), min(max(2, target.opt), most), most)
     return _profile(graph, {**ranges, "target_len": Range(1, 1, 1)}), _profile(graph, {**ranges, "target_len": prefill})
 
 
