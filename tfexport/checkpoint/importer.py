@@ -7,14 +7,13 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from tfexport.checkpoint.config import ImportConfig
 from tfexport.checkpoint.detect.detect import Detection, detect
 from tfexport.checkpoint.detect.search import FLOAT32_TOLERANCE
-from tfexport.checkpoint.formats import hugging_face
+from tfexport.checkpoint.family import Family, as_transformers_loads, read_family
 from tfexport.checkpoint.formats.container import Checkpoint, read_checkpoint, without_prefix
 from tfexport.checkpoint.formats.vocabulary import tokenizer_json
 from tfexport.checkpoint.layout.apply import Canonical, apply_layout, unmatched
@@ -110,9 +109,14 @@ def import_checkpoint(
     checkpoint = read_checkpoint(path)
     for note in checkpoint.notes:
         report(f"{path}: {note}")
-    proof = _proof(golden, Path(path), checkpoint, report) if golden else None
-    settings = {**_named(config, checkpoint), **_settings(config)}
-    layout = _choose(config, checkpoint, proof, settings, Path(output), report)
+    given = _settings(config)
+    asked = config.layout if config.builtin else ""
+    family = read_family(checkpoint, asked, has_golden=golden is not None, given=given, report=report)
+    layout = _asked(config, family)
+    checkpoint = _loaded(checkpoint, layout, report)
+    proof = _proof(golden, Path(path), checkpoint, layout, report) if golden else None
+    settings = {**family.settings, **given}
+    layout = layout or _found(config, checkpoint, proof, settings, Path(output), report)
     layout, unknown = _with_tokens(_with_settings(layout, settings, proof), proof)
     certificate = _certified(layout, proof) if proof else unproven(layout.name)
     certificate = replace(certificate, unverified=(*certificate.unverified, *unknown))
@@ -159,34 +163,40 @@ def _with_settings(layout: Layout, settings: Mapping[str, Value], proof: _Proof 
     return layout if is_given or heads is None else override(layout, {"num_heads": heads})
 
 
-def _named(config: ImportConfig, checkpoint: Checkpoint) -> dict[str, Value]:
-    """Return what config.json says."""
-    if checkpoint.hf_config is not None and _is_named(config, checkpoint.hf_config):
-        return hugging_face.settings(checkpoint.hf_config, checkpoint.tensors)
-    return {}
-
-
-def _is_named(config: ImportConfig, hf_config: Mapping[str, Any]) -> bool:
-    """Say whether it is config.json that gives the layout, or agrees with the one asked for."""
-    if config.layout == "auto":
-        return config.builtin
-    return config.layout in hugging_face.LAYOUTS and config.layout == hugging_face.family(hf_config)
-
-
-def _proof(path: Path, imported: Path, checkpoint: Checkpoint, report: Callable[[str], None]) -> _Proof:
+def _proof(
+    path: Path, imported: Path, checkpoint: Checkpoint, layout: Layout | None, report: Callable[[str], None]
+) -> _Proof:
     """Read a golden and find the state dict that it speaks of: its own, the one beside it, or the checkpoint's."""
     golden = read_golden(path)
     beside = path.with_name(path.name.removesuffix(_GOLDEN_SUFFIX) + ".safetensors")
     if golden.state:
         report(f"{path}: has its own state dict, which the layout is proven on")
-        return _Proof(golden, without_prefix(golden.state, []))
+        state = as_transformers_loads(checkpoint, layout, without_prefix(golden.state, []), [])
+        return _Proof(golden, state)
     if path.name.endswith(_GOLDEN_SUFFIX) and beside.is_file() and not beside.samefile(imported):
         report(f"{path}: was recorded with {beside.name}, which the layout is proven on")
         return _Proof(golden, read_checkpoint(beside).tensors)
     return _Proof(golden, checkpoint.tensors)
 
 
-def _choose(
+def _asked(config: ImportConfig, family: Family) -> Layout | None:
+    """Return the layout that is asked for or that config.json names; None where it has to be found."""
+    name = family.layout or config.layout
+    if name == "auto":
+        return None
+    return builtin_layouts().get(name) or _from_file(name)
+
+
+def _loaded(checkpoint: Checkpoint, layout: Layout | None, report: Callable[[str], None]) -> Checkpoint:
+    """Return a directory's weights as a model of transformers has them after loading."""
+    notes: list[str] = []
+    tensors = as_transformers_loads(checkpoint, layout, checkpoint.tensors, notes)
+    for note in notes:
+        report(note)
+    return replace(checkpoint, tensors=tensors)
+
+
+def _found(
     config: ImportConfig,
     checkpoint: Checkpoint,
     proof: _Proof | None,
@@ -194,14 +204,8 @@ def _choose(
     output: Path,
     report: Callable[[str], None],
 ) -> Layout:
-    """Find the layout: the one asked for, the one that config.json names, or the one that is detected."""
+    """Find the layout: one whose names and numbers fit, or the one that is detected."""
     builtin = builtin_layouts() if config.builtin else {}
-    if config.layout != "auto":
-        return builtin[config.layout] if config.layout in builtin else _from_file(config.layout)
-    if checkpoint.hf_config is not None and _is_named(config, checkpoint.hf_config):
-        name = hugging_face.family(checkpoint.hf_config)
-        report(f"config.json: is of the family of the layout {name}")
-        return builtin[name]
     tensors = proof.tensors if proof else checkpoint.tensors
     known = next((one for one in builtin.values() if proof and _fits(one, settings, proof)), None)
     if known is not None:

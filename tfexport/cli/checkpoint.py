@@ -34,7 +34,7 @@ def import_(
     """Import CHECKPOINT, the weights of another implementation, as a model directory.
 
     CHECKPOINT is a state dict in a safetensors file or a file of torch.save, or a Hugging Face directory of Marian,
-    BART or T5. With --golden the import is accepted only when the original's outputs are reproduced.
+    BART, T5 or their kin. With --golden the import is accepted only when the original's outputs are reproduced.
     """
     settings = ImportConfig(**config)
     from tfexport.checkpoint.importer import import_checkpoint

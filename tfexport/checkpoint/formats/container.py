@@ -12,7 +12,7 @@ import re
 import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ _HUGGING_FACE = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
+_GENERATION = "generation_config.json"
 # Beside the model, and with tensors of their own.
 _NO_MODEL = re.compile(r"optim|sched|scaler|ema|rng")
 _ZIP = b"PK\x03\x04"
@@ -47,12 +48,14 @@ class Checkpoint:
     """A state dict as it was found.
 
     `tensors` are memory-mapped and must not be changed. `hf_config` is the
-    config.json of a Hugging Face directory. `notes` says what was taken off:
-    wrappers, prefixes, entries that are no tensors.
+    config.json of a Hugging Face directory, `hf_generation` its
+    generation_config.json, empty where there is none. `notes` says what was
+    taken off: wrappers, prefixes, entries that are no tensors.
     """
 
     tensors: Mapping[str, Tensor]
     hf_config: Mapping[str, Any] | None = None
+    hf_generation: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
@@ -79,7 +82,7 @@ def read_checkpoint(path: Path | str) -> Checkpoint:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror or error}); check the file") from error
     notes: list[str] = []
     tensors = _unwrap(path, data, notes)
-    return Checkpoint(without_prefix(tensors, notes), None, tuple(notes))
+    return Checkpoint(without_prefix(tensors, notes), notes=tuple(notes))
 
 
 def _read_directory(path: Path) -> Checkpoint:
@@ -90,12 +93,11 @@ def _read_directory(path: Path) -> Checkpoint:
             "give a state dict file or a Hugging Face directory"
         )
     try:
-        config = read_json(path / CONFIG, str(path / CONFIG))
+        config = _object(path / CONFIG)
+        generation = _object(path / _GENERATION) if (path / _GENERATION).exists() else {}
         files = _shards(weights) if weights.name.endswith(".index.json") else [weights]
     except ConfigError as error:
         raise CheckpointError(str(error)) from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path / CONFIG}: is {shortened(config)}, expected an object")
     tensors: dict[str, Tensor] = {}
     notes: list[str] = []
     for file in files:
@@ -103,7 +105,14 @@ def _read_directory(path: Path) -> Checkpoint:
         if twice := sorted(part.keys() & tensors.keys()):
             raise CheckpointError(f"{file}: has {twice[0][:120]}, as another shard has; save the checkpoint again")
         tensors |= part
-    return Checkpoint(tensors, config, tuple(notes))
+    return Checkpoint(tensors, config, generation, tuple(notes))
+
+
+def _object(path: Path) -> dict[str, Any]:
+    data = read_json(path, str(path))
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path}: is {shortened(data)}, expected an object")
+    return data
 
 
 def _shards(index: Path) -> list[Path]:

@@ -8,13 +8,91 @@ from typing import Any
 from tfexport.errors import CheckpointError, raise_all, shortened
 from tfexport.models.switches import Value
 
-_ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_new": "gelu_tanh", "silu": "silu", "swish": "silu"}
+_TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_accurate")
+_ACTIVATIONS = {
+    **{name: name for name in ("relu", "gelu", "silu")},
+    **dict.fromkeys(_TANH, "gelu_tanh"),
+    "gelu_python": "gelu",
+    "swish": "silu",
+}
+_FAMILIES = {
+    "marian": "hf_marian",
+    "bart": "hf_bart",
+    "mbart": "hf_mbart",
+    "pegasus": "hf_pegasus",
+    "m2m_100": "hf_m2m_100",
+    "blenderbot": "hf_blenderbot",
+    "t5": "hf_t5",
+    # mT5 is T5 v1.1 by another name.
+    "mt5": "hf_t5",
+    "umt5": "hf_umt5",
+}
 _TOKENS = {"pad": "pad_token_id", "start": "decoder_start_token_id", "eos": "eos_token_id"}
-# mT5 is T5 v1.1 by another name.
-_FAMILIES = {"marian": "hf_marian", "bart": "hf_bart", "t5": "hf_t5", "mt5": "hf_t5"}
-LAYOUTS = ("hf_marian", "hf_bart", "hf_t5", "hf_t5_v1_1")
+LAYOUTS = (*dict.fromkeys(_FAMILIES.values()), "hf_t5_v1_1")
+# Written into config.json once, and read by no model of today.
+_UNREAD = (
+    "add_bias_logits",
+    "add_final_layer_norm",
+    "extra_pos_embeddings",
+    "layernorm_variant",
+    "normalize_before",
+    "normalize_embedding",
+    "static_position_embeddings",
+)
 # T5 takes texts of any length; this is what it was trained for.
 _T5_LENGTH = 512
+
+
+def is_known(config: Mapping[str, Any]) -> bool:
+    """Say whether there is a layout for the family of a config.json."""
+    return config.get("model_type") in _FAMILIES
+
+
+def family(config: Mapping[str, Any]) -> str:
+    """Return the name of the built-in layout for a config.json.
+
+    Raises:
+        CheckpointError: it is of no family that is known.
+    """
+    model_type = config.get("model_type")
+    if not is_known(config):
+        raise CheckpointError(
+            f"config.json: model_type is {shortened(model_type)}, expected {', '.join(_FAMILIES)}; record a golden "
+            "beside the model's code and give --golden, see docs/bring-your-own.md"
+        )
+    is_gated = str(config.get("feed_forward_proj", "relu")).startswith("gated-")
+    return "hf_t5_v1_1" if _FAMILIES[str(model_type)] == "hf_t5" and is_gated else _FAMILIES[str(model_type)]
+
+
+def unread(config: Mapping[str, Any]) -> list[str]:
+    """Name the keys of a config.json that transformers does not read, and neither does an import."""
+    return [name for name in _UNREAD if name in config]
+
+
+def settings(
+    config: Mapping[str, Any], generation: Mapping[str, Any], keys: Collection[str], given: Collection[str] = ()
+) -> dict[str, Value]:
+    """Return what a config.json says, as settings for `apply_layout`; what it leaves out is the layout's.
+
+    Args:
+        config: of a family that `family` knows.
+        generation: generation_config.json, whose tokens come first, as in `generate`.
+        keys: of the state dict; a position table that is there needs no length.
+        given: settings that take the place of these.
+
+    Raises:
+        CheckpointError: lists every value that is missing or that the canonical model has no place for.
+    """
+    reader = _Reader(config)
+    found = _t5(reader) if "num_heads" in config else _marian_like(reader, keys)
+    found |= _tokens(reader, generation, given)
+    raise_all(CheckpointError, "config.json", reader.problems)
+    return found
+
+
+def tokens(config: Mapping[str, Any], generation: Mapping[str, Any]) -> dict[str, Value]:
+    """Return the ids of tokens that a directory of any family says, as settings."""
+    return _tokens(_Reader(config), generation, ())
 
 
 class _Reader:
@@ -26,66 +104,50 @@ class _Reader:
 
     def whole(self, name: str) -> int:
         value = self.config.get(name)
-        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        if isinstance(value, int) and _is_whole(value):
             return value
         self.problems.append(f"{name} is {shortened(value)}, expected a whole number")
         return 0
 
-    def activation(self, name: str) -> str:
-        value = self.config.get(name)
-        if value not in _ACTIVATIONS:
-            self.problems.append(f"{name} is {shortened(value)}, expected one of {', '.join(_ACTIVATIONS)}")
-        return _ACTIVATIONS.get(str(value), "relu")
-
-    def tokens(self) -> dict[str, Value]:
-        found: dict[str, Value] = {f"tokens.{ours}": self.whole(theirs) for ours, theirs in _TOKENS.items()}
-        unknown = self.config.get("unk_token_id")
-        return found | ({"tokens.unk": unknown} if isinstance(unknown, int) else {})
+    def activation(self, name: str, value: str) -> dict[str, Value]:
+        if value in _ACTIVATIONS:
+            return {"activation": _ACTIVATIONS[value]}
+        self.problems.append(f"{name} is {shortened(value)}, expected one of {', '.join(_ACTIVATIONS)}")
+        return {}
 
 
-def family(config: Mapping[str, Any]) -> str:
-    """Return the name of the built-in layout for a config.json.
-
-    Raises:
-        CheckpointError: it is of no family that is known.
-    """
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in _FAMILIES:
-        raise CheckpointError(
-            f"config.json: model_type is {shortened(model_type)}, expected {', '.join(_FAMILIES)}; "
-            "import the weight file alone, with a layout or a golden"
-        )
-    return "hf_t5_v1_1" if _FAMILIES[model_type] == "hf_t5" and _is_gated(config) else _FAMILIES[model_type]
-
-
-def settings(config: Mapping[str, Any], keys: Collection[str]) -> dict[str, Value]:
-    """Return what a config.json says, as settings for `apply_layout`.
-
-    Args:
-        config: of a family that `family` knows.
-        keys: of the state dict; a position table that is there needs no length.
-
-    Raises:
-        CheckpointError: lists every value that is missing or that the canonical model has no place for.
-    """
-    reader = _Reader(config)
-    found = _t5(reader) if "num_heads" in config else _marian_like(reader, keys)
-    raise_all(CheckpointError, "config.json", reader.problems)
-    return found
+def _tokens(reader: _Reader, generation: Mapping[str, Any], given: Collection[str]) -> dict[str, Value]:
+    said = {**reader.config, **{name: value for name, value in generation.items() if value is not None}}
+    if (
+        "decoder_start_token_id" in said
+        and said["decoder_start_token_id"] is None
+        and _is_whole(said.get("bos_token_id"))
+    ):
+        said["decoder_start_token_id"] = said["bos_token_id"]  # as `generate` does
+    found: dict[str, Value] = {}
+    for ours, theirs in _TOKENS.items():
+        value = said.get(theirs)
+        if theirs == "eos_token_id" and isinstance(value, list) and value:
+            value = value[0]  # one of several ends stands for all where one is needed
+        if _is_whole(value):
+            found[f"tokens.{ours}"] = value
+        elif theirs in said and f"tokens.{ours}" not in given:
+            reader.problems.append(
+                f"{theirs} is {shortened(value)}, expected a whole number; give --set tokens.{ours}=ID"
+            )
+    unknown = said.get("unk_token_id")
+    return found | ({"tokens.unk": unknown} if _is_whole(unknown) else {})
 
 
 def _marian_like(reader: _Reader, keys: Collection[str]) -> dict[str, Value]:
-    for name in ("normalize_before", "add_final_layer_norm", "normalize_embedding"):
-        expected = name == "normalize_embedding"
-        if reader.config.get(name, expected) is not expected:
-            reader.problems.append(f"{name} is {not expected}, which this layout is not for; write one of its own")
+    config = reader.config
     found: dict[str, Value] = {
-        "activation": reader.activation("activation_function"),
-        "embedding_scale": "sqrt(d_model)" if reader.config.get("scale_embedding") else 1.0,
+        "embedding_scale": "sqrt(d_model)" if config.get("scale_embedding") else 1.0,
         "num_heads": reader.whole("encoder_attention_heads"),
-        **reader.tokens(),
     }
-    if reader.config.get("decoder_attention_heads") != found["num_heads"]:
+    if "activation_function" in config:
+        found |= reader.activation("activation_function", config["activation_function"])
+    if config.get("decoder_attention_heads") != found["num_heads"]:
         found["dec.num_heads"] = reader.whole("decoder_attention_heads")
     if not any(key.endswith("encoder.embed_positions.weight") for key in keys):
         found["max_length"] = reader.whole("max_position_embeddings")
@@ -96,22 +158,18 @@ def _t5(reader: _Reader) -> dict[str, Value]:
     config = reader.config
     # Older files have no such key: there the scale went with the tie.
     scaled = config.get("scale_decoder_outputs", config.get("tie_word_embeddings", True))
-    eps, distance = config.get("layer_norm_epsilon", 1e-6), config.get("relative_attention_max_distance", 128)
     feed_forward = str(config.get("feed_forward_proj", "relu"))
     # gated-gelu is the tanh form, whatever dense_act_fn an older file may say.
-    activation = "gelu_tanh" if feed_forward == "gated-gelu" else _ACTIVATIONS.get(feed_forward.removeprefix("gated-"))
-    if activation is None:
-        reader.problems.append(f"feed_forward_proj is {shortened(feed_forward)}, expected {', '.join(_ACTIVATIONS)}")
+    activation = "gelu_new" if feed_forward == "gated-gelu" else feed_forward.removeprefix("gated-")
     return {
-        "activation": activation or "relu",
-        "norm_eps": eps,
+        **reader.activation("feed_forward_proj", activation),
+        "norm_eps": config.get("layer_norm_epsilon", 1e-6),
         "num_heads": reader.whole("num_heads"),
-        "relative_max_distance": distance,
+        "relative_max_distance": config.get("relative_attention_max_distance", 128),
         "logit_scale": "d_model ** -0.5" if scaled else 1.0,
         "max_length": reader.whole("n_positions") if "n_positions" in config else _T5_LENGTH,
-        **reader.tokens(),
     }
 
 
-def _is_gated(config: Mapping[str, Any]) -> bool:
-    return str(config.get("feed_forward_proj", "relu")).startswith("gated-")
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -18,7 +18,7 @@ def sinusoid(kind: str, length: int, d_model: int) -> Tensor:
             "halves_paper" the halves with the wavelengths of "Attention is all
             you need", §3.5, computed in float64.
         length: rows, from position 0.
-        d_model: even.
+        d_model: where it is odd there is one sine more than cosines, of "halves_t2t" a last column of 0.
 
     Returns:
         float32 [length, d_model].
@@ -35,6 +35,12 @@ def sinusoid(kind: str, length: int, d_model: int) -> Tensor:
             angle = position * torch.exp(torch.arange(half, dtype=wide) * -step)
         case _:
             angle = position / 10000 ** (column / d_model)
-    halves = (torch.sin(angle), torch.cos(angle))
-    table = torch.stack(halves, -1).flatten(1) if kind.startswith("interleaved") else torch.cat(halves, 1)
+    table = torch.zeros(length, d_model, dtype=wide)
+    places = (slice(0, None, 2), slice(1, None, 2)) if kind.startswith("interleaved") else _halves(angle.shape[1], half)
+    for place, wave in zip(places, (torch.sin(angle), torch.cos(angle[:, :half])), strict=True):
+        table[:, place] = wave
     return table.float()
+
+
+def _halves(sines: int, cosines: int) -> tuple[slice, slice]:
+    return slice(0, sines), slice(sines, sines + cosines)

@@ -1,0 +1,219 @@
+"""Hugging Face directories as they are published: read as transformers reads them, logits and texts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import tiny
+from tests.checkpoint.formats import published
+from tests.checkpoint.formats.published import CONFIGS, VOCAB
+from tfexport.checkpoint.importer import Imported, import_checkpoint
+from tfexport.decode.offline import decode
+from tfexport.errors import CheckpointError
+from tfexport.generation import DecodeConfig
+from tfexport.models.directory import load_model
+from tfexport.models.transformer import Transformer
+from tfexport.runtime.eager import EagerSession
+
+UNUSED_BIAS = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+# Both in float64. T5 of Hugging Face takes the mean of squares in float32.
+TOLERANCE = {"t5": 5e-4, "umt5": 5e-4}
+
+
+def imported(folder: Path, lines: list[str] | None = None) -> tuple[Imported, Transformer]:
+    """Import folder/hf."""
+    report = (lambda _: None) if lines is None else lines.append
+    found = import_checkpoint(folder / "hf", folder / "model", report=report)
+    return found, load_model(folder / "model").double()
+
+
+def logits(model: Any, batch: tiny.Batch) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model(
+            input_ids=batch.source_ids,
+            attention_mask=batch.source_mask.long(),
+            decoder_input_ids=batch.target_ids,
+        ).logits
+    return found
+
+
+def assert_same_logits(ours: Transformer, theirs: Any, scale: float = 1.0) -> None:
+    batch = tiny.batch(vocab=VOCAB)
+    expected = logits(theirs, batch)
+    assert expected.std() > 0.1, "logits that are all alike prove nothing"
+    with torch.no_grad():
+        difference = ours(*batch) * scale - expected
+    assert difference.abs().max() < TOLERANCE.get(theirs.config.model_type, 1e-9)
+
+
+def assert_same_texts(ours: Transformer, theirs: Any, num_beams: int) -> None:
+    """Compare ids of 20 texts, in which no token comes twice, as these models would repeat one for ever.
+
+    Padding is never said, for M2M100 gives it no position.
+    """
+    tokens = ours.config.tokens
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 13, (20,), generator=generator).tolist()
+    allowed = [token for token in range(VOCAB) if token not in (tokens.pad, tokens.eos)]
+    sources = [[allowed[i] for i in torch.randint(len(allowed), (n,), generator=generator)] for n in lengths]
+    ids = torch.tensor([[*source, *[tokens.pad] * (12 - len(source))] for source in sources])
+    mask = torch.arange(12)[None] < torch.tensor(lengths)[:, None]
+    from transformers import GenerationConfig
+
+    settings = GenerationConfig(
+        num_beams=num_beams,
+        max_new_tokens=12,
+        no_repeat_ngram_size=1,
+        suppress_tokens=[tokens.pad],
+        pad_token_id=tokens.pad,
+        eos_token_id=tokens.eos,
+        decoder_start_token_id=tokens.start,
+    )
+    theirs.generation_config = settings
+    with torch.inference_mode():
+        rows = theirs.generate(input_ids=ids, attention_mask=mask.long(), generation_config=settings)[:, 1:].tolist()
+    config = DecodeConfig(num_beams=num_beams, max_new_tokens=12, no_repeat_ngram_size=1, suppress_tokens=(tokens.pad,))
+    found = decode(EagerSession(ours), sources, config)
+    ended = [row[: row.index(tokens.eos) + 1] if tokens.eos in row else row for row in rows]
+    assert [list(best.token_ids) for (best,) in found] == ended
+    assert len({tuple(row) for row in rows}) > 5, "texts differ"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_published_directory_says_what_transformers_says(name: str, tmp_path: Path) -> None:
+    published.write(tmp_path / "hf", name)
+    _, ours = imported(tmp_path)
+    theirs = published.load(tmp_path / "hf")
+    assert_same_logits(ours, theirs)
+    for num_beams in (1, 4):
+        assert_same_texts(ours, theirs, num_beams)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_directory_written_by_transformers_today_says_the_same(name: str, tmp_path: Path) -> None:
+    theirs = published.load(published.write(tmp_path / "old", name))
+    theirs.float().save_pretrained(tmp_path / "hf")
+    _, ours = imported(tmp_path)
+    assert_same_logits(ours, theirs.double())
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        (
+            "opus-mt",
+            (
+                "config.json: left out what transformers does not read: add_bias_logits, add_final_layer_norm, "
+                "normalize_before, normalize_embedding, static_position_embeddings"
+            ),
+        ),
+        (
+            "t5-small",
+            f"left out what transformers does not load: {UNUSED_BIAS}",
+        ),
+        (
+            "bart-large-cnn",
+            "left out what transformers does not load: model.decoder.version, model.encoder.version",
+        ),
+        ("bart-base", "has the names of the model without its head; put 'model.' before them"),
+    ],
+)
+def test_what_is_left_out_is_said_in_one_line(name: str, line: str, tmp_path: Path) -> None:
+    published.write(tmp_path / "hf", name)
+    lines: list[str] = []
+    imported(tmp_path, lines)
+    assert lines.count(line) == 1
+
+
+@pytest.mark.parametrize(
+    "spelling", ["gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_accurate"]
+)
+def test_every_spelling_of_gelu_by_tanh(spelling: str, tmp_path: Path) -> None:
+    published.write(tmp_path / "hf", "bart-base", activation_function=spelling)
+    found, ours = imported(tmp_path)
+    assert found.config.activation == "gelu_tanh"
+    assert_same_logits(ours, published.load(tmp_path / "hf"))
+
+
+@pytest.mark.parametrize("place", ["config.json", "generation_config.json"])
+def test_several_ends_are_read(place: str, tmp_path: Path) -> None:
+    several = {"eos_token_id": [5, 2]}
+    generation = several if place == "generation_config.json" else None
+    published.write(tmp_path / "hf", "bart-large-cnn", generation, **(several if generation is None else {}))
+    found, _ = imported(tmp_path)
+    assert found.config.tokens.eos == 5
+
+
+def test_tokens_of_generation_config_come_first(tmp_path: Path) -> None:
+    generation = {"decoder_start_token_id": 7, "eos_token_id": 9, "pad_token_id": None}
+    published.write(tmp_path / "hf", "nllb-200-distilled", generation)
+    tokens = imported(tmp_path)[0].config.tokens
+    assert (tokens.start, tokens.eos, tokens.pad) == (7, 9, 1)
+
+
+def test_where_no_start_is_said_it_is_bos(tmp_path: Path) -> None:
+    published.write(tmp_path / "hf", "mbart-large-cc25", bos_token_id=6)
+    assert imported(tmp_path)[0].config.tokens.start == 6
+
+
+def test_a_token_that_is_said_to_be_nothing_can_be_given(tmp_path: Path) -> None:
+    from tfexport.checkpoint.config import ImportConfig
+
+    published.write(tmp_path / "hf", "bart-base", pad_token_id=None)
+    with pytest.raises(
+        CheckpointError, match=r"pad_token_id is None, expected a whole number; give --set tokens.pad=ID"
+    ):
+        imported(tmp_path)
+    found = import_checkpoint(tmp_path / "hf", tmp_path / "model", ImportConfig(settings=("tokens.pad=3",)))
+    assert found.config.tokens.pad == 3
+
+
+def test_a_shared_table_that_is_left_over_is_left_out(tmp_path: Path) -> None:
+    """Where nothing is tied, transformers writes a table `shared` that no part of the model reads."""
+    published.write(tmp_path / "hf", "bart-large-cnn", tie_word_embeddings=False)
+    tensors = published.weights(tmp_path / "hf")
+    generator = torch.Generator().manual_seed(1)
+    tables = ("model.shared", "model.encoder.embed_tokens", "model.decoder.embed_tokens", "lm_head")
+    tensors |= {f"{name}.weight": torch.randn(VOCAB, 32, generator=generator) for name in tables}
+    published.save(tmp_path / "hf", tensors)
+    lines: list[str] = []
+    found, ours = imported(tmp_path, lines)
+    assert any(line.endswith("model.shared.weight") and "does not load" in line for line in lines)
+    assert not found.config.tie_embeddings
+    assert not found.config.tie_output
+    assert_same_logits(ours, published.load(tmp_path / "hf"))
+
+
+def test_an_output_that_is_neither_stored_nor_tied_is_refused(tmp_path: Path) -> None:
+    published.write(tmp_path / "hf", "bart-large-cnn", tie_word_embeddings=False)
+    with pytest.raises(CheckpointError, match=r"no lm_head.weight, and config.json says tie_word_embeddings false"):
+        imported(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["opus-mt", "pegasus-xsum", "nllb-200-distilled"])
+@pytest.mark.parametrize("stored", [True, False], ids=["stored", "computed"])
+def test_tables_of_an_odd_width(name: str, stored: bool, tmp_path: Path) -> None:
+    sizes = {"d_model": 33, "encoder_attention_heads": 3, "decoder_attention_heads": 3}
+    published.write(tmp_path / "hf", name, **sizes)
+    if not stored:
+        kept = {key: t for key, t in published.weights(tmp_path / "hf").items() if "embed_positions" not in key}
+        published.save(tmp_path / "hf", kept)
+    _, ours = imported(tmp_path)
+    assert_same_logits(ours, published.load(tmp_path / "hf"))
+
+
+@pytest.mark.parametrize("model_type", ["fsmt", "led", "blenderbot-small", "switch_transformers"])
+def test_another_family_is_named_with_the_way(model_type: str, tmp_path: Path) -> None:
+    folder = published.write(tmp_path / "hf", "bart-base")
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type, "d_model": 32}))
+    with pytest.raises(CheckpointError) as caught:
+        imported(tmp_path)
+    assert f"model_type is {model_type!r}, expected marian, bart" in str(caught.value)
+    assert "record a golden" in str(caught.value)
+    assert "activation_function" not in str(caught.value)
