@@ -61,6 +61,11 @@ def test_nothing_is_kept_at_first(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert not caplog.records
 
 
+def test_where_nothing_is_compiled_nothing_is_made(tmp_path: Path) -> None:
+    store(tmp_path).write({})
+    assert not list(tmp_path.iterdir())
+
+
 def test_kernels_of_other_plans_stay(engine: Path) -> None:
     store(engine).write({"encoder": b"more"})
     assert kept(store(engine)) == {**COMPILED, "encoder": b"more"}
@@ -69,7 +74,7 @@ def test_kernels_of_other_plans_stay(engine: Path) -> None:
 def test_what_is_there_already_is_not_written_again(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(atomic, "publish", lambda *_: pytest.fail("written again"))
     store(engine).write(COMPILED)
-    store(engine).write({})
+    store(engine).write({"encoder": COMPILED["encoder"]})
 
 
 @pytest.mark.parametrize("other", [{"version": "1.8.0.1"}, {"gpu": "NVIDIA L40"}, {"driver": "13.1"}])

@@ -85,6 +85,8 @@ class KernelStore:
         Args:
             kernels: serialised, by the name of the plan.
         """
+        if not kernels:  # as of a library that compiles none
+            return
         try:
             self._folder.parent.mkdir(exist_ok=True)
             with atomic.locked(self._folder):

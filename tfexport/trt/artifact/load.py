@@ -10,10 +10,8 @@ from typing import Any
 from tfexport.bundle.bundle import Bundle
 from tfexport.errors import EngineError
 from tfexport.trt.artifact.compatibility import explain, incompatibilities, rebuild_command, this_machine
-from tfexport.trt.artifact.kernels import KernelStore
 from tfexport.trt.artifact.manifest import EngineManifest
 from tfexport.trt.artifact.store import StoredEngine, choose_engine
-from tfexport.trt.cuda import need_gpu
 from tfexport.trt.library import Library, load_library
 from tfexport.trt.log import Log
 
@@ -29,7 +27,6 @@ class Engine:
         path: its folder.
         log: of the runtime, for the reasons of later failures.
         runtime: that made the plans, kept as long as they are.
-        kernels: what was compiled of the plans on this GPU before, and where to keep it.
     """
 
     manifest: EngineManifest
@@ -38,7 +35,6 @@ class Engine:
     path: Path
     log: Log
     runtime: Any
-    kernels: KernelStore
 
 
 def load_engine(bundle: Bundle, name: str | None = None) -> Engine:
@@ -63,16 +59,13 @@ def load_engine(bundle: Bundle, name: str | None = None) -> Engine:
     machine = replace(machine, libraries={library.target: library.version})
     if found := incompatibilities(stored.manifest, bundle, machine):
         raise EngineError(f"engine {stored.name}: {explain(found)}")
-    gpu = need_gpu()
     log = library.listen()
     runtime = library.runtime(log)
     if config.version_compatible:
         # Such a plan carries host code, which the library runs only when it is told to.
         runtime.engine_host_code_allowed = True
     plans = {plan: _deserialise(runtime, library, log, stored, plan, bundle) for plan in stored.manifest.plans}
-    sums = {name: plan.content.sha256 for name, plan in stored.manifest.plans.items()}
-    kernels = KernelStore(stored.path, sums, library.version, gpu)
-    return Engine(stored.manifest, library, plans, stored.path, log, runtime, kernels)
+    return Engine(stored.manifest, library, plans, stored.path, log, runtime)
 
 
 def _deserialise(runtime: Any, library: Library, log: Log, stored: StoredEngine, plan: str, bundle: Bundle) -> Any:
