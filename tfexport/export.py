@@ -5,14 +5,15 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tfexport.bundle.bundle import PARITY, Bundle, create_bundle
 from tfexport.bundle.manifest import GraphEntry
 from tfexport.errors import BackendError, ParityError
-from tfexport.files.names import TOKENIZER
+from tfexport.files.names import TARGET_TOKENIZER, TEXT, TOKENIZER
 from tfexport.files.sealed_json import render
+from tfexport.files.strict_json import read_json
 from tfexport.graph.config import ExportConfig
 from tfexport.graph.precision import write_cast
 from tfexport.graph.quantize.ort_quantize import fastest_form, write_integer_graphs
@@ -23,7 +24,8 @@ from tfexport.models.presets import build_preset
 from tfexport.models.transformer import Transformer
 from tfexport.runtime.registry import Graphs
 from tfexport.spec import ENCODER, ENCODER_CONTRIB, ModelSpec
-from tfexport.tokenizer import Tokenizer
+from tfexport.text.config import TextConfig
+from tfexport.text.tokenizer import Tokenizer
 from tfexport.verify import Report, Stages, VerifyConfig, verify_stages
 
 PRESET = "preset:"
@@ -65,19 +67,20 @@ def export_bundle(
             "use --precision fp16, or --no-verify to export for TensorRT unverified"
         )
     report(f"loading {source}")
-    model, tokenizer = _load(source, config)
+    model, directory = _load(source, config)
     spec = model_spec(model.config, config.graph_precision)
-    if tokenizer is not None:
-        Tokenizer.load(tokenizer, spec)
+    texts = _text_files(directory) if directory else {}
+    text = _read_text(directory) if directory and TOKENIZER in texts else TextConfig()
+    tokenizer = _tokenizer(texts, spec, text)
     with create_bundle(output, force=force) as builder:
         graphs = _write(model, spec, builder.path, config, report)
-        if tokenizer is not None:
-            (builder.path / TOKENIZER).write_bytes(tokenizer.read_bytes())
+        for name, file in texts.items():
+            (builder.path / name).write_bytes(file.read_bytes())
         parity = None
         if verify:
             paths = {name: builder.path / graph.file for name, graph in graphs.items()}
             written = Graphs(paths, spec, config.quantization.weights if config.quantization else None)
-            found = _verify(model, written, report)
+            found = _verify(Stages(model, written, tokenizer=tokenizer), report)
             (builder.path / PARITY).write_bytes(render(found.to_dict()))
             parity = found.summary()
         builder.finish(
@@ -87,18 +90,38 @@ def export_bundle(
             versions={name: importlib.metadata.version(name) for name in ("tfexport", "torch", "onnx", "onnxscript")},
             parity=parity,
             quantization=config.quantization,
+            text=text,
         )
     return builder.bundle
 
 
 def _load(source: str, config: ExportConfig) -> tuple[Transformer, Path | None]:
-    """Return the model, as long as it shall be, and its tokenizer."""
+    """Return the model, as long as it shall be, and its directory."""
     if source.startswith(PRESET):
-        model, tokenizer = build_preset(source.removeprefix(PRESET), config.seed), None
+        model, directory = build_preset(source.removeprefix(PRESET), config.seed), None
     else:
-        model, tokenizer = load_model(Path(source)), Path(source) / TOKENIZER
+        model, directory = load_model(Path(source)), Path(source)
     shorten(model, config.max_source_length, config.max_target_length)
-    return model, tokenizer if tokenizer and os.path.lexists(tokenizer) else None
+    return model, directory
+
+
+def _text_files(directory: Path) -> dict[str, Path]:
+    """Return the tokenizers of a model directory by their names."""
+    paths = {name: directory / name for name in (TOKENIZER, TARGET_TOKENIZER)}
+    return {name: path for name, path in paths.items() if os.path.lexists(path)}
+
+
+def _read_text(directory: Path) -> TextConfig:
+    """Read what surrounds the ids; directories from before there was such a file have nothing around them."""
+    path = directory / TEXT
+    return TextConfig.from_dict(read_json(path, TEXT), subject=TEXT) if os.path.lexists(path) else TextConfig()
+
+
+def _tokenizer(files: Mapping[str, Path], spec: ModelSpec, text: TextConfig) -> Tokenizer | None:
+    """Read the tokenizers, and compare them with the texts that were recorded beside them."""
+    if TOKENIZER not in files:
+        return None
+    return Tokenizer.load(files[TOKENIZER], spec, target=files.get(TARGET_TOKENIZER), text=text)
 
 
 def _write(
@@ -116,9 +139,9 @@ def _write(
         return write_integer_graphs(Path(scratch), graphs, directory, config.quantization, report=report)
 
 
-def _verify(model: Transformer, written: Graphs, report: Callable[[str], None]) -> Report:
+def _verify(stages: Stages, report: Callable[[str], None]) -> Report:
     report("verifying")
-    found = verify_stages(Stages(model, written), VerifyConfig.quick(), report=report)
+    found = verify_stages(stages, VerifyConfig.quick(), report=report)
     if not found.passed:
         raise ParityError("onnx: " + "; ".join(found.problems()))
     return found

@@ -104,6 +104,9 @@ def _read_value(value: object, kind: Any, place: str, problems: list[str]) -> ob
     nested = [option for option in _options(kind) if dataclasses.is_dataclass(option)]
     if nested and not (value is None and _fits(value, kind)):
         return _read(nested[0], value, place, problems)
+    item = next((typing.get_args(one)[0] for one in _options(kind) if typing.get_origin(one) is tuple), None)
+    if dataclasses.is_dataclass(item) and isinstance(value, list):
+        return tuple(_read(item, part, f"{place}[{index}]", problems) for index, part in enumerate(value))
     value = _tupled(value)
     problems += _type_problems(place, value, kind)
     return value

@@ -13,7 +13,7 @@ from typing import Any
 
 from tfexport.bundle.bundle import Bundle, open_bundle
 from tfexport.errors import CheckpointError, ConfigError, EngineError, GraphError, InputError
-from tfexport.files.names import CERTIFICATE, CONFIG, MANIFEST, MODEL_WEIGHTS
+from tfexport.files.names import CERTIFICATE, CONFIG, MANIFEST, MODEL_WEIGHTS, TARGET_TOKENIZER, TOKENIZER
 from tfexport.files.safetensors_header import read_header
 from tfexport.files.strict_json import plain_problem, read_json
 from tfexport.install import install_command
@@ -158,12 +158,28 @@ def _bundle_lines(found: Mapping[str, Any]) -> list[str]:
     ]
     for name, graph in found["graphs"].items():
         lines += ["", f"Graph {name}: {graph['file']}, opset {graph['opset']}", *_tensor_table(graph)]
+    lines += ["", "Text", *_text_lines(found["text"], found["files"])]
     lines += ["", "Files", *_file_table(found["files"])]
     for name, engine in found["engines"].items():
         lines += ["", f"Engine {name}", *_engine_lines(engine)]
     if parity is not None:
         lines += ["", "Parity", *_table((name, json.dumps(value)) for name, value in parity.items())]
     return lines
+
+
+def _text_lines(text: Mapping[str, Any], files: Mapping[str, Any]) -> list[str]:
+    """Say how text goes in and out, and whether that was ever compared."""
+    if TOKENIZER not in files:
+        return ["  no tokenizer: ids go in and out"]
+    kind = "tokenizers of source and target" if TARGET_TOKENIZER in files else "one tokenizer"
+    count = len(text["samples"])
+    proof = f"compared with {count} recorded text{'s' if count > 1 else ''}" if count else "never compared with texts"
+    around = [
+        (name, ", ".join(map(str, text[name])))
+        for name in ("source_prefix", "source_suffix", "target_prefix")
+        if text[name]
+    ]
+    return [f"  {kind}, {proof}", *_table(around)]
 
 
 def _engine_lines(engine: Mapping[str, Any]) -> list[str]:

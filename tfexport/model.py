@@ -12,17 +12,17 @@ from typing import Any, Literal, Self, get_args
 
 import numpy as np
 
-from tfexport.bundle.bundle import check_weights, open_bundle
+from tfexport.bundle.bundle import Bundle, check_weights, open_bundle
 from tfexport.decode.offline import decode
 from tfexport.decode.result import FinishReason, Hypothesis
 from tfexport.decode.stream import stream
 from tfexport.errors import ConfigError, InputError, TfexportError
-from tfexport.files.names import TOKENIZER
+from tfexport.files.names import TARGET_TOKENIZER, TOKENIZER
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.registry import AUTO, OpenOptions, get, open_session
 from tfexport.runtime.session import Floats, Session, pad_right
 from tfexport.spec import Device, Form, ModelSpec
-from tfexport.tokenizer import Tokenizer
+from tfexport.text.tokenizer import Tokenizer
 
 Pooling = Literal["mean", "cls"]
 # What a byte-level tokenizer decodes the first bytes of a character to.
@@ -84,8 +84,7 @@ def load(
         get(backend)  # before the bundle is read
     options = OpenOptions(form=form, threads=threads, device=device, engine=engine)
     bundle = open_bundle(Path(path), weights=False)
-    has_tokenizer = TOKENIZER in bundle.manifest.files
-    tokenizer = Tokenizer.load(bundle.file(TOKENIZER), bundle.manifest.spec) if has_tokenizer else None
+    tokenizer = load_tokenizer(bundle)
     with ThreadPoolExecutor(1) as pool:  # the sums of the weights take as long as the rest
         checked = pool.submit(check_weights, bundle)
         try:
@@ -98,6 +97,20 @@ def load(
         model.close()
     checked.result()
     return model
+
+
+def load_tokenizer(bundle: Bundle) -> Tokenizer | None:
+    """Read the tokenizer of a bundle, None where it has none.
+
+    Raises:
+        BundleError: it is damaged, or not of this model.
+        BackendError: the package `tokenizers` is not installed.
+    """
+    manifest = bundle.manifest
+    if not manifest.has_tokenizer:
+        return None
+    target = bundle.file(TARGET_TOKENIZER) if TARGET_TOKENIZER in manifest.files else None
+    return Tokenizer.load(bundle.file(TOKENIZER), manifest.spec, target=target, text=manifest.text)
 
 
 class Model:
@@ -147,7 +160,9 @@ class Model:
         """
         decoding, tokenizer = _options(config, options), self._need_tokenizer()
         sources = tokenizer.encode(_texts("texts", texts))
-        starts = None if prefixes is None else [tokenizer.encode_target(p) if p else [] for p in prefixes]
+        starts = [
+            tokenizer.begin_target(prefix) for prefix in (prefixes if prefixes is not None else [""] * len(texts))
+        ]
         found = decode(self.session, sources, decoding, prefixes=starts, batch_size=batch_size, on_progress=on_progress)
         return [
             Result(tokenizer.decode(best.token_ids), best.token_ids, best.score, best.finish_reason)
@@ -213,9 +228,7 @@ class Model:
         """
         tokenizer = self._need_tokenizer()
         (source,) = tokenizer.encode(_texts("text", [text]))
-        tokens = stream(
-            self.session, source, _options(config, options), prefix=tokenizer.encode_target(prefix) if prefix else ()
-        )
+        tokens = stream(self.session, source, _options(config, options), prefix=tokenizer.begin_target(prefix))
         return _pieces(tokenizer, tokens)
 
     def embed(

@@ -4,6 +4,7 @@
     encoder.onnx           graphs; their weights are external data in
     weights.safetensors    one file for all graphs, readable as safetensors
     tokenizer.json         optional, Hugging Face tokenizers
+    target_tokenizer.json  optional, where the target has one of its own
     parity.json            optional, the full report of the verification
     engines/               optional, checked by whoever uses them
 
@@ -32,6 +33,7 @@ from tfexport.files.names import MANIFEST
 from tfexport.files.sealed_json import parse
 from tfexport.models.config import TransformerConfig
 from tfexport.spec import QUANTIZED_WEIGHTS, WEIGHTS, ModelSpec, Quantization
+from tfexport.text.config import TextConfig
 
 PARITY = "parity.json"
 MAX_MANIFEST_BYTES = 4 * 1024 * 1024
@@ -89,6 +91,7 @@ class Builder:
         versions: Mapping[str, str],
         parity: Mapping[str, Any] | None = None,
         quantization: Quantization | None = None,
+        text: TextConfig | None = None,
     ) -> None:
         """Take stock of all files and write the manifest.
 
@@ -112,6 +115,7 @@ class Builder:
                 versions=versions,
                 parity=parity,
                 quantization=quantization,
+                text=text or TextConfig(),
             )
         except ConfigError as error:
             raise BundleError(f"bundle: {error}") from error

@@ -6,12 +6,12 @@ import dataclasses
 import re
 import typing
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tfexport.errors import ConfigError, raise_all, shortened
 from tfexport.fields import Config
-from tfexport.files.names import MANIFEST
+from tfexport.files.names import MANIFEST, TOKENIZER
 from tfexport.files.sealed_json import collect, read_fields, read_list, read_map, read_object, read_text, seal, unseal
 from tfexport.models.config import TransformerConfig, model_spec
 from tfexport.spec import (
@@ -27,6 +27,7 @@ from tfexport.spec import (
     Quantization,
     TensorSpec,
 )
+from tfexport.text.config import TextConfig
 
 ENGINES = "engines"
 FORMAT_VERSION = 1
@@ -78,6 +79,7 @@ class Manifest:
         versions: of the tools that made the bundle, by name.
         parity: summary of the verification with at least `passed`; None when there was none.
         quantization: how the weights are stored; None where they have the type of the graphs.
+        text: what surrounds the ids of a text, and the texts that were compared.
     """
 
     format_version: int
@@ -89,6 +91,7 @@ class Manifest:
     versions: Mapping[str, str]
     parity: Mapping[str, Any] | None
     quantization: Quantization | None = None
+    text: TextConfig = field(default_factory=TextConfig)
 
     def __post_init__(self) -> None:
         """Check how the parts fit together.
@@ -145,6 +148,11 @@ class Manifest:
         return problems
 
     @property
+    def has_tokenizer(self) -> bool:
+        """Whether texts go in and out; ids alone otherwise."""
+        return TOKENIZER in self.files
+
+    @property
     def accuracy(self) -> Accuracy:
         """What bounds how exactly the graphs compute."""
         return self.quantization.weights if self.quantization else self.spec.precision
@@ -164,6 +172,7 @@ class Manifest:
             "versions": dict(self.versions),
             "parity": None if self.parity is None else dict(self.parity),
             "quantization": self.quantization.to_dict() if self.quantization else None,
+            "text": self.text.to_dict(),
         }
 
     def to_bytes(self) -> bytes:
@@ -177,8 +186,8 @@ class Manifest:
         Raises:
             ConfigError: lists every unknown, missing, wrongly typed and contradictory value.
         """
-        # Bundles from before there was quantisation do not mention it.
-        return cls(**read_fields({"quantization": None, **data}, _READERS, MANIFEST))
+        # Bundles from before there was quantisation, or texts to compare, do not mention them.
+        return cls(**read_fields({"quantization": None, "text": {}, **data}, _READERS, MANIFEST))
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> Manifest:
@@ -255,4 +264,5 @@ _READERS: dict[str, Callable[[Any], object]] = {
     "versions": lambda value: read_map(value, "versions", read_text),
     "parity": lambda value: None if value is None else read_object(value, "parity"),
     "quantization": lambda value: None if value is None else Quantization.from_dict(value, subject="quantization"),
+    "text": lambda value: TextConfig.from_dict(value, subject="text"),
 }

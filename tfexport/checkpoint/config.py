@@ -13,13 +13,17 @@ class ImportConfig(Config, subject="import"):
 
     `layout` is auto, the name of a built-in layout or a layout file. `heads` is
     what no shape tells. `settings` are KEY=VALUE, switches and tokens that take
-    the place of the layout's. `builtin` lets auto propose the built-in layouts;
+    the place of the layout's. `source_prefix`, `source_suffix` and `target_prefix`
+    are ids around what a tokenizer makes of a text. `builtin` lets auto propose the built-in layouts;
     `accept_unverified` takes what it proposes without a golden.
     """
 
     layout: str = "auto"
     heads: int | None = None
     settings: tuple[str, ...] = ()
+    source_prefix: tuple[int, ...] = ()
+    source_suffix: tuple[int, ...] = ()
+    target_prefix: tuple[int, ...] = ()
     builtin: bool = True
     accept_unverified: bool = False
 

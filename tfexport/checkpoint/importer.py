@@ -15,7 +15,6 @@ from tfexport.checkpoint.detect.detect import Detection, detect
 from tfexport.checkpoint.detect.search import FLOAT32_TOLERANCE
 from tfexport.checkpoint.family import Family, as_transformers_loads, read_family
 from tfexport.checkpoint.formats.container import Checkpoint, read_checkpoint, without_prefix
-from tfexport.checkpoint.formats.vocabulary import tokenizer_json
 from tfexport.checkpoint.layout.apply import Canonical, apply_layout, unmatched
 from tfexport.checkpoint.layout.layout import (
     SIDES,
@@ -31,11 +30,13 @@ from tfexport.checkpoint.reference.certificate import Certificate, certify, unpr
 from tfexport.checkpoint.reference.compare import BASELINES, Comparison, compare, tolerance
 from tfexport.checkpoint.reference.golden import Golden, read_golden
 from tfexport.checkpoint.reference.ties import completed
+from tfexport.checkpoint.text import Tokenizers, import_text
 from tfexport.errors import CheckpointError, ConfigError, ParityError, raise_all
-from tfexport.files.names import CERTIFICATE, TOKENIZER
+from tfexport.files.names import CERTIFICATE
 from tfexport.models.config import TransformerConfig
 from tfexport.models.directory import check_free, save_model
 from tfexport.models.switches import Value
+from tfexport.text.config import TextConfig
 
 LAYOUT = "layout.yaml"
 
@@ -80,6 +81,7 @@ def import_checkpoint(
     *,
     golden: Path | None = None,
     tokenizer: Path | None = None,
+    target_tokenizer: Path | None = None,
     force: bool = False,
     report: Callable[[str], None] = lambda _: None,
 ) -> Imported:
@@ -94,14 +96,16 @@ def import_checkpoint(
         output: model directory to create.
         config: which layout, heads and settings.
         golden: file that `tfexport.checkpoint.reference.golden.record` wrote.
-        tokenizer: a tokenizer.json, a SentencePiece model, or a list with one token a line.
+        tokenizer: a tokenizer.json, a SentencePiece model, or a list with one token a line; of both sides where there
+            is no other.
+        target_tokenizer: the target's own.
         force: replace a model directory that is there; it stays whole until the new one is.
         report: told what happens, a line at a time.
 
     Raises:
         CheckpointError: the checkpoint, golden or tokenizer cannot be read or does not fit; nothing tells its layout.
         ConfigError: a layout or setting is wrong.
-        ParityError: the golden is not reproduced.
+        ParityError: the golden is not reproduced, or the tokenizer differs from its texts.
         BackendError: reading the tokenizer needs a package that is not installed.
     """
     config = config or ImportConfig()
@@ -122,13 +126,21 @@ def import_checkpoint(
     certificate = replace(certificate, unverified=(*certificate.unverified, *unknown))
     left_out: list[str] = []
     canonical = _applied(layout, checkpoint, proof, left_out)
-    notes = (*left_out, *canonical.notes, *_own_weights(layout, canonical, proof))
+    own_notes, has_own_weights = _own_weights(layout, canonical, proof)
+    text = import_text(
+        _tokenizers(tokenizer, target_tokenizer),
+        TextConfig(**{name: getattr(config, name) for name in ("source_prefix", "source_suffix", "target_prefix")}),
+        proof.golden.text if proof else None,
+        canonical.config,
+        has_own_weights=has_own_weights,
+    )
+    certificate = replace(certificate, texts=text.compared, unverified=(*certificate.unverified, *text.unverified))
+    notes = (*left_out, *canonical.notes, *own_notes, *text.notes)
     files = {
+        **text.files,
         CERTIFICATE: (json.dumps(certificate.to_dict(), indent=2, ensure_ascii=False) + "\n").encode(),
         LAYOUT: render_layout(layout).encode(),
     }
-    if tokenizer is not None:
-        files[TOKENIZER] = tokenizer_json(tokenizer, canonical.config)
     save_model(replace(canonical, tensors=_separate(canonical.tensors)).model(), output, files=files, force=force)
     for note in notes:
         report(note)
@@ -356,18 +368,29 @@ def _disagreement(layout: Layout, found: Comparison, wanted: float) -> str:
     )
 
 
-def _own_weights(layout: Layout, canonical: Canonical, proof: _Proof | None) -> tuple[str, ...]:
-    """Compare the checkpoint's own weights with what the original computed with its own, where the golden has that."""
+def _tokenizers(source: Path | None, target: Path | None) -> Tokenizers | None:
+    if source is None and target is not None:
+        raise ConfigError("import: there is a tokenizer of the target alone; give that of the source as --tokenizer")
+    return None if source is None else Tokenizers(source, target)
+
+
+def _own_weights(layout: Layout, canonical: Canonical, proof: _Proof | None) -> tuple[tuple[str, ...], bool]:
+    """Compare the checkpoint's own weights with what the original computed with its own, where the golden has that.
+
+    Returns:
+        What to say, and whether they are the same weights.
+    """
     if proof is None:
-        return ("nothing was proven: there was no golden",)
+        return ("nothing was proven: there was no golden",), False
     golden = proof.golden.with_real_weights()
     if golden is None:
-        return ()
+        return (), False
     found = compare(canonical, golden)
     told = f"with the checkpoint's own weights the error is {found.error:.1e}"
-    if not found.passed(max(tolerance(golden, layout.baseline), _ROUNDED)):
+    is_same = found.passed(max(tolerance(golden, layout.baseline), _ROUNDED))
+    if not is_same:
         told += ": they are not those that the golden was recorded beside"
-    return (told,)
+    return (told,), is_same
 
 
 def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from tfexport.checkpoint.config import ImportConfig
-from tfexport.cli.options import PATH
+from tfexport.cli.options import IDS, PATH
 from tfexport.cli.terminal import report_line
 from tfexport.errors import printable
 
@@ -25,11 +25,21 @@ from tfexport.errors import printable
     "--set", "settings", multiple=True, metavar="KEY=VALUE", help="A switch or token id, such as norm_eps=1e-6."
 )
 @click.option("--tokenizer", type=PATH, help="tokenizer.json, SentencePiece model, or a list with one token a line.")
+@click.option("--target-tokenizer", type=PATH, help="The target's own, where --tokenizer is the source's alone.")
+@click.option("--source-prefix", type=IDS, default="", help="Ids before what the tokenizer makes of a source.")
+@click.option("--source-suffix", type=IDS, default="", help="Ids behind it, such as the end token.")
+@click.option("--target-prefix", type=IDS, default="", help="Ids that every target begins with, behind the start.")
 @click.option("--builtin/--no-builtin", default=ImportConfig.builtin, help="Let auto propose the built-in layouts.")
 @click.option("--accept-unverified", is_flag=True, help="Take what auto proposes without a golden.")
 @click.option("--force", is_flag=True, help="Replace a model directory that is there, once the new one is whole.")
 def import_(
-    checkpoint: Path, output: Path, golden: Path | None, tokenizer: Path | None, force: bool, **config: Any
+    checkpoint: Path,
+    output: Path,
+    golden: Path | None,
+    tokenizer: Path | None,
+    target_tokenizer: Path | None,
+    force: bool,
+    **config: Any,
 ) -> None:
     """Import CHECKPOINT, the weights of another implementation, as a model directory.
 
@@ -40,7 +50,14 @@ def import_(
     from tfexport.checkpoint.importer import import_checkpoint
 
     imported = import_checkpoint(
-        checkpoint, output, settings, golden=golden, tokenizer=tokenizer, force=force, report=report_line
+        checkpoint,
+        output,
+        settings,
+        golden=golden,
+        tokenizer=tokenizer,
+        target_tokenizer=target_tokenizer,
+        force=force,
+        report=report_line,
     )
     click.echo(printable(f"{output}: {imported.summary()}"))
     for line in imported.certificate.unverified:

@@ -55,5 +55,6 @@ def onnx(source: str, output: Path, verify: bool, force: bool, **config: Any) ->
     from tfexport.export import export_bundle
 
     bundle = export_bundle(source, output, settings, verify=verify, force=force, report=report_line)
-    proof = "verified" if verify else "not verified"
-    click.echo(printable(f"{output}: {bundle.manifest.kind}, {settings.precision}, {proof}"))
+    manifest, proof = bundle.manifest, "verified" if verify else "not verified"
+    text = f", {manifest.text.proof}" if manifest.has_tokenizer else ""
+    click.echo(printable(f"{output}: {manifest.kind}, {settings.precision}, {proof}{text}"))

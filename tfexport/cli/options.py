@@ -54,6 +54,7 @@ class CommaList(click.ParamType):  # type: ignore[type-arg]  # not generic befor
 
 
 PATH = click.Path(path_type=Path)
+IDS = CommaList(click.IntRange(min=0))
 INPUT = click.Path(exists=True, dir_okay=False, readable=True, allow_dash=True, path_type=Path)
 backend_option = click.option("--backend", type=click.Choice(names()), default=AUTO, help="What runs the bundle.")
 device_option = click.option(

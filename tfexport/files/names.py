@@ -5,6 +5,10 @@ CONFIG = "config.json"
 MODEL_WEIGHTS = "model.safetensors"
 # A model directory and a bundle.
 TOKENIZER = "tokenizer.json"
+# Of the target, where it has one of its own.
+TARGET_TOKENIZER = "target_tokenizer.json"
+# A model directory; a bundle has it in its manifest.
+TEXT = "text.json"
 # A model directory that was imported.
 CERTIFICATE = "certificate.json"
 # A bundle; the weights that its graphs share are part of the graph contract, see `tfexport.spec`.

@@ -19,6 +19,7 @@ import numpy as np
 from tfexport.bundle.bundle import Bundle, open_bundle
 from tfexport.errors import BundleError, ConfigError, raise_all
 from tfexport.fields import Config
+from tfexport.model import load_tokenizer
 from tfexport.models.directory import load_model
 from tfexport.models.transformer import Transformer
 from tfexport.runtime import registry
@@ -26,8 +27,10 @@ from tfexport.runtime.eager import EagerSession, full_logits, load_eager_model
 from tfexport.runtime.registry import Backend, Graphs, OpenOptions
 from tfexport.runtime.session import Floats, Session
 from tfexport.spec import Device, ModelSpec
+from tfexport.text.tokenizer import Tokenizer
 from tfexport.verify.divergence import measure_divergence
 from tfexport.verify.numbers import Batch, compare, random_batches, random_sources, step_logits
+from tfexport.verify.recorded import recorded_texts
 from tfexport.verify.report import TOLERANCE, Decodes, Numbers, Report
 from tfexport.verify.texts import METHODS, batch_invariance, compare_decodes, decode_best
 
@@ -65,11 +68,13 @@ class Stages:
         model: the eager reference, float32.
         graphs: of a bundle, written or still being made.
         reference: the eager model in words.
+        tokenizer: with the texts that were recorded; None where there is none.
     """
 
     model: Transformer
     graphs: Graphs
     reference: str = "the eager model"
+    tokenizer: Tokenizer | None = None
 
 
 def verify_bundle(
@@ -112,7 +117,7 @@ def verify_bundle(
     model = load_eager_model(bundle) if against is None else _reference(bundle, against)
     rounded = against is None and bundle.manifest.spec.precision != "fp32"
     words = "the eager model" + (f" with the bundle's {bundle.manifest.spec.precision} weights" if rounded else "")
-    stages = Stages(model, Graphs.of(bundle), words)
+    stages = Stages(model, Graphs.of(bundle), words, load_tokenizer(bundle))
     with _closing(compared.rungs(stages.graphs, OpenOptions(device=device, engine=engine))) as sessions:
         return _climb(stages, sessions, config or VerifyConfig(), report)
 
@@ -153,12 +158,32 @@ def _climb(stages: Stages, sessions: Sequence[Named], config: VerifyConfig, repo
     sources = random_sources(spec, config.samples, rng)
     if not spec.has_decoder:
         found = (_hidden_states(eager, sessions[0], batches, report),)
-        return Report(stages.reference, config.samples, config.seed, found, ())
+        texts = _recorded(stages.tokenizer, eager, [("eager", eager, 0.0)], report)
+        return Report(stages.reference, config.samples, config.seed, found, tuple(texts))
     numbers = _numbers(stages.model, eager, sessions, batches, report)
     # Nothing can be decoded from NaN, and the rung that gave it has failed already.
     pairs = [pair for pair in zip(sessions, numbers[2:], strict=True) if math.isfinite(pair[1].error)]
     decodes = _decodes(eager, pairs, sources, report) if pairs else []
+    rungs = [("eager", cast(Session, eager), numbers[0].worst)]
+    rungs += [(stage, session, number.worst) for (stage, session), number in pairs]
+    decodes += _recorded(stages.tokenizer, eager, rungs, report)
     return Report(stages.reference, config.samples, config.seed, tuple(numbers), tuple(decodes))
+
+
+def _recorded(
+    tokenizer: Tokenizer | None,
+    eager: EagerSession,
+    stages: Sequence[tuple[str, Session, float]],
+    report: Callable[[str], None],
+) -> list[Decodes]:
+    """Compare each stage, which has a name and an error, with the texts that were recorded."""
+    if tokenizer is None or not tokenizer.text.samples:
+        return []
+    rungs = []
+    for stage, session, noise in stages:
+        report(f"decoding {tokenizer.text.proof}: {stage}")
+        rungs.append(recorded_texts(stage, session, tokenizer, eager, noise))
+    return rungs
 
 
 def _shortest(spec: ModelSpec, sessions: Sequence[Named]) -> ModelSpec:

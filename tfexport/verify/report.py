@@ -73,7 +73,8 @@ class Decodes:
 
     Attributes:
         stage: such as "ort static".
-        method: "greedy", "beam 4", or "batch invariance" (alone against padded batches, the same stage).
+        method: "greedy", "beam 4", "batch invariance" (alone against padded batches, the same stage), or "recorded
+            texts" (text in, text out, beside the user's own code).
         sequences: decoded.
         exact: equal token for token.
         ties: not equal, but what the eager model itself says when its logits are perturbed by

@@ -26,7 +26,7 @@ from tfexport.runtime.eager import full_logits
 from tfexport.runtime.ort.backend import open_graphs
 from tfexport.runtime.session import Candidates, Session, pad_right
 from tfexport.spec import WEIGHTS, Form, GraphSpec, Quantization, TensorSpec
-from tfexport.tokenizer import Tokenizer
+from tfexport.text.tokenizer import Tokenizer
 from tfexport.verify.numbers import compare, random_batches, step_logits
 
 Once = Callable[[str, Callable[[Path], object]], Path]

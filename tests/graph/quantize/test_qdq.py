@@ -27,7 +27,7 @@ from tfexport.models.directory import load_weights
 from tfexport.runtime.eager import EagerSession
 from tfexport.runtime.ort.session import OrtSession
 from tfexport.spec import QUANTIZED_WEIGHTS, REORDER, Form, GraphSpec, ModelSpec, TensorSpec, WeightType
-from tfexport.tokenizer import Tokenizer
+from tfexport.text.tokenizer import Tokenizer
 from tfexport.trt.build.builder import build_engine
 from tfexport.trt.build.network import Graph, parse_graph
 from tfexport.trt.build.options import resolve_options

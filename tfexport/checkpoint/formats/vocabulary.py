@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Inner
@@ -20,13 +20,17 @@ _UNIGRAM, _BPE = 1, 2
 _CONTROL, _USER_DEFINED = 3, 4
 
 
-def tokenizer_json(path: Path, config: TransformerConfig) -> bytes:
+Side = Literal["source", "target"]
+
+
+def tokenizer_json(path: Path, config: TransformerConfig, side: Side | None = None) -> bytes:
     """Read a vocabulary and return it as tokenizer.json.
 
     Args:
         path: a tokenizer.json, which is returned as it is; a SentencePiece
             model; or a list with one token a line, which splits texts at white space.
         config: says which tokens are special and how many ids there are.
+        side: of the model that it is for; None for both.
 
     Raises:
         CheckpointError: no plain file, too large, none of the three, or not of this model.
@@ -44,7 +48,7 @@ def tokenizer_json(path: Path, config: TransformerConfig) -> bytes:
         raise CheckpointError(f"tokenizer {path}: cannot be read ({error.strerror or error})") from error
     if raw.lstrip()[:1] == b"{":
         return raw
-    inner = _from_list(raw, path, config) if _is_text(raw) else _from_sentencepiece(raw, path, config)
+    inner = _from_list(raw, path, config, side) if _is_text(raw) else _from_sentencepiece(raw, path, config, side)
     return inner.to_str(pretty=True).encode()
 
 
@@ -55,17 +59,24 @@ def _is_text(raw: bytes) -> bool:
         return False
 
 
-def _from_list(raw: bytes, path: Path, config: TransformerConfig) -> Inner:
+def _limit(config: TransformerConfig, side: Side | None) -> tuple[str, int]:
+    """Return how many ids a vocabulary may have, and what it is called."""
+    if side == "target" and config.target_vocab is not None:
+        return "target_vocab", config.target_vocab
+    return "source_vocab", config.source_vocab
+
+
+def _from_list(raw: bytes, path: Path, config: TransformerConfig, side: Side | None) -> Inner:
     """Read one token a line; line n has id n - 1."""
     tokens = raw.decode("utf-8").removeprefix("\ufeff").splitlines()
-    limit = config.source_vocab
+    name, limit = _limit(config, side)
     problems = [f"line {i} is empty" for i, token in enumerate(tokens, 1) if not token]
     places: dict[str, int] = {}
     for number, token in enumerate(tokens, 1):
         if places.setdefault(token, number) != number and token:
             problems.append(f"line {number} repeats line {places[token]}")
     if len(tokens) > limit:
-        problems.append(f"has {len(tokens)} tokens, the model's source_vocab is {limit}")
+        problems.append(f"has {len(tokens)} tokens, the model's {name} is {limit}")
     if config.tokens.unk is None:
         problems.append("needs to know the id of unknown words; give --set tokens.unk=ID")
     elif config.tokens.unk >= len(tokens):
@@ -75,11 +86,13 @@ def _from_list(raw: bytes, path: Path, config: TransformerConfig) -> Inner:
     inner = Inner(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token=tokens[config.tokens.unk]))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     ids = config.tokens
-    inner.add_special_tokens(list(dict.fromkeys(tokens[i] for i in (ids.pad, ids.start, ids.eos) if i < len(tokens))))
+    # Where the target has ids of its own, start and end of a target are ordinary words of the source.
+    special = (ids.pad,) if side == "source" else (ids.pad, ids.start, ids.eos)
+    inner.add_special_tokens(list(dict.fromkeys(tokens[i] for i in special if i < len(tokens))))
     return inner
 
 
-def _from_sentencepiece(raw: bytes, path: Path, config: TransformerConfig) -> Inner:
+def _from_sentencepiece(raw: bytes, path: Path, config: TransformerConfig, side: Side | None) -> Inner:
     try:
         from sentencepiece import sentencepiece_model_pb2
     except ImportError as error:
@@ -94,10 +107,9 @@ def _from_sentencepiece(raw: bytes, path: Path, config: TransformerConfig) -> In
         raise CheckpointError(f"tokenizer {path}: is no SentencePiece model ({error}); give the .model file") from error
     if proto.trainer_spec.model_type not in (_UNIGRAM, _BPE) or not proto.pieces:
         raise CheckpointError(f"tokenizer {path}: is neither a unigram nor a BPE model; give a tokenizer.json")
-    if len(proto.pieces) > config.source_vocab:
-        raise CheckpointError(
-            f"tokenizer {path}: has {len(proto.pieces)} tokens, the model's source_vocab is {config.source_vocab}"
-        )
+    name, limit = _limit(config, side)
+    if len(proto.pieces) > limit:
+        raise CheckpointError(f"tokenizer {path}: has {len(proto.pieces)} tokens, the model's {name} is {limit}")
     inner = Inner(_model(proto))
     steps: list[Any] = []
     if proto.normalizer_spec.precompiled_charsmap:

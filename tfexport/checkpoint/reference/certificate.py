@@ -51,7 +51,8 @@ class Certificate:
     empty. `error` and `tolerance` are relative to the largest absolute value.
     `switches` has the error under the next best value of each, `lines` the
     error that a hundredth of noise on any one tensor of a line makes, the
-    smallest of its tensors. `unverified` is what could be wrong unseen.
+    smallest of its tensors. `texts` is how many recorded texts the tokenizer was
+    compared with. `unverified` is what could be wrong unseen.
     """
 
     layout: str
@@ -61,6 +62,7 @@ class Certificate:
     rows: int = 0
     switches: Mapping[str, Changed] = field(default_factory=dict)
     lines: Mapping[str, float] = field(default_factory=dict)
+    texts: int = 0
     unverified: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:

@@ -5,12 +5,14 @@ model with a decoder `target_ids`, `target_mask` and `logits`, for an encoder
 alone `hidden_states`, which a model with a decoder may have too. `state.NAME`
 is the state dict that computed them, `attribute.NAME` a tensor that the
 original keeps outside of it, and `real.…` the same outputs with the weights of
-the checkpoint itself.
+the checkpoint itself. Its metadata `text` has texts, as JSON: the ids that the
+user's code makes of each, what the checkpoint's weights say, and that in words.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -23,12 +25,15 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tfexport.checkpoint.reference.randomise import randomise
-from tfexport.errors import CheckpointError, raise_all, shortened
-from tfexport.files.strict_json import plain_problem
+from tfexport.checkpoint.reference.texts import Texts, record_texts
+from tfexport.errors import CheckpointError, ConfigError, raise_all, shortened
+from tfexport.files.strict_json import parse_json, plain_problem
+from tfexport.text.config import TextConfig
 
 Outputs = Literal["logits", "log_probs", "hidden_states"]
 
 STATE, ATTRIBUTE, REAL = "state.", "attribute.", "real."
+TEXT = "text"
 _INPUTS = ("source_ids", "source_mask", "target_ids", "target_mask")
 _RESULTS = ("logits", "hidden_states")
 # Names that goldens were once recorded with, still read.
@@ -49,7 +54,8 @@ class Golden:
     target_len], None for an encoder alone. `logits` float64 [batch, target_len,
     vocab], log-probabilities where `outputs` says so; `hidden_states` float64
     [batch, source_len, d_model], the encoder's. `baseline` is the relative
-    error that the original makes itself by computing parts in float32.
+    error that the original makes itself by computing parts in float32. `text`
+    has the recorded texts; None where there are none.
     """
 
     source_ids: Tensor
@@ -66,6 +72,7 @@ class Golden:
     state: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     attributes: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     real: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    text: TextConfig | None = None
 
     def __post_init__(self) -> None:
         """Check dtypes, shapes, padding and values.
@@ -131,8 +138,9 @@ def read_golden(path: Path | str) -> Golden:
             state=_ordered(_under(STATE, tensors), metadata.get("state_order", "")),
             attributes=_under(ATTRIBUTE, tensors),
             real=_under(REAL, tensors),
+            text=_text(metadata.get(TEXT)),
         )
-    except CheckpointError as error:
+    except (CheckpointError, ConfigError) as error:
         raise CheckpointError(f"{path}: {error}") from error
 
 
@@ -150,6 +158,7 @@ def record(
     source_len: int = 9,
     target_len: int = 7,
     seed: int = 0,
+    texts: Texts | None = None,
 ) -> Golden:
     """Write what a model computes, for `tfexport import --golden`.
 
@@ -177,6 +186,8 @@ def record(
         source_len: length of the longest source.
         target_len: length of the longest target.
         seed: of ids and random parameters.
+        texts: sample texts, and your code around the model; without them
+            nothing says that text goes in and out as in your training.
 
     Returns:
         The golden as `read_golden` reads it.
@@ -184,7 +195,7 @@ def record(
     Raises:
         CheckpointError: the file exists or cannot be written; the model cannot be
             copied; outputs have a wrong shape, are not finite, differ from run to
-            run, or depend on later tokens.
+            run, or depend on later tokens; a text cannot be recorded.
     """
     path = Path(path)
     if os.path.lexists(path):
@@ -217,6 +228,7 @@ def record(
         state=state,
         attributes=attributes,
         real=original.run(own),
+        text=None if texts is None else record_texts(own, forward, texts, source_vocab, target_vocab),
     )
     write_golden(golden, path)
     return golden
@@ -234,6 +246,7 @@ def write_golden(golden: Golden, path: Path) -> None:
         tensors |= {prefix + name: tensor for name, tensor in more.items()}
     metadata = {name: str(value) for name in _NUMBERS if (value := getattr(golden, name)) is not None}
     metadata |= {"state_order": "\n".join(golden.state)} if golden.state else {}
+    metadata |= {TEXT: json.dumps(golden.text.to_dict(), ensure_ascii=False)} if golden.text else {}
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -387,6 +400,15 @@ def _kind_of(results: Mapping[str, Tensor]) -> Outputs:
         return "hidden_states"
     # Probabilities that sum to 1 at every position are no accident.
     return "log_probs" if float(results["logits"].logsumexp(-1).abs().nan_to_num(1).max()) < 1e-6 else "logits"
+
+
+def _text(raw: str | None) -> TextConfig | None:
+    if raw is None:
+        return None
+    try:
+        return TextConfig.from_dict(parse_json(raw.encode()), subject=TEXT)
+    except ValueError as error:
+        raise CheckpointError(f"{TEXT} is not JSON ({error}); record it again") from error
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

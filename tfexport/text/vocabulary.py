@@ -1,58 +1,59 @@
-"""The tokenizer: text to token ids and back, by the tokenizer.json of Hugging Face `tokenizers`."""
+"""One tokenizer.json made safe for text of any origin."""
 
 from __future__ import annotations
 
 import json
 import stat
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tfexport.errors import BackendError, BundleError, InputError, raise_all
+from tfexport.errors import BackendError, BundleError, InputError
 from tfexport.install import extra_command
-from tfexport.spec import ModelSpec
 
 if TYPE_CHECKING:
     import tokenizers
 
-MIN_CHARACTER_LIMIT = 10_000
-CHARACTERS_PER_TOKEN = 100
 MAX_BYTES = 256 * 1024 * 1024
 
 
-class Tokenizer:
-    """A tokenizer.json made safe for text of any origin; may be shared between threads.
+class Vocabulary:
+    """A tokenizer.json of Hugging Face `tokenizers`; may be shared between threads.
 
     - Text never becomes a special token: "</s>" in a text is read as the
       characters it consists of, or as unknown where the vocabulary holds it whole.
     - Nothing is cut, padded or drawn at random, whatever the file says.
     - Characters outside the vocabulary become the unknown token. A vocabulary
       without one would drop them silently, so such a text is refused.
-
-    Texts are encoded one by one: the library's parallel mode warns when the
-    process forks afterwards.
     """
 
-    def __init__(self, inner: tokenizers.Tokenizer, model: dict[str, Any], spec: ModelSpec) -> None:
-        """Wrap `inner`, whose "model" in tokenizer.json is `model`; use `load`."""
+    def __init__(
+        self, inner: tokenizers.Tokenizer, model: dict[str, Any], special: Collection[int], unknown: int | None
+    ) -> None:
+        """Wrap `inner`; use `load`.
+
+        Args:
+            inner: the library's tokenizer.
+            model: "model" of its tokenizer.json.
+            special: ids that no text becomes and that no text shows, besides those that the file names.
+            unknown: id of what is not known where the file names none; None where there is none.
+        """
         self._inner = inner
-        self._spec = spec
         own_unknown = _unknown_id(inner, model)
-        self._unknown = spec.tokens.unk if own_unknown is None else own_unknown
+        self._unknown = unknown if own_unknown is None else own_unknown
         added = inner.get_added_tokens_decoder()
-        special = {spec.tokens.pad, spec.tokens.start, spec.tokens.eos, *(i for i, t in added.items() if t.special)}
-        self._special = frozenset(special - {self._unknown})
+        self._special = frozenset({*special, *(i for i, t in added.items() if t.special)} - {self._unknown})
         self._plain_added = [token.content for token in added.values() if not token.special]
         drops_unknown = model.get("type") == "BPE" and own_unknown is None and not model.get("byte_fallback")
         self._bpe = model if drops_unknown else None
 
     @classmethod
-    def load(cls, path: Path, spec: ModelSpec) -> Tokenizer:
-        """Read a tokenizer.json for the model that `spec` describes.
+    def load(cls, path: Path, special: Collection[int], unknown: int | None) -> Vocabulary:
+        """Read a tokenizer.json; see the constructor for the rest.
 
         Raises:
             BackendError: the package `tokenizers` is not installed.
-            BundleError: the file is missing, damaged or has more tokens than the model.
+            BundleError: the file is missing or damaged.
         """
         try:
             import tokenizers
@@ -66,58 +67,30 @@ class Tokenizer:
         except Exception as error:  # the library raises nothing more special
             reason = " ".join(str(error).split())
             raise BundleError(f"{path} is no tokenizer.json ({reason}); save the tokenizer again") from error
-        _check_vocabulary(inner, spec, path)
         inner.no_padding()
         inner.no_truncation()
         inner.encode_special_tokens = True
         if model.get("dropout"):
             inner.model.dropout = None
-        return cls(inner, model, spec)
+        return cls(inner, model, special, unknown)
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encode sources, with the special tokens that the tokenizer puts around them.
+    @property
+    def largest_id(self) -> int:
+        """The largest id of any token."""
+        return max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1)
 
-        Args:
-            texts: at least one.
+    @property
+    def added_ids(self) -> list[int]:
+        """The ids that the file puts around a text, in order."""
+        ids: list[int] = self._inner.encode("", add_special_tokens=True).ids
+        return ids
 
-        Returns:
-            Token ids of each text, 1 … max_source_length of them.
-
-        Raises:
-            InputError: lists every text, counted from 1, that is empty, too long or
-                that the vocabulary cannot say.
-        """
-        if isinstance(texts, str):
-            raise InputError("texts is one text, expected a list of texts; put it in a list")
-        if not texts:
-            raise InputError("there is no text; give at least one")
-        encoded, problems = [], []
-        for number, text in enumerate(texts, 1):
-            try:
-                encoded.append(self._encode(text, self._spec.max_source_length, special=True))
-            except InputError as error:
-                problems.append(f"text {number} {error}")
-        raise_all(InputError, f"input of {len(texts)} texts" if len(texts) > 1 else "input", problems)
-        return encoded
-
-    def encode_target(self, text: str) -> list[int]:
-        """Encode what a target shall begin with, without special tokens.
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        """Encode one text; `special` adds the tokens that the file puts around it.
 
         Raises:
-            InputError: it is empty, leaves no room for a further token, or the vocabulary cannot say it.
+            InputError: the vocabulary cannot say it; the error has no subject.
         """
-        try:
-            return self._encode(text, self._spec.max_target_length - 1, special=False)
-        except InputError as error:
-            raise InputError(f"prefix {error}") from error
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Turn token ids into text, leaving out special tokens and ids that have no token."""
-        return self._inner.decode([int(i) for i in ids if i not in self._special], skip_special_tokens=True)
-
-    def _encode(self, text: str, limit: int, *, special: bool) -> list[int]:
-        """Encode one text; the error has no subject."""
-        _check_text(text, max(MIN_CHARACTER_LIMIT, CHARACTERS_PER_TOKEN * self._spec.max_source_length))
         if lost := self._lost_characters(text):
             raise InputError(f"has {lost}, which the vocabulary lacks and would drop; leave that out")
         try:
@@ -131,9 +104,11 @@ class Tokenizer:
         ]
         if all(i == self._unknown for i, is_text in zip(ids, from_text, strict=True) if is_text):
             raise InputError("has no character that the vocabulary knows; give a text that the model was trained for")
-        if len(ids) > limit:
-            raise InputError(f"has {len(ids)} tokens, the limit is {limit}; shorten it")
         return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Turn token ids into text, leaving out special tokens and ids that have no token."""
+        return self._inner.decode([int(i) for i in ids if i not in self._special], skip_special_tokens=True)
 
     def _as_text(self, special: int) -> int:
         """Return what a special token stands for that was spelled out in a text."""
@@ -186,30 +161,3 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise BundleError(f"cannot read {path}: {error.strerror}; check the file") from error
-
-
-def _check_vocabulary(inner: tokenizers.Tokenizer, spec: ModelSpec, path: Path) -> None:
-    largest = max(inner.get_vocab(with_added_tokens=True).values(), default=-1)
-    sizes = {"source_vocab": spec.source_vocab} | ({"target_vocab": spec.vocab} if spec.has_decoder else {})
-    problems = [
-        f"ids reach to {largest}, but the model's {name} is {size}" for name, size in sizes.items() if largest >= size
-    ]
-    if problems:
-        raise BundleError(f"{path}: {'; '.join(problems)}; use the tokenizer that the model was trained with")
-
-
-def _check_text(text: object, limit: int) -> None:
-    if not isinstance(text, str):
-        raise InputError(f"is {type(text).__name__}, expected a text")
-    if not text:
-        raise InputError("is empty; leave it out")
-    if len(text) > limit:
-        raise InputError(f"has {len(text)} characters, the limit is {limit}; split it")
-    if text.isspace():
-        raise InputError("is white space only; leave it out")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise InputError(
-            f"has {text[error.start]!a} at character {error.start}, which is not valid Unicode; read it as UTF-8"
-        ) from error

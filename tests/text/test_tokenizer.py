@@ -18,7 +18,8 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, pro
 
 from tfexport.errors import BackendError, BundleError, InputError
 from tfexport.spec import ModelSpec, TokenIds
-from tfexport.tokenizer import Tokenizer
+from tfexport.text.tokenizer import Tokenizer
+from tfexport.text.vocabulary import Vocabulary
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
 TOKENS = TokenIds(pad=0, start=1, eos=2, unk=3)
@@ -281,7 +282,8 @@ def test_byte_pairs_drop_nothing_unsaid(model: dict[str, str], text: str) -> Non
     )
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     spec = spec_of(inner, tokens=TokenIds(pad=0, start=0, eos=0))
-    tokenizer = Tokenizer(inner, json.loads(inner.to_str())["model"], spec)
+    vocabulary = Vocabulary(inner, json.loads(inner.to_str())["model"], {0}, None)
+    tokenizer = Tokenizer(vocabulary, vocabulary, spec)
     kept = sum(len(inner.encode(word).tokens) for word in text.split())
     lengths = sum(map(len, text.split()))  # no merges: one token a character
     if kept == lengths:
@@ -378,7 +380,7 @@ def test_forking_afterwards_warns_of_nothing(tmp_path: Path) -> None:
 import os
 from pathlib import Path
 from tfexport.spec import ModelSpec
-from tfexport.tokenizer import Tokenizer
+from tfexport.text.tokenizer import Tokenizer
 tokenizer = Tokenizer.load(Path({str(tmp_path / "tokenizer.json")!r}), ModelSpec.from_dict({spec!r}))
 tokenizer.encode(["the fox"] * 200)
 child = os.fork()

@@ -1,0 +1,115 @@
+"""The text of an import: which tokenizers go beside the weights, what surrounds their ids, and what of it is proven."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tfexport.checkpoint.formats.vocabulary import tokenizer_json
+from tfexport.files.names import TARGET_TOKENIZER, TEXT, TOKENIZER
+from tfexport.models.config import TransformerConfig, model_spec
+from tfexport.text.compare import fitted
+from tfexport.text.config import TextConfig
+from tfexport.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Tokenizers:
+    """Files that a user gives.
+
+    Attributes:
+        source: a tokenizer.json, a SentencePiece model, or a list with one token a line; of both sides where there is
+            no other.
+        target: the target's own.
+    """
+
+    source: Path
+    target: Path | None = None
+
+
+@dataclass(frozen=True)
+class ImportedText:
+    """What goes beside the weights.
+
+    Attributes:
+        files: of the model directory, by name.
+        compared: recorded texts that the tokenizer was compared with.
+        notes: what the caller should know.
+        unverified: what could be wrong unseen.
+    """
+
+    files: Mapping[str, bytes]
+    compared: int = 0
+    notes: tuple[str, ...] = ()
+    unverified: tuple[str, ...] = ()
+
+
+def import_text(
+    tokenizers: Tokenizers | None,
+    given: TextConfig,
+    recorded: TextConfig | None,
+    config: TransformerConfig,
+    *,
+    has_own_weights: bool,
+) -> ImportedText:
+    """Read tokenizers and compare them with recorded texts.
+
+    Args:
+        tokenizers: None where there is none; ids alone go in and out then.
+        given: what surrounds the ids, as far as the user says so.
+        recorded: the texts of the golden; None where it has none.
+        config: of the model.
+        has_own_weights: whether the golden was recorded beside the weights that are imported: if not, what it says is
+            not what they say.
+
+    Raises:
+        CheckpointError: a tokenizer cannot be read or does not fit.
+        BundleError: likewise, or ids around a text that the model does not have.
+        ParityError: a tokenizer differs from a recorded text.
+    """
+    if tokenizers is None:
+        lost = ("there are recorded texts, but no tokenizer to compare: give --tokenizer",) if recorded else ()
+        return ImportedText({}, notes=lost)
+    shared = tokenizers.target is None
+    files = {TOKENIZER: tokenizer_json(tokenizers.source, config, None if shared else "source")}
+    if tokenizers.target is not None:
+        files[TARGET_TOKENIZER] = tokenizer_json(tokenizers.target, config, "target")
+    spec = model_spec(config, "fp32")
+    with tempfile.TemporaryDirectory() as folder:
+        for name, raw in files.items():
+            (Path(folder) / name).write_bytes(raw)
+        target = None if shared else Path(folder) / TARGET_TOKENIZER
+
+        def load(text: TextConfig) -> Tokenizer:
+            return Tokenizer.load(Path(folder) / TOKENIZER, spec, target=target, text=text)
+
+        text = fitted(load, recorded, given) if recorded else given
+        tokenizer = load(text)
+    notes = _notes(tokenizer, given, is_compared=bool(recorded), has_decoder=spec.has_decoder)
+    if not has_own_weights:
+        text = replace(text, samples=tuple(replace(s, target_ids=(), output=None) for s in text.samples))
+    files[TEXT] = (json.dumps(text.to_dict(), ensure_ascii=False, indent=2) + "\n").encode()
+    unverified = () if recorded else ("the tokenizer: no texts were recorded to compare it with",)
+    return ImportedText(files, len(text.samples), notes, unverified)
+
+
+def _notes(tokenizer: Tokenizer, given: TextConfig, *, is_compared: bool, has_decoder: bool) -> tuple[str, ...]:
+    """Say what was found around the ids, or what is probably missing there."""
+    text = tokenizer.text
+    notes = [
+        f"{name.replace('_', ' ')} {', '.join(map(str, ids))}: so the recorded texts have it"
+        for name in ("source_prefix", "source_suffix", "target_prefix")
+        if (ids := getattr(text, name)) and not getattr(given, name)
+    ]
+    if is_compared:
+        notes.append(f"the tokenizer says what your code says of {len(text.samples)} recorded texts")
+    elif has_decoder and not tokenizer.ends_sources:
+        eos = tokenizer.eos
+        notes.append(
+            f"warning: sources do not end with the end token {eos}; if those of your training did, "
+            f"give --source-suffix {eos}, and record texts to be sure"
+        )
+    return tuple(notes)

@@ -1,0 +1,134 @@
+"""A tokenizer beside texts that were recorded with the user's own code: where they part, and what is usually wrong."""
+
+from __future__ import annotations
+
+import functools
+import unicodedata
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import takewhile
+
+from tfexport.errors import InputError, ParityError
+from tfexport.text.config import TextConfig, TextSample
+from tfexport.text.tokenizer import Tokenizer
+
+Ids = tuple[int, ...]
+_SHOWN = 60
+
+
+def fitted(load: Callable[[TextConfig], Tokenizer], recorded: TextConfig, given: TextConfig) -> TextConfig:
+    """Find what surrounds the ids: what the user gives, else what all recorded texts have around the tokenizer's.
+
+    Args:
+        load: returns the tokenizer with ids around it.
+        recorded: the texts of the golden, and its target prefix.
+        given: by the user; its samples are not used.
+
+    Returns:
+        Both together, with the recorded texts.
+
+    Raises:
+        ParityError: names the first text and place where the tokenizer differs, and the usual cause.
+        BundleError: the tokenizer does not fit the model.
+    """
+    text = replace(given, target_prefix=given.target_prefix or recorded.target_prefix, samples=recorded.samples)
+    if not (given.source_prefix or given.source_suffix):
+        plain = load(text)
+        around = {_around(sample.source_ids, _encoded(plain, sample.text)) for sample in recorded.samples}
+        if len(around) == 1 and (found := around.pop()) is not None:
+            text = replace(text, source_prefix=found[0], source_suffix=found[1])
+    check_texts(load(text))
+    return text
+
+
+def check_texts(tokenizer: Tokenizer) -> None:
+    """Compare a tokenizer with the texts that were recorded beside it.
+
+    Raises:
+        ParityError: names the first text and place that differ, and the usual cause.
+    """
+    samples = tokenizer.text.samples
+    for number, sample in enumerate(samples, 1):
+        found = _encoded(tokenizer, sample.text)
+        if found != sample.source_ids:
+            raise ParityError(
+                f"text {number} of {len(samples)}, {_quoted(sample.text)}: {_difference(sample.source_ids, found)}; "
+                f"{_cause(tokenizer, sample, found)}"
+            )
+        if sample.output is None:
+            continue
+        said = tokenizer.decode(sample.target_ids)
+        if said != sample.output:
+            raise ParityError(
+                f"text {number} of {len(samples)}: your code makes {_quoted(sample.output)} of the ids "
+                f"{list(sample.target_ids)[:8]}, the tokenizer {_quoted(said)}; give the target's own tokenizer, with "
+                "the decoder of your code, and leave special tokens out of the text"
+            )
+
+
+def _encoded(tokenizer: Tokenizer, text: str) -> Ids | None:
+    """Return the source ids of one text, None where the tokenizer refuses it."""
+    try:
+        return tuple(tokenizer.encode([text])[0])
+    except InputError:
+        return None
+
+
+def _around(wanted: Ids, found: Ids | None) -> tuple[Ids, Ids] | None:
+    """Return what stands before and behind the only place of `found` in `wanted`; None where there is not one."""
+    if not found:
+        return None
+    places = [i for i in range(len(wanted) - len(found) + 1) if wanted[i : i + len(found)] == found]
+    return (wanted[: places[0]], wanted[places[0] + len(found) :]) if len(places) == 1 else None
+
+
+def _difference(wanted: Ids, found: Ids | None) -> str:
+    if found is None:
+        return "the tokenizer refuses it"
+    place = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(wanted, found, strict=False)))
+    ours, theirs = (str(ids[place]) if place < len(ids) else "the end" for ids in (found, wanted))
+    return f"at token {place} the tokenizer has {ours}, your code {theirs}"
+
+
+def _cause(tokenizer: Tokenizer, sample: TextSample, found: Ids | None) -> str:
+    """Say what is usually wrong where ids differ like this."""
+    wanted = sample.source_ids
+    if found is None:
+        return _OTHER
+    if around := _around(wanted, found):
+        options = ("--source-prefix", "--source-suffix")
+        told = [f"{name} {','.join(map(str, ids))}" for name, ids in zip(options, around, strict=True) if ids]
+        return f"your ids {_spelled(around)}, the tokenizer's do not: give {' '.join(told)}, or a post-processor"
+    if around := _around(found, wanted):
+        return (
+            f"the tokenizer's ids {_spelled(around)}, yours do not: "
+            "take its post-processor out, or what --source-prefix and --source-suffix add"
+        )
+    steps = {a - b for a, b in zip(wanted, found, strict=False)}
+    if len(wanted) == len(found) and len(steps) == 1:
+        (step,) = steps
+        side = "above" if step > 0 else "below"
+        return f"each of your ids is {abs(step)} {side} the tokenizer's: the vocabularies are shifted"
+    for how, change in _CHANGES.items():
+        changed = change(sample.text)
+        if changed != sample.text and _encoded(tokenizer, changed) == wanted:
+            return f"they agree on the text {how}: give a tokenizer with such a normalizer"
+    return _OTHER
+
+
+_OTHER = "give the tokenizer that the model was trained with"
+_CHANGES: dict[str, Callable[[str], str]] = {
+    "in lower case": str.lower,
+    "in Unicode's form NFC": functools.partial(unicodedata.normalize, "NFC"),
+    "in Unicode's form NFKC": functools.partial(unicodedata.normalize, "NFKC"),
+    "without white space around it": str.strip,
+}
+
+
+def _spelled(around: tuple[Ids, Ids]) -> str:
+    words = ("begin with", "end with")
+    return " and ".join(f"{word} {', '.join(map(str, ids))}" for word, ids in zip(words, around, strict=True) if ids)
+
+
+def _quoted(text: str) -> str:
+    return repr(text if len(text) <= _SHOWN else text[:_SHOWN] + "…")

@@ -1,0 +1,181 @@
+"""The tokenizer: text to token ids and back, as the model saw them in training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tfexport.errors import BundleError, InputError, raise_all
+from tfexport.spec import ModelSpec
+from tfexport.text.config import TextConfig
+from tfexport.text.vocabulary import Vocabulary
+
+MIN_CHARACTER_LIMIT = 10_000
+CHARACTERS_PER_TOKEN = 100
+
+
+class Tokenizer:
+    """The vocabularies of source and target, often one, and the ids around a text; may be shared between threads.
+
+    Texts are encoded one by one: the library's parallel mode warns when the
+    process forks afterwards.
+
+    Attributes:
+        text: what surrounds the ids, and texts that were recorded.
+    """
+
+    def __init__(self, source: Vocabulary, target: Vocabulary, spec: ModelSpec, text: TextConfig | None = None) -> None:
+        """Join what was read; use `load`."""
+        self.text = text or TextConfig()
+        self._source, self._target, self._spec = source, target, spec
+
+    @classmethod
+    def load(
+        cls, path: Path, spec: ModelSpec, *, target: Path | None = None, text: TextConfig | None = None
+    ) -> Tokenizer:
+        """Read the tokenizer of the model that `spec` describes.
+
+        Args:
+            path: a tokenizer.json, of the source or of both.
+            spec: of the model.
+            target: the target's own tokenizer.json; None where one serves both.
+            text: what surrounds the ids; None for nothing.
+
+        Raises:
+            BackendError: the package `tokenizers` is not installed.
+            BundleError: a file is missing, damaged or has more tokens than the model; or ids around a text that it
+                does not have.
+        """
+        text, tokens = text or TextConfig(), spec.tokens
+        around = {*text.source_prefix, *text.source_suffix}
+        ends = {tokens.pad, tokens.start, tokens.eos}
+        # Where the target has its own ids, start and end of a target are ordinary words of the source.
+        source = Vocabulary.load(path, {tokens.pad, *around} if target else ends | around, tokens.unk)
+        theirs = Vocabulary.load(target, ends, tokens.unk) if target else source
+        sides = [(path, source, "source_vocab", spec.source_vocab)]
+        if spec.has_decoder:
+            sides.append((target or path, theirs, "target_vocab", spec.vocab))
+        _check_vocabularies(sides)
+        _check_around(text, spec)
+        return cls(source, theirs, spec, text)
+
+    @property
+    def eos(self) -> int:
+        """The id that ends a target."""
+        return self._spec.tokens.eos
+
+    @property
+    def ends_sources(self) -> bool:
+        """Whether a source ends with the model's end token."""
+        behind = (*self._source.added_ids, *self.text.source_suffix)
+        return bool(behind) and behind[-1] == self.eos
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Encode sources, with all that stands around them.
+
+        Args:
+            texts: at least one.
+
+        Returns:
+            Token ids of each text, 1 … max_source_length of them.
+
+        Raises:
+            InputError: lists every text, counted from 1, that is empty, too long or
+                that the vocabulary cannot say.
+        """
+        if isinstance(texts, str):
+            raise InputError("texts is one text, expected a list of texts; put it in a list")
+        if not texts:
+            raise InputError("there is no text; give at least one")
+        encoded, problems = [], []
+        for number, text in enumerate(texts, 1):
+            try:
+                encoded.append(self._encode_source(text))
+            except InputError as error:
+                problems.append(f"text {number} {error}")
+        raise_all(InputError, f"input of {len(texts)} texts" if len(texts) > 1 else "input", problems)
+        return encoded
+
+    def encode_target(self, text: str) -> list[int]:
+        """Encode what a target shall begin with, without special tokens.
+
+        Raises:
+            InputError: it is empty, leaves no room for a further token, or the vocabulary cannot say it.
+        """
+        try:
+            self._check(text)
+            ids = self._target.encode(text, special=False)
+            _check_length(ids, self._spec.max_target_length - 1 - len(self.text.target_prefix))
+        except InputError as error:
+            raise InputError(f"prefix {error}") from error
+        return ids
+
+    def begin_target(self, prefix: str = "") -> list[int]:
+        """Return the ids that a target begins with: those that every target does, then a prefix where there is one.
+
+        Raises:
+            InputError: see `encode_target`.
+        """
+        return [*self.text.target_prefix, *(self.encode_target(prefix) if prefix else ())]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Turn token ids of a target into text, leaving out special tokens and ids that have no token."""
+        return self._target.decode(ids)
+
+    def _encode_source(self, text: str) -> list[int]:
+        """Encode one source; the error has no subject."""
+        self._check(text)
+        own = self._source.encode(text, special=True)
+        ids = [*self.text.source_prefix, *own, *self.text.source_suffix]
+        _check_length(ids, self._spec.max_source_length)
+        return ids
+
+    def _check(self, text: object) -> None:
+        _check_text(text, max(MIN_CHARACTER_LIMIT, CHARACTERS_PER_TOKEN * self._spec.max_source_length))
+
+
+def _check_length(ids: Sequence[int], limit: int) -> None:
+    if len(ids) > limit:
+        raise InputError(f"has {len(ids)} tokens, the limit is {limit}; shorten it")
+
+
+def _check_vocabularies(sides: Sequence[tuple[Path, Vocabulary, str, int]]) -> None:
+    problems: dict[Path, list[str]] = {}
+    for path, vocabulary, name, size in sides:
+        if vocabulary.largest_id >= size:
+            said = f"ids reach to {vocabulary.largest_id}, but the model's {name} is {size}"
+            problems.setdefault(path, []).append(said)
+    if problems:
+        listed = "; ".join(f"{path}: {'; '.join(said)}" for path, said in problems.items())
+        raise BundleError(f"{listed}; use the tokenizer that the model was trained with")
+
+
+def _check_around(text: TextConfig, spec: ModelSpec) -> None:
+    problems = [
+        f"{name} has id {max(ids)}, the vocabulary has {size}"
+        for name, size in (
+            ("source_prefix", spec.source_vocab),
+            ("source_suffix", spec.source_vocab),
+            ("target_prefix", spec.vocab),
+        )
+        if (ids := getattr(text, name)) and max(ids) >= size
+    ]
+    if problems:
+        raise BundleError(f"text: {'; '.join(problems)}; give ids of this model")
+
+
+def _check_text(text: object, limit: int) -> None:
+    if not isinstance(text, str):
+        raise InputError(f"is {type(text).__name__}, expected a text")
+    if not text:
+        raise InputError("is empty; leave it out")
+    if len(text) > limit:
+        raise InputError(f"has {len(text)} characters, the limit is {limit}; split it")
+    if text.isspace():
+        raise InputError("is white space only; leave it out")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"has {text[error.start]!a} at character {error.start}, which is not valid Unicode; read it as UTF-8"
+        ) from error
