@@ -104,7 +104,7 @@ def test_what_does_not_fit_is_one_line_with_both_values(
     assert "\n" not in explain(found)
 
 
-@pytest.mark.parametrize("name", ["encoder.onnx", "decoder_static.onnx", "weights.safetensors", "tokenizer.json"])
+@pytest.mark.parametrize("name", ["encoder.onnx", "decoder_static.onnx", "weights.safetensors"])
 def test_an_engine_of_other_files_is_refused(bundle: Bundle, tmp_path: Path, name: str) -> None:
     from tests.bundle.made import CONTENT
 
@@ -115,10 +115,20 @@ def test_an_engine_of_other_files_is_refused(bundle: Bundle, tmp_path: Path, nam
     assert f"tfexport trt {other.path} " in found.remedy
 
 
+def test_another_tokenizer_changes_no_engine(bundle: Bundle, tmp_path: Path) -> None:
+    """Engines read ids; those of before name the tokenizer among their sources."""
+    from tests.bundle.made import CONTENT
+
+    manifest = stored.manifest(bundle)
+    assert "tokenizer.json" in manifest.sources
+    other = stored.make(tmp_path / "other", {**CONTENT, "tokenizer.json": b"something else"})
+    assert not incompatibilities(manifest, other, MACHINE)
+
+
 def test_a_file_that_is_gone_is_refused(bundle: Bundle, tmp_path: Path) -> None:
     from tests.bundle.made import CONTENT
 
-    less = {name: data for name, data in CONTENT.items() if name != "tokenizer.json"}
+    less = {name: data for name, data in CONTENT.items() if name != "weights.safetensors"}
     (found,) = incompatibilities(stored.manifest(bundle), stored.make(tmp_path / "less", less), MACHINE)
     assert found.here == "no such file"
 

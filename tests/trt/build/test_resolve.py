@@ -66,7 +66,7 @@ def test_what_is_left_open_is_decided(bundle: Bundle, rtx: Library) -> None:
     assert resolved.graphs == ("encoder", "decoder_static")
     assert resolved.sources == {
         name: bundle.manifest.files[name].sha256
-        for name in ("encoder.onnx", "decoder_static.onnx", "weights.safetensors", "tokenizer.json")
+        for name in ("encoder.onnx", "decoder_static.onnx", "weights.safetensors")
     }
     assert not resolved.is_exported_again
 

@@ -8,7 +8,6 @@ from typing import TypeVar
 
 from tfexport.bundle.bundle import Bundle
 from tfexport.errors import ConfigError, EngineError, raise_all
-from tfexport.files.names import TOKENIZER
 from tfexport.spec import (
     DECODER,
     ENCODER,
@@ -75,7 +74,7 @@ class ResolvedBuild:
         """The sha256 of every file of the bundle that the engines come from, by name."""
         files = self.bundle.manifest.files
         names = [self.bundle.manifest.graphs[graph].file for graph in self.graphs]
-        return {name: files[name].sha256 for name in (*names, WEIGHTS, TOKENIZER) if name in files}
+        return {name: files[name].sha256 for name in (*names, WEIGHTS) if name in files}
 
     def contract(self, plan: str) -> GraphSpec:
         """Return the inputs and outputs of a plan."""

@@ -1,0 +1,110 @@
+"""From a bundle to the same bundle with another tokenizer, or other ids around it: compare, write anew, publish."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tfexport.bundle.bundle import Bundle, create_bundle, open_bundle
+from tfexport.bundle.manifest import ENGINES
+from tfexport.checkpoint.formats.vocabulary import Side, tokenizer_json
+from tfexport.errors import ConfigError
+from tfexport.fields import Config
+from tfexport.files.names import MANIFEST, TARGET_TOKENIZER, TOKENIZER
+from tfexport.text.compare import check_texts
+from tfexport.text.config import TextConfig
+from tfexport.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerConfig(Config, subject="tokenizer"):
+    """Ids around a text; None leaves what the bundle has."""
+
+    source_prefix: tuple[int, ...] | None = None
+    source_suffix: tuple[int, ...] | None = None
+    target_prefix: tuple[int, ...] | None = None
+
+
+def replace_tokenizer(
+    path: Path,
+    config: TokenizerConfig,
+    *,
+    tokenizer: Path | None = None,
+    target_tokenizer: Path | None = None,
+    report: Callable[[str], None] = lambda line: None,
+) -> Bundle:
+    """Give a bundle another tokenizer, or other ids around its own; graphs and engines stay as they are.
+
+    Args:
+        path: of the bundle, which is replaced whole or not at all.
+        config: ids around a text.
+        tokenizer: a tokenizer.json, a SentencePiece model, or a list with one token a line; None leaves it.
+        target_tokenizer: the target's own; None leaves it.
+        report: told what happens, a line at a time.
+
+    Returns:
+        The bundle, opened.
+
+    Raises:
+        BundleError: the bundle is damaged or cannot be written, or the tokenizer has more ids than the model.
+        CheckpointError: a tokenizer cannot be read.
+        ConfigError: there is nothing to change, or no tokenizer to change it of.
+        ParityError: a recorded text differs; the bundle stays as it was.
+    """
+    changes = {name: ids for name, ids in config.to_dict().items() if ids is not None}
+    if not changes and tokenizer is None and target_tokenizer is None:
+        raise ConfigError("tokenizer: nothing is to change; give --tokenizer, --source-suffix or another option")
+    bundle = open_bundle(path)
+    text = replace(bundle.manifest.text, **changes)
+    with tempfile.TemporaryDirectory() as folder:
+        files = _files(bundle, Path(folder), tokenizer, target_tokenizer)
+        opened = Tokenizer.load(files[TOKENIZER], bundle.manifest.spec, target=files.get(TARGET_TOKENIZER), text=text)
+        check_texts(opened)
+        report(f"compared: {text.proof}")
+        return _written(bundle, files, text)
+
+
+def _files(bundle: Bundle, folder: Path, source: Path | None, target: Path | None) -> dict[str, Path]:
+    """Return the tokenizers of the bundle as they shall be, by name."""
+    manifest = bundle.manifest
+    files = {name: bundle.file(name) for name in (TOKENIZER, TARGET_TOKENIZER) if name in manifest.files}
+    given = {name: path for name, path in ((TOKENIZER, source), (TARGET_TOKENIZER, target)) if path is not None}
+    if TOKENIZER not in {*files, *given}:
+        raise ConfigError(f"tokenizer: {bundle.path} has none; give one as --tokenizer")
+    if manifest.config is None and given:
+        raise ConfigError(
+            f"tokenizer: {bundle.path} was made from your own module; put the tokenizer beside it and export again"
+        )
+    sides: dict[str, Side | None] = {TOKENIZER: "source", TARGET_TOKENIZER: "target"}
+    if TARGET_TOKENIZER not in {*files, *given}:
+        sides[TOKENIZER] = None
+    for name, path in given.items():
+        assert manifest.config is not None
+        (folder / name).write_bytes(tokenizer_json(path, manifest.config, sides[name]))
+        files[name] = folder / name
+    return files
+
+
+def _written(bundle: Bundle, files: dict[str, Path], text: TextConfig) -> Bundle:
+    """Write the bundle anew beside itself, engines included, and let it take its place."""
+    manifest = bundle.manifest
+    with create_bundle(bundle.path, force=True) as builder:
+        for name in {*manifest.files, *files} - {MANIFEST}:
+            (builder.path / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(files.get(name, bundle.path / name), builder.path / name)
+        if os.path.lexists(bundle.path / ENGINES):
+            shutil.copytree(bundle.path / ENGINES, builder.path / ENGINES, symlinks=True)
+        builder.finish(
+            spec=manifest.spec,
+            config=manifest.config,
+            graphs=manifest.graphs,
+            versions=manifest.versions,
+            parity=manifest.parity,
+            quantization=manifest.quantization,
+            text=text,
+        )
+    return builder.bundle
