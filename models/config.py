@@ -106,7 +106,7 @@ class TransformerConfig(Config, subject="model"):
             problems.append(f"dropout is {self.dropout}, expected 0 or more and below 1")
         if self.norm_eps < 0:
             problems.append(f"norm_eps is {self.norm_eps}, expected 0 or more")
-        if self.relative_bias == "t5":
+        if self.relative_bias != "none":
             problems += size_problems(self, "relative_buckets", least=4)
         return problems
 

@@ -37,20 +37,25 @@ class RelativeBias(nn.Module):
         self.buckets, self.max_distance, self.bidirectional = buckets, max_distance, bidirectional
         self.weight = nn.Parameter(torch.zeros(buckets, num_heads))
 
-    def forward(self, positions: Tensor, key_len: int) -> Tensor:
-        """Return the bias of every query on every key.
+    def forward(self, bucket: Tensor) -> Tensor:
+        """Return the bias of every query on every key, [rows or 1, heads, target_len, key_len].
+
+        Args:
+            bucket: as `bucket` returns it; layers with a table each have the same.
+        """
+        return F.embedding(bucket, self.weight).permute(0, 3, 1, 2)
+
+    def bucket(self, positions: Tensor, key_len: int) -> Tensor:
+        """Return the bucket of the distance from every query to every key.
 
         Args:
             positions: of the queries, int64 [rows or 1, target_len].
             key_len: number of keys, at positions 0, 1, ….
 
         Returns:
-            [rows or 1, heads, target_len, key_len].
+            int64 [rows or 1, target_len, key_len].
         """
-        keys = torch.arange(key_len, device=positions.device)
-        return F.embedding(self._bucket(keys - positions[:, :, None]), self.weight).permute(0, 3, 1, 2)
-
-    def _bucket(self, distance: Tensor) -> Tensor:
+        distance = torch.arange(key_len, device=positions.device) - positions[:, :, None]
         buckets, offset = self.buckets, torch.zeros_like(distance)
         if self.bidirectional:
             buckets //= 2

@@ -17,7 +17,7 @@ NormPlace = Literal["post", "pre"]
 Norm = Literal["layernorm", "std", "rms"]
 Activation = Literal["relu", "gelu", "silu", "gelu_tanh"]
 FeedForward = Literal["mlp", "glu"]
-RelativeBias = Literal["none", "t5"]
+RelativeBias = Literal["none", "t5", "t5_per_layer"]
 Positions = Literal["table", "none"]
 
 

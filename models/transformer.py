@@ -2,7 +2,7 @@
 
 State dict names are the canonical ones: `{enc,dec}.embed.weight`, `.pos`,
 `.emb_norm`, `.rel_bias.weight`, `.layers.{i}.{self,cross}.{q,k,v,o}`,
-`.layers.{i}.norm1..3`, `.layers.{i}.ffn.{fc1,fc2,gate}`, `.norm`; `out`.
+`.layers.{i}.norm1..3`, `.layers.{i}.ffn.{fc1,fc2,gate}`, `.layers.{i}.rel_bias.weight`, `.norm`; `out`.
 Inside, tokens lie in one axis, [rows · len, d_model].
 """
 
@@ -53,6 +53,7 @@ class Block(nn.Module):
         if side == "decoder":
             self.cross = attention()
             self.norm3 = LayerNorm(config)
+        self.rel_bias = _relative_bias(config, side) if config.relative_bias == "t5_per_layer" else None
         self.ffn = FeedForward(config, stack.d_ff)
 
     def residual(self, x: Tensor, norm: LayerNorm, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
@@ -75,16 +76,7 @@ class Stack(nn.Module):
         table = config.positions == "table"
         self.pos = nn.Parameter(sinusoid_table(max_length, config.d_model), requires_grad=False) if table else None
         self.emb_norm = LayerNorm(config) if config.embedding_norm else None
-        self.rel_bias = (
-            RelativeBias(
-                config.relative_buckets,
-                config.relative_max_distance,
-                stack.num_heads,
-                bidirectional=side == "encoder",
-            )
-            if config.relative_bias == "t5"
-            else None
-        )
+        self.rel_bias = _relative_bias(config, side) if config.relative_bias == "t5" else None
         self.dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(Block(config, side) for _ in range(stack.layers))
         self.norm = LayerNorm(config) if stack.final_norm else None
@@ -111,6 +103,16 @@ class Stack(nn.Module):
     def blocks(self) -> Sequence[Block]:
         """The layers in order, with their type."""
         return cast("Sequence[Block]", self.layers)
+
+    def biases(self, positions: Tensor, key_len: int) -> Sequence[Tensor | None]:
+        """Return what each layer adds to its scores, [rows or 1, heads, len, key_len]; see `RelativeBias`."""
+        first = self.rel_bias or self.blocks[0].rel_bias
+        if first is None:
+            return [None] * len(self.layers)
+        bucket = first.bucket(positions, key_len)
+        if self.rel_bias is not None:
+            return [self.rel_bias(bucket)] * len(self.layers)
+        return [cast(RelativeBias, block.rel_bias)(bucket) for block in self.blocks]
 
     def finish(self, x: Tensor) -> Tensor:
         """Apply the final norm, where there is one, to `x` [tokens, d_model]."""
@@ -216,19 +218,19 @@ class Transformer(nn.Module):
     def _encode(self, source_ids: Tensor, source: Source) -> Tensor:
         enc, source_len = self.enc, source_ids.shape[1]
         positions = torch.arange(source_len, device=source_ids.device)[None]
-        bias = None if enc.rel_bias is None else enc.rel_bias(positions, source_len)
+        biases = enc.biases(positions, source_len)
         x = enc.embed_tokens(source_ids, positions)
         for i, block in enumerate(enc.blocks):
-            x = block.residual(x, block.norm1, partial(block.self, cache=source, layer=i, bias=bias))
+            x = block.residual(x, block.norm1, partial(block.self, cache=source, layer=i, bias=biases[i]))
             x = block.residual(x, block.norm2, block.ffn)
         return enc.finish(x)
 
     def _decode(self, target_ids: Tensor, cross: Cross, cache: Cache) -> Tensor:
         dec = self._decoder
-        bias = None if dec.rel_bias is None else dec.rel_bias(cache.positions, cache.key_len)
+        biases = dec.biases(cache.positions, cache.key_len)
         x = dec.embed_tokens(target_ids, cache.positions)
         for i, block in enumerate(dec.blocks):
-            x = block.residual(x, block.norm1, partial(block.self, cache=cache, layer=i, bias=bias))
+            x = block.residual(x, block.norm1, partial(block.self, cache=cache, layer=i, bias=biases[i]))
             x = block.residual(x, block.norm2, partial(block.cross.attend_source, cross=cross, layer=i))
             x = block.residual(x, block.norm3, block.ffn)
         return dec.finish(x)
@@ -257,6 +259,15 @@ class Transformer(nn.Module):
                     nn.init.zeros_(module.bias)
             elif isinstance(module, nn.Embedding):
                 nn.init.normal_(module.weight, std=self.config.d_model**-0.5)
+
+
+def _relative_bias(config: TransformerConfig, side: Side) -> RelativeBias:
+    return RelativeBias(
+        config.relative_buckets,
+        config.relative_max_distance,
+        _stack(config, side).num_heads,
+        bidirectional=side == "encoder",
+    )
 
 
 def _stack(config: TransformerConfig, side: Side) -> StackConfig:

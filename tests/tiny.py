@@ -70,6 +70,25 @@ def model(config: TransformerConfig, *, seed: int = 0, dtype: torch.dtype = torc
     return built.to(dtype).eval()
 
 
+_T5 = config(
+    encoder={"norm_place": "pre", "final_norm": True, "d_k": 6, "d_v": 10},
+    decoder={"norm_place": "pre", "final_norm": True, "d_k": 6, "d_v": 10},
+    norm="rms",
+    norm_bias=False,
+    feed_forward="glu",
+    activation="gelu_tanh",
+    relative_bias="t5",
+    relative_buckets=8,
+    relative_max_distance=16,
+    positions="none",
+    attention_scale=1.0,
+    logit_scale=0.2,
+    attention_bias=False,
+    feed_forward_bias=False,
+    output_bias=False,
+    tie_embeddings=True,
+    tie_output=True,
+)
 # One of each kind that differs in the path of a token: positions, norms, biases, ties and head sizes.
 VARIANTS = {
     "post": config(),
@@ -80,25 +99,8 @@ VARIANTS = {
         norm_eps=1e-6,
         embedding_scale=5.0,
     ),
-    "t5": config(
-        encoder={"norm_place": "pre", "final_norm": True, "d_k": 6, "d_v": 10},
-        decoder={"norm_place": "pre", "final_norm": True, "d_k": 6, "d_v": 10},
-        norm="rms",
-        norm_bias=False,
-        feed_forward="glu",
-        activation="gelu_tanh",
-        relative_bias="t5",
-        relative_buckets=8,
-        relative_max_distance=16,
-        positions="none",
-        attention_scale=1.0,
-        logit_scale=0.2,
-        attention_bias=False,
-        feed_forward_bias=False,
-        output_bias=False,
-        tie_embeddings=True,
-        tie_output=True,
-    ),
+    "t5": _T5,
+    "umt5": replace(_T5, relative_bias="t5_per_layer", tie_output=False),
     "mixed": config(
         encoder={"norm_place": "pre", "num_heads": 2, "layers": 1, "d_ff": 40},
         decoder={"layers": 3},

@@ -73,7 +73,7 @@ def test_every_variant_exports_and_says_what_eager_says(name: str, tmp_path: Pat
     assert parity is not None
     assert parity["passed"] is True
     if EVERY[name].decoder is not None:
-        forms = {"t5": 2}.get(name, 3)
+        forms = {"t5": 2, "umt5": 2}.get(name, 3)
         assert len(set(bundle.manifest.graphs) & set(DECODER.values())) == forms
         assert parity["exact"] == parity["sequences"] == forms * (2 * 16 + 9)
 

@@ -34,6 +34,7 @@ CHANGES: dict[str, tuple[TransformerConfig, dict[str, Any]]] = {
     "activation gelu_tanh": (replace(BASE, activation="gelu"), {"activation": "gelu_tanh"}),
     "feed_forward": (BASE, {"feed_forward": "glu"}),
     "relative_bias": (BASE, {"relative_bias": "t5", "relative_buckets": 8, "relative_max_distance": 16}),
+    "relative_bias of each layer": (T5, {"relative_bias": "t5_per_layer"}),
     "relative_buckets": (T5, {"relative_buckets": 6}),
     "relative_max_distance": (T5, {"relative_max_distance": 5}),
     "residual_scale": (BASE, {"residual_scale": 0.9}),

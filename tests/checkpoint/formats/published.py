@@ -192,6 +192,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "relative_attention_num_buckets": 32,
         "tie_word_embeddings": False,
     },
+    "umt5-small": {
+        **_T5,
+        "model_type": "umt5",
+        "architectures": ["UMT5ForConditionalGeneration"],
+        "feed_forward_proj": "gated-gelu",
+        "num_decoder_layers": 3,
+        "relative_attention_max_distance": 20,
+        "relative_attention_num_buckets": 8,
+        "scalable_attention": True,
+        "tie_word_embeddings": False,
+    },
 }
 CLASSES = {
     "marian": "MarianMTModel",

@@ -90,8 +90,10 @@ def test_a_published_directory_says_what_transformers_says(name: str, tmp_path: 
     published.write(tmp_path / "hf", name)
     _, ours = imported(tmp_path)
     theirs = published.load(tmp_path / "hf")
-    assert_same_logits(ours, theirs)
-    for num_beams in (1, 4):
+    # transformers 5 scales the logits of UMT5 whatever its config.json says, and with them the scores of beams.
+    is_scaled = name == "umt5-small"
+    assert_same_logits(ours, theirs, 32**-0.5 if is_scaled else 1.0)
+    for num_beams in (1,) if is_scaled else (1, 4):
         assert_same_texts(ours, theirs, num_beams)
 
 
@@ -101,6 +103,8 @@ def test_a_directory_written_by_transformers_today_says_the_same(name: str, tmp_
     theirs.float().save_pretrained(tmp_path / "hf")
     _, ours = imported(tmp_path)
     assert_same_logits(ours, theirs.double())
+    for num_beams in (1, 4):
+        assert_same_texts(ours, theirs, num_beams)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 _ORDER = (
     ("enc", "dec", "out"),
     ("embed", "pos", "rel_bias", "emb_norm", "layers", "norm"),
-    ("self", "cross", "ffn", "norm1", "norm2", "norm3"),
+    ("self", "cross", "ffn", "norm1", "norm2", "norm3", "rel_bias"),
     ("q", "k", "v", "o", "fc1", "gate", "fc2"),
     ("weight", "bias"),
 )

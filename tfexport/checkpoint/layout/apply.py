@@ -10,7 +10,14 @@ from torch import Tensor
 
 from tfexport.checkpoint.layout.execute import Execution, LineUse, Pair, pair_names, same
 from tfexport.checkpoint.layout.layout import SIDES, Layout, override
-from tfexport.checkpoint.layout.sizes import check_shapes, expected_shapes, read_config, read_heads, read_tokens
+from tfexport.checkpoint.layout.sizes import (
+    bias_table,
+    check_shapes,
+    expected_shapes,
+    read_config,
+    read_heads,
+    read_tokens,
+)
 from tfexport.checkpoint.layout.unsupported import unsupported
 from tfexport.errors import CheckpointError, raise_all
 from tfexport.fields import MAX_SIZE
@@ -124,14 +131,14 @@ def _sizes(
         return {}, None, {}
     sizes = {side: {**names, "d_model": float(width), "num_heads": _said_heads(layout, side)} for side in SIDES}
     made = execution.run(meta, sizes, _said_length(layout), problems)
+    shapes = {name: tuple(tensor.shape) for name, tensor in made.items()}
     for side in SIDES:
         query = made.get(f"{side}.layers.0.self.q.weight")
         if query is not None:
-            bias = made.get(f"{side}.rel_bias.weight")
-            told = None if bias is None else bias.shape[-1]
+            bias = bias_table(shapes, side)
+            told = None if bias is None else bias[-1]
             heads = read_heads(layout.switch("num_heads", side) or told, query.shape[0], problems)
             sizes[side] |= {"num_heads": heads, "d_k": query.shape[0] // heads}
-    shapes = {name: tuple(tensor.shape) for name, tensor in made.items()}
     config = read_config(layout, shapes, sizes, problems)
     filled = check_shapes(config, shapes, problems) if config is not None else {}
     return sizes, config, filled

@@ -32,7 +32,7 @@ _MAX_LINES = 1_000
 _MAX_SETTING = 200
 _CANONICAL = re.compile(
     r"(enc|dec)\.(embed\.weight|pos|rel_bias\.weight|(emb_norm|norm)\.(weight|bias)"
-    r"|layers\.\d+\.(self\.[qkvo]|norm[123]|ffn\.(fc1|fc2|gate))\.(weight|bias))"
+    r"|layers\.\d+\.((self\.[qkvo]|norm[123]|ffn\.(fc1|fc2|gate))\.(weight|bias)|rel_bias\.weight))"
     r"|dec\.layers\.\d+\.cross\.[qkvo]\.(weight|bias)|out\.(weight|bias)"
 )
 _TOKENS = ("unk", "pad", "bos", "eos", "start")

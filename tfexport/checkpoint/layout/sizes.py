@@ -46,6 +46,11 @@ def read_heads(value: Value, query_rows: int, problems: list[str]) -> int:
     return heads
 
 
+def bias_table(shapes: Mapping[str, Shape], side: str) -> Shape | None:
+    """Return the shape of a side's bias by distance, [buckets, heads]: of all layers or of the first."""
+    return shapes.get(f"{side}.rel_bias.weight", shapes.get(f"{side}.layers.0.rel_bias.weight"))
+
+
 def read_tokens(layout: Layout) -> dict[str, int]:
     """Return the ids that a layout gives, by name; "bos" may be among them."""
     ids = {name: value for name, value in layout.tokens.items() if isinstance(value, int)}
@@ -85,8 +90,8 @@ def read_config(
         if values["target_vocab"] is None:
             problems.append("dec.embed.weight is missing; no line gives it")
     values |= _switches(layout, sizes["dec" if has_decoder else "enc"], problems)
-    if layout.switch("relative_bias") == "t5" and "enc.rel_bias.weight" in shapes:
-        values["relative_buckets"] = shapes["enc.rel_bias.weight"][0]
+    if (table := bias_table(shapes, "enc")) is not None:
+        values["relative_buckets"] = table[0]
     if len(problems) > before:
         return None
     try:

@@ -165,7 +165,7 @@ def _values(config: TransformerConfig) -> dict[str, Value]:
 def _heads(config: TransformerConfig) -> tuple[int, ...]:
     """Return other numbers of heads for the same tensors; a relative bias leaves one only."""
     stacks = [stack for stack in (config.encoder, config.decoder) if stack is not None]
-    if config.relative_bias == "t5" or len({stack.num_heads for stack in stacks}) > 1:
+    if config.relative_bias != "none" or len({stack.num_heads for stack in stacks}) > 1:
         return ()
     widths = [n * stack.num_heads for stack in stacks for n in (stack.d_k, stack.d_v) if n] or [config.d_model]
     common = math.gcd(*widths)
@@ -175,7 +175,7 @@ def _heads(config: TransformerConfig) -> tuple[int, ...]:
 def _doubled(config: TransformerConfig) -> Iterator[tuple[str, float, float]]:
     """Yield the numbers that no search goes through, and twice as much of each."""
     for name, switch in SWITCHES.items():
-        acts = config.relative_bias == "t5" or name != "relative_max_distance"
+        acts = config.relative_bias != "none" or name != "relative_max_distance"
         if switch.values in (int, float) and not switch.search and acts:
             value = getattr(config, name)
             yield name, value, 2 * value

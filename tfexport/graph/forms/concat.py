@@ -10,7 +10,7 @@ from tfexport.spec import Precision
 SUPPORTED: Supported = {
     **OUTSIDE_ATTENTION,
     "positions": ("table", "none"),
-    "relative_bias": ("none", "t5"),
+    "relative_bias": ("none", "t5", "t5_per_layer"),
     **dict.fromkeys(("num_heads", "d_k", "d_v", "attention_bias", "attention_scale")),
     **dict.fromkeys(("relative_buckets", "relative_max_distance")),
 }
