@@ -10,10 +10,11 @@ from pathlib import Path
 
 from tfexport.bundle.bundle import PARITY, Bundle, create_bundle
 from tfexport.bundle.manifest import GraphEntry
-from tfexport.errors import BackendError, ParityError
-from tfexport.files.names import TARGET_TOKENIZER, TEXT, TOKENIZER
+from tfexport.errors import BackendError, ConfigError, ParityError, raise_all
+from tfexport.files.names import GENERATION, TARGET_TOKENIZER, TEXT, TOKENIZER
 from tfexport.files.sealed_json import render
 from tfexport.files.strict_json import read_json
+from tfexport.generation import GenerationDefaults
 from tfexport.graph.config import ExportConfig
 from tfexport.graph.precision import write_cast
 from tfexport.graph.quantize.ort_quantize import fastest_form, write_integer_graphs
@@ -72,10 +73,13 @@ def export_bundle(
     texts = _text_files(directory) if directory else {}
     text = _read_text(directory) if directory and TOKENIZER in texts else TextConfig()
     tokenizer = _tokenizer(texts, spec, text)
+    generation = _generation(directory, spec) if directory else None
     with create_bundle(output, force=force) as builder:
         graphs = _write(model, spec, builder.path, config, report)
         for name, file in texts.items():
             (builder.path / name).write_bytes(file.read_bytes())
+        if generation is not None:
+            (builder.path / GENERATION).write_bytes(render(generation.given()))
         parity = None
         if verify:
             paths = {name: builder.path / graph.file for name, graph in graphs.items()}
@@ -122,6 +126,16 @@ def _tokenizer(files: Mapping[str, Path], spec: ModelSpec, text: TextConfig) -> 
     if TOKENIZER not in files:
         return None
     return Tokenizer.load(files[TOKENIZER], spec, target=files.get(TARGET_TOKENIZER), text=text)
+
+
+def _generation(directory: Path, spec: ModelSpec) -> GenerationDefaults | None:
+    """Return what a model directory says of generation, where it does."""
+    path = directory / GENERATION
+    if not os.path.lexists(path):
+        return None
+    defaults = GenerationDefaults.from_dict(read_json(path, str(path)), subject=str(path))
+    raise_all(ConfigError, str(path), defaults.token_problems(spec.vocab))
+    return defaults
 
 
 def _write(

@@ -1,14 +1,19 @@
-"""How text is generated."""
+"""How text is generated, and what a model generates with unless told otherwise."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from tfexport.errors import ConfigError
 from tfexport.fields import Config
 
 # What counts start token and prefix, and the same limit without them.
 LENGTHS = {"max_length": "max_new_tokens", "min_length": "min_new_tokens"}
+_OF_SAMPLES = ("temperature", "top_k", "top_p")
+_OF_BEAMS = ("length_penalty", "early_stopping")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +76,15 @@ class DecodeConfig(Config, subject="decoding"):
             "decoder_start_token_id": _several(self.decoder_start_token_id),
         }
 
+    def token_problems(self, vocab: int) -> list[str]:
+        """Say which ids a model with so many tokens lacks."""
+        return [
+            f"{name} has {token}, expected below the vocabulary of {vocab}"
+            for name, tokens in self.tokens.items()
+            for token in tokens
+            if token >= vocab
+        ]
+
     def _problems(self) -> list[str]:
         return [*self._range_problems(), *self._contradictions()]
 
@@ -118,12 +132,12 @@ class DecodeConfig(Config, subject="decoding"):
     def _contradictions(self) -> list[str]:
         problems = [
             f"{name} is {getattr(self, name)} but do_sample is false; set do_sample to true or leave {name} out"
-            for name in ("temperature", "top_k", "top_p")
+            for name in _OF_SAMPLES
             if not self.do_sample and getattr(self, name) != getattr(DecodeConfig, name)
         ]
         problems += [
             f"{name} is {getattr(self, name)!r} but num_beams is 1; set num_beams to 2 or more or leave {name} out"
-            for name in ("length_penalty", "early_stopping")
+            for name in _OF_BEAMS
             if self.num_beams == 1 and getattr(self, name) != getattr(DecodeConfig, name)
         ]
         if self.do_sample and self.num_beams > 1:
@@ -150,6 +164,67 @@ class DecodeConfig(Config, subject="decoding"):
             if getattr(self, with_prompt) and getattr(self, new_tokens)
         ]
         return problems
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationDefaults(DecodeConfig, subject="generation.json"):
+    """What a model generates with unless told otherwise: the options that a model directory or a bundle brings.
+
+    An option may be there that counts only beside another, such as
+    `length_penalty` without beams: it waits for a caller who asks for beams.
+    """
+
+    def given(self) -> dict[str, Any]:
+        """Return the options that change something, as JSON values."""
+        return {
+            field.name: value
+            for field in dataclasses.fields(self)
+            if (value := getattr(self, field.name)) != field.default
+        }
+
+    def within(self, max_target_length: int) -> GenerationDefaults:
+        """Return them for a model that takes no more target tokens than this."""
+        limit = self.max_new_tokens and min(self.max_new_tokens, max_target_length)
+        return dataclasses.replace(self, max_new_tokens=limit)
+
+    def overridden(self, options: Mapping[str, Any]) -> DecodeConfig:
+        """Return what is decoded with: what a caller gives goes before the defaults, as in transformers.
+
+        A default that does not fit what is given has no effect there: one of sampling or of beams where there
+        are none, a limit where another one is given.
+
+        Raises:
+            ConfigError: options that are unknown, out of range or contradictory.
+        """
+        given = self.given()
+        for names in LENGTHS.items():
+            if any(name in options for name in names):
+                given = {name: value for name, value in given.items() if name not in names}
+        asked = {**given, **options}
+        idle = [
+            *(() if asked.get("do_sample") else _OF_SAMPLES),
+            *(_OF_BEAMS if asked.get("num_beams", 1) == 1 else ()),
+        ]
+        given = {name: value for name, value in given.items() if name not in idle}
+        limit = options.get("max_new_tokens")
+        if isinstance(limit, int) and given.get("min_new_tokens", 0) > limit:
+            given["min_new_tokens"] = limit  # no end before the limit, as they say
+        try:
+            return DecodeConfig.from_dict({**given, **options}, subject="decoding")
+        except ConfigError as error:
+            told = ", ".join(
+                f"{name} {value}" for name, value in given.items() if name in str(error) and name not in options
+            )
+            raise ConfigError(f"{error} (of the model's own defaults: {told})" if told else str(error)) from error
+
+    def _problems(self) -> list[str]:
+        if problems := self._range_problems():
+            return problems
+        try:
+            self.overridden({})
+        except ConfigError as error:
+            return [str(error).removeprefix("decoding: ")]
+        return []
 
 
 def _several(tokens: int | tuple[int, ...] | None) -> tuple[int, ...]:

@@ -13,9 +13,10 @@ from typing import Any
 
 from tfexport.bundle.bundle import Bundle, open_bundle
 from tfexport.errors import CheckpointError, ConfigError, EngineError, GraphError, InputError
-from tfexport.files.names import CERTIFICATE, CONFIG, MANIFEST, MODEL_WEIGHTS, TARGET_TOKENIZER, TOKENIZER
+from tfexport.files.names import CERTIFICATE, CONFIG, GENERATION, MANIFEST, MODEL_WEIGHTS, TARGET_TOKENIZER, TOKENIZER
 from tfexport.files.safetensors_header import read_header
 from tfexport.files.strict_json import plain_problem, read_json
+from tfexport.generation import GenerationDefaults
 from tfexport.install import install_command
 from tfexport.models.config import TransformerConfig
 from tfexport.trt.artifact.compatibility import explain, incompatibilities, this_machine
@@ -69,6 +70,7 @@ def _inspect_bundle(path: Path) -> dict[str, Any]:
     manifest["model"] = manifest.pop("kind")
     sizes = [entry["bytes"] for entry in manifest["files"].values()]
     facts = {"kind": "bundle", "path": str(path), "sha256": bundle.sha256, "bytes": sum(sizes), **manifest}
+    facts["generation"] = _generation(bundle.path / GENERATION)
     return {**facts, "engines": _inspect_engines(bundle)}
 
 
@@ -107,9 +109,17 @@ def _inspect_model(path: Path) -> dict[str, Any]:
         "parameters": sum(math.prod(tensor["shape"]) for tensor in tensors),
         "config": config.to_dict(),
         "tensors": tensors,
+        "generation": _generation(path / GENERATION),
         "certificate": _certificate(path / CERTIFICATE),
         "files": {name: _file(entry) for name, entry in files.items()},
     }
+
+
+def _generation(path: Path) -> dict[str, Any]:
+    """Read what generates unless told otherwise; nothing where nobody said."""
+    if not path.exists():
+        return {}
+    return GenerationDefaults.from_dict(read_json(path, str(path)), subject=str(path)).given()
 
 
 def _certificate(path: Path) -> dict[str, Any] | None:
@@ -156,6 +166,7 @@ def _bundle_lines(found: Mapping[str, Any]) -> list[str]:
         f"  made with {', '.join(f'{name} {version}' for name, version in found['versions'].items())}",
         *("", "Sizes", *_table((name, value) for name, value in spec.items() if isinstance(value, int) and value)),
     ]
+    lines += _generation_lines(found)
     for name, graph in found["graphs"].items():
         lines += ["", f"Graph {name}: {graph['file']}, opset {graph['opset']}", *_tensor_table(graph)]
     lines += ["", "Text", *_text_lines(found["text"], found["files"])]
@@ -201,10 +212,17 @@ def _model_lines(found: Mapping[str, Any]) -> list[str]:
     return [
         f"model {found['path']}: {found['parameters']:,} parameters, {len(found['tensors'])} tensors ({written})",
         *("", "Configuration", *_table((name, json.dumps(value)) for name, value in found["config"].items())),
+        *_generation_lines(found),
         *("", "Tensors", *_table((t["name"], t["dtype"], _shape(t["shape"])) for t in found["tensors"])),
         *(["", "Certificate", *_certificate_lines(found["certificate"])] if found["certificate"] else []),
         *("", "Files", *_file_table(found["files"])),
     ]
+
+
+def _generation_lines(found: Mapping[str, Any]) -> list[str]:
+    defaults = found["generation"]
+    rows = ((name, json.dumps(value)) for name, value in defaults.items())
+    return ["", "Generation, unless told otherwise", *_table(rows)] if defaults else []
 
 
 def _certificate_lines(found: Mapping[str, Any]) -> list[str]:

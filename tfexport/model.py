@@ -17,8 +17,9 @@ from tfexport.decode.offline import decode
 from tfexport.decode.result import FinishReason, Hypothesis
 from tfexport.decode.stream import stream
 from tfexport.errors import ConfigError, InputError, TfexportError
-from tfexport.files.names import TARGET_TOKENIZER, TOKENIZER
-from tfexport.generation import DecodeConfig
+from tfexport.files.names import GENERATION, TARGET_TOKENIZER, TOKENIZER
+from tfexport.files.strict_json import read_json
+from tfexport.generation import DecodeConfig, GenerationDefaults
 from tfexport.runtime.registry import AUTO, OpenOptions, get, open_session
 from tfexport.runtime.session import Floats, Session, pad_right
 from tfexport.spec import Device, Form, ModelSpec
@@ -85,6 +86,9 @@ def load(
     options = OpenOptions(form=form, threads=threads, device=device, engine=engine)
     bundle = open_bundle(Path(path), weights=False)
     tokenizer = load_tokenizer(bundle)
+    defaults = GenerationDefaults()
+    if GENERATION in bundle.manifest.files:
+        defaults = GenerationDefaults.from_dict(read_json(bundle.file(GENERATION), GENERATION), subject=GENERATION)
     with ThreadPoolExecutor(1) as pool:  # the sums of the weights take as long as the rest
         checked = pool.submit(check_weights, bundle)
         try:
@@ -92,7 +96,7 @@ def load(
         except TfexportError:
             checked.result()  # that weights were changed is the better reason
             raise
-    model = Model(session, tokenizer)
+    model = Model(session, tokenizer, defaults.within(bundle.manifest.spec.max_target_length))
     if checked.exception():
         model.close()
     checked.result()
@@ -119,16 +123,34 @@ class Model:
     Attributes:
         session: the backend's.
         tokenizer: None where the bundle has none; then only ids go in and out.
+        defaults: what the bundle generates with unless told otherwise.
     """
 
-    def __init__(self, session: Session, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, session: Session, tokenizer: Tokenizer | None, defaults: GenerationDefaults | None = None
+    ) -> None:
         """Wrap a session, which `close` closes."""
         self.session, self.tokenizer = session, tokenizer
+        self.defaults = defaults or GenerationDefaults()
 
     @property
     def spec(self) -> ModelSpec:
         """Sizes, limits and token ids."""
         return self.session.spec
+
+    def decoding(self, config: DecodeConfig | None = None, **options: Any) -> DecodeConfig:
+        """Return what `generate` decodes with when it is called with the same.
+
+        Args:
+            config: how to decode, in place of the bundle's defaults; None for those.
+            options: fields of `DecodeConfig`, which go before both.
+
+        Raises:
+            ConfigError: options that are unknown, out of range or contradictory.
+        """
+        if config is None:
+            return self.defaults.overridden(options)
+        return DecodeConfig.from_dict({**config.to_dict(), **options}, subject="decoding")
 
     def generate(
         self,
@@ -147,8 +169,9 @@ class Model:
             prefixes: what each result begins with; empty for nothing.
             batch_size: texts decoded at once.
             on_progress: called after each batch with the number of texts it had.
-            config: how to decode; None for the defaults.
-            options: fields of `DecodeConfig`, named and meant as in Hugging Face `generate`; they override `config`.
+            config: how to decode, in place of the bundle's defaults; None for those.
+            options: fields of `DecodeConfig`, named and meant as in Hugging Face `generate`; they go before `config`
+                and before the bundle's defaults.
 
         Returns:
             num_return_sequences results a text, in the order of the texts, best first.
@@ -158,7 +181,7 @@ class Model:
             InputError: lists every text that the model cannot take.
             BackendError: the backend failed.
         """
-        decoding, tokenizer = _options(config, options), self._need_tokenizer()
+        decoding, tokenizer = self.decoding(config, **options), self._need_tokenizer()
         sources = tokenizer.encode(_texts("texts", texts))
         starts = [
             tokenizer.begin_target(prefix) for prefix in (prefixes if prefixes is not None else [""] * len(texts))
@@ -187,7 +210,7 @@ class Model:
             prefixes: token ids that each result begins with, without the start token.
             batch_size: texts decoded at once.
             on_progress: called after each batch with the number of texts it had.
-            config: how to decode; None for the defaults.
+            config: how to decode, in place of the bundle's defaults; None for those.
             options: fields of `DecodeConfig`; they override `config`.
 
         Returns:
@@ -201,7 +224,7 @@ class Model:
         return decode(
             self.session,
             sources,
-            _options(config, options),
+            self.decoding(config, **options),
             prefixes=prefixes,
             batch_size=batch_size,
             on_progress=on_progress,
@@ -215,7 +238,7 @@ class Model:
         Args:
             text: to generate for.
             prefix: what the result begins with; handed out first.
-            config: how to decode; None for the defaults.
+            config: how to decode, in place of the bundle's defaults; None for those.
             options: fields of `DecodeConfig`, which override those of `config`; one result without beams.
 
         Returns:
@@ -228,7 +251,8 @@ class Model:
         """
         tokenizer = self._need_tokenizer()
         (source,) = tokenizer.encode(_texts("text", [text]))
-        tokens = stream(self.session, source, _options(config, options), prefix=tokenizer.begin_target(prefix))
+        decoding = self.decoding(config, **options)
+        tokens = stream(self.session, source, decoding, prefix=tokenizer.begin_target(prefix))
         return _pieces(tokenizer, tokens)
 
     def embed(
@@ -291,10 +315,6 @@ class Model:
                 "this bundle has no tokenizer; use generate_ids, or put tokenizer.json into the model directory"
             )
         return self.tokenizer
-
-
-def _options(config: DecodeConfig | None, options: dict[str, Any]) -> DecodeConfig:
-    return DecodeConfig.from_dict({**(config.to_dict() if config else {}), **options}, subject="decoding")
 
 
 def _texts(name: str, texts: Sequence[str]) -> list[str]:

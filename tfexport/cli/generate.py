@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tfexport.cli.options import decode_options, form_option, json_option, text_options
+from tfexport.cli.options import decode_options, form_option, is_given, json_option, text_options
 from tfexport.cli.terminal import inputs_of, json_text, lines_to, progress
 from tfexport.errors import InputError
-from tfexport.generation import DecodeConfig
 from tfexport.spec import Device, Form
 
 if TYPE_CHECKING:
@@ -42,8 +41,11 @@ def generate(
 
     Without TEXT and --input it reads standard input. Several texts for one input are written as number of the
     input, score and text, separated by tabs. A line break inside a text is written as a space, except with --json.
+
+    What a bundle brings as its own defaults (tfexport inspect BUNDLE) goes before the defaults below, and what is
+    given here before both.
     """
-    DecodeConfig(**decode)
+    given = {name: value for name, value in decode.items() if is_given(name)}
     inputs = inputs_of(texts, source)
     from tfexport.model import load
 
@@ -55,14 +57,15 @@ def generate(
     ):
         if not model.spec.has_decoder:
             raise InputError(f"{bundle}: is an encoder alone and generates no text; use tfexport embed {bundle}")
-        results = model.generate(inputs, prefixes=prefixes, batch_size=batch_size, on_progress=tick, **decode)
+        count = model.decoding(**given).num_return_sequences
+        results = model.generate(inputs, prefixes=prefixes, batch_size=batch_size, on_progress=tick, **given)
         for number, result in enumerate(results):
-            index = number // decode["num_return_sequences"]
+            index = number // count
             if as_json:
                 write(json_text({"index": index, "input": inputs[index], **dataclasses.asdict(result)}))
             else:
                 text = " ".join(result.text.splitlines())
-                write(text if decode["num_return_sequences"] == 1 else f"{index + 1}\t{result.score:z.4f}\t{text}")
+                write(text if count == 1 else f"{index + 1}\t{result.score:z.4f}\t{text}")
 
 
 @click.command()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import click
+from click.core import ParameterSource
 
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.registry import AUTO, names
@@ -53,6 +54,18 @@ class CommaList(click.ParamType):  # type: ignore[type-arg]  # not generic befor
         return tuple(self.item.convert(part.strip(), param, ctx) for part in value.split(",") if part.strip())
 
 
+class NoneOr(click.ParamType):  # type: ignore[type-arg]
+    """A value, or "none", which takes back what a bundle brings."""
+
+    def __init__(self, item: click.ParamType) -> None:  # type: ignore[type-arg]
+        self.item = item
+        self.name = item.name
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return None for "none"."""
+        return None if value == "none" else self.item.convert(value, param, ctx)
+
+
 PATH = click.Path(path_type=Path)
 IDS = CommaList(click.IntRange(min=0))
 INPUT = click.Path(exists=True, dir_okay=False, readable=True, allow_dash=True, path_type=Path)
@@ -75,18 +88,25 @@ def decode_options(command: F) -> F:
     """Add one option for each field of DecodeConfig, with its default."""
     for field in reversed(dataclasses.fields(DecodeConfig)):
         name, default = "--" + field.name.replace("_", "-"), field.default
-        kind: Any = int if default is None else type(default)
+        kind: Any = NoneOr(click.INT) if default is None else type(default)
         more: dict[str, Any] = {"type": kind, "default": default}
         if field.name == "early_stopping":
             more = {"type": click.Choice(["true", "false", "never"]), "default": "false", "callback": _early_stopping}
         elif field.name == "bad_words_ids":
             more = {"type": CommaList(click.INT), "multiple": True, "show_default": False}
-        elif kind is tuple or field.name in ("forced_eos_token_id", "eos_token_id"):
+        elif field.name in ("forced_eos_token_id", "eos_token_id"):
+            more = {"type": NoneOr(CommaList(click.INT))}
+        elif kind is tuple:
             more = {"type": CommaList(click.INT), "default": default, "show_default": False}
         elif kind is bool:
-            more = {"is_flag": True}
+            name += f"/--no-{name.removeprefix('--')}"
         command = click.option(name, help=_DECODE_HELP[field.name], **more)(command)
     return command
+
+
+def is_given(name: str) -> bool:
+    """Say whether an option of the running command was given, and does not only have its default."""
+    return click.get_current_context().get_parameter_source(name) is not ParameterSource.DEFAULT
 
 
 def _early_stopping(_context: click.Context, _parameter: click.Parameter, value: str) -> bool | str:

@@ -108,12 +108,7 @@ def _limit(spec: ModelSpec, prefix_len: int, config: DecodeConfig) -> int:
 
 
 def _setting_problems(spec: ModelSpec, limits: Limits, config: DecodeConfig) -> list[str]:
-    problems = [
-        f"{name} has {token}, expected below the vocabulary of {spec.vocab}"
-        for name, tokens in config.tokens.items()
-        for token in tokens
-        if token >= spec.vocab
-    ]
+    problems = config.token_problems(spec.vocab)
     # Where every beam ends in each way there is, as many others go on.
     each = 1 + len(set(config.ends(spec.tokens.eos)))
     if config.num_beams > 1 and each * config.num_beams > spec.vocab:

@@ -5,6 +5,7 @@ CONFIG = "config.json"
 MODEL_WEIGHTS = "model.safetensors"
 # A model directory and a bundle.
 TOKENIZER = "tokenizer.json"
+GENERATION = "generation.json"
 # Of the target, where it has one of its own.
 TARGET_TOKENIZER = "target_tokenizer.json"
 # A model directory; a bundle has it in its manifest.
