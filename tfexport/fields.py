@@ -58,7 +58,7 @@ class Config:
         """
         problems: list[str] = []
         config = _read(cls, data, "", problems)
-        raise_all(ConfigError, subject, problems)
+        raise_all(ConfigError, subject, [problem.removeprefix(f"{subject}: ") for problem in problems])
         return typing.cast(Self, config)
 
     def to_dict(self) -> dict[str, Any]:

@@ -167,7 +167,7 @@ class DecodeConfig(Config, subject="decoding"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationDefaults(DecodeConfig, subject="generation.json"):
+class GenerationDefaults(DecodeConfig, subject="generation"):
     """What a model generates with unless told otherwise: the options that a model directory or a bundle brings.
 
     An option may be there that counts only beside another, such as
@@ -196,32 +196,34 @@ class GenerationDefaults(DecodeConfig, subject="generation.json"):
         Raises:
             ConfigError: options that are unknown, out of range or contradictory.
         """
+        given = self._beside(options)
+        try:
+            return DecodeConfig.from_dict({**given, **options}, subject="decoding")
+        except ConfigError as error:
+            own = [name for name in given if name in str(error) and name not in options]
+            told = f" ({', '.join(own)}: by the model's own defaults)" if own else ""
+            raise ConfigError(f"{error}{told}") from error
+
+    def _beside(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the defaults that have an effect beside what a caller gives."""
         given = self.given()
         for names in LENGTHS.items():
             if any(name in options for name in names):
                 given = {name: value for name, value in given.items() if name not in names}
         asked = {**given, **options}
-        idle = [
-            *(() if asked.get("do_sample") else _OF_SAMPLES),
-            *(_OF_BEAMS if asked.get("num_beams", 1) == 1 else ()),
-        ]
+        idle = [] if asked.get("do_sample") else [*_OF_SAMPLES]
+        idle += _OF_BEAMS if asked.get("num_beams", 1) == 1 else []
         given = {name: value for name, value in given.items() if name not in idle}
         limit = options.get("max_new_tokens")
         if isinstance(limit, int) and given.get("min_new_tokens", 0) > limit:
             given["min_new_tokens"] = limit  # no end before the limit, as they say
-        try:
-            return DecodeConfig.from_dict({**given, **options}, subject="decoding")
-        except ConfigError as error:
-            told = ", ".join(
-                f"{name} {value}" for name, value in given.items() if name in str(error) and name not in options
-            )
-            raise ConfigError(f"{error} (of the model's own defaults: {told})" if told else str(error)) from error
+        return given
 
     def _problems(self) -> list[str]:
         if problems := self._range_problems():
             return problems
         try:
-            self.overridden({})
+            DecodeConfig.from_dict(self._beside({}), subject="decoding")
         except ConfigError as error:
             return [str(error).removeprefix("decoding: ")]
         return []

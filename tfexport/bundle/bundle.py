@@ -5,6 +5,7 @@
     weights.safetensors    one file for all graphs, readable as safetensors
     tokenizer.json         optional, Hugging Face tokenizers
     target_tokenizer.json  optional, where the target has one of its own
+    generation.json        optional, what it generates with unless told otherwise
     parity.json            optional, the full report of the verification
     engines/               optional, checked by whoever uses them
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from tfexport.checkpoint.detect.detect import Detection, detect
 from tfexport.checkpoint.detect.search import FLOAT32_TOLERANCE
 from tfexport.checkpoint.family import Family, as_transformers_loads, read_family
 from tfexport.checkpoint.formats.container import Checkpoint, read_checkpoint, without_prefix
+from tfexport.checkpoint.formats.generation import Generation, read_generation
 from tfexport.checkpoint.layout.apply import Canonical, apply_layout, unmatched
 from tfexport.checkpoint.layout.layout import (
     SIDES,
@@ -32,7 +33,7 @@ from tfexport.checkpoint.reference.golden import Golden, read_golden
 from tfexport.checkpoint.reference.ties import completed
 from tfexport.checkpoint.text import Tokenizers, import_text
 from tfexport.errors import CheckpointError, ConfigError, ParityError, raise_all
-from tfexport.files.names import CERTIFICATE
+from tfexport.files.names import CERTIFICATE, GENERATION
 from tfexport.models.config import TransformerConfig
 from tfexport.models.directory import check_free, save_model
 from tfexport.models.switches import Value
@@ -141,10 +142,23 @@ def import_checkpoint(
         CERTIFICATE: (json.dumps(certificate.to_dict(), indent=2, ensure_ascii=False) + "\n").encode(),
         LAYOUT: render_layout(layout).encode(),
     }
+    generation = _generation(checkpoint, canonical.config, given)
+    if generation is not None:
+        notes = (*notes, *generation.notes)
+        if generation.defaults.given():
+            files[GENERATION] = (json.dumps(generation.defaults.given(), indent=2) + "\n").encode()
     save_model(replace(canonical, tensors=_separate(canonical.tensors)).model(), output, files=files, force=force)
     for note in notes:
         report(note)
     return Imported(layout, canonical.config, certificate, notes)
+
+
+def _generation(checkpoint: Checkpoint, config: TransformerConfig, given: Collection[str]) -> Generation | None:
+    """Return what a Hugging Face directory generates with; None for everything else."""
+    if checkpoint.hf_config is None or config.target_vocab is None:
+        return None
+    found = checkpoint.hf_config, checkpoint.hf_generation
+    return read_generation(*found, config.tokens, config.target_vocab, given)
 
 
 def _settings(config: ImportConfig) -> dict[str, Value]:

@@ -1,0 +1,197 @@
+"""Defaults: what a bundle generates with unless told otherwise, from the directory to the command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import tfexport
+from tests.checkpoint.formats import published
+from tests.conftest import DATES
+from tfexport import ConfigError, DecodeConfig, Model
+from tfexport.checkpoint.importer import import_checkpoint
+from tfexport.cli import main
+from tfexport.errors import TfexportError
+from tfexport.export import export_bundle
+from tfexport.generation import GenerationDefaults
+from tfexport.graph.config import ExportConfig
+
+SAID: dict[str, Any] = {
+    "eos_token_id": [0, 11],
+    "decoder_start_token_id": 5,
+    "pad_token_id": 40,
+    "bad_words_ids": [[40], [3, 7]],
+    "forced_eos_token_id": 0,
+    "max_length": 9,
+    "num_beams": 3,
+    "length_penalty": 2.0,
+    "no_repeat_ngram_size": 2,
+}
+SOURCES = [[3, 9, 12, 0], [7, 0], [31, 4, 18, 22, 25, 0], [2, 2, 0], [17, 30, 0]]
+
+
+def overridden(defaults: dict[str, Any], **options: Any) -> DecodeConfig:
+    return GenerationDefaults.from_dict(defaults, subject="generation.json").overridden(options)
+
+
+@pytest.mark.parametrize(
+    ("defaults", "options", "expected"),
+    [
+        ({"num_beams": 4}, {}, {"num_beams": 4}),
+        ({"num_beams": 4}, {"num_beams": 2}, {"num_beams": 2}),
+        ({"num_beams": 4, "length_penalty": 2.0, "early_stopping": True}, {"num_beams": 1}, {}),
+        ({"length_penalty": 2.0}, {}, {}),
+        ({"length_penalty": 2.0}, {"num_beams": 2}, {"num_beams": 2, "length_penalty": 2.0}),
+        ({"temperature": 0.5, "top_k": 4}, {}, {}),
+        ({"temperature": 0.5}, {"do_sample": True}, {"do_sample": True, "temperature": 0.5}),
+        ({"do_sample": True, "temperature": 0.5}, {"do_sample": False}, {}),
+        ({"max_length": 20}, {"max_new_tokens": 7}, {"max_new_tokens": 7}),
+        ({"max_new_tokens": 7}, {"max_length": 20}, {"max_length": 20}),
+        ({"max_length": 20}, {"max_new_tokens": None}, {}),
+        ({"min_length": 20}, {"min_new_tokens": 0}, {}),
+        ({"min_new_tokens": 9}, {"max_new_tokens": 4}, {"min_new_tokens": 4, "max_new_tokens": 4}),
+        ({"min_length": 9}, {"max_new_tokens": 4}, {"min_length": 9, "max_new_tokens": 4}),
+        ({"forced_bos_token_id": 3, "bad_words_ids": [[4]]}, {"forced_bos_token_id": None, "bad_words_ids": []}, {}),
+    ],
+)
+def test_what_is_given_goes_before_the_defaults(defaults: Any, options: Any, expected: Any) -> None:
+    assert overridden(defaults, **options) == DecodeConfig(**expected)
+
+
+def test_a_contradiction_says_what_is_a_default() -> None:
+    with pytest.raises(ConfigError) as caught:
+        overridden({"num_beams": 4}, do_sample=True)
+    assert str(caught.value) == (
+        "decoding: do_sample with num_beams 4; set num_beams to 1 or do_sample to false "
+        "(num_beams: by the model's own defaults)"
+    )
+    with pytest.raises(ConfigError) as caught:
+        overridden({"num_beams": 4}, num_return_sequences=5)
+    assert str(caught.value).endswith("(num_beams: by the model's own defaults)")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A published directory with defaults, the model directory made of it, and a bundle."""
+    found = tmp_path_factory.mktemp("defaults")
+    published.write(found / "hf", "opus-mt", SAID)
+    import_checkpoint(found / "hf", found / "model")
+    export_bundle(str(found / "model"), found / "bundle", ExportConfig(), verify=False)
+    return found
+
+
+@pytest.fixture(scope="module", params=["ort", "eager"])
+def model(folder: Path, request: pytest.FixtureRequest) -> Iterator[Model]:
+    with tfexport.load(folder / "bundle", backend=request.param, threads=1) as loaded:
+        yield loaded
+
+
+def theirs(folder: Path, **options: Any) -> list[list[int]]:
+    ids = torch.tensor([[*source, *[40] * (6 - len(source))] for source in SOURCES])
+    with torch.inference_mode():
+        rows = published.load(folder / "hf").generate(input_ids=ids, attention_mask=(ids != 40).long(), **options)
+    return [[token for token in row if token != 40] for row in rows[:, 1:].tolist()]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_beams": 1},
+        {"num_beams": 1, "max_new_tokens": 5},
+        {"bad_words_ids": [[40]]},
+        {"eos_token_id": 0, "max_new_tokens": 12},
+        {"forced_eos_token_id": None, "max_length": 6},
+        {"decoder_start_token_id": 40, "no_repeat_ngram_size": 1, "length_penalty": 0.5},
+    ],
+    ids=str,
+)
+def test_a_bundle_says_what_the_directory_says_in_transformers(
+    folder: Path, model: Model, options: dict[str, Any]
+) -> None:
+    expected = theirs(folder, **options)
+    assert [list(best.token_ids) for (best,) in model.generate_ids(SOURCES, **options)] == expected
+    assert len(set(map(tuple, expected))) > 2
+
+
+def test_a_configuration_takes_the_place_of_all_defaults(model: Model) -> None:
+    assert model.decoding(DecodeConfig(max_new_tokens=3)) == DecodeConfig(max_new_tokens=3)
+    assert model.decoding(DecodeConfig(max_new_tokens=3), num_beams=2) == DecodeConfig(max_new_tokens=3, num_beams=2)
+    assert model.decoding().num_beams == 3
+
+
+def test_inspect_shows_them(folder: Path) -> None:
+    for name in ("model", "bundle"):
+        shown = CliRunner().invoke(main, ["inspect", str(folder / name)]).stdout
+        assert "Generation, unless told otherwise" in shown
+        assert "no_repeat_ngram_size  2\n" in shown
+        found = json.loads(CliRunner().invoke(main, ["inspect", str(folder / name), "--json"]).stdout)["generation"]
+        assert found == {
+            "max_length": 9,
+            "num_beams": 3,
+            "length_penalty": 2.0,
+            "no_repeat_ngram_size": 2,
+            "forced_eos_token_id": 0,
+            "bad_words_ids": [[40], [3, 7]],
+            "eos_token_id": [0, 11],
+        }
+
+
+def with_defaults(dates: Path, path: Path, defaults: str) -> Path:
+    """Make the bundle of a model directory that has these defaults."""
+    path.mkdir()
+    for file in dates.iterdir():
+        (path / file.name).write_bytes(file.read_bytes())
+    (path / "generation.json").write_text(defaults)
+    export_bundle(str(path), path.with_name("bundle"), ExportConfig(forms=("contrib",)), verify=False)
+    return path.with_name("bundle")
+
+
+def test_on_the_command_line(tmp_path: Path) -> None:
+    bundle = with_defaults(DATES, tmp_path / "model", '{"num_beams": 3, "num_return_sequences": 2, "max_length": 6}')
+
+    def says(*options: str) -> list[str]:
+        done = CliRunner().invoke(main, ["generate", str(bundle), "le 14 juillet 1989", *options])
+        assert done.exit_code == 0, done.output
+        return done.stdout.splitlines()
+
+    with tfexport.load(bundle, threads=1) as model:
+        two = [result.text for result in model.generate(["le 14 juillet 1989"])]
+    assert len(two[0]) == 5
+    assert [line.split("\t")[2] for line in says()] == two
+    assert says("--num-return-sequences", "1") == two[:1]
+    assert says("--num-return-sequences", "1", "--max-length", "none", "--num-beams", "1") == ["1989-07-14"]
+    assert says("--num-return-sequences", "1", "--max-new-tokens", "3") == ["198"]
+
+
+@pytest.mark.parametrize(
+    ("defaults", "message"),
+    [
+        ('{"num_beam": 3}', "generation.json: unknown key num_beam"),
+        ('{"num_beams": 0}', "generation.json: generation: num_beams is 0, expected 1 to 64"),
+        ('{"suppress_tokens": [9999]}', "generation.json: suppress_tokens has 9999, expected below the vocabulary"),
+        (
+            '{"max_length": 8, "max_new_tokens": 7}',
+            "generation.json: generation: max_length and max_new_tokens are both",
+        ),
+        ("[]", "generation.json: the file is [], expected an object"),
+        ("{", "generation.json"),
+    ],
+)
+def test_a_model_directory_is_read_strictly(defaults: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(TfexportError) as caught:
+        with_defaults(DATES, tmp_path / "model", defaults)
+    assert message in str(caught.value)
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_a_limit_that_the_bundle_does_not_reach_is_lowered(tmp_path: Path) -> None:
+    bundle = with_defaults(DATES, tmp_path / "model", '{"max_new_tokens": 10000}')
+    with tfexport.load(bundle, threads=1) as model:
+        assert model.generate(["le 14 juillet 1989"])[0].text == "1989-07-14"
