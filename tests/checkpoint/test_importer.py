@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests import tiny
 from tfexport.checkpoint.config import ImportConfig
 from tfexport.checkpoint.importer import import_checkpoint
 from tfexport.checkpoint.reference.golden import record
+from tfexport.errors import CheckpointError
 from tfexport.models.directory import load_model
 
 VOCAB = 41
@@ -30,17 +32,17 @@ def forward(model: Any, source_ids: Tensor, source_mask: Tensor, target_ids: Ten
     return logits
 
 
-def recorded(family: str, folder: Path, **settings: Any) -> Any:
+def recorded(family: str, folder: Path, heads: int = 4, **settings: Any) -> Any:
     """Write a model as transformers does, which stores a tied tensor once, and a golden with all of its names."""
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**SIZES, **settings)
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **settings})
     kind = "MarianMTModel" if family == "Marian" else f"{family}ForConditionalGeneration"
     model = getattr(transformers, kind)(config).eval()
     tiny.randomise(model)
     model.tie_weights()
     model.save_pretrained(folder / "hf")
     pad = config.pad_token_id
-    sizes = {"source_vocab": VOCAB, "target_vocab": VOCAB, "heads": 4}
+    sizes = {"source_vocab": VOCAB, "target_vocab": VOCAB, "heads": heads}
     record(model, forward, folder / "golden", **sizes, pad_source=pad, pad_target=pad)
     return model
 
@@ -81,3 +83,31 @@ def test_what_is_found_takes_the_place_of_what_a_layout_says_even_where_it_is_a_
     assert "names fit the layout hf_marian" in lines
     assert imported.certificate.proven
     assert (imported.config.embedding_scale, imported.config.activation) == (1.0, "gelu")
+
+
+@pytest.mark.parametrize("family", ["MBart", "M2M100"])
+def test_a_directory_of_an_unknown_family_is_told_by_a_golden(family: str, tmp_path: Path) -> None:
+    """The tokens are those of its config.json."""
+    recorded(family, tmp_path)
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    (tmp_path / "hf" / "config.json").write_text(json.dumps({**config, "model_type": "mine", "eos_token_id": 5}))
+    (tmp_path / "hf" / "generation_config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"model_type is 'mine', expected .* give --golden"):
+        import_checkpoint(tmp_path / "hf", tmp_path / "model")
+    imported = import_checkpoint(tmp_path / "hf", tmp_path / "model", golden=tmp_path / "golden")
+    assert imported.certificate.proven
+    assert imported.config.tokens.eos == 5
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [("Bart", {"tie_word_embeddings": False}), ("Pegasus", {}), ("M2M100", {"d_model": 33})],
+    ids=["bart", "pegasus", "m2m100"],
+)
+def test_a_directory_of_a_known_family_is_proven_too(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    """Also where the state dict of the golden has a table that nothing reads, as BART's that ties nothing."""
+    heads = {f"{side}_attention_heads": 3 for side in ("encoder", "decoder")} if settings.get("d_model") else {}
+    recorded(family, tmp_path, heads=3 if heads else 4, **settings, **heads)
+    imported = import_checkpoint(tmp_path / "hf", tmp_path / "model", golden=tmp_path / "golden")
+    assert imported.certificate.proven
+    assert imported.layout.name == f"hf_{'m2m_100' if family == 'M2M100' else family.lower()}"

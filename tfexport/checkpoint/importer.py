@@ -16,6 +16,7 @@ from tfexport.checkpoint.detect.search import FLOAT32_TOLERANCE
 from tfexport.checkpoint.family import Family, as_transformers_loads, read_family
 from tfexport.checkpoint.formats.container import Checkpoint, read_checkpoint, without_prefix
 from tfexport.checkpoint.formats.generation import Generation, read_generation
+from tfexport.checkpoint.formats.hugging_face_tokenizer import directory_tokenizer
 from tfexport.checkpoint.layout.apply import Canonical, apply_layout, unmatched
 from tfexport.checkpoint.layout.layout import (
     SIDES,
@@ -31,7 +32,7 @@ from tfexport.checkpoint.reference.certificate import Certificate, certify, unpr
 from tfexport.checkpoint.reference.compare import BASELINES, Comparison, compare, tolerance
 from tfexport.checkpoint.reference.golden import Golden, read_golden
 from tfexport.checkpoint.reference.ties import completed
-from tfexport.checkpoint.text import Tokenizers, import_text
+from tfexport.checkpoint.text import Tokenizers, import_directory_text, import_text
 from tfexport.errors import CheckpointError, ConfigError, ParityError, raise_all
 from tfexport.files.names import CERTIFICATE, GENERATION
 from tfexport.models.config import TransformerConfig
@@ -128,13 +129,14 @@ def import_checkpoint(
     left_out: list[str] = []
     canonical = _applied(layout, checkpoint, proof, left_out)
     own_notes, has_own_weights = _own_weights(layout, canonical, proof)
-    text = import_text(
-        _tokenizers(tokenizer, target_tokenizer),
-        TextConfig(**{name: getattr(config, name) for name in ("source_prefix", "source_suffix", "target_prefix")}),
-        proof.golden.text if proof else None,
-        canonical.config,
-        has_own_weights=has_own_weights,
-    )
+    around = TextConfig(**{name: getattr(config, name) for name in ("source_prefix", "source_suffix", "target_prefix")})
+    recorded = proof.golden.text if proof else None
+    given_ones = _tokenizers(tokenizer, target_tokenizer)
+    if given_ones is None and checkpoint.hf_config is not None:
+        found = directory_tokenizer(Path(path), checkpoint.hf_config)
+        text = import_directory_text(found, around, recorded, canonical.config, has_own_weights=has_own_weights)
+    else:
+        text = import_text(given_ones, around, recorded, canonical.config, has_own_weights=has_own_weights)
     certificate = replace(certificate, texts=text.compared, unverified=(*certificate.unverified, *text.unverified))
     notes = (*left_out, *canonical.notes, *own_notes, *text.notes)
     files = {

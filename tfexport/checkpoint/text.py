@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tfexport.checkpoint.formats.hugging_face_tokenizer import DirectoryTokenizer
 from tfexport.checkpoint.formats.vocabulary import tokenizer_json
+from tfexport.errors import BackendError, BundleError, CheckpointError
 from tfexport.files.names import TARGET_TOKENIZER, TEXT, TOKENIZER
 from tfexport.models.config import TransformerConfig, model_spec
 from tfexport.text.compare import fitted
@@ -94,6 +96,38 @@ def import_text(
     files[TEXT] = (json.dumps(text.to_dict(), ensure_ascii=False, indent=2) + "\n").encode()
     unverified = () if recorded else ("the tokenizer: no texts were recorded to compare it with",)
     return ImportedText(files, len(text.samples), notes, unverified)
+
+
+def import_directory_text(
+    found: DirectoryTokenizer,
+    given: TextConfig,
+    recorded: TextConfig | None,
+    config: TransformerConfig,
+    *,
+    has_own_weights: bool,
+) -> ImportedText:
+    """Take the tokenizer of a directory, which nobody asked for: what does not fit is said and left.
+
+    Args:
+        found: in the directory.
+        given: what surrounds the ids, as far as the user says so.
+        recorded: the texts of the golden; None where it has none.
+        config: of the model.
+        has_own_weights: as in `import_text`.
+
+    Raises:
+        ParityError: the tokenizer differs from a recorded text.
+    """
+    if found.path is None:
+        text = import_text(None, given, recorded, config, has_own_weights=has_own_weights)
+        return replace(text, notes=(*filter(None, [found.note]), *text.notes))
+    if found.ends_sources and not given.source_suffix and recorded is None:
+        given = replace(given, source_suffix=(config.tokens.eos,))
+    try:
+        text = import_text(Tokenizers(found.path), given, recorded, config, has_own_weights=has_own_weights)
+    except (BackendError, BundleError, CheckpointError) as error:
+        return ImportedText({}, notes=(f"the directory's {found.path.name} is not taken: {error}",))
+    return replace(text, notes=(f"the tokenizer is the directory's {found.path.name}", *text.notes))
 
 
 def _notes(tokenizer: Tokenizer, given: TextConfig, *, is_compared: bool, has_decoder: bool) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ _UNUSED = (
 _BASE = "model."
 _HEAD, _BIAS = "lm_head.weight", "final_logits_bias"
 _LISTED = 8
-_T5 = ("t5", "mt5", "umt5")
+T5_FAMILIES = ("t5", "mt5", "umt5")
 
 
 def as_loaded(config: Mapping[str, Any], tensors: Mapping[str, Tensor], notes: list[str]) -> Mapping[str, Tensor]:
@@ -34,7 +34,7 @@ def as_loaded(config: Mapping[str, Any], tensors: Mapping[str, Tensor], notes: l
     Raises:
         CheckpointError: the output projection is missing and not tied.
     """
-    base = "" if config.get("model_type") in _T5 else _BASE
+    base = "" if config.get("model_type") in T5_FAMILIES else _BASE
     if not any(key.startswith(base) for key in tensors):
         notes.append(f"has the names of the model without its head; put {base!r} before them")
         tensors = {key if key in (_HEAD, _BIAS) else base + key: tensor for key, tensor in tensors.items()}
