@@ -32,7 +32,7 @@ from tfexport.checkpoint.reference.certificate import Certificate, certify, unpr
 from tfexport.checkpoint.reference.compare import BASELINES, Comparison, compare, tolerance
 from tfexport.checkpoint.reference.golden import Golden, read_golden
 from tfexport.checkpoint.reference.ties import completed
-from tfexport.checkpoint.text import Tokenizers, import_directory_text, import_text
+from tfexport.checkpoint.text import ImportedText, Tokenizers, import_directory_text, import_text
 from tfexport.errors import CheckpointError, ConfigError, ParityError, raise_all
 from tfexport.files.names import CERTIFICATE, GENERATION
 from tfexport.models.config import TransformerConfig
@@ -129,14 +129,8 @@ def import_checkpoint(
     left_out: list[str] = []
     canonical = _applied(layout, checkpoint, proof, left_out)
     own_notes, has_own_weights = _own_weights(layout, canonical, proof)
-    around = TextConfig(**{name: getattr(config, name) for name in ("source_prefix", "source_suffix", "target_prefix")})
-    recorded = proof.golden.text if proof else None
-    given_ones = _tokenizers(tokenizer, target_tokenizer)
-    if given_ones is None and checkpoint.hf_config is not None:
-        found = directory_tokenizer(Path(path), checkpoint.hf_config)
-        text = import_directory_text(found, around, recorded, canonical.config, has_own_weights=has_own_weights)
-    else:
-        text = import_text(given_ones, around, recorded, canonical.config, has_own_weights=has_own_weights)
+    tokenizers = _tokenizers(tokenizer, target_tokenizer)
+    text = _text(Path(path), checkpoint, config, tokenizers, proof, canonical.config, has_own_weights=has_own_weights)
     certificate = replace(certificate, texts=text.compared, unverified=(*certificate.unverified, *text.unverified))
     notes = (*left_out, *canonical.notes, *own_notes, *text.notes)
     files = {
@@ -388,6 +382,25 @@ def _tokenizers(source: Path | None, target: Path | None) -> Tokenizers | None:
     if source is None and target is not None:
         raise ConfigError("import: there is a tokenizer of the target alone; give that of the source as --tokenizer")
     return None if source is None else Tokenizers(source, target)
+
+
+def _text(
+    path: Path,
+    checkpoint: Checkpoint,
+    config: ImportConfig,
+    tokenizers: Tokenizers | None,
+    proof: _Proof | None,
+    model: TransformerConfig,
+    *,
+    has_own_weights: bool,
+) -> ImportedText:
+    """Return the tokenizers that are given, else that of a Hugging Face directory, compared with recorded texts."""
+    around = TextConfig(**{name: getattr(config, name) for name in ("source_prefix", "source_suffix", "target_prefix")})
+    recorded = proof.golden.text if proof else None
+    if tokenizers is None and checkpoint.hf_config is not None:
+        found = directory_tokenizer(path, checkpoint.hf_config)
+        return import_directory_text(found, around, recorded, model, has_own_weights=has_own_weights)
+    return import_text(tokenizers, around, recorded, model, has_own_weights=has_own_weights)
 
 
 def _own_weights(layout: Layout, canonical: Canonical, proof: _Proof | None) -> tuple[tuple[str, ...], bool]:
