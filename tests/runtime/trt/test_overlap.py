@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from tests.trt.cuda_double import CudaDouble
+from tfexport.runtime.trt.overlap import SURE_AFTER, OverlappedStep
 from tfexport.runtime.trt.resources import Pinned
-from tfexport.runtime.trt.step import SURE_AFTER, OverlappedStep, Sizes, StepIO
+from tfexport.runtime.trt.step import Sizes, StepIO
 from tfexport.spec import CACHE_LENGTHS, CANDIDATE_IDS, TARGET_IDS, ModelSpec, TokenIds
 
 TOKENS = TokenIds(pad=0, start=1, eos=2)
