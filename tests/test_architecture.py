@@ -92,8 +92,8 @@ FENCES: dict[str, set[str]] = {
     "tensorrt_rtx": {"trt.library"},
     "cuda": {"trt.cuda"},
     "click": {"cli"},
-    "tokenizers": {"text.vocabulary", "checkpoint.formats.vocabulary"},
-    "sentencepiece": {"checkpoint.formats.vocabulary"},
+    "tokenizers": {"text.vocabulary", "checkpoint.formats.vocabulary", "checkpoint.formats.spm"},
+    "sentencepiece": {"checkpoint.formats.spm"},
     "safetensors": {"models", "graph", "checkpoint"},
     "yaml": {"checkpoint.layout.layout"},
 }
