@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tfexport.bundle.bundle import Bundle, create_bundle, open_bundle
 from tfexport.bundle.manifest import ENGINES
+from tfexport.checkpoint.formats.coverage import check_coverage
 from tfexport.checkpoint.formats.vocabulary import Side, tokenizer_json
 from tfexport.errors import ConfigError
 from tfexport.fields import Config
@@ -61,14 +62,16 @@ def replace_tokenizer(
     bundle = open_bundle(path)
     text = replace(bundle.manifest.text, **changes)
     with tempfile.TemporaryDirectory() as folder:
-        files = _files(bundle, Path(folder), tokenizer, target_tokenizer)
+        files = _files(bundle, Path(folder), tokenizer, target_tokenizer, report)
         opened = Tokenizer.load(files[TOKENIZER], bundle.manifest.spec, target=files.get(TARGET_TOKENIZER), text=text)
         check_texts(opened)
         report(f"compared: {text.proof}")
         return _written(bundle, files, text)
 
 
-def _files(bundle: Bundle, folder: Path, source: Path | None, target: Path | None) -> dict[str, Path]:
+def _files(
+    bundle: Bundle, folder: Path, source: Path | None, target: Path | None, report: Callable[[str], None]
+) -> dict[str, Path]:
     """Return the tokenizers of the bundle as they shall be, by name."""
     manifest = bundle.manifest
     files = {name: bundle.file(name) for name in (TOKENIZER, TARGET_TOKENIZER) if name in manifest.files}
@@ -84,7 +87,10 @@ def _files(bundle: Bundle, folder: Path, source: Path | None, target: Path | Non
         sides[TOKENIZER] = None
     for name, path in given.items():
         assert manifest.config is not None
-        (folder / name).write_bytes(tokenizer_json(path, manifest.config, sides[name]))
+        raw = tokenizer_json(path, manifest.config, sides[name])
+        if warning := check_coverage(raw, path, manifest.config, sides[name]):
+            report(warning)
+        (folder / name).write_bytes(raw)
         files[name] = folder / name
     return files
 

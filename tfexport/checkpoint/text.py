@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tfexport.checkpoint.formats.coverage import check_coverage
 from tfexport.checkpoint.formats.hugging_face_tokenizer import DirectoryTokenizer
-from tfexport.checkpoint.formats.vocabulary import tokenizer_json
+from tfexport.checkpoint.formats.vocabulary import Side, tokenizer_json
 from tfexport.errors import BackendError, BundleError, CheckpointError
 from tfexport.files.names import TARGET_TOKENIZER, TEXT, TOKENIZER
 from tfexport.models.config import TransformerConfig, model_spec
@@ -76,9 +77,12 @@ def import_text(
         lost = ("there are recorded texts, but no tokenizer to compare: give --tokenizer",) if recorded else ()
         return ImportedText({}, notes=lost)
     shared = tokenizers.target is None
-    files = {TOKENIZER: tokenizer_json(tokenizers.source, config, None if shared else "source")}
+    side: Side | None = None if shared else "source"
+    files = {TOKENIZER: tokenizer_json(tokenizers.source, config, side)}
+    warnings = [check_coverage(files[TOKENIZER], tokenizers.source, config, side)]
     if tokenizers.target is not None:
         files[TARGET_TOKENIZER] = tokenizer_json(tokenizers.target, config, "target")
+        warnings.append(check_coverage(files[TARGET_TOKENIZER], tokenizers.target, config, "target"))
     spec = model_spec(config, "fp32")
     with tempfile.TemporaryDirectory() as folder:
         for name, raw in files.items():
@@ -90,7 +94,10 @@ def import_text(
 
         text = fitted(load, recorded, given) if recorded else given
         tokenizer = load(text)
-    notes = _notes(tokenizer, given, is_compared=bool(recorded), has_decoder=spec.has_decoder)
+    notes = (
+        *filter(None, warnings),
+        *_notes(tokenizer, given, is_compared=bool(recorded), has_decoder=spec.has_decoder),
+    )
     if not has_own_weights:
         text = replace(text, samples=tuple(replace(s, target_ids=(), output=None) for s in text.samples))
     files[TEXT] = (json.dumps(text.to_dict(), ensure_ascii=False, indent=2) + "\n").encode()

@@ -14,7 +14,7 @@ from tfexport.install import install_command
 _SPACE = "▁"
 # The types of SentencePiece's trainer and pieces, from its model format.
 _UNIGRAM, _BPE = 1, 2
-_CONTROL, _USER_DEFINED = 3, 4
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 
 
 def read_sentencepiece(raw: bytes, path: Path) -> Any:
@@ -46,6 +46,11 @@ def read_sentencepiece(raw: bytes, path: Path) -> Any:
     if proto.trainer_spec.model_type not in (_UNIGRAM, _BPE) or not proto.pieces:
         raise CheckpointError(f"tokenizer {path}: is neither a unigram nor a BPE model; give a tokenizer.json")
     return proto
+
+
+def is_ordinary(piece: Any) -> bool:
+    """Say whether a piece is one that texts are made of, and none with a meaning."""
+    return bool(piece.type == _NORMAL)
 
 
 def from_sentencepiece(proto: Any) -> Inner:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from tokenizers import Tokenizer as Inner
 from tokenizers import models, pre_tokenizers
 
-from tfexport.checkpoint.formats.spm import from_sentencepiece, read_sentencepiece
+from tfexport.checkpoint.formats.spm import from_sentencepiece, is_ordinary, read_sentencepiece
 from tfexport.errors import CheckpointError, raise_all
 from tfexport.files.strict_json import plain_problem
 from tfexport.files.text import MAX_BYTES
@@ -27,7 +29,7 @@ def tokenizer_json(path: Path, config: TransformerConfig, side: Side | None = No
         side: of the model that it is for; None for both.
 
     Raises:
-        CheckpointError: no plain file, too large, none of the three, or not of this model.
+        CheckpointError: no plain file, too large, none of the three, a part of a tokenizer alone, or not of this model.
         BackendError: a SentencePiece model, and the package `sentencepiece` is not installed.
     """
     try:
@@ -41,9 +43,26 @@ def tokenizer_json(path: Path, config: TransformerConfig, side: Side | None = No
     except OSError as error:
         raise CheckpointError(f"tokenizer {path}: cannot be read ({error.strerror or error})") from error
     if raw.lstrip()[:1] == b"{":
+        _check_json(raw, path)
         return raw
     inner = _from_list(raw, path, config, side) if _is_text(raw) else _from_spm(raw, path, config, side)
     return inner.to_str(pretty=True).encode()
+
+
+def _check_json(raw: bytes, path: Path) -> None:
+    """Refuse a JSON that is no tokenizer.json."""
+    try:
+        found = json.loads(raw)
+    except ValueError as error:
+        raise CheckpointError(f"tokenizer {path}: is no JSON ({error}); save the tokenizer again") from error
+    if "model" in found and isinstance(found["model"], dict):
+        return
+    if found and all(isinstance(i, int) for i in found.values()):
+        raise CheckpointError(
+            f"tokenizer {path}: has ids alone, as a vocab.json, and does not say how a text is split; "
+            "give the directory that has its merges.txt or SentencePiece models too"
+        )
+    raise CheckpointError(f"tokenizer {path}: is a JSON, but no tokenizer.json, for it has no model; give that")
 
 
 def _is_text(raw: bytes) -> bool:
@@ -53,17 +72,29 @@ def _is_text(raw: bytes) -> bool:
         return False
 
 
-def _limit(config: TransformerConfig, side: Side | None) -> tuple[str, int]:
+def vocabulary_size(config: TransformerConfig, side: Side | None) -> tuple[str, int]:
     """Return how many ids a vocabulary may have, and what it is called."""
     if side == "target" and config.target_vocab is not None:
         return "target_vocab", config.target_vocab
     return "source_vocab", config.source_vocab
 
 
+def is_merges(lines: Sequence[str]) -> bool:
+    """Say whether lines are the merges of byte-pair encoding, and not tokens."""
+    if lines and lines[0].startswith("#version"):
+        return True
+    return bool(lines) and all(len(pair := line.split(" ")) == 2 and all(pair) for line in lines)
+
+
 def _from_list(raw: bytes, path: Path, config: TransformerConfig, side: Side | None) -> Inner:
     """Read one token a line; line n has id n - 1."""
     tokens = raw.decode("utf-8").removeprefix("\ufeff").splitlines()
-    name, limit = _limit(config, side)
+    if is_merges(tokens):
+        raise CheckpointError(
+            f"tokenizer {path}: has merges alone, as a merges.txt, and no ids; "
+            "give the directory that has its vocab.json too"
+        )
+    name, limit = vocabulary_size(config, side)
     problems = [f"line {i} is empty" for i, token in enumerate(tokens, 1) if not token]
     places: dict[str, int] = {}
     for number, token in enumerate(tokens, 1):
@@ -88,7 +119,27 @@ def _from_list(raw: bytes, path: Path, config: TransformerConfig, side: Side | N
 
 def _from_spm(raw: bytes, path: Path, config: TransformerConfig, side: Side | None) -> Inner:
     proto = read_sentencepiece(raw, path)
-    name, limit = _limit(config, side)
+    name, limit = vocabulary_size(config, side)
     if len(proto.pieces) > limit:
         raise CheckpointError(f"tokenizer {path}: has {len(proto.pieces)} tokens, the model's {name} is {limit}")
+    _check_ids(proto, path, config, side)
     return from_sentencepiece(proto)
+
+
+def _check_ids(proto: Any, path: Path, config: TransformerConfig, side: Side | None) -> None:
+    """Refuse a model whose ids are not those of the weights, where its special pieces show that."""
+    tokens, problems = config.tokens, []
+    unk = proto.trainer_spec.unk_id
+    if tokens.unk is not None and tokens.unk != unk:
+        problems.append(f"the unknown token is {unk}, of the model {tokens.unk}")
+    # Where the target has ids of its own, its end is an ordinary piece of the source.
+    if side != "source" and tokens.eos < len(proto.pieces) and is_ordinary(proto.pieces[tokens.eos]):
+        problems.append(f"the model's end token {tokens.eos} is the ordinary piece {proto.pieces[tokens.eos].piece!r}")
+    if problems:
+        beside = path.with_name("vocab.json").is_file()
+        remedy = (
+            "vocab.json beside it maps its pieces: give the directory"
+            if beside
+            else "give the directory whose vocab.json maps its pieces, or a tokenizer.json"
+        )
+        raise CheckpointError(f"tokenizer {path}: its ids are not the model's: {'; '.join(problems)}; {remedy}")
