@@ -168,6 +168,9 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     assert says("--num-return-sequences", "1") == two[:1]
     assert says("--num-return-sequences", "1", "--max-length", "none", "--num-beams", "1") == ["1989-07-14"]
     assert says("--num-return-sequences", "1", "--max-new-tokens", "3") == ["198"]
+    assert says(
+        "--num-return-sequences", "1", "--max-new-tokens", "9", "--stop-strings", "x", "--stop-strings", "9-"
+    ) == ["1989-"]
 
 
 @pytest.mark.parametrize(

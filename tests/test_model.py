@@ -40,3 +40,42 @@ def test_a_configuration_excuses_no_unknown_or_contradictory_option(model: Model
         model.generate([TEXT], config=DecodeConfig(), beams=3)
     with pytest.raises(ConfigError, match="num_return_sequences is 2 but num_beams is 1"):
         model.generate([TEXT], config=DecodeConfig(num_beams=2, num_return_sequences=2), num_beams=1)
+
+
+@pytest.mark.parametrize(
+    ("strings", "text", "reason"),
+    [
+        ("-", "1989-", "stop"),
+        (["9-0", "14"], "1989-0", "stop"),
+        (["x", "89"], "1989", "stop"),
+        ("x", "1989-07-14", "eos"),
+    ],
+)
+def test_a_text_ends_with_its_stop_string(model: Model, strings: object, text: str, reason: str) -> None:
+    (found,) = model.generate([TEXT], stop_strings=strings)
+    assert (found.text, found.finish_reason) == (text, reason)
+    assert "".join(model.stream(TEXT, stop_strings=strings)) == text
+    beams = model.generate([TEXT], stop_strings=strings, num_beams=3, num_return_sequences=3)
+    assert beams[0].text == text
+    assert {one.finish_reason for one in beams} <= {"stop", "eos"}
+
+
+def test_a_stop_string_in_the_prefix_ends_nothing(model: Model) -> None:
+    (found,) = model.generate([TEXT], prefixes=["1989-"], stop_strings=["-", "07"])
+    assert found.text == "1989-07"
+    assert "".join(model.stream(TEXT, prefix="1989-", stop_strings=["-", "07"])) == "1989-07"
+
+
+def test_stop_strings_of_ids(model: Model) -> None:
+    assert model.tokenizer is not None
+    sources = model.tokenizer.encode([TEXT])
+    ((found,),) = model.generate_ids(sources, stop_strings="89-")
+    assert (model.tokenizer.decode(found.token_ids), found.finish_reason) == ("1989-", "stop")
+    with pytest.raises(tfexport.InputError, match="stop_strings need a tokenizer"):
+        Model(model.session, None).generate_ids(sources, stop_strings="89-")
+
+
+def test_without_time_there_is_one_token(model: Model) -> None:
+    (found,) = model.generate([TEXT], max_time=1e-9)
+    assert (found.text, found.finish_reason) == ("1", "time")
+    assert "".join(model.stream(TEXT, max_time=1e-9)) == "1"

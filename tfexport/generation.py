@@ -25,7 +25,8 @@ class DecodeConfig(Config, subject="decoding"):
     samples exclude one another. With `do_sample`, `num_return_sequences` samples
     are drawn independently; `seed`, the place of the text in the call and the
     number of the sample determine each. `eos_token_id` and
-    `decoder_start_token_id` None are the model's own.
+    `decoder_start_token_id` None are the model's own. `max_time` counts seconds
+    from when a text joins the batch.
     """
 
     max_new_tokens: int | None = None
@@ -48,6 +49,8 @@ class DecodeConfig(Config, subject="decoding"):
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     eos_token_id: int | tuple[int, ...] | None = None
     decoder_start_token_id: int | None = None
+    max_time: float | None = None
+    stop_strings: str | tuple[str, ...] = ()
     seed: int = 0
 
     def ends(self, eos: int) -> tuple[int, ...]:
@@ -58,6 +61,11 @@ class DecodeConfig(Config, subject="decoding"):
     def forced_ends(self) -> tuple[int, ...]:
         """What the last token at the limit must be one of; empty for anything."""
         return _several(self.forced_eos_token_id)
+
+    @property
+    def strings(self) -> tuple[str, ...]:
+        """Any of which ends a text that says it."""
+        return (self.stop_strings,) if isinstance(self.stop_strings, str) else self.stop_strings
 
     @property
     def bans_ends(self) -> bool:
@@ -125,6 +133,10 @@ class DecodeConfig(Config, subject="decoding"):
         ]
         empty = [name for name in ("eos_token_id", "forced_eos_token_id") if getattr(self, name) == ()]
         problems += [f"{name} is empty, expected an id or several; leave it out" for name in empty]
+        if self.max_time is not None and self.max_time <= 0:
+            problems.append(f"max_time is {self.max_time}, expected above 0")
+        if "" in self.strings:
+            problems.append("stop_strings has an empty text, which every text says; take it out")
         if () in self.bad_words_ids:
             problems.append("bad_words_ids has an empty word, expected one id or more in each; take it out")
         return problems

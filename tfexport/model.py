@@ -15,6 +15,7 @@ import numpy as np
 from tfexport.bundle.bundle import Bundle, check_weights, open_bundle
 from tfexport.decode.offline import decode
 from tfexport.decode.result import FinishReason, Hypothesis
+from tfexport.decode.stops import stop_end
 from tfexport.decode.stream import stream
 from tfexport.errors import ConfigError, InputError, TfexportError
 from tfexport.files.names import GENERATION, TARGET_TOKENIZER, TOKENIZER
@@ -38,7 +39,8 @@ class Result:
         text: decoded, without special tokens.
         token_ids: the prefix and what was generated, a final end-of-sequence token included.
         score: log-probability of the generated tokens over their number to the power of length_penalty.
-        finish_reason: "eos", or "length" when the limit came first.
+        finish_reason: "eos", or what came first: "stop" for a stop string, with which the text ends, "length" for the
+            limit, "time" for the end of the time.
     """
 
     text: str
@@ -186,9 +188,17 @@ class Model:
         starts = [
             tokenizer.begin_target(prefix) for prefix in (prefixes if prefixes is not None else [""] * len(texts))
         ]
-        found = decode(self.session, sources, decoding, prefixes=starts, batch_size=batch_size, on_progress=on_progress)
+        found = decode(
+            self.session,
+            sources,
+            decoding,
+            prefixes=starts,
+            batch_size=batch_size,
+            on_progress=on_progress,
+            text_of=tokenizer.decode,
+        )
         return [
-            Result(tokenizer.decode(best.token_ids), best.token_ids, best.score, best.finish_reason)
+            Result(_text(tokenizer, best, decoding), best.token_ids, best.score, best.finish_reason)
             for hypotheses in found
             for best in hypotheses
         ]
@@ -228,6 +238,7 @@ class Model:
             prefixes=prefixes,
             batch_size=batch_size,
             on_progress=on_progress,
+            text_of=self.tokenizer.decode if self.tokenizer else None,
         )
 
     def stream(
@@ -252,8 +263,9 @@ class Model:
         tokenizer = self._need_tokenizer()
         (source,) = tokenizer.encode(_texts("text", [text]))
         decoding = self.decoding(config, **options)
-        tokens = stream(self.session, source, decoding, prefix=tokenizer.begin_target(prefix))
-        return _pieces(tokenizer, tokens)
+        start = tokenizer.begin_target(prefix)
+        tokens = stream(self.session, source, decoding, prefix=start, text_of=tokenizer.decode)
+        return _pieces(tokenizer, tokens, len(start), decoding.strings)
 
     def embed(
         self, texts: Sequence[str], *, pooling: Pooling = "mean", normalize: bool = True, batch_size: int = 32
@@ -325,17 +337,24 @@ def _texts(name: str, texts: Sequence[str]) -> list[str]:
     return list(texts)
 
 
-def _pieces(tokenizer: Tokenizer, tokens: Iterator[int]) -> Iterator[str]:
+def _text(tokenizer: Tokenizer, found: Hypothesis, config: DecodeConfig) -> str:
+    """Return the text, without what its last token says behind a stop string."""
+    end = stop_end(found.token_ids, config.strings, tokenizer.decode) if found.finish_reason == "stop" else None
+    return tokenizer.decode(found.token_ids)[:end]
+
+
+def _pieces(tokenizer: Tokenizer, tokens: Iterator[int], prefix_len: int, strings: Sequence[str]) -> Iterator[str]:
     seen: list[int] = []
-    given = ""
+    given = text = ""
     for token in tokens:
         seen.append(token)
-        text = tokenizer.decode(seen)
+        end = stop_end(seen, strings, tokenizer.decode) if strings and len(seen) > prefix_len else None
+        text = tokenizer.decode(seen)[:end]
         if text.endswith(INCOMPLETE) or not text.startswith(given):
             continue
         if len(text) > len(given):
             yield text[len(given) :]
             given = text
-    rest = tokenizer.decode(seen)[len(given) :]
+    rest = text[len(given) :]
     if rest:
         yield rest

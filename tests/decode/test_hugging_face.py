@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import GenerationConfig, MarianConfig, MarianMTModel
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+from transformers import GenerationConfig, MarianConfig, MarianMTModel, PreTrainedTokenizerFast
 
 from tests.models.foreign import canonical_from_marian
 from tfexport.decode.offline import decode
@@ -18,6 +24,22 @@ from tfexport.runtime.eager import EagerSession
 # As in Marian: end 0, padding last and also the start of the decoder.
 EOS, PAD, VOCAB = 0, 47, 48
 NUM_TEXTS, MAX_NEW_TOKENS = 200, 24
+
+
+# Every token but the special ones says one to three of four letters. The last is no token of the model: transformers
+# looks for it to learn what a token says behind others.
+LETTERS = ["".join(letters) for size in (1, 2, 3) for letters in itertools.product("stop", repeat=size)][: VOCAB - 2]
+TOKENIZER = PreTrainedTokenizerFast(
+    tokenizer_object=Tokenizer(WordLevel({token: i for i, token in enumerate(["</s>", *LETTERS, "<pad>", "abcdef"])})),
+    eos_token="</s>",
+    pad_token="<pad>",
+)
+TOKENIZER.backend_tokenizer.decoder = Fuse()
+
+
+def text_of(token_ids: Sequence[int]) -> str:
+    """Spell special tokens out, as transformers does where it looks for stop strings."""
+    return str(TOKENIZER.decode(list(token_ids)))
 
 
 @dataclass(frozen=True)
@@ -82,7 +104,7 @@ def their_settings(config: DecodeConfig) -> GenerationConfig:
     given |= {"bad_words_ids": [list(word) for word in config.bad_words_ids]}
     own = {"eos_token_id": EOS, "decoder_start_token_id": PAD}
     given |= {name: token for name, token in own.items() if given[name] is None}
-    lists = ("suppress_tokens", "bad_words_ids", "min_new_tokens")
+    lists = ("suppress_tokens", "bad_words_ids", "stop_strings", "min_new_tokens")
     given |= {name: given[name] or None for name in lists}
     return GenerationConfig(**given, pad_token_id=PAD, return_dict_in_generate=True, output_scores=True)
 
@@ -95,7 +117,9 @@ def generate(pair: Pair, config: DecodeConfig, prefix: list[int] | None = None) 
     mask = torch.tensor([[1] * len(source) + [0] * (length - len(source)) for source in pair.sources])
     settings = their_settings(config)
     start = settings.decoder_start_token_id
-    prompt = {"decoder_input_ids": torch.tensor([[start, *prefix]] * len(pair.sources))} if prefix else {}
+    prompt: dict[str, Any] = {"tokenizer": TOKENIZER} if config.strings else {}
+    if prefix:
+        prompt["decoder_input_ids"] = torch.tensor([[start, *prefix]] * len(pair.sources))
     out = pair.theirs.generate(input_ids=ids, attention_mask=mask, generation_config=settings, **prompt)
     scores = out.sequences_scores if config.num_beams > 1 else torch.full((len(out.sequences),), torch.nan)
     found = list(zip(out.sequences[:, 1:].tolist(), scores.tolist(), strict=True))
@@ -121,7 +145,7 @@ def check(pair: Pair, prefix: list[int] | None = None, **settings: object) -> li
     limit = {} if "max_length" in settings else {"max_new_tokens": MAX_NEW_TOKENS}
     config = DecodeConfig.from_dict({**limit, **settings})
     prefixes = [prefix] * len(pair.sources) if prefix else None
-    ours = decode(pair.session, pair.sources, config, prefixes=prefixes, batch_size=100)
+    ours = decode(pair.session, pair.sources, config, prefixes=prefixes, batch_size=100, text_of=text_of)
     assert_equal(generate(pair, config, prefix), ours)
     return ours
 
@@ -223,6 +247,28 @@ def test_behind_a_prefix_nothing_is_forced(pair: Pair, num_beams: int) -> None:
     assert {one.token_ids[:2] for (one,) in found} == {(5, 6)}
 
 
+@pytest.mark.parametrize("num_beams", [1, 3])
+@pytest.mark.parametrize("strings", ["stop", ["op", "ttt"], ["ospsotp", "s"]], ids=str)
+def test_stop_strings(pair: Pair, strings: object, num_beams: int) -> None:
+    found = check(pair, num_beams=num_beams, num_return_sequences=num_beams, stop_strings=strings)
+    reasons = {one.finish_reason for hypotheses in found for one in hypotheses}
+    assert reasons >= {"stop", "eos"}
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_a_stop_string_may_begin_in_the_prefix_but_not_lie_in_it(pair: Pair, num_beams: int) -> None:
+    prefix = [1 + LETTERS.index(token) for token in ("op", "tto")]
+    found = check(pair, prefix, num_beams=num_beams, stop_strings=["op", "top"])
+    assert {len(one.token_ids) for (one,) in found} > {3}
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_without_time_there_is_one_token(pair: Pair, num_beams: int) -> None:
+    found = check(pair, num_beams=num_beams, max_time=1e-9)
+    assert {len(one.token_ids) for (one,) in found} == {1}
+    assert "time" in {one.finish_reason for (one,) in found}
+
+
 def drawn_settings(rng: np.random.Generator) -> dict[str, object]:
     """Draw some of all options that change the text, in values that fit one another."""
 
@@ -240,10 +286,13 @@ def drawn_settings(rng: np.random.Generator) -> dict[str, object]:
         {"suppress_tokens": ids(3)},
         {"eos_token_id": [EOS, *ids(rng.integers(0, 3))]},
         {"decoder_start_token_id": ids(1)[0]},
+        {"stop_strings": ["".join(rng.choice(list("stop"), 3)) for _ in range(2)]},
     ]
     drawn = {name: value for option in options if rng.random() < 0.5 for name, value in option.items()}
     if "suppress_tokens" in drawn:
         drawn.pop("forced_bos_token_id", None)
+    if "decoder_start_token_id" in drawn:
+        drawn.pop("stop_strings", None)  # transformers looks into the text of the start token too
     num_beams = int(rng.choice([1, 1, 2, 4]))
     if num_beams > 1:
         drawn |= {"length_penalty": float(rng.choice([0.5, 1, 2])), "num_return_sequences": int(rng.integers(1, 3))}

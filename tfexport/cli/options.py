@@ -36,6 +36,8 @@ _DECODE_HELP = {
     "bad_words_ids": "Ids never to generate one behind the other, such as 3,17; give it again for more.",
     "eos_token_id": "Ids that end a text, such as 2,17; the model's own when not given.",
     "decoder_start_token_id": "Id that the decoder reads first; the model's own when not given.",
+    "max_time": "Seconds for a text, from when it joins the batch.",
+    "stop_strings": "Text that ends a text which says it; give it again for more.",
     "seed": "Of sampling; the same seed draws the same texts.",
 }
 
@@ -96,6 +98,10 @@ def decode_options(command: F) -> F:
             more = {"type": CommaList(click.INT), "multiple": True, "show_default": False}
         elif field.name in ("forced_eos_token_id", "eos_token_id"):
             more = {"type": NoneOr(CommaList(click.INT))}
+        elif field.name == "max_time":
+            more = {"type": NoneOr(click.FLOAT)}
+        elif field.name == "stop_strings":
+            more = {"multiple": True, "show_default": False}
         elif kind is tuple:
             more = {"type": CommaList(click.INT), "default": default, "show_default": False}
         elif kind is bool:

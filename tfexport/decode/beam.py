@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tfexport.decode.ends import Ends
 from tfexport.decode.filters import Filters
 from tfexport.decode.history import History
 from tfexport.decode.request import Request
-from tfexport.decode.result import Hypothesis, finish_reason
+from tfexport.decode.result import FinishReason, Hypothesis, finish_reason
 from tfexport.decode.search import Outcome, Taken, is_broken, log_probs_of, not_a_number, nothing_left, repaired
+from tfexport.decode.stops import Stops
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.session import Candidates, Floats, Ids, Mask
 from tfexport.spec import ModelSpec
@@ -50,11 +50,13 @@ class Ended(NamedTuple):
         token_ids: the start token first.
         log_prob: Σ log p.
         score: with the length penalty.
+        reason: it ended.
     """
 
     token_ids: list[int]
     log_prob: float
     score: float
+    reason: FinishReason
 
 
 class Finished:
@@ -88,14 +90,14 @@ class Finished:
         self.worst = self.worst[kept]
         self._ended = [self._ended[source] for source in kept.tolist()]
 
-    def hypotheses(self, source: int, count: int, ends: Ends) -> list[Hypothesis]:
+    def hypotheses(self, source: int, count: int) -> list[Hypothesis]:
         """Return the `count` best of one source; fewer where there are no more."""
         return [
             Hypothesis(
                 token_ids=tuple(ended.token_ids[1:]),
                 score=ended.score,
                 log_prob=ended.log_prob,
-                finish_reason=finish_reason(ended.token_ids[-1], ends),
+                finish_reason=ended.reason,
             )
             for ended in self._ended[source][:count]
         ]
@@ -115,7 +117,7 @@ class BeamSearch:
         self.requests: list[Request] = []
         self.history = History(spec.vocab)
         self._config, self._filters = config, Filters(config, spec)
-        self.ends = self._filters.ends
+        self.ends, self._stops = self._filters.ends, Stops(config)
         # Were all of the best beams to end, in each of the ways there are, as many others go on.
         self._num_extensions = (1 + len(self.ends.ids)) * self.width
         # What the log-probability of so many tokens is divided by, float32; an exponent below 0 has no value for none.
@@ -137,6 +139,7 @@ class BeamSearch:
         self._num_new = np.concatenate((self._num_new, [request.num_forced for request in requests]))
         self._limits = np.concatenate((self._limits, [request.max_new_tokens for request in requests]))
         self._finished.begin(len(requests))
+        self._stops.add(len(requests))
         self._steps_left = int((self._limits - self._num_new).min())
 
     def num_candidates(self) -> int:
@@ -164,19 +167,25 @@ class BeamSearch:
         ends = self.ends.among(best.token_ids)
         if not self._steps_left:
             ends |= (self._num_new == self._limits)[:, None]
+        stopped, late = None, None
+        if self._stops.are_set:
+            stopped, late = self._stopped(best), self._stops.are_late()
+            ends |= stopped | late[:, None]
         going = best
         if np.count_nonzero(ends):
-            self._finish(best, ends)
+            self._finish(best, ends, stopped)
             going = _continue(best, ends)
         going = going.first(self.width)
         closed = self._is_settled(going)
         if not self._steps_left:
             closed |= self._num_new == self._limits
+        if late is not None:
+            closed |= late
         rows = going.rows
         if np.count_nonzero(closed):
             for place in np.flatnonzero(closed).tolist():
                 request = self.requests[place]
-                hypotheses = self._finished.hypotheses(place, request.config.num_return_sequences, self.ends)
+                hypotheses = self._finished.hypotheses(place, request.config.num_return_sequences)
                 done.setdefault(place, hypotheses or nothing_left(request, int(self._num_new[place]) - 1))
             # What leaves need not move any more.
             rows = np.where(closed[:, None], np.arange(rows.size).reshape(rows.shape), rows)
@@ -198,19 +207,31 @@ class BeamSearch:
         self.history.keep((kept[:, None] * self.width + np.arange(self.width)).ravel())
         self._running, self._num_new, self._limits = self._running[kept], self._num_new[kept], self._limits[kept]
         self._finished.select(kept)
+        self._stops.keep(kept)
         self._steps_left = int((self._limits - self._num_new).min()) if kept.size else 0
 
-    def _finish(self, best: Extensions, ends: Mask) -> None:
+    def _stopped(self, best: Extensions) -> Mask:
+        """Say which extensions complete a stop string, bool [sources, num]."""
+        stopped: Mask = np.zeros(best.rows.shape, np.bool_)
+        for place, number in zip(*(best.log_probs > -np.inf).nonzero(), strict=True):
+            token_ids = [*self.history.row(best.rows[place, number])[1:], int(best.token_ids[place, number])]
+            stopped[place, number] = self._stops.are_said(token_ids, self.requests[place].text_of)
+        return stopped
+
+    def _finish(self, best: Extensions, ends: Mask, stopped: Mask | None) -> None:
         """Keep what ends; of all extensions only the `width` best may, the others are spare beams."""
         scores = best.log_probs / self._divisors.take(self._num_new)[:, None]
         better = ends & (scores > self._finished.worst[:, None])
         better[:, self.width :] = False
         places, log_probs = better.nonzero()[0].tolist(), best.log_probs[better].tolist()
         rows, token_ids = best.rows[better].tolist(), best.token_ids[better].tolist()
-        for place, row, token, log_prob, score in zip(
-            places, rows, token_ids, log_probs, scores[better].tolist(), strict=True
+        at_stop = [False] * len(rows) if stopped is None else stopped[better].tolist()
+        full = (self._num_new == self._limits).tolist()
+        for place, row, token, log_prob, score, is_stopped in zip(
+            places, rows, token_ids, log_probs, scores[better].tolist(), at_stop, strict=True
         ):
-            self._finished.add(place, Ended([*self.history.row(row), token], log_prob, score))
+            reason = finish_reason(token, self.ends, is_stopped=is_stopped, is_full=full[place])
+            self._finished.add(place, Ended([*self.history.row(row), token], log_prob, score, reason))
 
     def _is_settled(self, going: Extensions) -> Mask:
         """Say for which sources no running beam is expected to change the result, bool [sources].

@@ -12,6 +12,7 @@ from tfexport.decode.request import Request
 from tfexport.decode.result import Hypothesis, finish_reason
 from tfexport.decode.sample import Sampler
 from tfexport.decode.search import Outcome, Taken, is_broken, log_probs_of, not_a_number, nothing_left, repaired
+from tfexport.decode.stops import Stops
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.session import Candidates, Ids, Mask
 from tfexport.spec import ModelSpec
@@ -33,6 +34,7 @@ class GreedySearch:
         self.history = History(spec.vocab)
         self._filters = Filters(config, spec)
         self.ends = self._filters.ends
+        self._stops, self._is_stopped = Stops(config), np.empty(0, np.bool_)
         self._sampler = Sampler(config, spec.vocab) if config.do_sample else None
         self._num_new: Ids = np.empty(0, np.int64)
         self._limits: Ids = np.empty(0, np.int64)
@@ -46,6 +48,7 @@ class GreedySearch:
         self._num_new = np.concatenate((self._num_new, [request.num_forced for request in requests]))
         self._limits = np.concatenate((self._limits, [request.max_new_tokens for request in requests]))
         self._totals = np.concatenate((self._totals, np.zeros(len(requests))))
+        self._stops.add(len(requests))
         if self._sampler:
             self._sampler.add(requests)
 
@@ -81,11 +84,15 @@ class GreedySearch:
         self._num_new += 1
         self.history.append(new_ids)
         ended = self.ends.among(new_ids) | (self._num_new == self._limits)
+        if self._stops.are_set:
+            rows = zip(self.requests, map(self.history.row, range(ended.size)), strict=True)
+            self._is_stopped = np.array([self._stops.are_said(ids[1:], one.text_of) for one, ids in rows])
+            ended |= self._is_stopped | self._stops.are_late()
         return Taken(None, self._outcomes(ended))
 
     def steps_ahead(self) -> int:
         """Say how many steps may be taken at once; see `Search.steps_ahead`."""
-        if self._sampler or not self._filters.leave_best or len(self.ends.ids) > 1:
+        if self._sampler or not self._filters.leave_best or len(self.ends.ids) > 1 or self._stops.are_set:
             return 1
         return int((self._limits - self._num_new).min())
 
@@ -105,6 +112,7 @@ class GreedySearch:
         self.requests = [self.requests[place] for place in kept.tolist()]
         self.history.keep(kept)
         self._num_new, self._limits, self._totals = self._num_new[kept], self._limits[kept], self._totals[kept]
+        self._stops.keep(kept)
         if self._sampler:
             self._sampler.keep(kept)
 
@@ -123,9 +131,11 @@ class GreedySearch:
 
     def _hypothesis(self, row: int) -> Hypothesis:
         ids, log_prob = self.history.row(row), float(self._totals[row])
+        is_stopped = self._stops.are_set and bool(self._is_stopped[row])
+        is_full = bool(self._num_new[row] == self._limits[row])
         return Hypothesis(
             token_ids=tuple(ids[1:]),
             score=log_prob / int(self._num_new[row]),
             log_prob=log_prob,
-            finish_reason=finish_reason(ids[-1], self.ends),
+            finish_reason=finish_reason(ids[-1], self.ends, is_stopped=is_stopped, is_full=is_full),
         )

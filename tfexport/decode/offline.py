@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from tfexport.decode.loop import Loop
 from tfexport.decode.request import Request, check_requests
 from tfexport.decode.result import Hypothesis
+from tfexport.decode.stops import TextOf
 from tfexport.errors import InputError, TfexportError
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.session import Session
@@ -21,6 +22,7 @@ def decode(
     prefixes: Sequence[Sequence[int]] | None = None,
     batch_size: int = 32,
     on_progress: Callable[[int], None] | None = None,
+    text_of: TextOf | None = None,
 ) -> list[list[Hypothesis]]:
     """Generate for every source; no result depends on the others or on `batch_size`.
 
@@ -33,6 +35,7 @@ def decode(
         batch_size: texts decoded at once; each takes num_beams or
             num_return_sequences rows. Fewer where the session takes fewer rows.
         on_progress: called with the number of texts that a step has finished.
+        text_of: decodes token ids; stop strings need it.
 
     Returns:
         For each source its hypotheses: one, the num_return_sequences best beams,
@@ -44,7 +47,7 @@ def decode(
     """
     if batch_size < 1:
         raise InputError(f"batch_size is {batch_size}, expected 1 or more")
-    requests = check_requests(session, sources, config, prefixes)
+    requests = check_requests(session, sources, config, prefixes, text_of)
     samples = config.num_return_sequences if config.do_sample else 1
     loop = Loop(session, batch_size * samples)
     # Longest first: what is decoded together is about equally long, and the shortest are left for the end.

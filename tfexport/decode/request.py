@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from tfexport.decode.stops import TextOf
 from tfexport.errors import InputError, raise_all
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.session import Limits, Session
@@ -25,6 +27,7 @@ class Request:
         max_new_tokens: how many to generate at most, a forced one included.
         num_forced: how many tokens at the end of the prompt count as generated.
         is_answered: whether the forced token is all that the text is.
+        text_of: decodes token ids, where stop strings are looked for.
         sample: number of the sample, where samples are drawn.
     """
 
@@ -35,6 +38,7 @@ class Request:
     max_new_tokens: int
     num_forced: int = 0
     is_answered: bool = False
+    text_of: TextOf | None = None
     sample: int = 0
 
 
@@ -43,6 +47,7 @@ def check_requests(
     sources: Sequence[Sequence[int]],
     config: DecodeConfig,
     prefixes: Sequence[Sequence[int]] | None = None,
+    text_of: TextOf | None = None,
 ) -> list[Request]:
     """Check everything that is asked and return one request a source.
 
@@ -51,6 +56,7 @@ def check_requests(
         sources: token ids of each text.
         config: how to generate.
         prefixes: token ids that each text's hypotheses begin with; None for none.
+        text_of: decodes token ids, for stop strings.
 
     Raises:
         InputError: lists what is wrong with the settings for this session, and with each text.
@@ -60,6 +66,8 @@ def check_requests(
         raise InputError("decode: this model is an encoder alone and cannot generate; use its hidden states")
     if prefixes is not None and len(prefixes) != len(sources):
         raise InputError(f"decode: {len(prefixes)} prefixes for {len(sources)} texts; give one each, empty for none")
+    if config.strings and text_of is None:
+        raise InputError("decode: stop_strings need a tokenizer, and there is none; use eos_token_id")
     # What no text could do is said once, not for each text.
     no_room = _room_problems(spec, limits, 0, config)
     problems, requests = [*_setting_problems(spec, limits, config), *no_room], []
@@ -70,7 +78,8 @@ def check_requests(
             found += _room_problems(spec, limits, len(prefix), config)
         problems += [f"text {text + 1}: {problem}" for problem in found]
         if not problems:
-            requests.append(_request(spec, text, tuple(map(int, source)), tuple(map(int, prefix)), config))
+            request = _request(spec, text, tuple(map(int, source)), tuple(map(int, prefix)), config)
+            requests.append(dataclasses.replace(request, text_of=text_of) if config.strings else request)
     raise_all(InputError, "decode", problems)
     return requests
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 from tfexport.decode.ends import Ends
 
-FinishReason = Literal["eos", "length"]
+FinishReason = Literal["eos", "stop", "length", "time"]
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,8 @@ class Hypothesis:
         score: log_prob / num_new_tokens ** length_penalty, where the exponent is
             1 unless beams were searched and the prefix counts nothing.
         log_prob: Σ log p of the generated tokens.
-        finish_reason: "eos", or "length" when the limit came first.
+        finish_reason: "eos", or what came first: "stop" for a stop string, "length" for the limit, "time" for the
+            end of the time.
     """
 
     token_ids: tuple[int, ...]
@@ -34,6 +35,8 @@ class Hypothesis:
     finish_reason: FinishReason
 
 
-def finish_reason(token_id: int, ends: Ends) -> FinishReason:
-    """Say why a hypothesis ended whose last token is `token_id`."""
-    return "eos" if token_id in ends.ids else "length"
+def finish_reason(token_id: int, ends: Ends, *, is_stopped: bool, is_full: bool) -> FinishReason:
+    """Say why a hypothesis ended: by its last token, at a stop string, at its limit, or for want of time."""
+    if token_id in ends.ids:
+        return "eos"
+    return "stop" if is_stopped else "length" if is_full else "time"

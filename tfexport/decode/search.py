@@ -12,6 +12,7 @@ from tfexport.decode.ends import Ends
 from tfexport.decode.history import History
 from tfexport.decode.request import Request
 from tfexport.decode.result import Hypothesis, finish_reason
+from tfexport.decode.stops import Stops
 from tfexport.errors import BackendError, InputError, TfexportError
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.session import Candidates, Floats, Ids, Mask
@@ -141,7 +142,9 @@ def forced_alone(request: Request, spec: ModelSpec) -> Hypothesis:
     """Return the only hypothesis of a text that its forced first token is all of."""
     ends = Ends(request.config.ends(spec.tokens.eos))
     ids = request.prompt[1:]
-    return Hypothesis(token_ids=ids, score=0.0, log_prob=0.0, finish_reason=finish_reason(ids[-1], ends))
+    is_stopped = Stops(request.config).are_said(ids, request.text_of)
+    reason = finish_reason(ids[-1], ends, is_stopped=is_stopped, is_full=True)
+    return Hypothesis(token_ids=ids, score=0.0, log_prob=0.0, finish_reason=reason)
 
 
 def log_probs_of(found: Candidates) -> Floats:

@@ -6,13 +6,19 @@ from collections.abc import Iterator, Sequence
 
 from tfexport.decode.loop import Loop
 from tfexport.decode.request import Request, check_requests
+from tfexport.decode.stops import TextOf
 from tfexport.errors import InputError, TfexportError, raise_all
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.session import Session
 
 
 def stream(
-    session: Session, source: Sequence[int], config: DecodeConfig, *, prefix: Sequence[int] = ()
+    session: Session,
+    source: Sequence[int],
+    config: DecodeConfig,
+    *,
+    prefix: Sequence[int] = (),
+    text_of: TextOf | None = None,
 ) -> Iterator[int]:
     """Generate for one source, token by token.
 
@@ -23,6 +29,7 @@ def stream(
         source: token ids of the text.
         config: greedy or one sample.
         prefix: token ids to begin with, without the start token.
+        text_of: decodes token ids; stop strings need it.
 
     Returns:
         The `token_ids` of the hypothesis that `decode` finds: the prefix, then
@@ -38,7 +45,7 @@ def stream(
         if getattr(config, name) > 1
     ]
     raise_all(InputError, "stream", problems)
-    (request,) = check_requests(session, [source], config, [prefix])
+    (request,) = check_requests(session, [source], config, [prefix], text_of)
     return _tokens(session, request)
 
 

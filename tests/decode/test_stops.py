@@ -1,0 +1,126 @@
+"""Stop strings and time: where a text ends, what is cut, and that sources of one batch stop by themselves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from tests.decode.scripted import EOS, ScriptedSession, drawn
+from tfexport.decode.loop import Loop
+from tfexport.decode.offline import decode
+from tfexport.decode.request import check_requests
+from tfexport.decode.result import Hypothesis
+from tfexport.decode.stops import stop_end
+from tfexport.decode.stream import stream
+from tfexport.errors import InputError
+from tfexport.generation import DecodeConfig
+
+PIECES = ["", "", "", "a", "b", "ab", "ba", "bab", "é", " a", "-", "aa"]
+
+
+def text_of(token_ids: Sequence[int]) -> str:
+    return "".join(PIECES[token] for token in token_ids)
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "strings", "end"),
+    [
+        ([3, 4], ["ab"], 2),
+        ([3, 7], ["ab"], 2),
+        ([3, 7], ["b", "ab"], 2),
+        ([3, 7], ["bab", "abab"], 4),
+        ([5, 3], ["ab"], None),
+        ([5, 5], ["ab"], 4),
+        ([5, EOS], ["ab"], None),
+        ([11, 3], ["aa"], 3),
+        ([4], ["bb"], None),
+    ],
+)
+def test_the_last_token_completes_a_string(token_ids: list[int], strings: list[str], end: int | None) -> None:
+    assert stop_end(token_ids, strings, text_of) == end
+
+
+def test_a_character_of_several_tokens() -> None:
+    parts = {3: b"caf", 4: b"\xc3", 5: b"\xa9", 6: b"s"}
+
+    def bytes_of(token_ids: Sequence[int]) -> str:
+        return b"".join(parts[token] for token in token_ids).decode("utf-8", "replace")
+
+    assert stop_end([3, 4], ["é"], bytes_of) is None
+    assert stop_end([3, 4, 5], ["é"], bytes_of) == 4
+    assert stop_end([3, 4, 5, 6], ["é"], bytes_of) is None
+    assert stop_end([3, 4, 5, 6], ["és"], bytes_of) == 5
+
+
+CONFIGS = [
+    DecodeConfig(stop_strings="ab"),
+    DecodeConfig(stop_strings=("ba", "-")),
+    DecodeConfig(max_time=1000.0),
+    DecodeConfig(eos_token_id=(EOS, 9), forced_eos_token_id=9, max_length=7),
+    DecodeConfig(bad_words_ids=((5,), (3, 4)), min_length=6, decoder_start_token_id=4),
+    DecodeConfig(forced_bos_token_id=EOS),
+    DecodeConfig(forced_bos_token_id=7, max_new_tokens=1),
+    DecodeConfig(),
+]
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_requests_that_ask_differently_share_a_batch(num_beams: int) -> None:
+    session = ScriptedSession(12, drawn(12, eos_bias=-1))
+    rng = np.random.default_rng(0)
+    loop, alone = Loop(session, 6), {}
+    for number in range(48):
+        config = DecodeConfig(**{**CONFIGS[number % len(CONFIGS)].to_dict(), "num_beams": num_beams})
+        source = rng.integers(3, 12, rng.integers(1, 9)).tolist()
+        prefix = [] if number % 3 else [5, 4]
+        alone[number] = decode(session, [source], config, prefixes=[prefix], text_of=text_of)[0]
+        (request,) = check_requests(session, [source], config, [prefix], text_of)
+        loop.submit([request.__class__(**{**vars(request), "text": number})])
+    found = {}
+    while loop.is_busy:
+        for update in loop.step():
+            assert isinstance(update.outcome, list)
+            found[update.request.text] = update.outcome
+    assert found == alone
+    reasons = {one.finish_reason for hypotheses in found.values() for one in hypotheses}
+    assert reasons == {"eos", "stop", "length"}
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=repr)
+def test_a_stream_hands_out_the_same_tokens(config: DecodeConfig) -> None:
+    session = ScriptedSession(12, drawn(12))
+    for source in ([3, 4], [7], [9, 9, 5], [11, 3]):
+        ((expected,),) = decode(session, [source], config, text_of=text_of)
+        assert tuple(stream(session, source, config, text_of=text_of)) == expected.token_ids
+
+
+@pytest.mark.parametrize("num_beams", [1, 2])
+def test_time_is_a_text_s_own(num_beams: int) -> None:
+    """The first text is slow: its time is over; that of the next, which waits for its place, begins with its place."""
+
+    def slow(source: tuple[int, ...], history: tuple[int, ...]) -> np.ndarray:
+        if source == (9, 9):
+            time.sleep(0.05)
+        return drawn(12, eos_bias=-9)(source, history)
+
+    session = ScriptedSession(12, slow)
+    config = DecodeConfig(num_beams=num_beams, max_time=0.12)
+    (first,), (second,) = decode(session, [[9, 9], [5]], config, batch_size=1)
+    assert first.finish_reason == "time"
+    assert 1 <= len(first.token_ids) <= 4
+    assert (second.finish_reason, len(second.token_ids)) == ("length", 16)
+
+
+def test_strings_need_a_tokenizer() -> None:
+    with pytest.raises(InputError, match="stop_strings need a tokenizer, and there is none; use eos_token_id"):
+        decode(ScriptedSession(12, drawn(12)), [[3]], DecodeConfig(stop_strings="a"))
+
+
+def test_what_stops_is_scored_as_what_ends() -> None:
+    session = ScriptedSession(12, drawn(12, eos_bias=-9))
+    ((found,),) = decode(session, [[3, 4]], DecodeConfig(stop_strings=tuple(filter(None, PIECES))), text_of=text_of)
+    ((short,),) = decode(session, [[3, 4]], DecodeConfig(max_new_tokens=len(found.token_ids)))
+    assert found == Hypothesis(short.token_ids, short.score, short.log_prob, "stop")
