@@ -216,14 +216,19 @@ CLASSES = {
 }
 
 
-def write(folder: Path, name: str, generation: Mapping[str, Any] | None = None, **changes: Any) -> Path:
-    """Write a directory as it was published: every tied tensor under each of its names, as pytorch_model.bin had it."""
-    torch.manual_seed(0)
-    said = {**CONFIGS[name], **changes}
-    config = getattr(transformers, CLASSES[said["model_type"]]).config_class(**said)
-    model = getattr(transformers, CLASSES[said["model_type"]])(config)
+def build(config: Mapping[str, Any]) -> Any:
+    """Build the model of a config.json with random weights, tied as it says."""
+    kind = getattr(transformers, CLASSES[config["model_type"]])
+    model = kind(kind.config_class(**config))
     tiny.randomise(model)
     model.tie_weights()
+    return model
+
+
+def write(folder: Path, name: str, generation: Mapping[str, Any] | None = None, **changes: Any) -> Path:
+    """Write a directory as it was published: every tied tensor under each of its names, as pytorch_model.bin had it."""
+    said = {**CONFIGS[name], **changes}
+    model = build(said)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(said))
     if generation is not None:
