@@ -254,7 +254,7 @@ def drawn(name: str, seed: int) -> dict[str, Any]:
             "layer_norm_epsilon": rng.choice([1e-6, 1e-3]),
         }
     tied = rng.random() < 0.6
-    apart = {"share_encoder_decoder_embeddings": False, "decoder_vocab_size": VOCAB} if rng.random() < 0.5 else {}
+    apart = {"share_encoder_decoder_embeddings": False, "decoder_vocab_size": VOCAB + 4} if rng.random() < 0.5 else {}
     return {
         "activation_function": rng.choice(["relu", "gelu", "gelu_new", "gelu_fast", "swish", "silu", "gelu_python"]),
         "scale_embedding": rng.random() < 0.5,

@@ -58,7 +58,7 @@ def family(config: Mapping[str, Any]) -> str:
     if not is_known(config):
         raise CheckpointError(
             f"config.json: model_type is {shortened(model_type)}, expected {', '.join(_FAMILIES)}; record a golden "
-            "beside the model's code and give --golden, see docs/bring-your-own.md"
+            "beside its code and give --golden, see docs/hugging-face.md"
         )
     is_gated = str(config.get("feed_forward_proj", "relu")).startswith("gated-")
     return "hf_t5_v1_1" if _FAMILIES[str(model_type)] == "hf_t5" and is_gated else _FAMILIES[str(model_type)]

@@ -11,7 +11,7 @@ from tfexport.checkpoint.formats.hugging_face_weights import T5_FAMILIES
 from tfexport.files.names import TOKENIZER
 
 _SENTENCEPIECE = "spiece.model"
-# What other tokenizers of transformers are stored in. Their ids are not those of the model, or not theirs alone.
+# What other tokenizers of transformers are stored in. Most of them number the ids of the model by several files.
 _OTHERS = (
     "vocab.json",
     "merges.txt",
