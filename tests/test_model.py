@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import tfexport
-from tfexport import ConfigError, DecodeConfig, Model
+from tfexport import ConfigError, DecodeConfig, InputError, Model
+from tfexport.generation import GenerationDefaults
 
 TEXT = "le 14 juillet 1989"
 
@@ -79,3 +80,27 @@ def test_without_time_there_is_one_token(model: Model) -> None:
     (found,) = model.generate([TEXT], max_time=1e-9)
     assert (found.text, found.finish_reason) == ("1", "time")
     assert "".join(model.stream(TEXT, max_time=1e-9)) == "1"
+
+
+def test_targets_are_scored_behind_what_every_target_begins_with(model: Model) -> None:
+    assert model.tokenizer is not None
+    source, target = "le 14 juillet 1989", "1989-07-14"
+    (whole,) = model.score([source], [target])
+    ids = model.tokenizer.encode_target(target)
+    assert whole.token_ids == (*ids, model.spec.tokens.eos)
+    assert model.score_ids(model.tokenizer.encode([source]), [ids]) == [whole]
+    (best,) = model.generate([source])
+    assert best.token_ids == whole.token_ids
+    assert whole.log_prob == pytest.approx(best.score * len(best.token_ids), abs=1e-6)
+    forced = Model(model.session, model.tokenizer, GenerationDefaults(forced_bos_token_id=7))
+    behind = model.score_ids(model.tokenizer.encode([source]), [ids], prefixes=[[7]])
+    assert forced.score([source], [target]) == behind != [whole]
+    started = Model(model.session, model.tokenizer, GenerationDefaults(decoder_start_token_id=5))
+    assert started.score([source], [target]) != [whole]
+
+
+def test_pairs_that_are_none_are_refused(model: Model) -> None:
+    with pytest.raises(InputError, match="score: 1 targets for 2 texts; give one each"):
+        model.score([TEXT, TEXT], ["1989"])
+    with pytest.raises(InputError, match="targets is one text, expected a list of texts"):
+        model.score([TEXT], "1989")

@@ -15,6 +15,7 @@ import numpy as np
 from tfexport.bundle.bundle import Bundle, check_weights, open_bundle
 from tfexport.decode.offline import decode
 from tfexport.decode.result import FinishReason, Hypothesis
+from tfexport.decode.score import Score, score
 from tfexport.decode.stops import stop_end
 from tfexport.decode.stream import stream
 from tfexport.errors import ConfigError, InputError, TfexportError
@@ -266,6 +267,84 @@ class Model:
         start = tokenizer.begin_target(prefix)
         tokens = stream(self.session, source, decoding, prefix=start, text_of=tokenizer.decode)
         return _pieces(tokenizer, tokens, len(start), decoding.strings)
+
+    def score(
+        self,
+        texts: Sequence[str],
+        targets: Sequence[str],
+        *,
+        add_eos: bool = True,
+        batch_size: int = 32,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> list[Score]:
+        """Say how probable given targets are, by the model as it is: without filters, penalties or temperature.
+
+        What the bundle lets every target begin with is read and not scored.
+
+        Args:
+            texts: the sources.
+            targets: one for each source.
+            add_eos: score the end token behind each target too.
+            batch_size: pairs scored at once; no score depends on the others.
+            on_progress: called after each batch with the number of pairs it had.
+
+        Returns:
+            A score a pair, in their order.
+
+        Raises:
+            InputError: lists every pair that the model cannot take.
+            BackendError: the backend failed.
+        """
+        tokenizer = self._need_tokenizer()
+        sources, given = _texts("texts", texts), _texts("targets", targets)
+        if len(sources) != len(given):
+            raise InputError(f"score: {len(given)} targets for {len(sources)} texts; give one each")
+        source_ids, target_ids = tokenizer.encode_pairs(sources, given)
+        first = self.defaults.forced_bos_token_id
+        prefix = tokenizer.begin_target() or ([] if first is None else [first])
+        return self.score_ids(
+            source_ids,
+            target_ids,
+            prefixes=[prefix] * len(sources),
+            add_eos=add_eos,
+            batch_size=batch_size,
+            on_progress=on_progress,
+        )
+
+    def score_ids(
+        self,
+        sources: Sequence[Sequence[int]],
+        targets: Sequence[Sequence[int]],
+        *,
+        prefixes: Sequence[Sequence[int]] | None = None,
+        add_eos: bool = True,
+        batch_size: int = 32,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> list[Score]:
+        """Score token ids, without a tokenizer; see `score`.
+
+        Args:
+            sources: token ids of each source, special tokens included.
+            targets: token ids of each target, without the start token; the `token_ids` of a `Hypothesis` will do.
+            prefixes: token ids that each target comes behind, read and not scored.
+            add_eos: end each target with the model's end token where it does not yet.
+            batch_size: pairs scored at once.
+            on_progress: called after each batch with the number of pairs it had.
+
+        Raises:
+            InputError: lists every pair that the model cannot take.
+            BackendError: the backend failed.
+        """
+        return score(
+            self.session,
+            sources,
+            targets,
+            prefixes=prefixes,
+            start=self.defaults.decoder_start_token_id,
+            add_eos=add_eos,
+            batch_size=batch_size,
+            on_progress=on_progress,
+        )
 
     def embed(
         self, texts: Sequence[str], *, pooling: Pooling = "mean", normalize: bool = True, batch_size: int = 32

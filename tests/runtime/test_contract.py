@@ -16,6 +16,7 @@ from tests.runtime.joining import alone, differing, joining, random_requests
 from tests.runtime.toy import TOY
 from tests.runtime.trt.trt_double import trt_session
 from tests.trt.cuda_double import CudaDouble
+from tfexport.decode.score import score
 from tfexport.errors import BackendError, InputError
 from tfexport.graph.forms.contrib import CONTRIB
 from tfexport.models.config import TransformerConfig
@@ -23,7 +24,7 @@ from tfexport.models.transformer import Transformer
 from tfexport.runtime.eager import EagerSession
 from tfexport.runtime.ort.backend import open_graphs
 from tfexport.runtime.registry import Graphs, OpenOptions, get, registered
-from tfexport.runtime.session import Batch, Candidates, Ids, Mask, MultiStep, Session, close_up
+from tfexport.runtime.session import Batch, Candidates, Ids, Mask, MultiStep, ScoresTokens, Session, close_up
 from tfexport.spec import DECODER, Form
 
 MakeSession = Callable[[Transformer], Session]
@@ -128,6 +129,42 @@ def begun(session: Session, source: tuple[Ids, Mask], prompts: Sequence[Sequence
     batch = session.batch(width)
     batch.add(*source, prompts)
     return batch
+
+
+def test_given_targets_are_scored(session: Session, model: Transformer) -> None:
+    source_ids, source_mask = sources(model.config)
+    start, eos = model.config.tokens.start, model.config.tokens.eos
+    # Pairs leave one after the other, and places change.
+    wanted = [[*row[:length].tolist(), eos] for row, length in zip(targets(model.config, 4), (2, 1, 0, 3), strict=True)]
+    found = score(
+        session, [ids[mask].tolist() for ids, mask in zip(source_ids, source_mask, strict=True)], wanted, batch_size=3
+    )
+    for row, (target_ids, one) in enumerate(zip(wanted, found, strict=True)):
+        read = np.array([[start, *target_ids[:-1]]])
+        (logits,) = full_logits(model, source_ids[[row]], source_mask[[row]], read)
+        expected = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+        np.testing.assert_allclose(one.log_probs, expected[np.arange(len(target_ids)), target_ids], atol=2 * ATOL)
+
+
+def test_a_step_with_given_tokens_counts_as_any_other(session: Session, model: Transformer) -> None:
+    source = sources(model.config)
+    target_ids = targets(model.config, 4)
+    expected = full_logits(model, *source, target_ids)
+    batch = begun(session, source, target_ids[:, :1].tolist())
+    if not isinstance(batch, ScoresTokens):
+        pytest.skip("this backend scores among candidates that are the whole vocabulary")
+    for place in range(target_ids.shape[1] - 1):
+        if place % 2:
+            assert_candidates(batch.step(target_ids[:, place], 4), expected[:, place], 4)
+        else:
+            given = batch.score_step(target_ids[:, place], target_ids[:, place + 1])
+            assert given.token_ids.tolist() == target_ids[:, [place + 1]].tolist()
+            wanted = np.take_along_axis(expected[:, place], given.token_ids, 1)
+            np.testing.assert_allclose(given.logits, wanted, atol=ATOL, rtol=0)
+    assert batch.lengths.tolist() == [target_ids.shape[1] - 1] * 4
+    for bad in (target_ids[:, 0] - 1000, target_ids[:, 0] + session.spec.vocab, target_ids[:2, 0]):
+        with pytest.raises(InputError, match="next_ids is"):
+            batch.score_step(target_ids[:, 0], bad)
 
 
 @pytest.mark.parametrize("k", [1, 4, None])

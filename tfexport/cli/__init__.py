@@ -11,6 +11,7 @@ from tfexport.cli.commands import Commands
 from tfexport.cli.export import onnx
 from tfexport.cli.generate import embed, generate
 from tfexport.cli.inspect import doctor, inspect
+from tfexport.cli.score import score
 from tfexport.cli.tokenizer import tokenizer
 from tfexport.cli.verify import verify
 
@@ -21,5 +22,5 @@ def main() -> None:
     """Take a from-scratch encoder-decoder transformer from PyTorch to production."""
 
 
-for command in (import_, onnx, tokenizer, trt, generate, embed, verify, bench, bench_compare, inspect, doctor):
+for command in (import_, onnx, tokenizer, trt, generate, score, embed, verify, bench, bench_compare, inspect, doctor):
     main.add_command(command)

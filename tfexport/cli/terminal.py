@@ -43,12 +43,12 @@ def lines_to(output: Path | None) -> Iterator[Callable[[str], None]]:
 
 
 @contextmanager
-def progress(length: int, batch_size: int) -> Iterator[Callable[[int], None] | None]:
+def progress(length: int, batch_size: int, label: str = "generating") -> Iterator[Callable[[int], None] | None]:
     """Show a bar on a terminal when there is more than one batch."""
     if length <= batch_size or not sys.stderr.isatty():
         yield None
     else:
-        with click.progressbar(length=length, label="generating", file=sys.stderr) as bar:
+        with click.progressbar(length=length, label=label, file=sys.stderr) as bar:
             yield bar.update
 
 

@@ -84,6 +84,35 @@ def check_requests(
     return requests
 
 
+def check_pairs(
+    session: Session,
+    sources: Sequence[Sequence[int]],
+    targets: Sequence[Sequence[int]],
+    prefixes: Sequence[Sequence[int]] | None,
+    start: int | None,
+    *,
+    add_eos: bool,
+) -> None:
+    """Check everything that is asked of `score`, whose arguments these are.
+
+    Raises:
+        InputError: lists what is wrong with each pair.
+    """
+    spec, limits = session.spec, session.limits
+    if not spec.has_decoder:
+        raise InputError("score: this model is an encoder alone and scores no target; use its hidden states")
+    for name, given in (("targets", targets), ("prefixes", prefixes)):
+        if given is not None and len(given) != len(sources):
+            raise InputError(f"score: {len(given)} {name} for {len(sources)} sources; give one each")
+    problems = [] if start is None else _id_problems("start", [start], spec.vocab)
+    for number, (source, target) in enumerate(zip(sources, targets, strict=True)):
+        prefix = () if prefixes is None else prefixes[number]
+        found = _source_problems(spec, limits, source) + _id_problems("prefix", prefix, spec.vocab)
+        found += _target_problems(spec, limits, len(prefix), target, add_eos=add_eos)
+        problems += [f"pair {number + 1}: {problem}" for problem in found]
+    raise_all(InputError, "score", problems)
+
+
 def _request(
     spec: ModelSpec, text: int, source_ids: tuple[int, ...], prefix: tuple[int, ...], config: DecodeConfig
 ) -> Request:
@@ -140,6 +169,21 @@ def _source_problems(spec: ModelSpec, limits: Limits, source: Sequence[int]) -> 
     if len(source) > spec.max_source_length:
         more = limits.source_length.for_more(len(source))
         problems.append(f"the source has {len(source)} tokens, the limit is {spec.max_source_length}; shorten it{more}")
+    return problems
+
+
+def _target_problems(
+    spec: ModelSpec, limits: Limits, prefix_len: int, target: Sequence[int], *, add_eos: bool
+) -> list[str]:
+    problems = _id_problems("target", target, spec.vocab)
+    length = len(target) + (add_eos and (len(target) == 0 or target[-1] != spec.tokens.eos))
+    if not length:
+        problems.append("the target is empty, expected one token or more")
+    room = _room(spec, prefix_len)
+    if length > room:
+        behind = f"behind a prefix of {prefix_len} " if prefix_len else ""
+        more = limits.target_length.for_more(prefix_len + length)
+        problems.append(f"the target has {length} tokens {behind}with its end, the limit is {room}; shorten it{more}")
     return problems
 
 

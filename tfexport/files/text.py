@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from tfexport.errors import InputError, raise_all
+from tfexport.files.strict_json import parse_json
 
 # Bounds what a device or an endless pipe can take.
 MAX_BYTES = 256 * 1024 * 1024
@@ -55,6 +56,41 @@ def read_lines(stream: BinaryIO, name: str) -> list[str]:
         problems.append(f"{_name(empty)} empty; remove them, so that input and output agree line by line")
     raise_all(InputError, name, problems)
     return texts
+
+
+def split_pairs(lines: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Divide lines into sources and targets: two texts with a tab between them, or JSON with "input" and "text".
+
+    A tab in a JSON text is escaped, so a line with a tab is never JSON.
+
+    Raises:
+        InputError: names every line that is neither.
+    """
+    pairs: list[tuple[str, str]] = []
+    problems = []
+    for number, line in enumerate(lines, 1):
+        try:
+            pairs.append(_pair(line))
+        except ValueError as error:
+            problems.append(f"pair {number} {error}")
+    raise_all(InputError, "input", problems)
+    return [source for source, _ in pairs], [target for _, target in pairs]
+
+
+def _pair(line: str) -> tuple[str, str]:
+    source, *targets = line.split("\t")
+    if len(targets) == 1:
+        return source, targets[0]
+    if targets or not line.startswith("{"):
+        raise ValueError(f"has {len(targets)} tabs, expected source, one tab and target")
+    try:
+        data = parse_json(line.encode())
+    except ValueError as error:
+        raise ValueError(f"is not JSON ({error})") from error
+    texts = data.get("input"), data.get("text")
+    if not isinstance(texts[0], str) or not isinstance(texts[1], str):
+        raise ValueError('lacks "input" or "text", expected a text in each')
+    return texts[0], texts[1]
 
 
 def _name(numbers: Sequence[int]) -> str:

@@ -29,10 +29,12 @@ from tfexport.runtime.session import (
     Session,
     check_prompts,
     check_rows,
+    check_score_step,
     check_source,
     check_sources,
     check_step,
     close_up,
+    given_candidates,
 )
 from tfexport.spec import WEIGHTS, Accuracy, ModelSpec
 
@@ -154,6 +156,13 @@ class EagerBatch:
             logits.gather(1, token_ids).cpu().numpy(),
             logits.logsumexp(1).cpu().numpy(),
         )
+
+    @torch.inference_mode()
+    def score_step(self, target_ids: Ids, next_ids: Ids) -> Candidates:
+        """Read one token of every row; see `ScoresTokens.score_step`."""
+        check_score_step(self._spec, self.lengths, target_ids, next_ids)
+        logits = self._run(slice(None), slice(None), target_ids[:, None])
+        return given_candidates(next_ids, logits.cpu().numpy(), logits.logsumexp(1).cpu().numpy())
 
     @torch.inference_mode()
     def reorder(self, rows: Ids) -> None:

@@ -181,6 +181,23 @@ class MultiStep(Protocol):
         ...
 
 
+@runtime_checkable
+class ScoresTokens(Protocol):
+    """A batch that says how probable given next tokens are, without ranking the vocabulary."""
+
+    def score_step(self, target_ids: Ids, next_ids: Ids) -> Candidates:
+        """Read one token of every row, as `step` does, and return a given next token of each.
+
+        Args:
+            target_ids: int64 [rows], as for `step`.
+            next_ids: int64 [rows].
+
+        Returns:
+            `next_ids` as candidates, [rows, 1].
+        """
+        ...
+
+
 class Session(Protocol):
     """A model on a backend.
 
@@ -334,6 +351,29 @@ def check_step(spec: ModelSpec, lengths: Ids, target_ids: Ids, num_candidates: i
         )
     if not 1 <= num_candidates <= spec.vocab:
         raise InputError(f"num_candidates is {num_candidates}, expected 1 … {spec.vocab}")
+
+
+def check_score_step(spec: ModelSpec, lengths: Ids, target_ids: Ids, next_ids: Ids) -> None:
+    """Refuse a step whose tokens, or the next ones, are out of range or not one a row.
+
+    Raises:
+        InputError: names the first of shape, length or id that is wrong.
+    """
+    check_step(spec, lengths, target_ids, 1)
+    if next_ids.shape != lengths.shape or next_ids.min() < 0 or next_ids.max() >= spec.vocab:
+        raise InputError(f"next_ids is {next_ids.tolist()}, expected {lengths.size} of 0 … {spec.vocab - 1}")
+
+
+def given_candidates(next_ids: Ids, logits: Floats, log_normalizer: Floats) -> Candidates:
+    """Take the logits of given tokens.
+
+    Args:
+        next_ids: int64 [rows].
+        logits: of the vocabulary, float32 [rows, vocab].
+        log_normalizer: float32 [rows].
+    """
+    token_ids = next_ids[:, None]
+    return Candidates(token_ids, np.take_along_axis(logits, token_ids, 1), log_normalizer)
 
 
 def check_rows(lengths: Ids, width: int, rows: Ids) -> None:

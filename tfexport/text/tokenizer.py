@@ -103,12 +103,9 @@ class Tokenizer:
             InputError: it is empty, leaves no room for a further token, or the vocabulary cannot say it.
         """
         try:
-            self._check(text)
-            ids = self._target.encode(text, special=False)
-            _check_length(ids, self._spec.max_target_length - 1 - len(self.text.target_prefix))
+            return self._encode_target(text)
         except InputError as error:
             raise InputError(f"prefix {error}") from error
-        return ids
 
     def begin_target(self, prefix: str = "") -> list[int]:
         """Return the ids that a target begins with: those that every target does, then a prefix where there is one.
@@ -117,6 +114,25 @@ class Tokenizer:
             InputError: see `encode_target`.
         """
         return [*self.text.target_prefix, *(self.encode_target(prefix) if prefix else ())]
+
+    def encode_pairs(self, sources: Sequence[str], targets: Sequence[str]) -> tuple[list[list[int]], list[list[int]]]:
+        """Encode sources, with all that stands around them, and whole targets, without special tokens.
+
+        Raises:
+            InputError: lists every pair, counted from 1, of which a text is empty, too long or more than the
+                vocabulary can say.
+        """
+        pairs: tuple[list[list[int]], list[list[int]]] = ([], [])
+        problems = []
+        for number, texts in enumerate(zip(sources, targets, strict=True), 1):
+            sides = zip(("source", "target"), (self._encode_source, self._encode_target), texts, pairs, strict=True)
+            for side, encode, text, encoded in sides:
+                try:
+                    encoded.append(encode(text))
+                except InputError as error:
+                    problems.append(f"pair {number}: {side} {error}")
+        raise_all(InputError, "score", problems)
+        return pairs
 
     def decode(self, ids: Sequence[int]) -> str:
         """Turn token ids of a target into text, leaving out special tokens and ids that have no token."""
@@ -128,6 +144,13 @@ class Tokenizer:
         own = self._source.encode(text, special=True)
         ids = [*self.text.source_prefix, *own, *self.text.source_suffix]
         _check_length(ids, self._spec.max_source_length)
+        return ids
+
+    def _encode_target(self, text: str) -> list[int]:
+        """Encode a target, behind which a token has room; the error has no subject."""
+        self._check(text)
+        ids = self._target.encode(text, special=False)
+        _check_length(ids, self._spec.max_target_length - 1 - len(self.text.target_prefix))
         return ids
 
     def _check(self, text: object) -> None:

@@ -9,9 +9,9 @@ import numpy as np
 
 from tfexport.decode.offline import decode
 from tfexport.decode.result import Hypothesis
+from tfexport.decode.score import score
 from tfexport.generation import DecodeConfig
-from tfexport.runtime.session import Session, pad_right
-from tfexport.spec import ModelSpec
+from tfexport.runtime.session import Session
 from tfexport.verify.divergence import parting
 from tfexport.verify.perturbed import PerturbedSession
 from tfexport.verify.report import Decodes, Divergence
@@ -92,16 +92,8 @@ def _margin(eager: Session, source: Sequence[int], left: Tokens, right: Tokens, 
 
 def token_log_probs(eager: Session, source: Sequence[int], tokens: Tokens) -> Any:
     """Score given tokens with a session, float64 [target_len]."""
-    spec: ModelSpec = eager.spec
-    ids, mask = pad_right([source], spec.tokens.pad)
-    batch, token, found = eager.batch(), spec.tokens.start, []
-    batch.add(ids, mask, [[token]])
-    for following in tokens:
-        candidates = batch.step(np.array([token]), spec.vocab)
-        position = int(np.flatnonzero(candidates.token_ids[0] == following)[0])
-        found.append(float(candidates.logits[0, position]) - float(candidates.log_normalizer[0]))
-        token = following
-    return np.array(found)
+    (scored,) = score(eager, [source], [tokens], add_eos=False)
+    return np.array(scored.log_probs)
 
 
 def _describe(number: int, left: Tokens, right: Tokens, margin: float) -> str:

@@ -19,6 +19,7 @@ from tfexport.runtime.session import (
     Prompts,
     check_prompts,
     check_rows,
+    check_score_step,
     check_source,
     check_sources,
     check_step,
@@ -79,9 +80,12 @@ class ConcatBatch:
     def step(self, target_ids: Ids, num_candidates: int) -> Candidates:
         """Read one token of every row; see `Batch.step`."""
         check_step(self._graphs.spec, self.lengths, target_ids, num_candidates)
-        found = self._run(target_ids[:, None], num_candidates)
-        self.lengths = self.lengths + 1
-        return found
+        return self._step(target_ids, num_candidates).candidates()
+
+    def score_step(self, target_ids: Ids, next_ids: Ids) -> Candidates:
+        """Read one token of every row; see `ScoresTokens.score_step`."""
+        check_score_step(self._graphs.spec, self.lengths, target_ids, next_ids)
+        return self._step(target_ids, None).given(next_ids)
 
     def reorder(self, rows: Ids) -> None:
         """Let row r continue what row rows[r] was; see `Batch.reorder`."""
@@ -97,7 +101,12 @@ class ConcatBatch:
         self._cross, self._source_mask = self._take(self._cross, kept), self._source_mask[kept]
         self._past, self.lengths = self._take(self._past, rows), self.lengths[rows]
 
-    def _run(self, target_ids: Ids, num_candidates: int) -> Candidates:
+    def _step(self, target_ids: Ids, num_candidates: int | None) -> Step:
+        step = self._run(target_ids[:, None], num_candidates)
+        self.lengths = self.lengths + 1
+        return step
+
+    def _run(self, target_ids: Ids, num_candidates: int | None) -> Step:
         """Read tokens, int64 [rows, target_len], and make what comes out the next past."""
         graphs, layers = self._graphs, self._graphs.spec.layers
         step = Step(graphs, len(target_ids), num_candidates, target_len=target_ids.shape[1], reads_lengths=False)
@@ -110,7 +119,7 @@ class ConcatBatch:
             graphs.device.bind_output(step.io, name)
         step.run(target_ids, self.lengths)
         self._past = list(step.io.get_outputs())[-len(present) :]
-        return step.candidates()
+        return step
 
     def _take(self, values: Sequence[ort.OrtValue], rows: Ids) -> list[ort.OrtValue]:
         """Take rows of keys and values, [rows, …] → [new_rows, …], without leaving the device."""

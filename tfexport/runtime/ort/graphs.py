@@ -10,12 +10,13 @@ import onnxruntime as ort
 from tfexport.runtime.ort.cache import DeviceBuffers, HostBuffers, RowBuffers
 from tfexport.runtime.ort.device import OrtDevice, host_value, run, still_open
 from tfexport.runtime.ort.gather import RowGather
-from tfexport.runtime.session import Candidates, Ids, Mask, in_order_of_id
+from tfexport.runtime.session import Candidates, Ids, Mask, given_candidates, in_order_of_id
 from tfexport.spec import (
     CACHE_LENGTHS,
     CANDIDATE_IDS,
     CANDIDATE_LOGITS,
     LOG_NORMALIZER,
+    LOGITS,
     NUM_CANDIDATES,
     SOURCE_IDS,
     SOURCE_MASK,
@@ -63,6 +64,8 @@ class OrtGraphs:
 class Step:
     """A binding of the decoder for one number of rows, tokens and candidates, with all but sources and caches.
 
+    It finds the best candidates, or the logits of the vocabulary.
+
     What a step reads and writes lies on the device but num_candidates: shapes are read on the host.
 
     Attributes:
@@ -70,24 +73,31 @@ class Step:
     """
 
     def __init__(
-        self, graphs: OrtGraphs, rows: int, num_candidates: int, *, target_len: int = 1, reads_lengths: bool = True
+        self,
+        graphs: OrtGraphs,
+        rows: int,
+        num_candidates: int | None,
+        *,
+        target_len: int = 1,
+        reads_lengths: bool = True,
     ) -> None:
         """Reserve what a step reads and writes, and bind it.
 
         Args:
             graphs: of the session.
             rows: that are decoded.
-            num_candidates: best tokens of each.
+            num_candidates: best tokens of each; None for the logits of the vocabulary.
             target_len: tokens read of each.
             reads_lengths: whether the graph is told how full each cache is.
         """
         device, self._graphs = graphs.device, graphs
         self.io = still_open(graphs.decoder).io_binding()
-        self._num_candidates = host_value(np.array([num_candidates]))  # a binding alone does not keep it alive
+        num_best = num_candidates or 1
+        self._num_candidates = host_value(np.array([num_best]))  # a binding alone does not keep it alive
         self._target_ids = device.empty((rows, target_len), "int64")
         self._lengths = device.empty((rows,), "int64") if reads_lengths else None
-        self._token_ids = device.empty((rows, num_candidates), "int64")
-        self._logits = device.empty((rows, num_candidates), "float32")
+        self._token_ids = device.empty((rows, num_best), "int64")
+        self._logits = device.empty((rows, num_candidates or graphs.spec.vocab), "float32")
         self._log_normalizer = device.empty((rows, 1), "float32")
         # An input that lies elsewhere than the graph reads it is copied when it is bound, and not again: what a step
         # changes lies where it is read.
@@ -96,7 +106,7 @@ class Step:
         if self._lengths is not None:
             self.io.bind_ortvalue_input(CACHE_LENGTHS, self._lengths)
         self.io.bind_ortvalue_output(CANDIDATE_IDS, self._token_ids)
-        self.io.bind_ortvalue_output(CANDIDATE_LOGITS, self._logits)
+        self.io.bind_ortvalue_output(CANDIDATE_LOGITS if num_candidates else LOGITS, self._logits)
         self.io.bind_ortvalue_output(LOG_NORMALIZER, self._log_normalizer)
 
     def run(self, target_ids: Ids, lengths: Ids) -> None:
@@ -119,3 +129,7 @@ class Step:
         # CUDA's radix selection puts equal logits in order of id mod 256
         # (onnxruntime/core/providers/cuda/math/topk_impl.cuh).
         return found if self._graphs.device.type == "cpu" else in_order_of_id(found)
+
+    def given(self, next_ids: Ids) -> Candidates:
+        """Return what the last run found of given tokens, int64 [rows], where it found the logits of the vocabulary."""
+        return given_candidates(next_ids, self._logits.numpy(), self._log_normalizer.numpy()[:, 0].copy())

@@ -15,6 +15,7 @@ from tfexport.runtime.session import (
     Prompts,
     check_prompts,
     check_rows,
+    check_score_step,
     check_source,
     check_sources,
     check_step,
@@ -71,11 +72,12 @@ class StaticBatch:
     def step(self, target_ids: Ids, num_candidates: int) -> Candidates:
         """Read one token of every row; see `Batch.step`."""
         check_step(self._graphs.spec, self.lengths, target_ids, num_candidates)
-        self._reserve(self._caches.rows, int(self.lengths.max()) + 1)
-        step = self._step(num_candidates)
-        step.run(target_ids, self.lengths)
-        self.lengths = self.lengths + 1
-        return step.candidates()
+        return self._run(target_ids, num_candidates).candidates()
+
+    def score_step(self, target_ids: Ids, next_ids: Ids) -> Candidates:
+        """Read one token of every row; see `ScoresTokens.score_step`."""
+        check_score_step(self._graphs.spec, self.lengths, target_ids, next_ids)
+        return self._run(target_ids, None).given(next_ids)
 
     def reorder(self, rows: Ids) -> None:
         """Let row r continue what row rows[r] was; see `Batch.reorder`."""
@@ -103,7 +105,7 @@ class StaticBatch:
         self._caches: RowBuffers = self._graphs.buffers(0, min(FIRST_CAPACITY, spec.max_target_length))
         self._cross: RowBuffers = self._graphs.buffers(0, _SOURCE_BLOCK)
         self._mask: ort.OrtValue | None = None
-        self._steps: dict[tuple[int, int], Step] = {}
+        self._steps: dict[tuple[int, int | None], Step] = {}
 
     def _encode(self, source_ids: Ids, source_mask: Mask, lengths: Ids) -> None:
         """Write keys and values of new sources behind those of the others; `lengths` are those of all."""
@@ -179,7 +181,14 @@ class StaticBatch:
         step.run(target_ids, np.zeros(len(prompts), np.int64))
         return caches
 
-    def _step(self, num_candidates: int) -> Step:
+    def _run(self, target_ids: Ids, num_candidates: int | None) -> Step:
+        self._reserve(self._caches.rows, int(self.lengths.max()) + 1)
+        step = self._step(num_candidates)
+        step.run(target_ids, self.lengths)
+        self.lengths = self.lengths + 1
+        return step
+
+    def _step(self, num_candidates: int | None) -> Step:
         """Return a step that is bound for the rows that there are."""
         key = self.lengths.size, num_candidates
         step = self._steps.pop(key, None)

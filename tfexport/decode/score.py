@@ -1,0 +1,167 @@
+"""Score given targets: how probable each of their tokens is after those before it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+
+from tfexport.decode.request import check_pairs
+from tfexport.decode.search import is_broken, log_probs_of
+from tfexport.errors import BackendError, InputError
+from tfexport.runtime.session import Batch, Candidates, Ids, ScoresTokens, Session, close_up, pad_right
+
+
+@dataclass(frozen=True)
+class Score:
+    """How probable a target is for its source, by the model as it is: no filter, no penalty, no temperature.
+
+    Attributes:
+        token_ids: what was scored: the target, and the end token unless it was not asked for.
+        log_probs: natural log p of each, given the source and all that stands before it.
+        log_prob: their sum.
+    """
+
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    log_prob: float
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target to score.
+
+    Attributes:
+        number: its place in the call.
+        source_ids: of the source, at least one token.
+        prompt: start token and prefix: what the decoder reads first.
+        target_ids: what is scored, at least one token.
+    """
+
+    number: int
+    source_ids: tuple[int, ...]
+    prompt: tuple[int, ...]
+    target_ids: tuple[int, ...]
+
+
+def score(
+    session: Session,
+    sources: Sequence[Sequence[int]],
+    targets: Sequence[Sequence[int]],
+    *,
+    prefixes: Sequence[Sequence[int]] | None = None,
+    start: int | None = None,
+    add_eos: bool = True,
+    batch_size: int = 32,
+    on_progress: Callable[[int], None] | None = None,
+) -> list[Score]:
+    """Score every target for its source; no score depends on the others or on `batch_size`.
+
+    Args:
+        session: any backend.
+        sources: token ids of each source.
+        targets: token ids of each target, without the start token.
+        prefixes: token ids that each target comes behind, read and not scored; None for none.
+        start: id that the decoder reads first; None for the model's own.
+        add_eos: end each target with the model's end token where it does not yet.
+        batch_size: pairs scored at once; fewer where the session takes fewer rows.
+        on_progress: called after each batch with the number of pairs it had.
+
+    Raises:
+        InputError: lists every pair that the model cannot take.
+        BackendError: the backend failed, or the model gave numbers that are none.
+    """
+    if batch_size < 1:
+        raise InputError(f"batch_size is {batch_size}, expected 1 or more")
+    pairs = _pairs(session, sources, targets, prefixes, start, add_eos=add_eos)
+    limits, vocab, batch = session.limits, session.spec.vocab, session.batch()
+    if not isinstance(batch, ScoresTokens) and limits.candidates.is_below(vocab):
+        raise InputError(
+            f"score: backend {session.backend} ranks {limits.candidates.most} of {vocab} tokens; "
+            f"use backend ort or eager{limits.candidates.for_more(vocab)}"
+        )
+    size = batch_size if limits.rows.most is None else min(batch_size, limits.rows.most)
+    scores: dict[int, Score] = {}
+    for some in _batches(pairs, size, can_join=batch.can_join):
+        for pair, log_probs in zip(some, _score_batch(session, some), strict=True):
+            scores[pair.number] = Score(pair.target_ids, tuple(log_probs), math.fsum(log_probs))
+        if on_progress:
+            on_progress(len(some))
+    return [scores[pair.number] for pair in pairs]
+
+
+def _pairs(
+    session: Session,
+    sources: Sequence[Sequence[int]],
+    targets: Sequence[Sequence[int]],
+    prefixes: Sequence[Sequence[int]] | None,
+    start: int | None,
+    *,
+    add_eos: bool,
+) -> list[Pair]:
+    """Check everything that is asked, and end each target."""
+    tokens = session.spec.tokens
+    check_pairs(session, sources, targets, prefixes, start, add_eos=add_eos)
+    pairs = []
+    for number, (source, target) in enumerate(zip(sources, targets, strict=True)):
+        prompt = (tokens.start if start is None else start, *map(int, prefixes[number] if prefixes else ()))
+        ended = add_eos and (len(target) == 0 or target[-1] != tokens.eos)
+        target_ids = (*map(int, target), *([tokens.eos] if ended else ()))
+        pairs.append(Pair(number, tuple(map(int, source)), prompt, target_ids))
+    return pairs
+
+
+def _batches(pairs: Sequence[Pair], size: int, *, can_join: bool) -> Iterator[Sequence[Pair]]:
+    """Divide pairs into batches of about equal lengths, longest first."""
+    by_length = sorted(pairs, key=lambda pair: (-len(pair.prompt), -len(pair.target_ids), -len(pair.source_ids)))
+    groups = [by_length]
+    if not can_join:  # then prompts have to be equally long
+        groups = [list(group) for _, group in groupby(by_length, lambda pair: len(pair.prompt))]
+    for group in groups:
+        yield from (group[first : first + size] for first in range(0, len(group), size))
+
+
+def _score_batch(session: Session, pairs: Sequence[Pair]) -> list[list[float]]:
+    """Read the targets side by side, a token of each at a time; a pair leaves behind its last one."""
+    batch = session.batch()
+    source_ids, source_mask = pad_right([pair.source_ids for pair in pairs], session.spec.tokens.pad)
+    batch.add(source_ids, source_mask, [pair.prompt for pair in pairs])
+    found: list[list[float]] = [[] for _ in pairs]
+    live, newest = list(range(len(pairs))), np.array([pair.prompt[-1] for pair in pairs])
+    for step in range(max(len(pair.target_ids) for pair in pairs)):
+        if step:
+            leaving = np.flatnonzero([len(pairs[number].target_ids) == step for number in live])
+            if leaving.size:
+                kept = close_up(len(live), leaving)
+                batch.remove(leaving)
+                live, newest = [live[place] for place in kept], newest[kept]
+        following = np.array([pairs[number].target_ids[step] for number in live])
+        for number, log_prob in zip(live, _log_probs(session, batch, newest, following), strict=True):
+            if math.isnan(log_prob):
+                raise BackendError(
+                    f"score: the model gave NaN or infinite logits for pair {pairs[number].number + 1} at token "
+                    f"{step + 1}; check its weights, or export with --precision fp32"
+                )
+            found[number].append(log_prob)
+        newest = following
+    return found
+
+
+def _log_probs(session: Session, batch: Batch, target_ids: Ids, next_ids: Ids) -> list[float]:
+    """Read a token of every row and return log p of given next ones; NaN where the model gave numbers that are none."""
+    if isinstance(batch, ScoresTokens):
+        found = batch.score_step(target_ids, next_ids)
+    else:
+        found = _of_given(batch.step(target_ids, session.spec.vocab), next_ids)
+    log_probs, broken = log_probs_of(found)[:, 0], is_broken(found)
+    values: list[float] = (log_probs if broken is None else np.where(broken, np.nan, log_probs)).tolist()
+    return values
+
+
+def _of_given(found: Candidates, next_ids: Ids) -> Candidates:
+    """Find given tokens among candidates that are the whole vocabulary."""
+    place = (found.token_ids == next_ids[:, None]).argmax(1)[:, None]
+    return Candidates(next_ids[:, None], np.take_along_axis(found.logits, place, 1), found.log_normalizer)
