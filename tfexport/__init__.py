@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     __version__: str
-    from tfexport.decode.score import Score as Score
     from tfexport.errors import BackendError as BackendError
     from tfexport.errors import BenchError as BenchError
     from tfexport.errors import BundleError as BundleError
@@ -30,7 +29,6 @@ _HOME = {
     "load": "model",
     "Model": "model",
     "Result": "model",
-    "Score": "decode.score",
     "DecodeConfig": "generation",
     "TfexportError": "errors",
     "BackendError": "errors",
@@ -56,7 +54,6 @@ __all__ = [
     "Model",
     "ParityError",
     "Result",
-    "Score",
     "TfexportError",
     "__version__",
     "load",

@@ -10,6 +10,7 @@ from click.testing import CliRunner, Result
 
 import tfexport
 from tfexport.cli import main
+from tfexport.decode.score import Score
 
 PAIRS = [("Dienstag, 3. März 2026", "2026-03-03"), ("le 14 juillet 1989", "1989-07-14"), ("le 14 juillet 1989", "1990")]
 
@@ -19,12 +20,12 @@ def run(*arguments: object, stdin: bytes | None = None) -> Result:
 
 
 @pytest.fixture(scope="module")
-def scores(dates_bundle: Path) -> list[tfexport.Score]:
+def scores(dates_bundle: Path) -> list[Score]:
     with tfexport.load(dates_bundle, threads=1) as model:
         return model.score(*zip(*PAIRS, strict=True))
 
 
-def test_sums_of_tab_separated_pairs(dates_bundle: Path, scores: list[tfexport.Score], tmp_path: Path) -> None:
+def test_sums_of_tab_separated_pairs(dates_bundle: Path, scores: list[Score], tmp_path: Path) -> None:
     lines = ["\t".join(pair) for pair in PAIRS]
     expected = [f"{one.log_prob:z.4f}" for one in scores]
     assert scores[0].log_prob > -0.01 > -5 > scores[2].log_prob
@@ -49,7 +50,7 @@ def test_what_generate_writes_can_be_scored(dates_bundle: Path) -> None:
         assert row["log_prob"] == pytest.approx(other["score"] * len(row["token_ids"]), rel=1e-4, abs=1e-6)
 
 
-def test_the_end_can_be_left_out(dates_bundle: Path, scores: list[tfexport.Score]) -> None:
+def test_the_end_can_be_left_out(dates_bundle: Path, scores: list[Score]) -> None:
     result = run("score", dates_bundle, "\t".join(PAIRS[2]), "--no-add-eos", "--json")
     row = json.loads(result.stdout)
     assert row["token_ids"] == list(scores[2].token_ids[:-1])
