@@ -37,6 +37,7 @@ class DecodeConfig(Config, subject="decoding"):
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
     no_repeat_ngram_size: int = 0
+    encoder_no_repeat_ngram_size: int = 0
     repetition_penalty: float = 1.0
     do_sample: bool = False
     temperature: float = 1.0
@@ -103,6 +104,7 @@ class DecodeConfig(Config, subject="decoding"):
             "min_new_tokens": 0,
             "min_length": 0,
             "no_repeat_ngram_size": 0,
+            "encoder_no_repeat_ngram_size": 0,
             "top_k": 0,
             "seed": 0,
         }

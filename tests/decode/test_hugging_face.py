@@ -160,6 +160,8 @@ FILTERS = {
     "suppressed": {"suppress_tokens": [7, 8, 9, 30, EOS]},
     "bad words": {"bad_words_ids": [[7], [8, 9], [PAD, 12], [3, 4, 5], [EOS], [EOS, 4]]},
     "not too short": {"min_length": 9},
+    "not the source's": {"encoder_no_repeat_ngram_size": 2, "suppress_tokens": [PAD]},
+    "no word of the source": {"encoder_no_repeat_ngram_size": 1, "no_repeat_ngram_size": 3, "suppress_tokens": [PAD]},
     "last": {"forced_eos_token_id": EOS},
     "last, and no end": {"forced_eos_token_id": 5, "eos_token_id": [EOS, 2]},
     "several ends": {"eos_token_id": [EOS, 5, 17]},
@@ -278,12 +280,13 @@ def drawn_settings(rng: np.random.Generator) -> dict[str, object]:
     options: list[dict[str, object]] = [
         {"no_repeat_ngram_size": int(rng.integers(1, 4))},
         {"repetition_penalty": float(rng.choice([0.8, 1.2, 1.5]))},
+        {"encoder_no_repeat_ngram_size": int(rng.integers(1, 4)), "suppress_tokens": [PAD, *ids(2)]},  # it counts there
         {"min_length": int(rng.integers(2, 12))},
         {"max_length": int(rng.integers(2, 20))},
         {"forced_bos_token_id": ids(1)[0]},
         {"forced_eos_token_id": EOS},
         {"bad_words_ids": [ids(rng.integers(1, 4)) for _ in range(rng.integers(1, 30))]},
-        {"suppress_tokens": ids(3)},
+        {"suppress_tokens": [PAD, *ids(3)]},
         {"eos_token_id": [EOS, *ids(rng.integers(0, 3))]},
         {"decoder_start_token_id": ids(1)[0]},
         {"stop_strings": ["".join(rng.choice(list("stop"), 3)) for _ in range(2)]},

@@ -61,6 +61,7 @@ CONFIGS = [
     DecodeConfig(max_time=1000.0),
     DecodeConfig(eos_token_id=(EOS, 9), forced_eos_token_id=9, max_length=7),
     DecodeConfig(bad_words_ids=((5,), (3, 4)), min_length=6, decoder_start_token_id=4),
+    DecodeConfig(encoder_no_repeat_ngram_size=1),
     DecodeConfig(forced_bos_token_id=EOS),
     DecodeConfig(forced_bos_token_id=7, max_new_tokens=1),
     DecodeConfig(),

@@ -24,6 +24,7 @@ _DECODE_HELP = {
     "length_penalty": "Exponent of the length in a beam's score; above 0 prefers longer texts.",
     "early_stopping": "End beams at num-beams texts (true), when better is unlikely (false) or impossible (never).",
     "no_repeat_ngram_size": "Never repeat a sequence of so many tokens; 0 allows it.",
+    "encoder_no_repeat_ngram_size": "Never say a sequence of so many tokens that the source has; 0 allows it.",
     "repetition_penalty": "Divide the score of tokens that are there already; 1 changes nothing.",
     "do_sample": "Draw tokens at random instead of taking the best.",
     "temperature": "Flatten (above 1) or sharpen (below 1) what is drawn from.",

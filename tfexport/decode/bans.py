@@ -1,4 +1,4 @@
-"""Tokens that would complete what a text may not say: a repeated n-gram, or a sequence that is banned."""
+"""Tokens that would complete what a text may not say: an n-gram of it or its source, or a sequence that is banned."""
 
 from __future__ import annotations
 
@@ -41,19 +41,54 @@ class BannedSequences:
         return found
 
 
+class SourceNgrams:
+    """The n-grams of each row's source, which its text may not hold."""
+
+    def __init__(self, size: int, vocab: int) -> None:
+        """Begin without a row; 0 as the size bans nothing."""
+        self._size, self._vocab = size, vocab
+        self._sources: list[Sequence[int]] = []
+
+    def add(self, sources: Iterable[Sequence[int]]) -> None:
+        """Begin a row with each source."""
+        if self._size:
+            self._sources += sources
+
+    def keep(self, rows: Ids) -> None:
+        """Forget all rows but `rows`, int64 [new rows]."""
+        if self._size:
+            self._sources = [self._sources[row] for row in rows.tolist()]
+
+    def completions(self, history: History) -> list[Ids]:
+        """Find the tokens that would complete an n-gram of the source; see `repeats`."""
+        if not self._size:
+            return []
+        lengths = np.array([len(source) for source in self._sources])
+        tokens = np.full((len(lengths), lengths.max()), self._vocab)
+        for row, source in zip(tokens, self._sources, strict=True):
+            row[: len(source)] = source
+        # A source may be of another vocabulary: what no text can say is no ban.
+        tokens = tokens.clip(max=self._vocab)
+        return _completions(tokens, lengths, history, self._size, self._vocab)
+
+
 def repeats(history: History, size: int, vocab: int) -> list[Ids]:
     """Find the tokens that would repeat an n-gram of `size` tokens.
 
     Returns:
         Nothing, or int64 [rows, num_ngrams], the size of the vocabulary in the places of no token.
     """
-    tokens, lengths = history.tokens, history.lengths
+    return _completions(history.tokens, history.lengths, history, size, vocab)
+
+
+def _completions(tokens: Ids, lengths: Ids, history: History, size: int, vocab: int) -> list[Ids]:
+    """Find how the n-grams of `tokens`, `lengths` of each row, go on that begin as the history ends; see `repeats`."""
     num_ngrams = tokens.shape[1] - size + 1
     if num_ngrams < 1:
         return []
     # What a row's next token would complete: its last size - 1 tokens.
     begun = _newest(history, size - 1)
-    matches: Mask = np.arange(num_ngrams) <= lengths[:, None] - size
+    matches: Mask = (np.arange(num_ngrams) <= lengths[:, None] - size) & (history.lengths >= size - 1)[:, None]
     for place in range(size - 1):
         matches &= tokens[:, place : place + num_ngrams] == begun[:, place, None]
     return [np.where(matches, tokens[:, size - 1 :], vocab)] if matches.any() else []

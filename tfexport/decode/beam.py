@@ -139,6 +139,7 @@ class BeamSearch:
         self._num_new = np.concatenate((self._num_new, [request.num_forced for request in requests]))
         self._limits = np.concatenate((self._limits, [request.max_new_tokens for request in requests]))
         self._finished.begin(len(requests))
+        self._filters.add(request.source_ids for request in requests for _ in range(self.width))
         self._stops.add(len(requests))
         self._steps_left = int((self._limits - self._num_new).min())
 
@@ -204,7 +205,9 @@ class BeamSearch:
     def remove(self, kept: Ids) -> None:
         """Go on with some sources; see `Search.remove`."""
         self.requests = [self.requests[place] for place in kept.tolist()]
-        self.history.keep((kept[:, None] * self.width + np.arange(self.width)).ravel())
+        rows = (kept[:, None] * self.width + np.arange(self.width)).ravel()
+        self.history.keep(rows)
+        self._filters.keep(rows)
         self._running, self._num_new, self._limits = self._running[kept], self._num_new[kept], self._limits[kept]
         self._finished.select(kept)
         self._stops.keep(kept)

@@ -8,11 +8,12 @@ can only lower n tokens of a row leaves the best k of it among the k + n best.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tfexport.decode.bans import BannedSequences, repeats
+from tfexport.decode.bans import BannedSequences, SourceNgrams, repeats
 from tfexport.decode.ends import Ends
 from tfexport.decode.history import History
 from tfexport.generation import DecodeConfig
@@ -39,8 +40,9 @@ class Filters:
         words = [word for word in config.bad_words_ids if len(word) > 1 or word[0] not in self.ends.ids]
         suppressed = [*config.suppress_tokens, *(word[0] for word in words if len(word) == 1)]
         sequences = [word for word in words if len(word) > 1]
-        self._bans_sequences = config.no_repeat_ngram_size > 0 or bool(sequences)
+        self._bans_sequences = max(config.no_repeat_ngram_size, config.encoder_no_repeat_ngram_size, len(sequences)) > 0
         self._penalises, self._sequences = config.repetition_penalty != 1, BannedSequences(sequences, spec.vocab)
+        self._source_ngrams = SourceNgrams(config.encoder_no_repeat_ngram_size, spec.vocab)
         self._num_banned = len(set(suppressed)) + len(self.ends.ids) * config.bans_ends
         self.are_set = self._penalises or self._bans_sequences or self._num_banned > 0
         self.leave_best = not (self._penalises or self._bans_sequences or suppressed)
@@ -50,6 +52,14 @@ class Filters:
             self._suppressed[suppressed] = True
         self._completions: Ids | None = None  # of the history that was asked with last
         self._marks: NDArray[np.bool_] = np.zeros((0, spec.vocab + 1), np.bool_)
+
+    def add(self, sources: Iterable[Sequence[int]]) -> None:
+        """Begin a row with each source."""
+        self._source_ngrams.add(sources)
+
+    def keep(self, rows: Ids) -> None:
+        """Forget all rows but `rows`, int64 [new rows]."""
+        self._source_ngrams.keep(rows)
 
     def num_candidates(self, wanted: int, history: History) -> int:
         """Return how many candidates to ask for, so that the `wanted` best are among them after filtering."""
@@ -113,7 +123,8 @@ class Filters:
 
     def _find_completions(self, history: History) -> Ids | None:
         """Find the tokens that would complete what may not be said, [rows, …] as `repeats` does; None for none."""
-        size, found = self._config.no_repeat_ngram_size, self._sequences.completions(history)
+        size = self._config.no_repeat_ngram_size
+        found = self._sequences.completions(history) + self._source_ngrams.completions(history)
         if size:
             found += repeats(history, size, self._vocab)
         return np.concatenate(found, 1) if found else None

@@ -48,6 +48,7 @@ class GreedySearch:
         self._num_new = np.concatenate((self._num_new, [request.num_forced for request in requests]))
         self._limits = np.concatenate((self._limits, [request.max_new_tokens for request in requests]))
         self._totals = np.concatenate((self._totals, np.zeros(len(requests))))
+        self._filters.add(request.source_ids for request in requests)
         self._stops.add(len(requests))
         if self._sampler:
             self._sampler.add(requests)
@@ -112,6 +113,7 @@ class GreedySearch:
         self.requests = [self.requests[place] for place in kept.tolist()]
         self.history.keep(kept)
         self._num_new, self._limits, self._totals = self._num_new[kept], self._limits[kept], self._totals[kept]
+        self._filters.keep(kept)
         self._stops.keep(kept)
         if self._sampler:
             self._sampler.keep(kept)

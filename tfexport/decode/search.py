@@ -134,7 +134,7 @@ def nothing_left(request: Request, num_new: int) -> InputError:
     """Say that every token is banned for a text."""
     return InputError(
         f"decode: text {request.text + 1} has no token to choose from after {num_new} new ones; "
-        "relax suppress_tokens, bad_words_ids, no_repeat_ngram_size, min_new_tokens or min_length"
+        "relax suppress_tokens, bad_words_ids, the sizes of n-grams, min_new_tokens or min_length"
     )
 
 

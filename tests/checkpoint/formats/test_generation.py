@@ -42,6 +42,7 @@ def drawn_defaults(rng: np.random.Generator, pad: int, eos: int, start: int) -> 
         {"num_beams": int(rng.integers(2, 5)), "length_penalty": float(rng.choice([0.6, 2.0])), "early_stopping": True},
         {"no_repeat_ngram_size": int(rng.integers(1, 4))},
         {"repetition_penalty": float(rng.choice([0.9, 1.3]))},
+        {"encoder_no_repeat_ngram_size": int(rng.integers(1, 4))},
         {"min_length": int(rng.integers(2, 9))},
         {"min_new_tokens": int(rng.integers(1, 6))},
         {"forced_bos_token_id": ids(1)[0]},

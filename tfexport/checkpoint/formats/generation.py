@@ -19,7 +19,6 @@ _OURS = {field.name for field in dataclasses.fields(GenerationDefaults)} - {"see
 _NOT_HERE: dict[str, tuple[object, ...]] = {
     "num_beam_groups": (1,),
     "diversity_penalty": (0,),
-    "encoder_no_repeat_ngram_size": (0,),
     "encoder_repetition_penalty": (1,),
     "exponential_decay_length_penalty": (),
     "begin_suppress_tokens": ([],),
