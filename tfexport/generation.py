@@ -228,7 +228,7 @@ class GenerationDefaults(DecodeConfig, subject="generation"):
         idle = [] if asked.get("do_sample") else [*_OF_SAMPLES]
         idle += _OF_BEAMS if asked.get("num_beams", 1) == 1 else []
         given = {name: value for name, value in given.items() if name not in idle}
-        limit = options.get("max_new_tokens")
+        limit = asked.get("max_new_tokens")
         if isinstance(limit, int) and given.get("min_new_tokens", 0) > limit:
             given["min_new_tokens"] = limit  # no end before the limit, as they say
         return given
