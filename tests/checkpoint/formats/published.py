@@ -197,7 +197,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "umt5",
         "architectures": ["UMT5ForConditionalGeneration"],
         "feed_forward_proj": "gated-gelu",
-        "num_decoder_layers": 3,
         "relative_attention_max_distance": 20,
         "relative_attention_num_buckets": 8,
         "scalable_attention": True,
@@ -262,5 +261,9 @@ def save(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def load(folder: Path) -> Any:
     """Load a directory with transformers itself, in float64."""
-    model_type = json.loads((folder / "config.json").read_text())["model_type"]
-    return getattr(transformers, CLASSES[model_type]).from_pretrained(folder).double().eval()
+    config = json.loads((folder / "config.json").read_text())
+    model = getattr(transformers, CLASSES[config["model_type"]]).from_pretrained(folder).double().eval()
+    if config["model_type"] == "umt5":
+        # transformers 5 scales its logits whatever the file says; 4 did not, and so the published ones were trained.
+        model.config.tie_word_embeddings = config.get("tie_word_embeddings", True)
+    return model
