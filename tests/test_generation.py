@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
 
 import tfexport
 from tests.checkpoint.formats import published
+from tests.checkpoint.formats.test_generation import drawn_defaults
 from tests.conftest import DATES
 from tfexport import ConfigError, DecodeConfig, Model
 from tfexport.checkpoint.importer import import_checkpoint
@@ -22,6 +24,8 @@ from tfexport.export import export_bundle
 from tfexport.generation import GenerationDefaults
 from tfexport.graph.config import ExportConfig
 
+TEXT = "le 14 juillet 1989"
+SAMPLING = {"temperature", "top_k", "top_p"}
 SAID: dict[str, Any] = {
     "eos_token_id": [0, 11],
     "decoder_start_token_id": 5,
@@ -33,6 +37,7 @@ SAID: dict[str, Any] = {
     "length_penalty": 2.0,
     "no_repeat_ngram_size": 2,
 }
+VOCAB = json.loads((DATES / "tokenizer.json").read_text())["model"]["vocab"]
 SOURCES = [[3, 9, 12, 0], [7, 0], [31, 4, 18, 22, 25, 0], [2, 2, 0], [17, 30, 0]]
 
 
@@ -120,6 +125,18 @@ def test_a_bundle_says_what_the_directory_says_in_transformers(
     assert len(set(map(tuple, expected))) > 2
 
 
+@pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
+@pytest.mark.parametrize("seed", range(8))
+def test_options_of_a_call_go_before_the_defaults_as_in_transformers(folder: Path, model: Model, seed: int) -> None:
+    drawn = drawn_defaults(np.random.default_rng(seed), 40, 0, 40)
+    options = {name: value for name, value in drawn.items() if hasattr(DecodeConfig, name) and name not in SAMPLING}
+    if "min_new_tokens" in options:
+        options.pop("min_length", None)
+        options["min_new_tokens"] = min(options["min_new_tokens"], options.get("max_new_tokens", 99))
+    expected = theirs(folder, **options)
+    assert [list(best.token_ids) for (best,) in model.generate_ids(SOURCES, **options)] == expected
+
+
 def test_a_configuration_takes_the_place_of_all_defaults(model: Model) -> None:
     assert model.decoding(DecodeConfig(max_new_tokens=3)) == DecodeConfig(max_new_tokens=3)
     assert model.decoding(DecodeConfig(max_new_tokens=3), num_beams=2) == DecodeConfig(max_new_tokens=3, num_beams=2)
@@ -157,20 +174,42 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     bundle = with_defaults(DATES, tmp_path / "model", '{"num_beams": 3, "num_return_sequences": 2, "max_length": 6}')
 
     def says(*options: str) -> list[str]:
-        done = CliRunner().invoke(main, ["generate", str(bundle), "le 14 juillet 1989", *options])
+        done = CliRunner().invoke(main, ["generate", str(bundle), TEXT, *options])
         assert done.exit_code == 0, done.output
         return done.stdout.splitlines()
 
     with tfexport.load(bundle, threads=1) as model:
-        two = [result.text for result in model.generate(["le 14 juillet 1989"])]
+        two = [result.text for result in model.generate([TEXT])]
     assert len(two[0]) == 5
     assert [line.split("\t")[2] for line in says()] == two
     assert says("--num-return-sequences", "1") == two[:1]
     assert says("--num-return-sequences", "1", "--max-length", "none", "--num-beams", "1") == ["1989-07-14"]
     assert says("--num-return-sequences", "1", "--max-new-tokens", "3") == ["198"]
-    assert says(
-        "--num-return-sequences", "1", "--max-new-tokens", "9", "--stop-strings", "x", "--stop-strings", "9-"
-    ) == ["1989-"]
+    one = ("--num-return-sequences", "1", "--max-new-tokens", "9")
+    assert says(*one, "--stop-strings", "x", "--stop-strings", "9-") == ["1989-"]
+
+
+def test_lists_are_taken_back_on_the_command_line(tmp_path: Path) -> None:
+    defaults = {"stop_strings": ["-"], "bad_words_ids": [[VOCAB["9"]]], "suppress_tokens": [VOCAB["8"]]}
+    bundle = with_defaults(DATES, tmp_path / "model", json.dumps(defaults))
+    command = ["generate", str(bundle), TEXT]
+    texts = [
+        CliRunner().invoke(main, [*command, *options]).stdout.strip()
+        for options in ([], ["--bad-words-ids", "", "--suppress-tokens", "", "--stop-strings", ""])
+    ]
+    assert texts[0].endswith("-")
+    assert not {"8", "9"} & set(texts[0])
+    assert texts[1] == "1989-07-14"
+
+
+def test_a_stream_begins_from_the_defaults(tmp_path: Path) -> None:
+    bundle = with_defaults(DATES, tmp_path / "model", '{"max_length": 6, "num_beams": 2, "stop_strings": "-"}')
+    with tfexport.load(bundle, threads=1) as model:
+        with pytest.raises(tfexport.InputError, match="num_beams is 2, but tokens can only be handed out"):
+            model.stream(TEXT)
+        assert "".join(model.stream(TEXT, num_beams=1)) == "1989-"
+        assert "".join(model.stream(TEXT, num_beams=1, max_length=None, stop_strings=[])) == "1989-07-14"
+        assert "".join(model.stream(TEXT, config=DecodeConfig())) == "1989-07-14"
 
 
 @pytest.mark.parametrize(
@@ -197,4 +236,4 @@ def test_a_model_directory_is_read_strictly(defaults: str, message: str, tmp_pat
 def test_a_limit_that_the_bundle_does_not_reach_is_lowered(tmp_path: Path) -> None:
     bundle = with_defaults(DATES, tmp_path / "model", '{"max_new_tokens": 10000}')
     with tfexport.load(bundle, threads=1) as model:
-        assert model.generate(["le 14 juillet 1989"])[0].text == "1989-07-14"
+        assert model.generate([TEXT])[0].text == "1989-07-14"

@@ -96,13 +96,13 @@ def decode_options(command: F) -> F:
         if field.name == "early_stopping":
             more = {"type": click.Choice(["true", "false", "never"]), "default": "false", "callback": _early_stopping}
         elif field.name == "bad_words_ids":
-            more = {"type": CommaList(click.INT), "multiple": True, "show_default": False}
+            more = {"type": CommaList(click.INT), "multiple": True, "show_default": False, "callback": _without_empty}
         elif field.name in ("forced_eos_token_id", "eos_token_id"):
             more = {"type": NoneOr(CommaList(click.INT))}
         elif field.name == "max_time":
             more = {"type": NoneOr(click.FLOAT)}
         elif field.name == "stop_strings":
-            more = {"multiple": True, "show_default": False}
+            more = {"multiple": True, "show_default": False, "callback": _without_empty}
         elif kind is tuple:
             more = {"type": CommaList(click.INT), "default": default, "show_default": False}
         elif kind is bool:
@@ -114,6 +114,11 @@ def decode_options(command: F) -> F:
 def is_given(name: str) -> bool:
     """Say whether an option of the running command was given, and does not only have its default."""
     return click.get_current_context().get_parameter_source(name) is not ParameterSource.DEFAULT
+
+
+def _without_empty(_context: click.Context, _parameter: click.Parameter, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Drop what is empty: given alone it takes back what a bundle brings."""
+    return tuple(value for value in values if value)
 
 
 def _early_stopping(_context: click.Context, _parameter: click.Parameter, value: str) -> bool | str:
