@@ -11,8 +11,8 @@ from pathlib import Path
 
 from tfexport.bundle.bundle import Bundle, create_bundle, open_bundle
 from tfexport.bundle.manifest import ENGINES
-from tfexport.checkpoint.formats.coverage import check_coverage
-from tfexport.checkpoint.formats.vocabulary import Side, tokenizer_json
+from tfexport.checkpoint.formats.hugging_face_tokenizer import TokenizerFiles
+from tfexport.checkpoint.formats.tokenizer import read_tokenizer
 from tfexport.errors import ConfigError
 from tfexport.fields import Config
 from tfexport.files.names import MANIFEST, TARGET_TOKENIZER, TOKENIZER
@@ -43,7 +43,8 @@ def replace_tokenizer(
     Args:
         path: of the bundle, which is replaced whole or not at all.
         config: ids around a text.
-        tokenizer: a tokenizer.json, a SentencePiece model, or a list with one token a line; None leaves it.
+        tokenizer: a tokenizer.json, a SentencePiece model, a list with one token a line, or a Hugging Face
+            directory; None leaves it.
         target_tokenizer: the target's own; None leaves it.
         report: told what happens, a line at a time.
 
@@ -60,9 +61,9 @@ def replace_tokenizer(
     if not changes and tokenizer is None and target_tokenizer is None:
         raise ConfigError("tokenizer: nothing is to change; give --tokenizer, --source-suffix or another option")
     bundle = open_bundle(path)
-    text = replace(bundle.manifest.text, **changes)
     with tempfile.TemporaryDirectory() as folder:
-        files = _files(bundle, Path(folder), tokenizer, target_tokenizer, report)
+        files, around = _files(bundle, Path(folder), tokenizer, target_tokenizer, report)
+        text = replace(bundle.manifest.text, **{**around, **changes})
         opened = Tokenizer.load(files[TOKENIZER], bundle.manifest.spec, target=files.get(TARGET_TOKENIZER), text=text)
         check_texts(opened)
         report(f"compared: {text.proof}")
@@ -71,28 +72,34 @@ def replace_tokenizer(
 
 def _files(
     bundle: Bundle, folder: Path, source: Path | None, target: Path | None, report: Callable[[str], None]
-) -> dict[str, Path]:
-    """Return the tokenizers of the bundle as they shall be, by name."""
+) -> tuple[dict[str, Path], dict[str, tuple[int, ...]]]:
+    """Return the tokenizers of the bundle as they shall be, by name, and what a directory's puts around a source."""
     manifest = bundle.manifest
     files = {name: bundle.file(name) for name in (TOKENIZER, TARGET_TOKENIZER) if name in manifest.files}
-    given = {name: path for name, path in ((TOKENIZER, source), (TARGET_TOKENIZER, target)) if path is not None}
-    if TOKENIZER not in {*files, *given}:
+    if TOKENIZER not in files and source is None:
         raise ConfigError(f"tokenizer: {bundle.path} has none; give one as --tokenizer")
-    if manifest.config is None and given:
-        raise ConfigError(
-            f"tokenizer: {bundle.path} was made from your own module; put the tokenizer beside it and export again"
-        )
-    sides: dict[str, Side | None] = {TOKENIZER: "source", TARGET_TOKENIZER: "target"}
-    if TARGET_TOKENIZER not in {*files, *given}:
-        sides[TOKENIZER] = None
-    for name, path in given.items():
-        assert manifest.config is not None
-        raw = tokenizer_json(path, manifest.config, sides[name])
-        if warning := check_coverage(raw, path, manifest.config, sides[name]):
-            report(warning)
+    config = manifest.config
+    if config is None:
+        if source or target:
+            raise ConfigError(
+                f"tokenizer: {bundle.path} was made from your own module; put the tokenizer beside it and export again"
+            )
+        return files, {}
+    has_two = target is not None or TARGET_TOKENIZER in files
+    found = TokenizerFiles({}, ())
+    if source is not None:
+        found = read_tokenizer(source, config, "source" if has_two and not source.is_dir() else None)
+    made, notes = dict(found.files), found.notes
+    if target is not None:
+        theirs = read_tokenizer(target, config, "target")
+        made[TARGET_TOKENIZER], notes = theirs.files[TOKENIZER], (*notes, *theirs.notes)
+    for name, raw in made.items():
         (folder / name).write_bytes(raw)
         files[name] = folder / name
-    return files
+    for note in notes:
+        report(note)
+    around = {"source_prefix": found.source_prefix, "source_suffix": found.source_suffix}
+    return files, {name: ids for name, ids in around.items() if ids}
 
 
 def _written(bundle: Bundle, files: dict[str, Path], text: TextConfig) -> Bundle:

@@ -16,7 +16,6 @@ from tfexport.checkpoint.detect.search import FLOAT32_TOLERANCE
 from tfexport.checkpoint.family import Family, as_transformers_loads, read_family
 from tfexport.checkpoint.formats.container import Checkpoint, read_checkpoint, without_prefix
 from tfexport.checkpoint.formats.generation import Generation, read_generation
-from tfexport.checkpoint.formats.hugging_face_tokenizer import directory_tokenizer
 from tfexport.checkpoint.layout.apply import Canonical, apply_layout, unmatched
 from tfexport.checkpoint.layout.layout import (
     SIDES,
@@ -98,8 +97,8 @@ def import_checkpoint(
         output: model directory to create.
         config: which layout, heads and settings.
         golden: file that `tfexport.checkpoint.reference.golden.record` wrote.
-        tokenizer: a tokenizer.json, a SentencePiece model, or a list with one token a line; of both sides where there
-            is no other.
+        tokenizer: a tokenizer.json, a SentencePiece model, a list with one token a line, or a Hugging Face
+            directory; of both sides where there is no other.
         target_tokenizer: the target's own.
         force: replace a model directory that is there; it stays whole until the new one is.
         report: told what happens, a line at a time.
@@ -398,8 +397,7 @@ def _text(
     around = TextConfig(**{name: getattr(config, name) for name in ("source_prefix", "source_suffix", "target_prefix")})
     recorded = proof.golden.text if proof else None
     if tokenizers is None and checkpoint.hf_config is not None:
-        found = directory_tokenizer(path, checkpoint.hf_config)
-        return import_directory_text(found, around, recorded, model, has_own_weights=has_own_weights)
+        return import_directory_text(path, around, recorded, model, has_own_weights=has_own_weights)
     return import_text(tokenizers, around, recorded, model, has_own_weights=has_own_weights)
 
 

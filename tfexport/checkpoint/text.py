@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tfexport.checkpoint.formats.coverage import check_coverage
-from tfexport.checkpoint.formats.hugging_face_tokenizer import DirectoryTokenizer
-from tfexport.checkpoint.formats.vocabulary import Side, tokenizer_json
+from tfexport.checkpoint.formats.hugging_face_tokenizer import TokenizerFiles, tokenizer_files
+from tfexport.checkpoint.formats.tokenizer import read_tokenizer, read_tokenizers
 from tfexport.errors import BackendError, BundleError, CheckpointError
 from tfexport.files.names import TARGET_TOKENIZER, TEXT, TOKENIZER
 from tfexport.models.config import TransformerConfig, model_spec
@@ -76,28 +75,39 @@ def import_text(
     if tokenizers is None:
         lost = ("there are recorded texts, but no tokenizer to compare: give --tokenizer",) if recorded else ()
         return ImportedText({}, notes=lost)
-    shared = tokenizers.target is None
-    side: Side | None = None if shared else "source"
-    files = {TOKENIZER: tokenizer_json(tokenizers.source, config, side)}
-    warnings = [check_coverage(files[TOKENIZER], tokenizers.source, config, side)]
-    if tokenizers.target is not None:
-        files[TARGET_TOKENIZER] = tokenizer_json(tokenizers.target, config, "target")
-        warnings.append(check_coverage(files[TARGET_TOKENIZER], tokenizers.target, config, "target"))
+    found = read_tokenizers(tokenizers.source, tokenizers.target, config)
+    return _compared(found, given, recorded, config, has_own_weights=has_own_weights)
+
+
+def _compared(
+    found: TokenizerFiles,
+    given: TextConfig,
+    recorded: TextConfig | None,
+    config: TransformerConfig,
+    *,
+    has_own_weights: bool,
+) -> ImportedText:
+    """Compare what was read with recorded texts; without them, what the user leaves open is as transformers has it."""
+    files = dict(found.files)
+    if recorded is None:
+        given = replace(
+            given,
+            source_prefix=given.source_prefix or found.source_prefix,
+            source_suffix=given.source_suffix or found.source_suffix,
+        )
     spec = model_spec(config, "fp32")
     with tempfile.TemporaryDirectory() as folder:
         for name, raw in files.items():
             (Path(folder) / name).write_bytes(raw)
-        target = None if shared else Path(folder) / TARGET_TOKENIZER
+        target = Path(folder) / TARGET_TOKENIZER if TARGET_TOKENIZER in files else None
 
         def load(text: TextConfig) -> Tokenizer:
             return Tokenizer.load(Path(folder) / TOKENIZER, spec, target=target, text=text)
 
         text = fitted(load, recorded, given) if recorded else given
         tokenizer = load(text)
-    notes = (
-        *filter(None, warnings),
-        *_notes(tokenizer, given, is_compared=bool(recorded), has_decoder=spec.has_decoder),
-    )
+    around = _notes(tokenizer, given, is_compared=bool(recorded), has_decoder=spec.has_decoder)
+    notes = (*found.notes, *around)
     if not has_own_weights:
         text = replace(text, samples=tuple(replace(s, target_ids=(), output=None) for s in text.samples))
     files[TEXT] = (json.dumps(text.to_dict(), ensure_ascii=False, indent=2) + "\n").encode()
@@ -106,7 +116,7 @@ def import_text(
 
 
 def import_directory_text(
-    found: DirectoryTokenizer,
+    directory: Path,
     given: TextConfig,
     recorded: TextConfig | None,
     config: TransformerConfig,
@@ -116,7 +126,7 @@ def import_directory_text(
     """Take the tokenizer of a directory, which nobody asked for: what does not fit is said and left.
 
     Args:
-        found: in the directory.
+        directory: of Hugging Face.
         given: what surrounds the ids, as far as the user says so.
         recorded: the texts of the golden; None where it has none.
         config: of the model.
@@ -125,16 +135,15 @@ def import_directory_text(
     Raises:
         ParityError: the tokenizer differs from a recorded text.
     """
-    if found.path is None:
-        text = import_text(None, given, recorded, config, has_own_weights=has_own_weights)
-        return replace(text, notes=(*filter(None, [found.note]), *text.notes))
-    if found.ends_sources and not given.source_suffix and recorded is None:
-        given = replace(given, source_suffix=(config.tokens.eos,))
     try:
-        text = import_text(Tokenizers(found.path), given, recorded, config, has_own_weights=has_own_weights)
+        found = tokenizer_files(directory, config)
+        if found is None:
+            return import_text(None, given, recorded, config, has_own_weights=has_own_weights)
+        found = read_tokenizer(directory, config)
+        text = _compared(found, given, recorded, config, has_own_weights=has_own_weights)
     except (BackendError, BundleError, CheckpointError) as error:
-        return ImportedText({}, notes=(f"the directory's {found.path.name} is not taken: {error}",))
-    return replace(text, notes=(f"the tokenizer is the directory's {found.path.name}", *text.notes))
+        return ImportedText({}, notes=(f"the directory's tokenizer is not taken: {error}",))
+    return replace(text, notes=(f"the tokenizer is the directory's {', '.join(found.names)}", *text.notes))
 
 
 def _notes(tokenizer: Tokenizer, given: TextConfig, *, is_compared: bool, has_decoder: bool) -> tuple[str, ...]:

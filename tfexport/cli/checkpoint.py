@@ -24,7 +24,9 @@ from tfexport.errors import printable
 @click.option(
     "--set", "settings", multiple=True, metavar="KEY=VALUE", help="A switch or token id, such as norm_eps=1e-6."
 )
-@click.option("--tokenizer", type=PATH, help="tokenizer.json, SentencePiece model, or a list with one token a line.")
+@click.option(
+    "--tokenizer", type=PATH, help="tokenizer.json, SentencePiece model, list of tokens, or Hugging Face directory."
+)
 @click.option("--target-tokenizer", type=PATH, help="The target's own, where --tokenizer is the source's alone.")
 @click.option("--source-prefix", type=IDS, default="", help="Ids before what the tokenizer makes of a source.")
 @click.option("--source-suffix", type=IDS, default="", help="Ids behind it, such as the end token.")

@@ -14,7 +14,9 @@ from tfexport.errors import printable
 
 @click.command()
 @click.argument("bundle", type=PATH)
-@click.option("--tokenizer", type=PATH, help="tokenizer.json, SentencePiece model, or a list with one token a line.")
+@click.option(
+    "--tokenizer", type=PATH, help="tokenizer.json, SentencePiece model, list of tokens, or Hugging Face directory."
+)
 @click.option("--target-tokenizer", type=PATH, help="The target's own.")
 @click.option("--source-prefix", type=IDS, help="Ids before what the tokenizer makes of a source; '' for none.")
 @click.option("--source-suffix", type=IDS, help="Ids behind it; '' for none.")

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import tokenizers
 
 MAX_BYTES = 256 * 1024 * 1024
+# A token of this name, which no text becomes, is the first of those that split texts and that the model has no id for.
+BEYOND = " beyond the model's vocabulary"
 
 
 class Vocabulary:
@@ -23,6 +25,7 @@ class Vocabulary:
     - Text never becomes a special token: "</s>" in a text is read as the
       characters it consists of, or as unknown where the vocabulary holds it whole.
     - Nothing is cut, padded or drawn at random, whatever the file says.
+    - Pieces behind the token `BEYOND` become the unknown token.
     - Characters outside the vocabulary become the unknown token. A vocabulary
       without one would drop them silently, so such a text is refused.
     """
@@ -42,6 +45,7 @@ class Vocabulary:
         own_unknown = _unknown_id(inner, model)
         self._unknown = unknown if own_unknown is None else own_unknown
         added = inner.get_added_tokens_decoder()
+        self._beyond = inner.token_to_id(BEYOND)
         self._special = frozenset({*special, *(i for i, t in added.items() if t.special)} - {self._unknown})
         self._plain_added = [token.content for token in added.values() if not token.special]
         drops_unknown = model.get("type") == "BPE" and own_unknown is None and not model.get("byte_fallback")
@@ -76,7 +80,9 @@ class Vocabulary:
 
     @property
     def largest_id(self) -> int:
-        """The largest id of any token."""
+        """The largest id that a text can become."""
+        if self._beyond is not None:
+            return self._beyond - 1
         return max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1)
 
     @property
@@ -99,7 +105,7 @@ class Vocabulary:
             raise InputError(f"cannot be encoded ({error}); leave out what the vocabulary lacks") from error
         from_text = [not added for added in encoding.special_tokens_mask]
         ids = [
-            self._as_text(i) if is_text and i in self._special else i
+            self._as_text(i) if is_text and self._is_none_of_text(i) else i
             for i, is_text in zip(encoding.ids, from_text, strict=True)
         ]
         if all(i == self._unknown for i, is_text in zip(ids, from_text, strict=True) if is_text):
@@ -110,8 +116,11 @@ class Vocabulary:
         """Turn token ids into text, leaving out special tokens and ids that have no token."""
         return self._inner.decode([int(i) for i in ids if i not in self._special], skip_special_tokens=True)
 
+    def _is_none_of_text(self, token: int) -> bool:
+        return token in self._special or (self._beyond is not None and token >= self._beyond)
+
     def _as_text(self, special: int) -> int:
-        """Return what a special token stands for that was spelled out in a text."""
+        """Return what stands for a special token that was spelled out in a text, or for a piece that has no id."""
         if self._unknown is None:
             raise InputError(f"has {self._inner.id_to_token(special)!r}, which has a special meaning; leave it out")
         return self._unknown

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer as Inner
 from tfexport.checkpoint.formats.vocabulary import Side, vocabulary_size
 from tfexport.errors import CheckpointError
 from tfexport.models.config import TransformerConfig
+from tfexport.text.vocabulary import BEYOND
 
 # Vocabularies are padded to multiples, and have languages and sentinels that no text becomes: that is neither.
 _PADDING = 256
@@ -31,10 +32,11 @@ def check_coverage(raw: bytes, path: Path, config: TransformerConfig, side: Side
         CheckpointError: no tokenizer.json, or it has less than half of the ids.
     """
     try:
-        ids = set(Inner.from_str(raw.decode("utf-8")).get_vocab(with_added_tokens=True).values())
+        vocab = Inner.from_str(raw.decode("utf-8")).get_vocab(with_added_tokens=True)
     except Exception as error:  # the library raises nothing more special
         reason = " ".join(str(error).split())
         raise CheckpointError(f"tokenizer {path}: is no tokenizer.json ({reason}); save the tokenizer again") from error
+    ids = {i for i in vocab.values() if i < vocab.get(BEYOND, i + 1)}
     name, size = vocabulary_size(config, side)
     if size - len(ids) <= _PADDING or len(ids) >= _WARNED * size:
         return ""

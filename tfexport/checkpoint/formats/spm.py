@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,14 @@ from tokenizers import Tokenizer as Inner
 
 from tfexport.errors import BackendError, CheckpointError
 from tfexport.install import install_command
+from tfexport.text.vocabulary import BEYOND
 
 _SPACE = "▁"
 # The types of SentencePiece's trainer and pieces, from its model format.
 _UNIGRAM, _BPE = 1, 2
-_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
+# Before a token that no text shall become: white space is replaced before texts are split.
+_HIDDEN = " "
 
 
 def read_sentencepiece(raw: bytes, path: Path) -> Any:
@@ -55,7 +59,38 @@ def is_ordinary(piece: Any) -> bool:
 
 def from_sentencepiece(proto: Any) -> Inner:
     """Return a tokenizer that says what the SentencePiece model says."""
-    inner = Inner(_model(proto))
+    pieces = [(piece.piece, piece.score) for piece in proto.pieces]
+    inner = _around(_model(proto, pieces, pieces, proto.trainer_spec.unk_piece), proto)
+    inner.add_special_tokens([piece.piece for piece in proto.pieces if piece.type == _CONTROL])
+    inner.add_tokens([piece.piece for piece in proto.pieces if piece.type == _USER_DEFINED])
+    return inner
+
+
+def with_ids(proto: Any, ids: Mapping[str, int], special: Sequence[str], unk: str) -> Inner:
+    """Return a tokenizer that splits as the SentencePiece model does and has the ids of another vocabulary.
+
+    Args:
+        proto: the SentencePiece model.
+        ids: of all tokens, each once. What the model lacks of them is in no text, and is shown like its own.
+        special: tokens among them that have a meaning.
+        unk: the token for what is unknown, and for pieces that `ids` lacks.
+    """
+    own = {piece.piece: piece.score for piece in proto.pieces if piece.type not in (_CONTROL, _UNKNOWN)}
+    tokens = {i: token if token in {*own, *special, unk} else _HIDDEN + token for token, i in ids.items()}
+    size = max(tokens) + 1
+    names = [tokens.get(i, f"{_HIDDEN}{i}") for i in range(size)]
+    if beyond := [piece for piece in own if piece not in ids]:
+        names += [BEYOND, *beyond]
+    inner = _around(_model(proto, [(name, own.get(name, 0.0)) for name in names], list(own.items()), unk), proto)
+    inner.decoder = decoders.Sequence([decoders.Replace(_HIDDEN, ""), inner.decoder])
+    inner.add_special_tokens([token for token in special if token in ids])
+    inner.add_tokens([piece.piece for piece in proto.pieces if piece.type == _USER_DEFINED])
+    return inner
+
+
+def _around(model: Any, proto: Any) -> Inner:
+    """Put around a model what SentencePiece does before and behind it."""
+    inner = Inner(model)
     steps: list[Any] = []
     if proto.normalizer_spec.precompiled_charsmap:
         steps.append(normalizers.Precompiled(proto.normalizer_spec.precompiled_charsmap))
@@ -68,28 +103,25 @@ def from_sentencepiece(proto: Any) -> Inner:
     metaspace = decoders.Metaspace(_SPACE, prepend_scheme=scheme, split=False)
     is_bytes = proto.trainer_spec.byte_fallback
     inner.decoder = decoders.Sequence([decoders.ByteFallback(), metaspace]) if is_bytes else metaspace
-    inner.add_special_tokens([piece.piece for piece in proto.pieces if piece.type == _CONTROL])
-    inner.add_tokens([piece.piece for piece in proto.pieces if piece.type == _USER_DEFINED])
     return inner
 
 
-def _model(proto: Any) -> Any:
+def _model(proto: Any, vocab: list[tuple[str, float]], own: list[tuple[str, float]], unk: str) -> Any:
+    """Return the model with one token a place of `vocab`, whose texts consist of its `own` pieces."""
     spec = proto.trainer_spec
-    pieces = [(piece.piece, piece.score) for piece in proto.pieces]
+    ids = {piece: i for i, (piece, _) in enumerate(vocab)}
     if spec.model_type == _UNIGRAM:
-        return models.Unigram(pieces, unk_id=spec.unk_id, byte_fallback=spec.byte_fallback)
-    ids = {piece: i for i, (piece, _) in enumerate(pieces)}
-    return models.BPE(
-        ids, _merges(pieces, ids), unk_token=spec.unk_piece, fuse_unk=True, byte_fallback=spec.byte_fallback
-    )
+        return models.Unigram(vocab, unk_id=ids[unk], byte_fallback=spec.byte_fallback)
+    return models.BPE(ids, _merges(own), unk_token=unk, fuse_unk=True, byte_fallback=spec.byte_fallback)
 
 
-def _merges(pieces: list[tuple[str, float]], ids: dict[str, int]) -> list[tuple[str, str]]:
+def _merges(pieces: list[tuple[str, float]]) -> list[tuple[str, str]]:
     """Return the merges of a BPE model, the best piece first, as SentencePiece applies them."""
+    order = {piece: i for i, (piece, _) in enumerate(pieces)}
     found = []
     for piece, score in pieces:
         for cut in range(1, len(piece)):
             left, right = piece[:cut], piece[cut:]
-            if left in ids and right in ids:
-                found.append((-score, ids[left], ids[right], (left, right)))
+            if left in order and right in order:
+                found.append((-score, order[left], order[right], (left, right)))
     return [merge for *_, merge in sorted(found)]

@@ -32,6 +32,20 @@ def tokenizer_json(path: Path, config: TransformerConfig, side: Side | None = No
         CheckpointError: no plain file, too large, none of the three, a part of a tokenizer alone, or not of this model.
         BackendError: a SentencePiece model, and the package `sentencepiece` is not installed.
     """
+    raw = read_vocabulary(path)
+    if raw.lstrip()[:1] == b"{":
+        _check_json(raw, path)
+        return raw
+    inner = _from_list(raw, path, config, side) if _is_text(raw) else _from_spm(raw, path, config, side)
+    return inner.to_str(pretty=True).encode()
+
+
+def read_vocabulary(path: Path) -> bytes:
+    """Read a file of a tokenizer.
+
+    Raises:
+        CheckpointError: no plain file, or too large.
+    """
     try:
         if problem := plain_problem(path):
             raise CheckpointError(
@@ -39,14 +53,9 @@ def tokenizer_json(path: Path, config: TransformerConfig, side: Side | None = No
             )
         if path.stat().st_size > MAX_BYTES:
             raise CheckpointError(f"tokenizer {path}: has {path.stat().st_size} bytes, the limit is {MAX_BYTES}")
-        raw = path.read_bytes()
+        return path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"tokenizer {path}: cannot be read ({error.strerror or error})") from error
-    if raw.lstrip()[:1] == b"{":
-        _check_json(raw, path)
-        return raw
-    inner = _from_list(raw, path, config, side) if _is_text(raw) else _from_spm(raw, path, config, side)
-    return inner.to_str(pretty=True).encode()
 
 
 def _check_json(raw: bytes, path: Path) -> None:
