@@ -24,7 +24,8 @@ class DecodeConfig(Config, subject="decoding"):
     `max_length` and `min_length` count start token and prefix too. Beams and
     samples exclude one another. With `do_sample`, `num_return_sequences` samples
     are drawn independently; `seed`, the place of the text in the call and the
-    number of the sample determine each. `eos_token_id` and
+    number of the sample determine each. With `return_alternatives`, the
+    `num_return_sequences` best next tokens are each continued. `eos_token_id` and
     `decoder_start_token_id` None are the model's own. `max_time` counts seconds
     from when a text joins the batch.
     """
@@ -44,6 +45,7 @@ class DecodeConfig(Config, subject="decoding"):
     top_k: int = 50
     top_p: float = 1.0
     num_return_sequences: int = 1
+    return_alternatives: bool = False
     forced_bos_token_id: int | None = None
     forced_eos_token_id: int | tuple[int, ...] | None = None
     suppress_tokens: tuple[int, ...] = ()
@@ -156,7 +158,9 @@ class DecodeConfig(Config, subject="decoding"):
         ]
         if self.do_sample and self.num_beams > 1:
             problems.append(f"do_sample with num_beams {self.num_beams}; set num_beams to 1 or do_sample to false")
-        elif not self.do_sample and self.num_return_sequences > self.num_beams:
+        if self.do_sample and self.return_alternatives:
+            problems.append("return_alternatives with do_sample; set one of them to false")
+        elif not (self.do_sample or self.return_alternatives) and self.num_return_sequences > self.num_beams:
             problems.append(
                 f"num_return_sequences is {self.num_return_sequences} but num_beams is {self.num_beams}; "
                 f"set num_beams to {self.num_return_sequences} or do_sample to true"

@@ -101,6 +101,7 @@ def their_settings(config: DecodeConfig) -> GenerationConfig:
     """Spell a configuration as transformers does: None for what is not asked for, for 0 new tokens are a wish."""
     given = {name: list(value) if isinstance(value, tuple) else value for name, value in config.to_dict().items()}
     assert given.pop("seed") == 0
+    assert not given.pop("return_alternatives")
     given |= {"bad_words_ids": [list(word) for word in config.bad_words_ids]}
     own = {"eos_token_id": EOS, "decoder_start_token_id": PAD}
     given |= {name: token for name, token in own.items() if given[name] is None}

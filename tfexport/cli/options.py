@@ -31,6 +31,7 @@ _DECODE_HELP = {
     "top_k": "Draw from so many best tokens; 0 from all.",
     "top_p": "Draw from the fewest best tokens that have this probability together.",
     "num_return_sequences": "Texts to return for each input, best first.",
+    "return_alternatives": "Continue each of the num-return-sequences best next tokens.",
     "forced_bos_token_id": "Id that every text begins with.",
     "forced_eos_token_id": "Id, or several, that a text at its limit ends with.",
     "suppress_tokens": "Ids never to generate, such as 3,17.",

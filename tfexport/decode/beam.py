@@ -134,7 +134,7 @@ class BeamSearch:
         self.requests += requests
         self.history.add(request.prompt for request in requests for _ in range(self.width))
         running = np.full((len(requests), self.width), -np.inf, np.float32)
-        running[:, 0] = 0
+        running[:, 0] = [request.log_prob for request in requests]
         self._running = np.concatenate((self._running, running))
         self._num_new = np.concatenate((self._num_new, [request.num_forced for request in requests]))
         self._limits = np.concatenate((self._limits, [request.max_new_tokens for request in requests]))

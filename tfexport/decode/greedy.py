@@ -47,7 +47,7 @@ class GreedySearch:
         self.history.add(request.prompt for request in requests)
         self._num_new = np.concatenate((self._num_new, [request.num_forced for request in requests]))
         self._limits = np.concatenate((self._limits, [request.max_new_tokens for request in requests]))
-        self._totals = np.concatenate((self._totals, np.zeros(len(requests))))
+        self._totals = np.concatenate((self._totals, [request.log_prob for request in requests]))
         self._filters.add(request.source_ids for request in requests)
         self._stops.add(len(requests))
         if self._sampler:

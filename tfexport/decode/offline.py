@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Sequence
 
+from tfexport.decode.alternatives import alternatives
 from tfexport.decode.loop import Loop
-from tfexport.decode.request import Request, check_requests
+from tfexport.decode.request import check_requests
 from tfexport.decode.result import Hypothesis
 from tfexport.decode.stops import TextOf
 from tfexport.errors import InputError, TfexportError
@@ -39,7 +41,7 @@ def decode(
 
     Returns:
         For each source its hypotheses: one, the num_return_sequences best beams,
-        or as many samples.
+        or as many samples or alternatives.
 
     Raises:
         InputError: lists every text or setting that the model cannot take.
@@ -48,11 +50,16 @@ def decode(
     if batch_size < 1:
         raise InputError(f"batch_size is {batch_size}, expected 1 or more")
     requests = check_requests(session, sources, config, prefixes, text_of)
-    samples = config.num_return_sequences if config.do_sample else 1
+    samples = config.num_return_sequences if config.do_sample or config.return_alternatives else 1
     loop = Loop(session, batch_size * samples)
+    if config.return_alternatives:
+        requests = alternatives(session, requests, batch_size)
+    elif samples > 1:
+        requests = [dataclasses.replace(request, sample=sample) for request in requests for sample in range(samples)]
+    wanted = Counter(request.text for request in requests)
     # Longest first: what is decoded together is about equally long, and the shortest are left for the end.
     requests.sort(key=lambda request: -len(request.source_ids))
-    loop.submit(sample for request in requests for sample in _samples(request, samples))
+    loop.submit(requests)
     results: list[dict[int, list[Hypothesis]]] = [{} for _ in sources]
     while loop.is_busy:
         finished = 0
@@ -62,12 +69,7 @@ def decode(
             assert update.outcome is not None
             found = results[update.request.text]
             found[update.request.sample] = update.outcome
-            finished += len(found) == samples
+            finished += len(found) == wanted[update.request.text]
         if finished and on_progress:
             on_progress(finished)
     return [[best for sample in sorted(found) for best in found[sample]] for found in results]
-
-
-def _samples(request: Request, count: int) -> list[Request]:
-    """Return the request once for each of its samples."""
-    return [request] if count == 1 else [dataclasses.replace(request, sample=sample) for sample in range(count)]

@@ -22,13 +22,14 @@ class Request:
     Attributes:
         text: its place in the call.
         source_ids: the source, at least one token.
-        prompt: start token, prefix and forced first token: what the decoder reads first.
+        prompt: start token, prefix, forced first token, alternative: what the decoder reads first.
         config: how to generate.
         max_new_tokens: how many to generate at most, a forced one included.
         num_forced: how many tokens at the end of the prompt count as generated.
-        is_answered: whether the forced token is all that the text is.
+        log_prob: Σ log p of these.
+        is_answered: whether these are all that the text is.
         text_of: decodes token ids, where stop strings are looked for.
-        sample: number of the sample, where samples are drawn.
+        sample: number of the sample, where samples are drawn, or rank of the alternative.
     """
 
     text: int
@@ -37,6 +38,7 @@ class Request:
     config: DecodeConfig
     max_new_tokens: int
     num_forced: int = 0
+    log_prob: float = 0.0
     is_answered: bool = False
     text_of: TextOf | None = None
     sample: int = 0

@@ -139,12 +139,13 @@ def nothing_left(request: Request, num_new: int) -> InputError:
 
 
 def forced_alone(request: Request, spec: ModelSpec) -> Hypothesis:
-    """Return the only hypothesis of a text that its forced first token is all of."""
+    """Return the only hypothesis of a text that its forced tokens are all of."""
     ends = Ends(request.config.ends(spec.tokens.eos))
     ids = request.prompt[1:]
     is_stopped = Stops(request.config).are_said(ids, request.text_of)
     reason = finish_reason(ids[-1], ends, is_stopped=is_stopped, is_full=True)
-    return Hypothesis(token_ids=ids, score=0.0, log_prob=0.0, finish_reason=reason)
+    score = request.log_prob / request.num_forced**request.config.length_penalty
+    return Hypothesis(token_ids=ids, score=score, log_prob=request.log_prob, finish_reason=reason)
 
 
 def log_probs_of(found: Candidates) -> Floats:

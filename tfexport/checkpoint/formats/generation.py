@@ -14,7 +14,7 @@ from tfexport.generation import LENGTHS, GenerationDefaults
 from tfexport.spec import TokenIds
 
 GENERATION_CONFIG = "generation_config.json"
-_OURS = {field.name for field in dataclasses.fields(GenerationDefaults)} - {"seed"}
+_OURS = {field.name for field in dataclasses.fields(GenerationDefaults)} - {"seed", "return_alternatives"}
 # What changes the text and is not here, with the values that change nothing.
 _NOT_HERE: dict[str, tuple[object, ...]] = {
     "num_beam_groups": (1,),
