@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,6 +42,20 @@ def test_a_configuration_excuses_no_unknown_or_contradictory_option(model: Model
         model.generate([TEXT], config=DecodeConfig(), beams=3)
     with pytest.raises(ConfigError, match="num_return_sequences is 2 but num_beams is 1"):
         model.generate([TEXT], config=DecodeConfig(num_beams=2, num_return_sequences=2), num_beams=1)
+
+
+def test_ids_come_as_generate_ids_gives_them(model: Model) -> None:
+    assert model.tokenizer is not None
+    (source,) = model.tokenizer.encode([TEXT])
+    prefix = model.tokenizer.encode_target("19")
+    sampled: dict[str, Any] = {"do_sample": True, "seed": 3, "temperature": 2.0}
+    for options in ({}, sampled, {"max_new_tokens": 3}, {"stop_strings": "-"}):
+        ((wanted,),) = model.generate_ids([source], prefixes=[prefix], **options)
+        assert tuple(model.stream_ids(source, prefix=prefix, **options)) == wanted.token_ids
+    bare = Model(model.session, None)
+    assert next(bare.stream_ids(source)) == prefix[0]
+    with pytest.raises(InputError, match="num_beams is 2"):
+        bare.stream_ids(source, num_beams=2)
 
 
 @pytest.mark.parametrize(

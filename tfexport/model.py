@@ -268,6 +268,28 @@ class Model:
         tokens = stream(self.session, source, decoding, prefix=start, text_of=tokenizer.decode)
         return _pieces(tokenizer, tokens, len(start), decoding.strings)
 
+    def stream_ids(
+        self, source: Sequence[int], *, prefix: Sequence[int] = (), config: DecodeConfig | None = None, **options: Any
+    ) -> Iterator[int]:
+        """Generate from the token ids of one text and hand out ids as they come, without a tokenizer.
+
+        Args:
+            source: token ids, special tokens included.
+            prefix: token ids that the result begins with, without the start token; handed out first.
+            config: how to decode, in place of the bundle's defaults; None for those.
+            options: fields of `DecodeConfig`, which override those of `config`; one result without beams.
+
+        Returns:
+            The `token_ids` that `generate_ids` gives, one by one.
+
+        Raises:
+            ConfigError: options that are unknown, out of range or contradictory.
+            InputError: the model cannot take the source, or beams are asked for.
+            BackendError: the backend failed.
+        """
+        text_of = self.tokenizer.decode if self.tokenizer else None
+        return stream(self.session, source, self.decoding(config, **options), prefix=prefix, text_of=text_of)
+
     def score(
         self,
         texts: Sequence[str],
