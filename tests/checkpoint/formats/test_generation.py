@@ -21,8 +21,6 @@ from tfexport.models.directory import load_model
 from tfexport.runtime.eager import EagerSession
 
 NUM_TEXTS = 20
-# transformers 5 scales the logits of UMT5 whatever its config.json says, and with them the scores of beams.
-NAMES = [name for name in CONFIGS if name != "umt5-small"]
 
 
 def imported(folder: Path, *settings: str) -> tuple[GenerationDefaults, list[str]]:
@@ -75,7 +73,7 @@ def drawn_defaults(rng: np.random.Generator, pad: int, eos: int, start: int) -> 
 @pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("place", ["generation_config.json", "config.json"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_a_directory_says_what_it_says_in_transformers(name: str, place: str, seed: int, tmp_path: Path) -> None:
     rng = np.random.default_rng((seed, len(name), len(place)))
     config = CONFIGS[name]
@@ -90,7 +88,8 @@ def test_a_directory_says_what_it_says_in_transformers(name: str, place: str, se
     ids = torch.tensor([[*source, *[pad] * (12 - len(source))] for source in sources])
     mask = torch.arange(12)[None] < torch.tensor([len(source) for source in sources])[:, None]
     with torch.inference_mode():
-        out = published.load(hf).generate(input_ids=ids, attention_mask=mask.long())
+        # With a cache transformers fails for a T5 with more layers in its decoder than in its encoder.
+        out = published.load(hf).generate(input_ids=ids, attention_mask=mask.long(), use_cache=False)
     rows = getattr(out, "sequences", out)[:, 1:].tolist()
     ours = load_model(tmp_path / "model").double()
     found = [best.token_ids for (best,) in decode(EagerSession(ours), sources, defaults.overridden({}))]
