@@ -258,9 +258,9 @@ class MultiStepSession(ScriptedSession):
 class MultiStepBatch(ScriptedBatch):
     session: MultiStepSession
 
-    def multi_step(self, target_ids: Ids, num_candidates: int, steps: int, stop_id: int) -> Candidates:
+    def multi_step(self, target_ids: Ids, num_candidates: int, steps: int, stop_ids: frozenset[int]) -> Candidates:
         found = [self.step(target_ids, num_candidates)]
-        while len(found) < steps and stop_id not in found[-1].token_ids[:, 0]:
+        while len(found) < steps and stop_ids.isdisjoint(found[-1].token_ids[:, 0].tolist()):
             found.append(self.step(found[-1].token_ids[:, 0], num_candidates))
         self.session.taken.append(len(found))
         columns = zip(*((each.token_ids, each.logits, each.log_normalizer) for each in found), strict=True)

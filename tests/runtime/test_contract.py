@@ -339,7 +339,7 @@ def test_several_steps_at_once_are_the_steps(one: tuple[Session, Transformer]) -
     single, several = begun(session, source, [[1]] * 4), begun(session, source, [[1]] * 4)
     if not isinstance(several, MultiStep):
         return
-    found = several.multi_step(start, 2, 5, stop_id=-1)
+    found = several.multi_step(start, 2, 5, stop_ids=frozenset())
     assert found.token_ids.shape == (5, 4, 2)
     for step in range(5):
         expected = single.step(start, 2)
@@ -349,7 +349,7 @@ def test_several_steps_at_once_are_the_steps(one: tuple[Session, Transformer]) -
         start = expected.token_ids[:, 0]
     assert several.lengths.tolist() == single.lengths.tolist() == [5] * 4
     stop = int(single.step(start, 1).token_ids[2, 0])
-    assert len(several.multi_step(start, 1, 3, stop_id=stop).token_ids) == 1
+    assert len(several.multi_step(start, 1, 3, stop_ids=frozenset({stop})).token_ids) == 1
 
 
 def test_threads_share_a_session(session: Session, model: Transformer) -> None:

@@ -109,14 +109,14 @@ class TimedMultiStep(TimedBatch):
         super().__init__(session, batch)
         self._stepper = stepper
 
-    def multi_step(self, target_ids: Ids, num_candidates: int, steps: int, stop_id: int) -> Candidates:
+    def multi_step(self, target_ids: Ids, num_candidates: int, steps: int, stop_ids: frozenset[int]) -> Candidates:
         """Take greedy steps, the first alone; see `MultiStep.multi_step`."""
         first = self.step(target_ids, num_candidates)
         parts = [Candidates(first.token_ids[None], first.logits[None], first.log_normalizer[None])]
         left = steps - 1
-        while left and stop_id not in (best := parts[-1].token_ids[-1, :, 0]).tolist():
+        while left and stop_ids.isdisjoint((best := parts[-1].token_ids[-1, :, 0]).tolist()):
             began = time.perf_counter()
-            part = self._stepper.multi_step(best, num_candidates, min(left, STEPS_TOGETHER), stop_id)
+            part = self._stepper.multi_step(best, num_candidates, min(left, STEPS_TOGETHER), stop_ids)
             taken = len(part.token_ids)
             self._times.step_s.extend([(time.perf_counter() - began) / taken] * taken)
             parts.append(part)

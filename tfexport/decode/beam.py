@@ -118,6 +118,7 @@ class BeamSearch:
         self.history = History(spec.vocab)
         self._config, self._filters = config, Filters(config, spec)
         self.ends, self._stops = self._filters.ends, Stops(config)
+        self.stop_ids = frozenset(self.ends.ids)
         # Were all of the best beams to end, in each of the ways there are, as many others go on.
         self._num_extensions = (1 + len(self.ends.ids)) * self.width
         # What the log-probability of so many tokens is divided by, float32; an exponent below 0 has no value for none.

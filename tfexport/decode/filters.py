@@ -20,6 +20,9 @@ from tfexport.generation import DecodeConfig
 from tfexport.runtime.session import Floats, Ids, Mask
 from tfexport.spec import ModelSpec
 
+# Each suppressed token makes every step return one candidate more, which steps taken at once keep all.
+FEW = 16
+
 
 class Filters:
     """The penalties and bans of one configuration for one model, for the rows of one search.
@@ -27,7 +30,8 @@ class Filters:
     Attributes:
         ends: the tokens that end a text.
         are_set: whether there is one that could change anything.
-        leave_best: whether the best token stays the best wherever it does not end the text.
+        suppressed: tokens that are never said.
+        leave_best: whether the best token stays the best wherever it is not suppressed and does not end the text.
         forced: what the last token of a text at its limit must be one of, ascending; empty for anything.
     """
 
@@ -38,18 +42,19 @@ class Filters:
         self.forced = tuple(sorted(set(config.forced_ends)))
         # An end that is a bad word by itself is none, as in transformers.
         words = [word for word in config.bad_words_ids if len(word) > 1 or word[0] not in self.ends.ids]
-        suppressed = [*config.suppress_tokens, *(word[0] for word in words if len(word) == 1)]
+        suppressed = frozenset({*config.suppress_tokens, *(word[0] for word in words if len(word) == 1)})
         sequences = [word for word in words if len(word) > 1]
         self._bans_sequences = max(config.no_repeat_ngram_size, config.encoder_no_repeat_ngram_size, len(sequences)) > 0
         self._penalises, self._sequences = config.repetition_penalty != 1, BannedSequences(sequences, spec.vocab)
         self._source_ngrams = SourceNgrams(config.encoder_no_repeat_ngram_size, spec.vocab)
-        self._num_banned = len(set(suppressed)) + len(self.ends.ids) * config.bans_ends
+        self.suppressed = suppressed
+        self._num_banned = len(suppressed) + len(self.ends.ids) * config.bans_ends
         self.are_set = self._penalises or self._bans_sequences or self._num_banned > 0
-        self.leave_best = not (self._penalises or self._bans_sequences or suppressed)
+        self.leave_best = not (self._penalises or self._bans_sequences or len(suppressed) > FEW)
         self._suppressed: NDArray[np.bool_] | None = None
         if suppressed:
             self._suppressed = np.zeros(spec.vocab, np.bool_)
-            self._suppressed[suppressed] = True
+            self._suppressed[list(suppressed)] = True
         self._completions: Ids | None = None  # of the history that was asked with last
         self._marks: NDArray[np.bool_] = np.zeros((0, spec.vocab + 1), np.bool_)
 

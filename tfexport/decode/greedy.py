@@ -34,6 +34,7 @@ class GreedySearch:
         self.history = History(spec.vocab)
         self._filters = Filters(config, spec)
         self.ends = self._filters.ends
+        self.stop_ids = frozenset(self.ends.ids) | self._filters.suppressed
         self._stops, self._is_stopped = Stops(config), np.empty(0, np.bool_)
         self._sampler = Sampler(config, spec.vocab) if config.do_sample else None
         self._num_new: Ids = np.empty(0, np.int64)
@@ -93,7 +94,7 @@ class GreedySearch:
 
     def steps_ahead(self) -> int:
         """Say how many steps may be taken at once; see `Search.steps_ahead`."""
-        if self._sampler or not self._filters.leave_best or len(self.ends.ids) > 1 or self._stops.are_set:
+        if self._sampler or not self._filters.leave_best or self._stops.are_set:
             return 1
         return int((self._limits - self._num_new).min())
 

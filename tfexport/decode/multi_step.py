@@ -14,8 +14,7 @@ def take_steps(batch: Batch, together: MultiStep | None, search: Search) -> Cand
     Args:
         batch: whose rows are those of the search, in order.
         together: the same batch where it can take several steps in one call, else None.
-        search: told of all steps but the last, which an end of a text is in; what follows on it is for the search to
-            decide.
+        search: told of all steps but the last; what follows on one of its `stop_ids` is for it to decide.
 
     Returns:
         The candidates of the last step, which the search has to take.
@@ -23,8 +22,7 @@ def take_steps(batch: Batch, together: MultiStep | None, search: Search) -> Cand
     token_ids, num_candidates, steps = search.history.newest, search.num_candidates(), search.steps_ahead()
     if steps == 1 or together is None:
         return batch.step(token_ids, num_candidates)
-    (stop_id,) = search.ends.ids
-    found = together.multi_step(token_ids, num_candidates, steps, stop_id)
+    found = together.multi_step(token_ids, num_candidates, steps, search.stop_ids)
     if len(found.token_ids) > 1:
         search.follow(_steps(found, np.s_[:-1]))
     return _steps(found, -1)

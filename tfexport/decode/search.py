@@ -41,12 +41,14 @@ class Search(Protocol):
         requests: what is searched, by place.
         history: start token, prefix and generated tokens of each row.
         ends: the tokens that end a text.
+        stop_ids: best tokens with which steps that are taken at once have to end.
     """
 
     width: int
     requests: list[Request]
     history: History
     ends: Ends
+    stop_ids: frozenset[int]
 
     def add(self, requests: Sequence[Request]) -> None:
         """Begin to search for more, behind those that there are."""
@@ -65,10 +67,7 @@ class Search(Protocol):
         ...
 
     def steps_ahead(self) -> int:
-        """Say how many steps may be taken at once, each row going on with its best token: at least 1.
-
-        More than 1 only where one token alone ends a text.
-        """
+        """Say how many steps may be taken at once, each row going on with its best token: at least 1."""
         ...
 
     def follow(self, found: Candidates) -> None:

@@ -163,14 +163,14 @@ class Batch(Protocol):
 class MultiStep(Protocol):
     """A batch that can take several greedy steps in one call, with little between them."""
 
-    def multi_step(self, target_ids: Ids, num_candidates: int, steps: int, stop_id: int) -> Candidates:
-        """Step, and go on with the best token of each row until that of some row is `stop_id`.
+    def multi_step(self, target_ids: Ids, num_candidates: int, steps: int, stop_ids: frozenset[int]) -> Candidates:
+        """Step, and go on with the best token of each row until that of some row is one of `stop_ids`.
 
         Args:
             target_ids: int64 [rows], as for `step`.
             num_candidates: best tokens wanted a row and step.
             steps: at most, 1 or more; the last step's tokens are not read.
-            stop_id: ends the steps; its own are the last.
+            stop_ids: any of them ends the steps; its own is the last.
 
         Returns:
             The candidates of each step, with one axis more in front of all: [steps taken, rows, …].

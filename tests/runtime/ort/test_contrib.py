@@ -254,18 +254,44 @@ def test_several_steps_find_what_single_steps_find(eos: int, session: ContribSes
     assert isinstance(several.batch(), MultiStep)
     assert not isinstance(single.batch(), MultiStep)
     texts = np.random.default_rng(eos).integers(4, tiny.VOCAB, (5, 7)).tolist()
-    for options in ({}, {"min_new_tokens": 9}, {"forced_bos_token_id": 3}):
+    every: list[dict[str, Any]] = [
+        {},
+        {"min_new_tokens": 9},
+        {"forced_bos_token_id": 3},
+        {"eos_token_id": (eos, 13, 20)},
+        {"suppress_tokens": (5, 6, 7), "bad_words_ids": ((15,), (16,))},
+        {"forced_eos_token_id": (9, 8), "eos_token_id": (eos, 9), "suppress_tokens": (21,), "min_length": 6},
+    ]
+    for options in every:
         config = DecodeConfig(max_new_tokens=FIRST_CAPACITY + 6, **options)
         prefixes = None if "forced_bos_token_id" in options else [[5, 6], [], [7], [], [8]]
         found = [decode(each, texts, config, prefixes=prefixes, batch_size=3) for each in (several, single)]  # type: ignore[arg-type]
         assert found[0] == found[1]
 
 
+@pytest.mark.parametrize(("num_suppressed", "together"), [(2, True), (16, True), (17, False)])
+def test_few_suppressed_tokens_and_several_ends_leave_steps_together(
+    num_suppressed: int, together: bool, session: ContribSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken, multi_step = [], ContribBatch.multi_step
+
+    def counted(batch: ContribBatch, *arguments: Any) -> Candidates:
+        found = multi_step(batch, *arguments)
+        taken.append(len(found.token_ids))
+        return found
+
+    monkeypatch.setattr(ContribBatch, "multi_step", counted)
+    config = DecodeConfig(suppress_tokens=tuple(range(4, 4 + num_suppressed)), eos_token_id=(21, 22), max_new_tokens=12)
+    decode(session, [[4, 5], [6, 7], [8, 9]], config)
+    assert bool(taken) == together
+    assert num_suppressed > 2 or max(taken) > 1
+
+
 def test_several_steps_keep_to_the_limit(session: ContribSession, model: Transformer) -> None:
     batch = begun(session, sources(model.config), [[1], [1, 2], [1], [1]])
     assert isinstance(batch, MultiStep)
     with pytest.raises(InputError, match=f"the limit is {LIMIT}"):
-        batch.multi_step(np.full(4, 2), 1, LIMIT, 2)
+        batch.multi_step(np.full(4, 2), 1, LIMIT, frozenset({2}))
     assert batch.lengths.tolist() == [0, 1, 0, 0]  # type: ignore[attr-defined]
 
 
@@ -275,8 +301,10 @@ def test_numbers_that_are_none_are_found_in_the_midst_of_several_steps(
     """The fifth token of the second text: a batch that gives NaN there is refused by that name."""
     multi_step = ContribBatch.multi_step
 
-    def broken(batch: ContribBatch, target_ids: Ids, num_candidates: int, steps: int, stop_id: int) -> Candidates:
-        found = multi_step(batch, target_ids, num_candidates, steps, stop_id)
+    def broken(
+        batch: ContribBatch, target_ids: Ids, num_candidates: int, steps: int, stop_ids: frozenset[int]
+    ) -> Candidates:
+        found = multi_step(batch, target_ids, num_candidates, steps, stop_ids)
         found.logits[4, 1], found.log_normalizer[4, 1] = np.nan, np.nan
         return found
 

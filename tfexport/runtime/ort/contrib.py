@@ -244,8 +244,8 @@ class ContribBatch:
         self._run(bound, target_ids)
         return given_candidates(next_ids, bound.all_logits[rows], bound.log_normalizer.ravel().take(rows))
 
-    def multi_step(self, target_ids: Ids, num_candidates: int, steps: int, stop_id: int) -> Candidates:
-        """Take greedy steps until the best token of some row is `stop_id`; see `MultiStep.multi_step`."""
+    def multi_step(self, target_ids: Ids, num_candidates: int, steps: int, stop_ids: frozenset[int]) -> Candidates:
+        """Take greedy steps until the best token of some row is one of `stop_ids`; see `MultiStep.multi_step`."""
         check_step(self._spec, self.lengths, target_ids, num_candidates, steps)
         token_ids = np.empty((steps, target_ids.size, num_candidates), np.int64)
         logits = np.empty((steps, target_ids.size, num_candidates), np.float32)
@@ -264,7 +264,7 @@ class ContribBatch:
             if not self._is_even:
                 self.lengths += 1
             best = bound.token_ids[:, 0]
-            if taken == steps or stop_id in best.tolist():
+            if taken == steps or not stop_ids.isdisjoint(best.tolist()):
                 break
             if self._longest == self._cache.shape[3]:
                 bound = self._bound(num_candidates)
