@@ -30,6 +30,7 @@ from tfexport.models.config import StackConfig, TransformerConfig
 from tfexport.models.transformer import Transformer
 from tfexport.runtime.eager import EagerSession
 from tfexport.spec import TokenIds
+from tfexport.text.config import TextConfig, TextSample
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
 TOKENS = TokenIds(pad=0, start=1, eos=2, unk=3)
@@ -105,6 +106,25 @@ def read_dates(model: Transformer, tokenizer: Tokenizer, examples: Sequence[Exam
     sources = [encoding.ids for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)]
     found = decode(EagerSession(model), sources, DecodeConfig(), batch_size=250)
     return [tokenizer.decode(list(best.token_ids)) for (best,) in found]
+
+
+def recorded_texts(model: Transformer, tokenizer: Tokenizer, texts: Sequence[str]) -> TextConfig:
+    """Say what the training makes of texts, with its own functions: every bundle is compared with that."""
+    samples = []
+    with torch.no_grad():
+        for text in texts:
+            source, _, _ = make_batch(tokenizer, [text], [""])
+            target = torch.tensor([[TOKENS.start]])
+            mask = torch.ones_like(source, dtype=torch.bool)
+            while target[0, -1] != TOKENS.eos:
+                logits = model(source, mask, target)
+                target = torch.cat((target, logits[:, -1:].argmax(-1)), 1)
+            said = target[0, 1:].tolist()
+            output = tokenizer.decode(said)
+            samples.append(
+                TextSample(text=text, source_ids=tuple(source[0].tolist()), target_ids=tuple(said), output=output)
+            )
+    return TextConfig(samples=tuple(samples))
 
 
 def evaluation_set(forms: Sequence[Format], per_locale: int, seed: int) -> list[Example]:
@@ -247,6 +267,8 @@ def main(output: Path, steps: int, batch_size: int, peak: float, seed: int, per_
     save_file({name: p.detach().contiguous() for name, p in model.named_parameters()}, output / "model.safetensors")
     (output / "config.json").write_text(json.dumps(model.config.to_dict(), indent=2) + "\n")
     tokenizer.save(str(output / "tokenizer.json"))
+    text = recorded_texts(model, tokenizer, [example.text for example in seen[:: len(seen) // 24]])
+    (output / "text.json").write_text(json.dumps(text.to_dict(), ensure_ascii=False) + "\n", "utf-8")
     every_fifth = seen[::5]
     lines = [f"{e.text}\t{e.iso}\t{e.format.locale}\t{e.format.pattern}\n" for e in every_fifth]
     (output / "heldout.tsv").write_text("".join(lines), encoding="utf-8")

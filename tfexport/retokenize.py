@@ -66,7 +66,8 @@ def replace_tokenizer(
         text = replace(bundle.manifest.text, **{**around, **changes})
         opened = Tokenizer.load(files[TOKENIZER], bundle.manifest.spec, target=files.get(TARGET_TOKENIZER), text=text)
         check_texts(opened)
-        report(f"compared: {text.proof}")
+        if text.samples:
+            report(f"compared with {text.proof}")
         return _written(bundle, files, text)
 
 

@@ -125,7 +125,7 @@ def test_narrow_weights_are_judged_by_their_own_tolerance(
     numbers = report.numbers[-1]
     assert (numbers.stage, numbers.tolerance) == ("trt int8", TOLERANCE["int8"])
     assert numbers.error > TOLERANCE["fp32"], "the weights are narrow indeed"
-    assert not any(rung.must_be_exact for rung in report.decodes)
+    assert not any(rung.must_be_exact for rung in report.decodes if rung.stage != "eager")
 
 
 def test_wrong_engines_fail(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,7 +110,7 @@ def _compared(
     notes = (*found.notes, *around)
     if not has_own_weights:
         text = replace(text, samples=tuple(replace(s, target_ids=(), output=None) for s in text.samples))
-    files[TEXT] = (json.dumps(text.to_dict(), ensure_ascii=False, indent=2) + "\n").encode()
+    files[TEXT] = (json.dumps(text.to_dict(), ensure_ascii=False) + "\n").encode()
     unverified = () if recorded else ("the tokenizer: no texts were recorded to compare it with",)
     return ImportedText(files, len(text.samples), notes, unverified)
 
