@@ -43,7 +43,7 @@ def replace_tokenizer(
     Args:
         path: of the bundle, which is replaced whole or not at all.
         config: ids around a text.
-        tokenizer: a tokenizer.json, a SentencePiece model, a list with one token a line, or a Hugging Face
+        tokenizer: a tokenizer.json, a SentencePiece model, a list of tokens, or a Hugging Face
             directory; None leaves it.
         target_tokenizer: the target's own; None leaves it.
         report: told what happens, a line at a time.

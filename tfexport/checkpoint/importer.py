@@ -97,7 +97,7 @@ def import_checkpoint(
         output: model directory to create.
         config: which layout, heads and settings.
         golden: file that `tfexport.checkpoint.reference.golden.record` wrote.
-        tokenizer: a tokenizer.json, a SentencePiece model, a list with one token a line, or a Hugging Face
+        tokenizer: a tokenizer.json, a SentencePiece model, a list of tokens, or a Hugging Face
             directory; of both sides where there is no other.
         target_tokenizer: the target's own.
         force: replace a model directory that is there; it stays whole until the new one is.

@@ -23,8 +23,8 @@ class Tokenizers:
     """Files that a user gives.
 
     Attributes:
-        source: a tokenizer.json, a SentencePiece model, or a list with one token a line; of both sides where there is
-            no other.
+        source: a tokenizer.json, a SentencePiece model, a list of tokens, or a Hugging Face directory; of both sides
+            where there is no other.
         target: the target's own.
     """
 

@@ -10,7 +10,9 @@ from typing import Any, Literal
 from tokenizers import Tokenizer as Inner
 from tokenizers import models, pre_tokenizers
 
+from tfexport.checkpoint.formats.bpe_codes import CODES, codes_beside, goes_on, read_codes, with_codes
 from tfexport.checkpoint.formats.spm import from_sentencepiece, is_ordinary, read_sentencepiece
+from tfexport.checkpoint.formats.token_list import read_tokens
 from tfexport.errors import CheckpointError, raise_all
 from tfexport.files.strict_json import plain_problem
 from tfexport.files.text import MAX_BYTES
@@ -24,7 +26,8 @@ def tokenizer_json(path: Path, config: TransformerConfig, side: Side | None = No
 
     Args:
         path: a tokenizer.json, which is returned as it is; a SentencePiece
-            model; or a list with one token a line, which splits texts at white space.
+            model; or a list of tokens, which splits texts at white space, and
+            words by the codes that lie beside it where its tokens are pieces.
         config: says which tokens are special and how many ids there are.
         side: of the model that it is for; None for both.
 
@@ -96,30 +99,36 @@ def is_merges(lines: Sequence[str]) -> bool:
 
 
 def _from_list(raw: bytes, path: Path, config: TransformerConfig, side: Side | None) -> Inner:
-    """Read one token a line; line n has id n - 1."""
-    tokens = raw.decode("utf-8").removeprefix("\ufeff").splitlines()
+    """Read a list of tokens, and the codes of byte-pair encoding that lie beside it where its tokens are pieces."""
+    tokens, before = read_tokens(raw.decode("utf-8").removeprefix("\ufeff"))
     if is_merges(tokens):
         raise CheckpointError(
             f"tokenizer {path}: has merges alone, as a merges.txt, and no ids; "
             "give the directory that has its vocab.json too"
         )
     name, limit = vocabulary_size(config, side)
-    problems = [f"line {i} is empty" for i, token in enumerate(tokens, 1) if not token]
+    codes = codes_beside(path) if goes_on(tokens) else None
+    problems = [f"line {i} is empty" for i, token in enumerate(tokens, 1 - before) if not token]
     places: dict[str, int] = {}
-    for number, token in enumerate(tokens, 1):
+    for number, token in enumerate(tokens, 1 - before):
         if places.setdefault(token, number) != number and token:
-            problems.append(f"line {number} repeats line {places[token]}")
+            first = f"line {places[token]}" if places[token] > 0 else "a special token that stands before all lines"
+            problems.append(f"line {number} repeats {first}")
     if len(tokens) > limit:
         problems.append(f"has {len(tokens)} tokens, the model's {name} is {limit}")
     if config.tokens.unk is None:
         problems.append("needs to know the id of unknown words; give --set tokens.unk=ID")
     elif config.tokens.unk >= len(tokens):
         problems.append(f"has {len(tokens)} tokens, tokens.unk is {config.tokens.unk}")
+    if before and goes_on(tokens) and codes is None:
+        problems.append(f"has pieces of words, and no codes lie beside it; call them {CODES[0]}")
     raise_all(CheckpointError, f"tokenizer {path}", problems)
-    assert config.tokens.unk is not None
-    inner = Inner(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token=tokens[config.tokens.unk]))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     ids = config.tokens
+    assert ids.unk is not None
+    if codes is not None:
+        return with_codes(tokens, read_codes(read_vocabulary(codes), codes), ids.unk)
+    inner = Inner(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token=tokens[ids.unk]))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     # Where the target has ids of its own, start and end of a target are ordinary words of the source.
     special = (ids.pad,) if side == "source" else (ids.pad, ids.start, ids.eos)
     inner.add_special_tokens(list(dict.fromkeys(tokens[i] for i in special if i < len(tokens))))
