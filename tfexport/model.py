@@ -317,6 +317,8 @@ class Model:
             InputError: lists every pair that the model cannot take.
             BackendError: the backend failed.
         """
+        if not self.spec.has_decoder:
+            raise InputError("score: this bundle is an encoder alone and scores no target; use embed")
         tokenizer = self._need_tokenizer()
         sources, given = _texts("texts", texts), _texts("targets", targets)
         if len(sources) != len(given):
