@@ -171,6 +171,38 @@ def test_a_bundle_gets_another_tokenizer_or_stays_as_it_was(user: User, tmp_path
     assert equal(user, bundle) == 300
 
 
+def test_a_bundle_gets_the_tokenizers_of_a_directory(user: User, tmp_path: Path) -> None:
+    """Marian's files: two tokenizers, and the end token behind a source, unless an option says otherwise."""
+    sentencepiece = pytest.importorskip("sentencepiece", reason="sentencepiece is not installed")
+    import_(user, tmp_path / "m", "none")
+    bundle, folder = tmp_path / "bundle", tmp_path / "marian"
+    export(tmp_path / "m", bundle, "--no-verify")
+    folder.mkdir()
+    for name in ("source", "target"):
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(user.inputs),
+            model_prefix=str(folder / name),
+            vocab_size=20,
+            hard_vocab_limit=False,
+            minloglevel=2,
+        )
+        (folder / f"{name}.model").rename(folder / f"{name}.spm")
+    spm = sentencepiece.SentencePieceProcessor(model_file=str(folder / "source.spm"))
+    pieces = [spm.id_to_piece(i) for i in range(3, spm.get_piece_size())]
+    ids = {token: i for i, token in enumerate([*SPECIAL, *reversed(pieces)])}
+    (folder / "vocab.json").write_text(json.dumps(ids))
+    run("tokenizer", bundle, "--tokenizer", folder)
+    with tfexport.load(bundle) as loaded:
+        assert loaded.tokenizer is not None
+        wanted = [[*(ids[piece] for piece in spm.encode(text, out_type=str)), EOS] for text in user.inputs]
+        assert loaded.tokenizer.encode(user.inputs) == wanted
+        assert loaded.tokenizer.decode(wanted[0]) == user.inputs[0]
+    run("tokenizer", bundle, "--tokenizer", folder, "--source-suffix", "2,2")
+    assert "source_suffix  2, 2" in run("inspect", bundle).output
+    run("import", user.folder / "model.pt", "--output", tmp_path / "again", *GIVEN, "--heads", 6, "--tokenizer", folder)
+    assert (tmp_path / "again" / "target_tokenizer.json").exists()
+
+
 def capitals(folder: Path, inner: Inner) -> Path:
     inner.normalizer = normalizers.Replace("s", "S")
     inner.save(str(folder / "capitals.json"))

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer as Inner
@@ -79,6 +80,34 @@ def test_a_dictionary_of_fairseq_with_codes(kind: str, tmp_path: Path) -> None:
         if 3 not in wanted:
             assert ours.decode([2, *wanted, 2]) == " ".join(text.split())
     assert compared > 170
+
+
+def test_a_dictionary_of_fairseq_with_sentencepiece(tmp_path: Path) -> None:
+    """Against SentencePiece itself, whose pieces the dictionary numbers anew, and lacks some of."""
+    spm = spm_model(tmp_path)
+    kept = [spm.id_to_piece(i) for i in range(3, spm.get_piece_size()) if i % 9]
+    (tmp_path / "dict.txt").write_text("".join(f"{piece} {i}\n" for i, piece in enumerate(reversed(kept))))
+    ids = {token: i for i, token in enumerate([*FAIRSEQ, *reversed(kept)])}
+    ours = load(tmp_path / "dict.txt", tmp_path, config(len(ids), pad=1, start=2, eos=2, unk=3))
+    for text in odd_texts():
+        wanted = [ids.get(piece, 3) for piece in spm.encode(text, out_type=str)]
+        if set(wanted) > {3}:
+            assert ours.encode([text]) == [wanted], text
+    (tmp_path / "sentencepiece.bpe.model").unlink()
+    with pytest.raises(CheckpointError, match="has pieces of SentencePiece, and no model lies beside it"):
+        tokenizer_json(tmp_path / "dict.txt", config(len(ids), pad=1, start=2, eos=2, unk=3))
+
+
+def spm_model(folder: Path) -> Any:
+    sentencepiece = pytest.importorskip("sentencepiece", reason="sentencepiece is not installed")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(LINES),
+        model_prefix=str(folder / "sentencepiece.bpe"),
+        vocab_size=300,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    return sentencepiece.SentencePieceProcessor(model_file=str(folder / "sentencepiece.bpe.model"))
 
 
 def test_a_vocabulary_of_opennmt(tmp_path: Path) -> None:

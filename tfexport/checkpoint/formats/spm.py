@@ -13,7 +13,7 @@ from tfexport.errors import BackendError, CheckpointError
 from tfexport.install import install_command
 from tfexport.text.vocabulary import BEYOND
 
-_SPACE = "▁"
+SPACE = "▁"
 # The types of SentencePiece's trainer and pieces, from its model format.
 _UNIGRAM, _BPE = 1, 2
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
@@ -99,8 +99,8 @@ def _around(model: Any, proto: Any) -> Inner:
     if steps:
         inner.normalizer = normalizers.Sequence(steps)
     scheme: Any = "always" if proto.normalizer_spec.add_dummy_prefix else "never"
-    inner.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, prepend_scheme=scheme, split=False)
-    metaspace = decoders.Metaspace(_SPACE, prepend_scheme=scheme, split=False)
+    inner.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme=scheme, split=False)
+    metaspace = decoders.Metaspace(SPACE, prepend_scheme=scheme, split=False)
     is_bytes = proto.trainer_spec.byte_fallback
     inner.decoder = decoders.Sequence([decoders.ByteFallback(), metaspace]) if is_bytes else metaspace
     return inner

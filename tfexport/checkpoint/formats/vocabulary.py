@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Inner
 from tokenizers import models, pre_tokenizers
 
 from tfexport.checkpoint.formats.bpe_codes import CODES, codes_beside, goes_on, read_codes, with_codes
-from tfexport.checkpoint.formats.spm import from_sentencepiece, is_ordinary, read_sentencepiece
+from tfexport.checkpoint.formats.spm import SPACE, from_sentencepiece, is_ordinary, read_sentencepiece, with_ids
 from tfexport.checkpoint.formats.token_list import read_tokens
 from tfexport.errors import CheckpointError, raise_all
 from tfexport.files.strict_json import plain_problem
@@ -19,6 +19,8 @@ from tfexport.files.text import MAX_BYTES
 from tfexport.models.config import TransformerConfig
 
 Side = Literal["source", "target"]
+# What fairseq calls the SentencePiece model whose pieces a dict.txt has.
+SPM_BESIDE = "sentencepiece.bpe.model"
 
 
 def tokenizer_json(path: Path, config: TransformerConfig, side: Side | None = None) -> bytes:
@@ -122,9 +124,16 @@ def _from_list(raw: bytes, path: Path, config: TransformerConfig, side: Side | N
         problems.append(f"has {len(tokens)} tokens, tokens.unk is {config.tokens.unk}")
     if before and goes_on(tokens) and codes is None:
         problems.append(f"has pieces of words, and no codes lie beside it; call them {CODES[0]}")
+    spm = path.with_name(SPM_BESIDE)
+    has_spm = before > 0 and tokens[0] == "<s>" and any(token.startswith(SPACE) for token in tokens)
+    if has_spm and not spm.is_file():
+        problems.append(f"has pieces of SentencePiece, and no model lies beside it; call it {SPM_BESIDE}")
     raise_all(CheckpointError, f"tokenizer {path}", problems)
     ids = config.tokens
     assert ids.unk is not None
+    if has_spm:
+        proto = read_sentencepiece(read_vocabulary(spm), spm)
+        return with_ids(proto, {token: i for i, token in enumerate(tokens)}, tokens[:3], tokens[ids.unk])
     if codes is not None:
         return with_codes(tokens, read_codes(read_vocabulary(codes), codes), ids.unk)
     inner = Inner(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token=tokens[ids.unk]))
