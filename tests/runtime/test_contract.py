@@ -169,19 +169,19 @@ def test_a_step_with_given_tokens_counts_as_any_other(session: Session, model: T
 
 def test_given_tokens_of_reordered_rows(session: Session, model: Transformer) -> None:
     source_ids, source_mask = sources(model.config)
-    read = targets(model.config, 12, 4)
+    read = targets(model.config, 12, 5)
     read[:, 0] = model.config.tokens.start
     batch = begun(session, (source_ids, source_mask), read[::3, :1].tolist(), width=3)
     if not isinstance(batch, ScoresTokens):
         pytest.skip("this backend scores among candidates that are the whole vocabulary")
-    for place in range(3):
+    for place in range(4):
         batch.step(read[:, place], 2)
         rows = np.array([1, 0, 1]) + np.arange(0, 12, 3)[:, None]
         batch.reorder(rows.ravel())
         read[:, : place + 1] = read[rows.ravel(), : place + 1]
-    given = batch.score_step(read[:, 3], read[:, 2])
+    given = batch.score_step(read[:, 4], read[:, 3])
     logits = full_logits(model, source_ids.repeat(3, 0), source_mask.repeat(3, 0), read)[:, -1]
-    np.testing.assert_allclose(given.logits, np.take_along_axis(logits, read[:, [2]], 1), atol=ATOL, rtol=0)
+    np.testing.assert_allclose(given.logits, np.take_along_axis(logits, read[:, [3]], 1), atol=ATOL, rtol=0)
     np.testing.assert_allclose(given.log_normalizer, np.log(np.exp(logits).sum(1)), atol=ATOL, rtol=0)
 
 
