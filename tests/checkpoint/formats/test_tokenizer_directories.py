@@ -59,7 +59,7 @@ def marian(folder: Path, *, kind: str = "unigram", separate: bool = False) -> tu
     theirs = [piece for piece in target[3:] if separate or piece not in ours]
     sides = [["</s>", "<unk>", *ours, "<pad>"], ["</s>", "<unk>", *theirs, "<pad>"]]
     if not separate:
-        sides = [["</s>", "<unk>", *ours, *theirs, "<pad>"]]
+        sides = [["</s>", "<unk>", ">>fra<<", *ours, *theirs, "<pad>"]]
     ids = [{piece: i for i, piece in enumerate(side)} for side in sides]
     write(folder, vocab=ids[0], config={"model_type": "marian"}, tokenizer_config={"separate_vocabs": separate})
     if separate:
@@ -163,6 +163,15 @@ def test_text_becomes_the_ids_of_transformers_and_text_again(family: str, tmp_pa
     assert len(known) > 20
     said = [theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False) for ids in known]
     assert [ours.decode(ids).strip() for ids in known] == [text.strip() for text in said]
+
+
+def test_a_text_for_marian_begins_with_its_target_language(tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    theirs, found = marian(tmp_path / "hf")
+    ours = imported(tmp_path / "hf", found, tmp_path / "ours")
+    for text in (">>fra<< the tokenizer", ">>fra<<the  tokenizer "):
+        assert ours.encode([text]) == [theirs(text).input_ids], text
+    assert ours.encode([">>fra<< the"])[0][0] == 2
 
 
 def test_languages_of_mbart(tmp_path: Path) -> None:

@@ -81,9 +81,10 @@ def _marian(directory: Path, config: TransformerConfig) -> TokenizerFiles:
     files = {}
     for name, spm, own in ((TOKENIZER, "source.spm", ids), (TARGET_TOKENIZER, "target.spm", target_ids)):
         path = directory / spm
-        inner = with_ids(read_sentencepiece(read_vocabulary(path), path), own, ("<pad>", "</s>"), "<unk>")
-        # Such a text begins with its target language, where a model has several.
-        inner.add_tokens([token for token in own if token.startswith(">>") and token.endswith("<<")])
+        # A source begins with its target language, where a model has several.
+        languages = [token for token in own if token.startswith(">>") and token.endswith("<<")]
+        proto = read_sentencepiece(read_vocabulary(path), path)
+        inner = with_ids(proto, own, ("<pad>", "</s>"), "<unk>", whole=languages)
         files[name] = _json(inner)
     return TokenizerFiles(files, tuple(names), source_suffix=(config.tokens.eos,))
 

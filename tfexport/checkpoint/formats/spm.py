@@ -66,7 +66,7 @@ def from_sentencepiece(proto: Any) -> Inner:
     return inner
 
 
-def with_ids(proto: Any, ids: Mapping[str, int], special: Sequence[str], unk: str) -> Inner:
+def with_ids(proto: Any, ids: Mapping[str, int], special: Sequence[str], unk: str, whole: Sequence[str] = ()) -> Inner:
     """Return a tokenizer that splits as the SentencePiece model does and has the ids of another vocabulary.
 
     Args:
@@ -74,9 +74,11 @@ def with_ids(proto: Any, ids: Mapping[str, int], special: Sequence[str], unk: st
         ids: of all tokens, each once. What the model lacks of them is in no text, and is shown like its own.
         special: tokens among them that have a meaning.
         unk: the token for what is unknown, and for pieces that `ids` lacks.
+        whole: tokens among them that a text may hold, such as languages, and that are never split.
     """
     own = {piece.piece: piece.score for piece in proto.pieces if piece.type not in (_CONTROL, _UNKNOWN)}
-    tokens = {i: token if token in {*own, *special, unk} else _HIDDEN + token for token, i in ids.items()}
+    seen = {*own, *special, *whole, unk}
+    tokens = {i: token if token in seen else _HIDDEN + token for token, i in ids.items()}
     size = max(tokens) + 1
     names = [tokens.get(i, f"{_HIDDEN}{i}") for i in range(size)]
     if beyond := [piece for piece in own if piece not in ids]:
@@ -84,7 +86,7 @@ def with_ids(proto: Any, ids: Mapping[str, int], special: Sequence[str], unk: st
     inner = _around(_model(proto, [(name, own.get(name, 0.0)) for name in names], list(own.items()), unk), proto)
     inner.decoder = decoders.Sequence([decoders.Replace(_HIDDEN, ""), inner.decoder])
     inner.add_special_tokens([token for token in special if token in ids])
-    inner.add_tokens([piece.piece for piece in proto.pieces if piece.type == _USER_DEFINED])
+    inner.add_tokens([*whole, *(piece.piece for piece in proto.pieces if piece.type == _USER_DEFINED)])
     return inner
 
 
