@@ -76,7 +76,7 @@ def test_two_distributions_of_onnxruntime_are_found(tmp_path: Path) -> None:
     assert "onnxruntime and onnxruntime-gpu are installed together" in whats(found)
     assert "pip uninstall -y onnxruntime onnxruntime-gpu && pip install 'tfexport[cpu]'" in whats(found)
     # It is also older than what tfexport asks for.
-    assert "onnxruntime-gpu is 1.0, expected 1.25 or newer" in whats(found)
+    assert "onnxruntime-gpu is 1.0, expected 1.30 or newer" in whats(found)
 
 
 def test_a_module_that_an_uninstall_left_hollow_is_found(tmp_path: Path) -> None:

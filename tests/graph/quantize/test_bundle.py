@@ -46,7 +46,7 @@ def int4(once: Once) -> Path:
     def make(path: Path) -> None:
         result = run("onnx", DATES, "--output", path, "--precision", "int4")
         assert result.exit_code == 0, result.output
-        assert result.stdout == f"{path}: encoder-decoder, int4, verified\n"
+        assert result.stdout == f"{path}: encoder-decoder, int4, verified, 24 recorded texts\n"
 
     return once("dates-bundle-int4", make)
 
@@ -95,7 +95,7 @@ def test_the_export_reports_where_decodes_part(int4: Path) -> None:
     report = json.loads((int4 / "parity.json").read_text())
     assert report["passed"] is True
     by_method = {rung["method"]: rung for rung in report["decodes"]}
-    assert set(by_method) == {"greedy", "beam 4", "batch invariance"}
+    assert set(by_method) == {"greedy", "beam 4", "batch invariance", "recorded texts"}
     greedy = by_method["greedy"]
     assert greedy["must_be_exact"] is False
     assert greedy["divergence"]["equal"] == greedy["exact"] / greedy["sequences"] < 1
