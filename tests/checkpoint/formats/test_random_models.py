@@ -104,17 +104,19 @@ def assert_same_texts(
     ids = torch.tensor([[*source, *[pad] * (LONGEST - len(source))] for source in sources])
     mask = torch.arange(LONGEST)[None] < torch.tensor([len(source) for source in sources])[:, None]
     with torch.inference_mode():
-        out = theirs.generate(input_ids=ids, attention_mask=mask.long(), **options)
-    rows = getattr(out, "sequences", out)[:, 1:].tolist()
+        told = {"return_dict_in_generate": True, "output_scores": True}
+        out = theirs.generate(input_ids=ids, attention_mask=mask.long(), **told, **options)
+    rows = out.sequences[:, 1:].tolist()
+    scores = getattr(out, "sequences_scores", None)  # of beams
     found = decode(ours, sources, defaults.overridden(options))
     for text, (row, (best, *_)) in enumerate(zip(rows, found, strict=True)):
         length = len(best.token_ids)
         is_same = tuple(row[:length]) == best.token_ids and {*row[length:]} <= {pad, theirs.config.eos_token_id}
         if not is_same:
             here = next((i for i, (a, b) in enumerate(zip(row, best.token_ids, strict=False)) if a != b), length)
-            gap = _gap(
-                theirs, ids[text : text + 1], mask[text : text + 1], row[: here + 1], list(best.token_ids)[: here + 1]
-            )
+            both = (row[: here + 1], list(best.token_ids)[: here + 1])
+            greedy = _gap(theirs, ids[text : text + 1], mask[text : text + 1], *both)
+            gap = greedy if scores is None else abs(float(scores[text]) - best.score)
             same = 1e-9 if isinstance(ours, EagerSession) else 1e-4  # graphs compute in float32
             assert gap < SAME.get(theirs.config.model_type, same), f"text {text}: {row} became {best.token_ids}: {gap}"
 
