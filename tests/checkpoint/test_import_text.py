@@ -203,6 +203,19 @@ def test_a_bundle_gets_the_tokenizers_of_a_directory(user: User, tmp_path: Path)
     assert (tmp_path / "again" / "target_tokenizer.json").exists()
 
 
+def test_a_later_checkpoint_keeps_the_ids_of_recorded_texts_alone(user: User, tmp_path: Path) -> None:
+    """What the former weights said is not what the new ones say; the tokenizer is compared all the same."""
+    state = {name: value * 1.01 for name, value in torch.load(user.folder / "model.pt", weights_only=True).items()}
+    torch.save(state, tmp_path / "later.pt")
+    golden, lists = user.folder / "texts.golden.safetensors", [user.folder / f"{s}.txt" for s in ("source", "target")]
+    given = [*GIVEN, "--golden", golden, "--tokenizer", lists[0], "--target-tokenizer", lists[1]]
+    result = run("import", tmp_path / "later.pt", "--output", tmp_path / "m", *given)
+    assert "they are not those that the golden was recorded beside" in result.stderr
+    samples = json.loads((tmp_path / "m" / "text.json").read_text())["samples"]
+    assert [sample["source_ids"] for sample in samples] == [user.to_ids(text) for text in user.inputs[:12]]
+    assert all(sample["target_ids"] == [] and sample["output"] is None for sample in samples)
+
+
 def capitals(folder: Path, inner: Inner) -> Path:
     inner.normalizer = normalizers.Replace("s", "S")
     inner.save(str(folder / "capitals.json"))
