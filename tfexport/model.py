@@ -42,12 +42,14 @@ class Result:
         score: log-probability of the generated tokens over their number to the power of length_penalty.
         finish_reason: "eos", or what came first: "stop" for a stop string, with which the text ends, "length" for the
             limit, "time" for the end of the time.
+        index: of the text in the call that this continues.
     """
 
     text: str
     token_ids: tuple[int, ...]
     score: float
     finish_reason: FinishReason
+    index: int
 
 
 def load(
@@ -177,7 +179,8 @@ class Model:
                 and before the bundle's defaults.
 
         Returns:
-            num_return_sequences results a text, in the order of the texts, best first.
+            num_return_sequences results a text, in the order of the texts, best first; fewer where filters leave a text
+            fewer, so that `index` says whose a result is.
 
         Raises:
             ConfigError: options that are unknown, out of range or contradictory.
@@ -199,8 +202,8 @@ class Model:
             text_of=tokenizer.decode,
         )
         return [
-            Result(_text(tokenizer, best, decoding), best.token_ids, best.score, best.finish_reason)
-            for hypotheses in found
+            Result(_text(tokenizer, best, decoding), best.token_ids, best.score, best.finish_reason, index)
+            for index, hypotheses in enumerate(found)
             for best in hypotheses
         ]
 

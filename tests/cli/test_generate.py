@@ -91,6 +91,18 @@ def test_several_texts_an_input_are_numbered_and_scored(dates_bundle: Path) -> N
     assert float(rows[0][1]) > float(rows[1][1]) >= float(rows[2][1])
 
 
+def test_texts_that_are_fewer_than_asked_for_stay_with_their_input(dates_bundle: Path) -> None:
+    """Two tokens may be said, so that there are two alternatives of the three that are asked for."""
+    left = [VOCAB["1"], VOCAB["2"]]
+    banned = ",".join(str(token) for token in VOCAB.values() if token not in left)
+    command = ["generate", dates_bundle, *TEXTS, "--suppress-tokens", banned, "--max-new-tokens", 3]
+    command += ["--return-alternatives", "--num-return-sequences", 3]
+    rows = [line.split("\t") for line in run(*command).stdout.splitlines()]
+    assert [row[0] for row in rows] == ["1", "1", "2", "2", "3", "3", "4", "4"]
+    rows = [json.loads(line) for line in run(*command, "--json").stdout.splitlines()]
+    assert [(row["index"], row["input"]) for row in rows] == [(i // 2, TEXTS[i // 2]) for i in range(8)]
+
+
 def test_every_option_reaches_the_decoder(dates_bundle: Path) -> None:
     dash = VOCAB["-"]
     assert run("generate", dates_bundle, TEXTS[0], "--max-new-tokens", 4).stdout == "2026\n"

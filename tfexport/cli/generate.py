@@ -59,13 +59,12 @@ def generate(
             raise InputError(f"{bundle}: is an encoder alone and generates no text; use tfexport embed {bundle}")
         count = model.decoding(**given).num_return_sequences
         results = model.generate(inputs, prefixes=prefixes, batch_size=batch_size, on_progress=tick, **given)
-        for number, result in enumerate(results):
-            index = number // count
+        for result in results:
             if as_json:
-                write(json_text({"index": index, "input": inputs[index], **dataclasses.asdict(result)}))
+                write(json_text({"index": result.index, "input": inputs[result.index], **dataclasses.asdict(result)}))
             else:
                 text = " ".join(result.text.splitlines())
-                write(text if count == 1 else f"{index + 1}\t{result.score:z.4f}\t{text}")
+                write(text if count == 1 else f"{result.index + 1}\t{result.score:z.4f}\t{text}")
 
 
 @click.command()
