@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tfexport.checkpoint.formats.hugging_face_tokenizer import TokenizerFiles, tokenizer_files
-from tfexport.checkpoint.formats.tokenizer import read_tokenizer, read_tokenizers
+from tfexport.checkpoint.formats.tokenizer import checked, read_tokenizers
 from tfexport.errors import BackendError, BundleError, CheckpointError
 from tfexport.files.names import TARGET_TOKENIZER, TEXT, TOKENIZER
 from tfexport.models.config import TransformerConfig, model_spec
@@ -139,7 +139,7 @@ def import_directory_text(
         found = tokenizer_files(directory, config)
         if found is None:
             return import_text(None, given, recorded, config, has_own_weights=has_own_weights)
-        found = read_tokenizer(directory, config)
+        found = checked(found, directory, config)
         text = _compared(found, given, recorded, config, has_own_weights=has_own_weights)
     except (BackendError, BundleError, CheckpointError) as error:
         return ImportedText({}, notes=(f"the directory's tokenizer is not taken: {error}",))

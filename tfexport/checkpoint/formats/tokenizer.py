@@ -31,6 +31,11 @@ def read_tokenizer(path: Path, config: TransformerConfig, side: Side | None = No
             raise CheckpointError(f"tokenizer {path}: has no file of a tokenizer; give a directory with tokenizer.json")
     else:
         found = TokenizerFiles({TOKENIZER: tokenizer_json(path, config, side)}, (path.name,))
+    return checked(found, path, config, side)
+
+
+def checked(found: TokenizerFiles, path: Path, config: TransformerConfig, side: Side | None = None) -> TokenizerFiles:
+    """Compare what was read with the model's vocabularies, and return what is for `side`; see `read_tokenizer`."""
     if side is not None:
         own = found.files.get(TARGET_TOKENIZER) if side == "target" else None
         found = replace(found, files={TOKENIZER: own or found.files[TOKENIZER]})
