@@ -169,7 +169,7 @@ def test_concat_is_opened_and_said_where_static_has_no_kernels(
     assert open_session(bundle, "ort", OpenOptions(device="cuda")) == "opened"
     assert forms == ["static", "concat"]
     (said,) = caplog.records
-    assert (said.name, said.levelname) == ("tfexport", "WARNING")
+    assert (said.name, said.levelname) == ("tfexport.runtime.ort.backend", "WARNING")
     assert said.getMessage() == (
         "ort: decoder_static.onnx: no kernel for Cast; the concat form runs instead; "
         "update onnxruntime-gpu to 1.30 or newer for the static form"

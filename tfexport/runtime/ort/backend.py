@@ -17,7 +17,7 @@ from tfexport.runtime.registry import Graphs, OpenOptions
 from tfexport.runtime.session import Session
 from tfexport.spec import DECODER, Device, Form, ModelSpec, WeightType
 
-_log = logging.getLogger("tfexport")
+_log = logging.getLogger(__name__)
 
 
 def open_bundle(bundle: Bundle, options: OpenOptions) -> Session:

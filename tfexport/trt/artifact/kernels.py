@@ -32,7 +32,7 @@ _FORMAT_VERSION = 1
 # Kernels hold no weights, so those of a plan are far below; more would fill the memory of the host.
 MAX_BYTES = 1024 * 1024 * 1024
 
-_LOGGER = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class KernelStore:
             return None
         except (OSError, BundleError) as error:
             if not self._has_warned:
-                _LOGGER.warning("%s: kernels are compiled again: %s", self._folder, error)
+                _log.warning("%s: kernels are compiled again: %s", self._folder, error)
             self._has_warned = True
             return None
 
@@ -96,7 +96,7 @@ class KernelStore:
                 if wanted != known:
                     self._publish(wanted)
         except (OSError, BundleError) as error:
-            _LOGGER.debug("%s: kernels are not kept: %s", self._folder, error)
+            _log.debug("%s: kernels are not kept: %s", self._folder, error)
 
     def _publish(self, kernels: Mapping[str, bytes]) -> None:
         with atomic.temporary(self._folder) as draft:
