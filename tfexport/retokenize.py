@@ -11,8 +11,8 @@ from pathlib import Path
 
 from tfexport.bundle.bundle import Bundle, create_bundle, open_bundle
 from tfexport.bundle.manifest import ENGINES
-from tfexport.checkpoint.formats.hugging_face_tokenizer import TokenizerFiles
 from tfexport.checkpoint.formats.tokenizer import read_tokenizer
+from tfexport.checkpoint.formats.tokenizer_parts import TokenizerFiles
 from tfexport.errors import ConfigError
 from tfexport.fields import Config
 from tfexport.files.names import MANIFEST, TARGET_TOKENIZER, TOKENIZER

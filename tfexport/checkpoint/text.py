@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tfexport.checkpoint.formats.hugging_face_tokenizer import TokenizerFiles, tokenizer_files
+from tfexport.checkpoint.formats.hugging_face_tokenizer import tokenizer_files
 from tfexport.checkpoint.formats.tokenizer import checked, read_tokenizers
+from tfexport.checkpoint.formats.tokenizer_parts import TokenizerFiles
 from tfexport.errors import BackendError, BundleError, CheckpointError
 from tfexport.files.names import TARGET_TOKENIZER, TEXT, TOKENIZER
 from tfexport.models.config import TransformerConfig, model_spec

@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from tfexport.checkpoint.formats.coverage import check_coverage
-from tfexport.checkpoint.formats.hugging_face_tokenizer import TokenizerFiles, tokenizer_files
+from tfexport.checkpoint.formats.hugging_face_tokenizer import tokenizer_files
+from tfexport.checkpoint.formats.tokenizer_parts import TokenizerFiles
 from tfexport.checkpoint.formats.vocabulary import Side, tokenizer_json
 from tfexport.errors import CheckpointError
 from tfexport.files.names import TARGET_TOKENIZER, TOKENIZER
