@@ -7,7 +7,7 @@ batch, whatever they ask; those that ask alike share a search.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,7 +29,7 @@ class Update:
 
     Attributes:
         request: as it was submitted.
-        token_id: its newest token; None where a request has several rows, or steps are taken together.
+        token_id: its newest token, where it streams; else None.
         outcome: its hypotheses, or what was wrong with this text alone; None while it goes on.
     """
 
@@ -44,15 +44,14 @@ class Loop:
     It belongs to one thread.
     """
 
-    def __init__(self, session: Session, max_sources: int, *, stream: bool = False) -> None:
+    def __init__(self, session: Session, max_sources: int) -> None:
         """Begin without a request.
 
         Args:
             session: any backend.
             max_sources: decoded at once; fewer where the session takes fewer rows.
-            stream: tell of every token; then no steps are taken together.
         """
-        self._session, self._max_sources, self._stream = session, max_sources, stream
+        self._session, self._max_sources = session, max_sources
         self._waiting: dict[int, deque[Request]] = {}
         self._answered: list[Update] = []
         self._running: dict[int, _Running] = {}
@@ -62,6 +61,16 @@ class Loop:
         """Whether anything waits or runs."""
         return bool(self._waiting or self._answered)
 
+    @property
+    def num_rows(self) -> int:
+        """Rows that a step computes."""
+        return sum(running.width * running.num_sources for running in self._running.values())
+
+    def can_join(self, width: int) -> bool:
+        """Say whether a request with `width` rows could join what runs."""
+        running = self._running.get(width)
+        return running is None or running.can_join or not running.num_sources
+
     def submit(self, requests: Iterable[Request]) -> None:
         """Let requests wait for their turn, in this order."""
         for request in requests:
@@ -70,26 +79,55 @@ class Loop:
                 continue
             self._waiting.setdefault(request.config.num_beams, deque()).append(request)
 
-    def step(self) -> list[Update]:
-        """Admit what waits where there is room, and take a step of every batch.
+    def cancel(self, requests: Collection[Request]) -> None:
+        """Let requests leave, those that wait and those that run; nothing more is told of them."""
+        leaving = {id(request) for request in requests}
+        self._answered = [update for update in self._answered if id(update.request) not in leaving]
+        for waiting in self._waiting.values():
+            stay = [request for request in waiting if id(request) not in leaving]
+            waiting.clear()
+            waiting.extend(stay)
+        for running in self._running.values():
+            running.cancel(leaving)
+        self._forget_empty()
+
+    def admit(self) -> None:
+        """Let what waits join where there is room: its sources are encoded. `step` does it too.
+
+        Raises:
+            BackendError: the backend failed.
+        """
+        for width, waiting in self._waiting.items():
+            if width not in self._running:
+                self._running[width] = _Running(self._session, width)
+            if waiting:
+                self._admit(self._running[width], waiting)
+
+    def step(self, most: int | None = None) -> list[Update]:
+        """Admit what waits, and take a step of every batch; several at once where nobody would see a difference.
+
+        Args:
+            most: steps that are taken at once; None for as many as there are.
 
         Returns:
-            What is finished, and in a stream each token too.
+            What is finished, and each token of what streams.
 
         Raises:
             BackendError: the backend failed.
         """
         updates, self._answered = self._answered, []
-        for width in list(self._waiting):
-            if width not in self._running:
-                self._running[width] = _Running(self._session, width)
-            running, waiting = self._running[width], self._waiting[width]
-            if waiting:
-                self._admit(running, waiting)
-            updates += running.step(stream=self._stream)
-            if not running.num_sources and not waiting:
-                del self._running[width], self._waiting[width]
+        self.admit()
+        for running in self._running.values():
+            updates += running.step(most)
+        self._forget_empty()
         return updates
+
+    def _forget_empty(self) -> None:
+        for width in list(self._waiting):
+            running = self._running.get(width)
+            if not self._waiting[width] and not (running and running.num_sources):
+                del self._waiting[width]
+                self._running.pop(width, None)
 
     def _admit(self, running: _Running, waiting: deque[Request]) -> None:
         """Let waiting requests join where enough places are free."""
@@ -160,30 +198,35 @@ class _Running:
         self._together = self._batch if self.width == 1 and isinstance(self._batch, MultiStep) else None
         self._is_spent = False
 
-    def step(self, *, stream: bool) -> list[Update]:
+    def step(self, most: int | None) -> list[Update]:
         """Take a step of all searches, several at once where that is possible and nobody waits for each token."""
         parts = list(self._parts.values())
         if len(parts) == 1:
             search = parts[0].search
-            if stream:
-                found = self._batch.step(search.history.newest, search.num_candidates())
-            else:
-                found = take_steps(self._batch, self._together, search)
+            found = take_steps(self._batch, self._together, search, 1 if parts[0].streams else most)
             order, parts[0].done = search.take(found)
         else:
             order = self._take_each(parts)
         if order is not None:
             self._batch.reorder(order)
-        num_done = sum(len(part.done) for part in parts)
-        if not num_done and not stream:
-            return []
-        updates = [update for part in parts for update in part.updates(stream=stream)]
+        updates = [update for part in parts if part.done or part.streams for update in part.updates()]
+        self._remove_done()
+        return updates
+
+    def cancel(self, leaving: Collection[int]) -> None:
+        """Let the requests of these identities leave."""
+        for part in self._parts.values():
+            part.done = {place: [] for place, one in enumerate(part.search.requests) if id(one) in leaving}
+        self._remove_done()
+
+    def _remove_done(self) -> None:
+        """Let what is done leave, if there is any."""
+        num_done = sum(len(part.done) for part in self._parts.values())
         if num_done == self.num_sources:
             self._parts, self._is_spent = {}, True
         elif num_done:
             self._remove()
         self.num_sources -= num_done
-        return updates
 
     def _take_each(self, parts: list[_Part]) -> Ids | None:
         """Ask for as many candidates as any search wants, and let each take those of its rows."""
@@ -222,25 +265,29 @@ class _Part:
         search: of requests that ask alike.
         places: of its sources in the batch, int64 [sources].
         done: what came of sources in the newest step, by their place in the search.
+        streams: whether any of its requests does.
     """
 
     def __init__(self, search: Search) -> None:
         self.search = search
         self.places: Ids = np.empty(0, np.int64)
         self.done: dict[int, Outcome] = {}
+        self.streams = False
 
     def add(self, requests: list[Request], places: Ids) -> None:
         self.search.add(requests)
         self.places = np.concatenate((self.places, places))
+        self.streams = self.streams or any(request.stream for request in requests)
 
-    def updates(self, *, stream: bool) -> list[Update]:
+    def updates(self) -> list[Update]:
         requests = self.search.requests
-        if not stream:
+        if not self.streams:
             return [Update(requests[place], outcome=outcome) for place, outcome in self.done.items()]
-        newest = self.search.history.newest.tolist() if self.search.width == 1 else [None] * len(requests)
+        newest = self.search.history.newest.tolist()
         return [
-            Update(request, token_id, self.done.get(place))
-            for place, (request, token_id) in enumerate(zip(requests, newest, strict=True))
+            Update(request, newest[place] if request.stream else None, self.done.get(place))
+            for place, request in enumerate(requests)
+            if request.stream or place in self.done
         ]
 
     def remove_done(self, moved_to: Ids) -> None:
@@ -252,3 +299,4 @@ class _Part:
     def keep(self, kept: Ids) -> None:
         self.search.remove(kept)
         self.places = self.places[kept]
+        self.streams = self.streams and any(request.stream for request in self.search.requests)

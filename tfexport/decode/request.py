@@ -30,6 +30,7 @@ class Request:
         is_answered: whether these are all that the text is.
         text_of: decodes token ids, where stop strings are looked for.
         sample: number of the sample, where samples are drawn, or rank of the alternative.
+        stream: whether each token is told as it comes; it has one row then.
     """
 
     text: int
@@ -42,6 +43,7 @@ class Request:
     is_answered: bool = False
     text_of: TextOf | None = None
     sample: int = 0
+    stream: bool = False
 
 
 def check_requests(

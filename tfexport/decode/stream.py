@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 from tfexport.decode.loop import Loop
@@ -51,8 +52,8 @@ def stream(
 
 def _tokens(session: Session, request: Request) -> Iterator[int]:
     yield from request.prompt[1:]
-    loop = Loop(session, 1, stream=True)
-    loop.submit([request])
+    loop = Loop(session, 1)
+    loop.submit([dataclasses.replace(request, stream=True)])
     while loop.is_busy:
         for update in loop.step():
             if isinstance(update.outcome, TfexportError):
