@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tfexport.bundle.bundle import Bundle, create_bundle, open_bundle
 from tfexport.bundle.manifest import ENGINES
+from tfexport.checkpoint.formats.language_pair import AS_IT_IS, LanguagePair, with_languages
 from tfexport.checkpoint.formats.tokenizer import read_tokenizer
 from tfexport.checkpoint.formats.tokenizer_parts import TokenizerFiles
 from tfexport.errors import ConfigError
@@ -23,8 +24,9 @@ from tfexport.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig(Config, subject="tokenizer"):
-    """Ids around a text; None leaves what the bundle has."""
+    """Ids around a text, or the source's language, which stands among them; None leaves what the bundle has."""
 
+    source_language: str | None = None
     source_prefix: tuple[int, ...] | None = None
     source_suffix: tuple[int, ...] | None = None
     target_prefix: tuple[int, ...] | None = None
@@ -57,12 +59,13 @@ def replace_tokenizer(
         ConfigError: there is nothing to change, or no tokenizer to change it of.
         ParityError: a recorded text differs; the bundle stays as it was.
     """
-    changes = {name: ids for name, ids in config.to_dict().items() if ids is not None}
-    if not changes and tokenizer is None and target_tokenizer is None:
+    changes = {name: value for name, value in config.to_dict().items() if value is not None}
+    language = LanguagePair(changes.pop("source_language", None))
+    if not changes and language == AS_IT_IS and tokenizer is None and target_tokenizer is None:
         raise ConfigError("tokenizer: nothing is to change; give --tokenizer, --source-suffix or another option")
     bundle = open_bundle(path)
     with tempfile.TemporaryDirectory() as folder:
-        files, around = _files(bundle, Path(folder), tokenizer, target_tokenizer, report)
+        files, around = _files(bundle, Path(folder), tokenizer, target_tokenizer, language, report)
         text = replace(bundle.manifest.text, **{**around, **changes})
         opened = Tokenizer.load(files[TOKENIZER], bundle.manifest.spec, target=files.get(TARGET_TOKENIZER), text=text)
         check_texts(opened)
@@ -72,7 +75,12 @@ def replace_tokenizer(
 
 
 def _files(
-    bundle: Bundle, folder: Path, source: Path | None, target: Path | None, report: Callable[[str], None]
+    bundle: Bundle,
+    folder: Path,
+    source: Path | None,
+    target: Path | None,
+    language: LanguagePair,
+    report: Callable[[str], None],
 ) -> tuple[dict[str, Path], dict[str, tuple[int, ...]]]:
     """Return the tokenizers of the bundle as they shall be, by name, and what a directory's puts around a source."""
     manifest = bundle.manifest
@@ -81,7 +89,7 @@ def _files(
         raise ConfigError(f"tokenizer: {bundle.path} has none; give one as --tokenizer")
     config = manifest.config
     if config is None:
-        if source or target:
+        if source or target or language != AS_IT_IS:
             raise ConfigError(
                 f"tokenizer: {bundle.path} was made from your own module; put the tokenizer beside it and export again"
             )
@@ -90,6 +98,12 @@ def _files(
     found = TokenizerFiles({}, ())
     if source is not None:
         found = read_tokenizer(source, config, "source" if has_two and not source.is_dir() else None)
+    elif language != AS_IT_IS:
+        text = manifest.text
+        own = {TOKENIZER: files[TOKENIZER].read_bytes()}
+        found = TokenizerFiles(own, (), source_prefix=text.source_prefix, source_suffix=text.source_suffix)
+    if found.files:
+        found = with_languages(found, language)
     made, notes = dict(found.files), found.notes
     if target is not None:
         theirs = read_tokenizer(target, config, "target")

@@ -14,7 +14,8 @@ class ImportConfig(Config, subject="import"):
     `layout` is auto, the name of a built-in layout or a layout file. `heads` is
     what no shape tells. `settings` are KEY=VALUE, switches and tokens that take
     the place of the layout's. `source_prefix`, `source_suffix` and `target_prefix`
-    are ids around what a tokenizer makes of a text. `builtin` lets auto propose the built-in layouts;
+    are ids around what a tokenizer makes of a text; `source_language` and
+    `target_language` name those of a multilingual tokenizer. `builtin` lets auto propose the built-in layouts;
     `accept_unverified` takes what it proposes without a golden.
     """
 
@@ -24,6 +25,8 @@ class ImportConfig(Config, subject="import"):
     source_prefix: tuple[int, ...] = ()
     source_suffix: tuple[int, ...] = ()
     target_prefix: tuple[int, ...] = ()
+    source_language: str | None = None
+    target_language: str | None = None
     builtin: bool = True
     accept_unverified: bool = False
 
@@ -31,4 +34,6 @@ class ImportConfig(Config, subject="import"):
         problems = size_problems(self, "heads")
         if not self.builtin and self.layout != "auto":
             problems.append(f"builtin is false, but layout is {self.layout}; leave one of them out")
+        if self.source_language is not None and (self.source_prefix or self.source_suffix):
+            problems.append("source_language says what stands around a source; leave source_prefix and suffix out")
         return problems

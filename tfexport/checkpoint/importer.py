@@ -16,6 +16,7 @@ from tfexport.checkpoint.detect.search import FLOAT32_TOLERANCE
 from tfexport.checkpoint.family import Family, as_transformers_loads, read_family
 from tfexport.checkpoint.formats.container import Checkpoint, read_checkpoint, without_prefix
 from tfexport.checkpoint.formats.generation import Generation, read_generation
+from tfexport.checkpoint.formats.language_pair import AS_IT_IS, LanguagePair
 from tfexport.checkpoint.layout.apply import Canonical, apply_layout, unmatched
 from tfexport.checkpoint.layout.layout import (
     SIDES,
@@ -34,6 +35,7 @@ from tfexport.checkpoint.reference.ties import completed
 from tfexport.checkpoint.text import ImportedText, Tokenizers, import_directory_text, import_text
 from tfexport.errors import CheckpointError, ConfigError, ParityError, raise_all
 from tfexport.files.names import CERTIFICATE, GENERATION
+from tfexport.generation import GenerationDefaults
 from tfexport.models.config import TransformerConfig
 from tfexport.models.directory import check_free, save_model
 from tfexport.models.switches import Value
@@ -128,7 +130,7 @@ def import_checkpoint(
     left_out: list[str] = []
     canonical = _applied(layout, checkpoint, proof, left_out)
     own_notes, has_own_weights = _own_weights(layout, canonical, proof)
-    tokenizers = _tokenizers(tokenizer, target_tokenizer)
+    tokenizers = _tokenizers(tokenizer, target_tokenizer, config, Path(path) if checkpoint.hf_config else None)
     text = _text(Path(path), checkpoint, config, tokenizers, proof, canonical.config, has_own_weights=has_own_weights)
     certificate = replace(certificate, texts=text.compared, unverified=(*certificate.unverified, *text.unverified))
     notes = (*left_out, *canonical.notes, *own_notes, *text.notes)
@@ -137,7 +139,7 @@ def import_checkpoint(
         CERTIFICATE: (json.dumps(certificate.to_dict(), indent=2, ensure_ascii=False) + "\n").encode(),
         LAYOUT: render_layout(layout).encode(),
     }
-    generation = _generation(checkpoint, canonical.config, given)
+    generation = _generation(checkpoint, canonical.config, given, text.generation)
     if generation is not None:
         notes = (*notes, *generation.notes)
         if generation.defaults.given():
@@ -148,12 +150,16 @@ def import_checkpoint(
     return Imported(layout, canonical.config, certificate, notes)
 
 
-def _generation(checkpoint: Checkpoint, config: TransformerConfig, given: Collection[str]) -> Generation | None:
-    """Return what a Hugging Face directory generates with; None for everything else."""
-    if checkpoint.hf_config is None or config.target_vocab is None:
+def _generation(
+    checkpoint: Checkpoint, config: TransformerConfig, given: Collection[str], language: Mapping[str, int]
+) -> Generation | None:
+    """Return what a Hugging Face directory generates with, in the target language; None where nothing says either."""
+    if config.target_vocab is None:
         return None
-    found = checkpoint.hf_config, checkpoint.hf_generation
-    return read_generation(*found, config.tokens, config.target_vocab, given)
+    if checkpoint.hf_config is None:
+        return Generation(GenerationDefaults.from_dict(language), ()) if language else None
+    own = {**checkpoint.hf_generation, **language} if checkpoint.hf_generation else {}
+    return read_generation({**checkpoint.hf_config, **language}, own, config.tokens, config.target_vocab, given)
 
 
 def _settings(config: ImportConfig) -> dict[str, Value]:
@@ -377,10 +383,18 @@ def _disagreement(layout: Layout, found: Comparison, wanted: float) -> str:
     )
 
 
-def _tokenizers(source: Path | None, target: Path | None) -> Tokenizers | None:
+def _tokenizers(
+    source: Path | None, target: Path | None, config: ImportConfig, directory: Path | None
+) -> Tokenizers | None:
+    """Return the tokenizers that are asked for; who names a language asks for the directory's."""
     if source is None and target is not None:
         raise ConfigError("import: there is a tokenizer of the target alone; give that of the source as --tokenizer")
-    return None if source is None else Tokenizers(source, target)
+    languages = LanguagePair(config.source_language, config.target_language)
+    if source is None and languages != AS_IT_IS:
+        source = directory
+        if source is None:
+            raise ConfigError("import: there is a language, but no tokenizer that has its id; give --tokenizer")
+    return None if source is None else Tokenizers(source, target, languages)
 
 
 def _text(

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tfexport.checkpoint.formats.hugging_face_tokenizer import tokenizer_files
+from tfexport.checkpoint.formats.language_pair import AS_IT_IS, LanguagePair, with_languages
 from tfexport.checkpoint.formats.tokenizer import checked, read_tokenizers
 from tfexport.checkpoint.formats.tokenizer_parts import TokenizerFiles
 from tfexport.errors import BackendError, BundleError, CheckpointError
@@ -27,10 +28,12 @@ class Tokenizers:
         source: a tokenizer.json, a SentencePiece model, a list of tokens, or a Hugging Face directory; of both sides
             where there is no other.
         target: the target's own.
+        languages: of source and target.
     """
 
     source: Path
     target: Path | None = None
+    languages: LanguagePair = AS_IT_IS
 
 
 @dataclass(frozen=True)
@@ -40,12 +43,14 @@ class ImportedText:
     Attributes:
         files: of the model directory, by name.
         compared: recorded texts that the tokenizer was compared with.
+        generation: options of generation that go with a target language.
         notes: what the caller should know.
         unverified: what could be wrong unseen.
     """
 
     files: Mapping[str, bytes]
     compared: int = 0
+    generation: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     unverified: tuple[str, ...] = ()
 
@@ -76,7 +81,9 @@ def import_text(
     if tokenizers is None:
         lost = ("there are recorded texts, but no tokenizer to compare: give --tokenizer",) if recorded else ()
         return ImportedText({}, notes=lost)
-    found = read_tokenizers(tokenizers.source, tokenizers.target, config)
+    found = read_tokenizers(tokenizers.source, tokenizers.target, config, tokenizers.languages)
+    if recorded is None or tokenizers.languages != AS_IT_IS:
+        given = _completed(given, found)
     return _compared(found, given, recorded, config, has_own_weights=has_own_weights)
 
 
@@ -88,14 +95,8 @@ def _compared(
     *,
     has_own_weights: bool,
 ) -> ImportedText:
-    """Compare what was read with recorded texts; without them, what the user leaves open is as transformers has it."""
+    """Compare what was read with recorded texts."""
     files = dict(found.files)
-    if recorded is None:
-        given = replace(
-            given,
-            source_prefix=given.source_prefix or found.source_prefix,
-            source_suffix=given.source_suffix or found.source_suffix,
-        )
     spec = model_spec(config, "fp32")
     with tempfile.TemporaryDirectory() as folder:
         for name, raw in files.items():
@@ -113,7 +114,16 @@ def _compared(
         text = replace(text, samples=tuple(replace(s, target_ids=(), output=None) for s in text.samples))
     files[TEXT] = (json.dumps(text.to_dict(), ensure_ascii=False) + "\n").encode()
     unverified = () if recorded else ("the tokenizer: no texts were recorded to compare it with",)
-    return ImportedText(files, len(text.samples), notes, unverified)
+    return ImportedText(files, len(text.samples), found.generation, notes, unverified)
+
+
+def _completed(given: TextConfig, found: TokenizerFiles) -> TextConfig:
+    """Put around a source what transformers puts there, as far as the user leaves it open."""
+    return replace(
+        given,
+        source_prefix=given.source_prefix or found.source_prefix,
+        source_suffix=given.source_suffix or found.source_suffix,
+    )
 
 
 def import_directory_text(
@@ -140,8 +150,9 @@ def import_directory_text(
         found = tokenizer_files(directory, config)
         if found is None:
             return import_text(None, given, recorded, config, has_own_weights=has_own_weights)
-        found = checked(found, directory, config)
-        text = _compared(found, given, recorded, config, has_own_weights=has_own_weights)
+        found = with_languages(checked(found, directory, config), AS_IT_IS)
+        around = _completed(given, found) if recorded is None else given
+        text = _compared(found, around, recorded, config, has_own_weights=has_own_weights)
     except (BackendError, BundleError, CheckpointError) as error:
         return ImportedText({}, notes=(f"the directory's tokenizer is not taken: {error}",))
     return replace(text, notes=(f"the tokenizer is the directory's {', '.join(found.names)}", *text.notes))

@@ -31,6 +31,8 @@ from tfexport.errors import printable
 @click.option("--source-prefix", type=IDS, default="", help="Ids before what the tokenizer makes of a source.")
 @click.option("--source-suffix", type=IDS, default="", help="Ids behind it, such as the end token.")
 @click.option("--target-prefix", type=IDS, default="", help="Ids that every target begins with, behind the start.")
+@click.option("--source-language", help="Of the texts that go in, as the tokenizer names it, such as eng_Latn.")
+@click.option("--target-language", help="Of the texts that come out, unless a call names another.")
 @click.option("--builtin/--no-builtin", default=ImportConfig.builtin, help="Let auto propose the built-in layouts.")
 @click.option("--accept-unverified", is_flag=True, help="Take what auto proposes without a golden.")
 @click.option("--force", is_flag=True, help="Replace a model directory that is there, once the new one is whole.")

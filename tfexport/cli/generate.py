@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tfexport.cli.options import decode_options, form_option, is_given, json_option, text_options
+from tfexport.cli.options import decode_options, form_option, is_given, json_option, text_options, token_ids
 from tfexport.cli.terminal import inputs_of, json_text, lines_to, progress
 from tfexport.errors import InputError
 from tfexport.spec import Device, Form
@@ -57,6 +57,7 @@ def generate(
     ):
         if not model.spec.has_decoder:
             raise InputError(f"{bundle}: is an encoder alone and generates no text; use tfexport embed {bundle}")
+        given = token_ids(given, model.tokenizer.target_id if model.tokenizer else None)
         count = model.decoding(**given).num_return_sequences
         results = model.generate(inputs, prefixes=prefixes, batch_size=batch_size, on_progress=tick, **given)
         for result in results:

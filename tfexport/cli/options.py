@@ -10,10 +10,13 @@ from typing import Any, TypeVar, get_args
 import click
 from click.core import ParameterSource
 
+from tfexport.errors import InputError
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.registry import AUTO, names
 from tfexport.spec import Form
 
+# Options that say the target's language in multilingual models.
+_BY_NAME = ("forced_bos_token_id", "decoder_start_token_id")
 F = TypeVar("F", bound=Callable[..., Any])
 _DECODE_HELP = {
     "max_new_tokens": "Most tokens to generate; as many as the model takes when not given.",
@@ -32,12 +35,12 @@ _DECODE_HELP = {
     "top_p": "Draw from the fewest best tokens that have this probability together.",
     "num_return_sequences": "Texts to return for each input, best first.",
     "return_alternatives": "Continue each of the num-return-sequences best next tokens.",
-    "forced_bos_token_id": "Id that every text begins with.",
+    "forced_bos_token_id": "Id that every text begins with, or its token, such as fra_Latn.",
     "forced_eos_token_id": "Id, or several, that a text at its limit ends with.",
     "suppress_tokens": "Ids never to generate, such as 3,17.",
     "bad_words_ids": "Ids never to generate one behind the other, such as 3,17; give it again for more.",
     "eos_token_id": "Ids that end a text, such as 2,17; the model's own when not given.",
-    "decoder_start_token_id": "Id that the decoder reads first; the model's own when not given.",
+    "decoder_start_token_id": "Id that the decoder reads first, or its token; the model's own when not given.",
     "max_time": "Seconds for a text, from when it joins the batch.",
     "stop_strings": "Text that ends a text which says it; give it again for more.",
     "seed": "Of sampling; the same seed draws the same texts.",
@@ -70,6 +73,19 @@ class NoneOr(click.ParamType):  # type: ignore[type-arg]
         return None if value == "none" else self.item.convert(value, param, ctx)
 
 
+class Token(click.ParamType):  # type: ignore[type-arg]
+    """An id, or a token by its name, which `token_ids` looks up."""
+
+    name = "id or token"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        """Return an int for an id, else the name."""
+        try:
+            return int(value)
+        except ValueError:
+            return str(value)
+
+
 PATH = click.Path(path_type=Path)
 IDS = CommaList(click.IntRange(min=0))
 INPUT = click.Path(exists=True, dir_okay=False, readable=True, allow_dash=True, path_type=Path)
@@ -98,6 +114,8 @@ def decode_options(command: F) -> F:
             more = {"type": click.Choice(["true", "false", "never"]), "default": "false", "callback": _early_stopping}
         elif field.name == "bad_words_ids":
             more = {"type": CommaList(click.INT), "multiple": True, "show_default": False, "callback": _without_empty}
+        elif field.name in _BY_NAME:
+            more = {"type": NoneOr(Token())}
         elif field.name in ("forced_eos_token_id", "eos_token_id"):
             more = {"type": NoneOr(CommaList(click.INT))}
         elif field.name == "max_time":
@@ -110,6 +128,22 @@ def decode_options(command: F) -> F:
             name += f"/--no-{name.removeprefix('--')}"
         command = click.option(name, help=_DECODE_HELP[field.name], **more)(command)
     return command
+
+
+def token_ids(options: dict[str, Any], target_id: Callable[[str], int] | None) -> dict[str, Any]:
+    """Return options with the ids of tokens that were given by name.
+
+    Args:
+        options: of decoding.
+        target_id: tells the id of a token; None where there is no tokenizer.
+
+    Raises:
+        InputError: there is no such token, or no tokenizer.
+    """
+    named = {name: value for name in _BY_NAME if isinstance(value := options.get(name), str)}
+    if named and target_id is None:
+        raise InputError(f"{', '.join(named)}: there is no tokenizer that knows tokens by name; give ids")
+    return {**options, **{name: target_id(value) for name, value in named.items() if target_id}}
 
 
 def is_given(name: str) -> bool:

@@ -21,6 +21,7 @@ from tfexport.errors import printable
 @click.option("--source-prefix", type=IDS, help="Ids before what the tokenizer makes of a source; '' for none.")
 @click.option("--source-suffix", type=IDS, help="Ids behind it; '' for none.")
 @click.option("--target-prefix", type=IDS, help="Ids that every target begins with, behind the start; '' for none.")
+@click.option("--source-language", help="Of the texts that go in, as the tokenizer names it, such as eng_Latn.")
 def tokenizer(bundle: Path, tokenizer: Path | None, target_tokenizer: Path | None, **config: Any) -> None:
     """Replace the tokenizer of BUNDLE, or what surrounds its ids, without a new export.
 

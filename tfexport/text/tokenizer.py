@@ -134,6 +134,17 @@ class Tokenizer:
         raise_all(InputError, "score", problems)
         return pairs
 
+    def target_id(self, token: str) -> int:
+        """Return the id of a token of the target by its name, such as that of a language.
+
+        Raises:
+            InputError: the vocabulary has no such token.
+        """
+        found = self._target.id_of(token)
+        if found is None:
+            raise InputError(f"token {token!r} is none of the target's vocabulary; give one of its tokens, or an id")
+        return found
+
     def decode(self, ids: Sequence[int]) -> str:
         """Turn token ids of a target into text, leaving out special tokens and ids that have no token."""
         return self._target.decode(ids)

@@ -91,6 +91,11 @@ class Vocabulary:
         ids: list[int] = self._inner.encode("", add_special_tokens=True).ids
         return ids
 
+    def id_of(self, token: str) -> int | None:
+        """Return the id of a token by its name, such as a language; None where there is none."""
+        found: int | None = self._inner.token_to_id(token)
+        return None if found is None or (self._beyond is not None and found >= self._beyond) else found
+
     def encode(self, text: str, *, special: bool) -> list[int]:
         """Encode one text; `special` adds the tokens that the file puts around it.
 

@@ -208,7 +208,7 @@ def test_ids_of_pegasus(tmp_path: Path) -> None:
         (["vocab.json"], "has vocab.json alone, expected one of"),
         (["source.spm", "vocab.json"], "has source.spm, vocab.json alone"),
         (["spiece.model"], "the ids of an unknown family are not known"),
-        (["sentencepiece.bpe.model"], "languages of sentencepiece.bpe.model for an unknown family are in no file"),
+        (["sentencepiece.bpe.model"], "ids of sentencepiece.bpe.model for an unknown family are not known"),
         (["vocab.json", "merges.txt"], "has no byte-level tokens"),
         ([], "has no file of a tokenizer"),
     ],

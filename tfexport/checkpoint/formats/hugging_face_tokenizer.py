@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, models, pre_tokenizers
 
 from tfexport.checkpoint.formats.hugging_face_weights import T5_FAMILIES
-from tfexport.checkpoint.formats.multilingual import SPM_BPE, m2m100, mbart
+from tfexport.checkpoint.formats.multilingual import SPM_BPE, fairseq, m2m100
 from tfexport.checkpoint.formats.spm import read_sentencepiece, with_ids
 from tfexport.checkpoint.formats.tokenizer_parts import TokenizerFiles, as_json, family_of, read_ids, read_settings
 from tfexport.checkpoint.formats.vocabulary import read_vocabulary, tokenizer_json
@@ -25,7 +25,7 @@ def tokenizer_files(directory: Path, config: TransformerConfig) -> TokenizerFile
     """Read the tokenizer of a directory as transformers reads it.
 
     Args:
-        directory: with a tokenizer.json, or the files of Marian, M2M100, mBART, T5, PEGASUS, BART or Blenderbot.
+        directory: with a tokenizer.json, or the files of Marian, M2M100, mBART, NLLB, T5, PEGASUS, BART or Blenderbot.
         config: of the model.
 
     Returns:
@@ -118,7 +118,7 @@ _FORMATS: dict[tuple[str, ...], Callable[[Path, TransformerConfig], TokenizerFil
     (TOKENIZER,): _own,
     ("source.spm", "target.spm", "vocab.json"): _marian,
     (SPM_BPE, "vocab.json"): m2m100,
-    (SPM_BPE,): mbart,
+    (SPM_BPE,): fairseq,
     (_SPIECE,): _spiece,
     ("vocab.json", "merges.txt"): _byte_level,
 }

@@ -1,19 +1,29 @@
-"""Tokenizers of Hugging Face directories with languages: M2M100, mBART and mBART-50."""
+"""Tokenizers of Hugging Face directories with languages: M2M100, mBART, mBART-50 and NLLB."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tfexport.checkpoint.formats.languages import M2M100, MBART, MBART_50
+from tfexport.checkpoint.formats.languages import M2M100, MBART, MBART_50, NLLB
 from tfexport.checkpoint.formats.spm import read_sentencepiece, with_ids
-from tfexport.checkpoint.formats.tokenizer_parts import TokenizerFiles, as_json, family_of, read_ids, read_settings
+from tfexport.checkpoint.formats.tokenizer_parts import (
+    Ids,
+    TokenizerFiles,
+    as_json,
+    family_of,
+    read_ids,
+    read_settings,
+    tokenizer_class,
+)
 from tfexport.checkpoint.formats.vocabulary import read_vocabulary
 from tfexport.errors import CheckpointError
 from tfexport.files.names import TOKENIZER
 from tfexport.models.config import TransformerConfig
 
 SPM_BPE = "sentencepiece.bpe.model"
+# Tokenizers of transformers whose ids are those of fairseq; without a name the family tells.
+_FAIRSEQ = ("", "mbart", "mbart50", "nllb", "tokenizersbackend", "pretrained")
 
 
 def m2m100(directory: Path, config: TransformerConfig) -> TokenizerFiles:
@@ -26,34 +36,46 @@ def m2m100(directory: Path, config: TransformerConfig) -> TokenizerFiles:
     languages = {f"__{language}__": len(ids) + i for i, language in enumerate(M2M100)}
     files = _multilingual(directory, {**ids, **languages}, tuple(languages))
     language = read_settings(directory).get("src_lang") or "en"
-    prefix = _language(directory, f"__{language}__", languages)
-    note = f"the source language is {language}: --source-prefix {prefix} says so, give the id of another"
-    return TokenizerFiles(
-        files, (SPM_BPE, "vocab.json"), source_prefix=(prefix,), source_suffix=(config.tokens.eos,), notes=(note,)
-    )
+    own = _language(directory, f"__{language}__", languages)
+    return TokenizerFiles(files, (SPM_BPE, "vocab.json"), source_prefix=(own,), source_suffix=(config.tokens.eos,))
 
 
-def mbart(directory: Path, config: TransformerConfig) -> TokenizerFiles:
-    """A SentencePiece model whose ids are one larger in the model, as fairseq has them, and languages behind them."""
-    if (kind := family_of(directory)) != "mbart":
+def fairseq(directory: Path, config: TransformerConfig) -> TokenizerFiles:
+    """A SentencePiece model whose ids are one larger in the model, languages behind them, and what was added later."""
+    family = family_of(directory)
+    if family not in ("mbart", "m2m_100", "nllb") or (kind := tokenizer_class(directory)) not in _FAIRSEQ:
         raise CheckpointError(
-            f"tokenizer {directory}: the languages of {SPM_BPE} for {kind or 'an unknown family'} are in no file; "
+            f"tokenizer {directory}: the ids of {SPM_BPE} for {kind if family else 'an unknown family'} are not known; "
             f"give the {TOKENIZER} that AutoTokenizer.from_pretrained(…).save_pretrained(…) writes"
         )
     proto = read_sentencepiece(read_vocabulary(directory / SPM_BPE), directory / SPM_BPE)
     count = len(proto.pieces)
+    is_mbart = family == "mbart"
     is_later = config.source_vocab >= count + 2 + len(MBART_50)
-    known = MBART_50 if is_later else MBART
+    known: Sequence[str] = NLLB if not is_mbart else MBART_50 if is_later else MBART
     languages = {language: count + 1 + i for i, language in enumerate(known)}
+    added = {**languages, "<mask>": count + 1 + len(known), **_added(directory, count)}
     ids = {piece.piece: i + 1 for i, piece in enumerate(proto.pieces) if i > 2}
-    ids |= {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, **languages, "<mask>": count + 1 + len(known)}
-    files = _multilingual(directory, ids, (*languages, "<mask>"))
-    language = read_settings(directory).get("src_lang") or "en_XX"
-    own, eos = _language(directory, language, languages), config.tokens.eos
-    prefix, suffix = ((own,), (eos,)) if is_later else ((), (eos, own))
-    option = f"--source-prefix {own}" if is_later else f"--source-suffix {eos},{own}"
-    note = f"the source language is {language}: {option} says so, give the id of another"
-    return TokenizerFiles(files, (SPM_BPE,), source_prefix=prefix, source_suffix=suffix, notes=(note,))
+    ids |= {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, **added}
+    settings = read_settings(directory)
+    own = _language(directory, settings.get("src_lang") or ("en_XX" if is_mbart else "eng_Latn"), added)
+    is_behind = not is_later if is_mbart else bool(settings.get("legacy_behaviour"))
+    prefix, suffix = _around(own, config.tokens.eos, is_behind=is_behind)
+    return TokenizerFiles(
+        _multilingual(directory, ids, tuple(added)), (SPM_BPE,), source_prefix=prefix, source_suffix=suffix
+    )
+
+
+def _around(language: int, eos: int, *, is_behind: bool) -> tuple[Ids, Ids]:
+    return ((), (eos, language)) if is_behind else ((language,), (eos,))
+
+
+def _added(directory: Path, count: int) -> dict[str, int]:
+    """Read the tokens that somebody added behind those that all such models have."""
+    found = {str(token): i for token, i in read_settings(directory, "added_tokens.json").items()}
+    for i, token in (read_settings(directory).get("added_tokens_decoder") or {}).items():
+        found[str(token["content"])] = int(i)
+    return {token: i for token, i in found.items() if i > count}
 
 
 def _multilingual(directory: Path, ids: Mapping[str, int], special: tuple[str, ...]) -> dict[str, bytes]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tfexport.checkpoint.formats.coverage import check_coverage
 from tfexport.checkpoint.formats.hugging_face_tokenizer import tokenizer_files
+from tfexport.checkpoint.formats.language_pair import LanguagePair, with_languages
 from tfexport.checkpoint.formats.tokenizer_parts import TokenizerFiles
 from tfexport.checkpoint.formats.vocabulary import Side, tokenizer_json
 from tfexport.errors import CheckpointError
@@ -47,10 +48,13 @@ def checked(found: TokenizerFiles, path: Path, config: TransformerConfig, side: 
     return replace(found, notes=(*found.notes, *filter(None, warnings)))
 
 
-def read_tokenizers(source: Path, target: Path | None, config: TransformerConfig) -> TokenizerFiles:
-    """Read the tokenizer of both sides, or one for each; see `read_tokenizer`."""
+def read_tokenizers(
+    source: Path, target: Path | None, config: TransformerConfig, languages: LanguagePair
+) -> TokenizerFiles:
+    """Read the tokenizer of both sides, or one for each, for a pair of languages; see `read_tokenizer`."""
     if target is None:
-        return read_tokenizer(source, config)
+        return with_languages(read_tokenizer(source, config), languages)
     ours, theirs = read_tokenizer(source, config, "source"), read_tokenizer(target, config, "target")
     files = {**ours.files, TARGET_TOKENIZER: theirs.files[TOKENIZER]}
-    return replace(ours, files=files, names=(*ours.names, *theirs.names), notes=(*ours.notes, *theirs.notes))
+    found = replace(ours, files=files, names=(*ours.names, *theirs.names), notes=(*ours.notes, *theirs.notes))
+    return with_languages(found, languages)

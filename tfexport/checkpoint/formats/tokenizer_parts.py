@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ class TokenizerFiles:
         names: of the files that they were made from.
         source_prefix: ids before a source.
         source_suffix: ids behind it.
+        generation: options of generation that go with a target language.
         notes: what the caller should know.
     """
 
@@ -32,6 +33,7 @@ class TokenizerFiles:
     names: tuple[str, ...]
     source_prefix: Ids = ()
     source_suffix: Ids = ()
+    generation: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
@@ -62,8 +64,14 @@ def family_of(directory: Path) -> str:
     """Return the family that a directory's config.json names, or that of its tokenizer; empty where neither does."""
     if name := read_settings(directory, "config.json").get("model_type"):
         return str(name)
-    name = str(read_settings(directory).get("tokenizer_class") or "")
-    return name.removesuffix("Fast").removesuffix("Tokenizer").removesuffix("50").lower()
+    return tokenizer_class(directory).removesuffix("50")
+
+
+def tokenizer_class(directory: Path) -> str:
+    """Return which tokenizer of transformers a directory names, in lower case; empty where it names none."""
+    own = read_settings(directory).get("tokenizer_class")
+    name = str(own or read_settings(directory, "config.json").get("tokenizer_class") or "")
+    return name.removesuffix("Fast").removesuffix("Tokenizer").lower()
 
 
 def read_settings(directory: Path, name: str = "tokenizer_config.json") -> Mapping[str, Any]:
