@@ -25,7 +25,8 @@ class DecodeConfig(Config, subject="decoding"):
     samples exclude one another. With `do_sample`, `num_return_sequences` samples
     are drawn independently; `seed`, the place of the text in the call and the
     number of the sample determine each. With `return_alternatives`, the
-    `num_return_sequences` best next tokens are each continued. `eos_token_id` and
+    `num_return_sequences` best next tokens are each continued. With `prefix_bias_beta`
+    above 0 a text is drawn towards its prefix and may leave it. `eos_token_id` and
     `decoder_start_token_id` None are the model's own. `max_time` counts seconds
     from when a text joins the batch.
     """
@@ -50,6 +51,7 @@ class DecodeConfig(Config, subject="decoding"):
     forced_eos_token_id: int | tuple[int, ...] | None = None
     suppress_tokens: tuple[int, ...] = ()
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    prefix_bias_beta: float = 0.0
     eos_token_id: int | tuple[int, ...] | None = None
     decoder_start_token_id: int | None = None
     max_time: float | None = None
@@ -129,6 +131,8 @@ class DecodeConfig(Config, subject="decoding"):
         ]
         if not 0 < self.top_p <= 1:
             problems.append(f"top_p is {self.top_p}, expected above 0 and up to 1")
+        if not 0 <= self.prefix_bias_beta < 1:
+            problems.append(f"prefix_bias_beta is {self.prefix_bias_beta}, expected 0 or more and below 1")
         problems += [
             f"{name} has {token}, expected 0 or more"
             for name, tokens in self.tokens.items()
@@ -160,7 +164,9 @@ class DecodeConfig(Config, subject="decoding"):
             problems.append(f"do_sample with num_beams {self.num_beams}; set num_beams to 1 or do_sample to false")
         if self.do_sample and self.return_alternatives:
             problems.append("return_alternatives with do_sample; set one of them to false")
-        elif not (self.do_sample or self.return_alternatives) and self.num_return_sequences > self.num_beams:
+        if self.prefix_bias_beta and self.return_alternatives:
+            problems.append("return_alternatives with prefix_bias_beta; set the one to false or the other to 0")
+        if not (self.do_sample or self.return_alternatives) and self.num_return_sequences > self.num_beams:
             problems.append(
                 f"num_return_sequences is {self.num_return_sequences} but num_beams is {self.num_beams}; "
                 f"set num_beams to {self.num_return_sequences} or do_sample to true"

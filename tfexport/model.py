@@ -171,7 +171,7 @@ class Model:
 
         Args:
             texts: at least one; no result depends on the others.
-            prefixes: what each result begins with; empty for nothing.
+            prefixes: what each result begins with, or with `prefix_bias_beta` is drawn towards; empty for nothing.
             batch_size: texts decoded at once.
             on_progress: called after each batch with the number of texts it had.
             config: how to decode, in place of the bundle's defaults; None for those.
@@ -200,6 +200,7 @@ class Model:
             batch_size=batch_size,
             on_progress=on_progress,
             text_of=tokenizer.decode,
+            num_fixed=len(tokenizer.text.target_prefix),
         )
         return [
             Result(_text(tokenizer, best, decoding), best.token_ids, best.score, best.finish_reason, index)
@@ -221,7 +222,8 @@ class Model:
 
         Args:
             sources: token ids of each text, special tokens included.
-            prefixes: token ids that each result begins with, without the start token.
+            prefixes: token ids that each result begins with, or with `prefix_bias_beta` is drawn towards, without the
+                start token.
             batch_size: texts decoded at once.
             on_progress: called after each batch with the number of texts it had.
             config: how to decode, in place of the bundle's defaults; None for those.
@@ -268,8 +270,10 @@ class Model:
         (source,) = tokenizer.encode(_texts("text", [text]))
         decoding = self.decoding(config, **options)
         start = tokenizer.begin_target(prefix)
-        tokens = stream(self.session, source, decoding, prefix=start, text_of=tokenizer.decode)
-        return _pieces(tokenizer, tokens, len(start), decoding.strings)
+        num_fixed = len(tokenizer.text.target_prefix)
+        tokens = stream(self.session, source, decoding, prefix=start, text_of=tokenizer.decode, num_fixed=num_fixed)
+        num_given = num_fixed if decoding.prefix_bias_beta else len(start)
+        return _pieces(tokenizer, tokens, num_given, decoding.strings)
 
     def stream_ids(
         self, source: Sequence[int], *, prefix: Sequence[int] = (), config: DecodeConfig | None = None, **options: Any

@@ -107,6 +107,8 @@ def test_every_option_reaches_the_decoder(dates_bundle: Path) -> None:
     dash = VOCAB["-"]
     assert run("generate", dates_bundle, TEXTS[0], "--max-new-tokens", 4).stdout == "2026\n"
     assert run("generate", dates_bundle, TEXTS[0], "--prefix", "1999-").stdout.startswith("1999-")
+    biased = ["generate", dates_bundle, TEXTS[0], "--prefix", "1999-", "--prefix-bias-beta"]
+    assert [run(*biased, beta).stdout for beta in ("0.01", "0.999")] == [f"{ISO[0]}\n", run(*biased, 0).stdout]
     assert "-" not in run("generate", dates_bundle, TEXTS[0], "--suppress-tokens", f"{dash}, 1").stdout
     drawn = ["generate", dates_bundle, TEXTS[0], "--do-sample", "--temperature", 3, "--num-return-sequences", 4]
     assert run(*drawn, "--seed", 1).stdout == run(*drawn, "--seed", 1).stdout != run(*drawn, "--seed", 2).stdout

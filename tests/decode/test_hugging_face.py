@@ -13,7 +13,14 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
-from transformers import GenerationConfig, MarianConfig, MarianMTModel, PreTrainedTokenizerFast
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MarianConfig,
+    MarianMTModel,
+    PreTrainedTokenizerFast,
+)
 
 from tests.models.foreign import canonical_from_marian
 from tfexport.decode.offline import decode
@@ -102,6 +109,7 @@ def their_settings(config: DecodeConfig) -> GenerationConfig:
     given = {name: list(value) if isinstance(value, tuple) else value for name, value in config.to_dict().items()}
     assert given.pop("seed") == 0
     assert not given.pop("return_alternatives")
+    given.pop("prefix_bias_beta")
     given |= {"bad_words_ids": [list(word) for word in config.bad_words_ids]}
     own = {"eos_token_id": EOS, "decoder_start_token_id": PAD}
     given |= {name: token for name, token in own.items() if given[name] is None}
@@ -119,7 +127,9 @@ def generate(pair: Pair, config: DecodeConfig, prefix: list[int] | None = None) 
     settings = their_settings(config)
     start = settings.decoder_start_token_id
     prompt: dict[str, Any] = {"tokenizer": TOKENIZER} if config.strings else {}
-    if prefix:
+    if prefix and config.prefix_bias_beta:
+        prompt["logits_processor"] = LogitsProcessorList([Biased(prefix, config)])
+    elif prefix:
         prompt["decoder_input_ids"] = torch.tensor([[start, *prefix]] * len(pair.sources))
     out = pair.theirs.generate(input_ids=ids, attention_mask=mask, generation_config=settings, **prompt)
     scores = out.sequences_scores if config.num_beams > 1 else torch.full((len(out.sequences),), torch.nan)
@@ -127,6 +137,24 @@ def generate(pair: Pair, config: DecodeConfig, prefix: list[int] | None = None) 
     n = config.num_return_sequences
     by_text = [found[start : start + n] for start in range(0, len(found), n)]
     return [[(ids, score) for ids, score in texts if not score < NOTHING] for texts in by_text]
+
+
+class Biased(LogitsProcessor):
+    """The mixture of the model's probabilities and a prefix, over the whole vocabulary."""
+
+    def __init__(self, prefix: list[int], config: DecodeConfig) -> None:
+        self.prefix, self.beta = torch.tensor(prefix), config.prefix_bias_beta
+        self.is_greedy = config.num_beams == 1
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        place = input_ids.shape[1] - 1
+        if place >= len(self.prefix):
+            return scores
+        # Beams bring log-probabilities, which filters may have lowered; greedy search brings logits.
+        log_probs = scores.log_softmax(1) if self.is_greedy else scores
+        weight = self.beta * (input_ids[:, 1:] == self.prefix[:place]).all(1, keepdim=True)
+        onehot = torch.arange(VOCAB) == self.prefix[place]
+        return ((1 - weight) * log_probs.exp() + weight * onehot).log()
 
 
 def assert_equal(theirs: list[list[tuple[list[int], float]]], ours: list[list[Hypothesis]]) -> None:
@@ -314,6 +342,23 @@ def test_options_together(pair: Pair, seed: int) -> None:
 @pytest.mark.parametrize("num_beams", [1, 4])
 def test_prefix_is_history(pair: Pair, num_beams: int) -> None:
     check(pair, [5, 6, 5], num_beams=num_beams, no_repeat_ngram_size=2, repetition_penalty=1.2, min_new_tokens=3)
+
+
+@pytest.mark.parametrize("filters", [{}, {"no_repeat_ngram_size": 2, "suppress_tokens": [6, 8]}], ids=str)
+@pytest.mark.parametrize("beta", [0.05, 0.2, 0.5, 0.8])
+@pytest.mark.parametrize("num_beams", [2, 5])
+def test_beams_drawn_towards_a_prefix(pair: Pair, num_beams: int, beta: float, filters: dict[str, object]) -> None:
+    found = check(
+        pair, [5, 6, 5, 6, 7], num_beams=num_beams, num_return_sequences=num_beams, prefix_bias_beta=beta, **filters
+    )
+    followed = [one.token_ids[:5] == (5, 6, 5, 6, 7) for hypotheses in found for one in hypotheses]
+    assert any(followed) == (beta > 0.05)
+    assert not all(followed)
+
+
+@pytest.mark.parametrize("beta", [0.05, 0.2, 0.5, 0.8])
+def test_a_greedy_text_drawn_towards_a_prefix(pair: Pair, beta: float) -> None:
+    check(pair, [5, 6, 5, EOS], prefix_bias_beta=beta)
 
 
 @pytest.mark.parametrize("num_beams", [1, 4])

@@ -64,6 +64,8 @@ CONFIGS = [
     DecodeConfig(encoder_no_repeat_ngram_size=1),
     DecodeConfig(forced_bos_token_id=EOS),
     DecodeConfig(forced_bos_token_id=7, max_new_tokens=1),
+    DecodeConfig(prefix_bias_beta=0.4),
+    DecodeConfig(prefix_bias_beta=0.4, stop_strings="ab"),
     DecodeConfig(),
 ]
 

@@ -39,6 +39,7 @@ _DECODE_HELP = {
     "forced_eos_token_id": "Id, or several, that a text at its limit ends with.",
     "suppress_tokens": "Ids never to generate, such as 3,17.",
     "bad_words_ids": "Ids never to generate one behind the other, such as 3,17; give it again for more.",
+    "prefix_bias_beta": "Draw texts towards --prefix, more the nearer to 1, and let them leave it; 0 forces it.",
     "eos_token_id": "Ids that end a text, such as 2,17; the model's own when not given.",
     "decoder_start_token_id": "Id that the decoder reads first, or its token; the model's own when not given.",
     "max_time": "Seconds for a text, from when it joins the batch.",

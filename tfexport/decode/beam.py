@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tfexport.decode.bias import PrefixBias
 from tfexport.decode.filters import Filters
 from tfexport.decode.history import History
 from tfexport.decode.request import Request
@@ -118,6 +119,7 @@ class BeamSearch:
         self.history = History(spec.vocab)
         self._config, self._filters = config, Filters(config, spec)
         self.ends, self._stops = self._filters.ends, Stops(config)
+        self._bias = PrefixBias(config.prefix_bias_beta, spec.vocab)
         self.stop_ids = frozenset(self.ends.ids)
         # Were all of the best beams to end, in each of the ways there are, as many others go on.
         self._num_extensions = (1 + len(self.ends.ids)) * self.width
@@ -141,12 +143,14 @@ class BeamSearch:
         self._limits = np.concatenate((self._limits, [request.max_new_tokens for request in requests]))
         self._finished.begin(len(requests))
         self._filters.add(request.source_ids for request in requests for _ in range(self.width))
+        self._bias.add(request.biased_prefix for request in requests for _ in range(self.width))
         self._stops.add(len(requests))
         self._steps_left = int((self._limits - self._num_new).min())
 
     def num_candidates(self) -> int:
         """Say how many candidates it wants; see `Search.num_candidates`."""
-        return self._filters.num_candidates(self._num_extensions, self.history)
+        wanted = self._filters.num_candidates(self._num_extensions, self.history)
+        return self._bias.num_candidates(wanted, self.history)
 
     def take(self, found: Candidates) -> Taken:
         """Lengthen the beams, let what ends be finished; see `Search.take`."""
@@ -160,6 +164,7 @@ class BeamSearch:
         if self._filters.are_set:
             by_row = self._num_new.repeat(self.width)
             token_ids, log_probs = self._filters.apply(self.history, by_row, token_ids, log_probs)
+        token_ids, log_probs = self._bias.apply(token_ids, log_probs)
         if self._filters.forced:
             num_left = (self._limits - self._num_new).repeat(self.width)
             token_ids, log_probs = self._filters.force(num_left, token_ids, log_probs)
@@ -209,6 +214,7 @@ class BeamSearch:
         rows = (kept[:, None] * self.width + np.arange(self.width)).ravel()
         self.history.keep(rows)
         self._filters.keep(rows)
+        self._bias.keep(rows)
         self._running, self._num_new, self._limits = self._running[kept], self._num_new[kept], self._limits[kept]
         self._finished.select(kept)
         self._stops.keep(kept)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from tfexport.decode.bias import PrefixBias
 from tfexport.decode.filters import Filters
 from tfexport.decode.history import History
 from tfexport.decode.request import Request
@@ -37,6 +38,7 @@ class GreedySearch:
         self.stop_ids = frozenset(self.ends.ids) | self._filters.suppressed
         self._stops, self._is_stopped = Stops(config), np.empty(0, np.bool_)
         self._sampler = Sampler(config, spec.vocab) if config.do_sample else None
+        self._bias = PrefixBias(config.prefix_bias_beta, spec.vocab)
         self._num_new: Ids = np.empty(0, np.int64)
         self._limits: Ids = np.empty(0, np.int64)
         self._totals = np.empty(0)  # Σ log p in float64
@@ -50,13 +52,15 @@ class GreedySearch:
         self._limits = np.concatenate((self._limits, [request.max_new_tokens for request in requests]))
         self._totals = np.concatenate((self._totals, [request.log_prob for request in requests]))
         self._filters.add(request.source_ids for request in requests)
+        self._bias.add(request.biased_prefix for request in requests)
         self._stops.add(len(requests))
         if self._sampler:
             self._sampler.add(requests)
 
     def num_candidates(self) -> int:
         """Say how many candidates it wants; see `Search.num_candidates`."""
-        return self._filters.num_candidates(self._sampler.wanted if self._sampler else 1, self.history)
+        wanted = self._filters.num_candidates(self._sampler.wanted if self._sampler else 1, self.history)
+        return self._bias.num_candidates(wanted, self.history)
 
     def take(self, found: Candidates) -> Taken:
         """Lengthen each row by one token; see `Search.take`."""
@@ -69,6 +73,7 @@ class GreedySearch:
             normalizer = found.log_normalizer[:, None]
             token_ids, scores = self._filters.apply(self.history, self._num_new, token_ids, found.logits)
             log_probs = scores - normalizer
+        token_ids, log_probs = self._bias.apply(token_ids, log_probs)
         if self._filters.forced:
             token_ids, log_probs = self._filters.force(self._limits - self._num_new, token_ids, log_probs)
         best = log_probs[:, 0].copy()  # a view would keep all candidates of the step
@@ -94,7 +99,7 @@ class GreedySearch:
 
     def steps_ahead(self) -> int:
         """Say how many steps may be taken at once; see `Search.steps_ahead`."""
-        if self._sampler or not self._filters.leave_best or self._stops.are_set:
+        if self._sampler or self._bias.is_followed or not self._filters.leave_best or self._stops.are_set:
             return 1
         return int((self._limits - self._num_new).min())
 
@@ -115,6 +120,7 @@ class GreedySearch:
         self.history.keep(kept)
         self._num_new, self._limits, self._totals = self._num_new[kept], self._limits[kept], self._totals[kept]
         self._filters.keep(kept)
+        self._bias.keep(kept)
         self._stops.keep(kept)
         if self._sampler:
             self._sampler.keep(kept)

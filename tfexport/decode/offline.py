@@ -25,6 +25,7 @@ def decode(
     batch_size: int = 32,
     on_progress: Callable[[int], None] | None = None,
     text_of: TextOf | None = None,
+    num_fixed: int = 0,
 ) -> list[list[Hypothesis]]:
     """Generate for every source; no result depends on the others or on `batch_size`.
 
@@ -32,12 +33,13 @@ def decode(
         session: any backend.
         sources: token ids of each text.
         config: how to generate.
-        prefixes: token ids that each text's hypotheses begin with, without the
-            start token; empty for none.
+        prefixes: token ids that each text's hypotheses begin with, or with
+            prefix_bias_beta are biased towards, without the start token; empty for none.
         batch_size: texts decoded at once; each takes num_beams or
             num_return_sequences rows. Fewer where the session takes fewer rows.
         on_progress: called with the number of texts that a step has finished.
         text_of: decodes token ids; stop strings need it.
+        num_fixed: tokens that hypotheses begin with even where they are biased towards the rest of their prefix.
 
     Returns:
         For each source its hypotheses: one, the num_return_sequences best beams,
@@ -49,7 +51,7 @@ def decode(
     """
     if batch_size < 1:
         raise InputError(f"batch_size is {batch_size}, expected 1 or more")
-    requests = check_requests(session, sources, config, prefixes, text_of)
+    requests = check_requests(session, sources, config, prefixes, text_of, num_fixed)
     samples = config.num_return_sequences if config.do_sample or config.return_alternatives else 1
     loop = Loop(session, batch_size * samples)
     if config.return_alternatives:

@@ -31,6 +31,7 @@ class Request:
         text_of: decodes token ids, where stop strings are looked for.
         sample: number of the sample, where samples are drawn, or rank of the alternative.
         stream: whether each token is told as it comes; it has one row then.
+        biased_prefix: start token and what the text is drawn towards, where `prefix_bias_beta` says so.
     """
 
     text: int
@@ -44,6 +45,7 @@ class Request:
     text_of: TextOf | None = None
     sample: int = 0
     stream: bool = False
+    biased_prefix: tuple[int, ...] = ()
 
 
 def check_requests(
@@ -52,6 +54,7 @@ def check_requests(
     config: DecodeConfig,
     prefixes: Sequence[Sequence[int]] | None = None,
     text_of: TextOf | None = None,
+    num_fixed: int = 0,
 ) -> list[Request]:
     """Check everything that is asked and return one request a source.
 
@@ -59,8 +62,9 @@ def check_requests(
         session: that will decode.
         sources: token ids of each text.
         config: how to generate.
-        prefixes: token ids that each text's hypotheses begin with; None for none.
+        prefixes: token ids that each text's hypotheses begin with, or are biased towards; None for none.
         text_of: decodes token ids, for stop strings.
+        num_fixed: tokens that hypotheses begin with even where they are biased towards the rest of their prefix.
 
     Raises:
         InputError: lists what is wrong with the settings for this session, and with each text.
@@ -79,10 +83,10 @@ def check_requests(
         prefix = () if prefixes is None else prefixes[text]
         found = _source_problems(spec, limits, source) + _id_problems("prefix", prefix, spec.vocab)
         if not no_room:
-            found += _room_problems(spec, limits, len(prefix), config)
+            found += _room_problems(spec, limits, len(_begun(prefix, config, num_fixed)), config)
         problems += [f"text {text + 1}: {problem}" for problem in found]
         if not problems:
-            request = _request(spec, text, tuple(map(int, source)), tuple(map(int, prefix)), config)
+            request = _request(spec, text, tuple(map(int, source)), tuple(map(int, prefix)), config, num_fixed)
             requests.append(dataclasses.replace(request, text_of=text_of) if config.strings else request)
     raise_all(InputError, "decode", problems)
     return requests
@@ -118,22 +122,34 @@ def check_pairs(
 
 
 def _request(
-    spec: ModelSpec, text: int, source_ids: tuple[int, ...], prefix: tuple[int, ...], config: DecodeConfig
+    spec: ModelSpec,
+    text: int,
+    source_ids: tuple[int, ...],
+    prefix: tuple[int, ...],
+    config: DecodeConfig,
+    num_fixed: int,
 ) -> Request:
     start = spec.tokens.start if config.decoder_start_token_id is None else config.decoder_start_token_id
-    limit, first = _limit(spec, len(prefix), config), config.forced_bos_token_id
+    begun = _begun(prefix, config, num_fixed)
+    limit, first = _limit(spec, len(begun), config), config.forced_bos_token_id
     # As in transformers: behind a prefix nothing is forced, and the only token is forced to be the last.
     is_free = prefix or (limit == 1 and config.forced_ends)
     forced = () if is_free or first is None else (first,)
     return Request(
         text=text,
         source_ids=source_ids,
-        prompt=(start, *prefix, *forced),
+        prompt=(start, *begun, *forced),
         config=config,
         max_new_tokens=limit,
         num_forced=len(forced),
         is_answered=bool(forced) and (limit == 1 or first in config.ends(spec.tokens.eos)),
+        biased_prefix=(start, *prefix) if config.prefix_bias_beta else (),
     )
+
+
+def _begun(prefix: Sequence[int], config: DecodeConfig, num_fixed: int) -> Sequence[int]:
+    """Return what of a prefix a text has to begin with."""
+    return prefix[:num_fixed] if config.prefix_bias_beta else prefix
 
 
 def _room(spec: ModelSpec, prefix_len: int) -> int:

@@ -20,6 +20,7 @@ def stream(
     *,
     prefix: Sequence[int] = (),
     text_of: TextOf | None = None,
+    num_fixed: int = 0,
 ) -> Iterator[int]:
     """Generate for one source, token by token.
 
@@ -29,8 +30,9 @@ def stream(
         session: any backend.
         source: token ids of the text.
         config: greedy or one sample.
-        prefix: token ids to begin with, without the start token.
+        prefix: token ids to begin with, or to be biased towards, without the start token.
         text_of: decodes token ids; stop strings need it.
+        num_fixed: tokens to begin with even where the text is biased towards the rest of the prefix.
 
     Returns:
         The `token_ids` of the hypothesis that `decode` finds: the prefix, then
@@ -46,7 +48,7 @@ def stream(
         if getattr(config, name) > 1
     ]
     raise_all(InputError, "stream", problems)
-    (request,) = check_requests(session, [source], config, [prefix], text_of)
+    (request,) = check_requests(session, [source], config, [prefix], text_of, num_fixed)
     return _tokens(session, request)
 
 

@@ -1,0 +1,257 @@
+"""Biased prefixes: the mixture of the model's probabilities and the prefix, against searches that hold all of them."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tfexport
+from tests import tiny
+from tests.decode.scripted import EOS, START, ScriptedSession, drawn, table
+from tfexport.decode.offline import decode
+from tfexport.decode.stream import stream
+from tfexport.errors import ConfigError, TfexportError
+from tfexport.generation import DecodeConfig
+from tfexport.runtime.eager import EagerSession
+
+VOCAB = 12
+TEXTS = ["Dienstag, 3. März 2026", "le 14 juillet 1989", "30 июня 2019 г.", "03/05/2026"]
+PREFIXES = ["2026-04", "", "1999-12-31", "2026-0"]
+# Log-probabilities of the vocabulary behind each of some texts, float64 [texts, vocab].
+LogProbs = Callable[[list[list[int]]], np.ndarray]
+Found = list[tuple[tuple[int, ...], float]]
+
+
+def mixed(log_probs: np.ndarray, said: list[int], prefix: list[int], beta: float) -> np.ndarray:
+    """Return log((1 - beta) · p + beta · onehot) while a text follows its prefix, log p elsewhere."""
+    if len(said) >= len(prefix) or said != prefix[: len(said)]:
+        return log_probs
+    with np.errstate(divide="ignore"):
+        return np.log((1 - beta) * np.exp(log_probs) + beta * (np.arange(log_probs.size) == prefix[len(said)]))
+
+
+def search_greedily(after: LogProbs, prefix: list[int], beta: float, ends: set[int], limit: int) -> Found:
+    said: list[int] = []
+    total = 0.0
+    while len(said) < limit and not ends & set(said):
+        log_probs = mixed(after([said])[0], said, prefix, beta)
+        said.append(int(log_probs.argmax()))
+        total += log_probs.max()
+    return [(tuple(said), total)]
+
+
+def search_beams(after: LogProbs, prefix: list[int], beta: float, ends: set[int], limit: int, beams: int) -> Found:
+    """Keep the best of all extensions of all beams, until no running one, ended now, beats the worst that has ended."""
+    running: list[tuple[list[int], float]] = [([], 0.0)]
+    ended: list[tuple[list[int], float]] = []
+    for length in range(1, limit + 1):
+        rows = after([said for said, _ in running])
+        every = [
+            ([*said, token], total + log_prob)
+            for (said, total), row in zip(running, rows, strict=True)
+            for token, log_prob in enumerate(mixed(row, said, prefix, beta))
+        ]
+        every.sort(key=lambda one: -one[1])
+        best = every[: (1 + len(ends)) * beams]
+        is_last = [said[-1] in ends or length == limit for said, _ in best]
+        ended += [one for one, last in list(zip(best, is_last, strict=True))[:beams] if last]
+        ended = sorted(ended, key=lambda one: -one[1] / len(one[0]))[:beams]
+        running = [one for one, last in zip(best, is_last, strict=True) if not last][:beams]
+        if length == limit or (len(ended) == beams and running[0][1] / length <= ended[-1][1] / len(ended[-1][0])):
+            break
+    return [(tuple(said), total) for said, total in ended]
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+@pytest.mark.parametrize("beta", [0.05, 0.2, 0.4, 0.6, 0.8, 0.95])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_whole_vocabulary_of_random_models(seed: int, beta: float, num_beams: int) -> None:
+    model, rng, limit = tiny.model(tiny.config(), seed=seed), np.random.default_rng(seed), 10
+    ends = {EOS, *rng.integers(3, tiny.VOCAB, 3).tolist()}
+    sources = [rng.integers(3, tiny.VOCAB, length).tolist() for length in (1, 7, 3, 5, 9, 2)]
+    prefixes = [rng.integers(3, tiny.VOCAB, length).tolist() for length in (4, 0, limit + 6, 1, 6, 2)]
+    prefixes[3].append(EOS)
+    prefixes[4][2] = max(ends)
+    config = DecodeConfig(
+        num_beams=num_beams,
+        num_return_sequences=num_beams,
+        max_new_tokens=limit,
+        eos_token_id=tuple(ends),
+        prefix_bias_beta=beta,
+    )
+    session = EagerSession(model)
+    all_found = decode(session, sources, config, prefixes=prefixes, batch_size=4)
+    for source, prefix, found in zip(sources, prefixes, all_found, strict=True):
+
+        @torch.inference_mode()
+        def after(texts: list[list[int]], source: list[int] = source) -> np.ndarray:
+            ids = torch.tensor([source] * len(texts))
+            logits = model(
+                ids, torch.ones_like(ids, dtype=torch.bool), torch.tensor([[START, *said] for said in texts])
+            )
+            return np.asarray(logits[:, -1].log_softmax(-1))
+
+        search = functools.partial(search_beams, beams=num_beams) if num_beams > 1 else search_greedily
+        expected = search(after, prefix, beta, ends, limit)
+        assert [one.token_ids for one in found] == [ids for ids, _ in expected]
+        assert [one.log_prob for one in found] == pytest.approx([total for _, total in expected], abs=1e-4)
+        assert [one.score * len(one.token_ids) for one in found] == pytest.approx([one.log_prob for one in found])
+
+
+def test_mixtures_written_down() -> None:
+    script = table(VOCAB, {(): {4: 0.5, 5: 0.3}, (5,): {6: 0.8, EOS: 0.1}, (5, 6): {EOS: 0.9}, (4,): {EOS: 0.9}})
+
+    def found(beta: float) -> tuple[tuple[int, ...], float]:
+        config = DecodeConfig(prefix_bias_beta=beta)
+        ((best,),) = decode(ScriptedSession(VOCAB, script), [[7]], config, prefixes=[[5, EOS]])
+        return best.token_ids, float(np.exp(best.log_prob))
+
+    # 5 is said from 0.3 (1 - beta) + beta > 0.5 (1 - beta) on, beta > 1/6; the end from 0.1 (1 - beta) + beta > 0.8 …
+    assert found(0.1) == ((4, EOS), pytest.approx(0.9 * 0.5 * 0.9))
+    assert found(0.2) == ((5, 6, EOS), pytest.approx((0.8 * 0.3 + 0.2) * 0.8 * 0.8 * 0.9))
+    assert found(0.5) == ((5, EOS), pytest.approx((0.5 * 0.3 + 0.5) * (0.5 * 0.1 + 0.5)))
+
+
+sources_and_prefixes = st.lists(
+    st.tuples(
+        st.lists(st.integers(3, VOCAB - 1), min_size=1, max_size=4), st.lists(st.integers(3, VOCAB - 1), max_size=6)
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(sources_and_prefixes, st.sampled_from([1, 3]), st.integers(0, 1000))
+def test_near_1_a_prefix_is_forced_and_near_0_it_is_none(
+    pairs: list[tuple[list[int], list[int]]], num_beams: int, seed: int
+) -> None:
+    session = ScriptedSession(VOCAB, drawn(VOCAB, seed=seed), max_target_length=24)
+    sources, prefixes = [source for source, _ in pairs], [prefix for _, prefix in pairs]
+    penalty = {"length_penalty": 0.0} if num_beams > 1 else {}  # then a prefix that counts as new changes no score
+
+    def found(beta: float, prefixes: list[list[int]] | None, limit: int, some: list[list[int]]) -> Found:
+        config = DecodeConfig(num_beams=num_beams, prefix_bias_beta=beta, max_new_tokens=limit, **penalty)
+        return [(best.token_ids, best.log_prob) for (best,) in decode(session, some, config, prefixes=prefixes)]
+
+    for source, prefix in pairs:
+        ((forced, log_prob),) = found(0, [prefix], 8, [source])
+        ((biased, other),) = found(1 - 1e-12, [prefix], 8 + len(prefix), [source])
+        assert biased == forced
+        assert other == pytest.approx(log_prob, abs=1e-4)
+    free = found(0, None, 8, sources)
+    drawn_towards = found(1e-12, prefixes, 8, sources)
+    assert [ids for ids, _ in drawn_towards] == [ids for ids, _ in free]
+    assert [value for _, value in drawn_towards] == pytest.approx([value for _, value in free], abs=1e-4)
+
+
+@settings(max_examples=40, deadline=None)
+@given(sources_and_prefixes, st.lists(st.floats(0.01, 0.99), min_size=2, max_size=5, unique=True), st.integers(0, 1000))
+def test_the_stronger_the_bias_the_longer_a_text_follows(
+    pairs: list[tuple[list[int], list[int]]], betas: list[float], seed: int
+) -> None:
+    session = ScriptedSession(VOCAB, drawn(VOCAB, seed=seed))
+    sources, prefixes = [source for source, _ in pairs], [prefix for _, prefix in pairs]
+    lengths = [0] * len(pairs)
+    for beta in sorted(betas):
+        texts = decode(session, sources, DecodeConfig(prefix_bias_beta=beta), prefixes=prefixes)
+        followed = [common(best.token_ids, prefix) for (best,), prefix in zip(texts, prefixes, strict=True)]
+        assert all(longer >= shorter for longer, shorter in zip(followed, lengths, strict=True))
+        lengths = followed
+
+
+def common(said: Sequence[int], prefix: Sequence[int]) -> int:
+    """Count the tokens that two texts begin with alike."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(said, prefix, strict=False)))
+
+
+@pytest.mark.parametrize("num_beams", [1, 4])
+@pytest.mark.parametrize("beta", [0.3, 0.7])
+def test_the_eager_model_and_its_graphs_say_the_same(dates_bundle: Path, beta: float, num_beams: int) -> None:
+    options = {"num_beams": num_beams, "num_return_sequences": num_beams, "prefix_bias_beta": beta}
+    expected = None
+    for open_with in ({"backend": "eager"}, *({"form": form} for form in ("concat", "static", "contrib"))):
+        with tfexport.load(dates_bundle, threads=1, **open_with) as model:  # type: ignore[arg-type]
+            found = model.generate(TEXTS, prefixes=PREFIXES, batch_size=3, **options)
+        expected = expected or found
+        assert [(one.index, one.text) for one in found] == [(one.index, one.text) for one in expected]
+        assert [one.score for one in found] == pytest.approx([one.score for one in expected], abs=1e-4)
+
+
+def test_a_text_may_leave_its_prefix(dates_bundle: Path) -> None:
+    with tfexport.load(dates_bundle) as model:
+        texts = [
+            model.generate(["03/05/2026"], prefixes=["2026-06-0"], prefix_bias_beta=beta)[0].text
+            for beta in (0, 0.01, 0.5, 0.9999)
+        ]
+        streamed = "".join(model.stream("03/05/2026", prefix="2026-06-0", prefix_bias_beta=0.5))
+    assert texts[1] == "2026-05-03"
+    assert texts[0] == texts[3] != texts[1]
+    assert streamed == texts[2]
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_all_candidates_are_asked_for_only_while_a_prefix_is_followed(num_beams: int) -> None:
+    session = ScriptedSession(VOCAB, drawn(VOCAB, eos_bias=-9))
+    config = DecodeConfig(num_beams=num_beams, prefix_bias_beta=0.999, max_new_tokens=8)
+    decode(session, [[3], [4, 5]], config, prefixes=[[6, 7], [8, 9, 10]])
+    fewer = 1 if num_beams == 1 else 2 * num_beams
+    assert [count for _, count in session.steps] == [VOCAB] * 3 + [fewer] * 5
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_what_filters_ban_a_prefix_may_say(num_beams: int) -> None:
+    session = ScriptedSession(VOCAB, drawn(VOCAB))
+    options = {"suppress_tokens": (6,), "min_new_tokens": 5, "no_repeat_ngram_size": 1, "num_beams": num_beams}
+    config = DecodeConfig(**options, prefix_bias_beta=0.999)  # type: ignore[arg-type]
+    (((best, *_),)) = decode(session, [[3]], config, prefixes=[[5, 6, 5, EOS]])
+    assert (best.token_ids, best.finish_reason) == ((5, 6, 5, EOS), "eos")
+    assert best.log_prob == pytest.approx(4 * np.log(0.999), abs=1e-2)
+    config = DecodeConfig(**options, prefix_bias_beta=0.001)  # type: ignore[arg-type]
+    ((best, *_),) = decode(session, [[3]], config, prefixes=[[5, 6, 5, EOS]])
+    assert 6 not in best.token_ids
+    assert len(set(best.token_ids)) == len(best.token_ids) > 5
+
+
+def test_what_comes_first_and_last_is_as_without_a_bias() -> None:
+    session = ScriptedSession(VOCAB, drawn(VOCAB, eos_bias=-9))
+    config = DecodeConfig(prefix_bias_beta=0.9, forced_bos_token_id=9, forced_eos_token_id=11, max_new_tokens=3)
+    texts = [best.token_ids for (best,) in decode(session, [[3]] * 2, config, prefixes=[[5, 6, 7, 8], []])]
+    assert texts[0] == (5, 6, 11), "behind a prefix nothing is forced, at the limit it is"
+    assert texts[1][0] == 9
+    fixed = DecodeConfig(prefix_bias_beta=1e-9, max_new_tokens=3)
+    ((best,),) = decode(session, [[3]], fixed, prefixes=[[5, 6, 7]], num_fixed=2)
+    ((forced,),) = decode(session, [[3]], DecodeConfig(max_new_tokens=3), prefixes=[[5, 6]])
+    assert best.token_ids == forced.token_ids
+    ((best,),) = decode(session, [[3]], DecodeConfig(prefix_bias_beta=0.9999), prefixes=[[5, 6, 7, 4]], num_fixed=2)
+    assert best.token_ids[:4] == (5, 6, 7, 4)
+    assert tuple(stream(session, [3], DecodeConfig(prefix_bias_beta=0.9999), prefix=[5, 6, 7, 4])) == best.token_ids
+
+
+def test_a_prefix_longer_than_a_text_can_be() -> None:
+    session = ScriptedSession(VOCAB, drawn(VOCAB))
+    ((best,),) = decode(session, [[3]], DecodeConfig(prefix_bias_beta=0.9999), prefixes=[[5] * 40])
+    assert best.token_ids == (5,) * 16
+    with pytest.raises(TfexportError, match="prefix of 40"):
+        decode(session, [[3]], DecodeConfig(), prefixes=[[5] * 40])
+
+
+@pytest.mark.parametrize("beta", [-0.1, 1.0, 1.5, float("nan")])
+def test_a_bias_lies_below_1(beta: float) -> None:
+    with pytest.raises(ConfigError, match="prefix_bias_beta"):
+        DecodeConfig.from_dict({"prefix_bias_beta": beta})
+
+
+def test_alternatives_are_those_of_a_forced_prefix() -> None:
+    with pytest.raises(
+        ConfigError, match="return_alternatives with prefix_bias_beta; set the one to false or the other"
+    ):
+        DecodeConfig(prefix_bias_beta=0.5, return_alternatives=True)
