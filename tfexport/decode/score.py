@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 import numpy as np
 
-from tfexport.decode.request import check_pairs
+from tfexport.decode.pairs import Pair, batches, checked_pairs
 from tfexport.decode.search import is_broken, log_probs_of
 from tfexport.errors import BackendError, InputError
 from tfexport.runtime.session import Batch, Candidates, Ids, ScoresTokens, Session, close_up, pad_right
@@ -28,23 +27,6 @@ class Score:
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
     log_prob: float
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A target to score.
-
-    Attributes:
-        number: its place in the call.
-        source_ids: of the source, at least one token.
-        prompt: start token and prefix: what the decoder reads first.
-        target_ids: what is scored, at least one token.
-    """
-
-    number: int
-    source_ids: tuple[int, ...]
-    prompt: tuple[int, ...]
-    target_ids: tuple[int, ...]
 
 
 def score(
@@ -76,7 +58,7 @@ def score(
     """
     if batch_size < 1:
         raise InputError(f"batch_size is {batch_size}, expected 1 or more")
-    pairs = _pairs(session, sources, targets, prefixes, start, add_eos=add_eos)
+    pairs = checked_pairs(session, sources, targets, prefixes, start, add_eos=add_eos)
     limits, vocab, batch = session.limits, session.spec.vocab, session.batch()
     if not isinstance(batch, ScoresTokens) and limits.candidates.is_below(vocab):
         raise InputError(
@@ -85,43 +67,12 @@ def score(
         )
     size = batch_size if limits.rows.most is None else min(batch_size, limits.rows.most)
     scores: dict[int, Score] = {}
-    for some in _batches(pairs, size, can_join=batch.can_join):
+    for some in batches(pairs, size, can_join=batch.can_join):
         for pair, log_probs in zip(some, _score_batch(session, some), strict=True):
             scores[pair.number] = Score(pair.target_ids, tuple(log_probs), math.fsum(log_probs))
         if on_progress:
             on_progress(len(some))
     return [scores[pair.number] for pair in pairs]
-
-
-def _pairs(
-    session: Session,
-    sources: Sequence[Sequence[int]],
-    targets: Sequence[Sequence[int]],
-    prefixes: Sequence[Sequence[int]] | None,
-    start: int | None,
-    *,
-    add_eos: bool,
-) -> list[Pair]:
-    """Check everything that is asked, and end each target."""
-    tokens = session.spec.tokens
-    check_pairs(session, sources, targets, prefixes, start, add_eos=add_eos)
-    pairs = []
-    for number, (source, target) in enumerate(zip(sources, targets, strict=True)):
-        prompt = (tokens.start if start is None else start, *map(int, prefixes[number] if prefixes else ()))
-        ended = add_eos and (len(target) == 0 or target[-1] != tokens.eos)
-        target_ids = (*map(int, target), *([tokens.eos] if ended else ()))
-        pairs.append(Pair(number, tuple(map(int, source)), prompt, target_ids))
-    return pairs
-
-
-def _batches(pairs: Sequence[Pair], size: int, *, can_join: bool) -> Iterator[Sequence[Pair]]:
-    """Divide pairs into batches of about equal lengths, longest first."""
-    by_length = sorted(pairs, key=lambda pair: (-len(pair.prompt), -len(pair.target_ids), -len(pair.source_ids)))
-    groups = [by_length]
-    if not can_join:  # then prompts have to be equally long
-        groups = [list(group) for _, group in groupby(by_length, lambda pair: len(pair.prompt))]
-    for group in groups:
-        yield from (group[first : first + size] for first in range(0, len(group), size))
 
 
 def _score_batch(session: Session, pairs: Sequence[Pair]) -> list[list[float]]:
