@@ -34,10 +34,19 @@ def dot_product_attention(
     Returns:
         [rows, heads, target_len, value_dim].
     """
+    weights = attention_weights(query, key, mask, bias, scale=scale)
+    weights = F.dropout(weights, dropout, training=dropout > 0)
+    return weights.to(value.dtype) @ value
+
+
+def attention_weights(query: Tensor, key: Tensor, mask: Tensor, bias: Tensor | None = None, *, scale: float) -> Tensor:
+    """Compute softmax(QKᵀ · scale + bias), as `dot_product_attention` does.
+
+    Returns:
+        float32 or wider, [rows, heads, target_len, len].
+    """
     scores = (query * scale) @ key.transpose(-1, -2)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if bias is not None:
         scores = scores + bias
-    weights = torch.softmax(torch.where(mask, scores, MASK_FILL), -1)
-    weights = F.dropout(weights, dropout, training=dropout > 0)
-    return weights.to(value.dtype) @ value
+    return torch.softmax(torch.where(mask, scores, MASK_FILL), -1)

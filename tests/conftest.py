@@ -73,3 +73,14 @@ def dates_fp16(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
 
     config = ExportConfig(precision="fp16")
     return once("dates-fp16", lambda path: export_bundle(str(DATES), path, config, verify=False))
+
+
+@pytest.fixture(scope="session")
+def dates_aligned(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
+    """Export models/dates with the last layer's attention as alignment, for the CPU alone; not to be changed."""
+    from tfexport.export import export_bundle
+    from tfexport.graph.config import ExportConfig
+    from tfexport.spec import AlignmentHeads
+
+    config = ExportConfig(forms=("contrib",), alignment=AlignmentHeads(layer=-1))
+    return once("dates-aligned", lambda path: export_bundle(str(DATES), path, config, verify=False))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tfexport.bundle.bundle import PARITY, Bundle, create_bundle
@@ -24,7 +24,7 @@ from tfexport.models.lengths import shorten
 from tfexport.models.presets import build_preset
 from tfexport.models.transformer import Transformer
 from tfexport.runtime.registry import Graphs
-from tfexport.spec import ENCODER, ENCODER_CONTRIB, ModelSpec
+from tfexport.spec import ENCODER, ENCODER_CONTRIB, AlignmentHeads, Form, ModelSpec
 from tfexport.text.config import TextConfig
 from tfexport.text.tokenizer import Tokenizer
 from tfexport.verify import Report, Stages, VerifyConfig, verify_stages
@@ -55,7 +55,7 @@ def export_bundle(
         The bundle, opened.
 
     Raises:
-        ConfigError: the model cannot be had this way.
+        ConfigError: the model cannot be had this way, or lacks the layer or heads of the alignment.
         CheckpointError: weights are missing, damaged or do not fit.
         GraphError: the model does not trace.
         BackendError: the precision cannot be verified on this machine.
@@ -70,12 +70,13 @@ def export_bundle(
     report(f"loading {source}")
     model, directory = _load(source, config)
     spec = model_spec(model.config, config.graph_precision)
+    alignment = config.alignment.within(spec) if config.alignment else None
     texts = _text_files(directory) if directory else {}
     text = _read_text(directory) if directory and TOKENIZER in texts else TextConfig()
     tokenizer = _tokenizer(texts, spec, text)
     generation = _generation(directory, spec) if directory else None
     with create_bundle(output, force=force) as builder:
-        graphs = _write(model, spec, builder.path, config, report)
+        graphs = _write(model, spec, builder.path, config, report, alignment)
         for name, file in texts.items():
             (builder.path / name).write_bytes(file.read_bytes())
         if generation is not None:
@@ -83,7 +84,8 @@ def export_bundle(
         parity = None
         if verify:
             paths = {name: builder.path / graph.file for name, graph in graphs.items()}
-            written = Graphs(paths, spec, config.quantization.weights if config.quantization else None)
+            weights = config.quantization.weights if config.quantization else None
+            written = Graphs(paths, spec, weights, alignment=alignment)
             found = _verify(Stages(model, written, tokenizer=tokenizer), report)
             (builder.path / PARITY).write_bytes(render(found.to_dict()))
             parity = found.summary()
@@ -95,6 +97,7 @@ def export_bundle(
             parity=parity,
             quantization=config.quantization,
             text=text,
+            alignment=alignment,
         )
     return builder.bundle
 
@@ -139,15 +142,23 @@ def _generation(directory: Path, spec: ModelSpec) -> GenerationDefaults | None:
 
 
 def _write(
-    model: Transformer, spec: ModelSpec, directory: Path, config: ExportConfig, report: Callable[[str], None]
+    model: Transformer,
+    spec: ModelSpec,
+    directory: Path,
+    config: ExportConfig,
+    report: Callable[[str], None],
+    alignment: AlignmentHeads | None,
 ) -> dict[str, GraphEntry]:
     """Write the graphs and their weights, as they are or quantised."""
+
+    def write(directory: Path, forms: Sequence[Form]) -> dict[str, GraphEntry]:
+        return write_cast(model, spec, directory, forms=forms, opset=config.opset, alignment=alignment, report=report)
+
     if config.quantization is None:
-        return write_cast(model, spec, directory, forms=config.forms, opset=config.opset, report=report)
+        return write(directory, config.forms)
     # On the disk of the bundle: the weights in fp32 can be larger than /tmp.
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
-        forms = fastest_form(config.forms, model.config)
-        graphs = write_cast(model, spec, Path(scratch), forms=forms, opset=config.opset, report=report)
+        graphs = write(Path(scratch), fastest_form(config.forms, model.config))
         if ENCODER_CONTRIB in graphs:
             del graphs[ENCODER]  # for decoders of the other forms, and there are none
         return write_integer_graphs(Path(scratch), graphs, directory, config.quantization, report=report)

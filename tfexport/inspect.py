@@ -19,6 +19,7 @@ from tfexport.files.strict_json import plain_problem, read_json
 from tfexport.generation import GenerationDefaults
 from tfexport.install import install_command
 from tfexport.models.config import TransformerConfig
+from tfexport.spec import ALIGNMENT
 from tfexport.trt.artifact.compatibility import explain, incompatibilities, this_machine
 from tfexport.trt.artifact.store import engine_names, open_engine
 
@@ -168,7 +169,8 @@ def _bundle_lines(found: Mapping[str, Any]) -> list[str]:
     ]
     lines += _generation_lines(found)
     for name, graph in found["graphs"].items():
-        lines += ["", f"Graph {name}: {graph['file']}, opset {graph['opset']}", *_tensor_table(graph)]
+        what = _alignment_text(found["alignment"]) if name == ALIGNMENT else ""
+        lines += ["", f"Graph {name}: {graph['file']}, opset {graph['opset']}{what}", *_tensor_table(graph)]
     lines += ["", "Text", *_text_lines(found["text"], found["files"])]
     lines += ["", "Files", *_file_table(found["files"])]
     for name, engine in found["engines"].items():
@@ -176,6 +178,10 @@ def _bundle_lines(found: Mapping[str, Any]) -> list[str]:
     if parity is not None:
         lines += ["", "Parity", *_table((name, json.dumps(value)) for name, value in parity.items())]
     return lines
+
+
+def _alignment_text(named: Mapping[str, Any]) -> str:
+    return f", attention of layer {named['layer']}, heads {', '.join(map(str, named['heads']))}"
 
 
 def _text_lines(text: Mapping[str, Any], files: Mapping[str, Any]) -> list[str]:

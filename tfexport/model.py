@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any, Literal, Self, get_args
 import numpy as np
 
 from tfexport.bundle.bundle import Bundle, check_weights, open_bundle
+from tfexport.decode.align import Alignment, align
 from tfexport.decode.offline import decode
 from tfexport.decode.result import FinishReason, Hypothesis
 from tfexport.decode.score import Score, score
@@ -324,19 +326,11 @@ class Model:
             InputError: lists every pair that the model cannot take.
             BackendError: the backend failed.
         """
-        if not self.spec.has_decoder:
-            raise InputError("score: this bundle is an encoder alone and scores no target; use embed")
-        tokenizer = self._need_tokenizer()
-        sources, given = _texts("texts", texts), _texts("targets", targets)
-        if len(sources) != len(given):
-            raise InputError(f"score: {len(given)} targets for {len(sources)} texts; give one each")
-        source_ids, target_ids = tokenizer.encode_pairs(sources, given)
-        first = self.defaults.forced_bos_token_id
-        prefix = tokenizer.begin_target() or ([] if first is None else [first])
+        sources, given, prefixes = self._pairs(texts, targets, "score")
         return self.score_ids(
-            source_ids,
-            target_ids,
-            prefixes=[prefix] * len(sources),
+            sources,
+            given,
+            prefixes=prefixes,
             add_eos=add_eos,
             batch_size=batch_size,
             on_progress=on_progress,
@@ -376,6 +370,70 @@ class Model:
             batch_size=batch_size,
             on_progress=on_progress,
         )
+
+    def align(
+        self,
+        texts: Sequence[str],
+        targets: Sequence[str],
+        *,
+        batch_size: int = 32,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> list[Alignment]:
+        """Say which source tokens the tokens of given targets were read from.
+
+        The weights are those of the decoder layer and heads that the bundle was exported with as its alignment. What
+        the bundle lets every target begin with is read and not aligned.
+
+        Args:
+            texts: the sources.
+            targets: one for each source.
+            batch_size: pairs read at once; no result depends on the others.
+            on_progress: called after each batch with the number of pairs it had.
+
+        Returns:
+            An alignment a pair, in their order.
+
+        Raises:
+            ConfigError: the bundle was exported without alignment, or the backend has none.
+            InputError: lists every pair that the model cannot take.
+            BackendError: the backend failed.
+        """
+        sources, given, prefixes = self._pairs(texts, targets, "align")
+        return self.align_ids(sources, given, prefixes=prefixes, batch_size=batch_size, on_progress=on_progress)
+
+    def align_ids(
+        self,
+        sources: Sequence[Sequence[int]],
+        targets: Sequence[Sequence[int]],
+        *,
+        prefixes: Sequence[Sequence[int]] | None = None,
+        batch_size: int = 32,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> list[Alignment]:
+        """Align token ids; see `align`.
+
+        Args:
+            sources: token ids of each source, special tokens included.
+            targets: token ids of each target, without the start token; the `token_ids` of a `Hypothesis` will do.
+            prefixes: token ids that each target comes behind, read and not aligned.
+            batch_size: pairs read at once.
+            on_progress: called after each batch with the number of pairs it had.
+
+        Raises:
+            ConfigError: the bundle was exported without alignment, or the backend has none.
+            InputError: lists every pair that the model cannot take.
+            BackendError: the backend failed.
+        """
+        found = align(
+            self.session,
+            sources,
+            targets,
+            prefixes=prefixes,
+            start=self.defaults.decoder_start_token_id,
+            batch_size=batch_size,
+            on_progress=on_progress,
+        )
+        return [self._spelled(one) for one in found]
 
     def embed(
         self, texts: Sequence[str], *, pooling: Pooling = "mean", normalize: bool = True, batch_size: int = 32
@@ -422,6 +480,28 @@ class Model:
     ) -> None:
         """Close the model."""
         self.close()
+
+    def _pairs(
+        self, texts: Sequence[str], targets: Sequence[str], subject: str
+    ) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
+        """Encode sources and targets, and say what each target comes behind."""
+        if not self.spec.has_decoder:
+            raise InputError(f"{subject}: this bundle is an encoder alone and reads no target; use embed")
+        tokenizer = self._need_tokenizer()
+        sources, given = _texts("texts", texts), _texts("targets", targets)
+        if len(sources) != len(given):
+            raise InputError(f"{subject}: {len(given)} targets for {len(sources)} texts; give one each")
+        source_ids, target_ids = tokenizer.encode_pairs(sources, given, subject)
+        first = self.defaults.forced_bos_token_id
+        prefix = tokenizer.begin_target() or ([] if first is None else [first])
+        return source_ids, target_ids, [prefix] * len(sources)
+
+    def _spelled(self, found: Alignment) -> Alignment:
+        """Add the tokens to the ids, where there is a tokenizer."""
+        if self.tokenizer is None:
+            return found
+        source_tokens, target_tokens = self.tokenizer.tokens(found.source_ids, found.target_ids)
+        return dataclasses.replace(found, source_tokens=source_tokens, target_tokens=target_tokens)
 
     def _pool(self, sources: Sequence[Sequence[int]], pooling: Pooling) -> Floats:
         ids, mask = pad_right(sources, self.spec.tokens.pad)

@@ -134,5 +134,6 @@ def _written(bundle: Bundle, files: dict[str, Path], text: TextConfig) -> Bundle
             parity=manifest.parity,
             quantization=manifest.quantization,
             text=text,
+            alignment=manifest.alignment,
         )
     return builder.bundle

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from tfexport.errors import ConfigError, raise_all
 from tfexport.fields import Config, size_problems
 
 Precision = Literal["fp32", "fp16", "bf16"]
@@ -46,6 +47,9 @@ LOGITS = "logits"
 CANDIDATE_IDS = "candidate_ids"
 CANDIDATE_LOGITS = "candidate_logits"
 LOG_NORMALIZER = "log_normalizer"
+
+# The graph, and what it gives.
+ALIGNMENT = "alignment"
 
 REORDER = "reorder"
 CACHE = "cache"
@@ -129,6 +133,42 @@ class ModelSpec(Config, subject="spec"):
         return self.layers > 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class AlignmentHeads(Config, subject="alignment"):
+    """The cross-attention that serves as alignment: a layer of the decoder and the heads that are averaged.
+
+    `layer` counts from 0, or below 0 from behind: -1 is the last. `heads` count from 0; none means all.
+    """
+
+    layer: int
+    heads: tuple[int, ...] = ()
+
+    def _problems(self) -> Iterator[str]:
+        if min(self.heads, default=0) < 0 or len(set(self.heads)) != len(self.heads):
+            yield f"heads is {', '.join(map(str, self.heads))}, expected numbers from 0, once each"
+
+    def within(self, spec: ModelSpec) -> AlignmentHeads:
+        """Return the layer from 0 and every head of them by its number.
+
+        Raises:
+            ConfigError: lists what the model does not have.
+        """
+        problems = []
+        if not spec.has_decoder:
+            problems.append("an encoder alone has no attention to a source; leave alignment out")
+        elif not -spec.layers <= self.layer < spec.layers:
+            problems.append(
+                f"layer is {self.layer}, but the decoder has {spec.layers}; "
+                f"give 0 to {spec.layers - 1}, or -1 for the last"
+            )
+        if spec.has_decoder and (beyond := [head for head in self.heads if head >= spec.heads]):
+            problems.append(
+                f"heads has {beyond[0]}, but a layer has {spec.heads}; give 0 to {spec.heads - 1}, or none for all"
+            )
+        raise_all(ConfigError, "alignment", problems)
+        return AlignmentHeads(layer=self.layer % spec.layers, heads=self.heads or tuple(range(spec.heads)))
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """One input or output of a graph; a dimension is a name or a number."""
@@ -200,6 +240,15 @@ def decoder_graph(spec: ModelSpec, form: Form) -> GraphSpec:
         *_key_values(spec, "present", "rows", "past_len + target_len" if form == "concat" else "capacity"),
     ]
     return GraphSpec(tuple(inputs), tuple(outputs))
+
+
+def alignment_graph(spec: ModelSpec) -> GraphSpec:
+    """Return the contract of `alignment.onnx`, which reads whole targets: a row of weights for each target token.
+
+    `target_ids` are what the decoder reads: the start token first, and of a target all but the last.
+    """
+    inputs = (*encoder_graph(spec).inputs, TensorSpec(TARGET_IDS, "int64", ("batch", "target_len")))
+    return GraphSpec(inputs, (TensorSpec(ALIGNMENT, "float32", ("batch", "target_len", "source_len")),))
 
 
 def reorder_spec(precision: Precision) -> GraphSpec:

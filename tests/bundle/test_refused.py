@@ -219,6 +219,19 @@ def test_a_missing_key_is_named(bundle: Path, key: str) -> None:
             lambda data: [data["graphs"].pop(name) for name in ("decoder", "decoder_static")],
             "but the graphs are encoder",
         ),
+        (
+            lambda data: data.update(alignment={"layer": 1, "heads": [0, 1]}),
+            "of alignment and the graph 'alignment' there is only one, expected both or none",
+        ),
+        (
+            lambda data: data["graphs"].update(alignment=data["graphs"]["decoder"]),
+            "of alignment and the graph 'alignment' there is only one, expected both or none",
+        ),
+        (
+            lambda data: data.update(alignment={"layer": 2, "heads": [0]}),
+            "alignment: layer is 2, but the decoder has 2; give 0 to 1",
+        ),
+        (lambda data: data.update(alignment={"layer": -1, "heads": []}), "not counted from 0 and all named"),
     ],
 )
 def test_contradictions_are_refused(bundle: Path, change: Callable[[dict[str, Any]], object], message: str) -> None:

@@ -239,4 +239,4 @@ def test_embed_writes_the_vectors_of_the_library(encoder_bundle: Path) -> None:
 def test_generate_and_embed_name_one_another(encoder_bundle: Path, dates_bundle: Path) -> None:
     says(run("generate", encoder_bundle, "x"), f"generates no text; use tfexport embed {encoder_bundle}")
     says(run("embed", dates_bundle, "x"), "generate")
-    says(run("score", encoder_bundle, "x\ty"), "an encoder alone and scores no target; use embed")
+    says(run("score", encoder_bundle, "x\ty"), "an encoder alone and reads no target; use embed")

@@ -27,6 +27,7 @@ from tfexport.models.directory import load_model, save_model
 from tfexport.runtime.eager import EagerSession
 from tfexport.runtime.ort.backend import open_graphs
 from tfexport.runtime.registry import Graphs
+from tfexport.spec import AlignmentHeads
 from tfexport.verify import Report, Stages, VerifyConfig, verify_stages
 from tfexport.verify.numbers import compare, random_batches, random_sources
 from tfexport.verify.texts import compare_decodes, decode_best
@@ -45,7 +46,8 @@ def source(once: Callable[[str, Make], Path]) -> Path:
 @pytest.fixture(scope="session")
 def bundle(once: Callable[[str, Make], Path], source: Path) -> Path:
     """Its bundle in all forms, unverified; not to be changed."""
-    return once("verify-bundle", lambda path: export_bundle(str(source), path, ExportConfig(), verify=False))
+    config = ExportConfig(alignment=AlignmentHeads(layer=-1, heads=(1, 2)))
+    return once("verify-bundle", lambda path: export_bundle(str(source), path, config, verify=False))
 
 
 def verify(*arguments: object) -> Result:
@@ -63,7 +65,13 @@ def altered(bundle: Path, output: Path, **changes: Change) -> Path:
             graph = onnx.load(path)
             change(graph)
             onnx.save(graph, path)
-        builder.finish(spec=manifest.spec, config=manifest.config, graphs=manifest.graphs, versions=manifest.versions)
+        builder.finish(
+            spec=manifest.spec,
+            config=manifest.config,
+            graphs=manifest.graphs,
+            versions=manifest.versions,
+            alignment=manifest.alignment,
+        )
     return output
 
 
@@ -150,6 +158,8 @@ def wrong_scale(kind: str) -> Change:
 
 
 MUTATIONS: dict[str, tuple[str, Change]] = {
+    "alignment, one weight by 1 %": ("alignment", change_weight("dec.layers.1.cross.q.weight", one_percent)),
+    "alignment, no mask": ("alignment", drop_mask("Unsqueeze")),
     "one weight by 1 %": ("decoder", change_weight("dec.layers.0.ffn.fc1.weight", one_percent)),
     "one weight of the encoder": ("encoder", change_weight("enc.layers.1.self.v.weight", one_percent)),
     "two norms swapped": ("decoder", swap_norms),
@@ -175,6 +185,7 @@ MUTATIONS: dict[str, tuple[str, Change]] = {
     "infinity": ("decoder_static", change_weight("out.bias", one_infinity)),
 }
 STAGES = {
+    "alignment": {"ort concat"},
     "encoder": {"ort concat", "ort static"},
     "decoder": {"ort concat"},
     "decoder_static": {"ort static"},
@@ -208,7 +219,8 @@ def test_every_mutation_fails_at_its_stage_and_says_where(name: str, bundle: Pat
     assert lines[-1] == "parity with the eager model: FAILED"
     said = " ".join(" ".join(lines).split())
     for stage in STAGES[graph]:
-        assert f"✗ {stage} {'gives NaN' if name == 'NaN' else 'differs by'}" in said
+        who = f"alignment of {stage}" if graph == "alignment" else stage
+        assert f"✗ {who} {'gives NaN' if name == 'NaN' else 'differs by'}" in said
     assert " at batch " in said
     assert ", row " in said
 

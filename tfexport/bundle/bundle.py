@@ -33,7 +33,7 @@ from tfexport.files import atomic
 from tfexport.files.names import MANIFEST
 from tfexport.files.sealed_json import parse
 from tfexport.models.config import TransformerConfig
-from tfexport.spec import QUANTIZED_WEIGHTS, WEIGHTS, ModelSpec, Quantization
+from tfexport.spec import QUANTIZED_WEIGHTS, WEIGHTS, AlignmentHeads, ModelSpec, Quantization
 from tfexport.text.config import TextConfig
 
 PARITY = "parity.json"
@@ -93,6 +93,7 @@ class Builder:
         parity: Mapping[str, Any] | None = None,
         quantization: Quantization | None = None,
         text: TextConfig | None = None,
+        alignment: AlignmentHeads | None = None,
     ) -> None:
         """Take stock of all files and write the manifest.
 
@@ -117,6 +118,7 @@ class Builder:
                 parity=parity,
                 quantization=quantization,
                 text=text or TextConfig(),
+                alignment=alignment,
             )
         except ConfigError as error:
             raise BundleError(f"bundle: {error}") from error

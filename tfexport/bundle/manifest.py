@@ -15,11 +15,13 @@ from tfexport.files.names import MANIFEST, TOKENIZER
 from tfexport.files.sealed_json import collect, read_fields, read_list, read_map, read_object, read_text, seal, unseal
 from tfexport.models.config import TransformerConfig, model_spec
 from tfexport.spec import (
+    ALIGNMENT,
     DECODER,
     ENCODER,
     ENCODER_CONTRIB,
     REORDER,
     Accuracy,
+    AlignmentHeads,
     Dim,
     DType,
     GraphSpec,
@@ -74,12 +76,13 @@ class Manifest:
         spec: sizes, limits, token ids and precision.
         config: None for a module that is not the canonical transformer.
         graphs: by name: encoder, decoder, decoder_static; encoder_contrib and decoder_contrib together; reorder, which
-            bundles of before do not have.
+            bundles of before do not have; alignment where it was asked for.
         files: every file but the manifest and engines, by path relative to the bundle.
         versions: of the tools that made the bundle, by name.
         parity: summary of the verification with at least `passed`; None when there was none.
         quantization: how the weights are stored; None where they have the type of the graphs.
         text: what surrounds the ids of a text, and the texts that were compared.
+        alignment: layer and heads of the graph of that name; None where there is none.
     """
 
     format_version: int
@@ -92,6 +95,7 @@ class Manifest:
     parity: Mapping[str, Any] | None
     quantization: Quantization | None = None
     text: TextConfig = field(default_factory=TextConfig)
+    alignment: AlignmentHeads | None = None
 
     def __post_init__(self) -> None:
         """Check how the parts fit together.
@@ -109,6 +113,12 @@ class Manifest:
             problems.append("spec and config describe different models")
         if self.quantization is not None and self.spec.precision != "fp32":
             problems.append(f"quantization is given, but spec.precision is {self.spec.precision}, expected fp32")
+        if self.alignment is not None:
+            try:
+                if self.alignment.within(self.spec) != self.alignment:
+                    problems.append("alignment: layer and heads are not counted from 0 and all named")
+            except ConfigError as error:
+                problems.append(str(error))
         if self.parity is not None and not isinstance(self.parity.get("passed"), bool):
             problems.append(f"parity.passed is {self.parity.get('passed')!r}, expected true or false")
         return problems
@@ -123,7 +133,7 @@ class Manifest:
         problems += [
             f"unknown graph {name!r}"
             for name in self.graphs
-            if name not in decoders | {ENCODER, ENCODER_CONTRIB, REORDER}
+            if name not in decoders | {ENCODER, ENCODER_CONTRIB, REORDER, ALIGNMENT}
         ]
         portable = decoders - {DECODER["contrib"]}
         if ENCODER not in self.graphs and (ENCODER_CONTRIB not in self.graphs or portable & set(self.graphs)):
@@ -132,6 +142,8 @@ class Manifest:
             problems.append(
                 f"of {ENCODER_CONTRIB!r} and {DECODER['contrib']!r} there is only one, expected both or none"
             )
+        if (ALIGNMENT in self.graphs) != (self.alignment is not None):
+            problems.append(f"of alignment and the graph {ALIGNMENT!r} there is only one, expected both or none")
         if self.spec.has_decoder != bool(decoders & set(self.graphs)):
             problems.append(f"kind is {self.kind!r}, but the graphs are {', '.join(sorted(self.graphs)) or 'none'}")
         return problems
@@ -173,6 +185,7 @@ class Manifest:
             "parity": None if self.parity is None else dict(self.parity),
             "quantization": self.quantization.to_dict() if self.quantization else None,
             "text": self.text.to_dict(),
+            "alignment": self.alignment.to_dict() if self.alignment else None,
         }
 
     def to_bytes(self) -> bytes:
@@ -186,8 +199,8 @@ class Manifest:
         Raises:
             ConfigError: lists every unknown, missing, wrongly typed and contradictory value.
         """
-        # Bundles from before there was quantisation, or texts to compare, do not mention them.
-        return cls(**read_fields({"quantization": None, "text": {}, **data}, _READERS, MANIFEST))
+        # Bundles from before there was quantisation, texts to compare, or alignment, do not mention them.
+        return cls(**read_fields({"quantization": None, "text": {}, "alignment": None, **data}, _READERS, MANIFEST))
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> Manifest:
@@ -264,5 +277,6 @@ _READERS: dict[str, Callable[[Any], object]] = {
     "versions": lambda value: read_map(value, "versions", read_text),
     "parity": lambda value: None if value is None else read_object(value, "parity"),
     "quantization": lambda value: None if value is None else Quantization.from_dict(value, subject="quantization"),
+    "alignment": lambda value: None if value is None else AlignmentHeads.from_dict(value, subject="alignment"),
     "text": lambda value: TextConfig.from_dict(value, subject="text"),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from tfexport.cli.align import align
 from tfexport.cli.bench import bench, bench_compare
 from tfexport.cli.build import trt
 from tfexport.cli.checkpoint import import_
@@ -22,5 +23,19 @@ def main() -> None:
     """Take a from-scratch encoder-decoder transformer from PyTorch to production."""
 
 
-for command in (import_, onnx, tokenizer, trt, generate, score, embed, verify, bench, bench_compare, inspect, doctor):
+for command in (
+    import_,
+    onnx,
+    tokenizer,
+    trt,
+    generate,
+    score,
+    align,
+    embed,
+    verify,
+    bench,
+    bench_compare,
+    inspect,
+    doctor,
+):
     main.add_command(command)

@@ -11,7 +11,23 @@ from tfexport.cli.options import PATH, CommaList
 from tfexport.cli.terminal import report_line
 from tfexport.errors import printable
 from tfexport.graph.config import ExportConfig
-from tfexport.spec import CONCAT_OPSETS, Form
+from tfexport.spec import CONCAT_OPSETS, AlignmentHeads, Form
+
+
+class HeadsOption(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.4
+    """A layer, and behind a colon heads with commas between them."""
+
+    name = "layer[:head,…]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> AlignmentHeads:
+        """Read one value."""
+        if isinstance(value, AlignmentHeads):
+            return value
+        layer, colon, heads = value.partition(":")
+        try:
+            return AlignmentHeads(layer=int(layer), heads=tuple(map(int, heads.split(","))) if colon else ())
+        except ValueError:
+            self.fail(f"{value!r} is not a layer and heads; write 1 for all heads of layer 1, or 1:0,2", param, ctx)
 
 
 @click.command()
@@ -43,6 +59,12 @@ from tfexport.spec import CONCAT_OPSETS, Form
 )
 @click.option("--max-source-length", type=int, help="Most source tokens; the model's limit when not given.")
 @click.option("--max-target-length", type=int, help="Most target tokens; the model's limit when not given.")
+@click.option(
+    "--alignment",
+    type=HeadsOption(),
+    help="Write cross-attention as alignment too: of this decoder layer, from 0 or -1 for the last, the mean of these "
+    "heads, or of all when none is named.",
+)
 @click.option("--seed", default=ExportConfig.seed, help="Of a preset's random weights.")
 @click.option("--verify/--no-verify", default=True, help="Compare every stage with PyTorch before writing.")
 @click.option("--force", is_flag=True, help="Replace a bundle that is there, once the new one is whole.")

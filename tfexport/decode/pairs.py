@@ -35,10 +35,11 @@ def checked_pairs(
     start: int | None,
     *,
     add_eos: bool,
+    subject: str,
 ) -> list[Pair]:
-    """Check everything that is asked, and end each target."""
+    """Check everything that is asked, and end each target with `add_eos`; see `check_pairs`."""
     tokens = session.spec.tokens
-    check_pairs(session, sources, targets, prefixes, start, add_eos=add_eos)
+    check_pairs(session, sources, targets, prefixes, start, add_eos=add_eos, subject=subject)
     pairs = []
     for number, (source, target) in enumerate(zip(sources, targets, strict=True)):
         prompt = (tokens.start if start is None else start, *map(int, prefixes[number] if prefixes else ()))

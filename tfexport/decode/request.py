@@ -100,25 +100,35 @@ def check_pairs(
     start: int | None,
     *,
     add_eos: bool,
+    subject: str,
 ) -> None:
-    """Check everything that is asked of `score`, whose arguments these are.
+    """Check everything that is asked of `score` or `align`, whose arguments these are.
+
+    Args:
+        session: that will read them.
+        sources: token ids of each source.
+        targets: token ids of each target.
+        prefixes: token ids that each target comes behind; None for none.
+        start: id that the decoder reads first; None for the model's own.
+        add_eos: whether each target is ended where it does not end yet.
+        subject: named at the start of the error.
 
     Raises:
         InputError: lists what is wrong with each pair.
     """
     spec, limits = session.spec, session.limits
     if not spec.has_decoder:
-        raise InputError("score: this model is an encoder alone and scores no target; use its hidden states")
+        raise InputError(f"{subject}: this model is an encoder alone and reads no target; use its hidden states")
     for name, given in (("targets", targets), ("prefixes", prefixes)):
         if given is not None and len(given) != len(sources):
-            raise InputError(f"score: {len(given)} {name} for {len(sources)} sources; give one each")
+            raise InputError(f"{subject}: {len(given)} {name} for {len(sources)} sources; give one each")
     problems = [] if start is None else _id_problems("start", [start], spec.vocab)
     for number, (source, target) in enumerate(zip(sources, targets, strict=True)):
         prefix = () if prefixes is None else prefixes[number]
         found = _source_problems(spec, limits, source) + _id_problems("prefix", prefix, spec.vocab)
         found += _target_problems(spec, limits, len(prefix), target, add_eos=add_eos)
         problems += [f"pair {number + 1}: {problem}" for problem in found]
-    raise_all(InputError, "score", problems)
+    raise_all(InputError, subject, problems)
 
 
 def _request(

@@ -58,7 +58,7 @@ def score(
     """
     if batch_size < 1:
         raise InputError(f"batch_size is {batch_size}, expected 1 or more")
-    pairs = checked_pairs(session, sources, targets, prefixes, start, add_eos=add_eos)
+    pairs = checked_pairs(session, sources, targets, prefixes, start, add_eos=add_eos, subject="score")
     limits, vocab, batch = session.limits, session.spec.vocab, session.batch()
     if not isinstance(batch, ScoresTokens) and limits.candidates.is_below(vocab):
         raise InputError(

@@ -9,6 +9,7 @@ from tfexport.errors import ConfigError
 from tfexport.fields import Config, size_problems
 from tfexport.spec import (
     CONCAT_OPSETS,
+    AlignmentHeads,
     Form,
     OptimizeFor,
     Precision,
@@ -26,7 +27,8 @@ class ExportConfig(Config, subject="export"):
     `forms` are those of the decoder; contrib is left out of several where ONNX Runtime's operators cannot do the model.
     `opset` is that of the encoder and of all forms but the static one, which needs 24.
     The two lengths limit what the bundle takes, at most what the model can;
-    None means as much as it can. `seed` draws the weights of a preset.
+    None means as much as it can. `alignment` names the cross-attention of which there is a graph of its own.
+    `seed` draws the weights of a preset.
     """
 
     precision: Precision | QuantizedWeights = "fp32"
@@ -35,6 +37,7 @@ class ExportConfig(Config, subject="export"):
     opset: int = 18
     max_source_length: int | None = None
     max_target_length: int | None = None
+    alignment: AlignmentHeads | None = None
     seed: int = 0
 
     def _problems(self) -> list[str]:

@@ -15,7 +15,7 @@ from tfexport.errors import BundleError, GraphError, raise_all
 from tfexport.graph.write import write_graphs
 from tfexport.models.directory import load_weights
 from tfexport.models.transformer import Transformer
-from tfexport.spec import ENCODER, FLOAT, REORDER, WEIGHTS, Form, ModelSpec, Precision
+from tfexport.spec import ENCODER, FLOAT, REORDER, WEIGHTS, AlignmentHeads, Form, ModelSpec, Precision
 
 
 def write_cast(
@@ -25,6 +25,7 @@ def write_cast(
     *,
     forms: Sequence[Form],
     opset: int,
+    alignment: AlignmentHeads | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, GraphEntry]:
     """Write the graphs of a model in the precision that `spec` names; the model stays as it is.
@@ -32,7 +33,7 @@ def write_cast(
     See `write_graphs` for the rest.
     """
     cast = copy.deepcopy(model).to(getattr(torch, FLOAT[spec.precision]))
-    return write_graphs(cast, spec, directory, forms=forms, opset=opset, report=report)
+    return write_graphs(cast, spec, directory, forms=forms, opset=opset, alignment=alignment, report=report)
 
 
 def write_precision(

@@ -12,7 +12,7 @@ import io
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import onnx_ir as ir
 import torch
@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from tfexport.errors import GraphError
 from tfexport.graph.forms import FORMS
 from tfexport.graph.passes.reshapes import collapse_reshapes
-from tfexport.models.cache import Cache, Cross, KeyValue, Source
+from tfexport.models.alignment import EncoderDecoder, align
+from tfexport.models.cache import KeyValue, Source
 from tfexport.models.source import PaddedSource
 from tfexport.spec import (
     LOGITS,
@@ -29,10 +30,12 @@ from tfexport.spec import (
     SOURCE_IDS,
     SOURCE_MASK,
     TARGET_IDS,
+    AlignmentHeads,
     Form,
     GraphSpec,
     ModelSpec,
     TensorSpec,
+    alignment_graph,
     decoder_graph,
     encoder_graph,
     key_value_names,
@@ -40,18 +43,6 @@ from tfexport.spec import (
 
 # Sizes to trace with: all different and none of them 1, so that no two dimensions are taken for the same.
 SAMPLE = {"batch": 2, "rows": 6, "source_len": 5, "target_len": 3, "past_len": 4, "capacity": 7}
-
-
-class EncoderDecoder(Protocol):
-    """What can be exported: an encoder and a decoder with an explicit cache."""
-
-    def encode(self, source_ids: Tensor, source: Source) -> list[KeyValue]:
-        """Return each decoder layer's cross-attention keys and values, [batch, heads, source_len, …]."""
-        ...
-
-    def decode_step(self, target_ids: Tensor, cross: Cross, cache: Cache) -> Tensor:
-        """Return the last position's logits, float32 [rows, vocab]; every layer attends through `cross` and `cache`."""
-        ...
 
 
 class _Encoder(nn.Module):
@@ -80,6 +71,15 @@ class _Decoder(nn.Module):
         cache = self.form.cache(past, target_ids, **rest)
         model = cast(EncoderDecoder, self.model)
         return [model.decode_step(target_ids, self.form.cross(cross, source_mask), cache), *_flatten(cache.present)]
+
+
+class _Alignment(nn.Module):
+    def __init__(self, model: nn.Module, named: AlignmentHeads) -> None:
+        super().__init__()
+        self.model, self.named = model, named
+
+    def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        return align(cast(EncoderDecoder, self.model), self.named, *inputs.values())
 
 
 def _flatten(pairs: Sequence[KeyValue]) -> list[Tensor]:
@@ -126,6 +126,21 @@ def trace_decoder(model: nn.Module, spec: ModelSpec, form: Form, opset: int) -> 
     for change in FORMS[form].passes:
         change(traced)
     return traced
+
+
+def trace_alignment(model: nn.Module, spec: ModelSpec, named: AlignmentHeads, opset: int) -> ir.Model:
+    """Trace cross-attention as alignment, in basic operators; what lies behind the layer is left out.
+
+    Args:
+        model: in eval mode, of the precision that `spec` names.
+        spec: of the model.
+        named: layer and heads, as `AlignmentHeads.within` returns them.
+        opset: of the ONNX standard.
+
+    Raises:
+        GraphError: the model does not trace, or not for every size.
+    """
+    return _trace(_Alignment(model, named), alignment_graph(spec), opset, "alignment")
 
 
 def _trace(module: nn.Module, contract: GraphSpec, opset: int, subject: str) -> ir.Model:

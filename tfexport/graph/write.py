@@ -15,18 +15,21 @@ from tfexport.graph.forms import FORMS
 from tfexport.graph.forms.contrib import joint_weights
 from tfexport.graph.passes.topk import append_selection
 from tfexport.graph.reorder import reorder_graph
-from tfexport.graph.trace import trace_decoder, trace_encoder
+from tfexport.graph.trace import trace_alignment, trace_decoder, trace_encoder
 from tfexport.graph.weights import write_weights
 from tfexport.models.transformer import Transformer
 from tfexport.spec import (
+    ALIGNMENT,
     CONCAT_OPSETS,
     DECODER,
     ENCODER,
     REORDER,
     WEIGHTS,
+    AlignmentHeads,
     Form,
     GraphSpec,
     ModelSpec,
+    alignment_graph,
     decoder_graph,
     encoder_graph,
     reorder_spec,
@@ -42,6 +45,7 @@ def write_graphs(
     *,
     forms: Sequence[Form],
     opset: int,
+    alignment: AlignmentHeads | None = None,
     report: Callable[[str], None],
 ) -> dict[str, GraphEntry]:
     """Trace, append selection, share weights, write and check.
@@ -52,6 +56,7 @@ def write_graphs(
         directory: existing; receives `NAME.onnx` for each graph and the weight file.
         forms: of the decoder; not used for an encoder alone, and contrib not where the operators cannot do the model.
         opset: of the encoder and the concat form.
+        alignment: layer and heads, as `AlignmentHeads.within` returns them; None for no such graph.
         report: told what happens, a line at a time.
 
     Returns:
@@ -75,6 +80,10 @@ def write_graphs(
         append_selection(decoder)
         traced[DECODER[form]] = (decoder, decoder_graph(spec, form), kind.opset or opset)
         portable |= {DECODER[form]} if kind.portable else set()
+    if alignment is not None:
+        report("tracing the alignment")
+        traced[ALIGNMENT] = (trace_alignment(model, spec, alignment, opset), alignment_graph(spec), opset)
+        portable.add(ALIGNMENT)
     report("writing graphs and weights")
     graphs = [graph for graph, *_ in traced.values()]
     write_weights(directory / WEIGHTS, dict(model.named_parameters()), graphs, joint=list(joint_weights(model)))

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from tfexport.bundle.bundle import Bundle
 from tfexport.errors import BackendError, BundleError
+from tfexport.models.alignment import align
 from tfexport.models.cache import KeyValue
 from tfexport.models.config import model_spec
 from tfexport.models.directory import load_weights
@@ -20,6 +21,7 @@ from tfexport.models.source import CrossCache, PaddedSource
 from tfexport.models.transformer import Transformer
 from tfexport.runtime.registry import Graphs, OpenOptions
 from tfexport.runtime.session import (
+    NO_ALIGNMENT,
     Candidates,
     Floats,
     Ids,
@@ -33,10 +35,11 @@ from tfexport.runtime.session import (
     check_source,
     check_sources,
     check_step,
+    check_targets,
     close_up,
     given_candidates,
 )
-from tfexport.spec import WEIGHTS, Accuracy, ModelSpec
+from tfexport.spec import WEIGHTS, Accuracy, AlignmentHeads, ModelSpec
 
 # A first buffer for this many tokens; it doubles when it is full.
 FIRST_CAPACITY = 32
@@ -53,12 +56,22 @@ class EagerSession:
         backend: "eager".
         accuracy: the precision of `spec`.
         limits: those of the model.
+        has_alignment: whether it was told which attention serves as alignment.
     """
 
     backend = "eager"
 
-    def __init__(self, model: Transformer, spec: ModelSpec | None = None) -> None:
-        """Take a model; `spec` None means that of its configuration in fp32."""
+    def __init__(
+        self, model: Transformer, spec: ModelSpec | None = None, *, alignment: AlignmentHeads | None = None
+    ) -> None:
+        """Take a model.
+
+        Args:
+            model: in any mode; it is put into eval mode.
+            spec: None means that of its configuration in fp32.
+            alignment: layer and heads, as `AlignmentHeads.within` returns them; None for no alignment.
+        """
+        self.has_alignment, self._alignment = alignment is not None, alignment
         self.spec = spec or model_spec(model.config, "fp32")
         self.accuracy: Accuracy = self.spec.precision
         self.limits = Limits.of(self.spec)
@@ -88,6 +101,19 @@ class EagerSession:
         hidden = model.hidden_states(ids, mask)
         array: Floats = hidden.float().cpu().numpy()
         return array
+
+    @torch.inference_mode()
+    def align(self, source_ids: Ids, source_mask: Mask, target_ids: Ids) -> Floats:
+        """Return cross-attention as alignment; see `Aligns.align`."""
+        model = self.open_model()
+        if self._alignment is None:
+            raise BackendError(NO_ALIGNMENT)
+        check_source(self.spec, source_ids, source_mask)
+        check_targets(self.spec, len(source_ids), target_ids)
+        device = next(model.parameters()).device
+        inputs = (torch.tensor(array, device=device) for array in (source_ids, source_mask, target_ids))
+        weights: Floats = align(model, self._alignment, *inputs).cpu().numpy()
+        return weights
 
     def close(self) -> None:
         """Let go of the model; the session and its batches cannot be used afterwards."""
@@ -267,7 +293,8 @@ def open_bundle(bundle: Bundle, options: OpenOptions) -> EagerSession:
     """Open the eager model of a bundle; see `tfexport.runtime.registry.Home`."""
     if options.form is not None:
         raise BackendError(f"eager: form {options.form} belongs to graphs; leave it out")
-    return EagerSession(load_eager_model(bundle), bundle.manifest.spec)
+    manifest = bundle.manifest
+    return EagerSession(load_eager_model(bundle), manifest.spec, alignment=manifest.alignment)
 
 
 def rungs(graphs: Graphs, options: OpenOptions) -> Iterator[tuple[str, Session]]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, cast
 
 from tfexport.errors import BackendError, ConfigError
 from tfexport.install import install_command
-from tfexport.spec import Device, Form, ModelSpec, WeightType
+from tfexport.spec import AlignmentHeads, Device, Form, ModelSpec, WeightType
 
 if TYPE_CHECKING:
     from tfexport.bundle.bundle import Bundle
@@ -47,12 +47,14 @@ class Graphs:
         spec: of the model, with its precision and limits.
         weights: type of the graphs' weights where it is narrower than `spec` says.
         bundle: that they lie in; None while it is being made.
+        alignment: layer and heads of the graph of that name; None where there is none.
     """
 
     paths: Mapping[str, Path]
     spec: ModelSpec
     weights: WeightType | None = None
     bundle: Bundle | None = None
+    alignment: AlignmentHeads | None = None
 
     @classmethod
     def of(cls, bundle: Bundle) -> Graphs:
@@ -60,7 +62,7 @@ class Graphs:
         manifest = bundle.manifest
         paths = {name: bundle.file(graph.file) for name, graph in manifest.graphs.items()}
         weights = manifest.quantization.weights if manifest.quantization else None
-        return cls(paths, manifest.spec, weights, bundle)
+        return cls(paths, manifest.spec, weights, bundle, manifest.alignment)
 
 
 class Home(Protocol):

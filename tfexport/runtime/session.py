@@ -89,6 +89,9 @@ class Limits:
         )
 
 
+NO_ALIGNMENT = (
+    "this bundle was exported without alignment; export it again with --alignment LAYER, such as --alignment -1"
+)
 LONGER = "export with a larger --max-{}-length if the model allows it"
 
 
@@ -194,6 +197,36 @@ class ScoresTokens(Protocol):
 
         Returns:
             `next_ids` as candidates, [rows, 1].
+        """
+        ...
+
+
+@runtime_checkable
+class Aligns(Protocol):
+    """A session that says which source tokens each target token was read from.
+
+    Attributes:
+        has_alignment: whether the bundle was exported with an alignment.
+    """
+
+    has_alignment: bool
+
+    def align(self, source_ids: Ids, source_mask: Mask, target_ids: Ids) -> Floats:
+        """Read whole targets and return the mean cross-attention of the bundle's alignment heads.
+
+        Args:
+            source_ids: int64 [batch, source_len], padded on the right.
+            source_mask: bool [batch, source_len], True = token.
+            target_ids: what the decoder reads: the start token, then the target but its last token; padded on the
+                right with any token, int64 [batch, target_len].
+
+        Returns:
+            float32 [batch, target_len, source_len]: for the token behind each that is read how much of it was read
+            from each source token, with a sum of 1, and 0 at padding.
+
+        Raises:
+            InputError: shapes, ids or lengths that the model does not take.
+            BackendError: the bundle has no alignment, the session is closed, or it failed.
         """
         ...
 
@@ -314,6 +347,17 @@ def check_source(spec: ModelSpec, source_ids: Ids, source_mask: Mask) -> None:
         raise InputError(
             f"source_ids reach from {source_ids.min()} to {source_ids.max()}, expected 0 … {spec.source_vocab - 1}"
         )
+
+
+def check_targets(spec: ModelSpec, sources: int, target_ids: Ids) -> None:
+    """Refuse whole targets that would be computed wrongly or not at all.
+
+    Raises:
+        InputError: names the first of shape, length or id that is wrong.
+    """
+    if target_ids.ndim != 2 or target_ids.dtype != np.int64 or len(target_ids) != sources or target_ids.size == 0:
+        raise InputError(f"target_ids is {target_ids.dtype} {target_ids.shape}, expected int64 [{sources}, target_len]")
+    check_prompts(spec, sources, target_ids.tolist())
 
 
 def check_prompts(spec: ModelSpec, sources: int, prompts: Prompts) -> None:

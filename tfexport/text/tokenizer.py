@@ -115,8 +115,15 @@ class Tokenizer:
         """
         return [*self.text.target_prefix, *(self.encode_target(prefix) if prefix else ())]
 
-    def encode_pairs(self, sources: Sequence[str], targets: Sequence[str]) -> tuple[list[list[int]], list[list[int]]]:
+    def encode_pairs(
+        self, sources: Sequence[str], targets: Sequence[str], subject: str
+    ) -> tuple[list[list[int]], list[list[int]]]:
         """Encode sources, with all that stands around them, and whole targets, without special tokens.
+
+        Args:
+            sources: texts.
+            targets: as many.
+            subject: named at the start of the error.
 
         Raises:
             InputError: lists every pair, counted from 1, of which a text is empty, too long or more than the
@@ -131,7 +138,7 @@ class Tokenizer:
                     encoded.append(encode(text))
                 except InputError as error:
                     problems.append(f"pair {number}: {side} {error}")
-        raise_all(InputError, "score", problems)
+        raise_all(InputError, subject, problems)
         return pairs
 
     def target_id(self, token: str) -> int:
@@ -148,6 +155,10 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Turn token ids of a target into text, leaving out special tokens and ids that have no token."""
         return self._target.decode(ids)
+
+    def tokens(self, source_ids: Sequence[int], target_ids: Sequence[int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return tokens of a source and of a target as their vocabularies spell them."""
+        return tuple(map(self._source.token, source_ids)), tuple(map(self._target.token, target_ids))
 
     def _encode_source(self, text: str) -> list[int]:
         """Encode one source; the error has no subject."""

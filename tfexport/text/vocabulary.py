@@ -121,6 +121,10 @@ class Vocabulary:
         """Turn token ids into text, leaving out special tokens and ids that have no token."""
         return self._inner.decode([int(i) for i in ids if i not in self._special], skip_special_tokens=True)
 
+    def token(self, token_id: int) -> str:
+        """Return a token as the vocabulary spells it; "" where there is none of that id."""
+        return self._inner.id_to_token(token_id) or ""
+
     def _is_none_of_text(self, token: int) -> bool:
         return token in self._special or (self._beyond is not None and token >= self._beyond)
 

@@ -25,7 +25,7 @@ from tfexport.models.transformer import Transformer
 from tfexport.runtime import registry
 from tfexport.runtime.eager import EagerSession, full_logits, load_eager_model
 from tfexport.runtime.registry import Backend, Graphs, OpenOptions
-from tfexport.runtime.session import Floats, Session
+from tfexport.runtime.session import Aligns, Floats, Session
 from tfexport.spec import Device, ModelSpec
 from tfexport.text.tokenizer import Tokenizer
 from tfexport.verify.divergence import measure_divergence
@@ -152,7 +152,8 @@ def comparable(name: str | None = None) -> Backend:
 
 def _climb(stages: Stages, sessions: Sequence[Named], config: VerifyConfig, report: Callable[[str], None]) -> Report:
     spec, rng = _shortest(stages.graphs.spec, sessions), np.random.default_rng(config.seed)
-    eager = EagerSession(stages.model, dataclasses.replace(spec, precision="fp32"))
+    alignment = stages.graphs.alignment
+    eager = EagerSession(stages.model, dataclasses.replace(spec, precision="fp32"), alignment=alignment)
     most_rows = min((s.limits.rows.most for _, s in sessions if s.limits.rows.most), default=None)
     batches = random_batches(spec, min(config.samples, 64), rng, most_rows)
     sources = random_sources(spec, config.samples, rng)
@@ -163,6 +164,7 @@ def _climb(stages: Stages, sessions: Sequence[Named], config: VerifyConfig, repo
     numbers = _numbers(stages.model, eager, sessions, batches, report)
     # Nothing can be decoded from NaN, and the rung that gave it has failed already.
     pairs = [pair for pair in zip(sessions, numbers[2:], strict=True) if math.isfinite(pair[1].error)]
+    numbers += _alignment(eager, sessions, batches, numbers[0], report)
     decodes = _decodes(eager, pairs, sources, report) if pairs else []
     rungs = [("eager", cast(Session, eager), numbers[0].worst)]
     rungs += [(stage, session, number.worst) for (stage, session), number in pairs]
@@ -256,6 +258,34 @@ def _numbers(
         got = [step_logits(session, batch, logits) for batch, logits in zip(batches, expected, strict=True)]
         rungs.append(compare(stage, expected, got, tolerance))
     return rungs
+
+
+def _alignment(
+    eager: EagerSession,
+    sessions: Sequence[Named],
+    batches: Sequence[Batch],
+    rounding: Numbers,
+    report: Callable[[str], None],
+) -> list[Numbers]:
+    """Compare the weights of the alignment, and with 1 their sums over what is no padding; all forms have one graph."""
+    able = [(stage, session) for stage, session in sessions if isinstance(session, Aligns) and session.has_alignment]
+    if not able:
+        return []
+    stage, session = able[0]
+    report(f"comparing the alignment: {stage}")
+
+    def weights(session: Aligns, batch: Batch) -> Floats:
+        found = session.align(batch.source_ids, batch.source_mask, batch.target_ids)
+        sums: Floats = np.where(batch.source_mask[:, None], found, 0).sum(2, keepdims=True, dtype=np.float32)
+        return np.concatenate((found, sums), 2)
+
+    expected = [weights(eager, batch) for batch in batches]
+    for array, batch in zip(expected, batches, strict=True):
+        array[:, :, :-1] *= batch.source_mask[:, None]
+        array[:, :, -1] = 1
+    tolerance = max(TOLERANCE[session.accuracy], 10 * rounding.error)
+    found = compare(stage, expected, [weights(session, batch) for batch in batches], tolerance)
+    return [dataclasses.replace(found, quantity="alignment")]
 
 
 def _decodes(

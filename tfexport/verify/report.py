@@ -27,6 +27,7 @@ class Numbers:
         worst: worst |difference| itself.
         tolerance: limit of `error`.
         place: where the worst difference is.
+        quantity: what the numbers are.
     """
 
     stage: str
@@ -34,6 +35,7 @@ class Numbers:
     worst: float
     tolerance: float
     place: str
+    quantity: str = "logits"
 
     @property
     def passed(self) -> bool:
@@ -44,11 +46,11 @@ class Numbers:
         """Say what failed, or None."""
         if self.passed:
             return None
+        who = self.stage if self.quantity == "logits" else f"{self.quantity} of {self.stage}"
         if self.error != self.error:
-            return f"{self.stage} gives NaN at {self.place}"
+            return f"{who} gives NaN at {self.place}"
         return (
-            f"{self.stage} differs by {self.error:.1e} of the largest value at {self.place}, "
-            f"the limit is {self.tolerance:.0e}"
+            f"{who} differs by {self.error:.1e} of the largest value at {self.place}, the limit is {self.tolerance:.0e}"
         )
 
 
@@ -166,7 +168,7 @@ class Report:
         rows = [("stage", "check", "result", "")]
         for number in self.numbers:
             mark = "✓" if number.passed else "✗"
-            rows.append((number.stage, "logits", f"{number.error:.1e} ≤ {number.tolerance:.0e}", mark))
+            rows.append((number.stage, number.quantity, f"{number.error:.1e} ≤ {number.tolerance:.0e}", mark))
         for decode in self.decodes:
             result = f"{decode.exact}/{decode.sequences} exact" + (
                 "" if not decode.ties else ", 1 tie" if decode.ties == 1 else f", {decode.ties} ties"

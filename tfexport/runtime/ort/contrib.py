@@ -21,6 +21,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from tfexport.errors import BackendError
+from tfexport.runtime.ort.alignment import OrtAligner
 from tfexport.runtime.ort.cache import FIRST_CAPACITY
 from tfexport.runtime.ort.device import STEP_SPIN_US, OrtDevice, host_value, run
 from tfexport.runtime.ort.lengths import runs
@@ -103,6 +104,7 @@ class ContribSession:
         form: "contrib".
         accuracy: type of the weights where it is narrower than that of the graphs.
         limits: those of the model.
+        has_alignment: whether the bundle has that graph.
     """
 
     backend = "ort"
@@ -130,6 +132,8 @@ class ContribSession:
         self.spec, self.limits = spec, Limits.of(spec)
         self.accuracy: Accuracy = weights or spec.precision
         device = OrtDevice("cpu")
+        self._aligner = OrtAligner(graphs, spec, device, threads)
+        self.has_alignment = self._aligner.is_there
         name = DECODER["contrib"]
         # One after the other: while a graph loads, the whole weight file may lie in memory beside what it becomes.
         encoder = device.load(graphs[ENCODER_CONTRIB], ENCODER_CONTRIB, threads)
@@ -158,8 +162,13 @@ class ContribSession:
         """Refuse: only an encoder alone gives its hidden states; see `Session.hidden_states`."""
         raise BackendError("ort: this bundle has a decoder and gives no hidden states; use generate")
 
+    def align(self, source_ids: Ids, source_mask: Mask, target_ids: Ids) -> Floats:
+        """Return cross-attention as alignment; see `Aligns.align`."""
+        return self._aligner.align(source_ids, source_mask, target_ids)
+
     def close(self) -> None:
         """Free the graphs, also under batches that are still there."""
+        self._aligner.close()
         self._graphs = None
 
 

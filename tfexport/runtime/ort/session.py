@@ -15,6 +15,7 @@ from pathlib import Path
 import onnxruntime as ort
 
 from tfexport.errors import BackendError, BundleError
+from tfexport.runtime.ort.alignment import OrtAligner
 from tfexport.runtime.ort.concat import ConcatBatch
 from tfexport.runtime.ort.device import STEP_SPIN_US, OrtDevice, still_open
 from tfexport.runtime.ort.gather import RowGather
@@ -33,6 +34,7 @@ class OrtSession:
         form: of the decoder that runs; None for an encoder alone.
         accuracy: what bounds how exactly it computes.
         limits: those of the model.
+        has_alignment: whether the bundle has that graph.
     """
 
     backend = "ort"
@@ -76,6 +78,8 @@ class OrtSession:
         def load(name: str, spin_us: int = 0) -> ort.InferenceSession:
             return opened.load(graphs[name], graphs[name].name, threads, spin_us=spin_us)
 
+        self._aligner = OrtAligner(graphs, spec, opened, threads)
+        self.has_alignment = self._aligner.is_there
         on_host = device == "cpu" if host_caches is None else host_caches
         self._graphs = OrtGraphs(
             spec=spec,
@@ -103,8 +107,13 @@ class OrtSession:
         hidden: Floats = io.get_outputs()[0].numpy()
         return hidden
 
+    def align(self, source_ids: Ids, source_mask: Mask, target_ids: Ids) -> Floats:
+        """Return cross-attention as alignment; see `Aligns.align`."""
+        return self._aligner.align(source_ids, source_mask, target_ids)
+
     def close(self) -> None:
         """Free the graphs; the session cannot be used afterwards."""
+        self._aligner.close()
         self._graphs.encoder = self._graphs.decoder = None
 
 

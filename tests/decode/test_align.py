@@ -1,0 +1,197 @@
+"""Alignments are the cross-attentions of transformers and PyTorch, on eager and ONNX Runtime, alone and in batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from transformers import MarianConfig, MarianMTModel, T5Config, T5ForConditionalGeneration
+
+from tests import tiny
+from tests.decode.scripted import ScriptedSession, table
+from tests.models.foreign import canonical_from_marian, canonical_from_t5, canonical_from_torch
+from tfexport.decode.align import Alignment, align
+from tfexport.errors import BackendError, ConfigError, InputError
+from tfexport.graph.write import write_graphs
+from tfexport.models.config import model_spec
+from tfexport.models.transformer import Transformer
+from tfexport.runtime.eager import EagerSession
+from tfexport.runtime.ort.backend import open_graphs
+from tfexport.runtime.session import Session
+from tfexport.spec import AlignmentHeads, TokenIds
+
+LAYERS, HEADS = 3, 4
+LENGTH = 20
+TOKENS = TokenIds(pad=0, start=1, eos=2)
+
+
+def marian() -> tuple[MarianMTModel, Transformer]:
+    config = MarianConfig(
+        vocab_size=48, decoder_vocab_size=48, d_model=16, encoder_layers=2, decoder_layers=LAYERS,
+        encoder_attention_heads=2, decoder_attention_heads=HEADS, encoder_ffn_dim=32, decoder_ffn_dim=32,
+        max_position_embeddings=64, init_std=1.0, pad_token_id=47, eos_token_id=0, decoder_start_token_id=47,
+        attn_implementation="eager",
+    )  # fmt: skip
+    theirs = MarianMTModel(config).eval()
+    return theirs, canonical_from_marian(theirs)
+
+
+def t5() -> tuple[T5ForConditionalGeneration, Transformer]:
+    config = T5Config(
+        vocab_size=48, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_decoder_layers=LAYERS, num_heads=HEADS,
+        initializer_factor=1.0, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1, attn_implementation="eager",
+    )  # fmt: skip
+    theirs = T5ForConditionalGeneration(config).eval()
+    return theirs, canonical_from_t5(theirs, max_length=64)
+
+
+def pairs(count: int, seed: int) -> tuple[list[list[int]], list[list[int]]]:
+    rng = np.random.default_rng(seed)
+    sources, targets = (
+        [rng.integers(2, 47, rng.integers(1, 12)).tolist() for _ in range(count)] for _ in ("sources", "targets")
+    )
+    return sources, targets
+
+
+def opened(backend: str, model: Transformer, named: AlignmentHeads, folder: Path) -> Session:
+    spec = model_spec(model.config, "fp32")
+    named = named.within(spec)
+    if backend == "eager":
+        return EagerSession(model, alignment=named)
+    write_graphs(model, spec, folder, forms=("concat",), opset=18, alignment=named, report=lambda line: None)
+    return open_graphs({path.stem: path for path in folder.glob("*.onnx")}, spec, "concat", threads=1)
+
+
+def assert_same(found: list[Alignment], expected: list[np.ndarray]) -> None:
+    for one, theirs in zip(found, expected, strict=True):
+        assert one.weights.dtype == np.float32
+        assert one.weights.shape == theirs.shape == (len(one.target_ids), len(one.source_ids))
+        assert np.abs(one.weights - theirs).max() < 1e-4
+        assert one.source_positions == tuple(one.weights.argmax(1))
+        assert one.weights.sum(1) == pytest.approx(1, abs=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["eager", "ort"])
+@pytest.mark.parametrize(("make", "layer", "heads"), [(marian, -1, ()), (marian, 0, (3,)), (t5, 1, (2, 0))])
+def test_alignments_are_those_of_transformers(
+    make: Callable[[], tuple], layer: int, heads: tuple[int, ...], backend: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    theirs, ours = make()
+    sources, targets = pairs(13, seed=layer + 9)
+    session = opened(backend, ours, AlignmentHeads(layer=layer, heads=heads), tmp_path)
+    expected = []
+    for source, target in zip(sources, targets, strict=True):
+        read = torch.tensor([[theirs.config.decoder_start_token_id, *target[:-1]]])
+        with torch.no_grad():
+            output = theirs(input_ids=torch.tensor([source]), decoder_input_ids=read, output_attentions=True)
+        weights = output.cross_attentions[layer][0].numpy()
+        expected.append((weights[list(heads)] if heads else weights).mean(0))
+    assert np.ptp(np.concatenate([one.ravel() for one in expected])) > 0.5, "weights that are all alike prove nothing"
+    for batch_size in (1, 4, 32):
+        assert_same(align(session, sources, targets, batch_size=batch_size), expected)
+    session.close()
+    with pytest.raises(BackendError, match="session is closed"):
+        align(session, sources, targets)
+
+
+class TorchModel:
+    """An `nn.Transformer` that was asked for the weights of its cross-attention, and the same model here."""
+
+    def __init__(self) -> None:
+        self.transformer = nn.Transformer(32, HEADS, 2, LAYERS, 48, 0.0, batch_first=True, dtype=torch.float64)
+        self.embeddings = nn.Embedding(30, 32, dtype=torch.float64), nn.Embedding(34, 32, dtype=torch.float64)
+        generator = nn.Linear(32, 34, dtype=torch.float64)
+        for seed, module in enumerate((self.transformer, *self.embeddings, generator)):
+            tiny.randomise(module, seed)
+        self.positions = torch.randn(LENGTH, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        self.ours = canonical_from_torch(self.transformer.eval(), *self.embeddings, generator, self.positions, TOKENS)
+
+    def weights(self, layer: int, source: list[int], read: list[int]) -> np.ndarray:
+        """Run one pair alone, and the layer's own attention again with `need_weights`: [heads, target, source]."""
+        seen: list[tuple] = []
+        attention = self.transformer.decoder.layers[layer].multihead_attn
+        hook = attention.register_forward_pre_hook(lambda module, args: seen.append(args))
+        embedded = [
+            table(torch.tensor([ids])) * math.sqrt(32) + self.positions[: len(ids)]
+            for table, ids in zip(self.embeddings, (source, read), strict=True)
+        ]
+        causal = torch.ones(len(read), len(read), dtype=torch.bool).triu(1)
+        with torch.no_grad():
+            self.transformer(*embedded, tgt_mask=causal)
+            hook.remove()
+            _, weights = attention(*seen[0], need_weights=True, average_attn_weights=False)
+        return weights[0].numpy()
+
+
+TORCH = TorchModel()
+IDS = st.lists(st.integers(3, 29), min_size=1, max_size=LENGTH - 1)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(IDS, IDS), min_size=1, max_size=5),
+    st.integers(-LAYERS, LAYERS - 1),
+    st.lists(st.integers(0, HEADS - 1), unique=True).map(tuple),
+)
+def test_alignments_are_those_of_torch_in_every_batch(
+    given_pairs: list[tuple[list[int], list[int]]], layer: int, heads: tuple[int, ...]
+) -> None:
+    named = AlignmentHeads(layer=layer, heads=heads).within(model_spec(TORCH.ours.config, "fp32"))
+    found = align(EagerSession(TORCH.ours, alignment=named), *map(list, zip(*given_pairs, strict=True)))
+    expected = [
+        TORCH.weights(layer, source, [TOKENS.start, *target[:-1]])[list(named.heads)].mean(0)
+        for source, target in given_pairs
+    ]
+    assert_same(found, expected)
+
+
+def test_a_prefix_and_another_start_are_read_and_not_aligned() -> None:
+    named = AlignmentHeads(layer=1).within(model_spec(TORCH.ours.config, "fp32"))
+    session = EagerSession(TORCH.ours, alignment=named)
+    whole, alone = align(session, [[5, 6, 7], [4]], [[8, 9, 10, 11], [3]], start=7)
+    behind, empty = align(session, [[5, 6, 7], [4]], [[10, 11], [3]], prefixes=[[8, 9], []], start=7)
+    assert behind.target_ids == (10, 11)
+    assert behind.weights == pytest.approx(whole.weights[2:], abs=1e-6)
+    assert empty.weights == pytest.approx(alone.weights, abs=1e-6)
+    expected = TORCH.weights(1, [5, 6, 7], [7, 8, 9, 10]).mean(0)
+    assert whole.weights == pytest.approx(expected, abs=1e-5)
+
+
+def test_every_bad_pair_is_named() -> None:
+    session = EagerSession(TORCH.ours, alignment=AlignmentHeads(layer=0, heads=(0,)))
+    with pytest.raises(InputError) as caught:
+        align(session, [[], [5], [99], [5]], [[3], [], [3], [3] * (LENGTH + 1)])
+    assert str(caught.value) == (
+        "align: pair 1: the source is empty, expected one token or more; "
+        "pair 2: the target is empty, expected one token or more; pair 3: source has 99, expected ids 0 to 29; "
+        "pair 4: the target has 21 tokens with its end, the limit is 20; shorten it, or export with a larger "
+        "--max-target-length if the model allows it"
+    )
+    with pytest.raises(InputError, match="align: 2 targets for 1 sources; give one each"):
+        align(session, [[5]], [[3], [4]])
+    with pytest.raises(InputError, match="batch_size is 0"):
+        align(session, [[5]], [[3]], batch_size=0)
+
+
+def test_what_cannot_align_says_what_can() -> None:
+    with pytest.raises(ConfigError, match="backend scripted gives no attention; use --backend ort or eager"):
+        align(ScriptedSession(5, table(5, {})), [[5]], [[3]])
+    with pytest.raises(ConfigError, match="exported without alignment; export it again with --alignment LAYER"):
+        align(EagerSession(TORCH.ours), [[5]], [[3]])
+
+
+def test_numbers_that_are_none_are_refused() -> None:
+    broken = TorchModel().ours
+    with torch.no_grad():
+        broken.dec.layers[0].cross.q.bias[0] = math.nan
+    session = EagerSession(broken, alignment=AlignmentHeads(layer=0, heads=(0,)))
+    with pytest.raises(BackendError, match="NaN or infinite weights for pair 1"):
+        align(session, [[5]], [[3]])

@@ -1,0 +1,104 @@
+"""Align given targets: how much of each of their tokens was read from each source token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tfexport.decode.pairs import Pair, batches, checked_pairs
+from tfexport.errors import BackendError, ConfigError, InputError
+from tfexport.runtime.session import NO_ALIGNMENT, Aligns, Floats, Session, pad_right
+
+
+@dataclass(frozen=True, eq=False)
+class Alignment:
+    """What the tokens of a target were read from, by the cross-attention that the bundle was exported with.
+
+    Attributes:
+        source_ids: of the source, special tokens included.
+        target_ids: of the target.
+        weights: float32 [target tokens, source tokens]; a row sums to 1.
+        source_positions: of each target token the place of the largest weight, from 0; of equal ones the first.
+        source_tokens: as the tokenizer spells them; empty where there is none.
+        target_tokens: likewise.
+    """
+
+    source_ids: tuple[int, ...]
+    target_ids: tuple[int, ...]
+    weights: Floats
+    source_positions: tuple[int, ...]
+    source_tokens: tuple[str, ...] = ()
+    target_tokens: tuple[str, ...] = ()
+
+
+def need_alignment(session: Session) -> Aligns:
+    """Return a session that can align.
+
+    Raises:
+        ConfigError: its backend or its bundle cannot; says what to do.
+    """
+    if not isinstance(session, Aligns):
+        raise ConfigError(f"align: backend {session.backend} gives no attention; use --backend ort or eager")
+    if not session.has_alignment:
+        raise ConfigError(f"align: {NO_ALIGNMENT}")
+    return session
+
+
+def align(
+    session: Session,
+    sources: Sequence[Sequence[int]],
+    targets: Sequence[Sequence[int]],
+    *,
+    prefixes: Sequence[Sequence[int]] | None = None,
+    start: int | None = None,
+    batch_size: int = 32,
+    on_progress: Callable[[int], None] | None = None,
+) -> list[Alignment]:
+    """Align every target with its source; no result depends on the others or on `batch_size`.
+
+    Args:
+        session: of a backend that can, ONNX Runtime or eager.
+        sources: token ids of each source.
+        targets: token ids of each target, without the start token.
+        prefixes: token ids that each target comes behind, read and not aligned; None for none.
+        start: id that the decoder reads first; None for the model's own.
+        batch_size: pairs read at once.
+        on_progress: called after each batch with the number of pairs it had.
+
+    Raises:
+        ConfigError: the bundle or the backend has no alignment.
+        InputError: lists every pair that the model cannot take.
+        BackendError: the backend failed, or the model gave numbers that are none.
+    """
+    if batch_size < 1:
+        raise InputError(f"batch_size is {batch_size}, expected 1 or more")
+    pairs = checked_pairs(session, sources, targets, prefixes, start, add_eos=False, subject="align")
+    reader = need_alignment(session)
+    found: dict[int, Alignment] = {}
+    for some in batches(pairs, batch_size, can_join=True):
+        for pair, weights in zip(some, _read(reader, some, session.spec.tokens.pad), strict=True):
+            if not np.isfinite(weights).all():
+                raise BackendError(
+                    f"align: the model gave NaN or infinite weights for pair {pair.number + 1}; "
+                    "check its weights, or export with --precision fp32"
+                )
+            best = tuple(weights.argmax(1).tolist())
+            found[pair.number] = Alignment(pair.source_ids, pair.target_ids, weights, best)
+        if on_progress:
+            on_progress(len(some))
+    return [found[pair.number] for pair in pairs]
+
+
+def _read(session: Aligns, pairs: Sequence[Pair], pad: int) -> list[Floats]:
+    """Read whole targets side by side; return of each pair its weights alone, without padding and prompt."""
+    source_ids, source_mask = pad_right([pair.source_ids for pair in pairs], pad)
+    # The last token is not read: nothing comes behind it. Any token pads: nobody looks back at it.
+    read = [(*pair.prompt, *pair.target_ids[:-1]) for pair in pairs]
+    target_ids, _ = pad_right(read, pairs[0].prompt[0])
+    weights = session.align(source_ids, source_mask, target_ids)
+    return [
+        rows[len(pair.prompt) - 1 : len(ids), : len(pair.source_ids)].copy()
+        for pair, ids, rows in zip(pairs, read, weights, strict=True)
+    ]
