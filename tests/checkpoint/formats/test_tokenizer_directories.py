@@ -30,11 +30,10 @@ def train(path: Path, kind: str = "unigram", lines: list[str] = LINES, **options
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(lines),
         model_prefix=str(path),
-        vocab_size=300,
         model_type=kind,
         hard_vocab_limit=False,
         minloglevel=2,
-        **options,
+        **{"vocab_size": 300, **options},
     )
     path.with_name(path.name + ".model").rename(path)
     processor = sentencepiece.SentencePieceProcessor(model_file=str(path))

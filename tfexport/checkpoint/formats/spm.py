@@ -97,7 +97,10 @@ def _around(model: Any, proto: Any) -> Inner:
     if proto.normalizer_spec.precompiled_charsmap:
         steps.append(normalizers.Precompiled(proto.normalizer_spec.precompiled_charsmap))
     if proto.normalizer_spec.remove_extra_whitespaces:
-        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+        # Only what is a space by now, and at the end what is spelled like one.
+        steps += [normalizers.Replace(Regex(rf"\A +|[ {SPACE}]+\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+    elif proto.normalizer_spec.add_dummy_prefix:
+        steps.append(normalizers.Prepend(" "))  # before other spaces too, where Metaspace adds none
     if steps:
         inner.normalizer = normalizers.Sequence(steps)
     scheme: Any = "always" if proto.normalizer_spec.add_dummy_prefix else "never"
