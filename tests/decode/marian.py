@@ -1,0 +1,104 @@
+"""A tiny random Marian that says many things, a session of its weights, and options as transformers has them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+from transformers import GenerationConfig, MarianConfig, MarianMTModel, PreTrainedTokenizerFast
+
+from tests.models.foreign import canonical_from_marian
+from tfexport.generation import DecodeConfig
+from tfexport.runtime.eager import EagerSession
+
+# As in Marian: end 0, padding last and also the start of the decoder.
+EOS, PAD, VOCAB = 0, 47, 48
+NUM_TEXTS = 200
+# Every token but the special ones says one to three of four letters. The last is no token of the model: transformers
+# looks for it to learn what a token says behind others.
+LETTERS = ["".join(letters) for size in (1, 2, 3) for letters in itertools.product("stop", repeat=size)][: VOCAB - 2]
+TOKENIZER = PreTrainedTokenizerFast(
+    tokenizer_object=Tokenizer(WordLevel({token: i for i, token in enumerate(["</s>", *LETTERS, "<pad>", "abcdef"])})),
+    eos_token="</s>",
+    pad_token="<pad>",
+)
+TOKENIZER.backend_tokenizer.decoder = Fuse()
+
+
+def text_of(token_ids: Sequence[int]) -> str:
+    """Spell special tokens out, as transformers does where it looks for stop strings."""
+    return str(TOKENIZER.decode(list(token_ids)))
+
+
+@dataclass(frozen=True)
+class Pair:
+    theirs: MarianMTModel
+    session: EagerSession
+    sources: list[list[int]]
+
+
+def make_pair() -> Pair:
+    torch.manual_seed(0)
+    config = MarianConfig(
+        vocab_size=VOCAB,
+        decoder_vocab_size=VOCAB,
+        d_model=16,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=32,
+        decoder_ffn_dim=32,
+        max_position_embeddings=64,
+        init_std=1.0,
+        pad_token_id=PAD,
+        eos_token_id=EOS,
+        decoder_start_token_id=PAD,
+        forced_eos_token_id=None,
+        tie_word_embeddings=False,
+    )
+    # float64 on both sides: the same logits to the last bit of float32, so that every id must agree.
+    theirs = MarianMTModel(config).double().eval()
+    with torch.no_grad():
+        make_talkative(theirs)
+    return Pair(theirs, EagerSession(canonical_from_marian(theirs)), random_sources())
+
+
+def make_talkative(model: MarianMTModel) -> None:
+    """Let texts differ and end at many lengths: sharp attention, logits of spread 1.5 around 0, a likely end."""
+    for name, parameter in model.named_parameters():
+        if "q_proj" in name:
+            parameter.mul_(4)
+        if "fc2" in name:
+            parameter.mul_(0.3)
+    ids = torch.randint(1, PAD, (256, 12))
+    logits = model(input_ids=ids, decoder_input_ids=ids.flip(0)).logits
+    scale = 1.5 / logits.std((0, 1))
+    model.lm_head.weight.mul_(scale[:, None])
+    model.final_logits_bias.copy_(-logits.mean((0, 1)) * scale)
+    model.final_logits_bias[0, EOS] += 1.5
+
+
+def random_sources() -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(1, PAD, rng.integers(1, 13)).tolist() for _ in range(NUM_TEXTS)]
+
+
+def their_settings(config: DecodeConfig) -> GenerationConfig:
+    """Spell a configuration as transformers does: None for what is not asked for, for 0 new tokens are a wish."""
+    given = {name: list(value) if isinstance(value, tuple) else value for name, value in config.to_dict().items()}
+    assert given.pop("seed") == 0
+    assert not given.pop("return_alternatives")
+    given.pop("prefix_bias_beta")
+    given |= {"bad_words_ids": [list(word) for word in config.bad_words_ids]}
+    own = {"eos_token_id": EOS, "decoder_start_token_id": PAD}
+    given |= {name: token for name, token in own.items() if given[name] is None}
+    lists = ("suppress_tokens", "bad_words_ids", "stop_strings", "min_new_tokens")
+    given |= {name: given[name] or None for name in lists}
+    return GenerationConfig(**given, pad_token_id=PAD, return_dict_in_generate=True, output_scores=True)
