@@ -1,0 +1,186 @@
+"""Samples are drawn with the probabilities of Hugging Face `generate`: 5,000 draws of each of 20 combinations.
+
+The first two tokens of each text are counted. What they are expected to be are the scores that transformers samples
+from, after all of its own processors, on the same weights: of the first token as they are, of the second behind each
+first one, weighted with its probability. A cell is a token that is expected 20 times or more, or all rarer ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from tests.decode.marian import EOS, VOCAB, Pair, make_pair, their_settings
+from tfexport.decode.offline import decode
+from tfexport.generation import DecodeConfig
+
+SOURCE, PREFIX = [5, 9, 5, 30, 11, 17], [5, 6, 5]
+MANY = list(range(5, 30))  # tokens with logits above and below 0, which penalties treat differently
+DRAWS, LEAST = 5000, 20
+ENDED = VOCAB  # stands behind the end of a text
+
+COMBINATIONS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "sharp": {"temperature": 0.6},
+    "flat": {"temperature": 1.8, "top_k": 0},
+    "few": {"top_k": 5},
+    "nucleus": {"top_k": 0, "top_p": 0.7},
+    "sharp, few, nucleus": {"temperature": 0.7, "top_k": 12, "top_p": 0.9},
+    "flat, few, nucleus": {"temperature": 1.5, "top_k": 30, "top_p": 0.8},
+    "penalty": {"prefix": MANY, "repetition_penalty": 1.5},
+    "reward": {"prefix": MANY, "repetition_penalty": 0.6, "top_k": 20},
+    "n-grams": {"prefix": PREFIX, "no_repeat_ngram_size": 2},
+    "words": {"prefix": PREFIX, "no_repeat_ngram_size": 1, "top_p": 0.9},
+    "not the source's": {"encoder_no_repeat_ngram_size": 1, "temperature": 1.4},
+    "suppressed": {"suppress_tokens": [7, 8, 9, 30, 31, 40], "top_k": 10},
+    "bad words": {"prefix": PREFIX, "bad_words_ids": [[7], [5, 8], [6, 5, 9], [EOS]], "temperature": 0.8},
+    "several ends": {"eos_token_id": [EOS, 5, 17], "top_p": 0.95},
+    "no end yet": {"min_new_tokens": 2, "temperature": 2.0},
+    "forced first": {"forced_bos_token_id": 5, "temperature": 0.9},
+    "forced last": {"forced_eos_token_id": [EOS, 5, 9], "max_new_tokens": 2, "temperature": 3.0},
+    "another start": {"decoder_start_token_id": 3, "min_length": 3, "repetition_penalty": 1.2, "top_k": 0},
+    "all": {
+        "temperature": 1.3,
+        "top_k": 25,
+        "top_p": 0.95,
+        "prefix": PREFIX,
+        "repetition_penalty": 1.2,
+        "no_repeat_ngram_size": 2,
+        "suppress_tokens": [4, 20],
+        "bad_words_ids": [[21], [5, 22]],
+        "eos_token_id": [EOS, 30],
+        "min_length": 6,
+        "max_length": 6,
+        "forced_eos_token_id": [11, 12],
+    },
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cells:
+    """Tokens of one place of one combination: how often they are expected, and how often they came.
+
+    Attributes:
+        name: of the combination and the place.
+        expected: probabilities, float64 [cells], all above 0 and below 1.
+        counts: of `DRAWS`, int64 [cells].
+    """
+
+    name: str
+    expected: NDArray[np.float64]
+    counts: NDArray[np.int64]
+
+    @property
+    def z(self) -> NDArray[np.float64]:
+        """How far each count lies from what is expected, in standard deviations."""
+        deviation = np.sqrt(DRAWS * self.expected * (1 - self.expected))
+        return (self.counts - DRAWS * self.expected) / deviation
+
+    @property
+    def chi_square(self) -> float:
+        """How far all lie together, in standard deviations (Wilson and Hilferty)."""
+        expected, freedom = DRAWS * self.expected, self.expected.size - 1
+        statistic = ((self.counts - expected) ** 2 / expected).sum()
+        share = 2 / (9 * freedom)
+        return float(((statistic / freedom) ** (1 / 3) - (1 - share)) / np.sqrt(share))
+
+
+class FirstToken(LogitsProcessor):
+    """Begins row r with token r, so that the second step of transformers is behind every first token."""
+
+    def __init__(self, prompt_len: int) -> None:
+        self.prompt_len = prompt_len
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores if input_ids.shape[1] > self.prompt_len else torch.eye(VOCAB).log()
+
+
+@torch.inference_mode()
+def processed(pair: Pair, config: DecodeConfig, prefix: list[int]) -> Iterator[NDArray[np.float64]]:
+    """Return the probabilities of the first and of the second new token, float64 [vocab + 1]; the last is no token."""
+    settings = their_settings(config)
+    prompt = torch.tensor([[settings.decoder_start_token_id, *prefix]])
+    given: dict[str, Any] = {"decoder_input_ids": prompt} if prefix else {}
+    ids = torch.tensor([SOURCE])
+    out = pair.theirs.generate(input_ids=ids, generation_config=settings, **given)
+    first = out.scores[0].double().softmax(1)[0].numpy()
+    yield np.append(first, 0.0)
+    if prefix:
+        given["decoder_input_ids"] = prompt.repeat(VOCAB, 1)
+    given["logits_processor"] = LogitsProcessorList([FirstToken(prompt.shape[1])])
+    out = pair.theirs.generate(input_ids=ids.repeat(VOCAB, 1), generation_config=settings, **given)
+    second = out.scores[1].double().softmax(1).numpy()
+    ends = np.isin(np.arange(VOCAB), config.ends(EOS))
+    yield np.append((first * ~ends) @ second, first[ends].sum())
+
+
+def drawn(pair: Pair, config: DecodeConfig, prefix: list[int]) -> Iterator[NDArray[np.int64]]:
+    """Return how often each token came first and second, int64 [vocab + 1]."""
+    found = decode(pair.session, [SOURCE] * DRAWS, config, prefixes=[prefix] * DRAWS, batch_size=DRAWS)
+    texts = np.array([[*sample.token_ids[len(prefix) :], ENDED][:2] for (sample,) in found])
+    for column in texts.T:
+        yield np.bincount(column, minlength=VOCAB + 1)
+
+
+def cells_of(name: str, expected: NDArray[np.float64], counts: NDArray[np.int64]) -> Cells | None:
+    """Put rare tokens together; None for a token that is certain. What is impossible must not have come."""
+    assert counts[expected == 0].sum() == 0, f"{name}: something impossible was drawn"
+    is_rare = DRAWS * expected < LEAST
+    cells = [np.append(values[~is_rare], values[is_rare].sum()) for values in (expected, counts)]
+    if DRAWS * cells[0][-1] < LEAST:  # too rare all together
+        cells = [values[:-1] for values in cells]
+    return Cells(name, *cells) if cells[0].size > 1 else None
+
+
+@pytest.fixture(scope="module")
+def all_cells() -> list[Cells]:
+    """Draw all combinations, each with a seed of its own: otherwise all would fall on the same side by chance."""
+    pair, all_cells = make_pair(), []
+    for seed, (name, options) in enumerate(COMBINATIONS.items()):
+        settings = {**({} if "max_length" in options else {"max_new_tokens": 2}), **options}
+        prefix = settings.pop("prefix", [])
+        config = DecodeConfig.from_dict({**settings, "do_sample": True})
+        counted = drawn(pair, dataclasses.replace(config, seed=seed), prefix)
+        for place, (expected, counts) in enumerate(zip(processed(pair, config, prefix), counted, strict=True), 1):
+            all_cells.append(cells_of(f"{name}, token {place}", expected, counts))
+    return [cells for cells in all_cells if cells]
+
+
+def test_all_options_draw(all_cells: list[Cells]) -> None:
+    fields = {field.name for field in dataclasses.fields(DecodeConfig)}
+    of_others = {"num_beams", "length_penalty", "early_stopping", "num_return_sequences", "return_alternatives"}
+    of_text = {"max_time", "stop_strings", "prefix_bias_beta", "seed"}
+    asked = {name for options in COMBINATIONS.values() for name in options}
+    assert asked == fields - of_others - of_text - {"do_sample"} | {"prefix"}
+    assert len(COMBINATIONS) == 20
+
+
+def test_no_token_comes_too_often_or_too_seldom(all_cells: list[Cells]) -> None:
+    """Of so many cells some lie beyond 3 deviations by chance: the bound is the one that one seed in 100 passes."""
+    num_cells = sum(cells.expected.size for cells in all_cells)
+    bound = -NormalDist().inv_cdf(0.01 / 2 / num_cells)
+    worst = {cells.name: float(abs(cells.z).max()) for cells in all_cells}
+    print(*(f"{name}: largest |z| {z:.2f}" for name, z in worst.items()), sep="\n")
+    print(f"{num_cells} cells, bound {bound:.2f}")
+    assert {name: z for name, z in worst.items() if z > bound} == {}
+
+
+def test_no_more_tokens_lie_beyond_3_deviations_than_by_chance(all_cells: list[Cells]) -> None:
+    z = np.concatenate([cells.z for cells in all_cells])
+    expected = z.size * 2 * NormalDist().cdf(-3)
+    beyond = int((abs(z) > 3).sum())
+    print(f"{beyond} of {z.size} beyond 3, {expected:.1f} expected")
+    assert beyond <= expected + 3 * np.sqrt(expected)
+
+
+def test_no_combination_lies_off_as_a_whole(all_cells: list[Cells]) -> None:
+    bound = -NormalDist().inv_cdf(0.01 / len(all_cells))
+    assert {cells.name: cells.chi_square for cells in all_cells if cells.chi_square > bound} == {}
