@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.checkpoint.formats import published
-from tests.checkpoint.formats.published import CONFIGS, VOCAB
+from tests.checkpoint.formats.published_configs import CONFIGS, VOCAB
 from tfexport.checkpoint.config import ImportConfig
 from tfexport.checkpoint.importer import import_checkpoint
 from tfexport.decode.offline import decode

@@ -14,18 +14,18 @@ from transformers import GenerationConfig, UMT5ForConditionalGeneration
 
 from tests import tiny
 from tests.checkpoint.formats import published
-from tests.checkpoint.formats.published import CONFIGS, VOCAB
+from tests.checkpoint.formats.published import UNUSED_BIAS
+from tests.checkpoint.formats.published_configs import CONFIGS, VOCAB
 from tfexport.checkpoint.importer import Imported, import_checkpoint
 from tfexport.decode.offline import decode
 from tfexport.errors import CheckpointError
-from tfexport.generation import DecodeConfig
+from tfexport.generation import DecodeConfig, GenerationDefaults
 from tfexport.models.directory import load_model
 from tfexport.models.transformer import Transformer
 from tfexport.runtime.eager import EagerSession
 
-UNUSED_BIAS = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
 # Both in float64. T5 of Hugging Face takes the mean of squares in float32.
-TOLERANCE = {"t5": 5e-4, "umt5": 5e-4}
+TOLERANCE = {"t5": 5e-4, "mt5": 5e-4, "umt5": 5e-4}
 
 
 def imported(folder: Path, lines: list[str] | None = None) -> tuple[Imported, Transformer]:
@@ -129,9 +129,14 @@ def test_a_directory_written_by_transformers_today_says_the_same(name: str, tmp_
                 "normalize_before, normalize_embedding, static_position_embeddings"
             ),
         ),
+        *((name, f"left out what transformers does not load: {UNUSED_BIAS}") for name in published.FIRST_T5),
         (
-            "t5-small",
-            f"left out what transformers does not load: {UNUSED_BIAS}",
+            "blenderbot-400M-distill",
+            (
+                "config.json: left out what transformers does not read: add_bias_logits, add_final_layer_norm, "
+                "do_blenderbot_90_layernorm, extra_layer_norm, extra_pos_embeddings, layernorm_variant, "
+                "normalize_before, normalize_embedding, static_position_embeddings"
+            ),
         ),
         (
             "bart-large-cnn",
@@ -233,21 +238,57 @@ def test_tables_of_an_odd_width(name: str, stored: bool, tmp_path: Path) -> None
     assert_same_logits(ours, published.load(folder))
 
 
-@pytest.mark.parametrize("model_type", ["fsmt", "led", "blenderbot-small", "switch_transformers"])
-def test_another_family_is_named_with_the_way(model_type: str, tmp_path: Path) -> None:
+# As published, as far as it matters here: each names its family, and values that are no switch of ours.
+OTHERS: dict[str, dict[str, Any]] = {
+    "led-base-16384": {"model_type": "led", "attention_window": [1024, 1024], "activation_function": "gelu"},
+    "long-t5-local-base": {"model_type": "longt5", "encoder_attention_type": "local", "local_radius": 127},
+    "switch-base-8": {"model_type": "switch_transformers", "num_experts": 8, "router_type": "tokens_masked"},
+    "prophetnet-large-uncased": {"model_type": "prophetnet", "ngram": 2, "num_encoder_attention_heads": 16},
+    "wmt19-ru-en": {"model_type": "fsmt", "langs": ["ru", "en"], "activation_function": "relu"},
+    "blenderbot_small-90M": {"model_type": "blenderbot-small", "do_blenderbot_90_layernorm": True},
+    "bigbird-pegasus-large-arxiv": {"model_type": "bigbird_pegasus", "attention_type": "block_sparse"},
+    "nllb-moe-54b": {"model_type": "nllb-moe", "num_experts": 128, "activation_function": "relu"},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_family_is_named_with_the_way(name: str, tmp_path: Path) -> None:
     folder = published.write(tmp_path / "hf", "bart-base")
-    (folder / "config.json").write_text(json.dumps({"model_type": model_type, "d_model": 32}))
+    (folder / "config.json").write_text(json.dumps({"d_model": 32, "is_encoder_decoder": True, **OTHERS[name]}))
     with pytest.raises(CheckpointError) as caught:
         imported(tmp_path)
-    assert f"model_type is {model_type!r}, expected marian, bart" in str(caught.value)
+    assert f"model_type is {OTHERS[name]['model_type']!r}, expected marian, bart" in str(caught.value)
     assert "record a golden" in str(caught.value)
+    assert "see docs/hugging-face.md" in str(caught.value)
     assert "activation_function" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_published_directory_answers_with_its_own_defaults(name: str, tmp_path: Path) -> None:
+    """Nothing is told to either side but what is in config.json; six random sources."""
+    published.write(tmp_path / "hf", name)
+    _, ours = imported(tmp_path)
+    theirs = published.load(tmp_path / "hf")
+    path = tmp_path / "model" / "generation.json"
+    defaults = GenerationDefaults.from_dict(json.loads(path.read_text()) if path.exists() else {})
+    tokens, generator = ours.config.tokens, torch.Generator().manual_seed(3)
+    allowed = torch.tensor([token for token in range(VOCAB) if token not in (tokens.pad, tokens.eos)])
+    sources = allowed[torch.randint(len(allowed), (6, 7), generator=generator)]
+    limit = {} if "max_length" in CONFIGS[name] else {"max_new_tokens": 12}
+    with torch.inference_mode():
+        rows = [
+            theirs.generate(row[None], use_cache=False, suppress_tokens=[tokens.pad], **limit)[0, 1:].tolist()
+            for row in sources
+        ]
+    config = defaults.overridden({"suppress_tokens": (tokens.pad,), **limit})
+    found = decode(EagerSession(ours), sources.tolist(), config)
+    assert [list(best.token_ids) for (best, *_) in found] == rows
 
 
 def drawn(name: str, seed: int) -> dict[str, Any]:
     """Draw what a config.json may say."""
     rng = random.Random(f"{name} {seed}")
-    if CONFIGS[name]["model_type"] in ("t5", "umt5"):
+    if CONFIGS[name]["model_type"] in ("t5", "mt5", "umt5"):
         kinds = ["relu", "gelu", "silu", "gated-gelu", "gated-silu", "gated-relu"]
         return {
             "feed_forward_proj": rng.choice(kinds[3:] if name == "umt5-small" else kinds),
@@ -276,8 +317,8 @@ def drawn(name: str, seed: int) -> dict[str, Any]:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", CONFIGS)
 def test_whatever_a_config_says(name: str, seed: int, tmp_path: Path) -> None:
-    changes = drawn(name, seed)
-    config = {**CONFIGS[name], **changes}
+    derived = ("dense_act_fn", "is_gated_act")  # of feed_forward_proj
+    config = {key: value for key, value in CONFIGS[name].items() if key not in derived} | drawn(name, seed)
     published.build(config).save_pretrained(tmp_path / "hf")
     _, ours = imported(tmp_path)
     theirs = published.load(tmp_path / "hf")

@@ -11,6 +11,7 @@ from tokenizers import models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, T5Tokenizer
 
 from tests.checkpoint.formats import published
+from tests.checkpoint.formats.published_configs import VOCAB
 from tfexport.checkpoint.importer import import_checkpoint
 from tfexport.models.config import model_spec
 from tfexport.models.directory import load_model
@@ -45,7 +46,7 @@ def words(folder: Path, size: int) -> Path:
 
 
 def test_a_tokenizer_json_is_taken(tmp_path: Path) -> None:
-    file = words(published.write(tmp_path / "hf", "bart-base"), published.VOCAB)
+    file = words(published.write(tmp_path / "hf", "bart-base"), VOCAB)
     assert "the tokenizer is the directory's tokenizer.json" in imported(tmp_path)
     assert (tmp_path / "model" / "tokenizer.json").read_bytes() == file.read_bytes()
     texts = ["w1 w2", "w9 never w3"]
@@ -53,7 +54,7 @@ def test_a_tokenizer_json_is_taken(tmp_path: Path) -> None:
 
 
 def test_one_that_is_asked_for_goes_before(tmp_path: Path) -> None:
-    words(published.write(tmp_path / "hf", "bart-base"), published.VOCAB)
+    words(published.write(tmp_path / "hf", "bart-base"), VOCAB)
     (tmp_path / "other").mkdir()
     other = words(tmp_path / "other", 20)
     assert not any("the directory's" in line for line in imported(tmp_path, other))
@@ -61,7 +62,7 @@ def test_one_that_is_asked_for_goes_before(tmp_path: Path) -> None:
 
 
 def test_one_that_does_not_fit_is_left_and_said(tmp_path: Path) -> None:
-    words(published.write(tmp_path / "hf", "bart-base"), published.VOCAB + 1)
+    words(published.write(tmp_path / "hf", "bart-base"), VOCAB + 1)
     (line,) = (line for line in imported(tmp_path) if "is not taken" in line)
     assert line.startswith("the directory's tokenizer is not taken: ")
     assert not (tmp_path / "model" / "tokenizer.json").exists()

@@ -12,8 +12,8 @@ import torch
 import transformers
 
 from tests import tiny
-from tests.checkpoint.formats import published
 from tests.checkpoint.formats.published import CLASSES
+from tests.checkpoint.formats.published_configs import VOCAB
 from tests.checkpoint.formats.test_generation import drawn_defaults
 from tfexport.checkpoint.importer import import_checkpoint
 from tfexport.decode.offline import decode
@@ -39,7 +39,7 @@ def drawn_config(family: str, rng: np.random.Generator) -> dict[str, Any]:
         return values[rng.integers(len(values))]
 
     heads, layers = one(1, 2, 4), [int(number) for number in rng.integers(1, 4, 2)]
-    sizes = {"vocab_size": published.VOCAB, "d_model": heads * one(4, 8), "init_std": 0.02}
+    sizes = {"vocab_size": VOCAB, "d_model": heads * one(4, 8), "init_std": 0.02}
     tokens = {"pad_token_id": 1, "eos_token_id": 2, "bos_token_id": 0, "decoder_start_token_id": 2}
     if family == "t5":
         layers.sort(reverse=True)  # the cache of transformers has as many layers as the encoder
@@ -59,7 +59,7 @@ def drawn_config(family: str, rng: np.random.Generator) -> dict[str, Any]:
             "decoder_start_token_id": 0,
         }
     if family == "marian":
-        pad = published.VOCAB - 1
+        pad = VOCAB - 1
         tokens = {"pad_token_id": pad, "eos_token_id": 0, "bos_token_id": 0, "decoder_start_token_id": pad}
     return {
         **sizes,
@@ -146,7 +146,7 @@ def check(family: str, seed: int, folder: Path, num_settings: int, *, exported: 
         bundle = export_bundle(str(folder / "model"), folder / "bundle", config, verify=False)
         ours = open_session(bundle, "ort")
     pad, eos = theirs.config.pad_token_id, theirs.config.eos_token_id
-    sources = [rng.integers(2, published.VOCAB, rng.integers(1, LONGEST + 1)).tolist() for _ in range(NUM_TEXTS)]
+    sources = [rng.integers(2, VOCAB, rng.integers(1, LONGEST + 1)).tolist() for _ in range(NUM_TEXTS)]
     sources = [[token for token in source if token != pad] or [eos] for source in sources]
     assert_same_texts(theirs, ours, sources, defaults)
     for _ in range(num_settings - 1):

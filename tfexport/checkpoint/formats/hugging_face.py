@@ -33,6 +33,8 @@ LAYOUTS = (*dict.fromkeys(_FAMILIES.values()), "hf_t5_v1_1")
 _UNREAD = (
     "add_bias_logits",
     "add_final_layer_norm",
+    "do_blenderbot_90_layernorm",
+    "extra_layer_norm",
     "extra_pos_embeddings",
     "layernorm_variant",
     "normalize_before",
@@ -156,8 +158,9 @@ def _marian_like(reader: _Reader, keys: Collection[str]) -> dict[str, Value]:
 
 def _t5(reader: _Reader) -> dict[str, Value]:
     config = reader.config
-    # Older files have no such key: there the scale went with the tie.
-    scaled = config.get("scale_decoder_outputs", config.get("tie_word_embeddings", True))
+    # Older files have no such key: there the scale went with the tie. mT5 has none, whatever transformers 5 writes.
+    tied = config.get("tie_word_embeddings", True) and config["model_type"] != "mt5"
+    scaled = config.get("scale_decoder_outputs", tied)
     feed_forward = str(config.get("feed_forward_proj", "relu"))
     # gated-gelu is the tanh form, whatever dense_act_fn an older file may say.
     activation = "gelu_new" if feed_forward == "gated-gelu" else feed_forward.removeprefix("gated-")
