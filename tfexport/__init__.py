@@ -13,12 +13,18 @@ if TYPE_CHECKING:
     from tfexport.errors import BackendError as BackendError
     from tfexport.errors import BenchError as BenchError
     from tfexport.errors import BundleError as BundleError
+    from tfexport.errors import Cancelled as Cancelled
     from tfexport.errors import CheckpointError as CheckpointError
     from tfexport.errors import ConfigError as ConfigError
+    from tfexport.errors import DeadlineExceeded as DeadlineExceeded
+    from tfexport.errors import Draining as Draining
     from tfexport.errors import EngineError as EngineError
+    from tfexport.errors import EngineFailed as EngineFailed
     from tfexport.errors import GraphError as GraphError
     from tfexport.errors import InputError as InputError
     from tfexport.errors import ParityError as ParityError
+    from tfexport.errors import QueueFull as QueueFull
+    from tfexport.errors import ServingError as ServingError
     from tfexport.errors import TfexportError as TfexportError
     from tfexport.generation import DecodeConfig as DecodeConfig
     from tfexport.model import Model as Model
@@ -31,6 +37,12 @@ _HOME = {
     "Result": "model",
     "DecodeConfig": "generation",
     "TfexportError": "errors",
+    "ServingError": "errors",
+    "QueueFull": "errors",
+    "EngineFailed": "errors",
+    "Draining": "errors",
+    "DeadlineExceeded": "errors",
+    "Cancelled": "errors",
     "BackendError": "errors",
     "BenchError": "errors",
     "BundleError": "errors",
@@ -45,15 +57,21 @@ __all__ = [
     "BackendError",
     "BenchError",
     "BundleError",
+    "Cancelled",
     "CheckpointError",
     "ConfigError",
+    "DeadlineExceeded",
     "DecodeConfig",
+    "Draining",
     "EngineError",
+    "EngineFailed",
     "GraphError",
     "InputError",
     "Model",
     "ParityError",
+    "QueueFull",
     "Result",
+    "ServingError",
     "TfexportError",
     "__version__",
     "load",

@@ -8,6 +8,12 @@ TfexportError
 ├── BundleError      a bundle is incomplete, altered, foreign or cannot be written
 ├── BackendError     a backend is not installed, not usable or failed while running
 ├── InputError       text or token ids that the model cannot take
+├── ServingError     a request was not answered, though nothing was wrong with it
+│   ├── QueueFull          too many requests wait
+│   ├── DeadlineExceeded   the time of a request was over
+│   ├── Cancelled          a request was cancelled
+│   ├── Draining           the engine is about to stop
+│   └── EngineFailed       the engine has failed
 ├── BenchError       a measurement could not be made, read or compared, or it has become worse
 └── ParityError      a stage says something else than the eager model
 
@@ -56,6 +62,39 @@ class BackendError(TfexportError):
 
 class InputError(TfexportError):
     """Text or token ids that the model cannot take."""
+
+
+class ServingError(TfexportError):
+    """A request was not answered, though nothing was wrong with it."""
+
+
+class QueueFull(ServingError):
+    """Too many requests wait.
+
+    Attributes:
+        retry_after_s: whole seconds after which there may be room.
+    """
+
+    def __init__(self, message: str, *, retry_after_s: int) -> None:
+        """Keep both."""
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class DeadlineExceeded(ServingError):
+    """The time of a request was over before it was answered."""
+
+
+class Cancelled(ServingError):
+    """A request was cancelled by its caller, or because its reader was too slow."""
+
+
+class Draining(ServingError):
+    """The engine is about to stop and takes no more requests."""
+
+
+class EngineFailed(ServingError):
+    """The engine has failed and answers nothing any more."""
 
 
 class BenchError(TfexportError):

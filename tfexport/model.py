@@ -16,6 +16,7 @@ import numpy as np
 from tfexport.bundle.bundle import Bundle, check_weights, open_bundle
 from tfexport.decode.align import Alignment, align
 from tfexport.decode.offline import decode
+from tfexport.decode.pieces import Pieces
 from tfexport.decode.result import FinishReason, Hypothesis
 from tfexport.decode.score import Score, score
 from tfexport.decode.stops import stop_end
@@ -30,8 +31,6 @@ from tfexport.spec import Device, Form, ModelSpec
 from tfexport.text.tokenizer import Tokenizer
 
 Pooling = Literal["mean", "cls"]
-# What a byte-level tokenizer decodes the first bytes of a character to.
-INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 @dataclass(frozen=True)
@@ -205,9 +204,7 @@ class Model:
             num_fixed=len(tokenizer.text.target_prefix),
         )
         return [
-            Result(_text(tokenizer, best, decoding), best.token_ids, best.score, best.finish_reason, index)
-            for index, hypotheses in enumerate(found)
-            for best in hypotheses
+            result_of(tokenizer, best, decoding, index) for index, hypotheses in enumerate(found) for best in hypotheses
         ]
 
     def generate_ids(
@@ -275,7 +272,7 @@ class Model:
         num_fixed = len(tokenizer.text.target_prefix)
         tokens = stream(self.session, source, decoding, prefix=start, text_of=tokenizer.decode, num_fixed=num_fixed)
         num_given = num_fixed if decoding.prefix_bias_beta else len(start)
-        return _pieces(tokenizer, tokens, num_given, decoding.strings)
+        return _pieces(Pieces(tokenizer.decode, num_given, decoding.strings), tokens)
 
     def stream_ids(
         self, source: Sequence[int], *, prefix: Sequence[int] = (), config: DecodeConfig | None = None, **options: Any
@@ -527,24 +524,17 @@ def _texts(name: str, texts: Sequence[str]) -> list[str]:
     return list(texts)
 
 
-def _text(tokenizer: Tokenizer, found: Hypothesis, config: DecodeConfig) -> str:
-    """Return the text, without what its last token says behind a stop string."""
+def result_of(tokenizer: Tokenizer, found: Hypothesis, config: DecodeConfig, index: int = 0) -> Result:
+    """Put a hypothesis of the text `index` into words, without what its last token says behind a stop string."""
     end = stop_end(found.token_ids, config.strings, tokenizer.decode) if found.finish_reason == "stop" else None
-    return tokenizer.decode(found.token_ids)[:end]
+    text = tokenizer.decode(found.token_ids)[:end]
+    return Result(text, found.token_ids, found.score, found.finish_reason, index)
 
 
-def _pieces(tokenizer: Tokenizer, tokens: Iterator[int], prefix_len: int, strings: Sequence[str]) -> Iterator[str]:
-    seen: list[int] = []
-    given = text = ""
+def _pieces(text: Pieces, tokens: Iterator[int]) -> Iterator[str]:
     for token in tokens:
-        seen.append(token)
-        end = stop_end(seen, strings, tokenizer.decode) if strings and len(seen) > prefix_len else None
-        text = tokenizer.decode(seen)[:end]
-        if text.endswith(INCOMPLETE) or not text.startswith(given):
-            continue
-        if len(text) > len(given):
-            yield text[len(given) :]
-            given = text
-    rest = text[len(given) :]
-    if rest:
+        piece = text.push(token)
+        if piece:
+            yield piece
+    if rest := text.rest():
         yield rest

@@ -42,6 +42,9 @@ class Loop:
     """Requests on their way through a session: `submit` any number, `step` while it `is_busy`.
 
     It belongs to one thread.
+
+    Attributes:
+        num_steps: of the decoder, taken so far.
     """
 
     def __init__(self, session: Session, max_sources: int) -> None:
@@ -51,6 +54,7 @@ class Loop:
             session: any backend.
             max_sources: decoded at once; fewer where the session takes fewer rows.
         """
+        self.num_steps = 0
         self._session, self._max_sources = session, max_sources
         self._waiting: dict[int, deque[Request]] = {}
         self._answered: list[Update] = []
@@ -119,6 +123,7 @@ class Loop:
         self.admit()
         for running in self._running.values():
             updates += running.step(most)
+            self.num_steps += running.num_steps
         self._forget_empty()
         return updates
 
@@ -161,11 +166,12 @@ class _Running:
     Attributes:
         width: rows of a source.
         num_sources: that are decoded.
+        num_steps: that the newest `step` has taken.
     """
 
     def __init__(self, session: Session, width: int) -> None:
         self.width = width
-        self.num_sources = 0
+        self.num_sources = self.num_steps = 0
         self._session, self._spec = session, session.spec
         self._begin()
         self._parts: dict[tuple[object, ...], _Part] = {}
@@ -203,10 +209,10 @@ class _Running:
         parts = list(self._parts.values())
         if len(parts) == 1:
             search = parts[0].search
-            found = take_steps(self._batch, self._together, search, 1 if parts[0].streams else most)
+            found, self.num_steps = take_steps(self._batch, self._together, search, 1 if parts[0].streams else most)
             order, parts[0].done = search.take(found)
         else:
-            order = self._take_each(parts)
+            order, self.num_steps = self._take_each(parts), 1
         if order is not None:
             self._batch.reorder(order)
         updates = [update for part in parts if part.done or part.streams for update in part.updates()]

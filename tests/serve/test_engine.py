@@ -1,0 +1,338 @@
+"""The engine in process: what it answers is what `generate` says of each text alone, whatever else goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tfexport.decode.loop import Loop
+from tfexport.errors import (
+    Cancelled,
+    ConfigError,
+    DeadlineExceeded,
+    Draining,
+    EngineFailed,
+    InputError,
+    QueueFull,
+    TfexportError,
+)
+from tfexport.model import Model, load
+from tfexport.serve.config import ServingConfig
+from tfexport.serve.engine import Engine
+from tfexport.serve.observer import Observer, Outcome
+
+KINDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"max_new_tokens": 4},
+    {"do_sample": True, "temperature": 1.3, "seed": 5, "num_return_sequences": 2},
+    {"num_beams": 3, "num_return_sequences": 2},
+    {"num_beams": 4, "length_penalty": 0.3},
+    {"repetition_penalty": 1.4},
+    {"return_alternatives": True, "num_return_sequences": 3},
+    {"stop_strings": ("-0",)},
+)
+
+
+class Outcomes(Observer):
+    """Counts how requests ended."""
+
+    def __init__(self) -> None:
+        self.counts: dict[Outcome, int] = {}
+
+    def ended(self, outcome: Outcome, reason: str, took_s: float, num_tokens: int, per_token_s: float | None) -> None:
+        self.counts[outcome] = self.counts.get(outcome, 0) + 1
+
+
+@pytest.fixture(scope="module")
+def model(dates_bundle: Path) -> Model:
+    return load(dates_bundle, threads=1)
+
+
+@pytest.fixture(scope="module")
+def texts(model: Model) -> list[str]:
+    assert model.tokenizer
+    return [sample.text for sample in model.tokenizer.text.samples]
+
+
+def serving(
+    bundle: Path, use: Callable[[Engine], Awaitable[None]], observer: Observer | None = None, **config: Any
+) -> None:
+    """Start an engine, use it and drain it, within a minute."""
+
+    async def run() -> None:
+        async with asyncio.timeout(60), Engine(bundle, ServingConfig(**config), observer=observer, threads=1) as engine:
+            await use(engine)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whoever_shares_the_batch_nothing_changes(
+    dates_bundle: Path, model: Model, texts: list[str], seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    asked = [(texts[rng.integers(len(texts))], KINDS[rng.integers(len(KINDS))]) for _ in range(120)]
+    expected = [model.generate([text], **options) for text, options in asked]
+
+    async def use(engine: Engine) -> None:
+        async def one(text: str, options: dict[str, Any]) -> list[Any]:
+            await asyncio.sleep(rng.random() / 10)
+            return await engine.generate(text, priority=float(rng.integers(3)), **options)
+
+        found = await asyncio.gather(*(one(text, options) for text, options in asked))
+        for mine, theirs in zip(found, expected, strict=True):
+            assert [(one.text, one.token_ids, one.finish_reason) for one in mine] == [
+                (one.text, one.token_ids, one.finish_reason) for one in theirs
+            ]
+            assert [one.score for one in mine] == pytest.approx([one.score for one in theirs], abs=1e-4)
+
+    observer = Outcomes()
+    serving(dates_bundle, use, observer, slots=int(rng.integers(8, 33)))
+    assert observer.counts == {"ok": 120}
+
+
+def test_a_stream_is_the_text_in_pieces(dates_bundle: Path, model: Model, texts: list[str]) -> None:
+    expected = [model.generate([text])[0] for text in texts]
+
+    async def use(engine: Engine) -> None:
+        async def pieces(text: str) -> list[str]:
+            return [piece async for piece in engine.stream(text)]
+
+        found = await asyncio.gather(*map(pieces, texts))
+        assert ["".join(one) for one in found] == [one.text for one in expected]
+        assert min(map(len, found)) > 3
+        generation = engine.submit_ids(model.tokenizer.encode(texts[:1])[0], stream=True)  # type: ignore[union-attr]
+        ids = [token async for token in generation]
+        assert tuple(ids) == expected[0].token_ids == (await generation)[0].token_ids
+
+    serving(dates_bundle, use)
+
+
+def test_who_leaves_frees_its_slots_and_disturbs_nobody(dates_bundle: Path, model: Model, texts: list[str]) -> None:
+    expected = {text: model.generate([text])[0].text for text in texts}
+
+    async def use(engine: Engine) -> None:
+        stay = [(text, asyncio.ensure_future(engine.generate(text))) for text in texts]
+        leave = [engine.submit(text, stream=True) for text in texts]
+        tasks = [asyncio.create_task(engine.generate(text, num_beams=2)) for text in texts]
+        await asyncio.sleep(0.002)
+        for generation in leave:
+            generation.cancel()
+            generation.cancel()
+        for task in tasks:
+            task.cancel()
+        for text, task in stay:
+            assert (await task)[0].text == expected[text]
+        for generation in leave:
+            with pytest.raises(Cancelled):
+                await generation
+        await asyncio.gather(*tasks, return_exceptions=True)
+        async for _ in engine.stream(texts[0]):
+            break
+        await asyncio.sleep(0.1)
+        assert (engine.num_running, engine.num_waiting, engine.num_slots_used) == (0, 0, 0)
+
+    serving(dates_bundle, use, slots=4)
+
+
+def test_a_full_queue_says_when_to_come_again(dates_bundle: Path, texts: list[str]) -> None:
+    async def use(engine: Engine) -> None:
+        accepted, refused = [], []
+        for _ in range(40):
+            try:
+                accepted.append(engine.submit(texts[0]))
+            except QueueFull as error:
+                refused.append(error)
+        assert len(accepted) >= 5
+        assert len(refused) >= 20
+        assert all(1 <= error.retry_after_s <= 60 for error in refused)
+        await asyncio.gather(*accepted)
+        await engine.generate(texts[0])
+
+    observer = Outcomes()
+    serving(dates_bundle, use, observer, max_waiting=5, slots=1)
+    assert sum(observer.counts.values()) == 41
+    assert set(observer.counts) == {"ok", "queue_full"}
+
+
+def test_what_is_late_in_the_queue_is_never_encoded(dates_bundle: Path, texts: list[str]) -> None:
+    class Joined(Outcomes):
+        joins = 0
+
+        def joined(self, waited_s: float, source_tokens: int) -> None:
+            self.joins += 1
+
+    observer = Joined()
+
+    async def use(engine: Engine) -> None:
+        late = [engine.submit(texts[0], timeout_s=1e-7) for _ in range(9)]
+        for generation in late:
+            with pytest.raises(DeadlineExceeded, match="before it began"):
+                await generation
+
+    serving(dates_bundle, use, observer)
+    assert observer.joins == 0
+    assert observer.counts == {"deadline": 9}
+
+
+def test_the_older_and_the_more_urgent_go_first(dates_bundle: Path, texts: list[str]) -> None:
+    done: list[int] = []
+
+    async def use(engine: Engine) -> None:
+        async def one(number: int, priority: float) -> None:
+            await engine.generate(texts[0], priority=priority)
+            done.append(number)
+
+        await asyncio.gather(*(one(number, 100.0 if number == 9 else 0.0) for number in range(10)))
+
+    serving(dates_bundle, use, slots=1)
+    assert done.index(9) <= 1
+    rest = [number for number in done if number != 9]
+    assert rest == sorted(rest)
+
+
+def test_a_reader_that_is_too_slow_is_cancelled(dates_bundle: Path, texts: list[str]) -> None:
+    async def use(engine: Engine) -> None:
+        generation = engine.submit(texts[0], stream=True)
+        await asyncio.sleep(0.2)
+        with pytest.raises(Cancelled, match="too slowly"):
+            async for _ in generation:
+                pass
+        assert len(await engine.generate(texts[0])) == 1
+
+    observer = Outcomes()
+    serving(dates_bundle, use, observer, stream_buffer=2)
+    assert observer.counts == {"slow_reader": 1, "ok": 1}
+
+
+def test_a_thread_that_fails_answers_everybody(
+    dates_bundle: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def use(engine: Engine) -> None:
+        waiting = [asyncio.ensure_future(engine.generate(text)) for text in texts]
+        await asyncio.sleep(0)
+        monkeypatch.setattr(Loop, "step", broken)
+        found = await asyncio.gather(*waiting, return_exceptions=True)
+        failed = [error for error in found if isinstance(error, EngineFailed)]
+        assert failed
+        assert "out of memory" in str(failed[0])
+        assert (engine.state, engine.is_ready) == ("failed", False)
+        with pytest.raises(EngineFailed):
+            engine.submit(texts[0])
+        monkeypatch.undo()
+        await engine.replace()
+        assert engine.is_ready
+        await engine.generate(texts[0])
+
+    def broken(*_: object) -> None:
+        raise MemoryError("out of memory")
+
+    serving(dates_bundle, use, slots=1)
+
+
+def test_a_thread_that_hangs_is_not_ready(
+    dates_bundle: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+    step = Loop.step
+
+    def hanging(loop: Loop, most: int | None = None) -> Any:
+        go_on.wait(10)
+        return step(loop, most)
+
+    async def use(engine: Engine) -> None:
+        assert engine.is_ready
+        monkeypatch.setattr(Loop, "step", hanging)
+        waiting = asyncio.ensure_future(engine.generate(texts[0]))
+        await asyncio.sleep(0.5)
+        assert not engine.is_ready
+        go_on.set()
+        await waiting
+        assert engine.is_ready
+
+    serving(dates_bundle, use, stall_s=0.3)
+
+
+def test_replacing_loses_no_request(dates_bundle: Path, model: Model, texts: list[str], tmp_path: Path) -> None:
+    expected = {text: model.generate([text])[0].text for text in texts}
+
+    async def use(engine: Engine) -> None:
+        async def ask() -> None:
+            while not done:
+                for text in texts:
+                    assert (await engine.generate(text))[0].text == expected[text]
+
+        done: list[bool] = []
+        asking = [asyncio.create_task(ask()) for _ in range(4)]
+        first = engine.model
+        await engine.replace()
+        with pytest.raises(TfexportError):
+            await engine.replace(tmp_path / "nothing")
+        await engine.replace(dates_bundle)
+        done.append(True)
+        await asyncio.gather(*asking)
+        assert engine.model is not first
+        assert engine.is_ready
+
+    observer = Outcomes()
+    serving(dates_bundle, use, observer)
+    assert set(observer.counts) == {"ok"}
+
+
+def test_draining_answers_what_was_accepted_and_takes_no_more(dates_bundle: Path, texts: list[str]) -> None:
+    async def use(engine: Engine) -> None:
+        waiting = [engine.submit(text) for text in texts]
+        draining = asyncio.create_task(engine.drain(30))
+        await asyncio.sleep(0)
+        assert not engine.is_ready
+        with pytest.raises(Draining):
+            engine.submit(texts[0])
+        assert all([await generation for generation in waiting])
+        assert await draining
+        assert engine.state == "stopped"
+
+    serving(dates_bundle, use, slots=1)
+
+
+def test_draining_in_no_time_answers_the_rest_with_the_reason(dates_bundle: Path, texts: list[str]) -> None:
+    async def use(engine: Engine) -> None:
+        waiting = [engine.submit(texts[number % len(texts)]) for number in range(200)]
+        assert not await engine.drain(0.001)
+        found = await asyncio.gather(*waiting, return_exceptions=True)
+        assert any(isinstance(one, Draining) for one in found)
+
+    serving(dates_bundle, use, slots=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"num_beams": 9}, InputError, "num_beams is 9, the limit is 8"),
+        ({"do_sample": True, "num_return_sequences": 40}, InputError, "takes 40 slots of 32"),
+        ({"num_beams": 2, "stream": True}, InputError, "num_beams is 2, but a stream"),
+        ({"max_new_tokens": 0}, ConfigError, "max_new_tokens is 0"),
+        ({"nonsense": 1}, ConfigError, "nonsense"),
+        ({"max_new_tokens": 10**6}, InputError, "lower max_new_tokens"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_at_once(
+    dates_bundle: Path, texts: list[str], options: dict[str, Any], error: type[Exception], says: str
+) -> None:
+    async def use(engine: Engine) -> None:
+        with pytest.raises(error, match=says):
+            engine.submit(texts[0], **options)
+
+    observer = Outcomes()
+    serving(dates_bundle, use, observer)
+    assert observer.counts == {"invalid": 1}
+
+
+def test_an_engine_that_was_not_started_says_so(dates_bundle: Path) -> None:
+    with pytest.raises(EngineFailed, match="not started"):
+        Engine(dates_bundle).submit("x")

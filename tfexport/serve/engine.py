@@ -1,0 +1,388 @@
+"""A model for many callers: requests join and leave the running batches, answers come as if each were alone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from tfexport.decode.pieces import Pieces
+from tfexport.decode.request import Request, check_requests
+from tfexport.decode.result import Hypothesis
+from tfexport.errors import (
+    Cancelled,
+    ConfigError,
+    DeadlineExceeded,
+    Draining,
+    EngineFailed,
+    InputError,
+    QueueFull,
+    TfexportError,
+    raise_all,
+)
+from tfexport.generation import DecodeConfig
+from tfexport.model import Model, Result, load, result_of
+from tfexport.serve.config import ServingConfig
+from tfexport.serve.generation import Answer, Generation, Ids, Item, Texts
+from tfexport.serve.job import Event, Job, num_rows
+from tfexport.serve.observer import Observer, Outcome
+from tfexport.serve.prepare import prepare
+from tfexport.serve.worker import Worker
+
+State = Literal["starting", "ready", "draining", "failed", "stopped"]
+_OUTCOMES: dict[type[TfexportError], Outcome] = {
+    QueueFull: "queue_full",
+    Draining: "draining",
+    DeadlineExceeded: "deadline",
+    Cancelled: "cancelled",
+    InputError: "invalid",
+    ConfigError: "invalid",
+}
+
+
+@dataclass(frozen=True)
+class _Served:
+    """A model and the thread that decodes it."""
+
+    model: Model
+    worker: Worker
+
+
+class Engine:
+    """Serves one model to many callers of one event loop; results are those of `Model.generate` of each text alone.
+
+    `async with Engine(bundle) as engine:` starts it and drains it at the end.
+    """
+
+    def __init__(
+        self,
+        bundle: str | PathLike[str],
+        config: ServingConfig | None = None,
+        *,
+        observer: Observer | None = None,
+        **options: Any,
+    ) -> None:
+        """Name what is served; `start` loads it.
+
+        Args:
+            bundle: path of the bundle.
+            config: slots, queue and limits; None for the defaults.
+            observer: told of everything, for metrics.
+            options: of `tfexport.load`: backend, form, threads, device, engine.
+        """
+        self.config = config or ServingConfig()
+        self._bundle, self._options, self._observer = bundle, options, observer or Observer()
+        self._served: _Served | None = None
+        self._state: State = "starting"
+        self._open_jobs: dict[int, tuple[Generation[Any, Any], Worker]] = {}
+        self._replacing = asyncio.Lock()
+
+    @property
+    def state(self) -> State:
+        """What the engine is about; "failed" once its thread has."""
+        if self._served and self._served.worker.failure is not None:
+            return "failed"
+        return self._state
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it takes requests and its thread gives signs of life."""
+        return self.state == "ready" and self._current.worker.silent_s < self.config.stall_s
+
+    @property
+    def model(self) -> Model:
+        """The model that new requests are decoded with.
+
+        Raises:
+            EngineFailed: the engine was not started.
+        """
+        return self._current.model
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have not joined a batch."""
+        return len(self._served.worker.waiting) if self._served else 0
+
+    @property
+    def num_running(self) -> int:
+        """Requests that are decoded."""
+        return len(self._open_jobs) - self.num_waiting
+
+    @property
+    def slots(self) -> int:
+        """Rows that are decoded at once."""
+        return self._current.worker.slots
+
+    @property
+    def num_slots_used(self) -> int:
+        """Rows that are decoded just now."""
+        return self._current.worker.num_rows
+
+    async def start(self) -> Self:
+        """Load the bundle, warm it up, compare it with its recorded texts, and begin to take requests.
+
+        Raises:
+            TfexportError: what `tfexport.load` raises.
+            ParityError: the model says something else than was recorded.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._served = self._serve(await self._open(self._bundle))
+        self._state = "ready"
+        return self
+
+    async def replace(self, bundle: str | PathLike[str] | None = None) -> None:
+        """Serve another bundle, and no request is lost: what was accepted is answered by the old one.
+
+        Args:
+            bundle: path; None for the one that is served, whose files have changed.
+
+        Raises:
+            TfexportError: the bundle cannot be served; the old one goes on.
+        """
+        async with self._replacing:
+            served = self._serve(await self._open(bundle or self._bundle))
+            old, self._served, self._bundle = self._current, served, bundle or self._bundle
+            old.worker.close(Draining("the bundle was replaced"))
+            await asyncio.to_thread(old.worker.join)
+            old.model.close()
+
+    async def drain(self, timeout_s: float | None = None) -> bool:
+        """Take no more requests, finish those that were accepted, and stop.
+
+        Args:
+            timeout_s: after which those that are left get `Draining`; None for as long as it takes.
+
+        Returns:
+            Whether all were answered.
+        """
+        self._state = "draining"
+        async with self._replacing:
+            if self._served is None:
+                return True
+            worker, reason = self._served.worker, Draining("the engine is about to stop; ask another one")
+            worker.close(reason)
+            in_time = await asyncio.to_thread(worker.join, timeout_s)
+            if not in_time:
+                worker.abort(reason)
+                await asyncio.to_thread(worker.join)
+            self._served.model.close()
+            self._state = "stopped"
+            return in_time
+
+    async def __aenter__(self) -> Self:
+        """Start."""
+        return await self.start()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Drain."""
+        await self.drain()
+
+    def submit(
+        self,
+        text: str,
+        *,
+        prefix: str = "",
+        stream: bool = False,
+        priority: float = 0.0,
+        timeout_s: float | None = None,
+        config: DecodeConfig | None = None,
+        **options: Any,
+    ) -> Generation[str, Result]:
+        """Ask for a text; the answers are those of `Model.generate` of it alone.
+
+        Args:
+            text: of the source.
+            prefix: what each answer begins with.
+            stream: hand out pieces as they come, to who iterates over the generation.
+            priority: seconds that the request counts as older than it is.
+            timeout_s: seconds that it may take; None, or more than the engine allows, for what that allows.
+            config: how to decode, in place of the bundle's defaults; None for those.
+            options: fields of `DecodeConfig`, which go before both.
+
+        Raises:
+            ConfigError: options that are unknown, out of range or contradictory.
+            InputError: the model, or this engine, cannot take the request.
+            QueueFull: too many requests wait; it says when to come again.
+            Draining: the engine is about to stop.
+            EngineFailed: the engine has failed.
+        """
+        with self._refusals():
+            model = self.model
+            if model.tokenizer is None:
+                raise InputError("this bundle has no tokenizer; ask with token ids")
+            tokenizer, decoding = model.tokenizer, model.decoding(config, **options)
+            (source,) = tokenizer.encode([text])
+            begin = tokenizer.begin_target(prefix)
+            request = self._check(model, source, begin, decoding, stream=stream)
+            tokens = Texts(Pieces(tokenizer.decode, len(begin), decoding.strings)) if stream else None
+            job = self._job(request, priority, timeout_s)
+            generation = Generation(
+                job, lambda found: result_of(tokenizer, found, decoding), tokens, self.config.stream_buffer, self._end
+            )
+            return self._begin(generation)
+
+    def submit_ids(
+        self,
+        source: Sequence[int],
+        *,
+        prefix: Sequence[int] = (),
+        stream: bool = False,
+        priority: float = 0.0,
+        timeout_s: float | None = None,
+        config: DecodeConfig | None = None,
+        **options: Any,
+    ) -> Generation[int, Hypothesis]:
+        """Ask with token ids; see `submit`.
+
+        Args:
+            source: token ids, special tokens included.
+            prefix: token ids that each answer begins with, without the start token.
+            stream: hand out token ids as they come.
+            priority: seconds that the request counts as older than it is.
+            timeout_s: seconds that it may take.
+            config: how to decode, in place of the bundle's defaults.
+            options: fields of `DecodeConfig`, which go before both.
+
+        Raises:
+            TfexportError: those of `submit`.
+        """
+        with self._refusals():
+            model = self.model
+            request = self._check(model, source, prefix, model.decoding(config, **options), stream=stream)
+            job = self._job(request, priority, timeout_s)
+            tokens = Ids() if stream else None
+            return self._begin(Generation(job, lambda found: found, tokens, self.config.stream_buffer, self._end))
+
+    async def generate(self, text: str, **options: Any) -> list[Result]:
+        """Return the answers to a text, best first; `submit` has the arguments.
+
+        Raises:
+            TfexportError: those of `submit`.
+            DeadlineExceeded: the request took too long.
+        """
+        return await self.submit(text, **options)
+
+    async def generate_ids(self, source: Sequence[int], **options: Any) -> list[Hypothesis]:
+        """Return the answers to token ids, best first; `submit_ids` has the arguments."""
+        return await self.submit_ids(source, **options)
+
+    def stream(self, text: str, **options: Any) -> AsyncIterator[str]:
+        """Return the answer to a text in pieces as they come; `submit` has the arguments."""
+        return aiter(self.submit(text, stream=True, **options))
+
+    def stream_ids(self, source: Sequence[int], **options: Any) -> AsyncIterator[int]:
+        """Return the answer to token ids one by one as they come; `submit_ids` has the arguments."""
+        return aiter(self.submit_ids(source, stream=True, **options))
+
+    @property
+    def _current(self) -> _Served:
+        if self._served is None:
+            raise EngineFailed("the engine was not started; use async with, or await start()")
+        return self._served
+
+    async def _open(self, bundle: str | PathLike[str]) -> Model:
+        def opened() -> Model:
+            model = load(bundle, **self._options)
+            try:
+                prepare(model, self.config.slots)
+            except TfexportError:
+                model.close()
+                raise
+            return model
+
+        return await asyncio.to_thread(opened)
+
+    def _serve(self, model: Model) -> _Served:
+        return _Served(model, Worker(model.session, self.config, self._observer, self._publish))
+
+    def _check(
+        self, model: Model, source: Sequence[int], prefix: Sequence[int], decoding: DecodeConfig, *, stream: bool
+    ) -> Request:
+        problems = []
+        if decoding.num_beams > self.config.max_num_beams:
+            problems.append(f"num_beams is {decoding.num_beams}, the limit is {self.config.max_num_beams}; lower it")
+        if (rows := num_rows(decoding)) > self.slots:
+            problems.append(f"the request takes {rows} slots of {self.slots}; lower num_beams or num_return_sequences")
+        if stream:
+            problems += [
+                f"{name} is {getattr(decoding, name)}, but a stream hands out one answer as it comes; set it to 1"
+                for name in ("num_beams", "num_return_sequences")
+                if getattr(decoding, name) > 1
+            ]
+        raise_all(InputError, "request", problems)
+        text_of = model.tokenizer.decode if model.tokenizer else None
+        (request,) = check_requests(model.session, [source], decoding, [prefix], text_of)
+        return dataclasses.replace(request, stream=stream)
+
+    def _job(self, request: Request, priority: float, timeout_s: float | None) -> Job:
+        now = time.monotonic()
+        allowed = [limit for limit in (timeout_s, self.config.timeout_s) if limit is not None]
+        return Job(request, now, priority, deadline=now + min(allowed, default=float("inf")))
+
+    def _begin(self, generation: Generation[Item, Answer]) -> Generation[Item, Answer]:
+        worker = self._current.worker
+        worker.submit(generation.job)
+        self._open_jobs[id(generation.job)] = generation, worker
+        return generation
+
+    def _end(self, generation: Generation[Any, Any], reason: TfexportError) -> None:
+        """End a generation from this side."""
+        _, worker = self._open_jobs.pop(id(generation.job))
+        worker.cancel(generation.job)
+        generation.finish(reason)
+        self._tell(generation.job, "slow_reader" if generation.is_behind else _outcome(reason))
+
+    def _publish(self, events: list[Event]) -> None:
+        """Hand the events of a step over to the event loop, all at once; called on the engine's thread."""
+        with contextlib.suppress(RuntimeError):  # nobody listens once the event loop is closed
+            self._loop.call_soon_threadsafe(self._deliver, events)
+
+    def _deliver(self, events: list[Event]) -> None:
+        for event in events:
+            generation, _ = self._open_jobs.get(id(event.job), (None, None))
+            if generation is None:  # cancelled meanwhile
+                continue
+            if event.token_ids:
+                generation.receive(event.token_ids)
+            if event.outcome is not None:
+                del self._open_jobs[id(event.job)]
+                generation.finish(event.outcome)
+                self._tell_outcome(event.job, event.outcome)
+            elif generation.is_behind:
+                self._end(generation, Cancelled("the stream was read too slowly; read it as it comes"))
+
+    def _tell_outcome(self, job: Job, outcome: list[Hypothesis] | TfexportError) -> None:
+        if isinstance(outcome, TfexportError):
+            self._tell(job, _outcome(outcome))
+            return
+        prefix_len = len(job.request.prompt) - 1 - job.request.num_forced
+        lengths = [len(one.token_ids) - prefix_len for one in outcome]
+        per_token = (time.monotonic() - job.began) / (lengths[0] - 1) if lengths[0] > 1 else None
+        self._tell(job, "ok", outcome[0].finish_reason, sum(lengths), per_token)
+
+    def _tell(
+        self, job: Job, outcome: Outcome, reason: str = "", num_tokens: int = 0, per_token_s: float | None = None
+    ) -> None:
+        self._observer.ended(outcome, reason, time.monotonic() - job.arrived, num_tokens, per_token_s)
+
+    @contextlib.contextmanager
+    def _refusals(self) -> Iterator[None]:
+        """Tell the observer of requests that are refused at once."""
+        start = time.monotonic()
+        try:
+            yield
+        except TfexportError as error:
+            self._observer.ended(_outcome(error), "", time.monotonic() - start, 0, None)
+            raise
+
+
+def _outcome(error: TfexportError) -> Outcome:
+    return next((outcome for kind, outcome in _OUTCOMES.items() if isinstance(error, kind)), "error")

@@ -1,0 +1,157 @@
+"""A request under way, as its caller sees it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from typing import Generic, Protocol, TypeVar
+
+from tfexport.decode.pieces import Pieces
+from tfexport.decode.result import Hypothesis
+from tfexport.errors import Cancelled, TfexportError
+from tfexport.serve.job import Job
+
+Item = TypeVar("Item")
+Item_co = TypeVar("Item_co", covariant=True)
+Answer = TypeVar("Answer")
+
+
+class Tokens(Protocol[Item_co]):
+    """Turns tokens into what a stream hands out."""
+
+    def push(self, token: int) -> Item_co | None:
+        """Take a token; return what may be handed out, or nothing."""
+        ...
+
+    def rest(self) -> Item_co | None:
+        """Return what is left at the end, or nothing."""
+        ...
+
+
+class Ids:
+    """Hands out tokens as they are; see `Tokens`."""
+
+    def push(self, token: int) -> int | None:
+        """Return the token."""
+        return token
+
+    def rest(self) -> int | None:
+        """Return nothing."""
+        return None
+
+
+class Texts:
+    """Hands out pieces of the text; see `Tokens`."""
+
+    def __init__(self, pieces: Pieces) -> None:
+        """Take what decodes the tokens."""
+        self._pieces = pieces
+
+    def push(self, token: int) -> str | None:
+        """Return what the token adds to the text, nothing while a character is incomplete."""
+        return self._pieces.push(token) or None
+
+    def rest(self) -> str | None:
+        """Return what is left of the text."""
+        return self._pieces.rest() or None
+
+
+class Generation(Generic[Item, Answer]):
+    """One request under way: await it for its answers, iterate over it for what comes, `cancel` it.
+
+    It belongs to the event loop that it was submitted on.
+
+    Attributes:
+        job: that the engine decodes.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        answer: Callable[[Hypothesis], Answer],
+        tokens: Tokens[Item] | None,
+        buffer: int,
+        leave: Callable[[Generation[Item, Answer], TfexportError], None],
+    ) -> None:
+        """Begin to wait.
+
+        Args:
+            job: that the engine decodes.
+            answer: makes an answer of a hypothesis.
+            tokens: of a stream; None where nothing is handed out before the end.
+            buffer: items that the reader may be behind.
+            leave: ends the generation and tells the engine.
+        """
+        self.job = job
+        self._answer, self._tokens, self._buffer, self._leave = answer, tokens, buffer, leave
+        self._unread: deque[Item] = deque()
+        self._outcome: list[Answer] | TfexportError | None = None
+        self._changed = asyncio.Event()
+        if tokens:
+            self._hand_out(job.request.prompt[1:])
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it is answered, failed or cancelled."""
+        return self._outcome is not None
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether more is unread than the buffer holds."""
+        return len(self._unread) > self._buffer
+
+    def cancel(self) -> None:
+        """Let the request leave; whoever awaits it gets `Cancelled`. Nothing happens once it is done."""
+        if not self.is_done:
+            self._leave(self, Cancelled("the request was cancelled"))
+
+    def __await__(self) -> Generator[None, None, list[Answer]]:
+        """Wait for the answers, best first; the request is cancelled where the waiting task is."""
+        return self._wait().__await__()
+
+    async def __aiter__(self) -> AsyncIterator[Item]:
+        """Hand out what comes; the request is cancelled where the reader leaves early."""
+        try:
+            while True:
+                while self._unread:
+                    yield self._unread.popleft()
+                if isinstance(self._outcome, TfexportError):
+                    raise self._outcome
+                if self.is_done:
+                    return
+                self._changed.clear()
+                await self._changed.wait()
+        finally:
+            self.cancel()
+
+    def receive(self, token_ids: Sequence[int]) -> None:
+        """Take new tokens from the engine."""
+        self._hand_out(token_ids)
+        self._changed.set()
+
+    def finish(self, outcome: Sequence[Hypothesis] | TfexportError) -> None:
+        """Take the end from the engine."""
+        if isinstance(outcome, TfexportError):
+            self._outcome = outcome
+        else:
+            self._outcome = [self._answer(one) for one in outcome]
+            if self._tokens and (rest := self._tokens.rest()) is not None:
+                self._unread.append(rest)
+        self._changed.set()
+
+    async def _wait(self) -> list[Answer]:
+        try:
+            while self._outcome is None:
+                self._changed.clear()
+                await self._changed.wait()
+        finally:
+            self.cancel()
+        if isinstance(self._outcome, TfexportError):
+            raise self._outcome
+        return self._outcome
+
+    def _hand_out(self, token_ids: Sequence[int]) -> None:
+        assert self._tokens
+        items = map(self._tokens.push, token_ids)
+        self._unread.extend(item for item in items if item is not None)

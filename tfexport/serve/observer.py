@@ -1,0 +1,35 @@
+"""What an engine tells of its work, for metrics; the engine itself knows nothing of who listens."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+# How a request ended. "invalid" was refused for what it asks, "slow_reader" cancelled because it was not read.
+Outcome = Literal["ok", "invalid", "queue_full", "draining", "deadline", "cancelled", "slow_reader", "error"]
+
+
+class Observer:
+    """Told of everything, and does nothing; a subclass counts. Its methods are called from several threads."""
+
+    def joined(self, waited_s: float, source_tokens: int) -> None:
+        """Hear that a request has left the queue and joins a batch."""
+
+    def encoded(self, took_s: float) -> None:
+        """Hear that the sources of a step were encoded."""
+
+    def stepped(self, took_s: float, num_steps: int, num_rows: int) -> None:
+        """Hear that decoder steps were taken, several at once perhaps, for so many rows."""
+
+    def began(self, took_s: float) -> None:
+        """Hear that a request has its first token, so long after it arrived."""
+
+    def ended(self, outcome: Outcome, reason: str, took_s: float, num_tokens: int, per_token_s: float | None) -> None:
+        """Hear that a request is over; every request is, once.
+
+        Args:
+            outcome: what became of it.
+            reason: its finish reason where it was answered, else empty.
+            took_s: since it arrived.
+            num_tokens: generated, of all its hypotheses.
+            per_token_s: from its first token to its last, for each of the best hypothesis; None for one token.
+        """

@@ -1,0 +1,119 @@
+"""The thread that owns the batches of one loaded model."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from tfexport.errors import EngineFailed, ServingError
+from tfexport.runtime.session import Session
+from tfexport.serve.config import ServingConfig
+from tfexport.serve.job import Event, Job
+from tfexport.serve.observer import Observer
+from tfexport.serve.scheduler import Scheduler
+from tfexport.serve.waiting import WaitingQueue
+
+logger = logging.getLogger(__name__)
+# Seconds after which the thread gives a sign of life when there is nothing to do.
+IDLE_S = 0.5
+
+
+class Worker:
+    """Decodes what is submitted, on a thread of its own, until it is closed.
+
+    Attributes:
+        waiting: jobs that have not joined a batch.
+    """
+
+    def __init__(
+        self, session: Session, config: ServingConfig, observer: Observer, publish: Callable[[list[Event]], None]
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            session: any backend; it stays the caller's.
+            config: slots, queue and budget.
+            observer: told of each step, on the thread.
+            publish: called on the thread with what a step has brought.
+        """
+        self.waiting = WaitingQueue(config.max_waiting, config.max_waiting_tokens)
+        self._scheduler = Scheduler(session, self.waiting, config, observer)
+        self._publish = publish
+        self._aborted: ServingError | None = None
+        self._failure: BaseException | None = None
+        self._alive_at = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="tfexport-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def slots(self) -> int:
+        """Rows that are decoded at once."""
+        return self._scheduler.slots
+
+    @property
+    def num_rows(self) -> int:
+        """Slots that are taken."""
+        return self._scheduler.num_rows
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the thread gave a sign of life."""
+        return time.monotonic() - self._alive_at
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What has ended the thread before its time; None while all is well."""
+        return self._failure
+
+    def submit(self, job: Job) -> None:
+        """Let a job wait for its turn.
+
+        Raises:
+            QueueFull: too many wait.
+            ServingError: the worker is closed, or has failed.
+        """
+        self.waiting.put(job)
+
+    def cancel(self, job: Job) -> None:
+        """Let a job leave, before the next step at the latest; nothing more is published of it."""
+        job.is_cancelled = True
+        self.waiting.remove(job)
+
+    def close(self, reason: ServingError) -> None:
+        """Take no more jobs, for this reason; the thread ends when all that were accepted are done."""
+        self.waiting.close(reason)
+
+    def abort(self, reason: ServingError) -> None:
+        """Close, and answer all jobs with the reason before the next step."""
+        self._aborted = reason
+        self.waiting.close(reason)
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait for the thread to end; say whether it has."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            while self._aborted is None:
+                self._alive_at = time.monotonic()
+                if self._scheduler.is_busy:
+                    if events := self._scheduler.step():
+                        self._publish(events)
+                elif self.waiting.is_closed:
+                    return
+                else:
+                    self.waiting.wait(IDLE_S)
+            self._answer_all(self._aborted)
+        except BaseException as error:  # also what is no Exception: whoever waits must hear of it
+            logger.exception("the engine's thread has failed")
+            self._failure = error
+            failed = EngineFailed(f"the engine has failed: {str(error) or type(error).__name__}; start it anew")
+            self.waiting.close(failed)
+            self._answer_all(failed)
+
+    def _answer_all(self, reason: ServingError) -> None:
+        left = [*self._scheduler.jobs, *self.waiting.take(list)]
+        self._publish([Event(job, outcome=reason) for job in left if not job.is_cancelled])
