@@ -220,9 +220,10 @@ class Engine:
                 raise InputError("this bundle has no tokenizer; ask with token ids")
             tokenizer, decoding = model.tokenizer, model.decoding(config, **options)
             (source,) = tokenizer.encode([text])
-            begin = tokenizer.begin_target(prefix)
-            request = self._check(model, source, begin, decoding, stream=stream)
-            tokens = Texts(Pieces(tokenizer.decode, len(begin), decoding.strings)) if stream else None
+            begin, fixed = tokenizer.begin_target(prefix), len(tokenizer.text.target_prefix)
+            request = self._check(model, source, begin, decoding, num_fixed=fixed, stream=stream)
+            given = fixed if decoding.prefix_bias_beta else len(begin)
+            tokens = Texts(Pieces(tokenizer.decode, given, decoding.strings)) if stream else None
             job = self._job(request, priority, timeout_s)
             generation = Generation(
                 job, lambda found: result_of(tokenizer, found, decoding), tokens, self.config.stream_buffer, self._end
@@ -304,7 +305,14 @@ class Engine:
         return _Served(model, Worker(model.session, self.config, self._observer, self._publish))
 
     def _check(
-        self, model: Model, source: Sequence[int], prefix: Sequence[int], decoding: DecodeConfig, *, stream: bool
+        self,
+        model: Model,
+        source: Sequence[int],
+        prefix: Sequence[int],
+        decoding: DecodeConfig,
+        *,
+        num_fixed: int = 0,
+        stream: bool,
     ) -> Request:
         problems = []
         if decoding.num_beams > self.config.max_num_beams:
@@ -319,7 +327,7 @@ class Engine:
             ]
         raise_all(InputError, "request", problems)
         text_of = model.tokenizer.decode if model.tokenizer else None
-        (request,) = check_requests(model.session, [source], decoding, [prefix], text_of)
+        (request,) = check_requests(model.session, [source], decoding, [prefix], text_of, num_fixed)
         return dataclasses.replace(request, stream=stream)
 
     def _job(self, request: Request, priority: float, timeout_s: float | None) -> Job:
