@@ -176,6 +176,15 @@ def test_a_language_that_somebody_added(tmp_path: Path) -> None:
     assert ours.encode(["the"])[0][0] == added
 
 
+@pytest.mark.parametrize("damage", [{"tyv_Cyrl": "many"}, {"tyv_Cyrl": None}])
+def test_damaged_lists_of_added_tokens(damage: dict[str, Any], tmp_path: Path) -> None:
+    _, found = nllb(tmp_path)
+    write(tmp_path, added_tokens=damage)
+    write_model(tmp_path, found)
+    with pytest.raises(CheckpointError, match="added tokens are damaged, expected ids"):
+        import_checkpoint(tmp_path, tmp_path / "model", ImportConfig(source_language="eng_Latn"))
+
+
 @pytest.mark.parametrize("family", ["nllb", "nllb, legacy", "mbart", "mbart50"])
 def test_the_language_of_a_tokenizer_json(family: str, tmp_path: Path) -> None:
     """The file puts the language that was set when it was saved; another one takes its place."""

@@ -54,7 +54,7 @@ def fairseq(directory: Path, config: TransformerConfig) -> TokenizerFiles:
     is_later = config.source_vocab >= count + 2 + len(MBART_50)
     known: Sequence[str] = NLLB if not is_mbart else MBART_50 if is_later else MBART
     languages = {language: count + 1 + i for i, language in enumerate(known)}
-    added = {**languages, "<mask>": count + 1 + len(known), **_added(directory, count)}
+    added = {**languages, "<mask>": count + 1 + len(known), **_added(directory, count + 1, config.source_vocab)}
     ids = {piece.piece: i + 1 for i, piece in enumerate(proto.pieces) if i > 2}
     ids |= {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, **added}
     settings = read_settings(directory)
@@ -70,12 +70,17 @@ def _around(language: int, eos: int, *, is_behind: bool) -> tuple[Ids, Ids]:
     return ((), (eos, language)) if is_behind else ((language,), (eos,))
 
 
-def _added(directory: Path, count: int) -> dict[str, int]:
-    """Read the tokens that somebody added behind those that all such models have."""
-    found = {str(token): i for token, i in read_settings(directory, "added_tokens.json").items()}
-    for i, token in (read_settings(directory).get("added_tokens_decoder") or {}).items():
-        found[str(token["content"])] = int(i)
-    return {token: i for token, i in found.items() if i > count}
+def _added(directory: Path, first: int, limit: int) -> dict[str, int]:
+    """Read the tokens that somebody added behind the pieces; those of ids that the model lacks are left out."""
+    decoder = read_settings(directory).get("added_tokens_decoder") or {}
+    try:
+        found = {str(token): int(i) for token, i in read_settings(directory, "added_tokens.json").items()}
+        found |= {str(token["content"]): int(i) for i, token in decoder.items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"tokenizer {directory}: added tokens are damaged, expected ids and contents; save the tokenizer again"
+        ) from error
+    return {token: i for token, i in found.items() if first <= i < limit}
 
 
 def _multilingual(directory: Path, ids: Mapping[str, int], special: tuple[str, ...]) -> dict[str, bytes]:
