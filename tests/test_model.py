@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -56,6 +58,32 @@ def test_ids_come_as_generate_ids_gives_them(model: Model) -> None:
     assert next(bare.stream_ids(source)) == prefix[0]
     with pytest.raises(InputError, match="num_beams is 2"):
         bare.stream_ids(source, num_beams=2)
+
+
+def test_a_stream_says_where_its_beams_come_from(model: Model) -> None:
+    own = Model(model.session, model.tokenizer, GenerationDefaults(num_beams=3))
+    wanted = "num_beams is 3 by the model's own default, but tokens can only be handed out as they come for one; set it"
+    for begin in (lambda **options: own.stream(TEXT, **options), lambda **options: own.stream_ids([5, 6], **options)):
+        with pytest.raises(InputError, match=wanted):
+            begin()
+        with pytest.raises(InputError, match="num_beams is 2, but"):
+            begin(num_beams=2)
+        with pytest.raises(InputError, match="num_beams is 3, but"):
+            begin(config=DecodeConfig(num_beams=3))
+    assert "".join(own.stream(TEXT, num_beams=1)) == "1989-07-14"
+
+
+def test_a_bias_leaves_what_every_target_begins_with(model: Model) -> None:
+    assert model.tokenizer is not None
+    first = tuple(model.tokenizer.encode_target("3"))
+    tokenizer = copy.copy(model.tokenizer)
+    tokenizer.text = dataclasses.replace(model.tokenizer.text, target_prefix=first)
+    own = Model(model.session, tokenizer)
+    (result,) = own.generate([TEXT], prefixes=["19"], prefix_bias_beta=1e-9)
+    (forced,) = own.generate([TEXT])
+    assert (result.text, result.token_ids) == (forced.text, forced.token_ids)
+    assert result.token_ids[: len(first)] == first
+    assert "".join(own.stream(TEXT, prefix="19", prefix_bias_beta=1e-9)) == result.text
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from os import PathLike
@@ -270,7 +270,15 @@ class Model:
         decoding = self.decoding(config, **options)
         start = tokenizer.begin_target(prefix)
         num_fixed = len(tokenizer.text.target_prefix)
-        tokens = stream(self.session, source, decoding, prefix=start, text_of=tokenizer.decode, num_fixed=num_fixed)
+        tokens = stream(
+            self.session,
+            source,
+            decoding,
+            prefix=start,
+            text_of=tokenizer.decode,
+            num_fixed=num_fixed,
+            defaults=self._not_given(config, options),
+        )
         num_given = num_fixed if decoding.prefix_bias_beta else len(start)
         return _pieces(Pieces(tokenizer.decode, num_given, decoding.strings), tokens)
 
@@ -294,7 +302,8 @@ class Model:
             BackendError: the backend failed.
         """
         text_of = self.tokenizer.decode if self.tokenizer else None
-        return stream(self.session, source, self.decoding(config, **options), prefix=prefix, text_of=text_of)
+        decoding, defaults = self.decoding(config, **options), self._not_given(config, options)
+        return stream(self.session, source, decoding, prefix=prefix, text_of=text_of, defaults=defaults)
 
     def score(
         self,
@@ -507,6 +516,10 @@ class Model:
             return hidden[:, 0]
         mean: Floats = (hidden * mask[:, :, None]).sum(1) / mask.sum(1, keepdims=True).astype(np.float32)
         return mean
+
+    def _not_given(self, config: DecodeConfig | None, options: Mapping[str, Any]) -> set[str]:
+        """Return the options that a call has from the bundle's defaults."""
+        return set() if config else self.defaults.given().keys() - options.keys()
 
     def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from tfexport.decode.loop import Loop
 from tfexport.decode.request import Request, check_requests
@@ -21,6 +21,7 @@ def stream(
     prefix: Sequence[int] = (),
     text_of: TextOf | None = None,
     num_fixed: int = 0,
+    defaults: Collection[str] = (),
 ) -> Iterator[int]:
     """Generate for one source, token by token.
 
@@ -33,6 +34,7 @@ def stream(
         prefix: token ids to begin with, or to be biased towards, without the start token.
         text_of: decodes token ids; stop strings need it.
         num_fixed: tokens to begin with even where the text is biased towards the rest of the prefix.
+        defaults: names of options that the caller has not given but the model brings, for errors.
 
     Returns:
         The `token_ids` of the hypothesis that `decode` finds: the prefix, then
@@ -42,8 +44,10 @@ def stream(
         InputError: beams or several sequences are asked for, or something that
             the model cannot take.
     """
+    whose = dict.fromkeys(defaults, " by the model's own default")
     problems = [
-        f"{name} is {getattr(config, name)}, but tokens can only be handed out as they come for one; set it to 1"
+        f"{name} is {getattr(config, name)}{whose.get(name, '')}, but tokens can only be handed out as they "
+        "come for one; set it to 1"
         for name in ("num_beams", "num_return_sequences")
         if getattr(config, name) > 1
     ]
