@@ -7,13 +7,15 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.decode.scripted import EOS, ScriptedSession, drawn
 from tfexport.decode.loop import Loop
 from tfexport.decode.offline import decode
 from tfexport.decode.request import check_requests
 from tfexport.decode.result import Hypothesis
-from tfexport.decode.stops import stop_end
+from tfexport.decode.stops import TextOf, stop_end
 from tfexport.decode.stream import stream
 from tfexport.errors import InputError
 from tfexport.generation import DecodeConfig
@@ -53,6 +55,38 @@ def test_a_character_of_several_tokens() -> None:
     assert stop_end([3, 4, 5], ["é"], bytes_of) == 4
     assert stop_end([3, 4, 5, 6], ["é"], bytes_of) is None
     assert stop_end([3, 4, 5, 6], ["és"], bytes_of) == 5
+
+
+def plain_stop_end(token_ids: list[int], strings: list[str], text_of: TextOf) -> int | None:
+    """Look at every place of the text that the last token may have changed."""
+    before, after = text_of(token_ids[:-1]), text_of(token_ids)
+    known = max(length for length in range(len(before) + 1) if after.startswith(before[:length]))
+    ends = [end for end in range(len(after) + 1) for string in strings if after[:end].endswith(string) and end > known]
+    return min(ends, default=None)
+
+
+PARTS = [b"", b"a", b"b", b"ab", b"\xc3", b"\xa9", b"a\xc3", b"\xa9b", b" "]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.integers(0, len(PARTS) - 1), min_size=1, max_size=8),
+    st.lists(st.text("ab\u00e9\ufffd ", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.booleans(),
+)
+def test_where_a_text_stops_is_where_all_its_places_say(ids: list[int], strings: list[str], strips: bool) -> None:
+    """Pieces of characters, and texts that lose spaces at their ends until something follows."""
+    decoded = []
+
+    def text_of(token_ids: Sequence[int]) -> str:
+        decoded.append(list(token_ids))
+        text = b"".join(PARTS[token] for token in token_ids).decode("utf-8", "replace")
+        return text.strip() if strips else text
+
+    found = stop_end(ids, strings, text_of)
+    num_decoded, text = len(decoded), text_of(ids)
+    assert num_decoded == 1 + any(string in text for string in strings), "decoded twice only where a string is there"
+    assert found == plain_stop_end(ids, strings, text_of)
 
 
 CONFIGS = [

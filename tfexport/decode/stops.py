@@ -25,7 +25,10 @@ def stop_end(token_ids: Sequence[int], strings: Sequence[str], text_of: TextOf) 
     Returns:
         Where it ends in the text of all tokens, the earliest of several; None where none was completed.
     """
-    before, after = text_of(token_ids[:-1]), text_of(token_ids)
+    after = text_of(token_ids)
+    if not any(string in after for string in strings):  # as behind nearly every token: what was before does not matter
+        return None
+    before = text_of(token_ids[:-1])
     # What was there already has ended nothing; the last token may have changed the text before it.
     known = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False)))
     starts = [(after.find(string, max(0, known - len(string) + 1)), string) for string in strings]
