@@ -65,6 +65,7 @@ def test_safetensors(tmp_path: Path) -> None:
         ({"state_dict": STATE, "epoch": 3, "lr": 0.1}, "taken from the entry 'state_dict'"),
         ({"model_state_dict": STATE, "optimizer": {"state": {0: {"step": torch.ones(1)}}}}, "'model_state_dict'"),
         ({"model": STATE, "optim": None, "args": {"layers": 2}}, "taken from the entry 'model'"),
+        ({"model_state": STATE, "train_iter_state": torch.ones(8), "scaler_state": None}, "the entry 'model_state'"),
         ({"model": {"state_dict": STATE}}, "'state_dict'"),
         ({"transformer": STATE, "epoch": 3}, "taken from the entry 'transformer'"),
         ({f"module.{name}": tensor for name, tensor in STATE.items()}, "took the prefix 'module.' off every key"),

@@ -194,12 +194,13 @@ def _unwrap(path: Path, data: Any, notes: list[str]) -> dict[str, Tensor]:
     for _ in range(_MAX_DEPTH):
         if not isinstance(data, Mapping):
             raise CheckpointError(f"{path}: holds {type(data).__name__}, expected a state dict; {_STATE_DICT_ONLY}")
-        if any(isinstance(value, Tensor) for value in data.values()):
-            return _tensors(path, data, notes)
         inner = {str(key): value for key, value in data.items() if _has_tensors(value)}
+        names = [name for name in _WRAPPERS if name in inner]
+        # JoeyNMT keeps the state of its sampler, a tensor, beside the state dict.
+        if not names and any(isinstance(value, Tensor) for value in data.values()):
+            return _tensors(path, data, notes)
         if not inner:
             break
-        names = [name for name in _WRAPPERS if name in inner]
         if names and isinstance(data.get("generator"), Mapping) and "generator" in inner:
             # OpenNMT-py keeps the output projection beside the model.
             notes.append(f"taken from the entries {names[0]!r} and 'generator'")
