@@ -19,7 +19,7 @@ from tfexport.files.text import MAX_BYTES
 from tfexport.models.config import TransformerConfig
 
 Side = Literal["source", "target"]
-# What fairseq calls the SentencePiece model whose pieces a dict.txt has.
+# What fairseq calls the SentencePiece model whose pieces a list has.
 SPM_BESIDE = "sentencepiece.bpe.model"
 
 
@@ -29,7 +29,8 @@ def tokenizer_json(path: Path, config: TransformerConfig, side: Side | None = No
     Args:
         path: a tokenizer.json, which is returned as it is; a SentencePiece
             model; or a list of tokens, which splits texts at white space, and
-            words by the codes that lie beside it where its tokens are pieces.
+            words by the codes that lie beside it where its tokens are pieces,
+            or texts by the SentencePiece model beside it.
         config: says which tokens are special and how many ids there are.
         side: of the model that it is for; None for both.
 
@@ -101,7 +102,7 @@ def is_merges(lines: Sequence[str]) -> bool:
 
 
 def _from_list(raw: bytes, path: Path, config: TransformerConfig, side: Side | None) -> Inner:
-    """Read a list of tokens, and the codes of byte-pair encoding that lie beside it where its tokens are pieces."""
+    """Read a list of tokens, and the codes or the SentencePiece model beside it where its tokens are pieces."""
     tokens, before = read_tokens(raw.decode("utf-8").removeprefix("\ufeff"))
     if is_merges(tokens):
         raise CheckpointError(
@@ -125,15 +126,17 @@ def _from_list(raw: bytes, path: Path, config: TransformerConfig, side: Side | N
     if before and goes_on(tokens) and codes is None:
         problems.append(f"has pieces of words, and no codes lie beside it; call them {CODES[0]}")
     spm = path.with_name(SPM_BESIDE)
-    has_spm = before > 0 and tokens[0] == "<s>" and any(token.startswith(SPACE) for token in tokens)
-    if has_spm and not spm.is_file():
+    has_pieces = any(token.startswith(SPACE) for token in tokens)
+    is_fairseq = before > 0 and tokens[0] == "<s>"
+    if has_pieces and is_fairseq and not spm.is_file():
         problems.append(f"has pieces of SentencePiece, and no model lies beside it; call it {SPM_BESIDE}")
     raise_all(CheckpointError, f"tokenizer {path}", problems)
     ids = config.tokens
     assert ids.unk is not None
-    if has_spm:
+    if has_pieces and spm.is_file():
         proto = read_sentencepiece(read_vocabulary(spm), spm)
-        return with_ids(proto, {token: i for i, token in enumerate(tokens)}, tokens[:3], tokens[ids.unk])
+        special = tokens[:3] if is_fairseq else [tokens[i] for i in dict.fromkeys((ids.pad, ids.start, ids.eos))]
+        return with_ids(proto, {token: i for i, token in enumerate(tokens)}, special, tokens[ids.unk])
     if codes is not None:
         return with_codes(tokens, read_codes(read_vocabulary(codes), codes), ids.unk)
     inner = Inner(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token=tokens[ids.unk]))
