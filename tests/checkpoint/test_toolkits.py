@@ -7,7 +7,7 @@ import argparse
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -267,11 +267,13 @@ def tokens(**ids: int) -> list[str]:
     return [f"--set=tokens.{name}={i}" for name, i in ids.items()]
 
 
-@pytest.mark.parametrize("is_tied", [True, False])
-def test_fairseq(is_tied: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_pre_norm", [False, True])
+def test_fairseq(is_pre_norm: bool, tmp_path: Path) -> None:
     more = ["madeupword0000", "madeupword0001"]
-    user = User(FAIRSEQ, "</s>", [*SOURCE, *more], TARGET)
-    if is_tied:
+    final_norms = ("encoder.layer_norm", "decoder.layer_norm") if is_pre_norm else ("", "")
+    toolkit = replace(FAIRSEQ, norm_first=is_pre_norm, final_norms=final_norms)
+    user = User(toolkit, "</s>", [*SOURCE, *more], TARGET)
+    if not is_pre_norm:  # tied
         user.model.out.weight = user.model.embeddings[1].weight  # type: ignore[assignment]
     state = user.model.state_dict()
     for i in range(LAYERS[0]):  # copies of 0.12, stale in the file
@@ -295,6 +297,7 @@ def test_fairseq(is_tied: bool, tmp_path: Path) -> None:
         (tmp_path / f"dict.{name}.txt").write_text("".join(lines))
     files = [str(tmp_path / "dict.en.txt"), "--target-tokenizer", str(tmp_path / "dict.de.txt")]
     given = ["--layout", "fairseq_post", "--heads", str(HEADS), *tokens(pad=1, start=2, eos=2, unk=3)]
+    given += ["--set=norm_place=pre", "--set=final_norm=true"] if is_pre_norm else []
     user.check(tmp_path, [str(tmp_path / "weights.pt"), *given, "--source-suffix", "2", "--tokenizer", *files])
 
 

@@ -98,6 +98,23 @@ def test_a_dictionary_of_fairseq_with_sentencepiece(tmp_path: Path) -> None:
         tokenizer_json(tmp_path / "dict.txt", config(len(ids), pad=1, start=2, eos=2, unk=3))
 
 
+@pytest.mark.parametrize("is_opennmt", [True, False])
+def test_lists_of_opennmt_and_joeynmt_with_sentencepiece(is_opennmt: bool, tmp_path: Path) -> None:
+    """Pieces are numbered by the list, and texts split by the model that lies beside it."""
+    spm = spm_model(tmp_path)
+    kept = [spm.id_to_piece(i) for i in reversed(range(3, spm.get_piece_size())) if i % 9]
+    special = ["<unk>", "<blank>" if is_opennmt else "<pad>", "<s>", "</s>"]
+    lines = [f"{piece}\t7" for piece in kept] if is_opennmt else [*special, *kept]
+    (tmp_path / "vocab").write_text("".join(f"{line}\n" for line in lines))
+    ids = {token: i for i, token in enumerate([*special, *kept])}
+    ours = load(tmp_path / "vocab", tmp_path, config(len(ids), pad=1, start=2, eos=3, unk=0))
+    for text in odd_texts():
+        wanted = [ids.get(piece, 0) for piece in spm.encode(text, out_type=str)]
+        if set(wanted) > {0}:
+            assert ours.encode([text]) == [wanted], text
+            assert 0 in wanted or ours.decode([2, *wanted, 3]) == spm.decode(spm.encode(text))
+
+
 def spm_model(folder: Path) -> Any:
     sentencepiece = pytest.importorskip("sentencepiece", reason="sentencepiece is not installed")
     sentencepiece.SentencePieceTrainer.train(
