@@ -135,8 +135,9 @@ def _from_list(raw: bytes, path: Path, config: TransformerConfig, side: Side | N
     assert ids.unk is not None
     if has_pieces and spm.is_file():
         proto = read_sentencepiece(read_vocabulary(spm), spm)
-        special = tokens[:3] if is_fairseq else [tokens[i] for i in dict.fromkeys((ids.pad, ids.start, ids.eos))]
-        return with_ids(proto, {token: i for i, token in enumerate(tokens)}, special, tokens[ids.unk])
+        around = [*range(3)] if is_fairseq else list(dict.fromkeys((ids.pad, ids.start, ids.eos)))
+        controls = [tokens[i] for i in around if i < len(tokens)]
+        return with_ids(proto, {token: i for i, token in enumerate(tokens)}, controls, tokens[ids.unk])
     if codes is not None:
         return with_codes(tokens, read_codes(read_vocabulary(codes), codes), ids.unk)
     inner = Inner(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token=tokens[ids.unk]))
