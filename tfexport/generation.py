@@ -28,7 +28,8 @@ class DecodeConfig(Config, subject="decoding"):
     `num_return_sequences` best next tokens are each continued. With `prefix_bias_beta`
     above 0 a text is drawn towards its prefix and may leave it. `eos_token_id` and
     `decoder_start_token_id` None are the model's own. `max_time` counts seconds
-    from when a text joins the batch.
+    from when a text joins the batch. With `replace_unknowns` what the model has no
+    token for is copied from the source, in texts; ids stay.
     """
 
     max_new_tokens: int | None = None
@@ -56,6 +57,7 @@ class DecodeConfig(Config, subject="decoding"):
     decoder_start_token_id: int | None = None
     max_time: float | None = None
     stop_strings: str | tuple[str, ...] = ()
+    replace_unknowns: bool = False
     seed: int = 0
 
     def ends(self, eos: int) -> tuple[int, ...]:

@@ -14,13 +14,14 @@ from typing import Any, Literal, Self, get_args
 import numpy as np
 
 from tfexport.bundle.bundle import Bundle, check_weights, open_bundle
-from tfexport.decode.align import Alignment, align
+from tfexport.decode.align import Alignment, align, need_alignment
 from tfexport.decode.offline import decode
 from tfexport.decode.pieces import Pieces
 from tfexport.decode.result import FinishReason, Hypothesis
 from tfexport.decode.score import Score, score
 from tfexport.decode.stops import stop_end
 from tfexport.decode.stream import stream
+from tfexport.decode.unknowns import Answer, unknown_sources
 from tfexport.errors import ConfigError, InputError, TfexportError
 from tfexport.files.names import GENERATION, TARGET_TOKENIZER, TOKENIZER
 from tfexport.files.strict_json import read_json
@@ -189,6 +190,8 @@ class Model:
             BackendError: the backend failed.
         """
         decoding, tokenizer = self.decoding(config, **options), self._need_tokenizer()
+        if decoding.replace_unknowns:
+            self._need_copies(tokenizer)
         sources = tokenizer.encode(_texts("texts", texts))
         starts = [
             tokenizer.begin_target(prefix) for prefix in (prefixes if prefixes is not None else [""] * len(texts))
@@ -203,9 +206,12 @@ class Model:
             text_of=tokenizer.decode,
             num_fixed=len(tokenizer.text.target_prefix),
         )
-        return [
+        results = [
             result_of(tokenizer, best, decoding, index) for index, hypotheses in enumerate(found) for best in hypotheses
         ]
+        return (
+            self._with_copies(texts, sources, results, decoding, batch_size) if decoding.replace_unknowns else results
+        )
 
     def generate_ids(
         self,
@@ -268,6 +274,11 @@ class Model:
         tokenizer = self._need_tokenizer()
         (source,) = tokenizer.encode(_texts("text", [text]))
         decoding = self.decoding(config, **options)
+        if decoding.replace_unknowns:
+            raise InputError(
+                "stream: replace_unknowns is true, but the alignment is known when the text is whole; "
+                "set it to false, or use generate"
+            )
         start = tokenizer.begin_target(prefix)
         num_fixed = len(tokenizer.text.target_prefix)
         tokens = stream(
@@ -502,6 +513,37 @@ class Model:
         prefix = tokenizer.begin_target() or ([] if first is None else [first])
         return source_ids, target_ids, [prefix] * len(sources)
 
+    def _need_copies(self, tokenizer: Tokenizer) -> None:
+        """Refuse a model that cannot say what an unknown token was read from, before it decodes."""
+        if self.spec.has_decoder and tokenizer.unknown is None:
+            raise ConfigError("replace_unknowns: the vocabulary has no unknown token to replace; leave it out")
+        if self.spec.has_decoder:
+            need_alignment(self.session, "replace_unknowns")
+
+    def _with_copies(
+        self,
+        texts: Sequence[str],
+        sources: Sequence[Sequence[int]],
+        results: Sequence[Result],
+        decoding: DecodeConfig,
+        batch_size: int,
+    ) -> list[Result]:
+        """Write in each text what its unknown tokens were read from."""
+        tokenizer = self._need_tokenizer()
+        assert tokenizer.unknown is not None
+        copies = [tokenizer.copies(text) for text in texts]
+        answers = [
+            Answer(sources[one.index], one.token_ids, [piece is not None for piece in copies[one.index]])
+            for one in results
+        ]
+        found = unknown_sources(
+            self.session, answers, tokenizer.unknown, start=decoding.decoder_start_token_id, batch_size=batch_size
+        )
+        return [
+            _copied(tokenizer, one, {place: copies[one.index][source] or "" for place, source in places.items()})
+            for one, places in zip(results, found, strict=True)
+        ]
+
     def _spelled(self, found: Alignment) -> Alignment:
         """Add the tokens to the ids, where there is a tokenizer."""
         if self.tokenizer is None:
@@ -542,6 +584,15 @@ def result_of(tokenizer: Tokenizer, found: Hypothesis, config: DecodeConfig, ind
     end = stop_end(found.token_ids, config.strings, tokenizer.decode) if found.finish_reason == "stop" else None
     text = tokenizer.decode(found.token_ids)[:end]
     return Result(text, found.token_ids, found.score, found.finish_reason, index)
+
+
+def _copied(tokenizer: Tokenizer, result: Result, tokens: Mapping[int, str]) -> Result:
+    """Put tokens of the source into a text, which still ends where a stop string ended it."""
+    if not tokens:
+        return result
+    cut = len(tokenizer.decode(result.token_ids)) - len(result.text)
+    text = tokenizer.decode_with(result.token_ids, tokens)
+    return dataclasses.replace(result, text=text[: len(text) - cut])
 
 
 def _pieces(text: Pieces, tokens: Iterator[int]) -> Iterator[str]:

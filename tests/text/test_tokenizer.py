@@ -18,6 +18,7 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, pro
 
 from tfexport.errors import BackendError, BundleError, InputError
 from tfexport.spec import ModelSpec, TokenIds
+from tfexport.text.config import TextConfig
 from tfexport.text.tokenizer import Tokenizer
 from tfexport.text.vocabulary import Vocabulary
 
@@ -380,6 +381,7 @@ def test_forking_afterwards_warns_of_nothing(tmp_path: Path) -> None:
 import os
 from pathlib import Path
 from tfexport.spec import ModelSpec
+from tfexport.text.config import TextConfig
 from tfexport.text.tokenizer import Tokenizer
 tokenizer = Tokenizer.load(Path({str(tmp_path / "tokenizer.json")!r}), ModelSpec.from_dict({spec!r}))
 tokenizer.encode(["the fox"] * 200)
@@ -390,3 +392,59 @@ if child:
 """
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (run.returncode, run.stderr) == (0, "")
+
+
+# ---- tokens of a source that are copied into a target
+
+
+def sentence_pieces() -> tokenizers.Tokenizer:
+    """Pieces as SentencePiece spells them, with "▁" in front of a word."""
+    pieces = ["▁", "▁we", "▁see", "▁To", "kyo", "▁in", "▁May"]
+    inner = tokenizers.Tokenizer(
+        models.Unigram([*((token, 0.0) for token in SPECIAL), *((piece, -1.0) for piece in pieces)], unk_id=3)
+    )
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    inner.add_special_tokens(SPECIAL)
+    inner.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 2)])
+    return inner
+
+
+@pytest.mark.parametrize("make", [characters, byte_pairs, sentence_pieces])
+@given(data=st.data())
+@settings(max_examples=50, deadline=None)
+def test_decoding_with_no_other_token_is_decoding(
+    make: object, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    inner = make()  # type: ignore[operator]
+    tokenizer = wrap(inner, tmp_path_factory.mktemp("t"))
+    ids = data.draw(st.lists(st.integers(0, inner.get_vocab_size() - 1), max_size=12))
+    assert tokenizer.decode_with(ids, {}) == tokenizer.decode(ids)
+
+
+def test_what_is_copied_is_spelled_as_the_target_spells_it(tmp_path: Path) -> None:
+    tokenizer = wrap(sentence_pieces(), tmp_path)
+    copies = tokenizer.copies("we see 日本 in Tokyo")
+    assert copies == ["▁we", "▁see", "▁", "日本", "▁in", "▁To", "kyo", None]
+    ids = tokenizer.encode(["in 日 we see"])[0]
+    place = ids.index(TOKENS.unk or 0)
+    assert tokenizer.decode_with(ids, {place: "日本"}) == "in 日本 we see"
+    assert tokenizer.decode_with([4 + 2, 3, 4 + 1], {1: "▁To"}) == "see To we"
+
+
+def test_what_is_copied_between_two_kinds_of_tokens_is_the_text_itself(tmp_path: Path) -> None:
+    source, target = sentence_pieces(), characters()
+    (tmp_path / "source.json").write_text(source.to_str())
+    (tmp_path / "target.json").write_text(target.to_str())
+    spec = spec_of(source, vocab=target.get_vocab_size())
+    tokenizer = Tokenizer.load(tmp_path / "source.json", spec, target=tmp_path / "target.json")
+    assert [piece for piece in tokenizer.copies("see Tokyo 日本") if piece != " "] == ["see", "To", "kyo", "日本", None]
+
+
+def test_what_stands_around_a_text_is_never_copied(tmp_path: Path) -> None:
+    inner = sentence_pieces()
+    inner.save(str(tmp_path / "tokenizer.json"))
+    text = TextConfig(source_prefix=(5,), source_suffix=(6, 2))
+    tokenizer = Tokenizer.load(tmp_path / "tokenizer.json", spec_of(inner), text=text)
+    copies = tokenizer.copies("in May")
+    assert copies == [None, "▁in", "▁May", None, None, None]
+    assert len(copies) == len(tokenizer.encode(["in May"])[0])

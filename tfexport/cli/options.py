@@ -44,6 +44,7 @@ _DECODE_HELP = {
     "decoder_start_token_id": "Id that the decoder reads first, or its token; the model's own when not given.",
     "max_time": "Seconds for a text, from when it joins the batch.",
     "stop_strings": "Text that ends a text which says it; give it again for more.",
+    "replace_unknowns": "Write the source token that an unknown token was read from; needs a bundle with --alignment.",
     "seed": "Of sampling; the same seed draws the same texts.",
 }
 

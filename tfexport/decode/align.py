@@ -33,16 +33,16 @@ class Alignment:
     target_tokens: tuple[str, ...] = ()
 
 
-def need_alignment(session: Session) -> Aligns:
-    """Return a session that can align.
+def need_alignment(session: Session, subject: str = "align") -> Aligns:
+    """Return a session that can align; `subject` is named at the start of the error.
 
     Raises:
         ConfigError: its backend or its bundle cannot; says what to do.
     """
     if not isinstance(session, Aligns):
-        raise ConfigError(f"align: backend {session.backend} gives no attention; use --backend ort or eager")
+        raise ConfigError(f"{subject}: backend {session.backend} gives no attention; use --backend ort or eager")
     if not session.has_alignment:
-        raise ConfigError(f"align: {NO_ALIGNMENT}")
+        raise ConfigError(f"{subject}: {NO_ALIGNMENT}")
     return session
 
 

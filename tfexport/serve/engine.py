@@ -219,6 +219,8 @@ class Engine:
             if model.tokenizer is None:
                 raise InputError("this bundle has no tokenizer; ask with token ids")
             tokenizer, decoding = model.tokenizer, model.decoding(config, **options)
+            if decoding.replace_unknowns:
+                raise InputError("request: replace_unknowns is not served; set it to false, or use Model.generate")
             (source,) = tokenizer.encode([text])
             begin, fixed = tokenizer.begin_target(prefix), len(tokenizer.text.target_prefix)
             request = self._check(model, source, begin, decoding, num_fixed=fixed, stream=stream)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tfexport.errors import BundleError, InputError, raise_all
@@ -155,6 +155,24 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Turn token ids of a target into text, leaving out special tokens and ids that have no token."""
         return self._target.decode(ids)
+
+    @property
+    def unknown(self) -> int | None:
+        """The id of what the target's vocabulary does not know; None where there is none."""
+        return self._target.unknown
+
+    def copies(self, text: str) -> list[str | None]:
+        """Say what may stand in a target for each id of a source; None for those that stand around the text.
+
+        That is the token as it is spelled, and for one that the vocabulary does not know what stands in the text.
+        Where source and target spell their tokens differently it is what stands in the text of all.
+        """
+        pieces = self._source.pieces(text, spelled=self._source.decodes_like(self._target))
+        return [*[None] * len(self.text.source_prefix), *pieces, *[None] * len(self.text.source_suffix)]
+
+    def decode_with(self, ids: Sequence[int], tokens: Mapping[int, str]) -> str:
+        """Turn token ids of a target into text, with other tokens in some places; see `Vocabulary.decode_with`."""
+        return self._target.decode_with(ids, tokens)
 
     def tokens(self, source_ids: Sequence[int], target_ids: Sequence[int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return tokens of a source and of a target as their vocabularies spell them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import stat
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +47,7 @@ class Vocabulary:
         added = inner.get_added_tokens_decoder()
         self._beyond = inner.token_to_id(BEYOND)
         self._special = frozenset({*special, *(i for i, t in added.items() if t.special)} - {self._unknown})
+        self._unseen = self._special | {i for i, t in added.items() if t.special}
         self._plain_added = [token.content for token in added.values() if not token.special]
         drops_unknown = model.get("type") == "BPE" and own_unknown is None and not model.get("byte_fallback")
         self._bpe = model if drops_unknown else None
@@ -120,6 +121,47 @@ class Vocabulary:
     def decode(self, ids: Sequence[int]) -> str:
         """Turn token ids into text, leaving out special tokens and ids that have no token."""
         return self._inner.decode([int(i) for i in ids if i not in self._special], skip_special_tokens=True)
+
+    @property
+    def unknown(self) -> int | None:
+        """The id of what is not known; None where there is none."""
+        return self._unknown
+
+    def decodes_like(self, other: Vocabulary) -> bool:
+        """Say whether two vocabularies spell their tokens alike, such as with "▁" in front of a word."""
+        ours, theirs = (one._inner.decoder and one._inner.decoder.__getstate__() for one in (self, other))
+        return bool(ours == theirs)
+
+    def decode_with(self, ids: Sequence[int], tokens: Mapping[int, str]) -> str:
+        """Do what `decode` does, with other tokens in some places.
+
+        Args:
+            ids: of a target.
+            tokens: as this vocabulary would spell them, by place.
+        """
+        spelled = [
+            tokens.get(place, "" if token in self._unseen else self.token(token)) for place, token in enumerate(ids)
+        ]
+        seen = [token for token in spelled if token]
+        text: str = self._inner.decoder.decode(seen) if self._inner.decoder else " ".join(seen)
+        return text
+
+    def pieces(self, text: str, *, spelled: bool) -> list[str | None]:
+        """Say what each id of `encode(text, special=True)` stands for: None for those around the text.
+
+        Args:
+            text: that was encoded.
+            spelled: give tokens as the vocabulary spells them, and only of unknown ones what stands in the text; else
+                what stands in the text of all.
+        """
+        encoding = self._inner.encode(text, add_special_tokens=True)
+        found: list[str | None] = []
+        rows = zip(encoding.ids, encoding.tokens, encoding.offsets, encoding.special_tokens_mask, strict=True)
+        for token_id, token, (first, last), is_added in rows:
+            is_known = token_id != self._unknown and not self._is_none_of_text(token_id)
+            said = text[first:last].strip() or text[first:last]
+            found.append(None if is_added else token if spelled and is_known else said)
+        return found
 
     def token(self, token_id: int) -> str:
         """Return a token as the vocabulary spells it; "" where there is none of that id."""
