@@ -262,6 +262,26 @@ def test_a_thread_that_hangs_is_not_ready(
     serving(dates_bundle, use, stall_s=0.3)
 
 
+def test_a_thread_that_hangs_does_not_keep_an_engine_from_stopping(
+    dates_bundle: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+
+    def hanging(*_: object) -> list[Any]:
+        go_on.wait(30)
+        return []
+
+    async def use(engine: Engine) -> None:
+        monkeypatch.setattr(Loop, "step", hanging)
+        waiting = engine.submit(texts[0])
+        assert not await engine.drain(0.1)
+        with pytest.raises(Draining):
+            await waiting
+        go_on.set()
+
+    serving(dates_bundle, use, stall_s=0.2)
+
+
 def test_replacing_loses_no_request(dates_bundle: Path, model: Model, texts: list[str], tmp_path: Path) -> None:
     expected = {text: model.generate([text])[0].text for text in texts}
 
@@ -301,6 +321,19 @@ def test_draining_answers_what_was_accepted_and_takes_no_more(dates_bundle: Path
         assert engine.state == "stopped"
 
     serving(dates_bundle, use, slots=1)
+
+
+def test_an_engine_that_drains_takes_no_other_bundle(dates_bundle: Path) -> None:
+    async def use(engine: Engine) -> None:
+        replacing = asyncio.create_task(engine.replace())
+        await asyncio.sleep(0)
+        assert await engine.drain()
+        with pytest.raises(Draining, match="no other bundle"):
+            await replacing
+        assert engine.state == "stopped"
+        assert await engine.drain()
+
+    serving(dates_bundle, use)
 
 
 def test_draining_in_no_time_answers_the_rest_with_the_reason(dates_bundle: Path, texts: list[str]) -> None:

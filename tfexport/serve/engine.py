@@ -81,6 +81,7 @@ class Engine:
         self._served: _Served | None = None
         self._state: State = "starting"
         self._open_jobs: dict[int, tuple[Generation[Any, Any], Worker]] = {}
+        self._retiring: list[_Served] = []
         self._replacing = asyncio.Lock()
 
     @property
@@ -146,11 +147,14 @@ class Engine:
             TfexportError: the bundle cannot be served; the old one goes on.
         """
         async with self._replacing:
-            served = self._serve(await self._open(bundle or self._bundle))
-            old, self._served, self._bundle = self._current, served, bundle or self._bundle
-            old.worker.close(Draining("the bundle was replaced"))
-            await asyncio.to_thread(old.worker.join)
-            old.model.close()
+            model = await self._open(bundle or self._bundle)
+            if self._state != "ready":
+                model.close()
+                raise Draining("the engine is about to stop and takes no other bundle")
+            old, self._served, self._bundle = self._current, self._serve(model), bundle or self._bundle
+            self._retiring.append(old)
+            await self._stop(old, Draining("the bundle was replaced"), None)
+            self._retiring.remove(old)
 
     async def drain(self, timeout_s: float | None = None) -> bool:
         """Take no more requests, finish those that were accepted, and stop.
@@ -161,19 +165,28 @@ class Engine:
         Returns:
             Whether all were answered.
         """
+        if self._served is None or self._state == "stopped":
+            return True
         self._state = "draining"
-        async with self._replacing:
-            if self._served is None:
-                return True
-            worker, reason = self._served.worker, Draining("the engine is about to stop; ask another one")
-            worker.close(reason)
-            in_time = await asyncio.to_thread(worker.join, timeout_s)
-            if not in_time:
-                worker.abort(reason)
-                await asyncio.to_thread(worker.join)
-            self._served.model.close()
-            self._state = "stopped"
-            return in_time
+        reason = Draining("the engine is about to stop; ask another one")
+        stops = (self._stop(served, reason, timeout_s) for served in (*self._retiring, self._served))
+        in_time = all(await asyncio.gather(*stops))
+        self._state = "stopped"
+        return in_time
+
+    async def _stop(self, served: _Served, reason: Draining, timeout_s: float | None) -> bool:
+        """Let a model finish what it has accepted, then close it; answer the rest with the reason after the time."""
+        worker = served.worker
+        worker.close(reason)
+        in_time = await asyncio.to_thread(worker.join, timeout_s)
+        if not in_time:
+            worker.abort(reason)
+        if in_time or await asyncio.to_thread(worker.join, self.config.stall_s):
+            served.model.close()
+        else:  # the thread hangs, and needs its model
+            for generation, _ in [found for found in self._open_jobs.values() if found[1] is worker]:
+                self._end(generation, reason)
+        return in_time
 
     async def __aenter__(self) -> Self:
         """Start."""
