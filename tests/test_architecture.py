@@ -98,6 +98,7 @@ FENCES: dict[str, set[str]] = {
     "sentencepiece": {"checkpoint.formats.spm"},
     "safetensors": {"models", "graph", "checkpoint"},
     "yaml": {"checkpoint.layout.layout"},
+    "starlette": {"serve.http"},
 }
 HEAVY = (
     "torch",

@@ -1,0 +1,89 @@
+"""Asking an engine: a text or token ids, for as long as the client listens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, TypeAlias
+
+from starlette.requests import Request
+
+from tfexport.decode.result import Hypothesis
+from tfexport.errors import shortened
+from tfexport.model import Result
+from tfexport.serve.engine import Engine
+from tfexport.serve.generation import Generation
+from tfexport.serve.http.errors import RequestError
+
+Source: TypeAlias = str | list[int]
+Asked: TypeAlias = Generation[str, Result] | Generation[int, Hypothesis]
+# Token ids are int64 in the graphs.
+MAX_ID = 2**63 - 1
+
+
+def source_of(data: Mapping[str, Any]) -> Source:
+    """Return what a request is about: `text_input`, or `input_ids`.
+
+    Raises:
+        RequestError: neither or both are given, or it is none.
+    """
+    given = [name for name in ("text_input", "input_ids") if name in data]
+    if len(given) != 1:
+        raise RequestError(400, f"{' and '.join(given) or 'nothing'} is given, expected text_input or input_ids")
+    return text(data["text_input"], "text_input") if given == ["text_input"] else ids(data["input_ids"], "input_ids")
+
+
+def text(value: object, name: str) -> str:
+    """Return a text, checked."""
+    if not isinstance(value, str):
+        raise RequestError(400, f"{name} is {shortened(value)}, expected a text")
+    return value
+
+
+def ids(value: object, name: str) -> list[int]:
+    """Return token ids, checked; the engine knows which ones there are."""
+    is_list = isinstance(value, list) and all(type(one) is int and abs(one) <= MAX_ID for one in value)
+    if not is_list:
+        raise RequestError(400, f"{name} is {shortened(value)}, expected a list of token ids")
+    return list(value)  # type: ignore[call-overload,no-any-return]
+
+
+def submit(engine: Engine, source: Source, arguments: Mapping[str, Any], *, stream: bool = False) -> Asked:
+    """Ask an engine.
+
+    Args:
+        engine: started.
+        source: text or token ids.
+        arguments: of `Engine.submit`; the prefix is of the kind of the source.
+        stream: hand out what comes.
+
+    Raises:
+        RequestError: the prefix is none.
+        TfexportError: those of `Engine.submit`.
+    """
+    given = dict(arguments)
+    if isinstance(source, str):
+        given["prefix"] = text(given.get("prefix", ""), "prefix")
+        return engine.submit(source, stream=stream, **given)
+    given["prefix"] = ids(given.get("prefix", []), "prefix")
+    return engine.submit_ids(source, stream=stream, **given)
+
+
+@contextlib.asynccontextmanager
+async def while_heard(request: Request, *asked: Asked) -> AsyncIterator[None]:
+    """Cancel generations when the client goes away, or when this is left; the body has been read."""
+    watcher = asyncio.create_task(_cancel_unheard(request, asked))
+    try:
+        yield
+    finally:
+        watcher.cancel()
+        for one in asked:
+            one.cancel()
+
+
+async def _cancel_unheard(request: Request, asked: tuple[Asked, ...]) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    for one in asked:
+        one.cancel()

@@ -1,0 +1,98 @@
+"""The body of a request: bounded while it comes, then read strictly."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from starlette.requests import Request
+
+from tfexport.errors import shortened
+from tfexport.files.strict_json import parse_json
+from tfexport.serve.http.errors import RequestError
+from tfexport.serve.http.service import service_of
+
+MAX_DEPTH = 100
+# Parts that a body may come in: each costs a turn of the event loop.
+MAX_CHUNKS = 65_536
+
+
+async def read_body(request: Request) -> bytes:
+    """Read all of a body.
+
+    Raises:
+        RequestError: its length is not given, or above the limit, or is another than was said.
+    """
+    limit, headers = service_of(request).config.max_body_bytes, request.headers
+    if headers.get("content-encoding", "identity") != "identity":
+        raise _left(415, f"Content-Encoding {shortened(headers['content-encoding'])} is not taken; send it plain")
+    said = headers.get("content-length")
+    if said is None and "transfer-encoding" not in headers and request.scope["http_version"].startswith("1"):
+        raise _left(411, "Content-Length is missing; send it")
+    if said is not None and not (said.isascii() and said.isdigit()):
+        raise _left(400, f"Content-Length is {shortened(said)}, expected a number")
+    if said is not None and (len(said) > 12 or int(said) > limit):
+        raise _left(413, f"the body has {said[:40]} bytes, the limit is {limit}; send less")
+    body, num_chunks = bytearray(), 0
+    async for chunk in request.stream():
+        body += chunk
+        num_chunks += 1
+        if len(body) > limit:
+            raise _left(413, f"the body is above the limit of {limit} bytes; send less")
+        if num_chunks > MAX_CHUNKS:
+            raise _left(413, f"the body comes in more than {MAX_CHUNKS} chunks; send larger ones")
+    if said is not None and len(body) != int(said):
+        raise _left(400, f"the body has {len(body)} bytes, Content-Length says {int(said)}")
+    return bytes(body)
+
+
+async def read_object(request: Request) -> dict[str, Any]:
+    """Read a body that is a JSON object.
+
+    Raises:
+        RequestError: it is none, or no whole and bounded one.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise _left(415, f"Content-Type is {shortened(kind)}, expected application/json")
+    return parse_object(await read_body(request))
+
+
+def parse_object(raw: bytes) -> dict[str, Any]:
+    """Read a JSON object strictly.
+
+    Raises:
+        RequestError: it is not JSON, not an object, nested too deeply, or has text that is not Unicode.
+    """
+    try:
+        data = parse_json(raw)
+    except ValueError as error:
+        raise RequestError(400, f"the body is not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise RequestError(400, f"the body is {shortened(data)[:100]}, expected a JSON object")
+    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and _depth(data) > MAX_DEPTH:
+        raise RequestError(400, f"the body is nested more than {MAX_DEPTH} deep")
+    if rb"\u" in raw:
+        _check_unicode(data)
+    return data
+
+
+def _left(status: int, message: str) -> RequestError:
+    """Return an error that leaves the rest of the body unread, so that the connection is of no more use."""
+    return RequestError(status, message, {"Connection": "close"})
+
+
+def _depth(data: object) -> int:
+    """Count the levels of lists and objects."""
+    level, depth = [data], 0
+    while level := [one for one in level if isinstance(one, dict | list)]:
+        depth += 1
+        level = [part for one in level for part in (one.values() if isinstance(one, dict) else one)]
+    return depth
+
+
+def _check_unicode(data: object) -> None:
+    try:
+        json.dumps(data, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(400, "the body has half of a surrogate pair, expected whole characters") from error
