@@ -31,7 +31,8 @@ _HAND = [
     "\u0007bell \u001b[31mred",
     "ß" * 20 + " " + "é" * 20,
 ]
-LINES = [line.strip() for line in Path(__file__).with_name("published.py").read_text().splitlines() if line.strip()]
+_NEIGHBOUR = Path(__file__).with_name("published_configs.py")
+LINES = [line.strip() for line in _NEIGHBOUR.read_text().splitlines() if line.strip()]
 
 
 def odd_texts() -> list[str]:

@@ -144,7 +144,7 @@ def test_languages_by_name_are_those_of_transformers(family: str, tmp_path: Path
             (ids,) = model.generate(given.input_ids, attention_mask=given.attention_mask, **options, **{option: token})
             expected.append(theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
     different = [(a, b) for a, b in zip(said, expected, strict=True) if a.strip() != b.strip()]
-    assert len(set(expected)) > 20, "texts that are all alike prove nothing"
+    assert len(set(expected)) > 10, "texts that are all alike prove nothing"
     assert not different, (len(different), different[:2])
 
 
