@@ -203,7 +203,7 @@ def write_ctranslate2(folder: Path, target: Path, quantization: str | None) -> N
     from ctranslate2.specs import common_spec, transformer_spec
 
     model = Canonical.read(folder)
-    spec = transformer_spec.TransformerSpec.from_marian_config(
+    spec = transformer_spec.TransformerSpec.from_config(
         (model.layers("enc"), model.layers("dec")),
         model.config["encoder"]["num_heads"],
         pre_norm=False,

@@ -169,6 +169,7 @@ class Engine:
             return True
         self._state = "draining"
         reason = Draining("the engine is about to stop; ask another one")
+        self._served.worker.close(reason)  # before anything else can happen
         stops = (self._stop(served, reason, timeout_s) for served in (*self._retiring, self._served))
         in_time = all(await asyncio.gather(*stops))
         self._state = "stopped"
