@@ -355,6 +355,7 @@ def test_draining_in_no_time_answers_the_rest_with_the_reason(dates_bundle: Path
         ({"max_new_tokens": 0}, ConfigError, "max_new_tokens is 0"),
         ({"nonsense": 1}, ConfigError, "nonsense"),
         ({"max_new_tokens": 10**6}, InputError, "lower max_new_tokens"),
+        ({"replace_unknowns": True}, InputError, "replace_unknowns is not served; set it to false"),
     ],
 )
 def test_what_cannot_be_served_is_refused_at_once(
