@@ -99,6 +99,7 @@ FENCES: dict[str, set[str]] = {
     "safetensors": {"models", "graph", "checkpoint"},
     "yaml": {"checkpoint.layout.layout"},
     "starlette": {"serve.http"},
+    "prometheus_client": {"serve.metrics"},
 }
 HEAVY = (
     "torch",

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-# How a request ended. "invalid" was refused for what it asks, "slow_reader" cancelled because it was not read.
-Outcome = Literal["ok", "invalid", "queue_full", "draining", "deadline", "cancelled", "slow_reader", "error"]
+# How a request ended. "invalid" was refused for what it asks, "not_ready" because the bundle was being loaded,
+# "slow_reader" cancelled because it was not read.
+Outcome = Literal[
+    "ok", "invalid", "not_ready", "queue_full", "draining", "deadline", "cancelled", "slow_reader", "error"
+]
 
 
 class Observer:

@@ -2,26 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from starlette.applications import Starlette
+from starlette.routing import BaseRoute
 
 from tfexport.serve.engine import Engine
-from tfexport.serve.http import generate, health
+from tfexport.serve.http import generate, health, metadata, monitoring
 from tfexport.serve.http.config import HttpConfig
 from tfexport.serve.http.errors import HANDLERS
 from tfexport.serve.http.service import Service
+from tfexport.serve.metrics import Metrics
 
 
-def build_app(engines: Mapping[str, Engine], config: HttpConfig | None = None) -> Starlette:
+def build_app(
+    engines: Mapping[str, Engine], config: HttpConfig | None = None, metrics: Metrics | None = None
+) -> Starlette:
     """Return the app; any ASGI server runs it, and other apps can mount it.
 
     Args:
         engines: by the name of their model. Their caller starts and drains them, on the app's event loop; until
             they are started the app answers, and is not ready.
         config: limits and endpoints; None for the defaults.
+        metrics: whose observers the engines tell; None for no metrics and statistics.
     """
-    app = Starlette(routes=[*health.ROUTES, *generate.ROUTES], exception_handlers=HANDLERS)
+    config = config or HttpConfig()
+    if metrics:
+        metrics.watch(engines)
+    app = Starlette(routes=list(_routes(config, metrics)), exception_handlers=HANDLERS)
     app.router.redirect_slashes = False
-    app.state.service = Service(engines, config or HttpConfig())
+    app.state.service = Service(engines, config, metrics)
     return app
+
+
+def _routes(config: HttpConfig, metrics: Metrics | None) -> Iterator[BaseRoute]:
+    """Yield the routes; those that match more come later."""
+    yield from health.ROUTES
+    if metrics:
+        yield from monitoring.STATISTICS
+        if config.metrics:
+            yield from monitoring.METRICS
+    yield from metadata.ROUTES
+    yield from generate.ROUTES

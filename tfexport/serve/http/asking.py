@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, TypeAlias
 
-from starlette.requests import Request
+from starlette.types import Receive
 
 from tfexport.decode.result import Hypothesis
 from tfexport.errors import shortened
@@ -71,9 +71,9 @@ def submit(engine: Engine, source: Source, arguments: Mapping[str, Any], *, stre
 
 
 @contextlib.asynccontextmanager
-async def while_heard(request: Request, *asked: Asked) -> AsyncIterator[None]:
+async def while_heard(receive: Receive, *asked: Asked) -> AsyncIterator[None]:
     """Cancel generations when the client goes away, or when this is left; the body has been read."""
-    watcher = asyncio.create_task(_cancel_unheard(request, asked))
+    watcher = asyncio.create_task(_cancel_unheard(receive, asked))
     try:
         yield
     finally:
@@ -82,8 +82,8 @@ async def while_heard(request: Request, *asked: Asked) -> AsyncIterator[None]:
             one.cancel()
 
 
-async def _cancel_unheard(request: Request, asked: tuple[Asked, ...]) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def _cancel_unheard(receive: Receive, asked: tuple[Asked, ...]) -> None:
+    while (await receive())["type"] != "http.disconnect":
         pass
     for one in asked:
         one.cancel()

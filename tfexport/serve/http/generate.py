@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -11,9 +11,10 @@ from starlette.routing import Route
 
 from tfexport.decode.result import Hypothesis
 from tfexport.model import Result
-from tfexport.serve.http.asking import source_of, submit, while_heard
+from tfexport.serve.http.asking import Asked, source_of, submit, text, while_heard
 from tfexport.serve.http.body import read_object
 from tfexport.serve.http.errors import RequestError
+from tfexport.serve.http.event_stream import EventStream, event
 from tfexport.serve.http.options import arguments
 from tfexport.serve.http.service import VERSION, service_of
 
@@ -22,26 +23,38 @@ _KEYS = {"id", "text_input", "input_ids", "parameters"}
 
 async def generate(request: Request) -> Response:
     """Answer a text, or token ids."""
-    service = service_of(request)
-    name = service.name(request)
-    data = await read_object(request)
-    head = _head(name, data)
-    given = arguments(data.get("parameters", {}), service.config.max_timeout_s)
-    asked = submit(service.started(name), source_of(data), given)
-    async with while_heard(request, asked):
+    head, asked = await _submit(request, stream=False)
+    async with while_heard(request.receive, asked):
         answers = await asked
     is_one = asked.job.request.config.num_return_sequences == 1
     return JSONResponse(head | answered(answers, is_one=is_one))
 
 
-def _head(name: str, data: dict[str, Any]) -> dict[str, Any]:
-    """Return what an answer begins with."""
-    if unknown := [key for key in data if key not in _KEYS]:
-        raise RequestError(400, f"unknown key {unknown[0][:80]}; options go into parameters")
-    number = {"id": data["id"]} if "id" in data else {}
-    if not isinstance(number.get("id", ""), str):
-        raise RequestError(400, "id is no text; write it as one")
-    return {**number, "model_name": name, "model_version": VERSION}
+async def generate_stream(request: Request) -> Response:
+    """Answer in events: pieces as they come, then what `generate` answers with no text left."""
+    head, asked = await _submit(request, stream=True)
+    return EventStream(asked, _events(head, asked), service_of(request).config.max_send_s)
+
+
+async def _submit(request: Request, *, stream: bool) -> tuple[dict[str, Any], Asked]:
+    """Return what answers begin with, and what the engine was asked for."""
+    service = service_of(request)
+    name = service.name(request)
+    with service.counted(name):
+        data = await read_object(request)
+        if unknown := [key for key in data if key not in _KEYS]:
+            raise RequestError(400, f"unknown key {unknown[0][:80]}; options go into parameters")
+        head = {"id": text(data["id"], "id")} if "id" in data else {}
+        given = arguments(data.get("parameters", {}), service.config.max_timeout_s)
+        asked = submit(service.started(name), source_of(data), given, stream=stream)
+    return {**head, "model_name": name, "model_version": VERSION}, asked
+
+
+async def _events(head: dict[str, Any], asked: Asked) -> AsyncGenerator[bytes]:
+    async for piece in asked:
+        yield event(head | ({"text_output": piece} if isinstance(piece, str) else {"output_ids": [piece]}))
+    last = answered(await asked, is_one=True)
+    yield event(head | (last | {"text_output": ""} if "text_output" in last else last))
 
 
 def answered(answers: Sequence[Result | Hypothesis], *, is_one: bool) -> dict[str, Any]:
@@ -55,6 +68,7 @@ def answered(answers: Sequence[Result | Hypothesis], *, is_one: bool) -> dict[st
 
 
 ROUTES = [
-    Route(f"/v2/models/{{name}}{version}/generate", generate, methods=["POST"])
+    Route(f"/v2/models/{{name}}{version}/{endpoint.__name__}", endpoint, methods=["POST"])
     for version in ("", "/versions/{version}")
+    for endpoint in (generate, generate_stream)
 ]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from tfexport.errors import shortened
 from tfexport.serve.engine import Engine
 from tfexport.serve.http.config import HttpConfig
 from tfexport.serve.http.errors import RequestError, unavailable
+from tfexport.serve.metrics import Metrics
+from tfexport.serve.observer import Outcome
 
 # A bundle has no versions; clients that ask for one ask for this.
 VERSION = "1"
@@ -21,12 +25,13 @@ class Service:
     Attributes:
         engines: by the name of their model.
         config: of the app.
+        metrics: that the engines' observers and this one count in; None for none.
         is_leaving: set before the server stops: it is not ready any more, though it still answers.
     """
 
-    def __init__(self, engines: Mapping[str, Engine], config: HttpConfig) -> None:
+    def __init__(self, engines: Mapping[str, Engine], config: HttpConfig, metrics: Metrics | None) -> None:
         """Take what is served; who starts and drains it is the caller."""
-        self.engines, self.config = engines, config
+        self.engines, self.config, self.metrics = engines, config, metrics
         self.is_leaving = False
 
     @property
@@ -58,6 +63,23 @@ class Service:
         if engine.state == "starting":
             raise unavailable(f"model {name} is being loaded; come again later")
         return engine
+
+    @contextlib.contextmanager
+    def counted(self, name: str) -> Iterator[None]:
+        """Count what is refused, or left, before the model's engine sees it; the engine counts what it sees."""
+        start = time.monotonic()
+        try:
+            yield
+        except (RequestError, ClientDisconnect) as error:
+            if self.metrics:
+                self.metrics.observer(name).ended(_outcome(error), "", time.monotonic() - start, 0, None)
+            raise
+
+
+def _outcome(error: RequestError | ClientDisconnect) -> Outcome:
+    if isinstance(error, ClientDisconnect):
+        return "cancelled"
+    return "not_ready" if error.status_code == 503 else "invalid"
 
 
 def service_of(request: Request) -> Service:

@@ -1,0 +1,84 @@
+"""What the server and its models are, after the Open Inference Protocol."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from tfexport.model import Model
+from tfexport.serve.http.errors import unavailable
+from tfexport.serve.http.service import VERSION, service_of
+
+
+async def server(request: Request) -> Response:
+    """Say what the server is, and which models it has."""
+    return JSONResponse(
+        {
+            "name": "tfexport",
+            "version": version("tfexport"),
+            "extensions": ["binary_tensor_data", "generate", "statistics"],
+            "models": list(service_of(request).engines),
+        }
+    )
+
+
+async def model(request: Request) -> Response:
+    """Say what a model takes and gives; -1 is a size that the request decides."""
+    service = service_of(request)
+    name = service.name(request)
+    served = service.started(name).model
+    return JSONResponse(
+        {
+            "name": name,
+            "versions": [VERSION],
+            "platform": "tfexport",
+            "inputs": _inputs(served),
+            "outputs": _outputs(served),
+            "parameters": {
+                "max_source_length": served.spec.max_source_length,
+                "max_target_length": served.spec.max_target_length,
+            },
+        }
+    )
+
+
+async def ready(request: Request) -> Response:
+    """Say whether a model takes requests."""
+    service = service_of(request)
+    name = service.name(request)
+    if service.is_leaving or not service.engines[name].is_ready:
+        raise unavailable(f"model {name} is not ready")
+    return JSONResponse({"name": name, "ready": True})
+
+
+def _inputs(model: Model) -> list[dict[str, Any]]:
+    text = [_tensor("text_input", "BYTES", 1)] if model.tokenizer else []
+    return [*text, _tensor("input_ids", "INT64", 2), _tensor("input_lengths", "INT64", 1)]
+
+
+def _outputs(model: Model) -> list[dict[str, Any]]:
+    return [
+        *([_tensor("text_output", "BYTES", 2)] if model.tokenizer else []),
+        _tensor("output_ids", "INT64", 3),
+        _tensor("output_lengths", "INT64", 2),
+        _tensor("scores", "FP32", 2),
+        _tensor("finish_reason", "BYTES", 2),
+    ]
+
+
+def _tensor(name: str, datatype: str, rank: int) -> dict[str, Any]:
+    return {"name": name, "datatype": datatype, "shape": [-1] * rank}
+
+
+ROUTES = [
+    Route("/v2", server),
+    *(
+        Route(f"/v2/models/{{name}}{version}{path}", endpoint)
+        for version in ("", "/versions/{version}")
+        for path, endpoint in (("", model), ("/ready", ready))
+    ),
+]

@@ -1,0 +1,158 @@
+"""What Prometheus is told of the engines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import get_args
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, exposition
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from tfexport.decode.result import FinishReason
+from tfexport.serve.engine import Engine
+from tfexport.serve.observer import Observer, Outcome
+
+# Seconds, 1-2-5; the last is what a request takes at most unless told otherwise.
+BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+_TIMES = {
+    "queue": "From arrival until a request joins a batch.",
+    "encode": "Encoding the sources that join together.",
+    "decode_step": "A step of the decoder for all rows.",
+    "time_to_first_token": "From arrival to the first token.",
+    "time_per_output_token": "For each token after the first, of a request.",
+    "request": "From arrival to the answer, of requests that were answered.",
+}
+
+
+class Metrics:
+    """The metrics of a server; a model is a label.
+
+    Attributes:
+        registry: of the metrics, apart from that of the process.
+    """
+
+    def __init__(self) -> None:
+        """Begin with nothing counted."""
+        registry = self.registry = CollectorRegistry()
+        self._requests = Counter(
+            "tfexport_requests",
+            "Requests that are over, by what became of them; finish_reason where they were answered.",
+            ("model", "outcome", "finish_reason"),
+            registry=registry,
+        )
+        self._times = {
+            name: Histogram(f"tfexport_{name}_seconds", what, ("model",), buckets=BUCKETS, registry=registry)
+            for name, what in _TIMES.items()
+        }
+        self._rows = Histogram(
+            "tfexport_step_batch_size", "Rows of a decoder step.", ("model",), buckets=ROWS, registry=registry
+        )
+        self._tokens = {
+            side: Counter(f"tfexport_{side}_tokens", what, ("model",), registry=registry)
+            for side, what in {"source": "Tokens that were encoded.", "target": "Tokens that were generated."}.items()
+        }
+        self._observers: dict[str, PrometheusObserver] = {}
+
+    def observer(self, model: str) -> PrometheusObserver:
+        """Return who is told of the engine of a model, always the same."""
+        if model not in self._observers:
+            times = {name: metric.labels(model) for name, metric in self._times.items()}
+            tokens = {side: metric.labels(model) for side, metric in self._tokens.items()}
+            requests = {
+                (outcome, reason): self._requests.labels(model, outcome, reason)
+                for outcome in get_args(Outcome)
+                for reason in (get_args(FinishReason) if outcome == "ok" else ("",))
+            }
+            self._observers[model] = PrometheusObserver(requests, times, self._rows.labels(model), tokens)
+        return self._observers[model]
+
+    def watch(self, engines: Mapping[str, Engine]) -> None:
+        """Read the gauges of engines at each scrape; call it once."""
+        self.registry.register(_Gauges(engines))
+
+    def total(self, metric: str, model: str) -> float:
+        """Return the sum of the samples of one name that are a model's, such as `tfexport_queue_seconds_sum`."""
+        samples = (sample for family in self.registry.collect() for sample in family.samples)
+        return sum(one.value for one in samples if one.name == metric and one.labels["model"] == model)
+
+    def expose(self, accept: str) -> tuple[bytes, str]:
+        """Return all metrics as text, and its content type.
+
+        Args:
+            accept: header of the request, which chooses between Prometheus' own text and OpenMetrics.
+        """
+        encode, kind = exposition.choose_encoder(accept)
+        return encode(self.registry), kind
+
+
+class PrometheusObserver(Observer):
+    """Counts for one model; see `Metrics.observer`.
+
+    Attributes:
+        failed_s: seconds that requests took which were not answered.
+    """
+
+    def __init__(
+        self,
+        requests: Mapping[tuple[str, str], Counter],
+        times: Mapping[str, Histogram],
+        rows: Histogram,
+        tokens: Mapping[str, Counter],
+    ) -> None:
+        """Take the metrics of the model: by outcome and finish reason, by name, and by side."""
+        self._requests, self._times, self._rows, self._tokens = requests, times, rows, tokens
+        self.failed_s = 0.0
+
+    def joined(self, waited_s: float, source_tokens: int) -> None:
+        """Count the wait and the source."""
+        self._times["queue"].observe(waited_s)
+        self._tokens["source"].inc(source_tokens)
+
+    def encoded(self, took_s: float) -> None:
+        """Count an encoder run."""
+        self._times["encode"].observe(took_s)
+
+    def stepped(self, took_s: float, num_steps: int, num_rows: int) -> None:
+        """Count decoder steps, each with the mean of their time."""
+        for _ in range(num_steps):
+            self._times["decode_step"].observe(took_s / num_steps)
+            self._rows.observe(num_rows)
+
+    def began(self, took_s: float) -> None:
+        """Count a first token."""
+        self._times["time_to_first_token"].observe(took_s)
+
+    def ended(self, outcome: Outcome, reason: str, took_s: float, num_tokens: int, per_token_s: float | None) -> None:
+        """Count a request."""
+        self._requests[outcome, reason].inc()
+        self._tokens["target"].inc(num_tokens)
+        if outcome == "ok":
+            self._times["request"].observe(took_s)
+        else:
+            self.failed_s += took_s
+        if per_token_s is not None:
+            self._times["time_per_output_token"].observe(per_token_s)
+
+
+class _Gauges(Collector):
+    """What engines are about at the time of the scrape."""
+
+    def __init__(self, engines: Mapping[str, Engine]) -> None:
+        self._engines = engines
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield a gauge for each thing; an engine that was not started has none."""
+        started = {name: engine for name, engine in self._engines.items() if engine.state != "starting"}
+        gauges = {
+            "tfexport_requests_running": ("Requests that are decoded.", "num_running"),
+            "tfexport_requests_waiting": ("Requests that have not joined a batch.", "num_waiting"),
+            "tfexport_slots": ("Rows that are decoded at once, at most.", "slots"),
+            "tfexport_slots_used": ("Rows that are decoded.", "num_slots_used"),
+        }
+        for name, (what, attribute) in gauges.items():
+            gauge = GaugeMetricFamily(name, what, labels=("model",))
+            for model, engine in started.items():
+                gauge.add_metric((model,), getattr(engine, attribute))
+            yield gauge
