@@ -19,12 +19,22 @@ DATES = ROOT / "models" / "dates"
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+OPTIONAL = ("hypothesis", "transformers", "starlette", "uvicorn", "prometheus_client", "httpx")
+
+
 class SkipWithout(MetaPathFinder):
     """Skips files of tests whose packages are not installed: a machine with a GPU may have pytest and little else."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         """Raise pytest's skip; asked last, when nobody has found the package."""
-        if name.partition(".")[0] in ("hypothesis", "transformers"):
+        if name.partition(".")[0] in (
+            "hypothesis",
+            "httpx",
+            "prometheus_client",
+            "starlette",
+            "transformers",
+            "uvicorn",
+        ):
             pytest.skip(f"{name} is not installed", allow_module_level=True)
 
 

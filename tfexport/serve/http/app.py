@@ -8,7 +8,7 @@ from starlette.applications import Starlette
 from starlette.routing import BaseRoute
 
 from tfexport.serve.engine import Engine
-from tfexport.serve.http import generate, health, metadata, monitoring
+from tfexport.serve.http import generate, health, infer, metadata, monitoring
 from tfexport.serve.http.config import HttpConfig
 from tfexport.serve.http.errors import HANDLERS
 from tfexport.serve.http.service import Service
@@ -43,4 +43,5 @@ def _routes(config: HttpConfig, metrics: Metrics | None) -> Iterator[BaseRoute]:
         if config.metrics:
             yield from monitoring.METRICS
     yield from metadata.ROUTES
+    yield from infer.ROUTES
     yield from generate.ROUTES

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from starlette.types import Receive
 
 from tfexport.decode.result import Hypothesis
-from tfexport.errors import shortened
+from tfexport.errors import ConfigError, InputError, shortened
 from tfexport.model import Result
 from tfexport.serve.engine import Engine
 from tfexport.serve.generation import Generation
 from tfexport.serve.http.errors import RequestError
 
 Source: TypeAlias = str | list[int]
+Answer: TypeAlias = Result | Hypothesis
 Asked: TypeAlias = Generation[str, Result] | Generation[int, Hypothesis]
 # Token ids are int64 in the graphs.
 MAX_ID = 2**63 - 1
@@ -68,6 +69,26 @@ def submit(engine: Engine, source: Source, arguments: Mapping[str, Any], *, stre
         return engine.submit(source, stream=stream, **given)
     given["prefix"] = ids(given.get("prefix", []), "prefix")
     return engine.submit_ids(source, stream=stream, **given)
+
+
+def submit_all(engine: Engine, sources: Sequence[Source], arguments: Sequence[Mapping[str, Any]]) -> list[Asked]:
+    """Ask an engine for several sources; when one is refused, none is asked for. See `submit`.
+
+    Raises:
+        RequestError: a prefix is none.
+        TfexportError: those of `Engine.submit`; says which source.
+    """
+    with contextlib.ExitStack() as refused:
+        asked: list[Asked] = []
+        for number, (source, given) in enumerate(zip(sources, arguments, strict=True), 1):
+            try:
+                asked.append(submit(engine, source, given))
+            except (InputError, ConfigError) as error:
+                where = f"source {number} of {len(sources)}: " if len(sources) > 1 else ""
+                raise type(error)(f"{where}{error}") from error
+            refused.callback(asked[-1].cancel)
+        refused.pop_all()
+        return asked
 
 
 @contextlib.asynccontextmanager

@@ -52,10 +52,19 @@ async def read_object(request: Request) -> dict[str, Any]:
     Raises:
         RequestError: it is none, or no whole and bounded one.
     """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise _left(415, f"Content-Type is {shortened(kind)}, expected application/json")
+    check_kind(request, "application/json")
     return parse_object(await read_body(request))
+
+
+def check_kind(request: Request, *kinds: str) -> None:
+    """Refuse a body of another type than these; "" is one that is not said.
+
+    Raises:
+        RequestError: it is.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind not in kinds:
+        raise _left(415, f"Content-Type is {shortened(kind)}, expected {kinds[0]}")
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:

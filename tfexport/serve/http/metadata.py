@@ -11,6 +11,7 @@ from starlette.routing import Route
 
 from tfexport.model import Model
 from tfexport.serve.http.errors import unavailable
+from tfexport.serve.http.outputs import OUTPUTS
 from tfexport.serve.http.service import VERSION, service_of
 
 
@@ -61,13 +62,8 @@ def _inputs(model: Model) -> list[dict[str, Any]]:
 
 
 def _outputs(model: Model) -> list[dict[str, Any]]:
-    return [
-        *([_tensor("text_output", "BYTES", 2)] if model.tokenizer else []),
-        _tensor("output_ids", "INT64", 3),
-        _tensor("output_lengths", "INT64", 2),
-        _tensor("scores", "FP32", 2),
-        _tensor("finish_reason", "BYTES", 2),
-    ]
+    there = {name: kind for name, kind in OUTPUTS.items() if model.tokenizer or name != "text_output"}
+    return [_tensor(name, datatype, rank) for name, (datatype, rank) in there.items()]
 
 
 def _tensor(name: str, datatype: str, rank: int) -> dict[str, Any]:

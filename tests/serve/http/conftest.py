@@ -1,0 +1,81 @@
+"""Fixtures: the app in process, and behind a real server on a port of its own.
+
+What they need is imported late: these tests are skipped where the packages of `tfexport[serve]` are not installed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tfexport.model import Model, load
+
+if TYPE_CHECKING:
+    from tests.serve.http.served import Served
+    from tfexport.serve.http.config import HttpConfig
+
+
+@pytest.fixture
+def serve(dates_bundle: Path) -> Callable[..., None]:
+    """Return a function that serves the bundle while a coroutine function uses it, for a minute at most."""
+
+    from tests.serve.http.served import serving
+
+    def run(use: Callable[[Served], Awaitable[None]], http: HttpConfig | None = None, **config: Any) -> None:
+        async def within() -> None:
+            async with asyncio.timeout(60), serving(dates_bundle, http, **config) as served:
+                await use(served)
+
+        asyncio.run(within())
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def model(dates_bundle: Path) -> Model:
+    return load(dates_bundle, threads=1)
+
+
+@pytest.fixture(scope="session")
+def texts(model: Model) -> list[str]:
+    assert model.tokenizer
+    return [sample.text for sample in model.tokenizer.text.samples]
+
+
+@pytest.fixture(scope="session")
+def address(dates_bundle: Path) -> Iterator[str]:
+    """Serve the bundle by uvicorn on loopback; return host and port."""
+    import uvicorn
+
+    from tests.serve.http.served import serving
+    from tfexport.serve.http.config import HttpConfig
+
+    config = HttpConfig(completions=True, translate=True)
+    started, loop = threading.Event(), asyncio.new_event_loop()
+    ports: list[int] = []
+    leave = asyncio.Event()
+
+    async def run() -> None:
+        async with serving(dates_bundle, config) as served:
+            server = uvicorn.Server(uvicorn.Config(served.app, port=0, lifespan="off", log_level="error"))
+            task = asyncio.create_task(server.serve())
+            while not server.started:
+                await asyncio.sleep(0.01)
+            ports.append(server.servers[0].sockets[0].getsockname()[1])
+            started.set()
+            await leave.wait()
+            server.should_exit = True
+            await task
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(run(),))
+    thread.start()
+    assert started.wait(60)
+    yield f"127.0.0.1:{ports[0]}"
+    loop.call_soon_threadsafe(leave.set)
+    thread.join()
+    loop.close()
