@@ -14,12 +14,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 DATES = ROOT / "models" / "dates"
+OPTIONAL = ("hypothesis", "transformers", "starlette", "uvicorn", "prometheus_client", "httpx")
 
 # A shell that runs the tests in the background has them ignore Ctrl-C, and their child processes with them.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-OPTIONAL = ("hypothesis", "transformers", "starlette", "uvicorn", "prometheus_client", "httpx")
 
 
 class SkipWithout(MetaPathFinder):
@@ -27,14 +25,7 @@ class SkipWithout(MetaPathFinder):
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         """Raise pytest's skip; asked last, when nobody has found the package."""
-        if name.partition(".")[0] in (
-            "hypothesis",
-            "httpx",
-            "prometheus_client",
-            "starlette",
-            "transformers",
-            "uvicorn",
-        ):
+        if name.partition(".")[0] in OPTIONAL:
             pytest.skip(f"{name} is not installed", allow_module_level=True)
 
 

@@ -1,0 +1,141 @@
+"""`generate` and `generate_stream`: what they answer is what `Model.generate` says of the text alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.serve.http.served import Served
+from tfexport.decode.loop import Loop
+from tfexport.errors import BackendError
+from tfexport.model import Model
+
+KINDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"max_new_tokens": 4},
+    {"do_sample": True, "temperature": 1.3, "seed": 5, "num_return_sequences": 2},
+    {"num_beams": 3, "num_return_sequences": 2},
+    {"num_beams": 4, "length_penalty": 0.3, "early_stopping": "never"},
+    {"repetition_penalty": 1.4, "suppress_tokens": [20], "bad_words_ids": [[8, 11]]},
+    {"return_alternatives": True, "num_return_sequences": 3},
+    {"stop_strings": ["-0"]},
+)
+
+
+def events(body: str) -> list[dict[str, Any]]:
+    """Read server-sent events that are data alone."""
+    assert body.endswith("\n\n")
+    lines = body[:-2].split("\n\n")
+    assert all(line.startswith("data: ") for line in lines)
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def test_answers_are_those_of_generate(serve: Callable[..., None], model: Model, texts: list[str]) -> None:
+    async def use(served: Served) -> None:
+        async def ask(text: str, options: dict[str, Any]) -> None:
+            answer = await served.post("generate", {"text_input": text, "parameters": options})
+            assert answer.status_code == 200, answer.text
+            expected = model.generate([text], **options)
+            outputs = {
+                "text_output": [one.text for one in expected],
+                "output_ids": [list(one.token_ids) for one in expected],
+                "scores": [pytest.approx(one.score, abs=1e-5) for one in expected],
+                "finish_reason": [one.finish_reason for one in expected],
+            }
+            is_one = options.get("num_return_sequences", 1) == 1
+            told = {name: values[0] if is_one else values for name, values in outputs.items()}
+            assert answer.json() == {"model_name": "dates", "model_version": "1"} | told
+
+        await asyncio.gather(*(ask(text, KINDS[index % len(KINDS)]) for index, text in enumerate(texts[:40])))
+
+    serve(use)
+
+
+def test_ids_prefix_id_and_version(serve: Callable[..., None], model: Model, texts: list[str]) -> None:
+    assert model.tokenizer
+    (source,) = model.tokenizer.encode(texts[:1])
+    (expected,) = model.generate_ids([source], prefixes=[[13, 11]])[0]
+
+    async def use(served: Served) -> None:
+        answer = await served.post("generate", {"input_ids": source, "parameters": {"prefix": [13, 11]}, "id": "a"})
+        assert answer.json()["output_ids"] == list(expected.token_ids)
+        assert answer.json()["id"] == "a"
+        assert "text_output" not in answer.json()
+        data = {"text_input": texts[0], "parameters": {"prefix": "20", "priority": 3, "timeout_ms": 10_000.5}}
+        answer = await served.post("versions/1/generate", data)
+        assert answer.json()["text_output"] == model.generate(texts[:1], prefixes=["20"])[0].text
+
+    serve(use)
+
+
+@pytest.mark.parametrize("options", [{}, {"prefix": "20"}, {"do_sample": True, "seed": 7}, {"stop_strings": "-0"}])
+def test_pieces_of_a_stream_are_the_text(
+    serve: Callable[..., None], model: Model, texts: list[str], options: dict[str, Any]
+) -> None:
+    given = {name: value for name, value in options.items() if name != "prefix"}
+    expected = [model.generate([text], prefixes=[options.get("prefix", "")], **given)[0] for text in texts[:8]]
+
+    async def use(served: Served) -> None:
+        asked = (served.post("generate_stream", {"text_input": text, "parameters": options}) for text in texts[:8])
+        for answer, one in zip(await asyncio.gather(*asked), expected, strict=True):
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            pieces = events(answer.text)
+            assert "".join(piece["text_output"] for piece in pieces) == one.text
+            assert all("finish_reason" not in piece for piece in pieces[:-1])
+            assert pieces[-1]["finish_reason"] == one.finish_reason
+            assert pieces[-1]["output_ids"] == list(one.token_ids)
+            assert pieces[-1]["scores"] == pytest.approx(one.score, abs=1e-5)
+
+    serve(use)
+
+
+def test_ids_are_streamed_one_by_one(serve: Callable[..., None], model: Model, texts: list[str]) -> None:
+    assert model.tokenizer
+    (source,) = model.tokenizer.encode(texts[:1])
+
+    async def use(served: Served) -> None:
+        *ids, last = events((await served.post("generate_stream", {"input_ids": source})).text)
+        assert [one["output_ids"] for one in ids] == [[token] for token in last["output_ids"]]
+        assert tuple(last["output_ids"]) == model.generate_ids([source])[0][0].token_ids
+
+    serve(use)
+
+
+def test_before_the_first_event_a_stream_has_a_status(serve: Callable[..., None], texts: list[str]) -> None:
+    async def use(served: Served) -> None:
+        for options, status in (({"num_beams": 2}, 400), ({"timeout_ms": 0.001}, 504), ({"max_new_tokens": 0}, 400)):
+            answer = await served.post("generate_stream", {"text_input": texts[0], "parameters": options})
+            assert answer.status_code == status
+            assert list(answer.json()) == ["error"]
+
+    serve(use)
+
+
+def test_after_the_first_event_errors_are_events(
+    serve: Callable[..., None], texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, steps = Loop.step, []
+
+    def fail_late(self: Loop, most: int) -> Any:
+        steps.append(most)
+        if len(steps) > 3:
+            raise BackendError("the backend has failed")
+        return step(self, 1)
+
+    async def use(served: Served) -> None:
+        monkeypatch.setattr(Loop, "step", fail_late)
+        answer = await served.post("generate_stream", {"text_input": texts[0]})
+        assert answer.status_code == 200
+        *pieces, last = answer.text.split("\n\n")[:-1]
+        assert all("text_output" in piece for piece in pieces)
+        assert len(pieces) == 3
+        assert last == 'event: error\ndata: {"error": "the engine has failed: the backend has failed; start it anew"}'
+        answer = await served.post("generate", {"text_input": texts[0]})
+        assert (answer.status_code, "has failed" in answer.json()["error"]) == (500, True)
+        assert (await served.client.get("/v2/models/dates/ready")).status_code == 503
+
+    serve(use)

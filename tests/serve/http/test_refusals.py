@@ -1,0 +1,341 @@
+"""Requests that are wrong: 4xx with one bounded line of JSON, never a trace, and the engine goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.serve.http.served import Served
+from tfexport.generation import DecodeConfig
+from tfexport.serve.http.body import MAX_CHUNKS
+from tfexport.serve.http.config import HttpConfig
+from tfexport.serve.http.options import DECODING
+
+GENERATE = "/v2/models/dates/generate"
+TEXT = "3 May 1999"
+
+
+def check(answer: httpx.Response, status: int, why: str) -> None:
+    assert answer.status_code == status, answer.text
+    assert list(answer.json()) == ["error"]
+    message = answer.json()["error"]
+    assert why in message
+    assert "Traceback" not in message
+    assert "\n" not in message
+    assert len(answer.content) < 4500
+
+
+WRONG_INPUTS: list[tuple[object, str]] = [
+    ({}, "expected text_input or input_ids"),
+    ({"text_input": "a", "input_ids": [5]}, "expected text_input or input_ids"),
+    ({"text_input": ""}, "text 1 is empty"),
+    ({"text_input": "   "}, "text 1"),
+    ({"text_input": None}, "text_input is None"),
+    ({"text_input": ["a"]}, "expected a text"),
+    ({"text_input": 5}, "text_input is 5"),
+    ({"input_ids": []}, "the source is empty"),
+    ({"input_ids": "5"}, "expected a list of token ids"),
+    ({"input_ids": [5.0]}, "expected a list of token ids"),
+    ({"input_ids": [True]}, "expected a list of token ids"),
+    ({"input_ids": [[5]]}, "expected a list of token ids"),
+    ({"input_ids": [-1]}, "source has -1, expected ids 0 to"),
+    ({"input_ids": [388]}, "source has 388, expected ids 0 to 387"),
+    ({"input_ids": [2**63]}, "expected a list of token ids"),
+    ({"input_ids": [2**62]}, "expected ids 0 to"),
+    ({"input_ids": [5] * 65}, "65"),
+    ({"text_input": "a" * 100_000}, "text 1"),
+    ({"text_input": "a", "parameters": []}, "expected an object"),
+    ({"text_input": "a", "nonsense": 1}, "unknown key nonsense"),
+    ({"text_input": "a", "x" * 10_000: 1}, "unknown key xxx"),
+    ({"text_input": "a", "id": 5}, "id is 5"),
+    ({"text_input": "a", "parameters": {"prefix": [5]}}, "prefix is [5], expected a text"),
+    ({"input_ids": [5], "parameters": {"prefix": "a"}}, "expected a list of token ids"),
+    ({"text_input": "a", "parameters": {"prefix": "1" * 500}}, "prefix"),
+    ([], "expected a JSON object"),
+    (5, "expected a JSON object"),
+    ("a", "expected a JSON object"),
+]
+WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+    ({"max_new_tokens": -1}, "max_new_tokens is -1"),
+    ({"max_new_tokens": 2**31}, "max_new_tokens"),
+    ({"max_new_tokens": "5"}, "max_new_tokens is '5'"),
+    ({"max_new_tokens": 5.5}, "max_new_tokens is 5.5"),
+    ({"max_new_tokens": True}, "max_new_tokens is True"),
+    ({"num_beams": 0}, "num_beams is 0"),
+    ({"num_beams": 9}, "num_beams is 9, the limit is 8"),
+    ({"num_beams": 10**9}, "num_beams is 1000000000"),
+    ({"num_return_sequences": 2}, "num_return_sequences is 2 but num_beams is 1"),
+    ({"num_beams": 2, "num_return_sequences": 10**9}, "num_return_sequences"),
+    ({"do_sample": True, "num_return_sequences": 33}, "the request takes 33 slots of 32"),
+    ({"do_sample": True, "temperature": 0}, "temperature is 0"),
+    ({"do_sample": True, "temperature": -1}, "temperature is -1"),
+    ({"do_sample": True, "temperature": 1e308}, "temperature is 1e+308"),
+    ({"do_sample": True, "top_p": 0}, "top_p is 0"),
+    ({"do_sample": True, "top_p": 1.1}, "top_p is 1.1"),
+    ({"do_sample": True, "top_k": -1}, "top_k is -1"),
+    ({"do_sample": 1}, "do_sample is 1"),
+    ({"num_beams": 2, "length_penalty": 1e9}, "length_penalty"),
+    ({"num_beams": 2, "length_penalty": -1e9}, "length_penalty"),
+    ({"suppress_tokens": 5}, "suppress_tokens is 5"),
+    ({"suppress_tokens": [10**6]}, "suppress_tokens has 1000000"),
+    ({"bad_words_ids": [[]]}, "bad_words_ids"),
+    ({"stop_strings": [""]}, "stop_strings"),
+    ({"seed": -1}, "seed is -1"),
+    ({"priority": "high"}, "priority is 'high', expected a number"),
+    ({"priority": True}, "priority is True, expected a number"),
+    ({"timeout_ms": 0}, "timeout_ms is 0 or less"),
+    ({"timeout_ms": -5}, "timeout_ms is 0 or less"),
+    ({"timeout_ms": [5]}, "timeout_ms is [5], expected a number"),
+    *(
+        ({name: 1}, f"unknown parameter '{name}'")
+        for name in ("config", "stream", "text", "self", "source", "timeout_s", "temprature")
+    ),
+]
+
+
+def test_wrong_inputs_and_options(serve: Callable[..., None]) -> None:
+    wrong = [*WRONG_INPUTS, *(({"text_input": TEXT, "parameters": one}, why) for one, why in WRONG_OPTIONS)]
+
+    async def use(served: Served) -> None:
+        for path in ("generate", "generate_stream"):
+            for data, why in wrong:
+                check(await served.post(path, data), 400, why)
+        answer = await served.post("generate", {"text_input": TEXT, "parameters": {"do_sample": True, "top_k": 10**6}})
+        assert answer.status_code == 200  # as in Hugging Face: as many as there are
+        assert served.metrics.total("tfexport_requests_total", "dates") == 2 * len(wrong) + 1
+
+    serve(use)
+
+
+def test_every_option_is_a_parameter() -> None:
+    assert set(DecodeConfig().to_dict()) == DECODING
+
+
+WRONG_JSON: list[tuple[bytes, str]] = [
+    (b"", "not JSON"),
+    (b"{", "not JSON"),
+    (b'{"text_input": "a"', "not JSON"),
+    (b'{"text_input": "a"}}', "not JSON"),
+    (b'\xef\xbb\xbf{"text_input": "a"}', "not JSON"),
+    (b'{"text_input": "\xff"}', "not JSON"),
+    (b'{"text_input": "a", "text_input": "b"}', "key text_input is given twice"),
+    (b'{"text_input": "a", "parameters": {"seed": NaN}}', "NaN is no JSON number"),
+    (b'{"text_input": "a", "parameters": {"seed": -Infinity}}', "-Infinity is no JSON number"),
+    (b'{"text_input": "a", "parameters": {"timeout_ms": 1e999}}', "expected a number"),
+    (b'{"text_input": "a", "parameters": {"seed": ' + b"9" * 5000 + b"}}", "not JSON"),
+    (b'{"text_input": "\\ud800"}', "half of a surrogate pair"),
+    (b'{"text_input": "a", "\\udfff": 1}', "half of a surrogate pair"),
+    (b"null", "expected a JSON object"),
+    (b"[" * 100_000, "nested too deeply"),
+    (b'{"a":' * 100_000, "nested too deeply"),
+    (b'{"text_input":' + b"[" * 100 + b"]" * 100 + b"}", "nested more than 100 deep"),
+    (b"{" + b",".join(b'"%d":1' % number for number in range(80_000)) + b"}", "unknown key 0"),
+]
+
+
+def test_wrong_json(serve: Callable[..., None]) -> None:
+    async def use(served: Served) -> None:
+        for body, why in WRONG_JSON:
+            headers = {"Content-Type": "application/json; charset=utf-8"}
+            check(await served.client.post(GENERATE, content=body, headers=headers), 400, why)
+        nested = b'{"text_input":' + b"[" * 99 + b"]" * 99 + b"}"
+        answer = await served.client.post(GENERATE, content=nested, headers={"Content-Type": "application/json"})
+        check(answer, 400, "expected a text")  # 100 levels are no fault
+        odd = ("\0 3 May 1999", "\u202e3 May 1999", "e" + "\u0301" * 500, "😀 3 May 1999", "</s> <pad> 3 May 1999")
+        for text in odd:
+            assert (await served.post("generate", {"text_input": text})).status_code in (200, 400)
+        assert (await served.post("generate", {"text_input": "\U0001f600 3 May 1999"})).status_code == 200
+
+    serve(use)
+
+
+def test_bodies_that_are_too_large_or_not_taken(serve: Callable[..., None]) -> None:
+    async def chunks(number: int, size: int = 1) -> AsyncIterator[bytes]:
+        for _ in range(number):
+            yield b" " * size
+
+    async def use(served: Served) -> None:
+        async def post(content: Any, **headers: str) -> httpx.Response:
+            named = {name.replace("_", "-"): value for name, value in headers.items()}
+            return await served.client.post(
+                GENERATE, content=content, headers={"Content-Type": "application/json"} | named
+            )
+
+        check(await post(b"x" * 70_001), 413, "the limit is 70000")
+        check(await post(chunks(71, 1000)), 413, "above the limit of 70000")
+        check(await post(chunks(MAX_CHUNKS + 1)), 413, f"more than {MAX_CHUNKS} chunks")
+        check(await post(b"{}", Content_Length="9" * 30), 413, "the limit is 70000")
+        check(await post(b"{}", Content_Length="5"), 400, "the body has 2 bytes, Content-Length says 5")
+        check(await post(b"{}", Content_Length="1"), 400, "the body has 2 bytes, Content-Length says 1")
+        check(await post(b"{}", Content_Length="-1"), 400, "Content-Length is '-1'")
+        check(await post(b"{}", Content_Length="+2"), 400, "Content-Length is")
+        check(await post(b"\x1f\x8b", Content_Encoding="gzip"), 415, "Content-Encoding 'gzip' is not taken")
+        check(await post(b"{}", Content_Encoding="zstd, br"), 415, "Content-Encoding 'zstd, br' is not taken")
+        check(await post(b"{}", Content_Type="text/plain"), 415, "expected application/json")
+        check(await post(b"a=b", Content_Type="application/x-www-form-urlencoded"), 415, "expected application/json")
+        assert (await post(b"x" * 70_001)).headers["connection"] == "close"
+
+    serve(use, HttpConfig(max_body_bytes=70_000))
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v2/models/other/generate",
+        "/v2/models/da%74es2/generate",
+        "/v2/models/../dates/generate",
+        "/v2/models/%2e%2e/generate",
+        "/v2/models/dates%2fx/generate",
+        "/v2/models//generate",
+        "/v2/models/dates/versions/2/generate",
+        "/v2/models/dates/versions/%00/generate",
+        "/v2/models/" + "x" * 5000 + "/generate",
+        "/v2/models/%ff%0a/generate",
+        "/v2/repository/index",
+        "/v2/models/dates/load",
+        "/v2/models/dates/generate/",
+        "/",
+        "/v1/completions",
+        "/translate",
+    ],
+)
+def test_what_does_not_exist_is_404(serve: Callable[..., None], path: str) -> None:
+    async def use(served: Served) -> None:
+        check(await served.client.post(path, json={"text_input": TEXT}), 404, "")
+
+    serve(use, HttpConfig(ui=False))
+
+
+def test_wrong_methods_are_405(serve: Callable[..., None]) -> None:
+    async def use(served: Served) -> None:
+        for method, path in (
+            ("GET", GENERATE),
+            ("DELETE", GENERATE),
+            ("POST", "/metrics"),
+            ("PUT", "/v2/models/dates"),
+        ):
+            answer = await served.client.request(method, path)
+            check(answer, 405, "Method Not Allowed")
+            assert answer.headers["allow"]
+
+    serve(use)
+
+
+def say(address: str, request: bytes) -> bytes:
+    host, port = address.split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall(request)
+        connection.shutdown(socket.SHUT_WR)
+        answer = b""
+        while part := connection.recv(65_536):
+            answer += part
+    return answer
+
+
+HEAD = b"POST /v2/models/dates/generate HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status"),
+    [
+        (HEAD + b"\r\n", 411),
+        (HEAD + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
+        (HEAD + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}", 400),
+        (HEAD + b"Content-Length: x\r\n\r\n{}", 400),
+        (HEAD + b"Bad\x00Header: 1\r\nContent-Length: 2\r\n\r\n{}", 400),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n", 400),
+        (HEAD + b"Content-Length: 99999999\r\n\r\n", 413),
+        (b"nonsense\r\n\r\n", 400),
+    ],
+)
+def test_broken_framing_is_refused(address: str, request_bytes: bytes, status: int) -> None:
+    answer = say(address, request_bytes)
+    assert answer.startswith(b"HTTP/1.1 %d " % status), answer[:200]
+    assert b"Traceback" not in answer
+    assert len(answer) < 2000
+    assert httpx.get(f"http://{address}/livez").status_code == 200
+
+
+def test_a_body_that_is_cut_off_ends_quietly(address: str) -> None:
+    cancelled = 'tfexport_requests_total{finish_reason="",model="dates",outcome="cancelled"}'
+
+    def count() -> float:
+        metrics = httpx.get(f"http://{address}/metrics").text
+        return next(float(line.rpartition(" ")[2]) for line in metrics.splitlines() if line.startswith(cancelled))
+
+    before = count()
+    say(address, HEAD + b'Content-Length: 500\r\n\r\n{"text_input"')
+    assert count() == before + 1
+
+
+def test_nothing_that_fails_inside_is_told(serve: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("secret")
+
+    async def use(served: Served) -> None:
+        monkeypatch.setattr(served.engine, "submit", fail)
+        check(await served.post("generate", {"text_input": TEXT}), 500, "the server has failed; its log says how")
+
+    serve(use)
+
+
+def test_a_full_queue_says_when_to_come_again(serve: Callable[..., None]) -> None:
+    async def use(served: Served) -> None:
+        answers = await asyncio.gather(*(served.post("generate", {"text_input": TEXT}) for _ in range(60)))
+        full = [answer for answer in answers if answer.status_code == 429]
+        assert {answer.status_code for answer in answers} == {200, 429}
+        for answer in full:
+            check(answer, 429, "come again later")
+            assert int(answer.headers["retry-after"]) >= 1
+
+    serve(use, max_waiting=2, slots=2)
+
+
+def test_who_comes_too_early_or_too_late_is_503(serve: Callable[..., None]) -> None:
+    async def use(served: Served) -> None:
+        await served.engine.drain()
+        answer = await served.post("generate", {"text_input": TEXT})
+        check(answer, 503, "about to stop")
+        assert answer.headers["retry-after"] == "1"
+        ready = [await served.client.get(path) for path in ("/v2/health/ready", "/readyz", "/health")]
+        assert [answer.status_code for answer in ready] == [503] * 3
+        live = [await served.client.get(path) for path in ("/v2/health/live", "/livez")]
+        assert [answer.status_code for answer in live] == [200] * 2
+
+    serve(use)
+
+
+def test_a_server_that_leaves_is_not_ready_and_still_answers(serve: Callable[..., None]) -> None:
+    async def use(served: Served) -> None:
+        assert (await served.client.get("/readyz")).status_code == 200
+        served.app.state.service.is_leaving = True
+        assert (await served.client.get("/readyz")).status_code == 503
+        assert (await served.client.get("/v2/models/dates/ready")).status_code == 503
+        assert (await served.post("generate", {"text_input": TEXT})).status_code == 200
+
+    serve(use)
+
+
+def test_deadlines_are_504(serve: Callable[..., None]) -> None:
+    async def use(served: Served) -> None:
+        check(await served.post("generate", {"text_input": TEXT, "parameters": {"timeout_ms": 0.01}}), 504, "over")
+        slow = {"text_input": TEXT, "parameters": {"timeout_ms": 1e9}}
+        check(await served.post("generate", slow), 504, "the 0.001 s of the request were over")
+
+    serve(use, HttpConfig(max_timeout_s=0.001))
+
+
+def test_json_is_what_is_said(serve: Callable[..., None]) -> None:
+    async def use(served: Served) -> None:
+        answer = await served.post("generate", {"text_input": TEXT})
+        assert answer.headers["content-type"] == "application/json"
+        assert json.loads(answer.content)["text_output"] == "1999-05-03"
+
+    serve(use)
