@@ -26,9 +26,11 @@ def serve(dates_bundle: Path) -> Callable[..., None]:
 
     from tests.serve.http.served import serving
 
-    def run(use: Callable[[Served], Awaitable[None]], http: HttpConfig | None = None, **config: Any) -> None:
+    def run(
+        use: Callable[[Served], Awaitable[None]], http: HttpConfig | None = None, timeout: float = 60, **config: Any
+    ) -> None:
         async def within() -> None:
-            async with asyncio.timeout(60), serving(dates_bundle, http, **config) as served:
+            async with asyncio.timeout(timeout), serving(dates_bundle, http, **config) as served:
                 await use(served)
 
         asyncio.run(within())

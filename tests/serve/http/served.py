@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 from starlette.applications import Starlette
@@ -47,3 +48,61 @@ async def serving(bundle: Path, http: HttpConfig | None = None, **config: Any) -
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with engine, httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         yield Served(client, engine, metrics, app)
+
+
+@dataclass
+class Exchange:
+    """One request spoken to the app directly, by a client that may go away.
+
+    Attributes:
+        status: of the answer; 0 while there is none.
+        body: of the answer, as far as it came.
+    """
+
+    path: str
+    content: bytes
+    status: int = 0
+    body: bytes = b""
+
+    def __post_init__(self) -> None:
+        self._leave = asyncio.Event()
+        self._unread = [{"type": "http.request", "body": self.content, "more_body": False}]
+
+    def leave(self) -> None:
+        """Go away."""
+        self._leave.set()
+
+    def leave_half_said(self) -> None:
+        """Go away before the body is whole."""
+        half = self.content[: len(self.content) // 2]
+        self._unread = [{"type": "http.request", "body": half, "more_body": True}]
+        self._leave.set()
+
+    async def run(self, app: Starlette) -> Self:
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(self.content)).encode())]
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": self.path,
+            "raw_path": self.path.encode(),
+            "root_path": "",
+            "query_string": b"",
+            "headers": headers,
+            "client": ("127.0.0.1", 1),
+            "server": ("127.0.0.1", 2),
+        }
+        await app(scope, self._receive, self._send)
+        return self
+
+    async def _receive(self) -> Any:
+        if self._unread:
+            return self._unread.pop()
+        await self._leave.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Any) -> None:
+        self.status = message.get("status", self.status)
+        self.body += message.get("body", b"")

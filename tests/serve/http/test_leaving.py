@@ -1,0 +1,148 @@
+"""Clients that go away: their rows are free within two steps, and the others' answers stay as they are."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.serve.http.served import Exchange, Served
+from tfexport.decode.loop import Loop
+from tfexport.model import Model
+from tfexport.serve.http.config import HttpConfig
+
+STEP_S = 0.03
+PATHS = ("generate", "generate_stream")
+
+
+class Steps:
+    """Makes the loop take slow steps one at a time, and keeps how many rows each had."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rows: list[int] = []
+        step = Loop.step
+
+        def slow(loop: Loop, most: int = 1) -> Any:
+            self.rows.append(loop.num_rows)
+            time.sleep(STEP_S)
+            return step(loop, 1)
+
+        monkeypatch.setattr(Loop, "step", slow)
+
+    async def reach(self, rows: int) -> None:
+        """Wait until steps have so many rows."""
+        while not self.rows or self.rows[-1] != rows:
+            await asyncio.sleep(STEP_S / 10)
+
+
+def asked(text: str, path: str = "generate", **options: Any) -> Exchange:
+    return Exchange(f"/v2/models/dates/{path}", json.dumps({"text_input": text, "parameters": options}).encode())
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_whoever_goes_away_frees_its_rows(
+    serve: Callable[..., None], model: Model, texts: list[str], monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    async def use(served: Served) -> None:
+        steps = Steps(monkeypatch)
+        options = {"do_sample": True, "num_return_sequences": 3} if path == "generate" else {}
+        gone = asked(texts[0], path, min_new_tokens=14, **options)
+        stay = [asked(text, "generate", min_new_tokens=10) for text in texts[1:4]]
+        tasks = [asyncio.create_task(one.run(served.app)) for one in (gone, *stay)]
+        await steps.reach(6 if path == "generate" else 4)
+        left_at = len(steps.rows)
+        gone.leave()
+        await asyncio.gather(*tasks)
+        assert steps.rows[left_at + 1] == 3
+        assert [json.loads(one.body)["text_output"] for one in stay] == [
+            model.generate([text], min_new_tokens=10)[0].text for text in texts[1:4]
+        ]
+        assert served.metrics.total("tfexport_requests_total", "dates") == 4
+        assert served.engine.num_slots_used == served.engine.num_running == 0
+        assert b"finish_reason" not in gone.body
+
+    serve(use)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_whoever_goes_away_leaves_the_queue(
+    serve: Callable[..., None], texts: list[str], monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    async def use(served: Served) -> None:
+        steps = Steps(monkeypatch)
+        first, waits = asked(texts[0], path, min_new_tokens=14), asked(texts[1], path)
+        tasks = [asyncio.create_task(one.run(served.app)) for one in (first, waits)]
+        await steps.reach(1)
+        assert served.engine.num_waiting == 1
+        waits.leave()
+        await tasks[1]
+        assert (served.engine.num_waiting, waits.status) == (0, 499)
+        first.leave()
+        await tasks[0]
+        assert served.metrics.total("tfexport_source_tokens_total", "dates") <= 64  # the second one never joined
+
+    serve(use, slots=1)
+
+
+def test_whoever_leaves_in_the_middle_of_the_body_is_not_asked_for(serve: Callable[..., None]) -> None:
+    async def use(served: Served) -> None:
+        one = asked("3 May 1999")
+        one.leave_half_said()
+        assert (await one.run(served.app)).status == 499
+        assert "tfexport_source_tokens_total" in served.metrics.expose("")[0].decode()
+        assert served.metrics.total("tfexport_source_tokens_total", "dates") == 0
+        assert served.metrics.total("tfexport_requests_total", "dates") == 1
+
+    serve(use)
+
+
+def test_whoever_reads_nothing_is_given_up(
+    serve: Callable[..., None], texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Deaf(Exchange):
+        async def _send(self, message: Any) -> None:
+            await super()._send(message)
+            if message["type"] == "http.response.body":
+                await asyncio.Event().wait()
+
+    async def use(served: Served) -> None:
+        steps = Steps(monkeypatch)
+        deaf = Deaf("/v2/models/dates/generate_stream", asked(texts[0], min_new_tokens=14).content)
+        start = time.monotonic()
+        await deaf.run(served.app)
+        assert time.monotonic() - start < 0.2 + 5 * STEP_S
+        num_steps = len(steps.rows)
+        await asyncio.sleep(5 * STEP_S)
+        assert len(steps.rows) <= num_steps + 1
+        assert served.engine.num_slots_used == 0
+
+    serve(use, HttpConfig(max_send_s=0.1))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_closed_socket_cancels(address: str, texts: list[str], monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    def cancelled() -> int:
+        metrics = httpx.get(f"http://{address}/metrics").text
+        name = 'tfexport_requests_total{finish_reason="",model="dates",outcome="cancelled"}'
+        return next(int(float(line.split()[-1])) for line in metrics.splitlines() if line.startswith(name))
+
+    before = cancelled()
+    steps = Steps(monkeypatch)
+    one = asked(texts[0], path, min_new_tokens=14)
+    host, port = address.split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        head = f"POST {one.path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: {len(one.content)}\r\n\r\n".encode() + one.content)
+        while len(steps.rows) < 3:
+            time.sleep(STEP_S / 10)
+    end = time.monotonic() + 10
+    while cancelled() == before and time.monotonic() < end:
+        time.sleep(STEP_S)
+    assert cancelled() == before + 1
+    assert len(steps.rows) < 12
