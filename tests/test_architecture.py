@@ -98,7 +98,9 @@ FENCES: dict[str, set[str]] = {
     "sentencepiece": {"checkpoint.formats.spm"},
     "safetensors": {"models", "graph", "checkpoint"},
     "yaml": {"checkpoint.layout.layout"},
-    "starlette": {"serve.http"},
+    "starlette": {"serve.http", "serve.server"},
+    "uvicorn": {"serve.server"},
+    "h11": {"serve.server.connection"},
     "prometheus_client": {"serve.metrics"},
 }
 HEAVY = (

@@ -13,6 +13,9 @@ _EXTRAS = {
     "onnxruntime": "cpu",
     "tensorrt": "trt",
     "tensorrt_rtx": "rtx",
+    "starlette": "serve",
+    "uvicorn": "serve",
+    "prometheus_client": "serve",
 }
 # Packages for a module that no extra brings by itself.
 _PACKAGES = {"cuda": "'cuda-python>=12.6'", "sentencepiece": "sentencepiece protobuf"}

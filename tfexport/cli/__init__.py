@@ -13,6 +13,7 @@ from tfexport.cli.export import onnx
 from tfexport.cli.generate import embed, generate
 from tfexport.cli.inspect import doctor, inspect
 from tfexport.cli.score import score
+from tfexport.cli.serve import serve
 from tfexport.cli.tokenizer import tokenizer
 from tfexport.cli.verify import verify
 
@@ -33,6 +34,7 @@ for command in (
     align,
     embed,
     verify,
+    serve,
     bench,
     bench_compare,
     inspect,

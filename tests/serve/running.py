@@ -1,0 +1,114 @@
+"""A server in a process of its own, started by the real command line."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+COMMAND = "import sys; from tfexport.cli import main; main()"
+# Generous: CI is busy.
+PATIENCE_S = 60.0
+
+
+@dataclass
+class Running:
+    """A server that listens.
+
+    Attributes:
+        process: its own.
+        url: that it has told.
+        log: file that its standard error goes to.
+        client: for requests to it.
+        told: lines of its standard output so far.
+    """
+
+    process: subprocess.Popen[str]
+    url: str
+    log: Path
+    client: httpx.Client
+    told: list[str]
+
+    def ask(self, text: str, name: str = "dates", **parameters: Any) -> httpx.Response:
+        return self.client.post(
+            f"/v2/models/{name}/generate", json={"text_input": text, "parameters": parameters}, timeout=PATIENCE_S
+        )
+
+    def is_ready(self) -> bool:
+        return self.client.get("/readyz").status_code == 200
+
+    def metric(self, line: str) -> float:
+        """Return the sum of the samples whose name and labels match."""
+        found = re.findall(rf"^{line} (\S+)$", self.client.get("/metrics").text, re.MULTILINE)
+        return sum(map(float, found))
+
+    def rss_mb(self) -> float:
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(re.search(r"VmRSS:\s+(\d+) kB", status)[1]) / 1024  # type: ignore[index]
+
+    def send(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def ended(self) -> int:
+        """Wait for its end; return its exit code."""
+        return self.process.wait(PATIENCE_S)
+
+    def stop(self) -> int:
+        self.send(signal.SIGTERM)
+        return self.ended()
+
+
+@contextmanager
+def running(
+    work: Path, *arguments: object, before: str = "", ready: bool = True, **of_client: Any
+) -> Iterator[Running]:
+    """Run `tfexport serve` on a free port, until the end at the latest.
+
+    Args:
+        work: folder for its log.
+        arguments: of the command.
+        before: Python to run in its process before the command, such as a fault to plant.
+        ready: wait until it takes requests.
+        of_client: options of `httpx.Client`.
+    """
+    log = work / f"log-{time.monotonic_ns()}"
+    command = [sys.executable, "-c", f"{before}\n{COMMAND}", "serve", *map(str, arguments), "--port", "0"]
+    with log.open("w") as stderr:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
+    assert process.stdout
+    try:
+        told: list[str] = []
+        for line in process.stdout:
+            told.append(line.rstrip("\n"))
+            if not ready or "curl" in line:
+                break
+        found = re.match(r"listening on (\S+),", told[0]) if told else None
+        assert found, f"the server has not begun:\n{log.read_text()}"
+        with httpx.Client(base_url=found[1], timeout=PATIENCE_S, **of_client) as client:
+            yield Running(process, found[1], log, client, told)
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def eventually(holds: Callable[[], object], within_s: float = PATIENCE_S) -> None:
+    """Wait until something holds."""
+    end = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < end, "it never came to hold"
+        time.sleep(0.02)
+
+
+def words_of(line: str) -> list[str]:
+    return shlex.split(line)

@@ -1,0 +1,237 @@
+"""`tfexport serve` as a process: how it starts, what it withstands, how it stops."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import socket
+import ssl
+import subprocess
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+from click.testing import CliRunner
+
+from tests.serve.running import PATIENCE_S, Running, eventually, running, words_of
+from tfexport.cli import main
+from tfexport.model import Model, load
+
+DATE = "Dienstag, 3. März 2026"
+
+
+@pytest.fixture(scope="module")
+def model(dates_bundle: Path) -> Model:
+    return load(dates_bundle, threads=1)
+
+
+@pytest.fixture(scope="module")
+def server(dates_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server with few slots and a short queue, for all tests that leave it as it was."""
+    options = ("--threads", 1, "--slots", 2, "--max-waiting", 8)
+    with running(tmp_path_factory.mktemp("server"), dates_bundle, f"other={dates_bundle}", *options) as found:
+        yield found
+
+
+def refused(*arguments: object) -> str:
+    """Return the one line that a command line is refused with."""
+    result = CliRunner().invoke(main, ["serve", *map(str, arguments)])
+    assert result.exit_code == 1
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    return line
+
+
+def test_it_says_what_it_serves_and_how_to_try_it(server: Running) -> None:
+    assert server.told[1].startswith("dates: 2 decoder layers of 128, fp32 on ort, 1 thread, 2 slots;")
+    assert server.told[2].startswith("other: ")
+    assert server.told[3].startswith("ready after ")
+    words = words_of(server.told[4])
+    asked = dict(zip(words[2::2], words[3::2], strict=True))
+    answer = httpx.post(words[1], headers=dict([asked["-H"].split(": ")]), content=asked["-d"])
+    assert answer.json()["text_output"].count("-") == 2
+    assert server.ask(DATE).json()["text_output"] == "2026-03-03"
+    assert server.ask(DATE, "other").json()["text_output"] == "2026-03-03"
+
+
+def test_a_flood_is_answered_or_told_to_come_again(server: Running) -> None:
+    """A hundred times what may wait, all at once: 200 and 429, bounded memory, and normal again at once."""
+    server.ask(DATE)
+    before = server.rss_mb()
+    limits = httpx.Limits(max_connections=100)
+    with (
+        httpx.Client(base_url=server.url, timeout=PATIENCE_S, limits=limits) as client,
+        ThreadPoolExecutor(100) as pool,
+    ):
+        asked = {"text_input": DATE, "parameters": {"num_beams": 2}}
+        found = list(pool.map(lambda _: client.post("/v2/models/dates/generate", json=asked), range(800)))
+    codes = [one.status_code for one in found]
+    assert set(codes) == {200, 429}
+    assert all(1 <= int(one.headers["retry-after"]) <= 60 for one in found if one.status_code == 429)
+    assert {one.json()["text_output"] for one in found if one.status_code == 200} == {"2026-03-03"}
+    assert server.rss_mb() - before < 50
+    assert server.ask(DATE).status_code == 200
+    assert server.is_ready()
+
+
+def test_who_is_late_in_the_queue_is_never_encoded(server: Running) -> None:
+    joined, late = 'tfexport_queue_seconds_count{model="dates"}', 'tfexport_requests_total{.*outcome="deadline".*}'
+    before, before_late = server.metric(joined), server.metric(late)
+    found = [server.ask(DATE, timeout_ms=1e-6) for _ in range(5)]
+    assert [one.status_code for one in found] == [504] * 5
+    assert server.metric(joined) == before
+    assert server.metric(late) == before_late + 5
+
+
+def test_one_model_is_served_while_another_is_flooded(server: Running) -> None:
+    """They have a queue and a thread each; by how much the flood slows the other is measured, not tested."""
+    with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as client, ThreadPoolExecutor(20) as pool:
+        body = {"text_input": DATE}
+        flood = [pool.submit(client.post, "/v2/models/other/generate", json=body) for _ in range(400)]
+        found = [server.ask(DATE) for _ in range(30)]
+        assert {one.result().status_code for one in flood} <= {200, 429}
+    assert {one.status_code for one in found} == {200}
+
+
+def test_who_goes_away_frees_its_rows(server: Running) -> None:
+    body = json.dumps({"text_input": DATE, "parameters": {"num_beams": 2}}).encode()
+    head = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    for endpoint in ("generate", "generate_stream"):
+        content = body if endpoint == "generate" else body.replace(b'"num_beams": 2', b'"num_beams": 1')
+        for _ in range(12):
+            with connected(server) as one:
+                one.sendall(b"POST /v2/models/dates/" + endpoint.encode() + b" HTTP/1.1\r\n" + head + content)
+    eventually(lambda: server.metric('tfexport_slots_used{model="dates"}') == 0)
+    eventually(lambda: server.metric('tfexport_requests_running{model="dates"}') == 0)
+    assert server.ask(DATE).json()["text_output"] == "2026-03-03"
+
+
+def connected(server: Running) -> socket.socket:
+    url = httpx.URL(server.url)
+    return socket.create_connection((url.host, url.port or 80), timeout=PATIENCE_S)
+
+
+HASTY = """
+import tfexport.serve.server.connection as connection
+connection.READ_TIMEOUT_S, connection.BODY_TIMEOUT_S, connection.SEND_TIMEOUT_S = 1.0, 2.0, 1.0
+"""
+
+
+def test_who_sends_slowly_is_closed_and_stops_nobody(dates_bundle: Path, tmp_path: Path) -> None:
+    head = b"POST /v2/models/dates/generate HTTP/1.1\r\nHost: x\r\n"
+    begun = head + b"Content-Type: application/json\r\nContent-Length: 1000\r\n\r\n"
+    with (
+        running(tmp_path, dates_bundle, "--threads", 1, before=HASTY) as server,
+        contextlib.ExitStack() as stack,
+    ):
+        silent, headless, bodyless, dripping, blank = (
+            [stack.enter_context(connected(server)) for _ in range(count)] for count in (50, 100, 30, 10, 10)
+        )
+        for one in headless:
+            one.sendall(head)
+        for one in (*bodyless, *dripping):
+            one.sendall(begun)
+        start = time.monotonic()
+        while time.monotonic() - start < 4:
+            for one, piece in (*((one, b"x") for one in dripping), *((one, b"\r\n") for one in blank)):
+                with contextlib.suppress(OSError):
+                    one.sendall(piece)
+            assert server.client.get("/livez", timeout=5).status_code == 200
+            time.sleep(0.1)
+        said = [b"".join(iter(lambda one=one: rest_of(one), b"")) for one in (*silent, *headless, *bodyless)]
+        assert {one.partition(b"\r\n")[0] for one in said} == {b"HTTP/1.1 408 Request Timeout"}
+        for one in (*dripping, *blank):
+            while rest_of(one):
+                pass
+        assert server.ask(DATE).status_code == 200
+
+
+def rest_of(connection: socket.socket) -> bytes:
+    """Return what comes, nothing once the other side has closed."""
+    with contextlib.suppress(ConnectionResetError):
+        return connection.recv(4096)
+    return b""
+
+
+def test_who_comes_when_there_are_too_many_is_sent_away(dates_bundle: Path, tmp_path: Path) -> None:
+    with running(tmp_path, dates_bundle, "--threads", 1, "--max-connections", 4) as server:
+        server.client.close()
+        with contextlib.ExitStack() as stack:
+            for _ in range(4):
+                stack.enter_context(connected(server))
+            with pytest.raises(AssertionError), connected(server) as one:
+                eventually(lambda: b"200 OK" in asked_live(one), 1)
+            with connected(server) as one:
+                assert asked_live(one).startswith(b"HTTP/1.1 503")
+        eventually(lambda: httpx.get(f"{server.url}/livez").status_code == 200)
+
+
+def asked_live(connection: socket.socket) -> bytes:
+    with contextlib.suppress(OSError):
+        connection.sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
+    return rest_of(connection)
+
+
+def test_only_who_has_a_token_may_ask(dates_bundle: Path, tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("0123456789abcdef\nfedcba9876543210\n")
+    tokens.chmod(0o644)
+    with running(tmp_path, dates_bundle, "--threads", 1, "--token-file", tokens) as server:
+        assert f'-H "Authorization: Bearer $(head -n 1 {tokens})"' in server.told[-1]
+        assert "can be read by others (mode 644)" in server.log.read_text()
+        assert server.is_ready()
+        assert server.client.get("/livez").status_code == 200
+        for header in (None, "Bearer", "Bearer 0123456789abcde", "Basic 0123456789abcdef", "Bearer ü"):
+            headers = {} if header is None else {"Authorization": header.encode()}
+            for path in ("/metrics", "/v2", "/nothing", "/v2/models/dates/generate"):
+                found = server.client.request("GET", path, headers=headers)  # type: ignore[arg-type]
+                assert (found.status_code, found.headers["www-authenticate"]) == (401, "Bearer")
+                assert "token" in found.json()["error"]
+        for token in ("0123456789abcdef", "fedcba9876543210"):
+            server.client.headers["Authorization"] = f"Bearer {token}"
+            assert server.ask(DATE).status_code == 200
+        tokens.write_text("new-token-of-today\n")
+        server.send(signal.SIGHUP)
+        eventually(lambda: server.ask(DATE).status_code == 401)
+        server.client.headers["Authorization"] = "Bearer new-token-of-today"
+        assert server.ask(DATE).status_code == 200
+
+
+def test_what_no_server_can_run_with_is_refused(dates_bundle: Path, tmp_path: Path) -> None:
+    empty, short = tmp_path / "empty", tmp_path / "short"
+    empty.write_text("\n")
+    short.write_text("secret\n")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert f"port {port}: Address already in use" in refused(dates_bundle, "--port", port)
+    assert "name dates is taken" in refused(dates_bundle, f"dates={tmp_path}")
+    assert "cannot stand in a URL" in refused(tmp_path / "a b")
+    assert "there is no bundle" in refused(tmp_path / "nothing", "--port", 0)
+    assert "there is no token" in refused(dates_bundle, "--token-file", empty)
+    assert "token 1 is not one" in refused(dates_bundle, "--token-file", short)
+    assert "cannot be read" in refused(dates_bundle, "--token-file", tmp_path / "none")
+    assert "no TLS" in refused(dates_bundle, "--tls-cert", short)
+    assert "without tls_cert" in refused(dates_bundle, "--tls-key", short)
+    assert "slots is 0" in refused(dates_bundle, "--slots", 0)
+
+
+def test_tls_refuses_who_speaks_plainly(dates_bundle: Path, tmp_path: Path) -> None:
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    made = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
+    try:
+        subprocess.run([*made.split(), "-out", certificate, "-keyout", key], check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("openssl, which makes a certificate, is not installed")
+    trusted = ssl.create_default_context(cafile=certificate)
+    options = ("--threads", 1, "--tls-cert", certificate, "--tls-key", key)
+    with running(tmp_path, dates_bundle, *options, verify=trusted) as server:
+        assert server.url.startswith("https://127.0.0.1:")
+        assert server.ask(DATE).json()["text_output"] == "2026-03-03"
+        with pytest.raises(httpx.TransportError):
+            httpx.get(server.url.replace("https", "http") + "/livez")
+        with pytest.raises(httpx.ConnectError, match="certificate"):
+            httpx.get(f"{server.url}/livez")
+        assert server.stop() == 0

@@ -1,0 +1,101 @@
+"""`tfexport serve`."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any, TypeVar
+
+import click
+
+from tfexport.cli.commands import EXIT_ERROR
+from tfexport.cli.options import PATH, backend_option, device_option, engine_option, form_option
+from tfexport.errors import printable
+from tfexport.serve.config import ServingConfig
+from tfexport.serve.http.config import HttpConfig
+from tfexport.serve.server.config import ServerConfig
+from tfexport.spec import Device, Form
+
+C = TypeVar("C", ServingConfig, HttpConfig, ServerConfig)
+_LEVELS = ["debug", "info", "warning", "error"]
+
+
+@click.command()
+@click.argument("bundles", nargs=-1, required=True, metavar="[NAME=]BUNDLE...")
+@click.option("--host", default=ServerConfig.host, help="Address to listen on; 0.0.0.0 is all of the machine.")
+@click.option("--port", default=ServerConfig.port, help="To listen on; 0 takes one that is free.")
+@backend_option
+@form_option
+@device_option
+@engine_option
+@click.option("--threads", type=click.IntRange(min=1), help="Of each model on the CPU; one a core when not given.")
+@click.option("--slots", default=ServingConfig.slots, help="Rows of each model that are decoded at once.")
+@click.option(
+    "--encoder-budget", default=ServingConfig.encoder_budget, help="Source tokens that are encoded between two steps."
+)
+@click.option("--max-waiting", default=ServingConfig.max_waiting, help="Requests of each model that may wait.")
+@click.option("--max-waiting-tokens", default=ServingConfig.max_waiting_tokens, help="Source tokens that may wait.")
+@click.option("--max-num-beams", default=ServingConfig.max_num_beams, help="Beams of a request at most.")
+@click.option("--timeout", "timeout_s", default=HttpConfig.max_timeout_s, help="Seconds that a request may take.")
+@click.option("--max-body", "max_body_bytes", default=HttpConfig.max_body_bytes, help="Bytes of a request.")
+@click.option("--max-connections", default=ServerConfig.max_connections, help="Connections open at once.")
+@click.option(
+    "--drain-delay",
+    "drain_delay_s",
+    default=ServerConfig.drain_delay_s,
+    help="Seconds after SIGTERM in which requests are still taken, though the server is not ready.",
+)
+@click.option(
+    "--shutdown-timeout",
+    "shutdown_timeout_s",
+    default=ServerConfig.shutdown_timeout_s,
+    help="Seconds after that in which accepted requests are finished.",
+)
+@click.option("--token-file", type=PATH, help="File with one bearer token a line; without one everybody may ask.")
+@click.option("--tls-cert", type=PATH, help="Certificate in PEM, with its chain.")
+@click.option("--tls-key", type=PATH, help="Its private key; not needed where the certificate's file has it.")
+@click.option("--completions", is_flag=True, help="Offer /v1/completions, as OpenAI has it.")
+@click.option("--translate", is_flag=True, help="Offer /translate, as LibreTranslate has it.")
+@click.option("--ui/--no-ui", default=HttpConfig.ui, help="Offer a page at / to try the models.")
+@click.option("--log-level", type=click.Choice(_LEVELS), default="info", help="Least that is logged to standard error.")
+@click.option("--access-log", is_flag=True, help="Log every request.")
+def serve(
+    bundles: tuple[str, ...],
+    backend: str,
+    form: Form | None,
+    device: Device,
+    engine: str | None,
+    threads: int | None,
+    log_level: str,
+    access_log: bool,
+    **options: Any,
+) -> None:
+    """Serve each BUNDLE over HTTP, under NAME or the name of its directory, until SIGTERM or Ctrl-C.
+
+    SIGHUP replaces every bundle by what its path holds now.
+    """
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=log_level.upper())
+    if log_level != "debug":  # uvicorn tells of each start, stop and malformed request
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    from tfexport.serve.server.bundles import named_bundles
+    from tfexport.serve.server.run import serve_bundles
+
+    done = serve_bundles(
+        named_bundles(bundles),
+        _config(ServerConfig, options),
+        serving=_config(ServingConfig, options),
+        http=_config(HttpConfig, options),
+        report=lambda line: click.echo(printable(line)),
+        access_log=access_log,
+        backend=backend,
+        form=form,
+        device=device,
+        engine=engine,
+        threads=threads,
+    )
+    click.get_current_context().exit(0 if done else EXIT_ERROR)
+
+
+def _config(kind: type[C], options: dict[str, Any]) -> C:
+    """Make a configuration of those options that are fields of it."""
+    return kind(**{field.name: options[field.name] for field in dataclasses.fields(kind) if field.name in options})
