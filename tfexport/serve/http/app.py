@@ -8,7 +8,17 @@ from starlette.applications import Starlette
 from starlette.routing import BaseRoute
 
 from tfexport.serve.engine import Engine
-from tfexport.serve.http import generate, health, infer, metadata, monitoring
+from tfexport.serve.http import (
+    completions,
+    generate,
+    health,
+    infer,
+    metadata,
+    monitoring,
+    openapi,
+    tokens,
+    translate,
+)
 from tfexport.serve.http.config import HttpConfig
 from tfexport.serve.http.errors import HANDLERS
 from tfexport.serve.http.service import Service
@@ -45,3 +55,9 @@ def _routes(config: HttpConfig, metrics: Metrics | None) -> Iterator[BaseRoute]:
     yield from metadata.ROUTES
     yield from infer.ROUTES
     yield from generate.ROUTES
+    yield from tokens.ROUTES
+    yield from openapi.ROUTES
+    if config.completions:
+        yield from completions.ROUTES
+    if config.translate:
+        yield from translate.ROUTES

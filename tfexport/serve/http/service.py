@@ -45,12 +45,22 @@ class Service:
         Raises:
             RequestError: there is none of that name or version.
         """
-        name = str(request.path_params["name"])
-        if name not in self.engines:
-            raise RequestError(404, f"model {shortened(name)} is unknown; /v2 lists the models")
+        name = self.chosen(request.path_params["name"])
         version = request.path_params.get("version", VERSION)
         if version != VERSION:
             raise RequestError(404, f"version {shortened(version)} of model {name} is unknown, expected {VERSION}")
+        return name
+
+    def chosen(self, name: object) -> str:
+        """Return the name of a model that a request gives; None is the only one.
+
+        Raises:
+            RequestError: there is none of that name, or None is not clear.
+        """
+        if name is None and len(self.engines) == 1:
+            return next(iter(self.engines))
+        if not isinstance(name, str) or name not in self.engines:
+            raise RequestError(404, f"model {shortened(name)} is unknown; /v2 lists the models")
         return name
 
     def started(self, name: str) -> Engine:

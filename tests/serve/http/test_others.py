@@ -1,0 +1,116 @@
+"""Other projects' protocols: completions as OpenAI's clients ask for them, translate as LibreTranslate's do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.serve.http.served import Served
+from tests.serve.http.test_refusals import check
+from tfexport.model import Model
+from tfexport.serve.http.config import HttpConfig
+
+HTTP = HttpConfig(completions=True, translate=True)
+
+
+def test_completions(serve: Callable[..., None], model: Model, texts: list[str]) -> None:
+    asked: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
+        ({}, {}),
+        ({"temperature": 0, "top_p": 0.5, "top_k": -1, "max_tokens": 4}, {"max_new_tokens": 4}),
+        (
+            {"temperature": 1.2, "top_p": 0.9, "seed": 4, "n": 2, "logprobs": None, "echo": False},
+            {"do_sample": True, "temperature": 1.2, "top_p": 0.9, "top_k": 0, "seed": 4, "num_return_sequences": 2},
+        ),
+        ({"stop": "-0", "user": "me", "presence_penalty": 0.0}, {"stop_strings": "-0"}),
+        ({"ignore_eos": True, "max_tokens": 12}, {"min_new_tokens": 12, "max_new_tokens": 12}),
+        ({"num_beams": 3}, {"num_beams": 3}),
+    )
+
+    async def use(served: Served) -> None:
+        for data, options in asked:
+            answer = await served.client.post("/v1/completions", json={"prompt": texts[:2], "model": "dates"} | data)
+            expected = [one for text in texts[:2] for one in model.generate([text], **options)]
+            assert [one["text"] for one in answer.json()["choices"]] == [one.text for one in expected], data
+            assert [one["index"] for one in answer.json()["choices"]] == list(range(len(expected)))
+            usage = answer.json()["usage"]
+            assert usage["completion_tokens"] == sum(len(one.token_ids) for one in expected)
+            reason = answer.json()["choices"][0]["finish_reason"]
+            assert reason == {"eos": "stop", "stop": "stop", "length": "length"}[expected[0].finish_reason]
+        assert (await served.client.get("/v1/models")).json()["data"][0]["id"] == "dates"
+
+    serve(use, HTTP)
+
+
+def test_completions_in_events(serve: Callable[..., None], model: Model, texts: list[str]) -> None:
+    async def use(served: Served) -> None:
+        data = {"prompt": texts[0], "stream": True, "stream_options": {"include_usage": True}}
+        answer = await served.client.post("/v1/completions", json=data)
+        *parts, done = answer.text.split("\n\n")[:-1]
+        assert done == "data: [DONE]"
+        *chunks, last, usage = [json.loads(part.removeprefix("data: ")) for part in parts]
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == model.generate(texts[:1])[0].text
+        assert {chunk["choices"][0]["finish_reason"] for chunk in chunks} == {None}
+        assert last["choices"][0]["finish_reason"] == "stop"
+        assert usage["choices"] == []
+        assert usage["usage"]["completion_tokens"] == len(chunks) + 1
+
+    serve(use, HTTP)
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        ({}, "prompt is None"),
+        ({"prompt": []}, "0 prompts are given"),
+        ({"prompt": ["a"] * 65}, "65 prompts are given"),
+        ({"prompt": [[5, 6]]}, "expected a text"),
+        ({"prompt": ["a", "b"], "stream": True}, "a stream takes one prompt"),
+        ({"prompt": "a", "stream": "yes"}, "stream is 'yes'"),
+        ({"prompt": "a", "stream": True, "stream_options": 5}, "stream_options is 5"),
+        ({"prompt": "a", "logprobs": 5}, "logprobs is 5, which does not exist here"),
+        ({"prompt": "a", "presence_penalty": 1.5}, "presence_penalty is 1.5"),
+        ({"prompt": "a", "nonsense": 1}, "unknown key 'nonsense'"),
+        ({"prompt": "a", "temperature": -1}, "temperature is -1"),
+        ({"prompt": "a", "temperature": "hot"}, "temperature is 'hot'"),
+        ({"prompt": "a", "max_tokens": 0}, "max_new_tokens is 0"),
+        ({"prompt": "a", "n": 10**9}, "num_return_sequences is 1000000000"),
+    ],
+)
+def test_completions_that_are_refused(serve: Callable[..., None], data: dict[str, Any], why: str) -> None:
+    async def use(served: Served) -> None:
+        check(await served.client.post("/v1/completions", json=data), 400, why)
+        assert served.metrics.total("tfexport_requests_total", "dates") == 1
+
+    serve(use, HTTP)
+
+
+def test_translate(serve: Callable[..., None], model: Model, texts: list[str]) -> None:
+    languages = {"source": "en", "target": "de"}
+    best, *others = model.generate(texts[:1], num_beams=3, num_return_sequences=3)
+
+    async def use(served: Served) -> None:
+        async def ask(**data: Any) -> Any:
+            return (await served.client.post("/translate", json=languages | data)).json()
+
+        assert await ask(q=texts[0]) == {"translatedText": model.generate(texts[:1])[0].text}
+        several = await ask(q=texts[:3], format="text", api_key="")
+        assert several == {"translatedText": [model.generate([text])[0].text for text in texts[:3]]}
+        assert await ask(q=texts[0], alternatives=2) == {
+            "translatedText": best.text,
+            "alternatives": [one.text for one in others],
+        }
+        for data, why in (
+            ({}, "q is None"),
+            ({"q": []}, "0 texts are given"),
+            ({"q": "a", "format": "html"}, "format is 'html'"),
+            ({"q": "a", "alternatives": -1}, "alternatives is -1"),
+            ({"q": "a", "alternatives": 10**9}, "num_beams is 1000000001"),
+            ({"q": "a", "source": None}, "source is None"),
+            ({"q": "a", "nonsense": 1}, "unknown key nonsense"),
+        ):
+            check(await served.client.post("/translate", json=languages | data), 400, why)
+
+    serve(use, HTTP)
