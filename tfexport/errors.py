@@ -22,18 +22,24 @@ A message is one line: subject, what was got, what was expected, the remedy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 # Problems that one message names; a damaged file can have thousands.
 MAX_PROBLEMS = 20
 
 
 class TfexportError(Exception):
-    """Root of the tree; the command line prints it as one line and exits with 1."""
+    """Root of the tree; the command line prints it as one line and exits with 1.
 
-    def __init__(self, message: str) -> None:
+    Attributes:
+        indices: places of the inputs that were wrong, from 0, in the lists that the call was given: all of them, also
+            those that the message has no room for. Empty where the error is about no input.
+    """
+
+    def __init__(self, message: str, *, indices: Iterable[int] = ()) -> None:
         """Keep `message` with what a terminal would not show as it is spelled out, such as a line break in a name."""
         super().__init__(printable(message))
+        self.indices = tuple(dict.fromkeys(indices))
 
 
 class ConfigError(TfexportError):
@@ -116,13 +122,16 @@ def shortened(value: object) -> str:
     return text if len(text) <= 80 else text[:80] + "…"
 
 
-def raise_all(error: type[TfexportError], subject: str, problems: Sequence[str]) -> None:
+def raise_all(
+    error: type[TfexportError], subject: str, problems: Sequence[str], *, indices: Iterable[int] = ()
+) -> None:
     """Raise one error that lists every problem, the first 20 in words; do nothing when there is none.
 
     Args:
         error: class to raise.
         subject: what was checked, the first words of the message.
         problems: each "what, got, expected, remedy", without a final stop.
+        indices: places of all wrong inputs, from 0; again and again where one has several problems.
 
     Raises:
         TfexportError: of class `error`, when `problems` is not empty.
@@ -130,4 +139,4 @@ def raise_all(error: type[TfexportError], subject: str, problems: Sequence[str])
     hidden = len(problems) - MAX_PROBLEMS
     if problems:
         listed = [*problems[:MAX_PROBLEMS], *([f"and {hidden} more"] if hidden > 0 else [])]
-        raise error(f"{subject}: " + "; ".join(listed))
+        raise error(f"{subject}: " + "; ".join(listed), indices=indices)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import numpy as np
 
 from tfexport.bundle.bundle import Bundle, check_weights, open_bundle
 from tfexport.decode.align import Alignment, align, need_alignment
+from tfexport.decode.cancel import check_cancelled
 from tfexport.decode.offline import decode
 from tfexport.decode.pieces import Pieces
 from tfexport.decode.result import FinishReason, Hypothesis
@@ -166,6 +168,7 @@ class Model:
         prefixes: Sequence[str] | None = None,
         batch_size: int = 32,
         on_progress: Callable[[int], None] | None = None,
+        cancel: threading.Event | None = None,
         config: DecodeConfig | None = None,
         **options: Any,
     ) -> list[Result]:
@@ -175,7 +178,8 @@ class Model:
             texts: at least one; no result depends on the others.
             prefixes: what each result begins with, or with `prefix_bias_beta` is drawn towards; empty for nothing.
             batch_size: texts decoded at once.
-            on_progress: called after each batch with the number of texts it had.
+            on_progress: called with the number of texts that a step has finished, and not where it finished none.
+            cancel: set by another thread to give the call up; None for a call that nobody cancels.
             config: how to decode, in place of the bundle's defaults; None for those.
             options: fields of `DecodeConfig`, named and meant as in Hugging Face `generate`; they go before `config`
                 and before the bundle's defaults.
@@ -188,14 +192,13 @@ class Model:
             ConfigError: options that are unknown, out of range or contradictory.
             InputError: lists every text that the model cannot take.
             BackendError: the backend failed.
+            Cancelled: the event was set.
         """
         decoding, tokenizer = self.decoding(config, **options), self._need_tokenizer()
         if decoding.replace_unknowns:
             self._need_copies(tokenizer)
         sources = tokenizer.encode(_texts("texts", texts))
-        starts = [
-            tokenizer.begin_target(prefix) for prefix in (prefixes if prefixes is not None else [""] * len(texts))
-        ]
+        starts = tokenizer.begin_targets(prefixes if prefixes is not None else [""] * len(texts))
         found = decode(
             self.session,
             sources,
@@ -203,6 +206,7 @@ class Model:
             prefixes=starts,
             batch_size=batch_size,
             on_progress=on_progress,
+            cancel=cancel,
             text_of=tokenizer.decode,
             num_fixed=len(tokenizer.text.target_prefix),
         )
@@ -220,6 +224,7 @@ class Model:
         prefixes: Sequence[Sequence[int]] | None = None,
         batch_size: int = 32,
         on_progress: Callable[[int], None] | None = None,
+        cancel: threading.Event | None = None,
         config: DecodeConfig | None = None,
         **options: Any,
     ) -> list[list[Hypothesis]]:
@@ -230,7 +235,8 @@ class Model:
             prefixes: token ids that each result begins with, or with `prefix_bias_beta` is drawn towards, without the
                 start token.
             batch_size: texts decoded at once.
-            on_progress: called after each batch with the number of texts it had.
+            on_progress: called with the number of texts that a step has finished, and not where it finished none.
+            cancel: set by another thread to give the call up; None for a call that nobody cancels.
             config: how to decode, in place of the bundle's defaults; None for those.
             options: fields of `DecodeConfig`; they override `config`.
 
@@ -241,6 +247,7 @@ class Model:
             ConfigError: options that are unknown, out of range or contradictory.
             InputError: lists every source that the model cannot take.
             BackendError: the backend failed.
+            Cancelled: the event was set.
         """
         return decode(
             self.session,
@@ -249,17 +256,25 @@ class Model:
             prefixes=prefixes,
             batch_size=batch_size,
             on_progress=on_progress,
+            cancel=cancel,
             text_of=self.tokenizer.decode if self.tokenizer else None,
         )
 
     def stream(
-        self, text: str, *, prefix: str = "", config: DecodeConfig | None = None, **options: Any
+        self,
+        text: str,
+        *,
+        prefix: str = "",
+        cancel: threading.Event | None = None,
+        config: DecodeConfig | None = None,
+        **options: Any,
     ) -> Iterator[str]:
         """Generate for one text and hand out pieces as they come.
 
         Args:
             text: to generate for.
             prefix: what the result begins with; handed out first.
+            cancel: set by another thread to give the text up: the iterator then raises `Cancelled`.
             config: how to decode, in place of the bundle's defaults; None for those.
             options: fields of `DecodeConfig`, which override those of `config`; one result without beams.
 
@@ -270,6 +285,7 @@ class Model:
             ConfigError: options that are unknown, out of range or contradictory.
             InputError: the model cannot take the text, or beams are asked for.
             BackendError: the backend failed.
+            Cancelled: the event was set.
         """
         tokenizer = self._need_tokenizer()
         (source,) = tokenizer.encode(_texts("text", [text]))
@@ -279,7 +295,7 @@ class Model:
                 "stream: replace_unknowns is true, but the alignment is known when the text is whole; "
                 "set it to false, or use generate"
             )
-        start = tokenizer.begin_target(prefix)
+        (start,) = tokenizer.begin_targets([prefix])
         num_fixed = len(tokenizer.text.target_prefix)
         tokens = stream(
             self.session,
@@ -289,18 +305,26 @@ class Model:
             text_of=tokenizer.decode,
             num_fixed=num_fixed,
             defaults=self._not_given(config, options),
+            cancel=cancel,
         )
         num_given = num_fixed if decoding.prefix_bias_beta else len(start)
         return _pieces(Pieces(tokenizer.decode, num_given, decoding.strings), tokens)
 
     def stream_ids(
-        self, source: Sequence[int], *, prefix: Sequence[int] = (), config: DecodeConfig | None = None, **options: Any
+        self,
+        source: Sequence[int],
+        *,
+        prefix: Sequence[int] = (),
+        cancel: threading.Event | None = None,
+        config: DecodeConfig | None = None,
+        **options: Any,
     ) -> Iterator[int]:
         """Generate from the token ids of one text and hand out ids as they come, without a tokenizer.
 
         Args:
             source: token ids, special tokens included.
             prefix: token ids that the result begins with, without the start token; handed out first.
+            cancel: set by another thread to give the text up: the iterator then raises `Cancelled`.
             config: how to decode, in place of the bundle's defaults; None for those.
             options: fields of `DecodeConfig`, which override those of `config`; one result without beams.
 
@@ -311,10 +335,13 @@ class Model:
             ConfigError: options that are unknown, out of range or contradictory.
             InputError: the model cannot take the source, or beams are asked for.
             BackendError: the backend failed.
+            Cancelled: the event was set.
         """
         text_of = self.tokenizer.decode if self.tokenizer else None
         decoding, defaults = self.decoding(config, **options), self._not_given(config, options)
-        return stream(self.session, source, decoding, prefix=prefix, text_of=text_of, defaults=defaults)
+        return stream(
+            self.session, source, decoding, prefix=prefix, text_of=text_of, defaults=defaults, cancel=cancel
+        )
 
     def score(
         self,
@@ -324,6 +351,7 @@ class Model:
         add_eos: bool = True,
         batch_size: int = 32,
         on_progress: Callable[[int], None] | None = None,
+        cancel: threading.Event | None = None,
     ) -> list[Score]:
         """Say how probable given targets are, by the model as it is: without filters, penalties or temperature.
 
@@ -335,6 +363,7 @@ class Model:
             add_eos: score the end token behind each target too.
             batch_size: pairs scored at once; no score depends on the others.
             on_progress: called after each batch with the number of pairs it had.
+            cancel: set by another thread to give the call up; None for a call that nobody cancels.
 
         Returns:
             A score a pair, in their order.
@@ -342,6 +371,7 @@ class Model:
         Raises:
             InputError: lists every pair that the model cannot take.
             BackendError: the backend failed.
+            Cancelled: the event was set.
         """
         sources, given, prefixes = self._pairs(texts, targets, "score")
         return self.score_ids(
@@ -351,6 +381,7 @@ class Model:
             add_eos=add_eos,
             batch_size=batch_size,
             on_progress=on_progress,
+            cancel=cancel,
         )
 
     def score_ids(
@@ -362,6 +393,7 @@ class Model:
         add_eos: bool = True,
         batch_size: int = 32,
         on_progress: Callable[[int], None] | None = None,
+        cancel: threading.Event | None = None,
     ) -> list[Score]:
         """Score token ids, without a tokenizer; see `score`.
 
@@ -372,10 +404,12 @@ class Model:
             add_eos: end each target with the model's end token where it does not yet.
             batch_size: pairs scored at once.
             on_progress: called after each batch with the number of pairs it had.
+            cancel: set by another thread to give the call up; None for a call that nobody cancels.
 
         Raises:
             InputError: lists every pair that the model cannot take.
             BackendError: the backend failed.
+            Cancelled: the event was set.
         """
         return score(
             self.session,
@@ -386,6 +420,7 @@ class Model:
             add_eos=add_eos,
             batch_size=batch_size,
             on_progress=on_progress,
+            cancel=cancel,
         )
 
     def align(
@@ -395,6 +430,7 @@ class Model:
         *,
         batch_size: int = 32,
         on_progress: Callable[[int], None] | None = None,
+        cancel: threading.Event | None = None,
     ) -> list[Alignment]:
         """Say which source tokens the tokens of given targets were read from.
 
@@ -406,6 +442,7 @@ class Model:
             targets: one for each source.
             batch_size: pairs read at once; no result depends on the others.
             on_progress: called after each batch with the number of pairs it had.
+            cancel: set by another thread to give the call up; None for a call that nobody cancels.
 
         Returns:
             An alignment a pair, in their order.
@@ -414,9 +451,12 @@ class Model:
             ConfigError: the bundle was exported without alignment, or the backend has none.
             InputError: lists every pair that the model cannot take.
             BackendError: the backend failed.
+            Cancelled: the event was set.
         """
         sources, given, prefixes = self._pairs(texts, targets, "align")
-        return self.align_ids(sources, given, prefixes=prefixes, batch_size=batch_size, on_progress=on_progress)
+        return self.align_ids(
+            sources, given, prefixes=prefixes, batch_size=batch_size, on_progress=on_progress, cancel=cancel
+        )
 
     def align_ids(
         self,
@@ -426,6 +466,7 @@ class Model:
         prefixes: Sequence[Sequence[int]] | None = None,
         batch_size: int = 32,
         on_progress: Callable[[int], None] | None = None,
+        cancel: threading.Event | None = None,
     ) -> list[Alignment]:
         """Align token ids; see `align`.
 
@@ -435,11 +476,13 @@ class Model:
             prefixes: token ids that each target comes behind, read and not aligned.
             batch_size: pairs read at once.
             on_progress: called after each batch with the number of pairs it had.
+            cancel: set by another thread to give the call up; None for a call that nobody cancels.
 
         Raises:
             ConfigError: the bundle was exported without alignment, or the backend has none.
             InputError: lists every pair that the model cannot take.
             BackendError: the backend failed.
+            Cancelled: the event was set.
         """
         found = align(
             self.session,
@@ -449,11 +492,18 @@ class Model:
             start=self.defaults.decoder_start_token_id,
             batch_size=batch_size,
             on_progress=on_progress,
+            cancel=cancel,
         )
         return [self._spelled(one) for one in found]
 
     def embed(
-        self, texts: Sequence[str], *, pooling: Pooling = "mean", normalize: bool = True, batch_size: int = 32
+        self,
+        texts: Sequence[str],
+        *,
+        pooling: Pooling = "mean",
+        normalize: bool = True,
+        batch_size: int = 32,
+        cancel: threading.Event | None = None,
     ) -> Floats:
         """Encode texts to one vector each, with an encoder alone.
 
@@ -462,6 +512,7 @@ class Model:
             pooling: "mean" over a text's tokens, or "cls", the first token's.
             normalize: divide by the Euclidean norm.
             batch_size: texts encoded at once.
+            cancel: set by another thread to give the call up; None for a call that nobody cancels.
 
         Returns:
             float32 [texts, d_model].
@@ -470,6 +521,7 @@ class Model:
             ConfigError: an unknown pooling.
             InputError: lists every text that the model cannot take.
             BackendError: the bundle has a decoder, or the backend failed.
+            Cancelled: the event was set.
         """
         if pooling not in get_args(Pooling):
             raise ConfigError(f"embed: pooling is {pooling!r}, expected 'mean' or 'cls'")
@@ -478,6 +530,7 @@ class Model:
         vectors = np.empty((len(sources), self.spec.d_model), np.float32)
         order = sorted(range(len(sources)), key=lambda index: len(sources[index]))
         for first in range(0, len(order), batch_size):
+            check_cancelled(cancel)
             rows = order[first : first + batch_size]
             vectors[rows] = self._pool([sources[row] for row in rows], pooling)
         if normalize:

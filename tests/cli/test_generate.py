@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -234,6 +235,15 @@ def test_embed_writes_the_vectors_of_the_library(encoder_bundle: Path) -> None:
         with tfexport.load(encoder_bundle) as model:
             expected = model.embed(TEXTS[:2], **options)  # type: ignore[arg-type]
         np.testing.assert_allclose([row["embedding"] for row in rows], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_embed_can_be_cancelled(encoder_bundle: Path) -> None:
+    cancel = threading.Event()
+    with tfexport.load(encoder_bundle) as model:
+        assert np.array_equal(model.embed(TEXTS[:2], cancel=cancel), model.embed(TEXTS[:2]))
+        cancel.set()
+        with pytest.raises(tfexport.Cancelled):
+            model.embed(TEXTS[:2], cancel=cancel)
 
 
 def test_generate_and_embed_name_one_another(encoder_bundle: Path, dates_bundle: Path) -> None:

@@ -175,6 +175,7 @@ def test_every_bad_pair_is_named() -> None:
         "pair 4: the target has 21 tokens with its end, the limit is 20; shorten it, or export with a larger "
         "--max-target-length if the model allows it"
     )
+    assert caught.value.indices == (0, 1, 2, 3)
     with pytest.raises(InputError, match="align: 2 targets for 1 sources; give one each"):
         align(session, [[5]], [[3], [4]])
     with pytest.raises(InputError, match="batch_size is 0"):

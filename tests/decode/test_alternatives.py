@@ -145,8 +145,10 @@ def test_what_cannot_be() -> None:
     with pytest.raises(ConfigError, match="return_alternatives with do_sample; set one of them to false"):
         DecodeConfig(return_alternatives=True, do_sample=True)
     banned = DecodeConfig(return_alternatives=True, suppress_tokens=tuple(range(VOCAB)))
-    with pytest.raises(InputError, match="text 2 has no token to choose from after 0 new ones"):
+    with pytest.raises(InputError, match="text 2 has no token to choose from after 0 new ones") as found:
         decode(session, [[7], [8]], banned, prefixes=[[3], []])
+    assert found.value.indices == (1,)
     broken = ScriptedSession(VOCAB, lambda source, history: np.full(VOCAB, np.nan if source == (8,) else 0.0))
-    with pytest.raises(BackendError, match="NaN or infinite logits for text 2 at new token 1"):
+    with pytest.raises(BackendError, match="NaN or infinite logits for text 2 at new token 1") as failed:
         decode(broken, [[7], [8]], DecodeConfig(return_alternatives=True))
+    assert failed.value.indices == (1,)

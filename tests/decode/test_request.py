@@ -55,6 +55,19 @@ def test_a_long_list_is_cut(session: ScriptedSession) -> None:
     assert message.endswith("text 20: the source is empty, expected one token or more; and 980 more")
 
 
+def test_the_error_has_the_place_of_every_bad_text_once(session: ScriptedSession) -> None:
+    sources = [[5] if index % 3 else [100] * 17 for index in range(100)]
+    with pytest.raises(InputError) as caught:
+        decode(session, sources, DecodeConfig())
+    assert caught.value.indices == tuple(range(0, 100, 3))
+    with pytest.raises(InputError) as caught:
+        decode(session, [[5], [5]], DecodeConfig(), prefixes=[[], [12]])
+    assert caught.value.indices == (1,)
+    with pytest.raises(InputError) as caught:
+        decode(session, [[5]], DecodeConfig(max_new_tokens=17))
+    assert caught.value.indices == ()
+
+
 def test_limits_name_what_would_fit(session: ScriptedSession) -> None:
     config = DecodeConfig(max_new_tokens=14)
     message = refusal(session, [[5]] * 4, config, prefixes=[[], [3], [3, 4, 5], [3] * 16])

@@ -146,14 +146,16 @@ def test_every_bad_pair_is_named() -> None:
         "pair 6: the source has 17 tokens, the limit is 16; shorten it, "
         "or export with a larger --max-source-length if the model allows it"
     )
+    assert error.value.indices == (1, 2, 3, 4, 5)
     with pytest.raises(InputError, match="pair 1: the target is empty, expected one token or more"):
         score(session, [[3]], [[]], add_eos=False)
     with pytest.raises(InputError, match="the target has 3 tokens behind a prefix of 14 with its end, the limit is 2;"):
         score(session, [[3]], [[4, 4]], prefixes=[[4] * 14])
     with pytest.raises(InputError, match="pair 1: prefix has -1"):
         score(session, [[3]], [[4]], prefixes=[[-1]])
-    with pytest.raises(InputError, match="score: start has 12, expected ids 0 to 11"):
+    with pytest.raises(InputError, match="score: start has 12, expected ids 0 to 11") as error:
         score(session, [[3]], [[4]], start=12)
+    assert error.value.indices == ()
     with pytest.raises(InputError, match="2 targets for 1 sources; give one each"):
         score(session, [[3]], [[4], [5]])
     with pytest.raises(InputError, match="0 prefixes for 1 sources; give one each"):
@@ -177,5 +179,6 @@ def test_numbers_that_are_none_name_the_pair_and_the_token() -> None:
         return np.full(VOCAB, np.nan if (source, history) == ((3,), (START, 4)) else 0.0)
 
     session = ScriptedSession(VOCAB, script)
-    with pytest.raises(BackendError, match="NaN or infinite logits for pair 2 at token 2; check its weights"):
+    with pytest.raises(BackendError, match="NaN or infinite logits for pair 2 at token 2; check its weights") as error:
         score(session, [[5], [3]], [[4, 4, 4], [4, 5]])
+    assert error.value.indices == (1,)

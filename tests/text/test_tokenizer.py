@@ -198,11 +198,36 @@ def test_every_bad_text_is_named_at_once(dates: Tokenizer) -> None:
         "text 7 has no character that the vocabulary knows; give a text that the model was trained for; "
         "text 8 is int, expected a text"
     )
+    assert caught.value.indices == tuple(range(1, 8))
 
 
 def test_many_bad_texts_are_counted(dates: Tokenizer) -> None:
-    with pytest.raises(InputError, match=r"text 20 is empty; leave it out; and 80 more$"):
-        dates.encode([""] * 100)
+    with pytest.raises(InputError, match=r"text 21 is empty; leave it out; and 80 more$") as caught:
+        dates.encode(["3", *[""] * 100])
+    assert caught.value.indices == tuple(range(1, 101))
+
+
+def test_every_bad_prefix_is_named_and_what_is_wrong_alike_once(dates: Tokenizer) -> None:
+    assert dates.begin_targets(["", "20"]) == [[], dates.encode_target("20")]
+    with pytest.raises(InputError) as caught:
+        dates.begin_targets(["20", " ", "3" * 16, "", " "])
+    assert str(caught.value) == (
+        "prefixes: 2: prefix is white space only; leave it out; 3: prefix has 16 tokens, the limit is 15; shorten it"
+    )
+    assert caught.value.indices == (1, 2, 4)
+    with pytest.raises(InputError, match=r"^prefix is white space only; leave it out$") as caught:
+        dates.begin_targets([" "] * 3)
+    assert caught.value.indices == (0, 1, 2)
+
+
+def test_every_bad_pair_is_named_with_its_place(dates: Tokenizer) -> None:
+    with pytest.raises(InputError) as caught:
+        dates.encode_pairs(["3", "", "3"], ["2026", "", " "], "score")
+    assert str(caught.value) == (
+        "score: pair 2: source is empty; leave it out; pair 2: target is empty; leave it out; "
+        "pair 3: target is white space only; leave it out"
+    )
+    assert caught.value.indices == (1, 2)
 
 
 @pytest.mark.parametrize(("texts", "message"), [([], "there is no text"), ("3. März", "expected a list of texts")])

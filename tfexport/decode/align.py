@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from tfexport.decode.cancel import check_cancelled
 from tfexport.decode.pairs import Pair, batches, checked_pairs
 from tfexport.errors import BackendError, ConfigError, InputError
 from tfexport.runtime.session import NO_ALIGNMENT, Aligns, Floats, Session, pad_right
@@ -55,6 +57,7 @@ def align(
     start: int | None = None,
     batch_size: int = 32,
     on_progress: Callable[[int], None] | None = None,
+    cancel: threading.Event | None = None,
 ) -> list[Alignment]:
     """Align every target with its source; no result depends on the others or on `batch_size`.
 
@@ -66,11 +69,13 @@ def align(
         start: id that the decoder reads first; None for the model's own.
         batch_size: pairs read at once.
         on_progress: called after each batch with the number of pairs it had.
+        cancel: set by another thread to give the call up; None for a call that nobody cancels.
 
     Raises:
         ConfigError: the bundle or the backend has no alignment.
         InputError: lists every pair that the model cannot take.
         BackendError: the backend failed, or the model gave numbers that are none.
+        Cancelled: the event was set, which is seen before the next batch.
     """
     if batch_size < 1:
         raise InputError(f"batch_size is {batch_size}, expected 1 or more")
@@ -78,11 +83,13 @@ def align(
     reader = need_alignment(session)
     found: dict[int, Alignment] = {}
     for some in batches(pairs, batch_size, can_join=True):
+        check_cancelled(cancel)
         for pair, weights in zip(some, _read(reader, some, session.spec.tokens.pad), strict=True):
             if not np.isfinite(weights).all():
                 raise BackendError(
                     f"align: the model gave NaN or infinite weights for pair {pair.number + 1}; "
-                    "check its weights, or export with --precision fp32"
+                    "check its weights, or export with --precision fp32",
+                    indices=[pair.number],
                 )
             best = tuple(weights.argmax(1).tolist())
             found[pair.number] = Alignment(pair.source_ids, pair.target_ids, weights, best)

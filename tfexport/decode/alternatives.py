@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Sequence
 from itertools import groupby
 
 import numpy as np
 
+from tfexport.decode.cancel import check_cancelled
 from tfexport.decode.filters import Filters
 from tfexport.decode.history import History
 from tfexport.decode.request import Request
@@ -16,13 +18,16 @@ from tfexport.decode.stops import Stops
 from tfexport.runtime.session import Floats, Ids, Session, pad_right
 
 
-def alternatives(session: Session, requests: Sequence[Request], batch_size: int) -> list[Request]:
+def alternatives(
+    session: Session, requests: Sequence[Request], batch_size: int, cancel: threading.Event | None = None
+) -> list[Request]:
     """Replace each request by one for each of its num_return_sequences best next tokens.
 
     Args:
         session: any backend.
         requests: all with the same settings.
         batch_size: texts whose next tokens are asked for at once; fewer where the session takes fewer rows.
+        cancel: looked at before each batch; None for a call that nobody cancels.
 
     Returns:
         Requests whose prompts end with the token, which counts as generated with its log-probability; `sample` is its
@@ -31,6 +36,7 @@ def alternatives(session: Session, requests: Sequence[Request], batch_size: int)
     Raises:
         InputError: a text has no token to choose from.
         BackendError: the backend failed, or the model gave numbers that are none.
+        Cancelled: the event is set.
     """
     most = session.limits.rows.most
     size = batch_size if most is None else min(batch_size, most)
@@ -42,6 +48,7 @@ def alternatives(session: Session, requests: Sequence[Request], batch_size: int)
     for _, group in groupby(waiting, lambda request: len(request.prompt)):
         alike = list(group)
         for first in range(0, len(alike), size):
+            check_cancelled(cancel)
             some = alike[first : first + size]
             for request, token_ids, log_probs in zip(some, *_next_tokens(session, some), strict=True):
                 expanded += _expand(session, request, token_ids, log_probs)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 
 from tfexport.decode.alternatives import alternatives
+from tfexport.decode.cancel import updates
 from tfexport.decode.loop import Loop
 from tfexport.decode.request import check_requests
 from tfexport.decode.result import Hypothesis
@@ -26,6 +28,7 @@ def decode(
     on_progress: Callable[[int], None] | None = None,
     text_of: TextOf | None = None,
     num_fixed: int = 0,
+    cancel: threading.Event | None = None,
 ) -> list[list[Hypothesis]]:
     """Generate for every source; no result depends on the others or on `batch_size`.
 
@@ -40,6 +43,7 @@ def decode(
         on_progress: called with the number of texts that a step has finished.
         text_of: decodes token ids; stop strings need it.
         num_fixed: tokens that hypotheses begin with even where they are biased towards the rest of their prefix.
+        cancel: set by another thread to give the call up; None for a call that nobody cancels.
 
     Returns:
         For each source its hypotheses: one, the num_return_sequences best beams,
@@ -48,6 +52,7 @@ def decode(
     Raises:
         InputError: lists every text or setting that the model cannot take.
         BackendError: the backend failed, or the model gave numbers that are none.
+        Cancelled: the event was set, which is seen before the next step.
     """
     if batch_size < 1:
         raise InputError(f"batch_size is {batch_size}, expected 1 or more")
@@ -55,7 +60,7 @@ def decode(
     samples = config.num_return_sequences if config.do_sample or config.return_alternatives else 1
     loop = Loop(session, batch_size * samples)
     if config.return_alternatives:
-        requests = alternatives(session, requests, batch_size)
+        requests = alternatives(session, requests, batch_size, cancel)
     elif samples > 1:
         requests = [dataclasses.replace(request, sample=sample) for request in requests for sample in range(samples)]
     wanted = Counter(request.text for request in requests)
@@ -63,9 +68,9 @@ def decode(
     requests.sort(key=lambda request: -len(request.source_ids))
     loop.submit(requests)
     results: list[dict[int, list[Hypothesis]]] = [{} for _ in sources]
-    while loop.is_busy:
+    for some in updates(loop, cancel):
         finished = 0
-        for update in loop.step():
+        for update in some:
             if isinstance(update.outcome, TfexportError):
                 raise update.outcome
             assert update.outcome is not None

@@ -67,7 +67,8 @@ def check_requests(
         num_fixed: tokens that hypotheses begin with even where they are biased towards the rest of their prefix.
 
     Raises:
-        InputError: lists what is wrong with the settings for this session, and with each text.
+        InputError: lists what is wrong with the settings for this session, and with each text; `indices` has the
+            places of these.
     """
     spec, limits = session.spec, session.limits
     if not spec.has_decoder:
@@ -78,17 +79,18 @@ def check_requests(
         raise InputError("decode: stop_strings need a tokenizer, and there is none; use eos_token_id")
     # What no text could do is said once, not for each text.
     no_room = _room_problems(spec, limits, 0, config)
-    problems, requests = [*_setting_problems(spec, limits, config), *no_room], []
+    problems, indices, requests = [*_setting_problems(spec, limits, config), *no_room], [], []
     for text, source in enumerate(sources):
         prefix = () if prefixes is None else prefixes[text]
         found = _source_problems(spec, limits, source) + _id_problems("prefix", prefix, spec.vocab)
         if not no_room:
             found += _room_problems(spec, limits, len(_begun(prefix, config, num_fixed)), config)
         problems += [f"text {text + 1}: {problem}" for problem in found]
+        indices += [text] * len(found)
         if not problems:
             request = _request(spec, text, tuple(map(int, source)), tuple(map(int, prefix)), config, num_fixed)
             requests.append(dataclasses.replace(request, text_of=text_of) if config.strings else request)
-    raise_all(InputError, "decode", problems)
+    raise_all(InputError, "decode", problems, indices=indices)
     return requests
 
 
@@ -114,7 +116,7 @@ def check_pairs(
         subject: named at the start of the error.
 
     Raises:
-        InputError: lists what is wrong with each pair.
+        InputError: lists what is wrong with each pair; `indices` has their places.
     """
     spec, limits = session.spec, session.limits
     if not spec.has_decoder:
@@ -122,13 +124,14 @@ def check_pairs(
     for name, given in (("targets", targets), ("prefixes", prefixes)):
         if given is not None and len(given) != len(sources):
             raise InputError(f"{subject}: {len(given)} {name} for {len(sources)} sources; give one each")
-    problems = [] if start is None else _id_problems("start", [start], spec.vocab)
+    problems, indices = [] if start is None else _id_problems("start", [start], spec.vocab), []
     for number, (source, target) in enumerate(zip(sources, targets, strict=True)):
         prefix = () if prefixes is None else prefixes[number]
         found = _source_problems(spec, limits, source) + _id_problems("prefix", prefix, spec.vocab)
         found += _target_problems(spec, limits, len(prefix), target, add_eos=add_eos)
         problems += [f"pair {number + 1}: {problem}" for problem in found]
-    raise_all(InputError, subject, problems)
+        indices += [number] * len(found)
+    raise_all(InputError, subject, problems, indices=indices)
 
 
 def _request(

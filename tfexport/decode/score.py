@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from tfexport.decode.cancel import check_cancelled
 from tfexport.decode.pairs import Pair, batches, checked_pairs
 from tfexport.decode.search import is_broken, log_probs_of
 from tfexport.errors import BackendError, InputError
@@ -39,6 +41,7 @@ def score(
     add_eos: bool = True,
     batch_size: int = 32,
     on_progress: Callable[[int], None] | None = None,
+    cancel: threading.Event | None = None,
 ) -> list[Score]:
     """Score every target for its source; no score depends on the others or on `batch_size`.
 
@@ -51,10 +54,12 @@ def score(
         add_eos: end each target with the model's end token where it does not yet.
         batch_size: pairs scored at once; fewer where the session takes fewer rows.
         on_progress: called after each batch with the number of pairs it had.
+        cancel: set by another thread to give the call up; None for a call that nobody cancels.
 
     Raises:
         InputError: lists every pair that the model cannot take.
         BackendError: the backend failed, or the model gave numbers that are none.
+        Cancelled: the event was set, which is seen before the next step.
     """
     if batch_size < 1:
         raise InputError(f"batch_size is {batch_size}, expected 1 or more")
@@ -68,21 +73,23 @@ def score(
     size = batch_size if limits.rows.most is None else min(batch_size, limits.rows.most)
     scores: dict[int, Score] = {}
     for some in batches(pairs, size, can_join=batch.can_join):
-        for pair, log_probs in zip(some, _score_batch(session, some), strict=True):
+        for pair, log_probs in zip(some, _score_batch(session, some, cancel), strict=True):
             scores[pair.number] = Score(pair.target_ids, tuple(log_probs), math.fsum(log_probs))
         if on_progress:
             on_progress(len(some))
     return [scores[pair.number] for pair in pairs]
 
 
-def _score_batch(session: Session, pairs: Sequence[Pair]) -> list[list[float]]:
+def _score_batch(session: Session, pairs: Sequence[Pair], cancel: threading.Event | None) -> list[list[float]]:
     """Read the targets side by side, a token of each at a time; a pair leaves behind its last one."""
+    check_cancelled(cancel)
     batch = session.batch()
     source_ids, source_mask = pad_right([pair.source_ids for pair in pairs], session.spec.tokens.pad)
     batch.add(source_ids, source_mask, [pair.prompt for pair in pairs])
     found: list[list[float]] = [[] for _ in pairs]
     live, newest = list(range(len(pairs))), np.array([pair.prompt[-1] for pair in pairs])
     for step in range(max(len(pair.target_ids) for pair in pairs)):
+        check_cancelled(cancel)
         if step:
             leaving = np.flatnonzero([len(pairs[number].target_ids) == step for number in live])
             if leaving.size:
@@ -94,7 +101,8 @@ def _score_batch(session: Session, pairs: Sequence[Pair]) -> list[list[float]]:
             if math.isnan(log_prob):
                 raise BackendError(
                     f"score: the model gave NaN or infinite logits for pair {pairs[number].number + 1} at token "
-                    f"{step + 1}; check its weights, or export with --precision fp32"
+                    f"{step + 1}; check its weights, or export with --precision fp32",
+                    indices=[pairs[number].number],
                 )
             found[number].append(log_prob)
         newest = following

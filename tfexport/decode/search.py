@@ -125,7 +125,8 @@ def not_a_number(request: Request, num_new: int) -> BackendError:
     """Say that the model gave no numbers for a text."""
     return BackendError(
         f"decode: the model gave NaN or infinite logits for text {request.text + 1} at new token {num_new + 1}; "
-        "check its weights, or export with --precision fp32"
+        "check its weights, or export with --precision fp32",
+        indices=[request.text],
     )
 
 
@@ -133,7 +134,8 @@ def nothing_left(request: Request, num_new: int) -> InputError:
     """Say that every token is banned for a text."""
     return InputError(
         f"decode: text {request.text + 1} has no token to choose from after {num_new} new ones; "
-        "relax suppress_tokens, bad_words_ids, the sizes of n-grams, min_new_tokens or min_length"
+        "relax suppress_tokens, bad_words_ids, the sizes of n-grams, min_new_tokens or min_length",
+        indices=[request.text],
     )
 
 

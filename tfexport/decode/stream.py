@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Collection, Iterator, Sequence
 
+from tfexport.decode.cancel import updates
 from tfexport.decode.loop import Loop
 from tfexport.decode.request import Request, check_requests
 from tfexport.decode.stops import TextOf
@@ -22,6 +24,7 @@ def stream(
     text_of: TextOf | None = None,
     num_fixed: int = 0,
     defaults: Collection[str] = (),
+    cancel: threading.Event | None = None,
 ) -> Iterator[int]:
     """Generate for one source, token by token.
 
@@ -35,6 +38,8 @@ def stream(
         text_of: decodes token ids; stop strings need it.
         num_fixed: tokens to begin with even where the text is biased towards the rest of the prefix.
         defaults: names of options that the caller has not given but the model brings, for errors.
+        cancel: set by another thread to give the text up; the iterator then raises `Cancelled` where the next token
+            would come. None for a text that nobody cancels.
 
     Returns:
         The `token_ids` of the hypothesis that `decode` finds: the prefix, then
@@ -53,15 +58,15 @@ def stream(
     ]
     raise_all(InputError, "stream", problems)
     (request,) = check_requests(session, [source], config, [prefix], text_of, num_fixed)
-    return _tokens(session, request)
+    return _tokens(session, request, cancel)
 
 
-def _tokens(session: Session, request: Request) -> Iterator[int]:
+def _tokens(session: Session, request: Request, cancel: threading.Event | None) -> Iterator[int]:
     yield from request.prompt[1:]
     loop = Loop(session, 1)
     loop.submit([dataclasses.replace(request, stream=True)])
-    while loop.is_busy:
-        for update in loop.step():
+    for some in updates(loop, cancel):
+        for update in some:
             if isinstance(update.outcome, TfexportError):
                 raise update.outcome
             if update.token_id is not None:

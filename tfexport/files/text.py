@@ -64,16 +64,17 @@ def split_pairs(lines: Sequence[str]) -> tuple[list[str], list[str]]:
     A tab in a JSON text is escaped, so a line with a tab is never JSON.
 
     Raises:
-        InputError: names every line that is neither.
+        InputError: names every line that is neither; `indices` has their places.
     """
     pairs: list[tuple[str, str]] = []
-    problems = []
-    for number, line in enumerate(lines, 1):
+    problems, indices = [], []
+    for index, line in enumerate(lines):
         try:
             pairs.append(_pair(line))
         except ValueError as error:
-            problems.append(f"pair {number} {error}")
-    raise_all(InputError, "input", problems)
+            problems.append(f"pair {index + 1} {error}")
+            indices.append(index)
+    raise_all(InputError, "input", problems, indices=indices)
     return [source for source, _ in pairs], [target for _, target in pairs]
 
 

@@ -81,19 +81,21 @@ class Tokenizer:
 
         Raises:
             InputError: lists every text, counted from 1, that is empty, too long or
-                that the vocabulary cannot say.
+                that the vocabulary cannot say; `indices` has their places.
         """
         if isinstance(texts, str):
             raise InputError("texts is one text, expected a list of texts; put it in a list")
         if not texts:
             raise InputError("there is no text; give at least one")
-        encoded, problems = [], []
-        for number, text in enumerate(texts, 1):
+        encoded, problems, indices = [], [], []
+        for index, text in enumerate(texts):
             try:
                 encoded.append(self._encode_source(text))
             except InputError as error:
-                problems.append(f"text {number} {error}")
-        raise_all(InputError, f"input of {len(texts)} texts" if len(texts) > 1 else "input", problems)
+                problems.append(f"text {index + 1} {error}")
+                indices.append(index)
+        subject = f"input of {len(texts)} texts" if len(texts) > 1 else "input"
+        raise_all(InputError, subject, problems, indices=indices)
         return encoded
 
     def encode_target(self, text: str) -> list[int]:
@@ -115,6 +117,28 @@ class Tokenizer:
         """
         return [*self.text.target_prefix, *(self.encode_target(prefix) if prefix else ())]
 
+    def begin_targets(self, prefixes: Sequence[str]) -> list[list[int]]:
+        """Return the ids that each target begins with; see `begin_target`.
+
+        Args:
+            prefixes: of each; empty for none.
+
+        Raises:
+            InputError: lists the prefixes, counted from 1, that `encode_target` refuses, those that are refused alike
+                once; `indices` has the places of all.
+        """
+        begun, problems, indices = [], dict[str, str](), []
+        for index, prefix in enumerate(prefixes):
+            try:
+                begun.append(self.begin_target(prefix))
+            except InputError as error:
+                problems.setdefault(str(error), f"{index + 1}: {error}")
+                indices.append(index)
+        if len(problems) == 1 and len(indices) == len(prefixes):
+            raise InputError(*problems, indices=indices)
+        raise_all(InputError, "prefixes", list(problems.values()), indices=indices)
+        return begun
+
     def encode_pairs(
         self, sources: Sequence[str], targets: Sequence[str], subject: str
     ) -> tuple[list[list[int]], list[list[int]]]:
@@ -127,18 +151,19 @@ class Tokenizer:
 
         Raises:
             InputError: lists every pair, counted from 1, of which a text is empty, too long or more than the
-                vocabulary can say.
+                vocabulary can say; `indices` has their places.
         """
         pairs: tuple[list[list[int]], list[list[int]]] = ([], [])
-        problems = []
-        for number, texts in enumerate(zip(sources, targets, strict=True), 1):
+        problems, indices = [], []
+        for index, texts in enumerate(zip(sources, targets, strict=True)):
             sides = zip(("source", "target"), (self._encode_source, self._encode_target), texts, pairs, strict=True)
             for side, encode, text, encoded in sides:
                 try:
                     encoded.append(encode(text))
                 except InputError as error:
-                    problems.append(f"pair {number}: {side} {error}")
-        raise_all(InputError, subject, problems)
+                    problems.append(f"pair {index + 1}: {side} {error}")
+                    indices.append(index)
+        raise_all(InputError, subject, problems, indices=indices)
         return pairs
 
     def target_id(self, token: str) -> int:
