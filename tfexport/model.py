@@ -213,9 +213,9 @@ class Model:
         results = [
             result_of(tokenizer, best, decoding, index) for index, hypotheses in enumerate(found) for best in hypotheses
         ]
-        return (
-            self._with_copies(texts, sources, results, decoding, batch_size) if decoding.replace_unknowns else results
-        )
+        if decoding.replace_unknowns:
+            return self._with_copies(texts, sources, results, decoding, batch_size, cancel)
+        return results
 
     def generate_ids(
         self,
@@ -339,9 +339,7 @@ class Model:
         """
         text_of = self.tokenizer.decode if self.tokenizer else None
         decoding, defaults = self.decoding(config, **options), self._not_given(config, options)
-        return stream(
-            self.session, source, decoding, prefix=prefix, text_of=text_of, defaults=defaults, cancel=cancel
-        )
+        return stream(self.session, source, decoding, prefix=prefix, text_of=text_of, defaults=defaults, cancel=cancel)
 
     def score(
         self,
@@ -580,6 +578,7 @@ class Model:
         results: Sequence[Result],
         decoding: DecodeConfig,
         batch_size: int,
+        cancel: threading.Event | None,
     ) -> list[Result]:
         """Write in each text what its unknown tokens were read from."""
         tokenizer = self._need_tokenizer()
@@ -590,7 +589,12 @@ class Model:
             for one in results
         ]
         found = unknown_sources(
-            self.session, answers, tokenizer.unknown, start=decoding.decoder_start_token_id, batch_size=batch_size
+            self.session,
+            answers,
+            tokenizer.unknown,
+            start=decoding.decoder_start_token_id,
+            batch_size=batch_size,
+            cancel=cancel,
         )
         return [
             _copied(tokenizer, one, {place: copies[one.index][source] or "" for place, source in places.items()})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,7 +28,13 @@ class Answer:
 
 
 def unknown_sources(
-    session: Session, answers: Sequence[Answer], unknown: int, *, start: int | None = None, batch_size: int = 32
+    session: Session,
+    answers: Sequence[Answer],
+    unknown: int,
+    *,
+    start: int | None = None,
+    batch_size: int = 32,
+    cancel: threading.Event | None = None,
 ) -> list[dict[int, int]]:
     """Find for every unknown token of a target the source token with the largest weight.
 
@@ -37,6 +44,7 @@ def unknown_sources(
         unknown: id of that token.
         start: id that the decoder read first; None for the model's own.
         batch_size: answers read at once.
+        cancel: looked at before each batch; None for a call that nobody cancels.
 
     Returns:
         For each answer, by the place of each unknown token, the place of its source token.
@@ -44,13 +52,13 @@ def unknown_sources(
     Raises:
         ConfigError: the bundle or the backend has no alignment.
         BackendError: the backend failed.
+        Cancelled: the event is set.
     """
     found: list[dict[int, int]] = [{} for _ in answers]
     some = [number for number, one in enumerate(answers) if unknown in one.target_ids and any(one.is_text)]
     sources, targets = ([getattr(answers[number], side) for number in some] for side in ("source_ids", "target_ids"))
-    for number, alignment in zip(
-        some, align(session, sources, targets, start=start, batch_size=batch_size), strict=True
-    ):
+    aligned = align(session, sources, targets, start=start, batch_size=batch_size, cancel=cancel)
+    for number, alignment in zip(some, aligned, strict=True):
         best = np.where(answers[number].is_text, alignment.weights, -1).argmax(1)
         found[number] = {
             place: int(best[place]) for place, token in enumerate(alignment.target_ids) if token == unknown
