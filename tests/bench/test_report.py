@@ -46,6 +46,13 @@ CELL_METRICS: dict[str, Any] = {
         VALUE,
     ),
 }
+# What the server scenario has besides.
+SERVER_METRICS: dict[str, Any] = {
+    "goodput": {**VALUE, "per_process": [NUMBER]},
+    "slot_occupancy": {**VALUE, "per_process": [NUMBER]},
+    "queue_time": DISTRIBUTION,
+    "refused": VALUE,
+}
 SCHEMA: dict[str, Any] = {
     "schema": str,
     "bundle": {"name": str, "sha256": str, "precision": str},
@@ -60,6 +67,11 @@ SCHEMA: dict[str, Any] = {
         "target_length": [int],
         "num_beams": int,
         "rate": (float, type(None)),
+        "goal_p99": (float, type(None)),
+        "goal_ms": (float, type(None)),
+        "slots": (int, type(None)),
+        "url": (str, type(None)),
+        "model": (str, type(None)),
         "duration": float,
         "processes": int,
         "seed": int,
@@ -75,6 +87,7 @@ SCHEMA: dict[str, Any] = {
         "python": str,
         "versions": dict,
     },
+    "trials": [{"rate": float, "p99_ms": (float, type(None)), "kept": bool}],
     "validity": {"valid": bool, "reasons": [str]},
     "best_cell": int,
     "metrics": {
@@ -102,6 +115,14 @@ SCHEMA: dict[str, Any] = {
 }
 
 
+def server_schema() -> dict[str, Any]:
+    """The schema of a report of the server scenario."""
+    (cell,) = SCHEMA["cells"]
+    in_flight = {key: [float] for key in ("seconds", "waiting", "running")}
+    cell = {**cell, "metrics": {**CELL_METRICS, **SERVER_METRICS}, "in_flight": in_flight}
+    return {**SCHEMA, "metrics": {**SCHEMA["metrics"], **SERVER_METRICS}, "cells": [cell]}
+
+
 def mismatches(value: Any, schema: Any, place: str = "report") -> list[str]:
     """Say where a JSON value is not what is written down; a metric may say more in `note`."""
     if isinstance(schema, dict):
@@ -119,8 +140,10 @@ def report(
     *, scale: float = 1.0, name: str = "dates", windows: tuple[float, ...] = (10.0, 10.0, 10.0), **config: Any
 ) -> dict[str, Any]:
     """A report whose times are `scale` times 2 ms a step; a batch of b takes b times as long."""
-    settings = {"batch_size": (1,), "source_length": (7,), "target_length": (3,), "duration": 1.0, "processes": 2}
+    batch_size = () if config.get("url") else (config.get("slots", 1),)
+    settings = {"batch_size": batch_size, "source_length": (7,), "target_length": (3,), "duration": 1.0, "processes": 2}
     resolved = BenchConfig(**{**settings, **config})
+    served = {"queue_s": [0.001, 0.003], "waiting": [0.0, 1.0], "running": [2.0, 0.0], "slot_occupancy": 0.25}
     process = {
         "backend": "ort",
         "load_s": 0.2 * scale,
@@ -129,9 +152,13 @@ def report(
         "step_weight_bytes": 2_000_000,
         "memory_bandwidth": 5e10,
         "cells": [
-            samples(*[[0.002 * scale * cell.batch_size] * 3] * 20, windows=windows).to_dict() for cell in resolved.cells
+            samples(*[[0.002 * scale * (cell.batch_size or 1)] * 3] * 20, windows=windows).to_dict()
+            | (served if resolved.scenario == "server" else {})
+            for cell in resolved.cells
         ],
     }
+    if resolved.url:  # then it is the server's, and not seen
+        process = {"backend": "http", "model": name, "cells": process["cells"]}
     about = {
         "bundle": {"name": name, "sha256": "ab" * 32, "precision": "fp32"},
         "input": None,
@@ -149,12 +176,14 @@ def report(
     return build_result(resolved, [process] * count, about, {"passed": True, "source": "verified by its export"})
 
 
+URL = "http://127.0.0.1:8000"
 SWEEP = {"scenario": "sweep", "batch_size": (1, 4, 16), "source_length": (3, 5)}
 REPORTS: dict[str, Callable[[], dict[str, Any]]] = {
     "single": report,
     "alone": lambda: report(processes=1),
     "offline": lambda: report(scenario="offline", batch_size=(8,)),
-    "server": lambda: report(scenario="server", batch_size=(4,), rate=20.0),
+    "server": lambda: report(scenario="server", slots=4, rate=20.0, goal_ms=50.0),
+    "url": lambda: report(scenario="server", url=URL, rate=20.0),
     "sweep": lambda: report(**SWEEP),
     "unstable": lambda: report(windows=(1.0, 2.0)),
 }
@@ -164,7 +193,30 @@ REPORTS: dict[str, Callable[[], dict[str, Any]]] = {
 def test_a_report_has_the_schema(name: str) -> None:
     found = json.loads(json.dumps(REPORTS[name](), allow_nan=False))
     assert found["schema"] == "tfexport.bench/1"
-    assert mismatches(found, SCHEMA) == []
+    if name == "url":  # without what is not seen from outside
+        assert found["metrics"]["load_time"] == {
+            "unit": "ms",
+            "value": None,
+            "note": "not seen from outside the server",
+        }
+        assert found["metrics"]["goodput"]["note"] == "needs a goal; give --goal-ms"
+        return
+    assert mismatches(found, server_schema() if name == "server" else SCHEMA) == []
+
+
+def test_a_server_is_judged_by_its_bound() -> None:
+    found = report(scenario="server", slots=4, rate=20.0, goal_ms=30.0)
+    # 20 requests of 26 ms, one after the other: all in time.
+    assert found["metrics"]["goodput"]["value"] == pytest.approx(1 / 0.026)
+    assert found["metrics"]["slot_occupancy"]["value"] == 0.25
+    text = " ".join("\n".join(lines(found)).split())
+    assert "server at 20 requests/s · slots 4" in text
+    assert "goodput 38.5 requests a second answered within 30 ms" in text
+    assert "slots 25 % in use by a step queue 2.00 ms, p90 3.00" in text
+    assert report(scenario="server", slots=4, rate=20.0, goal_ms=20.0)["metrics"]["goodput"]["value"] == 0
+    page = render(found)
+    assert "Requests under way" in page
+    assert "of the slots in use by a step" in page
 
 
 def test_the_schema_can_fail() -> None:
@@ -241,7 +293,7 @@ def test_the_table_says_the_numbers() -> None:
 
 @pytest.mark.parametrize("name", sorted(REPORTS))
 def test_the_page_is_well_formed_and_holds_all_it_needs(name: str) -> None:
-    page = render(REPORTS[name]())
+    page = render(REPORTS[name]()).replace(URL, "")  # said, and no link
     head, _, rest = page.partition("\n")
     assert head == "<!doctype html>"
     root = ElementTree.fromstring(rest)

@@ -129,20 +129,6 @@ def test_a_real_report_compares_with_itself(measured: Path) -> None:
     assert failed.stderr.count("\n") == 1
 
 
-def test_texts_and_requests_are_served_for_real(dates_bundle: Path, tmp_path: Path) -> None:
-    (tmp_path / "texts").write_text("3. März 2026\nle 14 juillet 1989\n5 May 2001\n")
-    result = run(
-        *("bench", dates_bundle, "--scenario", "server", "--rate", 100, "--input", tmp_path / "texts"),
-        *("--processes", 1, "--duration", 0.3, "--no-verify", "--json", tmp_path / "a.json"),
-    )
-    assert result.exit_code == 0, result.output
-    found = json.loads((tmp_path / "a.json").read_text())
-    assert found["settings"]["input"]["texts"] == 3
-    assert found["metrics"]["output_sequence_length"]["value"] == pytest.approx(11, abs=1)  # 2026-03-03 and the end
-    assert found["metrics"]["request_count"]["value"] > 5
-    assert "server at 100 requests/s · batch up to 8 · 3 texts" in result.stdout
-
-
 def test_an_error_of_the_process_is_told_as_it_is(dates_bundle: Path, tmp_path: Path) -> None:
     (tmp_path / "texts").write_text("1 May 2001\n" + "x" * 500 + "\n")
     refuses(run("bench", dates_bundle, "--input", tmp_path / "texts", "--no-verify"), "text 2")
@@ -199,7 +185,7 @@ def test_the_command_has_the_defaults_of_the_library() -> None:
 def test_both_spellings_have_help() -> None:
     measure, compare = run("bench", "--help"), run("bench", "compare", "--help")
     assert (measure.exit_code, compare.exit_code) == (0, 0)
-    assert "[OPTIONS] BUNDLE" in measure.stdout
+    assert "[OPTIONS] [BUNDLE]" in measure.stdout
     assert "bench compare [OPTIONS] FIRST SECOND" in compare.stdout
 
 
@@ -219,6 +205,12 @@ def test_a_bundle_may_be_called_compare(
     ("arguments", "message"),
     [
         (["--scenario", "server"], "give --rate"),
+        (["--scenario", "server", "--rate", "5", "--batch-size", "4"], "use --slots"),
+        (["--scenario", "server", "--rate", "5", "--model", "dates"], "give --url"),
+        (["--scenario", "server", "--rate", "5", "--url", "localhost:8000"], "expected such as http://127.0.0.1:8000"),
+        (["--scenario", "server", "--rate", "5", "--url", "http://h:1", "--slots", "4"], "has its own; leave it out"),
+        (["--scenario", "server", "--goal-p99", "0"], "goal_p99 is 0.0, expected 0.1 to 3600000"),
+        (["--goal-ms", "5"], "goal_ms belongs to the server scenario, not to single"),
         (["--rate", "nan", "--scenario", "server"], "rate is nan"),
         (["--duration", "inf"], "duration is inf"),
         (["--duration", "1e9"], "duration is 1000000000.0, expected 0.1 to 600"),

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from typing import Literal
+from urllib.parse import urlsplit
 
-from tfexport.errors import ConfigError, raise_all
+from tfexport.errors import ConfigError, raise_all, shortened
 from tfexport.fields import Config
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.registry import AUTO, names
+from tfexport.serve.config import ServingConfig
 from tfexport.spec import Device, Form, ModelSpec
 
 Scenario = Literal["single", "offline", "server", "sweep"]
@@ -20,7 +22,7 @@ MAX_CELLS = 100
 _BATCH_SIZES: dict[Scenario, tuple[int, ...]] = {
     "single": (1,),
     "offline": (32,),
-    "server": (8,),
+    "server": (ServingConfig.slots,),
     "sweep": (1, 2, 4, 8, 16, 32),
 }
 _DURATION_S: dict[Scenario, float] = {"single": 5.0, "offline": 5.0, "server": 8.0, "sweep": 1.0}
@@ -32,12 +34,13 @@ class Cell:
     """One setting that is measured by itself.
 
     Attributes:
-        batch_size: sources decoded together, at most so many in the server scenario.
+        batch_size: sources decoded together; in the server scenario rows, the slots of the engine; None for those
+            of a running server.
         source_length: tokens of each random source; None for texts of a file.
         target_length: new tokens of each source, no more and no fewer; None to go on until the text ends.
     """
 
-    batch_size: int
+    batch_size: int | None
     source_length: int | None
     target_length: int | None
 
@@ -47,9 +50,13 @@ class BenchConfig(Config, subject="bench"):
     """How a bundle is measured.
 
     Empty sizes and a `duration` of None are filled in by `resolve`. Several sizes make a
-    sweep over all their combinations. `rate` is requests a second of the server
-    scenario, `duration` seconds to measure in each process, for each cell. `device`,
-    `form` and `engine` are those of `tfexport.load`.
+    sweep over all their combinations. `duration` is seconds to measure in each process,
+    for each cell. `device`, `form` and `engine` are those of `tfexport.load`.
+
+    Of the server scenario: `rate` is requests a second; without it the highest rate is
+    searched whose 99th percentile of latencies is `goal_p99` milliseconds at most. Goodput
+    counts what is answered within `goal_ms`. `slots` are those of the engine; with `url`
+    a running server is measured, its model `model`.
     """
 
     scenario: Scenario = "single"
@@ -62,12 +69,18 @@ class BenchConfig(Config, subject="bench"):
     target_length: tuple[int, ...] = ()
     num_beams: int = 1
     rate: float | None = None
+    goal_p99: float | None = None
+    goal_ms: float | None = None
+    slots: int | None = None
+    url: str | None = None
+    model: str | None = None
     duration: float | None = None
     processes: int = 3
     seed: int = 0
 
     def _problems(self) -> list[str]:
-        return [*self._range_problems(), *self._scenario_problems()]
+        serving = self._server_problems() if self.scenario == "server" else self._problems_elsewhere()
+        return [*self._range_problems(), *self._scenario_problems(), *serving]
 
     def _range_problems(self) -> list[str]:
         most = {"batch_size": 4096, "source_length": 1_000_000, "target_length": 1_000_000}
@@ -82,6 +95,9 @@ class BenchConfig(Config, subject="bench"):
             for name, low, high in (
                 ("num_beams", 1, 64),
                 ("rate", 0.01, 100_000),
+                ("goal_p99", 0.1, 3_600_000),
+                ("goal_ms", 0.1, 3_600_000),
+                ("slots", 1, 4096),
                 ("duration", 0.1, 600),
                 ("processes", 1, 20),
             )
@@ -95,10 +111,6 @@ class BenchConfig(Config, subject="bench"):
 
     def _scenario_problems(self) -> list[str]:
         problems = []
-        if self.scenario == "server" and self.rate is None:
-            problems.append("the server scenario needs a rate of requests; give --rate, such as --rate 20")
-        if self.scenario != "server" and self.rate is not None:
-            problems.append(f"rate belongs to the server scenario, not to {self.scenario}; leave it out")
         if self.scenario == "single" and self.batch_size not in ((), (1,)):
             problems.append("batch_size is given, but single runs one request at a time; use --scenario offline")
         problems += [
@@ -108,6 +120,39 @@ class BenchConfig(Config, subject="bench"):
         ]
         return problems
 
+    def _server_problems(self) -> list[str]:
+        problems = []
+        if self.rate is None and self.goal_p99 is None:
+            problems.append(
+                "the server scenario needs a rate of requests; give --rate, such as --rate 20, or --goal-p99, a bound "
+                "in milliseconds that the highest rate is searched for"
+            )
+        if self.batch_size not in ((), (self.slots,)):
+            problems.append("batch_size is given, but a server decodes what is there in its slots; use --slots")
+        if self.url is not None:
+            problems += self._url_problems(self.url)
+        elif self.model is not None:
+            problems.append("model is given, but without a server; give --url, or leave it out")
+        return problems
+
+    def _url_problems(self, url: str) -> list[str]:
+        parts = urlsplit(url)
+        problems = [
+            f"{name} is given, but the server at --url has its own; leave it out"
+            for name in ("form", "engine", "slots")
+            if getattr(self, name) is not None
+        ]
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+            problems.append(f"url is {shortened(url)}, expected such as http://127.0.0.1:8000")
+        return problems
+
+    def _problems_elsewhere(self) -> list[str]:
+        return [
+            f"{name} belongs to the server scenario, not to {self.scenario}; leave it out"
+            for name in ("rate", "goal_p99", "goal_ms", "slots", "url", "model")
+            if getattr(self, name) is not None
+        ]
+
     @property
     def cells(self) -> list[Cell]:
         """Every combination of sizes; the configuration must have been resolved."""
@@ -115,7 +160,7 @@ class BenchConfig(Config, subject="bench"):
             Cell(batch, source, target)
             for source in self.source_length or (None,)
             for target in self.target_length or (None,)
-            for batch in self.batch_size
+            for batch in self.batch_size or (None,)
         ]
 
     def decoding(self, cell: Cell) -> DecodeConfig:
@@ -125,30 +170,29 @@ class BenchConfig(Config, subject="bench"):
         )
 
 
-def resolve(config: BenchConfig, spec: ModelSpec, *, has_texts: bool) -> BenchConfig:
+def resolve(config: BenchConfig, spec: ModelSpec | None, *, has_texts: bool) -> BenchConfig:
     """Fill in what was not given, within the limits of a model.
 
     Args:
         config: as the user gave it.
-        spec: of the bundle.
+        spec: of the bundle; None for a server whose bundle is not here, and then there are texts.
         has_texts: sources come from a file and decide both lengths, unless a target length is given.
 
     Raises:
         ConfigError: lists every size that the model cannot take.
     """
+    batch_size = (config.slots,) if config.slots else _BATCH_SIZES[config.scenario]
+    source_limit, target_limit = (spec.max_source_length, spec.max_target_length) if spec else (None, None)
     resolved = dataclasses.replace(
         config,
-        batch_size=config.batch_size or _BATCH_SIZES[config.scenario],
-        source_length=config.source_length or (() if has_texts else (min(_SOURCE_LENGTH, spec.max_source_length),)),
-        target_length=config.target_length or (() if has_texts else (min(_TARGET_LENGTH, spec.max_target_length),)),
+        batch_size=config.batch_size or (() if config.url else batch_size),
+        slots=batch_size[0] if config.scenario == "server" and not config.url else None,
+        source_length=config.source_length or _length(_SOURCE_LENGTH, source_limit, has_texts),
+        target_length=config.target_length or _length(_TARGET_LENGTH, target_limit, has_texts),
+        goal_ms=config.goal_ms or config.goal_p99,
         duration=config.duration or _DURATION_S[config.scenario],
     )
-    problems = [
-        f"{name} is {length}, the limit of the bundle is {limit}; lower --{name.replace('_', '-')}"
-        for name, limit in (("source_length", spec.max_source_length), ("target_length", spec.max_target_length))
-        for length in getattr(resolved, name)
-        if length > limit
-    ]
+    problems = [] if spec is None else _above_limits(resolved, spec)
     if has_texts and config.source_length:
         problems.append("source_length is given, but the texts of --input have their own; leave one of them out")
     if len(resolved.cells) > MAX_CELLS:
@@ -158,3 +202,17 @@ def resolve(config: BenchConfig, spec: ModelSpec, *, has_texts: bool) -> BenchCo
         problems.append(f"rate · duration is {requests:.0f} requests, the limit is {MAX_REQUESTS}; lower one of them")
     raise_all(ConfigError, "bench", problems)
     return resolved
+
+
+def _length(wanted: int, limit: int | None, has_texts: bool) -> tuple[int, ...]:
+    """Return the length of random sources or their texts; nothing where texts have their own."""
+    return () if has_texts or limit is None else (min(wanted, limit),)
+
+
+def _above_limits(config: BenchConfig, spec: ModelSpec) -> list[str]:
+    return [
+        f"{name} is {length}, the limit of the bundle is {limit}; lower --{name.replace('_', '-')}"
+        for name, limit in (("source_length", spec.max_source_length), ("target_length", spec.max_target_length))
+        for length in getattr(config, name)
+        if length > limit
+    ]

@@ -62,7 +62,8 @@ def render(result: dict[str, Any]) -> str:
     where = f", {_lengths(best)}, batch {best['batch_size']}" if is_sweep else ""
     kind = "requests" if best["batch_size"] == 1 or result["scenario"] == "server" else "batches"
     over = _throughput_by_batch(result) if is_sweep else _over_time(result, best)
-    plots = [_latencies(best, kind, where), _steps(best, where), over, _split(result, best)]
+    steps = _in_flight(best) if result["scenario"] == "server" else _steps(best, where)
+    plots = [_latencies(best, kind, where), steps, over, _split(result, best)]
     title = f"{result['bundle']['name']}: {result['scenario']}"
     return f"""<!doctype html>
 <html lang="en">
@@ -87,7 +88,6 @@ def render(result: dict[str, Any]) -> str:
 
 def _tiles(result: dict[str, Any]) -> str:
     metrics = result["metrics"]
-    share = metrics["memory_bandwidth_share"]["value"]
     tiles = [
         ("output_token_throughput", "value", "output tokens a second"),
         ("time_to_first_token", "p50", "ms to the first token, p50"),
@@ -96,7 +96,10 @@ def _tiles(result: dict[str, Any]) -> str:
         ("peak_memory", "value", "MB peak memory"),
     ]
     shown = [(words.number(metrics[name][column]), text) for name, column, text in tiles]
-    shown.append((words.percent(share), "of the memory bandwidth"))
+    if result["scenario"] == "server":
+        shown.append((words.percent(metrics["slot_occupancy"]["value"]), "of the slots in use by a step"))
+    else:
+        shown.append((words.percent(metrics["memory_bandwidth_share"]["value"]), "of the memory bandwidth"))
     return "".join(f'<div class="tile"><b>{number}</b><small>{text}</small></div>' for number, text in shown)
 
 
@@ -121,6 +124,13 @@ def _steps(best: dict[str, Any], where: str) -> str:
     series = plot.Series("position", range(len(times)), times)
     title = "Step time over position"
     return _plot(f"{title}{where}", plot.lines([series], title, "position in the target", "ms, median"))
+
+
+def _in_flight(best: dict[str, Any]) -> str:
+    over, labels = best["in_flight"], {"waiting": "without a token", "running": "being answered"}
+    series = [plot.Series(label, over["seconds"], over[name]) for name, label in labels.items()]
+    title = "Requests under way"
+    return _plot(title, plot.lines(series, title, "seconds", "requests"), list(labels.values()))
 
 
 def _over_time(result: dict[str, Any], best: dict[str, Any]) -> str:
@@ -148,7 +158,7 @@ def _throughput_by_batch(result: dict[str, Any]) -> str:
 def _split(result: dict[str, Any], best: dict[str, Any]) -> str:
     same = [cell for cell in result["cells"] if _lengths(cell) == _lengths(best)]
     if len(same) == 1:
-        picture = plot.bars({name: best["time_split"][key] for key, name in words.SPLIT.items()})
+        picture = plot.bars(words.split(result, best["time_split"]))
         return _plot("Where the time goes", picture)
     rows = {f"batch {cell['batch_size']}": [cell["time_split"][key] for key in words.SPLIT] for cell in same}
     names = list(words.SPLIT.values())
@@ -197,11 +207,12 @@ def _facts(result: dict[str, Any]) -> str:
     load, first = (words.number(metrics[name]["value"]) for name in ("load_time", "load_to_first_token"))
     facts = {
         "measured": f"{about['date'][:16].replace('T', ' ')} UTC, {words.effort(result)}",
+        **words.serving(result),
         "load": f"{load} ms, first token after {first} ms",
         "weights": words.weights(metrics),
         "machine": words.machine(about),
         "versions": words.versions(about),
-        "bundle": f"sha256 {result['bundle']['sha256'][:16]}…, parity {result['parity']['source']}",
+        "bundle": f"sha256 {(result['bundle']['sha256'] or words.MISSING)[:16]}…, parity {result['parity']['source']}",
     }
     entries = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in facts.items())
     return f"<dl>{entries}</dl>"

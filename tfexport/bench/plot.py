@@ -114,6 +114,8 @@ def lines(series: Sequence[Series], title: str, x_title: str, y_title: str, *, o
 
 def bars(values: Mapping[str, float]) -> str:
     """Draw one bar for each share, with its label and its percentage."""
+    if not values:
+        return _empty("not seen from outside the server")
     pitch, left, right = (HEIGHT - 10) / max(1, len(values)), 108, 52
     parts = []
     for index, (label, value) in enumerate(values.items()):

@@ -16,11 +16,11 @@ from tfexport.bench.config import BenchConfig
 from tfexport.errors import BenchError, TfexportError
 
 
-def run_process(bundle: Path, config: BenchConfig, texts: Sequence[str] | None, number: int) -> dict[str, Any]:
+def run_process(bundle: Path | None, config: BenchConfig, texts: Sequence[str] | None, number: int) -> dict[str, Any]:
     """Measure once in a process of its own, so that it starts cold and owes nothing to what ran before.
 
     Args:
-        bundle: its directory.
+        bundle: its directory; None for a server whose bundle is not here.
         config: resolved.
         texts: to decode; None for random sources.
         number: of the process, from 0.
@@ -32,7 +32,7 @@ def run_process(bundle: Path, config: BenchConfig, texts: Sequence[str] | None, 
         TfexportError: what the process raised.
         BenchError: the process died.
     """
-    task = {"bundle": str(bundle), "config": config.to_dict(), "texts": texts, "number": number}
+    task = {"bundle": bundle and str(bundle), "config": config.to_dict(), "texts": texts, "number": number}
     code, output, complaint = _communicate(json.dumps(task).encode() + b"\n")
     if code or not output:
         died = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"

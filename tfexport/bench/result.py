@@ -13,29 +13,36 @@ from tfexport.bench.samples import Samples
 SCHEMA = "tfexport.bench/1"
 
 
-def cell_result(cell: Cell, runs: Sequence[Samples]) -> dict[str, Any]:
+def cell_result(config: BenchConfig, cell: Cell, runs: Sequence[Samples]) -> dict[str, Any]:
     """Summarise one cell.
 
     Args:
+        config: resolved.
         cell: its sizes.
         runs: its samples, of each process.
     """
+    is_server = config.scenario == "server"
     return {
         "batch_size": cell.batch_size,
         "source_length": cell.source_length,
         "target_length": cell.target_length,
-        "metrics": summary.cell_metrics(runs),
+        "metrics": summary.cell_metrics(runs) | (summary.server_metrics(runs, config.goal_ms) if is_server else {}),
         "stable": all(summary.is_stable(run.windows) for run in runs),
         "windows": [run.windows.tolist() for run in runs],
         "unserved": sum(run.unserved for run in runs),
         "time_split": summary.time_split(runs),
         "step_time_by_position_ms": summary.step_time_by_position(runs),
         "latency_histogram": summary.histogram([run.latency_s for run in runs]),
+        **({"in_flight": summary.in_flight(runs[0])} if is_server else {}),
     }
 
 
 def build_result(
-    config: BenchConfig, found: Sequence[dict[str, Any]], about: dict[str, Any], parity: dict[str, Any]
+    config: BenchConfig,
+    found: Sequence[dict[str, Any]],
+    about: dict[str, Any],
+    parity: dict[str, Any],
+    trials: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
     """Put a report together.
 
@@ -44,20 +51,21 @@ def build_result(
         found: what each process found, see `tfexport.bench.worker.measure`.
         about: `bundle`, `input` and `environment` of the report.
         parity: likewise.
+        trials: of the search for the rate, see `tfexport.bench.search.Trial`.
 
     Returns:
         The report. Its `metrics` are those of the cell with the highest throughput of tokens, which is the only one
         except in a sweep, and those of the processes.
     """
     cells = [
-        cell_result(cell, [Samples.from_dict(process["cells"][index]) for process in found])
+        cell_result(config, cell, [Samples.from_dict(process["cells"][index]) for process in found])
         for index, cell in enumerate(config.cells)
     ]
     process = process_metrics(found)
     for cell in cells:
         cell["metrics"]["memory_bandwidth_share"] = _bandwidth_share(cell["metrics"], process)
     best = max(range(len(cells)), key=lambda index: cells[index]["metrics"]["output_token_throughput"]["value"])
-    reasons = _doubts(cells, parity)
+    reasons = _doubts(config, cells, parity)
     return {
         "schema": SCHEMA,
         "bundle": about["bundle"],
@@ -65,6 +73,7 @@ def build_result(
         "settings": {**_settings(config), "backend": found[0]["backend"], "input": about["input"]},
         "parity": parity,
         "environment": about["environment"],
+        "trials": list(trials),
         "validity": {"valid": not reasons, "reasons": reasons},
         "best_cell": best,
         "metrics": {**cells[best]["metrics"], **process},
@@ -76,10 +85,12 @@ def process_metrics(found: Sequence[dict[str, Any]]) -> dict[str, summary.Metric
     """Return the metrics that a process has whatever it decodes."""
 
     def median(name: str, unit: str, scale: float) -> summary.Metric:
+        if name not in found[0]:
+            return summary.value(None, unit, note="not seen from outside the server")
         values = [process[name] * scale for process in found]
         return summary.value(statistics.median(values), unit, values)
 
-    weight_bytes = found[0]["step_weight_bytes"]
+    weight_bytes = found[0].get("step_weight_bytes")
     note = "" if weight_bytes else "known for canonical models in ONNX Runtime on the CPU only"
     return {
         "load_time": median("load_s", "ms", 1e3),
@@ -103,7 +114,7 @@ def _settings(config: BenchConfig) -> dict[str, Any]:
     return {name: list(item) if isinstance(item, tuple) else item for name, item in settings.items()}
 
 
-def _doubts(cells: Sequence[dict[str, Any]], parity: dict[str, Any]) -> list[str]:
+def _doubts(config: BenchConfig, cells: Sequence[dict[str, Any]], parity: dict[str, Any]) -> list[str]:
     """Say why the numbers are to be read with care, if they are."""
     reasons = []
     if not parity["passed"]:
@@ -115,4 +126,9 @@ def _doubts(cells: Sequence[dict[str, Any]], parity: dict[str, Any]) -> list[str
     unserved = sum(cell["unserved"] for cell in cells)
     if unserved:
         reasons.append(f"overloaded: {unserved} requests had not been answered when the run was given up")
+    if refused := sum(cell["metrics"]["refused"]["value"] for cell in cells if "refused" in cell["metrics"]):
+        reasons.append(f"overloaded: {refused} requests were refused")
+    p99 = cells[0]["metrics"]["request_latency"]["p99"]
+    if config.goal_p99 is not None and p99 is not None and p99 > config.goal_p99:
+        reasons.append(f"p99 is {p99:.0f} ms, above the bound of {config.goal_p99:g}; lower the rate")
     return reasons

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from tfexport.bench.config import BenchConfig, resolve
 from tfexport.bench.machine import environment
 from tfexport.bench.processes import run_process
 from tfexport.bench.result import build_result
+from tfexport.bench.search import Trial, best
 from tfexport.bundle.bundle import Bundle, open_bundle
 from tfexport.errors import BackendError, InputError, ParityError
 from tfexport.install import extra_command
@@ -21,20 +23,21 @@ MAX_TEXTS = 10_000
 
 
 def bench_bundle(
-    path: Path,
+    path: Path | None,
     config: BenchConfig,
     *,
     texts: Sequence[str] | None = None,
     verify: bool = True,
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Measure a bundle.
+    """Measure a bundle, or a server that serves one.
 
     Args:
-        path: of the bundle.
+        path: of the bundle; None for a server whose bundle is not here.
         config: what is measured.
         texts: to decode; None for random sources.
-        verify: refuse a bundle that does not say what the eager model says.
+        verify: refuse a bundle that does not say what the eager model says, and a server that does not say what the
+            bundle says.
         report: told what happens, a line at a time.
 
     Returns:
@@ -43,28 +46,55 @@ def bench_bundle(
     Raises:
         BundleError: the bundle is missing or damaged.
         ConfigError: sizes that the bundle does not take.
-        InputError: the bundle generates nothing, or texts that it cannot take.
-        ParityError: the bundle says something else than the eager model.
+        InputError: the bundle generates nothing, or texts that it cannot take, or neither bundle nor texts.
+        ParityError: the bundle says something else than the eager model, or the server something else than the bundle.
         BackendError: the backend does not work, or parity cannot be verified here.
-        BenchError: a process died.
+        BenchError: a process died, or a server cannot be asked.
     """
-    bundle = open_bundle(path)
-    if not bundle.manifest.spec.has_decoder:
-        raise InputError(f"{path}: is an encoder alone; bench times the generation of text")
-    if texts is not None and len(texts) > MAX_TEXTS:
-        raise InputError(f"bench: {len(texts)} texts are above the limit of {MAX_TEXTS}; give a sample of them")
-    resolved = resolve(config, bundle.manifest.spec, has_texts=texts is not None)
-    parity = check_parity(bundle, config, report) if verify else {"passed": None, "source": "not verified"}
+    bundle = None if path is None else open_bundle(path)
+    _check(bundle, config, texts)
+    resolved = resolve(config, bundle.manifest.spec if bundle else None, has_texts=texts is not None)
+    folder = bundle.path if bundle and (verify or texts is None or not config.url) else None
+    parity: dict[str, Any] = {"passed": None, "source": "not verified"}
+    if bundle and verify and not config.url:
+        parity = check_parity(bundle, config, report)
+    trials: list[dict[str, Any]] = []
+    if resolved.scenario == "server" and resolved.rate is None:
+        report(f"searching for the highest rate with p99 within {resolved.goal_p99:g} ms")
+        trials = run_process(folder, resolved, texts, 0)["trials"]
+        resolved = dataclasses.replace(resolved, rate=best([Trial(**trial) for trial in trials]).rate)
+        report(f"found {resolved.rate:.3g} requests a second in {len(trials)} trials")
     found = []
     for number in range(resolved.processes):
         report(f"measuring, process {number + 1} of {resolved.processes}")
-        found.append(run_process(bundle.path, resolved, texts, number))
+        found.append(run_process(folder, resolved, texts, number))
+    if compared := found[0].get("compared"):
+        parity = {"passed": True, "source": f"{compared} answers are those of the bundle"}
     about = {
-        "bundle": {"name": path.resolve().name, "sha256": bundle.sha256, "precision": bundle.manifest.accuracy},
+        "bundle": _about(bundle, path, found[0]),
         "input": None if texts is None else {"texts": len(texts), "sha256": _sum(texts)},
         "environment": environment(),
     }
-    return build_result(resolved, found, about, parity)
+    return build_result(resolved, found, about, parity, trials)
+
+
+def _check(bundle: Bundle | None, config: BenchConfig, texts: Sequence[str] | None) -> None:
+    """Refuse what cannot be measured, before anything is."""
+    if bundle is None and config.url is None:
+        raise InputError("bench: there is neither a bundle nor a server; give BUNDLE or --url")
+    if bundle is None and texts is None:
+        raise InputError("bench: sources are missing; give --input, or for random ones the bundle that is served")
+    if bundle and not bundle.manifest.spec.has_decoder:
+        raise InputError(f"{bundle.path}: is an encoder alone; bench times the generation of text")
+    if texts is not None and len(texts) > MAX_TEXTS:
+        raise InputError(f"bench: {len(texts)} texts are above the limit of {MAX_TEXTS}; give a sample of them")
+
+
+def _about(bundle: Bundle | None, path: Path | None, found: dict[str, Any]) -> dict[str, Any]:
+    """Say what was measured; of a bundle that is elsewhere the name alone is known."""
+    if bundle is None or path is None:
+        return {"name": found["model"], "sha256": None, "precision": None}
+    return {"name": path.resolve().name, "sha256": bundle.sha256, "precision": bundle.manifest.accuracy}
 
 
 def check_parity(bundle: Bundle, config: BenchConfig, report: Callable[[str], None]) -> dict[str, Any]:

@@ -52,9 +52,15 @@ class Samples:
         encode_s: seconds in the encoder, one a call.
         steps: number of steps, one a call of which the steps are kept.
         step_s: seconds of these steps, one call after the other.
+        queue_s: of the server scenario: from when a request was there until it joined a batch.
+        waiting: requests without their first token, at equal distances over the run.
+        running: requests with their first token that were not whole, likewise.
         windows: what has to be stable: tokens a second of each window, or median latencies in the server scenario.
         elapsed_s: from the first call, or the beginning of the schedule, to the last end.
-        busy_s: seconds inside calls; their parts are `encoding_s`, `stepping_s`, `reordering_s` and the rest.
+        busy_s: seconds inside calls, in the server scenario of the run; their parts are `encoding_s`, `stepping_s`,
+            `reordering_s` and the rest.
+        slot_occupancy: mean share of the slots that a step decoded; None where there are none.
+        refused: requests that were.
         unserved: requests that had not been answered when the run was given up.
     """
 
@@ -64,6 +70,9 @@ class Samples:
     encode_s: array[float] = field(default_factory=_doubles)
     steps: array[float] = field(default_factory=_doubles)
     step_s: array[float] = field(default_factory=_doubles)
+    queue_s: array[float] = field(default_factory=_doubles)
+    waiting: array[float] = field(default_factory=_doubles)
+    running: array[float] = field(default_factory=_doubles)
     windows: array[float] = field(default_factory=_doubles)
     elapsed_s: float = 0.0
     busy_s: float = 0.0
@@ -74,15 +83,16 @@ class Samples:
     sequences: int = 0
     source_tokens: int = 0
     tokens: int = 0
+    slot_occupancy: float | None = None
+    refused: int = 0
     unserved: int = 0
 
-    def add(self, call: Call, arrived: tuple[float, ...] | None = None) -> None:
-        """Note a call; `arrived` has the scheduled arrival of each of its requests, None makes the call the request."""
-        for since in (call.began,) if arrived is None else arrived:
-            self.first_token_s.append(call.first_token - since)
-            self.latency_s.append(call.ended - since)
-            if len(call.step_s) > 1:
-                self.per_token_s.append((call.ended - call.first_token) / (len(call.step_s) - 1))
+    def add(self, call: Call) -> None:
+        """Note a call, which is one request."""
+        self.first_token_s.append(call.first_token - call.began)
+        self.latency_s.append(call.ended - call.began)
+        if len(call.step_s) > 1:
+            self.per_token_s.append((call.ended - call.first_token) / (len(call.step_s) - 1))
         self.encode_s.append(call.encode_s)
         if len(self.step_s) + len(call.step_s) <= MAX_STEPS:
             self.step_s.extend(call.step_s)

@@ -18,6 +18,7 @@ P99_SAMPLES = 1000
 STABLE_WITHIN = 0.10
 STABLE_WINDOWS = 3
 _BINS = 40
+_UNSEEN = "not seen from outside the server"
 
 
 def distribution(samples: Sequence[Sequence[float]], unit: str = "ms", scale: float = 1e3) -> Metric:
@@ -66,6 +67,32 @@ def is_stable(windows: Sequence[float]) -> bool:
     return len(last) == STABLE_WINDOWS and bool((np.abs(last - last.mean()) <= STABLE_WITHIN * last.mean()).all())
 
 
+def server_metrics(runs: Sequence[Samples], goal_ms: float | None) -> dict[str, Metric]:
+    """Return the metrics that a server has besides those of every cell.
+
+    Args:
+        runs: the samples of each process.
+        goal_ms: within which an answer counts for goodput; None for no goal.
+    """
+    shares = [run.slot_occupancy for run in runs if run.slot_occupancy is not None]
+    occupancy = value(float(np.mean(shares)), "ratio", shares) if shares else value(None, "ratio", note=_UNSEEN)
+    queue = distribution([run.queue_s for run in runs])
+    return {
+        "goodput": _goodput(runs, goal_ms),
+        "slot_occupancy": occupancy,
+        "queue_time": queue if queue["count"] else queue | {"note": _UNSEEN},
+        "refused": value(sum(run.refused for run in runs), "requests"),
+    }
+
+
+def _goodput(runs: Sequence[Samples], goal_ms: float | None) -> Metric:
+    if goal_ms is None:
+        return value(None, "requests/sec", note="needs a goal; give --goal-ms")
+    good = [sum(1e3 * latency <= goal_ms for latency in run.latency_s) for run in runs]
+    each = [count / run.elapsed_s for count, run in zip(good, runs, strict=True)]
+    return value(sum(good) / sum(run.elapsed_s for run in runs), "requests/sec", each)
+
+
 def throughput(runs: Sequence[Samples], attribute: str, unit: str) -> Metric:
     """Divide what all processes did by the time they took, processes being one after the other."""
     total = sum(getattr(run, attribute) for run in runs) / sum(run.elapsed_s for run in runs)
@@ -87,16 +114,26 @@ def cell_metrics(runs: Sequence[Samples]) -> dict[str, Metric]:
         "request_throughput": throughput(runs, "sequences", "requests/sec"),
         "encode_time": distribution([run.encode_s for run in runs]),
         "step_time": distribution([run.step_s for run in runs]),
-        "input_sequence_length": value(sum(run.source_tokens for run in runs) / sequences, "tokens"),
+        "input_sequence_length": _source_length(runs, sequences),
         "output_sequence_length": value(sum(run.tokens for run in runs) / sequences, "tokens"),
         "request_count": value(sequences, "requests"),
         "benchmark_duration": value(sum(run.elapsed_s for run in runs), "sec"),
     }
 
 
+def _source_length(runs: Sequence[Samples], sequences: int) -> Metric:
+    total = sum(run.source_tokens for run in runs)
+    return value(total / sequences, "tokens") if total else value(None, "tokens", note=_UNSEEN)
+
+
 def time_split(runs: Sequence[Samples]) -> dict[str, float]:
-    """Return the shares of encoder, decoder steps, reordering and the rest in the time of all calls."""
+    """Return the shares of encoder, decoder steps, reordering and the rest in the time of all calls, or of the run.
+
+    Empty where they are not known.
+    """
     busy = sum(run.busy_s for run in runs)
+    if not busy:
+        return {}
     shares = {
         "encode": sum(run.encoding_s for run in runs) / busy,
         "step": sum(run.stepping_s for run in runs) / busy,
@@ -106,9 +143,12 @@ def time_split(runs: Sequence[Samples]) -> dict[str, float]:
 
 
 def step_time_by_position(runs: Sequence[Samples]) -> list[float]:
-    """Return the median step time at each position in milliseconds, the first step being position 0."""
+    """Return the median step time at each position in milliseconds, the first step being position 0.
+
+    Empty in the server scenario, where the rows of a step stand at different positions.
+    """
     positions = np.concatenate([_positions(run) for run in runs])
-    times = np.concatenate([np.asarray(run.step_s) for run in runs])
+    times = np.concatenate([np.asarray(run.step_s)[: len(_positions(run))] for run in runs])
     order = np.argsort(positions, kind="stable")
     groups = np.split(times[order], np.cumsum(np.bincount(positions))[:-1]) if times.size else []
     return [float(np.median(group)) * 1e3 for group in groups]
@@ -135,3 +175,9 @@ def histogram(samples: Sequence[Sequence[float]]) -> dict[str, list[float]]:
     bins = min(_BINS, max(5, pooled.size // 5))
     counts, edges = np.histogram(np.minimum(pooled, high), bins=bins, range=(low, high))
     return {"edges_ms": edges.tolist(), "counts": counts.tolist()}
+
+
+def in_flight(run: Samples) -> dict[str, list[float]]:
+    """Return the requests under way over the time of a run: `seconds`, `waiting` for a first token, and `running`."""
+    seconds = np.linspace(0, run.elapsed_s, len(run.waiting)).tolist()
+    return {"seconds": seconds, "waiting": run.waiting.tolist(), "running": run.running.tolist()}

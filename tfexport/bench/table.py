@@ -40,9 +40,11 @@ def _times(metrics: dict[str, Any]) -> list[str]:
     rows = [["milliseconds", *_NUMBERS, "samples", "p50 of processes"]]
     for name, label in words.TIMES.items():
         metric = metrics[name]
+        if not metric["count"]:  # not seen from outside a server
+            continue
         numbers = [words.number(metric[column]) for column in _NUMBERS]
         rows.append([label, *numbers, f"{metric['count']:,}", words.spread(metric["per_process"])])
-    too_few = any(metrics[name]["p99"] is None for name in words.TIMES)
+    too_few = any(metrics[name]["p99"] is None for name in words.TIMES if metrics[name]["count"])
     return [*grid(rows), *([f"{words.MISSING} p99 needs {P99_SAMPLES:,} samples"] if too_few else [])]
 
 
@@ -69,21 +71,28 @@ def _sweep(result: dict[str, Any]) -> list[str]:
 
 def _facts(result: dict[str, Any]) -> list[str]:
     metrics, cell = result["metrics"], result["cells"][result["best_cell"]]
-    facts = [
-        ("output tokens", f"{_rate(metrics['output_token_throughput'])} a second"),
-        ("texts", f"{_rate(metrics['request_throughput'])} a second"),
-        ("where the time goes", words.split(cell["time_split"])),
-        ("weights", words.weights(metrics)),
-        ("peak memory", f"{words.number(metrics['peak_memory']['value'])} MB"),
-        ("load", f"{_rate(metrics['load_time'])} ms, first token after {_rate(metrics['load_to_first_token'])} ms"),
-        ("machine", words.machine(result["environment"])),
-        ("versions", words.versions(result["environment"])),
-    ]
-    return [line for label, text in facts for line in _wrapped(text, label)]
+    facts = {
+        "output tokens": f"{_rate(metrics['output_token_throughput'])} a second",
+        "texts": f"{_rate(metrics['request_throughput'])} a second",
+        **words.serving(result),
+    }
+    if split := words.split(result, cell["time_split"]):
+        facts["where the time goes"] = ", ".join(
+            f"{name} {words.percent(share)}" for name, share in split.items() if share >= 0.0005
+        )
+    if metrics["load_time"]["value"] is not None:
+        load, first = _rate(metrics["load_time"]), _rate(metrics["load_to_first_token"])
+        facts |= {
+            "weights": words.weights(metrics),
+            "peak memory": f"{words.number(metrics['peak_memory']['value'])} MB",
+            "load": f"{load} ms, first token after {first} ms",
+        }
+    facts |= {"machine": words.machine(result["environment"]), "versions": words.versions(result["environment"])}
+    return [line for label, text in facts.items() for line in _wrapped(text, label)]
 
 
 def _rate(metric: dict[str, Any]) -> str:
-    between = words.spread(metric["per_process"])
+    between = words.spread(metric.get("per_process", []))
     return words.number(metric["value"]) + (f" ({between})" if between else "")
 
 

@@ -13,6 +13,8 @@ TIMES = {
     "step_time": "decoder step",
 }
 SPLIT = {"encode": "encoder", "step": "decoder steps", "reorder": "moving rows", "rest": "rest"}
+# Of a server, which does not always have something to do.
+SERVER_SPLIT = {"encode": "encoder", "step": "decoder steps", "rest": "idle"}
 MISSING = "–"
 
 
@@ -44,7 +46,7 @@ def headline(result: dict[str, Any]) -> list[str]:
     sizes = [
         f"{name} {', '.join(map(str, values))}"
         for name, values in (
-            ("batch up to" if result["scenario"] == "server" else "batch", settings["batch_size"]),
+            ("slots" if result["scenario"] == "server" else "batch", settings["batch_size"]),
             ("source", settings["source_length"]),
             ("target", settings["target_length"]),
         )
@@ -52,11 +54,12 @@ def headline(result: dict[str, Any]) -> list[str]:
     ]
     return [
         bundle["name"],
-        bundle["precision"],
+        *([bundle["precision"]] if bundle["precision"] else []),
+        *([settings["url"]] if settings["url"] else []),
         settings["backend"] + (f" {settings['engine']}" if settings["engine"] else ""),
         *([settings["device"]] if settings["device"] != "cpu" else []),
         *([f"{settings['form']} form"] if settings["form"] else []),
-        result["scenario"] + (f" at {settings['rate']:g} requests/s" if settings["rate"] else ""),
+        result["scenario"] + (f" at {settings['rate']:.4g} requests/s" if settings["rate"] else ""),
         *sizes,
         *([f"{settings['input']['texts']:,} texts"] if settings["input"] else []),
         "greedy" if beams == 1 else f"beam {beams}",
@@ -72,9 +75,30 @@ def effort(result: dict[str, Any]) -> str:
     return f"{processes}, {each}{cells}"
 
 
-def split(shares: dict[str, float]) -> str:
-    """Write where the time of a call goes."""
-    return ", ".join(f"{name} {percent(shares[key])}" for key, name in SPLIT.items() if shares[key] >= 0.0005)
+def split(result: dict[str, Any], shares: dict[str, float]) -> dict[str, float]:
+    """Name where the time of a call, or of a server, goes; empty where it is not known."""
+    names = SERVER_SPLIT if result["scenario"] == "server" else SPLIT
+    return {name: shares[key] for key, name in names.items()} if shares else {}
+
+
+def serving(result: dict[str, Any]) -> dict[str, str]:
+    """Say how a server does, by label; nothing for other scenarios."""
+    if result["scenario"] != "server":
+        return {}
+    settings, metrics, found = result["settings"], result["metrics"], {}
+    if result["trials"]:
+        found["highest rate"] = (
+            f"{settings['rate']:.4g} requests a second keep p99 within {settings['goal_p99']:g} ms, in "
+            f"{len(result['trials'])} trials"
+        )
+    if settings["goal_ms"]:
+        goodput = number(metrics["goodput"]["value"])
+        found["goodput"] = f"{goodput} requests a second answered within {settings['goal_ms']:g} ms"
+    if (share := metrics["slot_occupancy"]["value"]) is not None:
+        found["slots"] = f"{percent(share)} in use by a step"
+    if (queue := metrics["queue_time"])["count"]:
+        found["queue"] = f"{number(queue['p50'])} ms, p90 {number(queue['p90'])}, p95 {number(queue['p95'])}"
+    return found | {"refused": f"{metrics['refused']['value']:,} requests"}
 
 
 def weights(metrics: dict[str, Any]) -> str:

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from tfexport.bench.caller import Caller
-from tfexport.bench.config import BenchConfig, Cell
+from tfexport.bench.config import BenchConfig
 from tfexport.bench.machine import memory_bandwidth, peak_memory_bytes
-from tfexport.bench.samples import Samples
-from tfexport.bench.scenario import closed_loop, open_loop, poisson
-from tfexport.bench.sources import random_batches, text_batches
+from tfexport.bench.scenario import closed_loop
+from tfexport.bench.server import measure_engine, measure_url
+from tfexport.bench.sources import encoded, random_batches, text_batches
 from tfexport.bench.timing import clock
 from tfexport.bench.weights import step_weight_bytes
 from tfexport.bundle.bundle import open_bundle
-from tfexport.errors import InputError, TfexportError
+from tfexport.errors import TfexportError
 from tfexport.model import Model, load
 from tfexport.runtime.registry import get
 
@@ -28,11 +28,11 @@ _WARM_UP_S = 0.5
 _SOME_BYTES = 64 * 1024 * 1024
 
 
-def measure(bundle: Path, config: BenchConfig, texts: list[str] | None, number: int) -> dict[str, Any]:
-    """Load a bundle and run every cell of a scenario.
+def measure(bundle: Path | None, config: BenchConfig, texts: list[str] | None, number: int) -> dict[str, Any]:
+    """Load a bundle, or ask a server, and run every cell of a scenario.
 
     Args:
-        bundle: its directory.
+        bundle: its directory; None for a server whose bundle is not here.
         config: resolved.
         texts: to decode; None for random sources.
         number: of the process, from 0; each draws an arrival schedule of its own.
@@ -40,12 +40,35 @@ def measure(bundle: Path, config: BenchConfig, texts: list[str] | None, number: 
     Returns:
         JSON values that `tfexport.bench.result` reads.
     """
+    if config.url:
+        return measure_url(bundle, config, texts, number)
+    assert bundle
+    measured = measure_engine if config.scenario == "server" else _measure_calls
+    found, model = measured(bundle, config, texts, number)
+    peak = peak_memory_bytes()
+    reads_weights = get(model.session.backend).runs == "graphs" and config.device == "cpu"
+    weight_bytes = step_weight_bytes(open_bundle(bundle)) if reads_weights else None
+    return {
+        "backend": model.session.backend,
+        "peak_memory_bytes": peak,
+        "step_weight_bytes": weight_bytes,
+        "memory_bandwidth": memory_bandwidth(weight_bytes or _SOME_BYTES),
+        **found,
+    }
+
+
+def _measure_calls(
+    bundle: Path, config: BenchConfig, texts: list[str] | None, number: int
+) -> tuple[dict[str, Any], Model]:
+    """Call `generate` again and again."""
     load_s, model = clock(
         lambda: load(bundle, backend=config.backend, form=config.form, device=config.device, engine=config.engine)
     )
-    sources = None if texts is None else _encode(model, texts)
+    sources = None if texts is None else encoded(model, texts)
     first_token_s, cells = None, []
     for cell in config.cells:
+        assert config.duration  # resolved
+        assert cell.batch_size
         call = Caller(model.session, config.decoding(cell))
         batches = (
             random_batches(model.spec, cell, config.seed)
@@ -55,38 +78,9 @@ def measure(bundle: Path, config: BenchConfig, texts: list[str] | None, number: 
         first = call(batches[0])
         if first_token_s is None:
             first_token_s = load_s + first.first_token - first.began
-        closed_loop(call, batches, min(_WARM_UP_S, _duration(config) / 5))
-        cells.append(_run(call, batches, config, cell, number).to_dict())
-    peak = peak_memory_bytes()
-    reads_weights = get(model.session.backend).runs == "graphs" and config.device == "cpu"
-    weight_bytes = step_weight_bytes(open_bundle(bundle)) if reads_weights else None
-    return {
-        "backend": model.session.backend,
-        "load_s": load_s,
-        "load_to_first_token_s": first_token_s,
-        "peak_memory_bytes": peak,
-        "step_weight_bytes": weight_bytes,
-        "memory_bandwidth": memory_bandwidth(weight_bytes or _SOME_BYTES),
-        "cells": cells,
-    }
-
-
-def _run(call: Caller, batches: list[list[list[int]]], config: BenchConfig, cell: Cell, number: int) -> Samples:
-    if config.rate is None:
-        return closed_loop(call, batches, _duration(config))
-    arrivals = poisson(config.rate, _duration(config), config.seed + number)
-    return open_loop(call, [source for batch in batches for source in batch], arrivals, cell.batch_size)
-
-
-def _duration(config: BenchConfig) -> float:
-    assert config.duration is not None  # resolved
-    return config.duration
-
-
-def _encode(model: Model, texts: list[str]) -> list[list[int]]:
-    if model.tokenizer is None:
-        raise InputError("this bundle has no tokenizer, so --input cannot be read; leave it out for random sources")
-    return [list(ids) for ids in model.tokenizer.encode(texts)]
+        closed_loop(call, batches, min(_WARM_UP_S, config.duration / 5))
+        cells.append(closed_loop(call, batches, config.duration).to_dict())
+    return {"load_s": load_s, "load_to_first_token_s": first_token_s, "cells": cells}, model
 
 
 def _end_with_parent() -> None:
@@ -101,7 +95,7 @@ def main() -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         config = BenchConfig.from_dict(task["config"])
-        found = measure(Path(task["bundle"]), config, task["texts"], task["number"])
+        found = measure(task["bundle"] and Path(task["bundle"]), config, task["texts"], task["number"])
     except TfexportError as error:
         found = {"error": {"class": type(error).__name__, "message": str(error)}}
     sys.stdout.write(json.dumps(found) + "\n")

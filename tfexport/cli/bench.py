@@ -18,7 +18,7 @@ _SIZES = CommaList(click.INT)
 
 
 @click.command()
-@click.argument("bundle", type=PATH)
+@click.argument("bundle", type=PATH, required=False)
 @click.option(
     "--scenario",
     type=click.Choice(get_args(Scenario)),
@@ -35,6 +35,13 @@ _SIZES = CommaList(click.INT)
 @click.option("--num-beams", default=BenchConfig.num_beams, help="Beams of beam search; 1 is greedy.")
 @click.option("--input", "source", type=INPUT, help="File with one text a line instead of random sources.")
 @click.option("--rate", type=float, help="Requests a second of the server scenario.")
+@click.option(
+    "--goal-p99", type=float, metavar="MS", help="Bound that the highest rate is searched for, without --rate."
+)
+@click.option("--goal-ms", type=float, metavar="MS", help="Latency within which an answer counts for goodput.")
+@click.option("--slots", type=int, help="Rows that the engine of the server scenario decodes at once.")
+@click.option("--url", help="Measure a running server, such as http://127.0.0.1:8000.")
+@click.option("--model", help="Its model, where it has several.")
 @click.option("--duration", type=float, help="Seconds to measure in each process, for each combination in a sweep.")
 @click.option("--processes", default=BenchConfig.processes, help="Fresh processes to measure in, one after the other.")
 @click.option("--seed", default=BenchConfig.seed, help="Of the random sources and arrivals.")
@@ -42,9 +49,14 @@ _SIZES = CommaList(click.INT)
 @click.option("--json", "json_file", type=PATH, help="File to write the whole report to.")
 @click.option("--html", "html_file", type=PATH, help="Page to write, with plots.")
 def bench(
-    bundle: Path, source: Path | None, verify: bool, json_file: Path | None, html_file: Path | None, **config: Any
+    bundle: Path | None,
+    source: Path | None,
+    verify: bool,
+    json_file: Path | None,
+    html_file: Path | None,
+    **config: Any,
 ) -> None:
-    """Measure how fast BUNDLE generates, in what time and memory.
+    """Measure how fast BUNDLE generates, in what time and memory, or the server at --url.
 
     `tfexport bench compare` compares two reports.
     """

@@ -1,0 +1,174 @@
+"""Requests on a schedule: how they arrive, what counts, and which rate is the highest that is answered in time."""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tfexport.bench.open_loop import Answer, Source, open_loop, poisson
+from tfexport.bench.samples import Samples
+from tfexport.bench.search import CLOSE, Trial, best, highest_rate, judge
+from tfexport.bench.summary import is_stable
+from tfexport.errors import BenchError, EngineFailed, InputError, QueueFull
+
+
+class Sleepless(selectors.SelectSelector):
+    """Lets the time that nothing happens in pass at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 100.0
+
+    def select(self, timeout: float | None = None) -> Any:
+        self.now += timeout or 0.0
+        return super().select(0)
+
+
+class Loop(asyncio.SelectorEventLoop):
+    """An event loop whose time passes only while everybody sleeps."""
+
+    def __init__(self) -> None:
+        self.sleepless = Sleepless()
+        super().__init__(self.sleepless)
+
+    def time(self) -> float:
+        return self.sleepless.now
+
+
+def run(found: Awaitable[Any]) -> Any:
+    async def awaited() -> Any:
+        return await found
+
+    with asyncio.Runner(loop_factory=Loop) as runner:
+        return runner.run(awaited())
+
+
+class OneByOne:
+    """Answers one request after the other, four tokens in `seconds` each, the first after half of them."""
+
+    def __init__(self, seconds: float, most: int = 1000) -> None:
+        self.seconds, self.most = seconds, most
+        self.asked: list[Source] = []
+        self.waiting = 0
+        self.turn = asyncio.Lock()
+
+    async def __call__(self, source: Source) -> Answer:
+        self.asked.append(source)
+        if self.waiting == self.most:
+            raise QueueFull("too many", retry_after_s=1)
+        self.waiting += 1
+        async with self.turn:
+            self.waiting -= 1
+            await asyncio.sleep(self.seconds / 2)
+            first = asyncio.get_running_loop().time()
+            await asyncio.sleep(self.seconds / 2)
+            return Answer(first, asyncio.get_running_loop().time(), len(source), 4)
+
+
+def test_arrivals_are_a_poisson_process_that_the_seed_repeats() -> None:
+    arrivals = np.array(poisson(100, 60, 3))
+    assert arrivals.tolist() == list(poisson(100, 60, 3))
+    assert arrivals.tolist() != list(poisson(100, 60, 4))
+    gaps = np.diff(arrivals)
+    assert (gaps > 0).all()
+    assert arrivals[-1] < 60
+    assert arrivals.size == pytest.approx(6000, rel=0.05)
+    assert gaps.std() == pytest.approx(gaps.mean(), rel=0.05)  # as of an exponential distribution
+    assert np.mean(gaps > 0.01) == pytest.approx(np.exp(-1), abs=0.02)
+    assert len(poisson(0.01, 0.1, 0)) == 1
+
+
+def test_latency_grows_when_the_server_is_too_slow() -> None:
+    """The loop is open: requests keep arriving, and waiting counts from when they should have been answered."""
+    server = OneByOne(1.0)
+    found = run(open_loop(server, [[5], [6, 7]], [0.5 + 0.1 * index for index in range(10)]))
+    assert list(found.latency_s) == pytest.approx([1 + 0.9 * index for index in range(10)])
+    assert list(found.first_token_s) == pytest.approx([0.5 + 0.9 * index for index in range(10)])
+    assert list(found.per_token_s) == pytest.approx([0.5 / 3] * 10)
+    assert server.asked == [[5], [6, 7]] * 5
+    assert not is_stable(found.windows)
+    assert (found.unserved, found.refused, found.sequences) == (0, 0, 10)
+    assert (found.source_tokens, found.tokens) == (15, 40)
+    assert found.elapsed_s == pytest.approx(10.5)
+
+
+def test_latency_is_the_time_of_service_when_the_server_is_fast() -> None:
+    found = run(open_loop(OneByOne(0.05), [[5]], [0.1 * index for index in range(1, 31)]))
+    assert list(found.latency_s) == pytest.approx([0.05] * 30)
+    assert is_stable(found.windows)
+    assert found.elapsed_s == pytest.approx(3.05)
+
+
+def test_requests_under_way_are_counted() -> None:
+    found = run(open_loop(OneByOne(1.0), [[5]], [0.0, 0.01, 0.02]))
+    # From 0 to 3 s: three arrive at once, one after the other has a token for half a second.
+    assert [found.waiting[place] for place in (10, 25, 45, 60, 90)] == [3, 2, 2, 1, 0]
+    assert [found.running[place] for place in (10, 25, 45, 60, 90)] == [0, 1, 0, 1, 1]
+
+
+def test_what_is_refused_is_counted_and_the_others_are_answered() -> None:
+    found = run(open_loop(OneByOne(1.0, most=2), [[5]], [0.1 * index for index in range(8)]))
+    assert (found.refused, found.sequences, found.unserved) == (5, 3, 0)
+    assert list(found.latency_s) == pytest.approx([1.0, 1.9, 2.8])
+
+
+def test_a_hopeless_run_is_given_up() -> None:
+    found = run(open_loop(OneByOne(6.0), [[5]], [0.0, 0.1, 0.2, 0.3, 0.4]))
+    assert (found.sequences, found.unserved) == (1, 4)
+
+
+@pytest.mark.parametrize("error", [InputError("text 2 is too long"), EngineFailed("the engine has failed")])
+def test_other_errors_end_the_run(error: Exception) -> None:
+    async def fail(source: Source) -> Answer:
+        raise error
+
+    with pytest.raises(type(error), match=str(error)):
+        run(open_loop(fail, [[5]], [0.0, 0.1]))
+
+
+# ---- the highest rate
+
+
+def attempts(limit: float) -> tuple[list[float], Callable[[float], Awaitable[Trial]]]:
+    """A server that answers in time up to a rate, and the rates that it was tried at."""
+    rates: list[float] = []
+
+    async def attempt(rate: float) -> Trial:
+        rates.append(rate)
+        return Trial(rate, 1.0, kept=rate <= limit)
+
+    return rates, attempt
+
+
+@pytest.mark.parametrize(("limit", "first"), [(7.0, 1.0), (7.0, 100.0), (0.3, 2.0), (1000.0, 900.0)])
+def test_the_highest_rate_is_found(limit: float, first: float) -> None:
+    rates, attempt = attempts(limit)
+    trials = run(highest_rate(attempt, first))
+    assert [trial.rate for trial in trials] == rates
+    assert limit / CLOSE <= best(trials).rate <= limit
+    assert len(rates) <= 5 + abs(np.log2(limit / first)) + 1
+
+
+def test_no_rate_at_all_is_an_error() -> None:
+    _, attempt = attempts(0.0)
+    with pytest.raises(BenchError, match="no rate of requests keeps the bound; raise --goal-p99"):
+        run(highest_rate(attempt, 4.0))
+
+
+def test_a_rate_that_failed_is_not_passed_by_a_higher_one() -> None:
+    trials = [Trial(1.0, 5.0, True), Trial(2.0, 9.0, False), Trial(3.0, 5.0, True)]
+    assert best(trials).rate == 1.0
+
+
+def test_a_bound_is_of_all_requests() -> None:
+    latencies = [0.010] * 98 + [0.020] * 2
+    samples = Samples.from_dict({"latency_s": latencies})
+    assert judge(5.0, samples, 20.5) == Trial(5.0, pytest.approx(20.0), kept=True)
+    assert not judge(5.0, samples, 19.0).kept
+    samples.refused = 1
+    assert judge(5.0, samples, 1e6) == Trial(5.0, None, kept=False)

@@ -1,0 +1,251 @@
+"""The server scenario for real: an engine in process, a server over HTTP, and whoever is no server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socketserver
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+import uvicorn
+
+from tests.bench import test_report as reports
+from tests.bench.test_run import refuses, run
+from tfexport.bench.http_client import HttpClient, Response
+from tfexport.bench.page import render
+from tfexport.bundle.bundle import open_bundle
+from tfexport.errors import BenchError
+from tfexport.export import export_bundle
+from tfexport.graph.config import ExportConfig
+from tfexport.models.directory import save_model
+from tfexport.models.presets import build_preset
+from tfexport.serve.config import ServingConfig
+from tfexport.serve.engine import Engine
+from tfexport.serve.http.app import build_app
+from tfexport.serve.metrics import Metrics
+
+TEXTS = "3. März 2026\nle 14 juillet 1989\n5 May 2001\n"
+QUICK = ("--scenario", "server", "--processes", 1, "--duration", 0.3)
+
+
+@contextmanager
+def serving(bundle: Path, *names: str, metrics: Metrics | None = None, **limits: int) -> Iterator[str]:
+    """Serve a bundle under some names; yield the address."""
+    config = ServingConfig(**limits)
+    engines = {
+        name: Engine(bundle, config, observer=metrics.observer(name) if metrics else None, threads=1) for name in names
+    }
+    server = uvicorn.Server(uvicorn.Config(build_app(engines, metrics=metrics), port=0, log_level="error"))
+
+    async def serve() -> None:
+        for engine in engines.values():
+            await engine.start()
+        await server.serve()
+        for engine in engines.values():
+            await engine.drain(0)
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive()
+            thread.join(0.02)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def url(dates_bundle: Path) -> Iterator[str]:
+    with serving(dates_bundle, "dates", metrics=Metrics()) as address:
+        yield address
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    (tmp_path / "texts").write_text(TEXTS)
+    return tmp_path / "texts"
+
+
+def test_texts_and_requests_are_served_for_real(dates_bundle: Path, tmp_path: Path, texts: Path) -> None:
+    result = run(
+        *("bench", dates_bundle, *QUICK, "--rate", 100, "--input", texts, "--slots", 4, "--goal-ms", 60_000),
+        *("--no-verify", "--json", tmp_path / "a.json"),
+    )
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "a.json").read_text())
+    metrics = found["metrics"]
+    assert found["settings"]["input"]["texts"] == 3
+    assert metrics["output_sequence_length"]["value"] == pytest.approx(11, abs=1)  # 2026-03-03 and the end
+    assert metrics["request_count"]["value"] > 10
+    assert metrics["goodput"]["value"] == pytest.approx(metrics["request_throughput"]["value"])
+    assert metrics["queue_time"]["count"] == metrics["request_count"]["value"]
+    assert 0 < metrics["slot_occupancy"]["value"] <= 1
+    assert 0 < metrics["time_to_first_token"]["p50"] < metrics["request_latency"]["p50"]
+    assert metrics["step_time"]["count"] >= 10
+    assert found["cells"][0]["time_split"]["rest"] > 0
+    assert max(found["cells"][0]["in_flight"]["waiting"]) >= 1
+    assert reports.mismatches(found, reports.server_schema()) == []
+    assert "server at 100 requests/s · slots 4 · 3 texts" in result.stdout
+
+
+def test_beams_are_served_too(dates_bundle: Path, tmp_path: Path) -> None:
+    sizes = ("--num-beams", 9, "--source-length", 5, "--target-length", 4)
+    result = run("bench", dates_bundle, *QUICK, "--rate", 30, *sizes, "--no-verify", "--json", tmp_path / "a.json")
+    assert result.exit_code == 0, result.output
+    metrics = json.loads((tmp_path / "a.json").read_text())["metrics"]
+    assert metrics["output_sequence_length"]["value"] == 4
+    assert 0 < metrics["time_to_first_token"]["min"] <= metrics["request_latency"]["max"]
+
+
+def test_the_rate_is_searched_for_a_bound(dates_bundle: Path, tmp_path: Path) -> None:
+    sizes = ("--source-length", 5, "--target-length", 16)
+    result = run(
+        *("bench", dates_bundle, *QUICK, "--goal-p99", 500, *sizes, "--no-verify", "--json", tmp_path / "a.json")
+    )
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "a.json").read_text())
+    kept = {trial["rate"]: trial["kept"] for trial in found["trials"]}
+    assert kept[found["settings"]["rate"]] is True
+    assert False in kept.values()
+    assert found["settings"]["goal_ms"] == 500
+    assert "keep p99 within 500 ms" in " ".join(result.stdout.split())
+
+
+def test_a_running_server_is_measured(url: str, tmp_path: Path, texts: Path) -> None:
+    files = ("--json", tmp_path / "a.json", "--html", tmp_path / "a.html")
+    result = run("bench", "--url", url, *QUICK, "--rate", 40, "--input", texts, "--goal-ms", 60_000, *files)
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "a.json").read_text())
+    metrics = found["metrics"]
+    assert found["bundle"] == {"name": "dates", "sha256": None, "precision": None}
+    assert metrics["output_sequence_length"]["value"] == pytest.approx(11, abs=1)
+    assert 5 < metrics["input_sequence_length"]["value"] < 20  # as its metrics say
+    assert 0 < metrics["time_to_first_token"]["p50"] < metrics["request_latency"]["p50"]
+    assert 0 < metrics["slot_occupancy"]["value"] < 1
+    assert metrics["goodput"]["value"] > 1
+    assert metrics["load_time"]["value"] is None
+    assert found["validity"]["reasons"][0] == "parity was not verified"
+    assert f"dates · {url} · http · server at 40 requests/s · 3 texts" in " ".join(result.stdout.split())
+    assert (tmp_path / "a.html").read_text() == render(found)
+
+
+@pytest.mark.parametrize("source", ["texts", "ids"])
+def test_a_server_says_what_its_bundle_says(url: str, dates_bundle: Path, source: str, tmp_path: Path) -> None:
+    (tmp_path / "texts").write_text(TEXTS)
+    given = ("--input", tmp_path / "texts") if source == "texts" else ("--target-length", 5)
+    result = run(
+        *("bench", dates_bundle, "--url", url, "--model", "dates", *QUICK, "--rate", 30, *given),
+        *("--json", tmp_path / "a.json"),
+    )
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "a.json").read_text())
+    assert found["parity"] == {
+        "passed": True,
+        "source": f"{3 if source == 'texts' else 8} answers are those of the bundle",
+    }
+    assert found["bundle"]["sha256"] == open_bundle(dates_bundle).sha256
+
+
+def test_a_server_that_says_something_else_is_not_timed(dates_bundle: Path, tmp_path: Path) -> None:
+    save_model(build_preset("tiny"), tmp_path / "tiny")
+    export_bundle(str(tmp_path / "tiny"), tmp_path / "bundle", ExportConfig(forms=("concat",)), verify=False)
+    with serving(tmp_path / "bundle", "dates", slots=2) as address:
+        result = run("bench", dates_bundle, "--url", address, *QUICK, "--rate", 30)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "answer 1 of 8 is not that of the bundle; give the one that is served" in result.stderr
+
+
+def test_who_is_refused_is_counted(dates_bundle: Path, tmp_path: Path, texts: Path) -> None:
+    with serving(dates_bundle, "a", "b", slots=1, max_waiting=1) as address:
+        refuses(
+            run("bench", "--url", address, *QUICK, "--rate", 9, "--input", texts), "models a, b; choose one by --model"
+        )
+        refuses(
+            run("bench", "--url", address, *QUICK, "--rate", 9, "--input", texts, "--model", "c"),
+            "the server answers 404",
+        )
+        files = ("--json", tmp_path / "a.json")
+        result = run("bench", "--url", address, *QUICK, "--rate", 1000, "--input", texts, "--model", "b", *files)
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "a.json").read_text())
+    assert found["metrics"]["refused"]["value"] > 0
+    assert f"overloaded: {found['metrics']['refused']['value']} requests were refused" in found["validity"]["reasons"]
+    assert found["metrics"]["slot_occupancy"]["value"] is None  # it has no metrics
+
+
+def test_what_is_missing_is_said(dates_bundle: Path, texts: Path) -> None:
+    refuses(run("bench", *QUICK, "--rate", 5), "neither a bundle nor a server; give BUNDLE or --url")
+    refuses(run("bench", "--url", "http://127.0.0.1:1", *QUICK, "--rate", 5), "sources are missing; give --input")
+    refuses(
+        run("bench", "--url", "http://127.0.0.1:1", *QUICK, "--rate", 5, "--input", texts),
+        "http://127.0.0.1:1: cannot be asked",
+        "is a server there?",
+    )
+
+
+# ---- the client
+
+
+@contextmanager
+def saying(*answers: bytes) -> Iterator[str]:
+    """A server that gives one of these answers on each connection, whatever it is asked, and closes it."""
+    left = list(answers)
+
+    class Handler(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            while self.rfile.readline().strip():
+                pass
+            self.wfile.write(left.pop(0))
+
+    with socketserver.TCPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}/base/"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def asked(url: str, times: int = 1) -> list[tuple[Response, int]]:
+    """Ask with one client; return what is answered, and in how many parts."""
+
+    async def ask() -> list[tuple[Response, int]]:
+        found = []
+        with closing(HttpClient(url)) as client:
+            for _ in range(times):
+                came: list[None] = []
+                answer = await client.post("/x", {"a": 1}, lambda came=came: came.append(None))  # type: ignore[misc]
+                found.append((answer, len(came)))
+                await asyncio.sleep(0.05)
+        return found
+
+    return asyncio.run(ask())
+
+
+OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
+
+
+def test_a_connection_that_was_closed_meanwhile_is_opened_anew() -> None:
+    with saying(OK, OK) as url:
+        assert asked(url, 2) == [(Response(200, b"{}"), 1)] * 2
+
+
+def test_chunks_are_put_together_and_told_of() -> None:
+    body = b"4\r\ndata\r\nb\r\n: some more\r\n0\r\n\r\n"
+    with saying(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + body) as url:
+        assert asked(url) == [(Response(200, b"data: some more"), 2)]
+
+
+@pytest.mark.parametrize(
+    "answer", [b"", b"SSH-2.0-x\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: x\r\n\r\n", OK[:-1]]
+)
+def test_who_speaks_no_http_is_told_of(answer: bytes) -> None:
+    with saying(answer) as url, pytest.raises(BenchError, match=r"^http://127.0.0.1:\d+/base/: (cannot be|speaks no)"):
+        asked(url)
