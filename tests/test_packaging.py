@@ -35,7 +35,7 @@ def test_what_is_declared_is_pinned() -> None:
     assert pins[0] == "torch"
     extras = PROJECT["project"]["optional-dependencies"]
     declared = [*PROJECT["project"]["dependencies"], *extras["export"], *extras["cpu"], *extras["dev"]]
-    assert {name.partition(">=")[0] for name in declared} <= set(pins)
+    assert {name.partition(">=")[0].partition("[")[0] for name in declared} <= set(pins)
 
 
 def run(*command: object) -> str:
@@ -78,7 +78,8 @@ def test_the_wheel_holds_the_code_and_nothing_else(wheel: Path) -> None:
     models = {f"tfexport/{path.relative_to(ROOT)}" for path in (ROOT / "models").glob("*.py")}
     layouts = {f"tfexport/{path.relative_to(ROOT)}" for path in (ROOT / "models" / "layouts").glob("*.yaml")}
     assert layouts
-    assert found == own | models | layouts | {"tfexport/py.typed"}
+    data = {"tfexport/py.typed", "tfexport/serve/http/openapi.json"}
+    assert found == own | models | layouts | data
     assert licensed
 
 
