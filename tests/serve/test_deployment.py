@@ -1,0 +1,183 @@
+"""The files of docs/serving are true: they parse, and what they name is there."""
+
+from __future__ import annotations
+
+import configparser
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+import pytest
+import yaml
+
+from tests.conftest import ROOT
+from tfexport.cli import main
+from tfexport.serve.engine import Engine
+from tfexport.serve.http.health import ROUTES
+from tfexport.serve.metrics import Metrics
+from tfexport.serve.observer import Outcome
+
+FILES = ROOT / "docs" / "serving"
+ALERTS = yaml.safe_load((FILES / "alerts.yml").read_text(encoding="utf-8"))["groups"][0]["rules"]
+DASHBOARD = json.loads((FILES / "grafana.json").read_text(encoding="utf-8"))
+POD, SERVICE, BUDGET = yaml.safe_load_all((FILES / "kubernetes.yaml").read_text(encoding="utf-8"))
+# Beyond the drain itself: an engine that gives up, answers that are sent, interpreters that end.
+MARGIN_S = 3
+
+
+def tool(name: str, *arguments: object, directory: Path) -> str:
+    """Run a tool where the machine has it; return what it prints, and fail where it does."""
+    if not shutil.which(name):
+        pytest.skip(f"{name} is not installed")
+    done = subprocess.run([name, *map(str, arguments)], cwd=directory, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def served(arguments: list[str]) -> dict[str, Any]:
+    """Parse the arguments of `tfexport serve`."""
+    _, command, _ = main.resolve_command(click.Context(main), ["serve"])
+    assert command is not None
+    return command.make_context("serve", list(arguments)).params
+
+
+def exposed() -> set[str]:
+    """Return the names of all samples that a server exposes."""
+    metrics = Metrics()
+    metrics.observer("m")
+    metrics.watch({"m": Engine("m")})
+    text = metrics.expose("")[0].decode()
+    names = set(re.findall(r"^(\w+)[{ ]", text, re.MULTILINE))
+    return names | set(re.findall(r"^# TYPE (\w+) gauge$", text, re.MULTILINE))
+
+
+EXPRESSIONS = [
+    *(pytest.param(rule["expr"], id=rule.get("alert") or rule["record"]) for rule in ALERTS),
+    *(
+        pytest.param(target["expr"], id=f"{panel['title']} {target['refId']}")
+        for panel in DASHBOARD["panels"]
+        for target in panel["targets"]
+    ),
+    pytest.param(DASHBOARD["templating"]["list"][1]["query"]["query"], id="models"),
+]
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS)
+def test_expressions_name_metrics_and_outcomes_that_there_are(expression: str) -> None:
+    recorded = {rule["record"] for rule in ALERTS if "record" in rule}
+    for name in re.findall(r"[\w:]*tfexport_[\w:]+", expression):
+        assert name in (recorded if ":" in name else exposed())
+    for listed in re.findall(r'outcome(?:=|!=|=~|!~)"([^"]+)"', expression):
+        assert set(listed.split("|")) <= set(get_args(Outcome))
+
+
+def test_every_outcome_that_the_server_is_to_blame_for_counts() -> None:
+    (ratio,) = (rule["expr"] for rule in ALERTS if rule.get("record") == "model_outcome:tfexport_requests:ratio")
+    blamed, of_clients = (set(found.split("|")) for found in re.findall(r'~"([^"]+)"', ratio))
+    assert blamed | of_clients | {"ok"} == set(get_args(Outcome))
+
+
+def test_every_alert_is_tested_and_says_what_to_do() -> None:
+    tests = yaml.safe_load((FILES / "alerts_test.yml").read_text(encoding="utf-8"))["tests"]
+    alerts = {rule["alert"]: rule for rule in ALERTS if "alert" in rule}
+    for name, rule in alerts.items():
+        assert set(rule["annotations"]) == {"summary", "remedy"}
+        found = [case for test in tests for case in test["alert_rule_test"] if case["alertname"] == name]
+        assert {bool(case.get("exp_alerts")) for case in found} >= {True}, name
+    options = set(re.findall(r"--[\w-]+", json.dumps(ALERTS)))
+    assert options <= {spelled for p in main.get_command(None, "serve").params for spelled in p.opts}  # type: ignore[arg-type,union-attr]
+
+
+def test_prometheus_takes_the_rules() -> None:
+    assert "SUCCESS" in tool("promtool", "check", "rules", "alerts.yml", directory=FILES)
+    assert "SUCCESS" in tool("promtool", "test", "rules", "alerts_test.yml", directory=FILES)
+
+
+def test_the_dashboard_has_each_panel_in_its_place() -> None:
+    cells = [
+        (x, y)
+        for grid in (panel["gridPos"] for panel in DASHBOARD["panels"])
+        for x in range(grid["x"], grid["x"] + grid["w"])
+        for y in range(grid["y"], grid["y"] + grid["h"])
+    ]
+    assert len(cells) == len(set(cells))
+    assert max(x for x, _ in cells) < 24
+    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(ids) == len(set(ids))
+
+
+def unit() -> dict[str, Any]:
+    parser = configparser.ConfigParser(strict=False, interpolation=None, delimiters="=", comment_prefixes="#")
+    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.read_string((FILES / "tfexport.service").read_text(encoding="utf-8").replace("\\\n", ""))
+    return dict(parser["Service"])
+
+
+def test_the_unit_starts_the_server_and_waits_for_it() -> None:
+    service = unit()
+    program, command, *arguments = shlex.split(service["ExecStart"])
+    given = served(arguments)
+    assert (Path(program).name, command, given["host"]) == ("tfexport", "serve", "127.0.0.1")
+    assert service["KillSignal"] == "SIGTERM"
+    assert "-HUP" in service["ExecReload"]
+    assert float(service["TimeoutStopSec"]) >= given["drain_delay_s"] + given["shutdown_timeout_s"] + MARGIN_S
+
+
+def test_systemd_takes_the_unit(tmp_path: Path) -> None:
+    text = (FILES / "tfexport.service").read_text(encoding="utf-8")
+    program = shlex.split(unit()["ExecStart"])[0]
+    (tmp_path / "tfexport.service").write_text(text.replace(program, "/bin/true"), encoding="utf-8")
+    assert tool("systemd-analyze", "verify", tmp_path / "tfexport.service", directory=tmp_path) == ""
+
+
+def test_the_image_starts_the_server_on_all_addresses() -> None:
+    text = (FILES / "Containerfile").read_text(encoding="utf-8")
+    program, command, *arguments = (
+        word
+        for name in ("ENTRYPOINT", "CMD")
+        for word in json.loads(re.search(rf"^{name} (.+)$", text, re.M)[1])  # type: ignore[index]
+    )
+    given = served(arguments)
+    assert (program, command, given["host"]) == ("tfexport", "serve", "0.0.0.0")
+    assert f"EXPOSE {given['port']}\n" in text
+    assert int(re.search(r"--time (\d+)", text)[1]) >= given["shutdown_timeout_s"] + MARGIN_S  # type: ignore[index]
+    assert "USER 65534" in text
+    for line in re.findall(r"^COPY ([^-].+)$", text, re.MULTILINE):
+        assert all((ROOT / source).exists() for source in line.split()[:-1])
+
+
+def test_the_pod_is_probed_where_the_server_answers_and_has_time_to_drain() -> None:
+    pod = POD["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    given = served(container["args"])
+    assert given["host"] == "0.0.0.0"
+    (port,) = container["ports"]
+    assert port["containerPort"] == given["port"]
+    paths = {route.path for route in ROUTES}
+    for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+        probe = container[kind]["httpGet"]
+        assert probe["path"] in paths
+        assert probe["port"] == port["name"]
+    assert pod["terminationGracePeriodSeconds"] >= given["drain_delay_s"] + given["shutdown_timeout_s"] + MARGIN_S
+    assert given["drain_delay_s"] > container["readinessProbe"]["periodSeconds"]
+    mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
+    assert str(given["token_file"].parent) in mounted
+    assert {volume["name"] for volume in pod["volumes"]} == {mount["name"] for mount in container["volumeMounts"]}
+
+
+def test_the_objects_find_the_pod() -> None:
+    labels = POD["spec"]["template"]["metadata"]["labels"]
+    assert labels == POD["spec"]["selector"]["matchLabels"]
+    assert labels == SERVICE["spec"]["selector"]
+    assert labels == BUDGET["spec"]["selector"]["matchLabels"]
+
+
+@pytest.mark.parametrize("found", [POD, SERVICE, BUDGET], ids=lambda found: found["kind"])
+def test_kubernetes_takes_the_objects(found: dict[str, Any]) -> None:
+    kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
+    kubernetes_validate.validate(found, "1.30", strict=True)
