@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.serve.http.served import Served
 from tests.serve.http.test_refusals import check
 from tfexport.model import Model
+from tfexport.serve.engine import Engine
+from tfexport.serve.http.app import build_app
 from tfexport.serve.http.config import HttpConfig
+from tfexport.serve.metrics import Metrics
 
 HTTP = HttpConfig(completions=True, translate=True)
+
+
+def test_they_are_off_unless_asked_for(serve: Callable[..., None]) -> None:
+    async def use(served: Served) -> None:
+        for path in ("/v1/completions", "/translate"):
+            assert (await served.client.post(path, json={})).status_code == 404
+
+    serve(use)
 
 
 def test_completions(serve: Callable[..., None], model: Model, texts: list[str]) -> None:
@@ -81,7 +95,11 @@ def test_completions_in_events(serve: Callable[..., None], model: Model, texts: 
 )
 def test_completions_that_are_refused(serve: Callable[..., None], data: dict[str, Any], why: str) -> None:
     async def use(served: Served) -> None:
-        check(await served.client.post("/v1/completions", json=data), 400, why)
+        answer = await served.client.post("/v1/completions", json=data)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], error["type"]) == (400, 400, "invalid_request_error")
+        assert why in error["message"]
+        assert len(answer.content) < 2000
         assert served.metrics.total("tfexport_requests_total", "dates") == 1
 
     serve(use, HTTP)
@@ -114,3 +132,43 @@ def test_translate(serve: Callable[..., None], model: Model, texts: list[str]) -
             check(await served.client.post("/translate", json=languages | data), 400, why)
 
     serve(use, HTTP)
+
+
+def test_translate_takes_forms(serve: Callable[..., None], model: Model, texts: list[str]) -> None:
+    best, other = model.generate(texts[:1], num_beams=2, num_return_sequences=2)
+
+    async def use(served: Served) -> None:
+        form = {"q": texts[0], "source": "en", "target": "de", "alternatives": "1"}
+        answer = await served.client.post("/translate", data=form)
+        assert answer.json() == {"translatedText": best.text, "alternatives": [other.text]}
+        headers = {"Content-Type": "application/x-www-form-urlencoded"}
+        for body, why in (
+            (b"q=a&q=b&source=en&target=de", "given twice"),
+            (b"q=%ff&source=en&target=de", "no form"),
+            (b"q=\xff&source=en&target=de", "no form"),
+            (b"&".join([b"q=a"] * 100_000), "no form"),
+            (b"q=a", "source is None"),
+            (b"", "source is None"),
+            (b"q=a&source=en&target=de&alternatives=many", "alternatives is 'many'"),
+            (b"q=&source=en&target=de", "empty"),
+        ):
+            check(await served.client.post("/translate", content=body, headers=headers), 400, why)
+
+    serve(use, HTTP)
+
+
+def test_with_several_models_languages_choose_one(dates_bundle: Path) -> None:
+    async def use() -> None:
+        engine = Engine(dates_bundle, threads=1)
+        app = build_app({"en-de": engine, "de-en": engine}, HTTP, Metrics())
+        transport = httpx.ASGITransport(app)
+        async with engine, httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            data = {"q": "3 May 1999", "source": "de", "target": "en"}
+            assert (await client.post("/translate", json=data)).status_code == 200
+            check(await client.post("/translate", json=data | {"target": "fr"}), 400, "no model 'de-fr'")
+            check(await client.post("/tokenize", json={"prompt": "a"}), 404, "model None is unknown")
+            assert (await client.get("/v2")).json()["models"] == ["en-de", "de-en"]
+            answer = await client.post("/v1/completions", json={"prompt": "a"})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, 404)
+
+    asyncio.run(use())

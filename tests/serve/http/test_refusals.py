@@ -202,8 +202,6 @@ def test_bodies_that_are_too_large_or_not_taken(serve: Callable[..., None]) -> N
         "/v2/models/dates/load",
         "/v2/models/dates/generate/",
         "/",
-        "/v1/completions",
-        "/translate",
     ],
 )
 def test_what_does_not_exist_is_404(serve: Callable[..., None], path: str) -> None:

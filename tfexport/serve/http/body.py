@@ -62,9 +62,13 @@ def check_kind(request: Request, *kinds: str) -> None:
     Raises:
         RequestError: it is.
     """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind not in kinds:
+    if (kind := kind_of(request)) not in kinds:
         raise _left(415, f"Content-Type is {shortened(kind)}, expected {kinds[0]}")
+
+
+def kind_of(request: Request) -> str:
+    """Return the type of a body, without its parameters."""
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:

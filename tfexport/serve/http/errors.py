@@ -27,6 +27,7 @@ MAX_MESSAGE = 1000
 RETRY_AFTER_S = 1
 # Nobody reads it, for the client has gone; nginx counts such requests under it.
 CLIENT_GONE = 499
+OPENAI = ("/v1/completions", "/v1/models")
 _STATUS: dict[type[TfexportError], int] = {
     ConfigError: 400,
     InputError: 400,
@@ -64,7 +65,7 @@ def status_of(error: TfexportError) -> int:
 async def on_refusal(request: Request, error: Exception) -> Response:
     """Answer a request that starlette, or we, refuse."""
     assert isinstance(error, HTTPException)
-    return _answer(error.status_code, message_of(error), error.headers)
+    return _answer(request, error.status_code, message_of(error), error.headers)
 
 
 async def on_error(request: Request, error: Exception) -> Response:
@@ -77,21 +78,25 @@ async def on_error(request: Request, error: Exception) -> Response:
         headers["Retry-After"] = str(error.retry_after_s)
     elif status == 503:
         headers["Retry-After"] = str(RETRY_AFTER_S)
-    return _answer(status, message_of(error), headers)
+    return _answer(request, status, message_of(error), headers)
 
 
 async def on_client_gone(request: Request, error: Exception) -> Response:
     """End a request that its client has left half said."""
-    return _answer(CLIENT_GONE, "the client has gone")
+    return _answer(request, CLIENT_GONE, "the client has gone")
 
 
 async def on_surprise(request: Request, error: Exception) -> Response:
     """Answer what should not happen; the log has the trace, the client has not."""
-    return _answer(500, "the server has failed; its log says how")
+    return _answer(request, 500, "the server has failed; its log says how")
 
 
-def _answer(status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
-    return JSONResponse({"error": message}, status, headers)
+def _answer(request: Request, status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
+    """Return the error as the Open Inference Protocol has it, or as OpenAI has it for its own endpoints."""
+    is_openai = request.url.path.endswith(OPENAI)
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    error = {"message": message, "type": kind, "code": status} if is_openai else message
+    return JSONResponse({"error": error}, status, headers)
 
 
 HANDLERS = {

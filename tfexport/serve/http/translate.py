@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import parse_qsl
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -12,18 +13,19 @@ from starlette.routing import Route
 from tfexport.errors import shortened
 from tfexport.model import Result
 from tfexport.serve.http.asking import submit_all, text, while_heard
-from tfexport.serve.http.body import read_object
+from tfexport.serve.http.body import check_kind, kind_of, read_body, read_object
 from tfexport.serve.http.errors import RequestError
 from tfexport.serve.http.options import arguments
 from tfexport.serve.http.service import Service, service_of
 
+FORM = "application/x-www-form-urlencoded"
 _KEYS = {"q", "source", "target", "format", "alternatives", "api_key"}
 
 
 async def translate(request: Request) -> Response:
     """Translate a text, or several, with as many alternatives as are asked for."""
     service = service_of(request)
-    data = await read_object(request)
+    data = await _read(request)
     name = _model(service, data)
     with service.counted(name):
         texts, options = _asked_for(data, service)
@@ -36,6 +38,22 @@ async def translate(request: Request) -> Response:
     if data.get("alternatives"):
         answer["alternatives"] = others[0] if has_one else others
     return JSONResponse(answer)
+
+
+async def _read(request: Request) -> dict[str, Any]:
+    """Return the fields of a request, in JSON or as a form, as LibreTranslate's own client sends them."""
+    check_kind(request, "application/json", FORM)
+    if kind_of(request) != FORM:
+        return await read_object(request)
+    try:
+        pairs = parse_qsl((await read_body(request)).decode(), True, True, errors="strict", max_num_fields=len(_KEYS))
+    except ValueError as error:
+        raise RequestError(400, f"the body is no form: {error}") from error
+    data: dict[str, Any] = dict(pairs)
+    if len(data) < len(pairs):
+        raise RequestError(400, "a field is given twice, expected once")
+    number = data.get("alternatives", "")
+    return data | ({"alternatives": int(number)} if number.isdecimal() and len(number) < 10 else {})
 
 
 def _model(service: Service, data: Mapping[str, Any]) -> str:
