@@ -172,7 +172,7 @@ def test_every_bad_pair_is_named() -> None:
     assert str(caught.value) == (
         "align: pair 1: the source is empty, expected one token or more; "
         "pair 2: the target is empty, expected one token or more; pair 3: source has 99, expected ids 0 to 29; "
-        "pair 4: the target has 21 tokens with its end, the limit is 20; shorten it, or export with a larger "
+        "pair 4: the target has 21 tokens, the limit is 20; shorten it, or export with a larger "
         "--max-target-length if the model allows it"
     )
     assert caught.value.indices == (0, 1, 2, 3)

@@ -209,14 +209,15 @@ def _target_problems(
     spec: ModelSpec, limits: Limits, prefix_len: int, target: Sequence[int], *, add_eos: bool
 ) -> list[str]:
     problems = _id_problems("target", target, spec.vocab)
-    length = len(target) + (add_eos and (len(target) == 0 or target[-1] != spec.tokens.eos))
+    is_ended = add_eos and (len(target) == 0 or target[-1] != spec.tokens.eos)
+    length = len(target) + is_ended
     if not length:
         problems.append("the target is empty, expected one token or more")
     room = _room(spec, prefix_len)
     if length > room:
-        behind = f"behind a prefix of {prefix_len} " if prefix_len else ""
+        got = f"{length} tokens" + f" behind a prefix of {prefix_len}" * bool(prefix_len) + " with its end" * is_ended
         more = limits.target_length.for_more(prefix_len + length)
-        problems.append(f"the target has {length} tokens {behind}with its end, the limit is {room}; shorten it{more}")
+        problems.append(f"the target has {got}, the limit is {room}; shorten it{more}")
     return problems
 
 
