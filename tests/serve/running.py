@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -88,10 +88,13 @@ def running(
     assert process.stdout
     try:
         told: list[str] = []
+        late = threading.Timer(PATIENCE_S, process.kill)
+        late.start()
         for line in process.stdout:
             told.append(line.rstrip("\n"))
             if not ready or "curl" in line:
                 break
+        late.cancel()
         found = re.match(r"listening on (\S+),", told[0]) if told else None
         assert found, f"the server has not begun:\n{log.read_text()}"
         with httpx.Client(base_url=found[1], timeout=PATIENCE_S, **of_client) as client:
@@ -108,7 +111,3 @@ def eventually(holds: Callable[[], object], within_s: float = PATIENCE_S) -> Non
     while not holds():
         assert time.monotonic() < end, "it never came to hold"
         time.sleep(0.02)
-
-
-def words_of(line: str) -> list[str]:
-    return shlex.split(line)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
+import shlex
 import signal
 import socket
 import ssl
@@ -17,7 +19,8 @@ import httpx
 import pytest
 from click.testing import CliRunner
 
-from tests.serve.running import PATIENCE_S, Running, eventually, running, words_of
+from tests.conftest import ROOT
+from tests.serve.running import PATIENCE_S, Running, eventually, running
 from tfexport.cli import main
 from tfexport.model import Model, load
 
@@ -49,12 +52,24 @@ def test_it_says_what_it_serves_and_how_to_try_it(server: Running) -> None:
     assert server.told[1].startswith("dates: 2 decoder layers of 128, fp32 on ort, 1 thread, 2 slots;")
     assert server.told[2].startswith("other: ")
     assert server.told[3].startswith("ready after ")
-    words = words_of(server.told[4])
+    words = shlex.split(server.told[4])
     asked = dict(zip(words[2::2], words[3::2], strict=True))
     answer = httpx.post(words[1], headers=dict([asked["-H"].split(": ")]), content=asked["-d"])
     assert answer.json()["text_output"].count("-") == 2
     assert server.ask(DATE).json()["text_output"] == "2026-03-03"
     assert server.ask(DATE, "other").json()["text_output"] == "2026-03-03"
+
+
+def test_curl_is_answered_as_the_readme_shows(server: Running) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    command, shown = re.findall(r"^\$ (curl .*)\n(.*)$", readme, re.MULTILINE)[0]
+    words = shlex.split(command)
+    assert words[2] == "-H"
+    headers = dict([words[3].split(": ")])
+    answer = server.client.post(httpx.URL(words[1]).path, headers=headers, content=words[5].encode()).json()
+    expected = json.loads(shown)
+    assert answer.pop("scores") == pytest.approx(expected.pop("scores"), abs=1e-6)
+    assert answer == expected
 
 
 def test_a_flood_is_answered_or_told_to_come_again(server: Running) -> None:

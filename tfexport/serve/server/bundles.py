@@ -24,7 +24,7 @@ def named_bundles(arguments: Sequence[str]) -> dict[str, Path]:
     for argument in arguments:
         named = _NAMED.fullmatch(argument)
         path = Path(named[2] if named else argument)
-        name = named[1] if named else path.resolve().name
+        name = named[1] if named else path.absolute().name
         if not _NAME.fullmatch(name):
             problems.append(f"name {shortened(name)} cannot stand in a URL; give another, as in NAME={argument}")
         elif name in bundles:

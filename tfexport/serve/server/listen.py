@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import ssl
 from collections.abc import Iterator
@@ -55,8 +56,9 @@ def listen(config: ServerConfig) -> socket.socket:
         )[0]
         listener = socket.create_server(address[:2], family=family, backlog=BACKLOG)
     except OSError as error:
+        reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
         raise ConfigError(
-            f"host {config.host}, port {config.port}: {error.strerror}; choose others with --host and --port"
+            f"host {config.host}, port {config.port}: {reason}; choose others with --host and --port"
         ) from error
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     return listener

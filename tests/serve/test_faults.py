@@ -1,0 +1,83 @@
+"""What callers see when the engine's thread fails or hangs, or a reader is slow."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.serve.running import eventually, running
+
+DATE = "Dienstag, 3. März 2026"
+# The engine's thread does something once a file is there.
+FAULT = """
+import pathlib, time
+from tfexport.decode.loop import Loop
+step = Loop.step
+def faulty(loop, most=None):
+    if pathlib.Path({file!r}).exists():
+        {fault}
+    time.sleep(0.01)
+    return step(loop, 1)
+Loop.step = faulty
+"""
+
+
+def test_a_thread_that_fails_answers_all_and_a_reload_begins_anew(dates_bundle: Path, tmp_path: Path) -> None:
+    file = tmp_path / "fault"
+    fault = FAULT.format(file=str(file), fault="raise MemoryError('out of memory')")
+    with running(tmp_path, dates_bundle, "--threads", 1, "--slots", 1, before=fault) as server:
+        with ThreadPoolExecutor(8) as pool:
+            asked = [pool.submit(server.ask, DATE) for _ in range(8)]
+            eventually(lambda: server.metric('tfexport_requests_waiting{model="dates"}') > 1)
+            file.touch()
+            found = [one.result() for one in asked]
+        failed = [one for one in found if one.status_code != 200]
+        assert {one.status_code for one in failed} == {500}
+        assert all(one.json().keys() == {"error"} and "Traceback" not in one.text for one in failed)
+        assert server.client.get("/readyz").status_code == 503
+        assert server.client.get("/livez").status_code == 200
+        assert "out of memory" in server.log.read_text()
+        file.unlink()
+        server.send(signal.SIGHUP)
+        eventually(server.is_ready)
+        assert server.ask(DATE).status_code == 200
+        assert server.stop() == 0
+
+
+@pytest.mark.slow
+def test_a_thread_that_hangs_is_not_ready(dates_bundle: Path, tmp_path: Path) -> None:
+    file = tmp_path / "fault"
+    fault = FAULT.format(file=str(file), fault="time.sleep(10)")
+    with running(tmp_path, dates_bundle, "--threads", 1, before=fault) as server, ThreadPoolExecutor(1) as pool:
+        file.touch()
+        asked = pool.submit(server.ask, DATE)
+        time.sleep(0.2)
+        file.unlink()
+        eventually(lambda: not server.is_ready(), 8)
+        assert not asked.done()
+        eventually(server.is_ready)
+        assert asked.result().status_code == 200
+
+
+def test_what_nobody_reads_is_given_up(dates_bundle: Path, tmp_path: Path) -> None:
+    """Answers that pile up, for a client that sends requests and reads nothing."""
+    hasty = "import tfexport.serve.server.connection as connection\nconnection.SEND_TIMEOUT_S = 1.0"
+    with running(tmp_path, dates_bundle, "--threads", 1, before=hasty) as server:
+        url = httpx.URL(server.url)
+        with socket.socket() as one:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            one.connect((url.host, url.port))
+            one.settimeout(20)
+            asked = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
+            with pytest.raises((ConnectionError, TimeoutError)) as error:
+                for _ in range(2000):
+                    one.sendall(asked * 10)
+                    time.sleep(0.01)
+            assert error.type is not TimeoutError
+        assert server.ask(DATE).status_code == 200
