@@ -7,7 +7,10 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import httpx
 import pytest
+from starlette.applications import Starlette
+from starlette.routing import Mount
 
 from tests.serve.http.served import Served
 from tfexport.decode.loop import Loop
@@ -137,5 +140,17 @@ def test_after_the_first_event_errors_are_events(
         answer = await served.post("generate", {"text_input": texts[0]})
         assert (answer.status_code, "has failed" in answer.json()["error"]) == (500, True)
         assert (await served.client.get("/v2/models/dates/ready")).status_code == 503
+
+    serve(use)
+
+
+def test_another_app_can_mount_it(serve: Callable[..., None], model: Model, texts: list[str]) -> None:
+    async def use(served: Served) -> None:
+        outer = Starlette(routes=[Mount("/models", served.app)])
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(outer), base_url="http://test") as client:
+            answer = await client.post("/models/v2/models/dates/generate", json={"text_input": texts[0]})
+            assert answer.json()["text_output"] == model.generate(texts[:1])[0].text
+            answer = await client.post("/models/v2/models/dates/generate_stream", json={"text_input": ""})
+            assert (answer.status_code, list(answer.json())) == (400, ["error"])
 
     serve(use)

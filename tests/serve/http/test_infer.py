@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -106,6 +107,18 @@ def test_options_may_be_inputs(client: Any, model: Model, texts: list[str]) -> N
         for text, prefix in zip(texts[:2], ("1", "20"), strict=True)
     ]
     assert [one.decode() for one in result.as_numpy("text_output")[:, 0]] == expected
+
+
+def test_the_asynchronous_client(address: str, model: Model, texts: list[str]) -> None:
+    aio = pytest.importorskip("tritonclient.http.aio", reason="aiohttp is not installed")
+
+    async def use() -> list[Any]:
+        async with aio.InferenceServerClient(address) as client:
+            assert await client.is_model_ready("dates")
+            return await asyncio.gather(*(client.infer("dates", [texts_input([text])]) for text in texts[:8]))
+
+    found = [result.as_numpy("text_output").item().decode() for result in asyncio.run(use())]
+    assert found == [model.generate([text])[0].text for text in texts[:8]]
 
 
 def test_the_client_reads_statistics(client: Any, texts: list[str]) -> None:

@@ -185,6 +185,18 @@ def test_bodies_that_are_too_large_or_not_taken(serve: Callable[..., None]) -> N
     serve(use, HttpConfig(max_body_bytes=70_000))
 
 
+@pytest.mark.parametrize("host", ["[", "a]b", "x:y:z", "\u00e9", "/", ""])
+def test_odd_hosts_change_nothing(serve: Callable[..., None], host: str) -> None:
+    async def use(served: Served) -> None:
+        headers = {"Host": host.encode()}
+        check(
+            await served.client.post("/v2/models/dates/generate", json={}, headers=headers), 400, "expected text_input"
+        )
+        assert (await served.client.get("/v2", headers=headers)).status_code == 200
+
+    serve(use)
+
+
 @pytest.mark.parametrize(
     "path",
     [

@@ -73,7 +73,7 @@ async def on_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, TfexportError)
     status, headers = status_of(error), {}
     if status == 500:
-        logger.error("%s: %s", request.url.path, error)
+        logger.error("%s: %s", request.scope["path"], error)
     if isinstance(error, QueueFull):
         headers["Retry-After"] = str(error.retry_after_s)
     elif status == 503:
@@ -93,7 +93,7 @@ async def on_surprise(request: Request, error: Exception) -> Response:
 
 def _answer(request: Request, status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
     """Return the error as the Open Inference Protocol has it, or as OpenAI has it for its own endpoints."""
-    is_openai = request.url.path.endswith(OPENAI)
+    is_openai = request.scope["path"].endswith(OPENAI)
     kind = "invalid_request_error" if status < 500 else "server_error"
     error = {"message": message, "type": kind, "code": status} if is_openai else message
     return JSONResponse({"error": error}, status, headers)
