@@ -14,7 +14,7 @@ import pytest
 from tests.serve.http.served import Served
 from tfexport.generation import DecodeConfig
 from tfexport.serve.http.body import MAX_CHUNKS
-from tfexport.serve.http.config import HttpConfig
+from tfexport.serve.http.config import MAX_BODY_BYTES, HttpConfig
 from tfexport.serve.http.options import DECODING
 
 GENERATE = "/v2/models/dates/generate"
@@ -154,6 +154,17 @@ def test_wrong_json(serve: Callable[..., None]) -> None:
         assert (await served.post("generate", {"text_input": "\U0001f600 3 May 1999"})).status_code == 200
 
     serve(use)
+
+
+def test_a_million_keys_are_bounded_by_the_body_or_refused_by_name(serve: Callable[..., None]) -> None:
+    body = b"{" + b",".join(b'"%d":1' % number for number in range(1_000_000)) + b"}"
+
+    async def use(served: Served) -> None:
+        answer = await served.client.post(GENERATE, content=body, headers={"Content-Type": "application/json"})
+        check(answer, 413 if len(body) > served.app.state.service.config.max_body_bytes else 400, "")
+
+    serve(use)
+    serve(use, HttpConfig(max_body_bytes=MAX_BODY_BYTES))
 
 
 def test_bodies_that_are_too_large_or_not_taken(serve: Callable[..., None]) -> None:
