@@ -9,6 +9,7 @@ from starlette.routing import BaseRoute
 
 from tfexport.serve.engine import Engine
 from tfexport.serve.http import (
+    align,
     completions,
     generate,
     health,
@@ -55,6 +56,7 @@ def _routes(config: HttpConfig, metrics: Metrics | None) -> Iterator[BaseRoute]:
     yield from metadata.ROUTES
     yield from infer.ROUTES
     yield from generate.ROUTES
+    yield from align.routes()
     yield from tokens.ROUTES
     yield from openapi.ROUTES
     if config.completions:
