@@ -77,9 +77,11 @@ def test_the_wheel_holds_the_code_and_nothing_else(wheel: Path) -> None:
     own = {str(path.relative_to(ROOT)) for path in (ROOT / "tfexport").rglob("*.py")}
     models = {f"tfexport/{path.relative_to(ROOT)}" for path in (ROOT / "models").glob("*.py")}
     layouts = {f"tfexport/{path.relative_to(ROOT)}" for path in (ROOT / "models" / "layouts").glob("*.yaml")}
+    page = {str(path.relative_to(ROOT)) for path in (ROOT / "tfexport" / "serve" / "page").iterdir()}
     assert layouts
+    assert page
     data = {"tfexport/py.typed", "tfexport/serve/http/openapi.json"}
-    assert found == own | models | layouts | data
+    assert found == own | models | layouts | page | data
     assert licensed
 
 

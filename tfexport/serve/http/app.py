@@ -17,6 +17,7 @@ from tfexport.serve.http import (
     metadata,
     monitoring,
     openapi,
+    page,
     tokens,
     translate,
 )
@@ -63,3 +64,5 @@ def _routes(config: HttpConfig, metrics: Metrics | None) -> Iterator[BaseRoute]:
         yield from completions.ROUTES
     if config.translate:
         yield from translate.ROUTES
+    if config.ui:
+        yield from page.ROUTES

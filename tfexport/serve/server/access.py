@@ -13,10 +13,11 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tfexport.errors import ConfigError
+from tfexport.serve.http import page
 
 logger = logging.getLogger(__name__)
-# What a probe asks, which has no token: it says nothing of models or texts.
-OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/v2/health/live", "/v2/health/ready"})
+# What probes ask, which have no token, and browsers before they have one: it says nothing of models or texts.
+OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/v2/health/live", "/v2/health/ready"}) | page.PATHS
 MIN_CHARACTERS = 16
 # Of RFC 6750.
 _TOKEN = re.compile(rf"[A-Za-z0-9._~+/-]{{{MIN_CHARACTERS},}}=*")

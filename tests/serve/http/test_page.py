@@ -1,0 +1,116 @@
+"""The page at `/`: its files, its headers, and what it asks of the server beside the protocol."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.serve.http.served import Served
+from tfexport.model import Model
+from tfexport.serve.http import page
+from tfexport.serve.http.config import HttpConfig
+from tfexport.serve.server.access import OPEN_PATHS
+
+FOLDER = Path(page.__file__).parents[1] / "page"
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+# Names that are no addresses.
+NAMESPACES = {"http://www.w3.org/2000/svg"}
+
+
+def test_every_file_is_served_with_the_policy(serve: Callable[..., None]) -> None:
+    types = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+
+    async def use(served: Served) -> None:
+        for path in FOLDER.iterdir():
+            found = await served.client.get("/" if path.name == "index.html" else f"/page/{path.name}")
+            assert (found.status_code, found.content) == (200, path.read_bytes())
+            assert found.headers["content-type"] == f"{types[path.suffix]}; charset=utf-8"
+            assert found.headers["content-security-policy"] == POLICY
+            assert found.headers["x-content-type-options"] == "nosniff"
+            assert found.headers["referrer-policy"] == "no-referrer"
+        for path in ("/page/", "/page/missing.js", "/page/../app.py", "/page/%2e%2e/app.py"):
+            assert (await served.client.get(path)).status_code == 404
+
+    serve(use)
+
+
+def test_the_files_refer_to_one_another_and_to_nothing_outside() -> None:
+    files = {path.name: path.read_text(encoding="utf-8") for path in FOLDER.iterdir()}
+    for name, text in files.items():
+        outside = set(re.findall(r"(?:https?:)?//[\w.-]+\.[\w./-]+", text)) - NAMESPACES
+        assert not outside, name
+    referred = set(re.findall(r'(?:src|href)="page/([^"]+)"', files["index.html"]))
+    referred |= {one for text in files.values() for one in re.findall(r'from "\./([^"]+)"', text)}
+    assert referred == files.keys() - {"index.html"}
+
+
+def test_the_markup_has_no_script_and_no_style_of_its_own() -> None:
+    markup = (FOLDER / "index.html").read_text(encoding="utf-8")
+    assert not re.search(r"<style|\sstyle=|\son\w+=|<script(?![^>]*\ssrc=)", markup)
+    scripts = "".join(path.read_text(encoding="utf-8") for path in FOLDER.glob("*.js"))
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", scripts)
+
+
+def test_without_the_page_nothing_of_it_is_there(serve: Callable[..., None]) -> None:
+    async def use(served: Served) -> None:
+        for path in (*page.PATHS, "/page/models"):
+            assert (await served.client.get(path)).status_code == 404
+        assert (await served.client.get("/livez")).status_code == 200
+
+    serve(use, HttpConfig(ui=False))
+
+
+def test_only_the_files_need_no_token() -> None:
+    assert page.PATHS <= OPEN_PATHS
+    assert not {path for path in OPEN_PATHS if "models" in path}
+
+
+def test_it_is_told_what_a_model_is(serve: Callable[..., None], texts: list[str]) -> None:
+    async def use(served: Served) -> None:
+        (told,) = (await served.client.get("/page/models")).json()["models"]
+        assert (told["name"], told["state"], told["is_ready"]) == ("dates", "ready", True)
+        assert told["facts"]["Longest source"] == "64 tokens"
+        assert told["facts"]["Rows at once"] == "3"
+        assert told["has_alignment"] is False
+        assert 1 <= len(told["examples"]) <= page.NUM_EXAMPLES
+        assert set(told["examples"]) <= set(texts)
+
+    serve(use, slots=3)
+
+
+def test_tokens_are_those_of_the_tokenizer(serve: Callable[..., None], model: Model) -> None:
+    assert model.tokenizer
+    text = "Thu, 5 Mar 1959"
+    (result,) = model.generate([text])
+    (source_ids,) = model.tokenizer.encode([text])
+    source, target = model.tokenizer.tokens(source_ids, result.token_ids)
+
+    async def use(served: Served) -> None:
+        found = await served.client.post(
+            "/page/models/dates/tokens", json={"text_input": text, "target_ids": list(result.token_ids)}
+        )
+        assert found.json() == {
+            "source_ids": source_ids,
+            "target_ids": list(result.token_ids),
+            "source_tokens": list(source),
+            "target_tokens": list(target),
+        }
+
+    serve(use)
+
+
+@pytest.mark.parametrize("target_ids", [[-1], [388], [2**63], ["1"], "1", None])
+def test_tokens_that_are_none_are_refused(serve: Callable[..., None], target_ids: object) -> None:
+    async def use(served: Served) -> None:
+        data = {"text_input": "1", "target_ids": target_ids}
+        found = await served.client.post("/page/models/dates/tokens", json=data)
+        assert found.status_code == 400
+        assert "token" in found.json()["error"]
+
+    serve(use)
