@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 Array = NDArray[np.float32]
 
 SIDES = {"enc": "encoder", "dec": "decoder"}
-# What all systems compute alike: the post-norm transformer of the paper with ReLU.
+# What all systems compute alike: the transformer of the paper with ReLU.
 EXPECTED = {
     "norm": "layernorm",
     "norm_eps": 1e-5,
@@ -59,8 +59,12 @@ class Canonical:
     arrays: dict[str, Array]
 
     @classmethod
-    def read(cls, folder: Path) -> Canonical:
+    def read(cls, folder: Path, norm_place: str = "post") -> Canonical:
         """Read a model directory.
+
+        Args:
+            folder: of the model.
+            norm_place: "post", as in the paper, or "pre", without norms at the end.
 
         Raises:
             ValueError: it is a model that the systems would not all compute alike; lists what differs.
@@ -70,9 +74,9 @@ class Canonical:
         wrong += [f"embedding_scale {config['embedding_scale']}"] * (
             not math.isclose(config["embedding_scale"], math.sqrt(config["d_model"]))
         )
-        wrong += [f"{side}: {stack}" for side in SIDES.values() if not is_post_norm(stack := config[side])]
+        wrong += [f"{side}: {stack}" for side in SIDES.values() if not is_plain(stack := config[side], norm_place)]
         if wrong:
-            raise ValueError(f"{folder}: {', '.join(wrong)}; expected the post-norm transformer of the paper")
+            raise ValueError(f"{folder}: {', '.join(wrong)}; expected the {norm_place}-norm transformer of the paper")
         return cls(config, load_file(folder / "model.safetensors"))
 
     def layers(self, side: str) -> int:
@@ -92,9 +96,10 @@ class Canonical:
         return self.arrays.get(name, np.zeros(size, np.float32))
 
 
-def is_post_norm(stack: dict[str, Any]) -> bool:
-    """Say whether a stack normalises after each sum and no more, with heads as wide as d_model gives."""
-    return stack["norm_place"] == "post" and not stack["final_norm"] and stack["d_k"] is None and stack["d_v"] is None
+def is_plain(stack: dict[str, Any], norm_place: str) -> bool:
+    """Say whether a stack normalises at each sum there and no more, with heads as wide as d_model gives."""
+    widths = stack["d_k"], stack["d_v"]
+    return stack["norm_place"] == norm_place and not stack["final_norm"] and widths == (None, None)
 
 
 def write_marian(folder: Path, target: Path) -> None:
@@ -202,11 +207,13 @@ def write_ctranslate2(folder: Path, target: Path, quantization: str | None) -> N
     """
     from ctranslate2.specs import common_spec, transformer_spec
 
-    model = Canonical.read(folder)
+    norm_place = json.loads((folder / "config.json").read_text(encoding="utf-8"))["encoder"]["norm_place"]
+    model = Canonical.read(folder, norm_place)
     spec = transformer_spec.TransformerSpec.from_config(
         (model.layers("enc"), model.layers("dec")),
         model.config["encoder"]["num_heads"],
-        pre_norm=False,
+        pre_norm=norm_place == "pre",
+        no_final_norm=True,
         activation=common_spec.Activation.RELU,
     )
     for side, part in (("enc", spec.encoder), ("dec", spec.decoder)):

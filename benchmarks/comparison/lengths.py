@@ -49,6 +49,13 @@ def corpus(count: int, vocab: int) -> list[Text]:
     return found
 
 
+def equal_lengths(count: int, vocab: int) -> list[Text]:
+    """Draw sources that are all as long as their texts, the median of a corpus."""
+    draw = random.Random(0)
+    tokens = range(FIRST_TOKEN + MEDIAN - SHORTEST, vocab, _LENGTHS)
+    return [Text([draw.choice(tokens) for _ in range(MEDIAN)], MEDIAN) for _ in range(count)]
+
+
 def _draw(draw: random.Random) -> int:
     while True:
         length = round(draw.lognormvariate(math.log(MEDIAN), SPREAD))

@@ -104,11 +104,15 @@ def clock(call: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def serve(system: System) -> None:
-    """Answer requests until standard input ends."""
+    """Answer requests for one system until standard input ends."""
+    answer_requests(Server(system))
+
+
+def answer_requests(server: object) -> None:
+    """Answer requests by the methods of their names until standard input ends."""
     # What libraries print goes to standard error: standard output is for answers alone.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    server = Server(system)
     for line in sys.stdin:
         request = json.loads(line)
         try:
