@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.serve.served import Outcomes, serving
 from tfexport.decode.loop import Loop
 from tfexport.errors import (
     Cancelled,
@@ -22,10 +22,8 @@ from tfexport.errors import (
     QueueFull,
     TfexportError,
 )
-from tfexport.model import Model, load
-from tfexport.serve.config import ServingConfig
+from tfexport.model import Model
 from tfexport.serve.engine import Engine
-from tfexport.serve.observer import Observer, Outcome
 
 KINDS: tuple[dict[str, Any], ...] = (
     {},
@@ -37,39 +35,6 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"return_alternatives": True, "num_return_sequences": 3},
     {"stop_strings": ("-0",)},
 )
-
-
-class Outcomes(Observer):
-    """Counts how requests ended."""
-
-    def __init__(self) -> None:
-        self.counts: dict[Outcome, int] = {}
-
-    def ended(self, outcome: Outcome, reason: str, took_s: float, num_tokens: int, per_token_s: float | None) -> None:
-        self.counts[outcome] = self.counts.get(outcome, 0) + 1
-
-
-@pytest.fixture(scope="module")
-def model(dates_bundle: Path) -> Model:
-    return load(dates_bundle, threads=1)
-
-
-@pytest.fixture(scope="module")
-def texts(model: Model) -> list[str]:
-    assert model.tokenizer
-    return [sample.text for sample in model.tokenizer.text.samples]
-
-
-def serving(
-    bundle: Path, use: Callable[[Engine], Awaitable[None]], observer: Observer | None = None, **config: Any
-) -> None:
-    """Start an engine, use it and drain it, within a minute."""
-
-    async def run() -> None:
-        async with asyncio.timeout(60), Engine(bundle, ServingConfig(**config), observer=observer, threads=1) as engine:
-            await use(engine)
-
-    asyncio.run(run())
 
 
 @pytest.mark.parametrize("seed", range(3))

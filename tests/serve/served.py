@@ -1,0 +1,53 @@
+"""What tests of an engine share: starting one, counting how requests end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from tfexport.serve.config import ServingConfig
+from tfexport.serve.engine import Engine
+from tfexport.serve.observer import Observer, Outcome
+
+
+class Outcomes(Observer):
+    """Counts how requests ended."""
+
+    def __init__(self) -> None:
+        self.counts: dict[Outcome, int] = {}
+
+    def ended(self, outcome: Outcome, reason: str, took_s: float, num_tokens: int, per_token_s: float | None) -> None:
+        self.counts[outcome] = self.counts.get(outcome, 0) + 1
+
+
+def serving(
+    bundle: Path,
+    use: Callable[[Engine], Awaitable[None]],
+    observer: Observer | None = None,
+    *,
+    within_s: float = 60,
+    options: dict[str, Any] | None = None,
+    **config: Any,
+) -> None:
+    """Start an engine, use it and drain it, within a time."""
+    asked = {"threads": 1} | (options or {})
+
+    async def run() -> None:
+        async with asyncio.timeout(within_s), Engine(bundle, ServingConfig(**config), observer=observer, **asked) as it:
+            await use(it)
+
+    asyncio.run(run())
+
+
+async def until(is_so: Callable[[], bool], within_s: float = 5) -> None:
+    """Wait until something is so."""
+    async with asyncio.timeout(within_s):
+        while not is_so():
+            await asyncio.sleep(0.001)
+
+
+def is_idle(engine: Engine) -> bool:
+    """Say whether an engine holds nothing."""
+    return (engine.num_running, engine.num_waiting, engine.num_slots_used) == (0, 0, 0)
