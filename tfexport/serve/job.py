@@ -48,9 +48,9 @@ class Job:
         return self.request.config.num_beams
 
     @property
-    def num_parts(self) -> int:
-        """Sources that are encoded for it."""
-        return num_parts(self.request.config)
+    def num_sources(self) -> int:
+        """Times that its source is encoded: once for each part, and once to find alternatives."""
+        return num_parts(self.request.config) + self.request.config.return_alternatives
 
     @property
     def num_rows(self) -> int:

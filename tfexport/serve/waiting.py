@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 import time
@@ -57,8 +58,10 @@ class WaitingQueue:
         """
         with self._changed:
             if self._closed:
-                raise self._closed
-            tokens = self._num_tokens + job.source_length * job.num_parts
+                raise copy.copy(self._closed)  # one that is raised again and again keeps what raised it, each time
+            if not self._jobs:
+                self._departed.clear()  # what left before anybody had to wait says nothing of how long one waits
+            tokens = self._num_tokens + job.source_length * job.num_sources
             if len(self._jobs) >= self._max_jobs or (self._jobs and tokens > self._max_tokens):
                 raise QueueFull(
                     f"{len(self._jobs)} requests with {self._num_tokens} source tokens wait, the limits are "
@@ -116,14 +119,14 @@ class WaitingQueue:
 
     def _count(self, job: Job, sign: int) -> None:
         self._num_rows += sign * job.num_rows
-        self._num_tokens += sign * job.source_length * job.num_parts
+        self._num_tokens += sign * job.source_length * job.num_sources
 
     def _retry_after_s(self) -> int:
         """Estimate when half of the queue will be gone, in whole seconds, at least one."""
         if len(self._departed) < 2:
             return 1
-        took = max(time.monotonic() - self._departed[0], 1e-3)
-        return min(MAX_RETRY_AFTER_S, math.ceil(len(self._jobs) / 2 * took / len(self._departed)))
+        took = time.monotonic() - self._departed[0]
+        return min(MAX_RETRY_AFTER_S, max(1, math.ceil(len(self._jobs) / 2 * took / len(self._departed))))
 
 
 def _age(job: Job) -> float:
