@@ -24,7 +24,7 @@ from tfexport.decode.score import Score, score
 from tfexport.decode.stops import stop_end
 from tfexport.decode.stream import stream
 from tfexport.decode.unknowns import Answer, unknown_sources
-from tfexport.errors import ConfigError, InputError, TfexportError
+from tfexport.errors import ConfigError, InputError, TfexportError, shortened
 from tfexport.files.names import GENERATION, TARGET_TOKENIZER, TOKENIZER
 from tfexport.files.strict_json import read_json
 from tfexport.generation import DecodeConfig, GenerationDefaults
@@ -159,6 +159,8 @@ class Model:
         """
         if config is None:
             return self.defaults.overridden(options)
+        if not isinstance(config, DecodeConfig):
+            raise ConfigError(f"config is {shortened(config)}, expected a DecodeConfig")
         return DecodeConfig.from_dict({**config.to_dict(), **options}, subject="decoding")
 
     def generate(

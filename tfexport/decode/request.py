@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tfexport.decode.stops import TextOf
-from tfexport.errors import InputError, raise_all
+from tfexport.errors import InputError, raise_all, shortened
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.session import Limits, Session
 from tfexport.spec import ModelSpec
@@ -82,8 +82,11 @@ def check_requests(
     problems, indices, requests = [*_setting_problems(spec, limits, config), *no_room], [], []
     for text, source in enumerate(sources):
         prefix = () if prefixes is None else prefixes[text]
-        found = _source_problems(spec, limits, source) + _id_problems("prefix", prefix, spec.vocab)
-        if not no_room:
+        found = _list_problems(source=source, prefix=prefix)
+        is_list = not found
+        if is_list:
+            found = _source_problems(spec, limits, source) + _id_problems("prefix", prefix, spec.vocab)
+        if is_list and not no_room:
             found += _room_problems(spec, limits, len(_begun(prefix, config, num_fixed)), config)
         problems += [f"text {text + 1}: {problem}" for problem in found]
         indices += [text] * len(found)
@@ -237,6 +240,16 @@ def _room_problems(spec: ModelSpec, limits: Limits, prefix_len: int, config: Dec
         larger = limits.target_length.for_more(prefix_len + config.max_new_tokens)
         return [f"{got}; lower max_new_tokens to {room}{larger}"]
     return []
+
+
+def _list_problems(**lists: object) -> list[str]:
+    """Say what is no list of anything; whether it is one of token ids is asked next."""
+    return [
+        f"{name} is {shortened(value)}, expected a list of token ids"
+        for name, value in lists.items()
+        if isinstance(value, str | bytes | bytearray)
+        or not (isinstance(value, Sequence) or (isinstance(value, np.ndarray) and value.ndim == 1))
+    ]
 
 
 def _id_problems(name: str, ids: Sequence[int], vocab: int) -> list[str]:

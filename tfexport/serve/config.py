@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from tfexport.fields import Config
 
+# What a request may take at most, and count as older than it is.
+MAX_S = 86_400
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServingConfig(Config, subject="serving"):
@@ -47,6 +50,6 @@ class ServingConfig(Config, subject="serving"):
             for name, (low, high) in between.items()
             if not low <= (value := getattr(self, name)) <= high
         ]
-        if self.timeout_s is not None and not 0 < self.timeout_s <= 86_400:
-            problems.append(f"timeout_s is {self.timeout_s}, expected above 0 and up to 86400")
+        if self.timeout_s is not None and not 0 < self.timeout_s <= MAX_S:
+            problems.append(f"timeout_s is {self.timeout_s}, expected above 0 and up to {MAX_S}")
         return problems

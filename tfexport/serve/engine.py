@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import dataclasses
+import logging
+import math
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 from tfexport.decode.pieces import Pieces
 from tfexport.decode.request import Request, check_requests
 from tfexport.decode.result import Hypothesis
 from tfexport.errors import (
+    BackendError,
     Cancelled,
     ConfigError,
     DeadlineExceeded,
@@ -25,16 +30,19 @@ from tfexport.errors import (
     QueueFull,
     TfexportError,
     raise_all,
+    shortened,
 )
 from tfexport.generation import DecodeConfig
 from tfexport.model import Model, Result, load, result_of
-from tfexport.serve.config import ServingConfig
+from tfexport.serve.config import MAX_S, ServingConfig
 from tfexport.serve.generation import Answer, Generation, Ids, Item, Texts
 from tfexport.serve.job import Event, Job, num_rows
-from tfexport.serve.observer import Observer, Outcome
+from tfexport.serve.observer import Guarded, Observer, Outcome
 from tfexport.serve.prepare import prepare
 from tfexport.serve.worker import Worker
 
+logger = logging.getLogger(__name__)
+Told = TypeVar("Told")
 State = Literal["starting", "ready", "draining", "failed", "stopped"]
 _OUTCOMES: dict[type[TfexportError], Outcome] = {
     QueueFull: "queue_full",
@@ -46,12 +54,13 @@ _OUTCOMES: dict[type[TfexportError], Outcome] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Served:
-    """A model and the thread that decodes it."""
+    """A model, the thread that decodes it, and whether all that it accepted was answered."""
 
     model: Model
     worker: Worker
+    is_answered: bool = True
 
 
 class Engine:
@@ -77,10 +86,12 @@ class Engine:
             options: of `tfexport.load`: backend, form, threads, device, engine.
         """
         self.config = config or ServingConfig()
-        self._bundle, self._options, self._observer = bundle, options, observer or Observer()
+        self._bundle, self._options = bundle, options
+        self._observer = Guarded(observer) if observer else Observer()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._served: _Served | None = None
         self._state: State = "starting"
-        self._open_jobs: dict[int, tuple[Generation[Any, Any], Worker]] = {}
+        self._open_jobs: dict[int, tuple[Generation[Any, Any], _Served]] = {}
         self._retiring: list[_Served] = []
         self._replacing = asyncio.Lock()
 
@@ -108,7 +119,7 @@ class Engine:
     @property
     def num_waiting(self) -> int:
         """Requests that have not joined a batch."""
-        return len(self._served.worker.waiting) if self._served else 0
+        return sum(len(worker.waiting) for worker in self._workers)
 
     @property
     def num_running(self) -> int:
@@ -123,7 +134,7 @@ class Engine:
     @property
     def num_slots_used(self) -> int:
         """Rows that are decoded just now."""
-        return self._current.worker.num_rows
+        return sum(worker.num_rows for worker in self._workers)
 
     async def start(self) -> Self:
         """Load the bundle, warm it up, compare it with its recorded texts, and begin to take requests.
@@ -131,9 +142,17 @@ class Engine:
         Raises:
             TfexportError: what `tfexport.load` raises.
             ParityError: the model says something else than was recorded.
+            EngineFailed: the engine was started before.
+            Draining: the engine was drained before it was ready.
         """
+        if self._loop or self.state != "starting":
+            raise EngineFailed("an engine is started once; make another one")
         self._loop = asyncio.get_running_loop()
-        self._served = self._serve(await self._open(self._bundle))
+        model = await self._open(self._bundle)
+        if self._state != "starting":
+            model.close()
+            raise Draining("the engine was drained before it was ready")
+        self._served = self._serve(model)
         self._state = "ready"
         return self
 
@@ -146,12 +165,17 @@ class Engine:
         Raises:
             TfexportError: the bundle cannot be served; the old one goes on.
         """
+        self._check_loop()
         async with self._replacing:
+            old = self._current
+            self._check_replaceable()
             model = await self._open(bundle or self._bundle)
-            if self._state != "ready":
+            try:
+                self._check_replaceable()
+            except TfexportError:
                 model.close()
-                raise Draining("the engine is about to stop and takes no other bundle")
-            old, self._served, self._bundle = self._current, self._serve(model), bundle or self._bundle
+                raise
+            self._served, self._bundle = self._serve(model), bundle or self._bundle
             self._retiring.append(old)
             await self._stop(old, Draining("the bundle was replaced"), None)
             self._retiring.remove(old)
@@ -166,28 +190,28 @@ class Engine:
             Whether all were answered.
         """
         if self._served is None or self._state == "stopped":
+            self._state = "stopped"
             return True
         self._state = "draining"
         reason = Draining("the engine is about to stop; ask another one")
         self._served.worker.close(reason)  # before anything else can happen
         stops = (self._stop(served, reason, timeout_s) for served in (*self._retiring, self._served))
-        in_time = all(await asyncio.gather(*stops))
+        are_answered = all(await asyncio.gather(*stops))
         self._state = "stopped"
-        return in_time
+        return are_answered
 
     async def _stop(self, served: _Served, reason: Draining, timeout_s: float | None) -> bool:
         """Let a model finish what it has accepted, then close it; answer the rest with the reason after the time."""
         worker = served.worker
         worker.close(reason)
-        in_time = await asyncio.to_thread(worker.join, timeout_s)
-        if not in_time:
+        has_ended = await asyncio.to_thread(worker.join, timeout_s)
+        if not has_ended:
             worker.abort(reason)
-        if in_time or await asyncio.to_thread(worker.join, self.config.stall_s):
+            self._end_all(served, reason)
+            has_ended = await asyncio.to_thread(worker.join, self.config.stall_s)
+        if has_ended:  # else the thread hangs, and needs its model
             served.model.close()
-        else:  # the thread hangs, and needs its model
-            for generation, _ in [found for found in self._open_jobs.values() if found[1] is worker]:
-                self._end(generation, reason)
-        return in_time
+        return served.is_answered
 
     async def __aenter__(self) -> Self:
         """Start."""
@@ -300,6 +324,23 @@ class Engine:
         return aiter(self.submit_ids(source, stream=True, **options))
 
     @property
+    def _workers(self) -> list[Worker]:
+        return [served.worker for served in (*self._retiring, self._served) if served]
+
+    def _check_loop(self) -> None:
+        """Refuse who runs on another event loop, or on none: nothing would ever wake it."""
+        loop = None
+        with contextlib.suppress(RuntimeError):
+            loop = asyncio.get_running_loop()
+        if self._loop and loop is not self._loop:
+            raise EngineFailed("the engine belongs to the event loop that it was started on; ask it from there")
+
+    def _check_replaceable(self) -> None:
+        """Refuse another bundle where it would never be served."""
+        if self._state != "ready":
+            raise Draining("the engine is about to stop and takes no other bundle")
+
+    @property
     def _current(self) -> _Served:
         if self._served is None:
             raise EngineFailed("the engine was not started; use async with, or await start()")
@@ -318,7 +359,11 @@ class Engine:
         return await asyncio.to_thread(opened)
 
     def _serve(self, model: Model) -> _Served:
-        return _Served(model, Worker(model.session, self.config, self._observer, self._publish))
+        assert self._loop
+        deliver, fail = _on_loop(self._loop, self._deliver), _on_loop(self._loop, self._fail)
+        worker = Worker(model.session, self.config, self._observer, deliver, fail)
+        weakref.finalize(self, worker.abort, Draining("the engine is gone")).atexit = False
+        return _Served(model, worker)
 
     def _check(
         self,
@@ -347,41 +392,70 @@ class Engine:
         return dataclasses.replace(request, stream=stream)
 
     def _job(self, request: Request, priority: float, timeout_s: float | None) -> Job:
+        problems = []
+        if not (_is_number(priority) and abs(priority) <= MAX_S):
+            problems.append(f"priority is {shortened(priority)}, expected seconds from -{MAX_S} to {MAX_S}")
+        if timeout_s is not None and not (_is_number(timeout_s) and 0 < timeout_s <= MAX_S):
+            problems.append(f"timeout_s is {shortened(timeout_s)}, expected None or above 0 and up to {MAX_S}")
+        raise_all(InputError, "request", problems)
         now = time.monotonic()
         allowed = [limit for limit in (timeout_s, self.config.timeout_s) if limit is not None]
-        return Job(request, now, priority, deadline=now + min(allowed, default=float("inf")))
+        return Job(request, now, priority, deadline=now + min(allowed, default=math.inf))
 
     def _begin(self, generation: Generation[Item, Answer]) -> Generation[Item, Answer]:
-        worker = self._current.worker
-        worker.submit(generation.job)
-        self._open_jobs[id(generation.job)] = generation, worker
+        self._check_loop()
+        served = self._current
+        served.worker.submit(generation.job)
+        self._open_jobs[id(generation.job)] = generation, served
+        with self._own_errors(generation):
+            generation.begin()
         return generation
 
     def _end(self, generation: Generation[Any, Any], reason: TfexportError) -> None:
         """End a generation from this side."""
-        _, worker = self._open_jobs.pop(id(generation.job))
-        worker.cancel(generation.job)
+        _, served = self._open_jobs.pop(id(generation.job))
+        served.worker.cancel(generation.job)
         generation.finish(reason)
         self._tell(generation.job, "slow_reader" if generation.is_behind else _outcome(reason))
 
-    def _publish(self, events: list[Event]) -> None:
-        """Hand the events of a step over to the event loop, all at once; called on the engine's thread."""
-        with contextlib.suppress(RuntimeError):  # nobody listens once the event loop is closed
-            self._loop.call_soon_threadsafe(self._deliver, events)
+    def _end_all(self, served: _Served, reason: TfexportError) -> None:
+        """End all generations that a model has accepted."""
+        for generation, its in list(self._open_jobs.values()):
+            if its is served:
+                served.is_answered = False
+                self._end(generation, copy.copy(reason))
+
+    def _fail(self, failed: EngineFailed) -> None:
+        """End what was accepted by a thread that has failed."""
+        for served in (*self._retiring, self._current):
+            if served.worker.failure is not None:
+                self._end_all(served, failed)
 
     def _deliver(self, events: list[Event]) -> None:
         for event in events:
             generation, _ = self._open_jobs.get(id(event.job), (None, None))
-            if generation is None:  # cancelled meanwhile
-                continue
-            if event.token_ids:
-                generation.receive(event.token_ids)
-            if event.outcome is not None:
-                del self._open_jobs[id(event.job)]
-                generation.finish(event.outcome)
-                self._tell_outcome(event.job, event.outcome)
-            elif generation.is_behind:
-                self._end(generation, Cancelled("the stream was read too slowly; read it as it comes"))
+            if generation is not None:  # else it was cancelled meanwhile
+                with self._own_errors(generation):
+                    self._hand_over(generation, event)
+
+    def _hand_over(self, generation: Generation[Any, Any], event: Event) -> None:
+        if event.token_ids:
+            generation.receive(event.token_ids)
+        if event.outcome is not None:
+            generation.finish(event.outcome)
+            del self._open_jobs[id(event.job)]
+            self._tell_outcome(event.job, event.outcome)
+        elif generation.is_behind:
+            self._end(generation, Cancelled("the stream was read too slowly; read it as it comes"))
+
+    @contextlib.contextmanager
+    def _own_errors(self, generation: Generation[Any, Any]) -> Iterator[None]:
+        """Let an error, such as of the tokenizer, end this generation alone."""
+        try:
+            yield
+        except Exception as error:
+            logger.exception("an answer could not be put into words")
+            self._end(generation, BackendError(f"the answer could not be put into words: {error!r}"))
 
     def _tell_outcome(self, job: Job, outcome: list[Hypothesis] | TfexportError) -> None:
         if isinstance(outcome, TfexportError):
@@ -406,6 +480,22 @@ class Engine:
         except TfexportError as error:
             self._observer.ended(_outcome(error), "", time.monotonic() - start, 0, None)
             raise
+
+
+def _on_loop(loop: asyncio.AbstractEventLoop, method: Callable[[Told], None]) -> Callable[[Told], None]:
+    """Return what has a method called on an event loop, from any thread, as long as there are both."""
+    weak = weakref.WeakMethod(method)
+
+    def call(told: Told) -> None:
+        if (found := weak()) is not None:
+            with contextlib.suppress(RuntimeError):  # nobody listens once the event loop is closed
+                loop.call_soon_threadsafe(found, told)
+
+    return call
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _outcome(error: TfexportError) -> Outcome:

@@ -88,8 +88,6 @@ class Generation(Generic[Item, Answer]):
         self._unread: deque[Item] = deque()
         self._outcome: list[Answer] | TfexportError | None = None
         self._changed = asyncio.Event()
-        if tokens:
-            self._hand_out(job.request.prompt[1:])
 
     @property
     def is_done(self) -> bool:
@@ -125,9 +123,17 @@ class Generation(Generic[Item, Answer]):
         finally:
             self.cancel()
 
+    def begin(self) -> None:
+        """Hand out what the answer begins with, which the reader may be behind beside the buffer."""
+        if self._tokens:
+            self.receive(self.job.request.prompt[1:])
+            self._buffer += len(self._unread)
+
     def receive(self, token_ids: Sequence[int]) -> None:
         """Take new tokens from the engine."""
-        self._hand_out(token_ids)
+        assert self._tokens
+        items = map(self._tokens.push, token_ids)
+        self._unread.extend(item for item in items if item is not None)
         self._changed.set()
 
     def finish(self, outcome: Sequence[Hypothesis] | TfexportError) -> None:
@@ -135,9 +141,10 @@ class Generation(Generic[Item, Answer]):
         if isinstance(outcome, TfexportError):
             self._outcome = outcome
         else:
-            self._outcome = [self._answer(one) for one in outcome]
+            answers = [self._answer(one) for one in outcome]
             if self._tokens and (rest := self._tokens.rest()) is not None:
                 self._unread.append(rest)
+            self._outcome = answers
         self._changed.set()
 
     async def _wait(self) -> list[Answer]:
@@ -150,8 +157,3 @@ class Generation(Generic[Item, Answer]):
         if isinstance(self._outcome, TfexportError):
             raise self._outcome
         return self._outcome
-
-    def _hand_out(self, token_ids: Sequence[int]) -> None:
-        assert self._tokens
-        items = map(self._tokens.push, token_ids)
-        self._unread.extend(item for item in items if item is not None)

@@ -28,7 +28,12 @@ class Worker:
     """
 
     def __init__(
-        self, session: Session, config: ServingConfig, observer: Observer, publish: Callable[[list[Event]], None]
+        self,
+        session: Session,
+        config: ServingConfig,
+        observer: Observer,
+        publish: Callable[[list[Event]], None],
+        fail: Callable[[EngineFailed], None],
     ) -> None:
         """Start the thread.
 
@@ -37,11 +42,12 @@ class Worker:
             config: slots, queue and budget.
             observer: told of each step, on the thread.
             publish: called on the thread with what a step has brought.
+            fail: called on the thread when it has failed; nothing more comes of any job.
         """
         self.waiting = WaitingQueue(config.max_waiting, config.max_waiting_tokens)
         self._scheduler = Scheduler(session, self.waiting, config, observer)
-        self._publish = publish
-        self._aborted: ServingError | None = None
+        self._publish, self._fail = publish, fail
+        self._is_aborted = False
         self._failure: BaseException | None = None
         self._alive_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="tfexport-engine", daemon=True)
@@ -55,7 +61,7 @@ class Worker:
     @property
     def num_rows(self) -> int:
         """Slots that are taken."""
-        return self._scheduler.num_rows
+        return self._scheduler.num_rows if self._thread.is_alive() else 0
 
     @property
     def silent_s(self) -> float:
@@ -86,8 +92,8 @@ class Worker:
         self.waiting.close(reason)
 
     def abort(self, reason: ServingError) -> None:
-        """Close, and answer all jobs with the reason before the next step."""
-        self._aborted = reason
+        """Close, and end before the next step; nothing more comes of any job."""
+        self._is_aborted = True
         self.waiting.close(reason)
 
     def join(self, timeout_s: float | None = None) -> bool:
@@ -97,7 +103,7 @@ class Worker:
 
     def _run(self) -> None:
         try:
-            while self._aborted is None:
+            while not self._is_aborted:
                 self._alive_at = time.monotonic()
                 if self._scheduler.is_busy:
                     if events := self._scheduler.step():
@@ -106,14 +112,9 @@ class Worker:
                     return
                 else:
                     self.waiting.wait(IDLE_S)
-            self._answer_all(self._aborted)
         except BaseException as error:  # also what is no Exception: whoever waits must hear of it
             logger.exception("the engine's thread has failed")
             self._failure = error
             failed = EngineFailed(f"the engine has failed: {str(error) or type(error).__name__}; start it anew")
             self.waiting.close(failed)
-            self._answer_all(failed)
-
-    def _answer_all(self, reason: ServingError) -> None:
-        left = [*self._scheduler.jobs, *self.waiting.take(list)]
-        self._publish([Event(job, outcome=reason) for job in left if not job.is_cancelled])
+            self._fail(failed)
