@@ -22,14 +22,10 @@ from click.testing import CliRunner
 from tests.conftest import ROOT
 from tests.serve.running import PATIENCE_S, Running, eventually, running
 from tfexport.cli import main
-from tfexport.model import Model, load
+from tfexport.serve.server.config import ServerConfig
+from tfexport.serve.server.listen import SEND_BUFFER_BYTES, listen
 
 DATE = "Dienstag, 3. März 2026"
-
-
-@pytest.fixture(scope="module")
-def model(dates_bundle: Path) -> Model:
-    return load(dates_bundle, threads=1)
 
 
 @pytest.fixture(scope="module")
@@ -188,6 +184,14 @@ def asked_live(connection: socket.socket) -> bytes:
     with contextlib.suppress(OSError):
         connection.sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
     return rest_of(connection)
+
+
+def test_answers_are_sent_without_delay_and_do_not_pile_up() -> None:
+    with listen(ServerConfig(port=0)) as listener, socket.create_connection(listener.getsockname()):
+        one, _ = listener.accept()
+        with one:
+            assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            assert one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == 2 * SEND_BUFFER_BYTES  # as Linux counts
 
 
 def test_only_who_has_a_token_may_ask(dates_bundle: Path, tmp_path: Path) -> None:

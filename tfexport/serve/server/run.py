@@ -29,6 +29,9 @@ from tfexport.serve.server.listen import GRACE_S, EventLoop, listen, renew_certi
 from tfexport.serve.server.welcome import example, model_line, threads_warning
 
 logger = logging.getLogger(__name__)
+# Seconds after which Python lets another thread go on; with its own 5 ms the event loop and the engines' threads keep
+# each other waiting for longer than a step takes.
+SWITCH_INTERVAL_S = 0.0005
 
 
 class Server:
@@ -77,6 +80,7 @@ class Server:
         Raises:
             TfexportError: the address cannot be had, or a bundle cannot be served.
         """
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         with contextlib.closing(listen(self._config)) as listener, asyncio.Runner(loop_factory=EventLoop) as runner:
             return runner.run(self._run(listener))
 
