@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.serve.running import Running, running
+from tests.serve.running import Running, eventually, running
 from tfexport.model import load
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def test_an_answer_comes_token_by_token(page: Page) -> None:
     names, values = (page.locator(f"#numbers {part}").all_inner_texts() for part in ("dt", "dd"))
     numbers = dict(zip(names, values, strict=True))
     assert numbers["Tokens"] == "11"
-    assert 2 <= float(numbers["Tokens a second"]) <= 12
+    assert 0 < float(numbers["Tokens a second"]) <= 12
     assert page.locator("#answer").get_attribute("aria-busy") == "false"
 
 
@@ -103,8 +104,7 @@ def test_what_is_cancelled_ends_and_the_next_is_answered(page: Page, server: Run
         left = page.inner_text("#answer")
         assert left != ISO
         assert ISO.startswith(left)
-        page.wait_for_timeout(500)
-        assert server.metric(re.escape(cancelled)) == before + number
+        eventually(lambda counted=before + number: server.metric(re.escape(cancelled)) == counted)
     page.click("#generate")
     said(page, ISO)
 
@@ -224,11 +224,14 @@ def test_the_keyboard_reaches_the_tabs(page: Page) -> None:
     assert page.evaluate("() => document.activeElement.id") == "tab-curl"
 
 
-def test_a_server_that_asks_for_a_token_gets_it(browser: Browser, dates_bundle: Path, tmp_path: Path) -> None:
+def test_a_server_that_asks_for_a_token_gets_it_and_is_seen_to_stop(
+    browser: Browser, dates_bundle: Path, tmp_path: Path
+) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text("0123456789abcdef\n")
     tokens.chmod(0o600)
-    with running(tmp_path, f"dates={dates_bundle}", "--threads", 1, "--token-file", tokens) as server:
+    options = ("--threads", 1, "--token-file", tokens, "--drain-delay", 3)
+    with running(tmp_path, f"dates={dates_bundle}", *options) as server:
         page = browser.new_page()
         page.goto(server.url)
         page.locator("#token").wait_for()
@@ -240,6 +243,8 @@ def test_a_server_that_asks_for_a_token_gets_it(browser: Browser, dates_bundle: 
         page.fill("#text", TEXT)
         page.click("#generate")
         said(page, ISO)
-        server.stop()
+        said(page, "ready", "#state-text")
+        server.send(signal.SIGTERM)
+        said(page, "about to stop", "#state-text")
         said(page, "unreachable", "#state-text")
         page.close()

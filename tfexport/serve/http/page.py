@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from importlib.resources import files
 from typing import Any
 
@@ -51,10 +50,9 @@ async def models(request: Request) -> Response:
     """Say of each model what the page shows."""
     service = service_of(request)
     described = [
-        {"name": name, "is_ready": engine.is_ready and not service.is_leaving, **_described(engine)}
-        for name, engine in service.engines.items()
+        {"name": name, "is_ready": engine.is_ready, **_described(engine)} for name, engine in service.engines.items()
     ]
-    return JSONResponse({"version": version("tfexport"), "models": described})
+    return JSONResponse({"is_leaving": service.is_leaving, "models": described})
 
 
 async def tokens(request: Request) -> Response:

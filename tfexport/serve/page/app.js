@@ -14,7 +14,7 @@ const PERIOD_MS = 1000;
 // Of a model that is not ready: the colour, and what is said.
 const STATES = {
   starting: ["loading", "loading the model"],
-  ready: ["draining", "not ready"],
+  ready: ["failed", "does not respond"],
   draining: ["draining", "draining"],
   stopped: ["failed", "stopped"],
   failed: ["failed", "failed"],
@@ -44,7 +44,8 @@ async function loadModels() {
   select.disabled = names.length < 2;
   const now = model();
   if (before?.name !== now.name || !before.facts !== !now.facts) chooseModel();
-  showState(...(now.is_ready ? ["ready", "ready"] : STATES[now.state]));
+  if (found.is_leaving) showState("draining", now.state === "ready" ? "about to stop" : "draining");
+  else showState(...(now.is_ready ? ["ready", "ready"] : STATES[now.state]));
 }
 
 function showState(state, text) {
@@ -94,6 +95,7 @@ async function generate() {
     setResult({ source: body.text_input, answers, chosen: 0 });
     showNumbers(times, answers);
     byId("status").textContent = reason(answers[0]?.reason);
+    byId("spoken").textContent = `${reason(answers[0]?.reason)}: ${answers[0]?.text}`;
   } catch (error) {
     if (controller.signal.aborted) byId("status").textContent = "Cancelled";
     else showError(error);
