@@ -20,8 +20,8 @@ from tfexport.bench.scenario import closed_loop
 from tfexport.bench.sources import random_batches, text_batches
 from tfexport.bench.summary import cell_metrics, distribution, histogram, is_stable, step_time_by_position, time_split
 from tfexport.bench.timed import STEPS_TOGETHER, TimedSession
-from tfexport.bench.weights import step_weight_bytes
 from tfexport.bundle.bundle import open_bundle
+from tfexport.bundle.step_weights import step_weight_bytes
 from tfexport.decode.offline import decode
 from tfexport.errors import ConfigError
 from tfexport.generation import DecodeConfig

@@ -14,8 +14,8 @@ from tests.gpu.decodes import given_to_gpu, hypotheses, launches, measure
 from tests.gpu.job import Job
 from tests.gpu.torch_engine import GpuEngine, TorchEngine, WatchedCuda
 from tests.runtime.trt.trt_double import trt_session
-from tfexport.bench.weights import step_weight_bytes
 from tfexport.bundle.bundle import open_bundle
+from tfexport.bundle.step_weights import step_weight_bytes
 from tfexport.runtime.registry import Graphs, OpenOptions, open_session
 from tfexport.runtime.trt.resources import ITEM_BYTES
 from tfexport.spec import FLOAT, Device, Precision
@@ -76,7 +76,7 @@ def weight_bytes(bundle: Path, precision: Precision) -> float:
 
 
 def parameter_bytes(model: Any) -> int:
-    """Return the bytes of parameters that a step reads: see `tfexport.bench.weights`, which reads bundles."""
+    """Return the bytes of parameters that a step reads: see `tfexport.bundle.step_weights`, which reads bundles."""
     unread = ("dec.embed.", "dec.pos", ".cross.k.", ".cross.v.")
     named = model.named_parameters(remove_duplicate=False)
     read = {n: p for n, p in named if n.startswith(("dec.", "out.")) and not any(part in n for part in unread)}

@@ -18,8 +18,8 @@ import onnxruntime as ort
 import pytest
 
 import tfexport
-from tfexport.bench.weights import step_weight_bytes
 from tfexport.bundle.bundle import open_bundle
+from tfexport.bundle.step_weights import step_weight_bytes
 from tfexport.decode.loop import Loop
 from tfexport.decode.request import check_requests
 from tfexport.export import export_bundle

@@ -16,8 +16,8 @@ from tfexport.bench.scenario import closed_loop
 from tfexport.bench.server import measure_engine, measure_url
 from tfexport.bench.sources import encoded, random_batches, text_batches
 from tfexport.bench.timing import clock
-from tfexport.bench.weights import step_weight_bytes
 from tfexport.bundle.bundle import open_bundle
+from tfexport.bundle.step_weights import step_weight_bytes
 from tfexport.errors import TfexportError
 from tfexport.model import Model, load
 from tfexport.runtime.registry import get

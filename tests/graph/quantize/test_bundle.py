@@ -18,9 +18,9 @@ from safetensors.numpy import load_file
 import tfexport
 from tests import tiny
 from tests.conftest import DATES
-from tfexport.bench.weights import step_weight_bytes
 from tfexport.bundle.bundle import create_bundle, open_bundle
 from tfexport.bundle.manifest import Manifest
+from tfexport.bundle.step_weights import step_weight_bytes
 from tfexport.cli import main
 from tfexport.errors import BackendError, BundleError, ConfigError
 from tfexport.export import export_bundle
