@@ -15,6 +15,7 @@ from typing import Any, Literal, Self, get_args
 import numpy as np
 
 from tfexport.bundle.bundle import Bundle, check_weights, open_bundle
+from tfexport.bundle.manifest import Manifest
 from tfexport.decode.align import Alignment, align, need_alignment
 from tfexport.decode.cancel import check_cancelled
 from tfexport.decode.offline import decode
@@ -30,6 +31,7 @@ from tfexport.files.strict_json import read_json
 from tfexport.generation import DecodeConfig, GenerationDefaults
 from tfexport.runtime.registry import AUTO, OpenOptions, get, open_session
 from tfexport.runtime.session import Floats, Session, pad_right
+from tfexport.runtime.threads import Threads, choose_threads
 from tfexport.spec import Device, Form, ModelSpec
 from tfexport.text.tokenizer import Tokenizer
 
@@ -61,7 +63,7 @@ def load(
     *,
     backend: str = AUTO,
     form: Form | None = None,
-    threads: int | None = None,
+    threads: int | Literal["auto"] | None = AUTO,
     device: Device = "cpu",
     engine: str | None = None,
 ) -> Model:
@@ -71,7 +73,8 @@ def load(
         path: of the bundle.
         backend: "ort", "eager" or "trt"; "auto" takes the first of them that is installed and can run the bundle.
         form: of the decoder graph; None takes contrib on the CPU, else static, or concat where it is the only one.
-        threads: for one call on the CPU; None means one for each core.
+        threads: for one call on the CPU in ONNX Runtime; "auto", or None, for all cores that are available to the
+            encoder, and one or all to the decoder's steps, by their size.
         device: where graphs are computed, "cpu" or "cuda"; never another than the one asked for.
         engine: name of the engine for backend "trt"; None for the only one that may be used here.
 
@@ -88,11 +91,10 @@ def load(
     for name, (value, allowed) in allowed_values.items():
         if value not in allowed:
             raise ConfigError(f"load: {name} is {value!r}, expected one of {', '.join(map(repr, allowed))}")
-    if threads is not None and threads < 1:
-        raise ConfigError(f"load: threads is {threads}, expected 1 or more")
     if backend != AUTO:
         get(backend)  # before the bundle is read
-    options = OpenOptions(form=form, threads=threads, device=device, engine=engine)
+    if threads not in (None, AUTO) and not (isinstance(threads, int) and threads >= 1):
+        raise ConfigError(f"load: threads is {threads!r}, expected 1 or more, or 'auto'")
     bundle = open_bundle(Path(path), weights=False)
     tokenizer = load_tokenizer(bundle)
     defaults = GenerationDefaults()
@@ -101,11 +103,20 @@ def load(
     with ThreadPoolExecutor(1) as pool:  # the sums of the weights take as long as the rest
         checked = pool.submit(check_weights, bundle)
         try:
+            chosen = choose_threads(threads, bundle)
+            options = OpenOptions(form=form, threads=chosen, device=device, engine=engine)
             session = open_session(bundle, backend, options)
         except TfexportError:
             checked.result()  # that weights were changed is the better reason
             raise
-    model = Model(session, tokenizer, defaults.within(bundle.manifest.spec.max_target_length))
+    manifest, runs_graphs = bundle.manifest, get(session.backend).runs == "graphs"
+    model = Model(
+        session,
+        tokenizer,
+        defaults.within(manifest.spec.max_target_length),
+        manifest=manifest,
+        threads=chosen if runs_graphs and device == "cpu" else None,
+    )
     if checked.exception():
         model.close()
     checked.result()
@@ -133,14 +144,23 @@ class Model:
         session: the backend's.
         tokenizer: None where the bundle has none; then only ids go in and out.
         defaults: what the bundle generates with unless told otherwise.
+        manifest: of the bundle: versions, verification, hashes of all files; None where there is no bundle.
+        threads: of the CPU that a call takes in ONNX Runtime; None elsewhere.
     """
 
     def __init__(
-        self, session: Session, tokenizer: Tokenizer | None, defaults: GenerationDefaults | None = None
+        self,
+        session: Session,
+        tokenizer: Tokenizer | None,
+        defaults: GenerationDefaults | None = None,
+        *,
+        manifest: Manifest | None = None,
+        threads: Threads | None = None,
     ) -> None:
         """Wrap a session, which `close` closes."""
         self.session, self.tokenizer = session, tokenizer
         self.defaults = defaults or GenerationDefaults()
+        self.manifest, self.threads = manifest, threads
 
     @property
     def spec(self) -> ModelSpec:

@@ -13,6 +13,7 @@ from comparison.processes import BENCHMARKS
 from comparison.systems import OURS, PRECISIONS, Setting, Variant
 from tfexport.bench.machine import environment
 from tfexport.bench.timing import geometric_mean, ratio
+from tfexport.cores import available_cores
 from tfexport.errors import BenchError
 
 SCHEMA = "tfexport.side_by_side/1"
@@ -42,7 +43,7 @@ class Result:
         self.path = path
         begun = {
             "schema": SCHEMA,
-            "environment": environment(),
+            "environment": environment(available_cores()),
             "revision": _revision(),
             "options": dict(options),
             "cells": [],

@@ -344,9 +344,9 @@ def test_the_bytes_of_a_step_are_the_weights_of_the_graph(dates_bundle: Path) ->
 
 
 def test_the_machine_is_described() -> None:
-    found = environment()
+    found = environment(1)
     assert found["cpu"]
-    assert 1 <= found["threads"] <= found["cores"]
+    assert 1 == found["threads"] <= found["cores"]
     assert {"tfexport", "numpy"} <= set(found["versions"])
     assert 1e7 < peak_memory_bytes() < 1e12
-    assert 1e8 < memory_bandwidth(3) < 1e13
+    assert 1e8 < memory_bandwidth(3, 2) < 1e13

@@ -61,6 +61,7 @@ SCHEMA: dict[str, Any] = {
         "backend": str,
         "device": str,
         "form": (str, type(None)),
+        "threads": (int, str),
         "engine": (str, type(None)),
         "batch_size": [int],
         "source_length": [int],

@@ -70,6 +70,7 @@ def canned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         cell = reports.samples([0.001, 0.001]).to_dict()
         return {
             "backend": "ort",
+            "threads": 1,
             "load_s": 0.1,
             "load_to_first_token_s": 0.2,
             "peak_memory_bytes": 10**8,

@@ -19,6 +19,7 @@ Scenario = Literal["single", "offline", "server", "sweep"]
 # Every recorded request is kept until the end, so their number is bounded.
 MAX_REQUESTS = 100_000
 MAX_CELLS = 100
+MAX_THREADS = 1024
 _BATCH_SIZES: dict[Scenario, tuple[int, ...]] = {
     "single": (1,),
     "offline": (32,),
@@ -51,7 +52,8 @@ class BenchConfig(Config, subject="bench"):
 
     Empty sizes and a `duration` of None are filled in by `resolve`. Several sizes make a
     sweep over all their combinations. `duration` is seconds to measure in each process,
-    for each cell. `device`, `form` and `engine` are those of `tfexport.load`.
+    for each cell. `device`, `form`, `threads` and `engine` are those of
+    `tfexport.load`.
 
     Of the server scenario: `rate` is requests a second; without it the highest rate is
     searched whose 99th percentile of latencies is `goal_p99` milliseconds at most. Goodput
@@ -63,6 +65,7 @@ class BenchConfig(Config, subject="bench"):
     backend: str = AUTO
     device: Device = "cpu"
     form: Form | None = None
+    threads: int | Literal["auto"] = AUTO
     engine: str | None = None
     batch_size: tuple[int, ...] = ()
     source_length: tuple[int, ...] = ()
@@ -103,6 +106,8 @@ class BenchConfig(Config, subject="bench"):
             )
             if (value := getattr(self, name)) is not None and not low <= value <= high
         ]
+        if self.threads != AUTO and not 1 <= self.threads <= MAX_THREADS:
+            problems.append(f"threads is {self.threads}, expected 1 to {MAX_THREADS}, or 'auto'")
         if self.seed < 0:
             problems.append(f"seed is {self.seed}, expected 0 or more")
         if self.backend not in names():
@@ -139,8 +144,8 @@ class BenchConfig(Config, subject="bench"):
         parts = urlsplit(url)
         problems = [
             f"{name} is given, but the server at --url has its own; leave it out"
-            for name in ("form", "engine", "slots")
-            if getattr(self, name) is not None
+            for name in ("form", "threads", "engine", "slots")
+            if getattr(self, name) not in (None, AUTO)
         ]
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
             problems.append(f"url is {shortened(url)}, expected such as http://127.0.0.1:8000")

@@ -25,22 +25,21 @@ _READ_BYTES = 400_000_000
 _LEAST_BYTES = 1_000_000
 
 
-def environment() -> dict[str, Any]:
-    """Say where and when this is running, as JSON values."""
+def environment(threads: int) -> dict[str, Any]:
+    """Say where and when this is running, as JSON values.
+
+    Args:
+        threads: that take a step.
+    """
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpu": _cpu(),
         "cores": os.cpu_count() or 1,
-        "threads": threads(),
+        "threads": threads,
         "python": platform.python_version(),
         "versions": {name: found for name in _LIBRARIES if (found := _version(name))},
     }
-
-
-def threads() -> int:
-    """Return how many cores this process may use, which is how many threads a call gets."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def peak_memory_bytes() -> int:
@@ -53,18 +52,19 @@ def peak_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
 
 
-def memory_bandwidth(num_bytes: int) -> float:
-    """Measure how fast all threads together read memory.
+def memory_bandwidth(num_bytes: int, threads: int) -> float:
+    """Measure how fast as many threads together read memory as take a step.
 
     Args:
         num_bytes: of the memory that is read over and over; as much as a step reads, so that it lies in the same
             caches; at least 1 MB is read.
+        threads: that read.
 
     Returns:
         Bytes a second, the best of several rounds and of two ways to read.
     """
     memory = np.ones(max(num_bytes, _LEAST_BYTES) // 4, np.float32)
-    parts, repeats = np.array_split(memory, threads()), max(1, _READ_BYTES // memory.nbytes)
+    parts, repeats = np.array_split(memory, threads), max(1, _READ_BYTES // memory.nbytes)
     with ThreadPoolExecutor(len(parts)) as pool:
         return max(_bytes_per_second(pool, parts, read, repeats) for read in (_largest, _squares))
 

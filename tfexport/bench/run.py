@@ -14,6 +14,7 @@ from tfexport.bench.processes import run_process
 from tfexport.bench.result import build_result
 from tfexport.bench.search import Trial, best
 from tfexport.bundle.bundle import Bundle, open_bundle
+from tfexport.cores import available_cores
 from tfexport.errors import BackendError, InputError, ParityError
 from tfexport.install import extra_command
 from tfexport.runtime import registry
@@ -73,7 +74,7 @@ def bench_bundle(
     about = {
         "bundle": _about(bundle, path, found[0]),
         "input": None if texts is None else {"texts": len(texts), "sha256": _sum(texts)},
-        "environment": environment(),
+        "environment": environment(found[0].get("threads", available_cores())),
     }
     return build_result(resolved, found, about, parity, trials)
 

@@ -56,7 +56,7 @@ async def _measure_engine(
     assert config.slots  # resolved
     (cell,), watch, began = config.cells, Watch(), time.monotonic()
     serving = ServingConfig(slots=config.slots, max_num_beams=max(ServingConfig.max_num_beams, config.num_beams))
-    options = {"backend": config.backend, "form": config.form, "device": config.device, "engine": config.engine}
+    options = {name: getattr(config, name) for name in ("backend", "form", "threads", "device", "engine")}
     engine = await Engine(bundle, serving, observer=watch, **options).start()
     loaded = time.monotonic()
     try:

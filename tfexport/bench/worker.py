@@ -18,6 +18,7 @@ from tfexport.bench.sources import encoded, random_batches, text_batches
 from tfexport.bench.timing import clock
 from tfexport.bundle.bundle import open_bundle
 from tfexport.bundle.step_weights import step_weight_bytes
+from tfexport.cores import available_cores
 from tfexport.errors import TfexportError
 from tfexport.model import Model, load
 from tfexport.runtime.registry import get
@@ -48,11 +49,13 @@ def measure(bundle: Path | None, config: BenchConfig, texts: list[str] | None, n
     peak = peak_memory_bytes()
     reads_weights = get(model.session.backend).runs == "graphs" and config.device == "cpu"
     weight_bytes = step_weight_bytes(open_bundle(bundle)) if reads_weights else None
+    threads = model.threads.decoder if model.threads else available_cores()
     return {
         "backend": model.session.backend,
+        "threads": threads,
         "peak_memory_bytes": peak,
         "step_weight_bytes": weight_bytes,
-        "memory_bandwidth": memory_bandwidth(weight_bytes or _SOME_BYTES),
+        "memory_bandwidth": memory_bandwidth(weight_bytes or _SOME_BYTES, threads),
         **found,
     }
 
@@ -62,7 +65,14 @@ def _measure_calls(
 ) -> tuple[dict[str, Any], Model]:
     """Call `generate` again and again."""
     load_s, model = clock(
-        lambda: load(bundle, backend=config.backend, form=config.form, device=config.device, engine=config.engine)
+        lambda: load(
+            bundle,
+            backend=config.backend,
+            form=config.form,
+            threads=config.threads,
+            device=config.device,
+            engine=config.engine,
+        )
     )
     sources = None if texts is None else encoded(model, texts)
     first_token_s, cells = None, []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Literal
 
 import click
 
@@ -24,6 +25,7 @@ def align(
     backend: str,
     engine: str | None,
     device: Device,
+    threads: int | Literal["auto"],
     form: Form | None,
     batch_size: int,
     as_json: bool,
@@ -40,7 +42,7 @@ def align(
     from tfexport.model import load
 
     with (
-        load(bundle, backend=backend, form=form, device=device, engine=engine) as model,
+        load(bundle, backend=backend, form=form, threads=threads, device=device, engine=engine) as model,
         lines_to(output) as write,
         progress(len(sources), batch_size, "aligning") as tick,
     ):

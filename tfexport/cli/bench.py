@@ -10,7 +10,16 @@ from typing import Any, get_args
 import click
 
 from tfexport.bench.config import BenchConfig, Scenario
-from tfexport.cli.options import INPUT, PATH, CommaList, backend_option, device_option, engine_option, form_option
+from tfexport.cli.options import (
+    INPUT,
+    PATH,
+    CommaList,
+    backend_option,
+    device_option,
+    engine_option,
+    form_option,
+    threads_option,
+)
 from tfexport.cli.terminal import inputs_of, report_line
 from tfexport.errors import BenchError, printable, raise_all
 
@@ -28,6 +37,7 @@ _SIZES = CommaList(click.INT)
 @backend_option
 @device_option
 @form_option
+@threads_option
 @engine_option
 @click.option("--batch-size", type=_SIZES, default=(), show_default=False, help="Texts decoded together.")
 @click.option("--source-length", type=_SIZES, default=(), show_default=False, help="Tokens of each random source.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -31,6 +31,7 @@ def generate(
     backend: str,
     engine: str | None,
     device: Device,
+    threads: int | Literal["auto"],
     form: Form | None,
     batch_size: int,
     prefix: str | None,
@@ -51,7 +52,7 @@ def generate(
 
     prefixes = None if prefix is None else [prefix] * len(inputs)
     with (
-        load(bundle, backend=backend, form=form, device=device, engine=engine) as model,
+        load(bundle, backend=backend, form=form, threads=threads, device=device, engine=engine) as model,
         lines_to(output) as write,
         progress(len(inputs), batch_size) as tick,
     ):
@@ -80,6 +81,7 @@ def embed(
     backend: str,
     engine: str | None,
     device: Device,
+    threads: int | Literal["auto"],
     batch_size: int,
     pooling: Pooling,
     normalize: bool,
@@ -88,7 +90,10 @@ def embed(
     inputs = inputs_of(texts, source)
     from tfexport.model import load
 
-    with load(bundle, backend=backend, device=device, engine=engine) as model, lines_to(output) as write:
+    with (
+        load(bundle, backend=backend, threads=threads, device=device, engine=engine) as model,
+        lines_to(output) as write,
+    ):
         vectors = model.embed(inputs, pooling=pooling, normalize=normalize, batch_size=batch_size)
         for index, (text, vector) in enumerate(zip(inputs, vectors, strict=True)):
             write(json_text({"index": index, "input": text, "embedding": vector.tolist()}))

@@ -88,6 +88,16 @@ class Token(click.ParamType):  # type: ignore[type-arg]
             return str(value)
 
 
+class NumberOrAuto(click.ParamType):  # type: ignore[type-arg]
+    """A number from 1, or "auto"."""
+
+    name = "number or auto"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return "auto" as it is."""
+        return value if value == AUTO else click.IntRange(min=1).convert(value, param, ctx)
+
+
 PATH = click.Path(path_type=Path)
 IDS = CommaList(click.IntRange(min=0))
 INPUT = click.Path(exists=True, dir_okay=False, readable=True, allow_dash=True, path_type=Path)
@@ -102,6 +112,12 @@ form_option = click.option(
 )
 engine_option = click.option(
     "--engine", help="TensorRT engine of the bundle; the only one that fits here when not given."
+)
+threads_option = click.option(
+    "--threads",
+    type=NumberOrAuto(),
+    default=AUTO,
+    help="Of the CPU in ONNX Runtime; auto takes what the size of the model and the cores are good for.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
@@ -169,6 +185,7 @@ def text_options(command: F) -> F:
         backend_option,
         engine_option,
         device_option,
+        threads_option,
         click.option("--output", type=PATH, help="File to write, whole or not at all; standard output when not given."),
         click.option("--input", "source", type=INPUT, help="File with one text a line; - is standard input."),
         click.argument("texts", nargs=-1, metavar="[TEXT]..."),

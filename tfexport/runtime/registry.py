@@ -8,17 +8,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Final, Literal, Protocol, cast
 
 from tfexport.errors import BackendError, ConfigError
 from tfexport.install import install_command
+from tfexport.runtime.threads import Threads
 from tfexport.spec import AlignmentHeads, Device, Form, ModelSpec, WeightType
 
 if TYPE_CHECKING:
     from tfexport.bundle.bundle import Bundle
     from tfexport.runtime.session import Session
 
-AUTO = "auto"
+AUTO: Final = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,13 +28,13 @@ class OpenOptions:
 
     Attributes:
         form: of the decoder graph; None for the fastest that bundle and device have.
-        threads: for one call on the CPU; None means one for each core.
+        threads: for one call on the CPU; None for as many as ONNX Runtime finds cores.
         device: where graphs are computed and caches lie.
         engine: name of an engine of the bundle; None for the only one that may be used here.
     """
 
     form: Form | None = None
-    threads: int | None = None
+    threads: Threads | None = None
     device: Device = "cpu"
     engine: str | None = None
 

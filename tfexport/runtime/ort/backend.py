@@ -15,6 +15,7 @@ from tfexport.errors import BackendError, BundleError
 from tfexport.runtime.ort.device import MINIMUM, PlacementError, prepare_cuda
 from tfexport.runtime.registry import Graphs, OpenOptions
 from tfexport.runtime.session import Session
+from tfexport.runtime.threads import Threads
 from tfexport.spec import DECODER, Device, Form, ModelSpec, WeightType
 
 _log = logging.getLogger(__name__)
@@ -99,12 +100,14 @@ def open_graphs(
     graphs: Mapping[str, Path],
     spec: ModelSpec,
     form: Form | None,
-    threads: int | None = None,
+    threads: Threads | int | None = None,
     device: Device = "cpu",
     *,
     weights: WeightType | None = None,
 ) -> Session:
     """Open graphs; `form` None means an encoder alone, `weights` None those of the graphs' type.
+
+    `threads` None is as many as ONNX Runtime finds cores, a number is for encoder and decoder.
 
     Raises:
         BackendError: ONNX Runtime cannot use the device, load or run the graphs.

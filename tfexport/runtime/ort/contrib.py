@@ -41,6 +41,7 @@ from tfexport.runtime.session import (
     close_up,
     given_candidates,
 )
+from tfexport.runtime.threads import Threads, threads_of
 from tfexport.spec import (
     CANDIDATE_IDS,
     CANDIDATE_LOGITS,
@@ -114,7 +115,7 @@ class ContribSession:
         self,
         graphs: Mapping[str, Path],
         spec: ModelSpec,
-        threads: int | None = None,
+        threads: Threads | int | None = None,
         *,
         weights: WeightType | None = None,
     ) -> None:
@@ -123,7 +124,7 @@ class ContribSession:
         Args:
             graphs: path of each graph by its name in the contract.
             spec: of the model.
-            threads: for one call; None means one for each core.
+            threads: for one call; None for as many as ONNX Runtime finds cores, a number for both graphs.
             weights: their type where it is narrower than that of the graphs.
 
         Raises:
@@ -132,12 +133,13 @@ class ContribSession:
         self.spec, self.limits = spec, Limits.of(spec)
         self.accuracy: Accuracy = weights or spec.precision
         device = OrtDevice("cpu")
-        self._aligner = OrtAligner(graphs, spec, device, threads)
+        encoder_threads, decoder_threads = threads_of(threads)
+        self._aligner = OrtAligner(graphs, spec, device, encoder_threads)
         self.has_alignment = self._aligner.is_there
         name = DECODER["contrib"]
         # One after the other: while a graph loads, the whole weight file may lie in memory beside what it becomes.
-        encoder = device.load(graphs[ENCODER_CONTRIB], ENCODER_CONTRIB, threads)
-        decoder = device.load(graphs[name], name, threads, spin_us=STEP_SPIN_US)
+        encoder = device.load(graphs[ENCODER_CONTRIB], ENCODER_CONTRIB, encoder_threads)
+        decoder = device.load(graphs[name], name, decoder_threads, spin_us=STEP_SPIN_US)
         caches = zip(key_value_names("past", spec.layers), key_value_names("present", spec.layers), strict=True)
         self._graphs: Graphs | None = Graphs(
             encoder, decoder, spec, key_value_names("cross", spec.layers), list(caches)

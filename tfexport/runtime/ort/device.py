@@ -76,7 +76,7 @@ class OrtDevice:
         Args:
             graph: path.
             name: used in errors.
-            threads: of the CPU for one call; None means one for each core.
+            threads: of the CPU for one call; None for as many as ONNX Runtime finds cores.
             spin_us: how long its threads wait awake for the next run, in microseconds.
 
         Raises:

@@ -22,6 +22,7 @@ from tfexport.runtime.ort.gather import RowGather
 from tfexport.runtime.ort.graphs import OrtGraphs
 from tfexport.runtime.ort.static import StaticBatch
 from tfexport.runtime.session import Floats, Ids, Limits, Mask, check_source
+from tfexport.runtime.threads import Threads, threads_of
 from tfexport.spec import DECODER, ENCODER, FLOAT, HIDDEN_STATES, REORDER, Accuracy, Device, Form, ModelSpec, WeightType
 
 
@@ -44,7 +45,7 @@ class OrtSession:
         graphs: Mapping[str, Path],
         spec: ModelSpec,
         form: Form | None,
-        threads: int | None = None,
+        threads: Threads | int | None = None,
         device: Device = "cpu",
         *,
         weights: WeightType | None = None,
@@ -56,7 +57,7 @@ class OrtSession:
             graphs: path of each graph by its name in the contract.
             spec: of the model.
             form: of the decoder to use; None for an encoder alone.
-            threads: for one call on the CPU; None means one for each core.
+            threads: for one call on the CPU; None for as many as ONNX Runtime finds cores, a number for both graphs.
             device: where the graphs run and the caches lie.
             weights: their type where it is narrower than that of the graphs.
             host_caches: whether numpy keeps and moves the caches; None means on
@@ -75,17 +76,15 @@ class OrtSession:
         self.accuracy: Accuracy = weights or spec.precision
         opened = OrtDevice(device)
 
-        def load(name: str, spin_us: int = 0) -> ort.InferenceSession:
-            return opened.load(graphs[name], graphs[name].name, threads, spin_us=spin_us)
-
-        self._aligner = OrtAligner(graphs, spec, opened, threads)
+        encoder_threads, decoder_threads = threads_of(threads)
+        self._aligner = OrtAligner(graphs, spec, opened, encoder_threads)
         self.has_alignment = self._aligner.is_there
         on_host = device == "cpu" if host_caches is None else host_caches
         self._graphs = OrtGraphs(
             spec=spec,
             device=opened,
-            encoder=load(ENCODER),
-            decoder=None if form is None else load(DECODER[form], STEP_SPIN_US),
+            encoder=opened.load(graphs[ENCODER], graphs[ENCODER].name, encoder_threads),
+            decoder=None if form is None else _load_decoder(opened, graphs[DECODER[form]], decoder_threads),
             gather=None if form is None or on_host else _load_gather(graphs, spec, opened),
         )
 
@@ -115,6 +114,10 @@ class OrtSession:
         """Free the graphs; the session cannot be used afterwards."""
         self._aligner.close()
         self._graphs.encoder = self._graphs.decoder = None
+
+
+def _load_decoder(device: OrtDevice, graph: Path, threads: int | None) -> ort.InferenceSession:
+    return device.load(graph, graph.name, threads, spin_us=STEP_SPIN_US)
 
 
 def _load_gather(graphs: Mapping[str, Path], spec: ModelSpec, device: OrtDevice) -> RowGather:

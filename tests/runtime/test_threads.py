@@ -1,0 +1,59 @@
+"""Threads: a number is for all, "auto" follows the size of a step and the cores that are available."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tfexport
+from tfexport import ConfigError
+from tfexport.bundle.bundle import Bundle
+from tfexport.bundle.bundle import open_bundle as read_bundle
+from tfexport.cores import available_cores
+from tfexport.runtime.threads import ONE_THREAD_BELOW, Threads, choose_threads
+from tfexport.spec import WEIGHTS, Form
+
+CORES = available_cores()
+
+
+def of_own_module(bundle: Bundle, num_bytes: int) -> Bundle:
+    """Return a bundle as that of a user's own module would be, with weights of that size."""
+    files = {**bundle.manifest.files}
+    files[WEIGHTS] = dataclasses.replace(files[WEIGHTS], bytes=num_bytes)
+    return dataclasses.replace(bundle, manifest=dataclasses.replace(bundle.manifest, config=None, files=files))
+
+
+@pytest.mark.parametrize("threads", ["auto", None])
+def test_steps_of_a_small_decoder_take_one_thread_and_all_else_the_cores(dates_bundle: Path, threads: Any) -> None:
+    bundle = read_bundle(dates_bundle)
+    assert choose_threads(threads, bundle) == Threads(CORES, 1)
+    assert choose_threads(threads, of_own_module(bundle, ONE_THREAD_BELOW - 1)) == Threads(CORES, 1)
+    assert choose_threads(threads, of_own_module(bundle, ONE_THREAD_BELOW)) == Threads(CORES, CORES)
+
+
+def test_a_number_is_for_all(dates_bundle: Path) -> None:
+    assert choose_threads(3, read_bundle(dates_bundle)) == Threads(3, 3)
+
+
+@pytest.mark.parametrize("form", ["concat", "static", "contrib"])
+def test_every_form_runs_with_what_was_chosen(dates_bundle: Path, form: Form) -> None:
+    for options, wanted in (({}, Threads(CORES, 1)), ({"threads": 3}, Threads(3, 3))):
+        with tfexport.load(dates_bundle, form=form, **options) as model:  # type: ignore[arg-type]
+            assert model.threads == wanted
+            graphs: Any = model.session._graphs  # type: ignore[attr-defined]
+            taken = [graph.get_session_options().intra_op_num_threads for graph in (graphs.encoder, graphs.decoder)]
+            assert taken == [wanted.encoder, wanted.decoder]
+
+
+def test_other_backends_have_threads_of_their_own(dates_bundle: Path) -> None:
+    with tfexport.load(dates_bundle, backend="eager") as model:
+        assert model.threads is None
+
+
+@pytest.mark.parametrize("threads", [0, -1, "many", 1.5])
+def test_no_number_of_threads(dates_bundle: Path, threads: Any) -> None:
+    with pytest.raises(ConfigError, match=r"load: threads is .*, expected 1 or more, or 'auto'"):
+        tfexport.load(dates_bundle, threads=threads)
