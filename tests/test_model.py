@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 import tfexport
 from tfexport import ConfigError, DecodeConfig, InputError, Model
+from tfexport.bundle.bundle import open_bundle
 from tfexport.generation import GenerationDefaults
 
 TEXT = "le 14 juillet 1989"
@@ -21,6 +23,21 @@ TEXT = "le 14 juillet 1989"
 def model(dates_bundle: Path) -> Iterator[Model]:
     with tfexport.load(dates_bundle, threads=1) as loaded:
         yield loaded
+
+
+def test_a_model_has_the_manifest_of_its_bundle(model: Model, dates_bundle: Path) -> None:
+    assert model.manifest == open_bundle(dates_bundle).manifest
+    assert Model(model.session, model.tokenizer).manifest is None
+
+
+def test_loading_tells_the_log_and_configures_none(dates_bundle: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "tfexport"), tfexport.load(dates_bundle, threads=3):
+        pass
+    (record,) = [record for record in caplog.records if record.name == "tfexport.model"]
+    said = f"{dates_bundle}: loaded on ort, cpu with 3 threads for sources, 3 for a step"
+    assert (record.levelname, record.getMessage()) == ("INFO", said)
+    assert logging.getLogger("tfexport").handlers == []
+    assert logging.getLogger("tfexport").level == logging.NOTSET
 
 
 def test_a_configuration_does_what_its_fields_do(model: Model) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +35,8 @@ from tfexport.runtime.session import Floats, Session, pad_right
 from tfexport.runtime.threads import Threads, choose_threads
 from tfexport.spec import Device, Form, ModelSpec
 from tfexport.text.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
 
 Pooling = Literal["mean", "cls"]
 
@@ -120,6 +123,8 @@ def load(
     if checked.exception():
         model.close()
     checked.result()
+    taken = f" with {chosen.encoder} threads for sources, {chosen.decoder} for a step" if model.threads else ""
+    _log.info("%s: loaded on %s, %s%s", path, session.backend, device, taken)
     return model
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import click
 
 from tfexport.cli.commands import EXIT_ERROR
-from tfexport.cli.options import PATH, backend_option, device_option, engine_option, form_option
+from tfexport.cli.options import PATH, backend_option, device_option, engine_option, form_option, threads_option
 from tfexport.errors import printable
 from tfexport.serve.config import ServingConfig
 from tfexport.serve.http.config import HttpConfig
@@ -28,7 +28,7 @@ _LEVELS = ["debug", "info", "warning", "error"]
 @form_option
 @device_option
 @engine_option
-@click.option("--threads", type=click.IntRange(min=1), help="Of each model on the CPU; one a core when not given.")
+@threads_option
 @click.option("--slots", default=ServingConfig.slots, help="Rows of each model that are decoded at once.")
 @click.option(
     "--encoder-budget", default=ServingConfig.encoder_budget, help="Source tokens that are encoded between two steps."
@@ -65,7 +65,7 @@ def serve(
     form: Form | None,
     device: Device,
     engine: str | None,
-    threads: int | None,
+    threads: int | Literal["auto"],
     log_level: str,
     access_log: bool,
     **options: Any,

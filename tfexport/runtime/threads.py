@@ -12,10 +12,10 @@ from tfexport.spec import QUANTIZED_WEIGHTS, WEIGHTS
 
 # Decoders that read fewer bytes of weights a step take one thread. The products of such a step are so small that ONNX
 # Runtime gives each to one thread anyway, and the others wait awake until the next step: they take the time of a core
-# each and give nothing. Measured with onnxruntime 1.31.1 on two cores of an EPYC, the least of some thousand steps:
-# with 0.7, 1.8, 4.8, 6.9 and 9.3 MB in fp32 and 3.8 MB in int8, each at 1, 8 and 32 rows, a step of two threads took
-# 0.98 to 1.09 of the time of one thread's and 1.3 to 2.3 of its CPU time; with 15 MB 1.0 at one row and 0.8 at eight;
-# with 45 MB in fp32 and 40 MB in int8 0.7 at one row.
+# each and give nothing. Measured with onnxruntime 1.31.1 on two cores of an EPYC, the least of hundreds to thousands of
+# steps: with 0.7 to 9.3 MB, each at 1, 8 and 32 rows, a step of two threads took 0.95 to 1.08 of the time of one
+# thread's; with 15 MB 1.00, 0.97 and 0.88; at one row with 40 and 45 MB 0.68, with 154 MB 0.35. docs/generation.md has
+# all of them.
 ONE_THREAD_BELOW = 8 * 2**20
 
 

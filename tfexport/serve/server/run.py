@@ -48,7 +48,6 @@ class Server:
         config: ServerConfig,
         report: Callable[[str], None],
         *,
-        threads: int | None = None,
         access_log: bool = False,
     ) -> None:
         """Name what is served; `run` does it.
@@ -58,14 +57,12 @@ class Server:
             engines: not started, by the name of their model.
             config: address and limits.
             report: called with each line for whoever has started the server.
-            threads: that each engine was given.
             access_log: whether uvicorn logs every request.
 
         Raises:
             ConfigError: the tokens, the certificate or its key cannot be read.
         """
         self._app, self._engines, self._config, self._report = app, engines, config, report
-        self._threads = threads
         self._tokens = BearerTokens(app, config.token_file) if config.token_file else None
         self._uvicorn = uvicorn_of(self._tokens or app, config, access_log)
         self._loading = self._is_stopping = self._must_leave = False
@@ -109,7 +106,9 @@ class Server:
         try:
             for name, engine in self._engines.items():
                 await engine.start()
-                self._report(model_line(name, engine, self._threads))
+                self._report(model_line(name, engine))
+            if warning := threads_warning(self._engines.values()):
+                logger.warning(warning)
         except TfexportError:
             await asyncio.gather(*(engine.drain(0) for engine in self._engines.values()))
             raise
@@ -187,7 +186,6 @@ def serve_bundles(
     http: HttpConfig,
     report: Callable[[str], None],
     access_log: bool = False,
-    threads: int | None = None,
     **options: Any,
 ) -> bool:
     """Serve bundles until a signal says to stop.
@@ -199,8 +197,7 @@ def serve_bundles(
         http: endpoints and limits of requests.
         report: called with each line for whoever has started the server.
         access_log: whether every request is logged.
-        threads: of each model on the CPU; None for one for each core.
-        options: of `tfexport.load`: backend, form, device, engine.
+        options: of `tfexport.load`: backend, form, threads, device, engine.
 
     Returns:
         Whether every request that was accepted was answered.
@@ -208,15 +205,12 @@ def serve_bundles(
     Raises:
         TfexportError: the address cannot be had, or a bundle cannot be served.
     """
-    if warning := threads_warning(len(bundles), threads):
-        logger.warning(warning)
     metrics = Metrics()
     engines = {
-        name: Engine(path, serving, observer=metrics.observer(name), threads=threads, **options)
-        for name, path in bundles.items()
+        name: Engine(path, serving, observer=metrics.observer(name), **options) for name, path in bundles.items()
     }
     app = build_app(engines, http, metrics)
-    return Server(app, engines, config, report, threads=threads, access_log=access_log).run()
+    return Server(app, engines, config, report, access_log=access_log).run()
 
 
 @contextlib.contextmanager

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
+from tfexport.cores import available_cores
 from tfexport.errors import printable
 from tfexport.serve.engine import Engine
 from tfexport.serve.server.config import ServerConfig
@@ -16,33 +16,27 @@ _SOME_TEXT = "Hello"
 _SOME_IDS = [1, 2, 3]
 
 
-def num_cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def threads_warning(num_models: int, threads: int | None) -> str | None:
-    """Say what to set where models would take more threads of the CPU than it has cores; None where all is well.
+def threads_warning(engines: Collection[Engine]) -> str | None:
+    """Say what to set where steps take more threads of the CPU than it has cores; None where all is well.
 
     Args:
-        num_models: that are served side by side.
-        threads: of each; None for one for each core.
+        engines: of all models that are served side by side, loaded.
     """
-    cores = num_cores()
-    each = threads or cores
-    if num_models * each <= cores:
+    cores, taken = available_cores(), sum(one.model.threads.decoder for one in engines if one.model.threads)
+    if taken <= cores:
         return None
-    models = "the model takes" if num_models == 1 else f"{num_models} models take"
-    best = max(1, cores // num_models)
-    return f"{models} {each} threads each on {cores} cores and will be slow under load; set --threads {best}"
+    models = "the model takes" if len(engines) == 1 else f"{len(engines)} models take"
+    best = max(1, cores // len(engines))
+    return f"{models} {taken} threads on {cores} cores and will be slow under load; set --threads {best}"
 
 
-def model_line(name: str, engine: Engine, threads: int | None) -> str:
+def model_line(name: str, engine: Engine) -> str:
     """Describe a model that was loaded."""
-    spec, session, num_threads = engine.model.spec, engine.model.session, threads or num_cores()
+    spec, session, threads = engine.model.spec, engine.model.session, engine.model.threads
+    taken = f", {threads.decoder} thread{'s' * (threads.decoder > 1)}" if threads else ""
     return (
-        f"{name}: {spec.layers} decoder layers of {spec.d_model}, {session.accuracy} on {session.backend}, "
-        f"{num_threads} thread{'s' * (num_threads > 1)}, {engine.slots} slots; "
+        f"{name}: {spec.layers} decoder layers of {spec.d_model}, {session.accuracy} on {session.backend}"
+        f"{taken}, {engine.slots} slots; "
         f"sources to {spec.max_source_length} tokens, targets to {spec.max_target_length}"
     )
 
