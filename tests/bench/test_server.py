@@ -15,10 +15,12 @@ import uvicorn
 
 from tests.bench import test_report as reports
 from tests.bench.test_run import refuses, run
+from tfexport.bench.config import BenchConfig
 from tfexport.bench.http_client import HttpClient, Response
 from tfexport.bench.page import render
+from tfexport.bench.result import settings
 from tfexport.bundle.bundle import open_bundle
-from tfexport.errors import BenchError
+from tfexport.errors import BenchError, ServingError
 from tfexport.export import export_bundle
 from tfexport.graph.config import ExportConfig
 from tfexport.models.directory import save_model
@@ -243,9 +245,36 @@ def test_chunks_are_put_together_and_told_of() -> None:
         assert asked(url) == [(Response(200, b"data: some more"), 2)]
 
 
-@pytest.mark.parametrize(
-    "answer", [b"", b"SSH-2.0-x\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: x\r\n\r\n", OK[:-1]]
-)
+@pytest.mark.parametrize("answer", [b"SSH-2.0-x\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: x\r\n\r\n"])
 def test_who_speaks_no_http_is_told_of(answer: bytes) -> None:
-    with saying(answer) as url, pytest.raises(BenchError, match=r"^http://127.0.0.1:\d+/base/: (cannot be|speaks no)"):
+    with saying(answer) as url, pytest.raises(BenchError, match=r"^http://127.0.0.1:\d+/base/: speaks no HTTP/1.1"):
         asked(url)
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 2", OK[:-1]])
+def test_half_an_answer_is_none(answer: bytes) -> None:
+    with saying(answer) as url, pytest.raises(ServingError, match="has closed the connection without an answer"):
+        asked(url)
+
+
+def test_a_token_is_shown_and_not_reported(dates_bundle: Path, tmp_path: Path, texts: Path) -> None:
+    heard: list[bytes] = []
+
+    class Handler(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            while line := self.rfile.readline().strip():
+                heard.append(line)
+            self.wfile.write(b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 2\r\n\r\nno")
+
+    (tmp_path / "token").write_text("open sesame\nanother\n")
+    with socketserver.TCPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        result = run("bench", "--url", url, *QUICK, "--rate", 5, "--input", texts, "--token-file", tmp_path / "token")
+        server.shutdown()
+        thread.join()
+    refuses(result, "the server answers 401 to /v2: no")
+    assert b"Authorization: Bearer open sesame" in heard
+    config = BenchConfig(scenario="server", rate=1.0, url=url, token_file=str(tmp_path / "token"))
+    assert "token_file" not in settings(config)

@@ -58,7 +58,7 @@ class BenchConfig(Config, subject="bench"):
     Of the server scenario: `rate` is requests a second; without it the highest rate is
     searched whose 99th percentile of latencies is `goal_p99` milliseconds at most. Goodput
     counts what is answered within `goal_ms`. `slots` are those of the engine; with `url`
-    a running server is measured, its model `model`.
+    a running server is measured, its model `model`, with the bearer token in `token_file`.
     """
 
     scenario: Scenario = "single"
@@ -77,6 +77,7 @@ class BenchConfig(Config, subject="bench"):
     slots: int | None = None
     url: str | None = None
     model: str | None = None
+    token_file: str | None = None
     duration: float | None = None
     processes: int = 3
     seed: int = 0
@@ -136,8 +137,12 @@ class BenchConfig(Config, subject="bench"):
             problems.append("batch_size is given, but a server decodes what is there in its slots; use --slots")
         if self.url is not None:
             problems += self._url_problems(self.url)
-        elif self.model is not None:
-            problems.append("model is given, but without a server; give --url, or leave it out")
+        else:
+            problems += [
+                f"{name} is given, but without a server; give --url, or leave it out"
+                for name in ("model", "token_file")
+                if getattr(self, name) is not None
+            ]
         return problems
 
     def _url_problems(self, url: str) -> list[str]:
@@ -154,7 +159,7 @@ class BenchConfig(Config, subject="bench"):
     def _problems_elsewhere(self) -> list[str]:
         return [
             f"{name} belongs to the server scenario, not to {self.scenario}; leave it out"
-            for name in ("rate", "goal_p99", "goal_ms", "slots", "url", "model")
+            for name in ("rate", "goal_p99", "goal_ms", "slots", "url", "model", "token_file")
             if getattr(self, name) is not None
         ]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from tfexport.errors import BenchError, printable
+from tfexport.errors import BenchError, ServingError, printable
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -42,13 +42,14 @@ class Response:
 class HttpClient:
     """Keeps connections open, as many as there are requests at once."""
 
-    def __init__(self, url: str) -> None:
-        """Take the address of a server, such as http://127.0.0.1:8000."""
+    def __init__(self, url: str, token: str | None = None) -> None:
+        """Take the address of a server, such as http://127.0.0.1:8000, and the bearer token that it asks for."""
         parts = urlsplit(url)
         self._host, self._path = parts.hostname or "", parts.path.rstrip("/")
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._port = parts.port or (443 if self._tls else 80)
         self._head = f"Host: {parts.netloc.rpartition('@')[2]}\r\nContent-Type: application/json\r\n"
+        self._head += f"Authorization: Bearer {token}\r\n" if token else ""
         self._url, self._idle = url, list[Connection]()
 
     async def get(self, path: str) -> Response:
@@ -65,6 +66,7 @@ class HttpClient:
 
         Raises:
             BenchError: the server cannot be reached, or speaks no HTTP/1.1.
+            ServingError: it has closed the connection without an answer.
         """
         return await self._exchange("POST", path, json.dumps(data).encode(), on_data)
 
@@ -85,7 +87,9 @@ class HttpClient:
                         raise
                     # The server has closed it meanwhile; a fresh one tells what is wrong, if anything is.
             return await self._send(await self._connect(), head.encode() + body, on_data)
-        except (OSError, EOFError) as error:
+        except (ConnectionResetError, BrokenPipeError, EOFError) as error:
+            raise ServingError(f"{self._url}: has closed the connection without an answer") from error
+        except OSError as error:
             raise BenchError(f"{self._url}: cannot be asked ({error}); is a server there?") from error
         except (ValueError, asyncio.LimitOverrunError) as error:
             raise BenchError(f"{self._url}: speaks no HTTP/1.1 ({error}); is the address right?") from error

@@ -70,7 +70,7 @@ def build_result(
         "schema": SCHEMA,
         "bundle": about["bundle"],
         "scenario": config.scenario,
-        "settings": {**_settings(config), "backend": found[0]["backend"], "input": about["input"]},
+        "settings": {**settings(config), "backend": found[0]["backend"], "input": about["input"]},
         "parity": parity,
         "environment": about["environment"],
         "trials": list(trials),
@@ -108,10 +108,11 @@ def _bandwidth_share(metrics: dict[str, summary.Metric], process: dict[str, summ
     return summary.value(weight_bytes / step_ms * 1e-6 / process["memory_bandwidth"]["value"], "ratio")
 
 
-def _settings(config: BenchConfig) -> dict[str, Any]:
-    settings = config.to_dict()
-    del settings["scenario"]
-    return {name: list(item) if isinstance(item, tuple) else item for name, item in settings.items()}
+def settings(config: BenchConfig) -> dict[str, Any]:
+    """Return the settings of a report; where a token lies is nobody's business."""
+    found = config.to_dict()
+    del found["scenario"], found["token_file"]
+    return {name: list(item) if isinstance(item, tuple) else item for name, item in found.items()}
 
 
 def _doubts(config: BenchConfig, cells: Sequence[dict[str, Any]], parity: dict[str, Any]) -> list[str]:

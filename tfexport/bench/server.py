@@ -18,7 +18,7 @@ from tfexport.bench.open_loop import Ask, Source, open_loop, poisson
 from tfexport.bench.samples import Samples
 from tfexport.bench.search import LEAST_REQUESTS, Trial, highest_rate, judge
 from tfexport.bench.sources import encoded, random_batches, shuffled
-from tfexport.errors import BenchError, ParityError
+from tfexport.errors import BenchError, InputError, ParityError
 from tfexport.model import Model, load
 from tfexport.serve.config import ServingConfig
 from tfexport.serve.engine import Engine
@@ -101,7 +101,7 @@ async def _measure_url(
 ) -> dict[str, Any]:
     assert config.url
     (cell,), compared = config.cells, 0
-    with closing(HttpClient(config.url)) as client:
+    with closing(HttpClient(config.url, _token(config.token_file))) as client:
         name = config.model or await only_model(client)
         ask, metrics = HttpCaller(client, name, config.decoding(cell)), Metrics(client, name)
         sources: Sequence[Source] = texts or []
@@ -120,6 +120,17 @@ async def _measure_url(
 
         found = await _found(ask, sources, run, config, number)
     return {"backend": "http", "model": name, "compared": compared, **found}
+
+
+def _token(path: str | None) -> str | None:
+    """Return the first line of a file with bearer tokens."""
+    if path is None:
+        return None
+    try:
+        lines = Path(path).read_text(encoding="ascii").split("\n")
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read as a file of tokens ({error}); give another one") from error
+    return lines[0].strip()
 
 
 async def _compare(
