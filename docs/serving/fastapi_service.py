@@ -35,7 +35,7 @@ STATUS = {
 }
 metrics = Metrics()
 config = ServingConfig(slots=16, max_waiting=64, timeout_s=10)
-engine = Engine(os.environ["BUNDLE"], config, observer=metrics.observer("dates"), threads=1)
+engine = Engine(os.environ["BUNDLE"], config, observer=metrics.observer("dates"))
 
 
 @asynccontextmanager
