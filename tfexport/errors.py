@@ -81,7 +81,7 @@ class QueueFull(ServingError):
         retry_after_s: whole seconds after which there may be room.
     """
 
-    def __init__(self, message: str, *, retry_after_s: int) -> None:
+    def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
         """Keep both."""
         super().__init__(message)
         self.retry_after_s = retry_after_s

@@ -301,13 +301,14 @@ def test_a_sweep_has_every_combination() -> None:
 
 def test_everything_wrong_is_said_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        BenchConfig(num_beams=0, processes=21, duration=-1.0, rate=3.0, batch_size=(0, 2), seed=-1)
+        BenchConfig(num_beams=0, processes=21, duration=-1.0, rate=3.0, batch_size=(0, 2), seed=-1, threads=0)
     for part in (
         "num_beams is 0",
         "processes is 21",
         "duration is -1.0",
         "batch_size is 0",
         "seed is -1",
+        "threads is 0, expected 1 to 1024, or 'auto'",
         "--scenario",
     ):
         assert part in str(caught.value)

@@ -50,7 +50,18 @@ def measured(once: Callable[[str, Callable[[Path], object]], Path], dates_bundle
     def make(path: Path) -> None:
         path.mkdir()
         files = ("--json", path / "report.json", "--html", path / "page.html")
-        sizes = ("--scenario", "sweep", "--batch-size", "1,3", "--source-length", "5", "--target-length", 4)
+        sizes = (
+            "--scenario",
+            "sweep",
+            "--batch-size",
+            "1,3",
+            "--source-length",
+            "5",
+            "--target-length",
+            4,
+            "--threads",
+            2,
+        )
         result = run(
             "bench", dates_bundle, *sizes, "--num-beams", 2, "--processes", 2, "--duration", 0.1, "--no-verify", *files
         )
@@ -100,6 +111,7 @@ def test_a_real_run_writes_report_and_page(measured: Path, dates_bundle: Path) -
     assert reports.mismatches(found, reports.SCHEMA) == []
     assert found["bundle"] == {"name": "dates", "sha256": open_bundle(dates_bundle).sha256, "precision": "fp32"}
     assert found["settings"]["backend"] == "ort"
+    assert (found["settings"]["threads"], found["environment"]["threads"]) == (2, 2)
     assert found["validity"]["reasons"][0] == "parity was not verified"
     assert [cell["batch_size"] for cell in found["cells"]] == [1, 3]
     for cell in found["cells"]:

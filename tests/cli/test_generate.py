@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import signal
@@ -61,6 +62,22 @@ def test_the_form_that_is_asked_for_runs(form: str, dates_bundle: Path, monkeypa
     monkeypatch.setattr(ort_backend, "open_graphs", note)
     result = run("generate", dates_bundle, TEXTS[0], "--form", form)
     assert (result.exit_code, result.stdout.splitlines(), opened) == (0, ISO[:1], [form])
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments"), [("generate", TEXTS[:1]), ("score", [f"{TEXTS[0]}\t{ISO[0]}"]), ("embed", TEXTS[:1])]
+)
+def test_the_threads_that_are_asked_for_run(
+    command: str, arguments: list[str], dates_bundle: Path, encoder_bundle: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bundle = encoder_bundle if command == "embed" else dates_bundle
+    with caplog.at_level(logging.INFO, "tfexport.model"):
+        assert run(command, bundle, *arguments, "--threads", 3).exit_code == 0
+    assert caplog.messages[-1].endswith("with 3 threads for sources, 3 for a step")
+    assert run(command, bundle, *arguments, "--threads", "auto").exit_code == 0
+    refused = run(command, bundle, *arguments, "--threads", 0)
+    assert refused.exit_code != 0
+    assert "--threads" in refused.stderr
 
 
 @pytest.mark.parametrize("source", ["-", None, "file"])
