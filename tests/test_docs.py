@@ -220,6 +220,21 @@ def test_the_ranges_of_the_options_are_those_of_the_code(name: str) -> None:
             DecodeConfig(**{name: value})
 
 
+def test_the_options_of_serving_have_the_defaults_that_are_shown() -> None:
+    rows = table(ROOT / "docs" / "serving.md", "option of `tfexport serve`")
+    shown = {name: row[1] for row in rows for name in code(row[0])}
+    for option in main.commands["serve"].params:
+        if isinstance(option, click.Option) and option.opts[0] in shown:
+            default = option.get_default(click.Context(main.commands["serve"]))
+            if isinstance(default, bool):
+                spelled = "on" if default else "off"
+            elif isinstance(default, int | float | str):
+                spelled = f"{default:g}" if isinstance(default, float) else str(default)
+            else:
+                continue  # none, or one that depends on the machine
+            assert shown[option.opts[0]] == spelled, option.opts[0]
+
+
 def test_the_fields_of_results_are_those_of_the_code() -> None:
     rows = table(ROOT / "docs" / "generation.md", "field")
     for cls in (Result, Hypothesis):

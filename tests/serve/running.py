@@ -92,7 +92,7 @@ def running(
         late.start()
         for line in process.stdout:
             told.append(line.rstrip("\n"))
-            if not ready or "curl" in line:
+            if not ready or "in a browser" in line:
                 break
         late.cancel()
         found = re.match(r"listening on (\S+),", told[0]) if told else None

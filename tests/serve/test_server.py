@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import shlex
 import signal
@@ -52,6 +53,8 @@ def test_it_says_what_it_serves_and_how_to_try_it(server: Running) -> None:
     asked = dict(zip(words[2::2], words[3::2], strict=True))
     answer = httpx.post(words[1], headers=dict([asked["-H"].split(": ")]), content=asked["-d"])
     assert answer.json()["text_output"].count("-") == 2
+    assert server.told[5] == f"  or open {server.url}/ in a browser"
+    assert server.client.get("/").headers["content-type"].startswith("text/html")
     assert server.ask(DATE).json()["text_output"] == "2026-03-03"
     assert server.ask(DATE, "other").json()["text_output"] == "2026-03-03"
 
@@ -199,7 +202,7 @@ def test_only_who_has_a_token_may_ask(dates_bundle: Path, tmp_path: Path) -> Non
     tokens.write_text("0123456789abcdef\nfedcba9876543210\n")
     tokens.chmod(0o644)
     with running(tmp_path, dates_bundle, "--threads", 1, "--token-file", tokens) as server:
-        assert f'-H "Authorization: Bearer $(head -n 1 {tokens})"' in server.told[-1]
+        assert f'-H "Authorization: Bearer $(head -n 1 {tokens})"' in server.told[-2]
         assert "can be read by others (mode 644)" in server.log.read_text()
         assert server.is_ready()
         assert server.client.get("/livez").status_code == 200
@@ -217,6 +220,16 @@ def test_only_who_has_a_token_may_ask(dates_bundle: Path, tmp_path: Path) -> Non
         eventually(lambda: server.ask(DATE).status_code == 401)
         server.client.headers["Authorization"] = "Bearer new-token-of-today"
         assert server.ask(DATE).status_code == 200
+
+
+def test_it_warns_of_what_is_easily_forgotten(dates_bundle: Path, tmp_path: Path) -> None:
+    cores = len(os.sched_getaffinity(0))
+    both = (f"one={dates_bundle}", f"two={dates_bundle}")
+    with running(tmp_path, *both, "--threads", cores, "--host", "0.0.0.0") as server:
+        log = server.log.read_text()
+        assert f"set --threads {max(1, cores // 2)}\n" in log
+        assert "lets other machines ask; where their network is not yours, set --token-file and --tls-cert" in log
+        assert httpx.get(f"http://127.0.0.1:{httpx.URL(server.url).port}/readyz").status_code == 200
 
 
 def test_what_no_server_can_run_with_is_refused(dates_bundle: Path, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tfexport.decode.offline import decode
-from tfexport.errors import ParityError
+from tfexport.errors import InputError, ParityError
 from tfexport.generation import DecodeConfig
 from tfexport.model import Model
 from tfexport.text.compare import check_texts
@@ -21,10 +21,13 @@ def prepare(model: Model, slots: int) -> None:
         slots: rows that it will decode at once.
 
     Raises:
+        InputError: the model is an encoder alone.
         BackendError: the backend failed, or the model gave numbers that are none.
         ParityError: the tokenizer, or an fp32 model, says something else than was recorded.
     """
     spec = model.spec
+    if not spec.has_decoder:
+        raise InputError("the bundle is an encoder alone and generates no text; use tfexport embed")
     source = [spec.tokens.eos if spec.tokens.eos < spec.source_vocab else 0]
     room = min(WARM_UP_TOKENS, spec.max_target_length)
     warm_up = DecodeConfig(max_new_tokens=room, min_new_tokens=room)

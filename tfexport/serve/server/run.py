@@ -26,7 +26,7 @@ from tfexport.serve.metrics import Metrics
 from tfexport.serve.server.access import BearerTokens
 from tfexport.serve.server.config import ServerConfig
 from tfexport.serve.server.listen import GRACE_S, EventLoop, listen, renew_certificate, url_of, uvicorn_of
-from tfexport.serve.server.welcome import example, model_line, threads_warning
+from tfexport.serve.server.welcome import example, model_line, network_warning, threads_warning
 
 logger = logging.getLogger(__name__)
 # Seconds after which Python lets another thread go on; with its own 5 ms the event loop and the engines' threads keep
@@ -86,11 +86,15 @@ class Server:
         url, start = url_of(listener, self._config), time.monotonic()
         with self._signals():
             self._report(f"listening on {url}, not ready yet")
+            if warning := network_warning(self._config):
+                logger.warning(warning)
             serving = asyncio.create_task(self._uvicorn.serve([listener]))
             try:
                 await self._load()
                 self._report(f"ready after {time.monotonic() - start:.1f} s; try it:")
                 self._report(example(url, self._engines, self._config))
+                if self._app.state.service.config.ui:
+                    self._report(f"  or open {url}/ in a browser")
                 await self._stop.wait()
                 is_done = await self._drain()
             finally:

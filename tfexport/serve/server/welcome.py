@@ -14,6 +14,7 @@ from tfexport.serve.server.config import ServerConfig
 # Asked for where a bundle has no recorded text.
 _SOME_TEXT = "Hello"
 _SOME_IDS = [1, 2, 3]
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def threads_warning(engines: Collection[Engine]) -> str | None:
@@ -39,6 +40,18 @@ def model_line(name: str, engine: Engine) -> str:
         f"{taken}, {engine.slots} slots; "
         f"sources to {spec.max_source_length} tokens, targets to {spec.max_target_length}"
     )
+
+
+def network_warning(config: ServerConfig) -> str | None:
+    """Say what to set where other machines may ask without a token, or send it in the clear; else None."""
+    missing = [
+        option
+        for option, value in (("--token-file", config.token_file), ("--tls-cert", config.tls_cert))
+        if value is None
+    ]
+    if config.host in _LOOPBACK or not missing:
+        return None
+    return f"host {config.host} lets other machines ask; where their network is not yours, set {' and '.join(missing)}"
 
 
 def example(url: str, engines: Mapping[str, Engine], config: ServerConfig) -> str:
