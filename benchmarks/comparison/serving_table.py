@@ -8,8 +8,8 @@ from typing import Any
 
 from comparison.contestants import EQUAL, FP32, INT8, Contestant
 
-_HEAD = """| | threads | equal texts | requests a second | a CPU second | highest rate | p99 there, s |
-| --- | --- | --- | --- | --- | --- | --- |"""
+_HEAD = """| | threads | equal texts | tokens | requests a second | a CPU second | highest rate | p99 there, s |
+| --- | --- | --- | --- | --- | --- | --- | --- |"""
 
 
 def render(result: Mapping[str, Any]) -> str:
@@ -31,6 +31,7 @@ def _row(standing: Mapping[str, Any]) -> str:
         str(_who(standing)),
         str(standing["threads"]),
         f"{100 * standing['agreement']['equal']:.0f} %",
+        f"{100 * standing['tokens']:.0f} %",
         f"{standing['requests_per_second']:.2f}",
         f"{standing['requests_per_cpu_second']:.2f}",
         f"{standing['highest_rate']:.2f}",

@@ -73,7 +73,7 @@ def run_of(p99_s: float, requests: int = 10) -> Run:
 
 @pytest.mark.parametrize("limit", [3.0, 7.0, 9.5, 12.0])
 def test_trials_close_in_on_the_highest_rate(limit: float) -> None:
-    standing = Standing(FP32[0], 1, {}, backlogs=[run_of(1.0)])
+    standing = Standing(FP32[0], 1, {}, 1.0, backlogs=[run_of(1.0)])
     for _ in range(Effort.trials):
         rate = standing.next_rate
         standing.tried(rate, run_of(1.0 if rate <= limit else math.inf), 3.0)
