@@ -37,7 +37,8 @@ from comparison.serving import Effort, measure
 from comparison.systems import DATE_LENGTH, DATES, OURS
 from comparison.weights import ConvertedWeights
 
-from tfexport.bench.machine import environment, threads
+from tfexport.bench.machine import environment
+from tfexport.cores import available_cores
 from tfexport.errors import TfexportError
 
 SCHEMA = "tfexport.serving/1"
@@ -53,7 +54,7 @@ def costs(weights: ConvertedWeights, model: str, tokens: int, num_idle: int) -> 
     sources = [text.source[:DATE_LENGTH] for text in corpus(NUM_COSTS, weights.vocab(model))]
     processes = Processes(weights, model)
     try:
-        worker = processes.worker(OURS, "fp32", threads())
+        worker = processes.worker(OURS, "fp32", available_cores())
         counts = {"idle": num_idle, "burst": NUM_COSTS, "host": NUM_COSTS}
         return {op: worker.ask(op, sources=sources[:count], tokens=tokens) for op, count in counts.items()}
     finally:
@@ -74,7 +75,7 @@ def run(folder: Path, peer: Path, model: str, effort: Effort, quick: bool) -> di
     ended = ConvertedWeights(folder, pythons, writer="comparison.lengths")
     name = f"{model}{SUFFIX}"
     processes, loads = Processes(ended, name), {}
-    tried = sorted({1, threads()})
+    tried = sorted({1, available_cores()})
     vocab = ended.vocab(name)
     try:
         for kind, texts, contestants in (
@@ -92,7 +93,7 @@ def run(folder: Path, peer: Path, model: str, effort: Effort, quick: bool) -> di
         found[model] = costs(ended, name, LONGEST // 2, num_idle)
     return {
         "schema": SCHEMA,
-        "environment": environment(),
+        "environment": environment(available_cores()),
         "versions": processes.versions,
         "model": model,
         "effort": asdict(effort),

@@ -31,7 +31,7 @@ from comparison.run import Selection, compare
 from comparison.systems import FOREIGN, MODELS, OURS, PEERS, PRECISIONS, PRESETS, SYSTEMS, matrix
 from comparison.weights import ConvertedWeights
 
-from tfexport.bench.machine import threads
+from tfexport.cores import available_cores
 from tfexport.errors import TfexportError
 
 ENVIRONMENTS = BENCHMARKS.parent / "build" / "peers"
@@ -106,7 +106,7 @@ def main(
         )
     kinds = [kind for kind in (False, True) if any((name != "fp32") == kind for name in precision)]
     settings = matrix(models, kinds, source_length, batch_size, num_beams)
-    selection = Selection(peers=peers, precisions=precision, cores=threads(), rounds=rounds)
+    selection = Selection(peers=peers, precisions=precision, cores=available_cores(), rounds=rounds)
     options = {
         "models": models,
         "peers": peers,
