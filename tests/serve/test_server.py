@@ -11,6 +11,7 @@ import signal
 import socket
 import ssl
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.conftest import ROOT
-from tests.serve.running import PATIENCE_S, Running, eventually, running
+from tests.serve.running import COMMAND, PATIENCE_S, Running, eventually, running
 from tfexport.cli import main
 from tfexport.serve.server.config import ServerConfig
 from tfexport.serve.server.listen import SEND_BUFFER_BYTES, listen
@@ -248,6 +249,15 @@ def test_what_no_server_can_run_with_is_refused(dates_bundle: Path, tmp_path: Pa
     assert "no TLS" in refused(dates_bundle, "--tls-cert", short)
     assert "without tls_cert" in refused(dates_bundle, "--tls-key", short)
     assert "slots is 0" in refused(dates_bundle, "--slots", 0)
+
+
+def test_a_missing_package_is_named_with_what_brings_it(dates_bundle: Path) -> None:
+    program = f"import sys; sys.modules['uvicorn'] = None\n{COMMAND}"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "serve", str(dates_bundle)], capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    says = "error: this needs uvicorn, which is not installed; pip install 'tfexport[serve]'\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", says)
 
 
 def test_tls_refuses_who_speaks_plainly(dates_bundle: Path, tmp_path: Path) -> None:
