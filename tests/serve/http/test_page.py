@@ -77,6 +77,8 @@ def test_it_is_told_what_a_model_is(serve: Callable[..., None], texts: list[str]
         assert (told["name"], told["state"], told["is_ready"]) == ("dates", "ready", True)
         assert told["facts"]["Longest source"] == "64 tokens"
         assert told["facts"]["Rows at once"] == "3"
+        assert re.fullmatch(r"\d\.\d MB, fp32", told["facts"]["Weights"])
+        assert told["facts"]["Threads"] == "1 to read, 1 for a step"
         assert told["has_alignment"] is False
         assert 1 <= len(told["examples"]) <= page.NUM_EXAMPLES
         assert set(told["examples"]) <= set(texts)

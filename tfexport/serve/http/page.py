@@ -16,6 +16,7 @@ from tfexport.serve.http.asking import ids, source_of
 from tfexport.serve.http.body import read_object
 from tfexport.serve.http.errors import RequestError
 from tfexport.serve.http.service import service_of
+from tfexport.spec import QUANTIZED_WEIGHTS, WEIGHTS
 from tfexport.text.tokenizer import Tokenizer
 
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
@@ -95,16 +96,23 @@ def _described(engine: Engine) -> dict[str, Any]:
 
 
 def _facts(engine: Engine, model: Model) -> dict[str, str]:
-    spec, session = model.spec, model.session
-    return {
+    spec, session, threads = model.spec, model.session, model.threads
+    facts = {
         "Model": f"{spec.layers} decoder layers, width {spec.d_model}, {spec.heads} heads",
+        "Weights": f"{_weights_bytes(model) / 1e6:,.1f} MB, {session.accuracy}",
         "Vocabulary": f"{spec.vocab:,}",
         "Longest source": f"{spec.max_source_length:,} tokens",
         "Longest answer": f"{spec.max_target_length:,} tokens",
-        "Precision": session.accuracy,
         "Runs on": _BACKENDS[session.backend],
-        "Rows at once": str(engine.slots),
     }
+    if threads:
+        facts["Threads"] = f"{threads.encoder} to read, {threads.decoder} for a step"
+    return facts | {"Rows at once": str(engine.slots)}
+
+
+def _weights_bytes(model: Model) -> int:
+    files = model.manifest.files if model.manifest else {}
+    return sum(files[name].bytes for name in (WEIGHTS, QUANTIZED_WEIGHTS) if name in files)
 
 
 def _examples(tokenizer: Tokenizer) -> list[str]:
