@@ -1,0 +1,141 @@
+"""Many requests that are answered, cancelled, late, abandoned or refused: no slot, thread or memory is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import threading
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.serve.served import Outcomes, is_idle, serving, until
+from tfexport.errors import ServingError, TfexportError
+from tfexport.serve.engine import Engine
+
+KINDS: tuple[dict[str, Any], ...] = (
+    {},
+    {},
+    {"max_new_tokens": 2},
+    {"num_beams": 3},
+    {"do_sample": True, "num_return_sequences": 2},
+    {"return_alternatives": True, "num_return_sequences": 2},
+    {"repetition_penalty": 1.2},
+    {"stop_strings": "-0"},
+)
+AT_ONCE = 64
+
+
+def resident_mb() -> float:
+    """Return what the process has in memory."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+class Caller:
+    """Asks at random, and stops listening in every way there is."""
+
+    def __init__(self, engine: Engine, texts: list[str], seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.engine, self.texts = engine, texts
+        self.num_asked = self.num_refused = 0
+
+    async def ask(self) -> None:
+        """Submit once."""
+        rng, engine = self.rng, self.engine
+        text, kind, ways = self.texts[rng.integers(len(self.texts))], KINDS[rng.integers(len(KINDS))], rng.random()
+        urgency = {"priority": float(rng.normal())}
+        self.num_asked += 1
+        try:
+            if ways < 0.2:
+                await engine.generate(text, **urgency, **kind)
+            elif ways < 0.4:
+                await engine.generate(text, timeout_s=float(rng.exponential(0.01)) + 1e-9, **kind)
+            elif ways < 0.6:
+                generation = engine.submit(text, **urgency, **kind)
+                await self.wait()
+                generation.cancel()
+                await generation
+            elif ways < 0.75:
+                self.num_asked -= 1  # a task that is cancelled before it has begun asks nothing
+                task = asyncio.create_task(self.generate(text, kind))
+                await self.wait()
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+            elif ways < 0.9:
+                await self.read(engine.stream(text), int(rng.integers(12)))
+            elif ways < 0.97:
+                await self.read(engine.stream(text, timeout_s=0.005), 99)
+            else:
+                engine.submit(text, num_beams=99)
+        except ServingError:
+            pass
+        except TfexportError:
+            self.num_refused += 1
+
+    async def generate(self, text: str, kind: dict[str, Any]) -> None:
+        """Ask and wait for the answer."""
+        self.num_asked += 1
+        await self.engine.generate(text, **kind)
+
+    async def wait(self) -> None:
+        """Wait for nothing, for a turn of the event loop, or for some steps."""
+        if self.rng.random() < 0.7:
+            await asyncio.sleep(float(self.rng.exponential(0.003)) if self.rng.random() < 0.5 else 0)
+
+    async def read(self, stream: AsyncIterator[str], most: int) -> None:
+        """Read some pieces, then leave."""
+        num_read = 0
+        async for _ in stream:
+            num_read += 1
+            if num_read > most:
+                return
+            await self.wait()
+
+
+def soak(bundle: Path, texts: list[str], count: int, each: Callable[[int], None] = lambda done: None) -> Outcomes:
+    """Ask many times, and look for what is lost."""
+    observer, threads = Outcomes(), threading.active_count()
+
+    async def use(engine: Engine) -> None:
+        caller, done = Caller(engine, texts, seed=7), 0
+
+        async def ask_on() -> None:
+            nonlocal done
+            while done < count:
+                done += 1
+                await caller.ask()
+                if done % 1000 == 0:
+                    each(done)
+
+        await asyncio.gather(*(ask_on() for _ in range(AT_ONCE)))
+        gc.collect()
+        await until(lambda: is_idle(engine))
+        assert not engine._open_jobs
+        assert engine.is_ready
+        assert caller.num_refused == observer.counts["invalid"]
+        assert caller.num_asked == sum(observer.counts.values())
+
+    serving(bundle, use, observer, within_s=1800, slots=16, max_waiting=32, stream_buffer=4)
+    assert threading.active_count() == threads
+    return observer
+
+
+def test_nothing_is_lost(dates_bundle: Path, texts: list[str]) -> None:
+    observer = soak(dates_bundle, texts, 2000)
+    assert observer.counts.keys() >= {"ok", "cancelled", "deadline", "queue_full", "invalid"}
+    assert "error" not in observer.counts
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_leave_no_memory_behind(dates_bundle: Path, texts: list[str]) -> None:
+    sizes: list[tuple[int, float]] = []
+    observer = soak(dates_bundle, texts, 100_000, lambda done: sizes.append((done, resident_mb())))
+    done, size = np.array([one for one in sizes if one[0] >= 20_000]).T
+    slope = np.polyfit(done / 10_000, size, 1)[0]
+    print(f"{slope:.3f} MB per 10,000 requests, {size[-1]:.0f} MB at the end, {observer.counts}")
+    assert slope < 1
