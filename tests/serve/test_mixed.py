@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -83,13 +84,14 @@ def draw(model: Model, texts: list[str], count: int, rng: np.random.Generator) -
     return asked
 
 
-def alone(model: Model, one: Asked) -> list[Any]:
-    """Ask the model for this alone."""
+def alone(model: Model, one: Asked, copies: int = 1) -> list[Any]:
+    """Ask the model for this alone, or beside copies of it."""
     options = {name: value for name, value in one.options.items() if name != "prefix"}
-    prefix = one.options.get("prefix")
+    prefixes = [one.options["prefix"]] * copies if "prefix" in one.options else None
     if isinstance(one.source, str):
-        return model.generate([one.source], prefixes=None if prefix is None else [prefix], **options)
-    return model.generate_ids([one.source], prefixes=None if prefix is None else [prefix], **options)[0]
+        found = model.generate([one.source] * copies, prefixes=prefixes, **options)
+        return [answer for answer in found if answer.index == 0]
+    return model.generate_ids([one.source] * copies, prefixes=prefixes, **options)[0]
 
 
 def same(found: list[Any], expected: list[Any]) -> bool:
@@ -177,5 +179,9 @@ def test_a_thousand_sources_in_twenty_orders(
     model = load(bundle, threads=1, **BACKENDS[backend])
     asked = draw(model, texts if kind == "dates" else [], 1000, np.random.default_rng(5))
     expected = [alone(model, one) for one in asked]
+    if kind == "random":  # whose logits may be 1e-6 apart: then rounding decides, which the number of rows changes
+        settled = [same(alone(model, one, copies=3), mine) for one, mine in zip(asked, expected, strict=True)]
+        assert sum(settled) >= 995
+        asked, expected = list(compress(asked, settled)), list(compress(expected, settled))
     for seed in orders:
         compare_all(bundle, BACKENDS[backend], asked, expected, seed)

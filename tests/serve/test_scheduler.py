@@ -49,9 +49,11 @@ class Bench:
 
     def run(self) -> list[int]:
         """Step until nothing is left; return who was done, in order."""
-        while self.scheduler.is_busy:
+        for _ in range(1000):
             self.step()
-        return list(self.done)
+            if not self.scheduler.is_busy:
+                return list(self.done)
+        raise AssertionError("somebody waits for ever")
 
     def encoded_between_steps(self) -> Iterator[int]:
         """Take all steps; tell of each how many source tokens were encoded before it, padding included."""
@@ -131,6 +133,21 @@ def test_batches_that_nobody_may_join_take_no_more_than_the_slots() -> None:
     assert [rows for rows, _ in bench.session.steps] == [2]
     bench.run()
     assert len(bench.done) == 5
+
+
+def test_no_more_rows_are_decoded_than_there_are_slots() -> None:
+    bench = Bench(slots=8, encoder_budget=10_000)
+    for number in range(30):
+        several: dict[str, object] = {"do_sample": True, "num_return_sequences": 3}
+        options = ({"num_beams": 5}, several, {}, {"num_beams": 3})[number % 4]
+        bench.put(number, max_new_tokens=2 + number % 3, **options)
+    most = 0
+    while bench.scheduler.is_busy:
+        before = len(bench.session.steps)
+        bench.step()
+        most = max(most, sum(rows for rows, _ in bench.session.steps[before:]))
+    assert most == 8
+    assert len(bench.done) == 30
 
 
 def test_free_slots_wait_for_company_for_some_steps_at_most() -> None:
@@ -236,6 +253,17 @@ def test_the_queue_counts_source_tokens_and_forgets_who_left() -> None:
     assert (len(bench.queue), bench.queue.num_rows) == (2, 2)
     with pytest.raises(QueueFull):
         bench.put(6, do_sample=True, num_return_sequences=2)
+
+
+def test_a_source_counts_as_often_as_it_is_encoded() -> None:
+    bench = Bench(max_waiting_tokens=20)
+    bench.put(0, source_len=3)
+    for options in ({"do_sample": True}, {"return_alternatives": True}):
+        with pytest.raises(QueueFull):
+            bench.put(1, source_len=3, num_return_sequences=6, **options)
+    with pytest.raises(QueueFull):  # once more, to find them
+        bench.put(1, source_len=3, num_return_sequences=5, return_alternatives=True)
+    bench.put(1, source_len=3, num_return_sequences=5, do_sample=True)
 
 
 def test_a_single_job_may_always_wait() -> None:
