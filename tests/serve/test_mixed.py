@@ -84,14 +84,19 @@ def draw(model: Model, texts: list[str], count: int, rng: np.random.Generator) -
     return asked
 
 
-def alone(model: Model, one: Asked, copies: int = 1) -> list[Any]:
-    """Ask the model for this alone, or beside copies of it."""
+def alone(model: Model, one: Asked) -> list[Any]:
+    """Ask the model for this alone."""
+    return beside(model, one, [])
+
+
+def beside(model: Model, one: Asked, others: list[Any]) -> list[Any]:
+    """Ask the model for this in one call with other sources of its kind."""
     options = {name: value for name, value in one.options.items() if name != "prefix"}
-    prefixes = [one.options["prefix"]] * copies if "prefix" in one.options else None
+    prefixes = [one.options["prefix"]] * (1 + len(others)) if "prefix" in one.options else None
     if isinstance(one.source, str):
-        found = model.generate([one.source] * copies, prefixes=prefixes, **options)
+        found = model.generate([one.source, *others], prefixes=prefixes, **options)
         return [answer for answer in found if answer.index == 0]
-    return model.generate_ids([one.source] * copies, prefixes=prefixes, **options)[0]
+    return model.generate_ids([one.source, *others], prefixes=prefixes, **options)[0]
 
 
 def same(found: list[Any], expected: list[Any]) -> bool:
@@ -180,7 +185,8 @@ def test_a_thousand_sources_in_twenty_orders(
     asked = draw(model, texts if kind == "dates" else [], 1000, np.random.default_rng(5))
     expected = [alone(model, one) for one in asked]
     if kind == "random":  # whose logits may be 1e-6 apart: then rounding decides, which the number of rows changes
-        settled = [same(alone(model, one, copies=3), mine) for one, mine in zip(asked, expected, strict=True)]
+        others = [(7, 8, 9), tuple(range(3, 33))]
+        settled = [same(beside(model, one, others), mine) for one, mine in zip(asked, expected, strict=True)]
         assert sum(settled) >= 995
         asked, expected = list(compress(asked, settled)), list(compress(expected, settled))
     for seed in orders:

@@ -17,6 +17,7 @@ from tfexport.serve.job import Event, Job
 from tfexport.serve.observer import Observer
 from tfexport.serve.scheduler import HELD_STEPS, Scheduler
 from tfexport.serve.waiting import WaitingQueue
+from tfexport.serve.worker import Worker
 
 
 class Bench:
@@ -274,16 +275,15 @@ def test_a_single_job_may_always_wait() -> None:
 
 
 def test_when_to_come_again_is_told_by_who_left_since_somebody_had_to_wait() -> None:
-    queue = WaitingQueue(4, 1000)
-    bench = Bench()
-    jobs = [bench.put(number) for number in range(8)]
-    queue.put(jobs[0])
-    queue.take(list)
-    queue._departed.extend([time.monotonic() - 3600] * 4)  # an hour ago
-    for job in jobs[1:5]:
-        queue.put(job)
+    bench = Bench(max_waiting=4)
+    bench.queue._departed.extend([time.monotonic() - 3600] * 4)  # an hour ago
+    for number in range(1, 5):
+        bench.put(number)
+    bench.queue.take(lambda jobs: jobs[:2])
+    bench.put(5)
+    bench.put(6)
     with pytest.raises(QueueFull) as full:
-        queue.put(jobs[5])
+        bench.put(7)
     assert full.value.retry_after_s == 1
 
 
@@ -295,3 +295,16 @@ def test_a_closed_queue_keeps_no_trace_of_whom_it_refused() -> None:
         with pytest.raises(Draining, match="over"):
             bench.put(number)
     assert reason.__traceback__ is None
+
+
+def test_a_worker_that_is_told_of_a_cancellation_publishes_no_more() -> None:
+    bench, events = Bench(), list[Event]()
+    worker = Worker(bench.session, bench.config, Observer(), events.extend, lambda failed: None)
+    jobs = [bench.put(number, max_new_tokens=15) for number in range(40)]
+    for job in jobs:
+        worker.submit(job)
+        worker.cancel(job)
+    worker.close(Draining("over"))
+    assert worker.join(10)
+    assert not [event for event in events if event.outcome is None]
+    assert all(job.is_cancelled for job in jobs)
