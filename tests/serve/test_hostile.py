@@ -215,6 +215,20 @@ def test_a_task_that_is_cancelled_takes_its_request_along(dates_bundle: Path, te
     serving(dates_bundle, use)
 
 
+def test_a_waiter_that_is_cancelled_frees_its_slot(random_bundle: Path) -> None:
+    observer = Outcomes()
+
+    async def use(engine: Engine) -> None:
+        task = asyncio.create_task(engine.generate_ids([5, 6]))
+        await until(lambda: engine.num_slots_used > 0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await until(lambda: is_idle(engine))
+
+    serving(random_bundle, use, observer)
+    assert observer.counts == {"cancelled": 1}
+
+
 def test_a_reader_that_stops_in_any_way_frees_its_slot(random_bundle: Path) -> None:
     observer = Outcomes()
 
