@@ -205,7 +205,9 @@ def test_lists_are_taken_back_on_the_command_line(tmp_path: Path) -> None:
 def test_a_stream_begins_from_the_defaults(tmp_path: Path) -> None:
     bundle = with_defaults(DATES, tmp_path / "model", '{"max_length": 6, "num_beams": 2, "stop_strings": "-"}')
     with tfexport.load(bundle, threads=1) as model:
-        with pytest.raises(tfexport.InputError, match="num_beams is 2, but tokens can only be handed out"):
+        with pytest.raises(
+            tfexport.InputError, match="num_beams is 2 by the model's own default, but tokens can only be handed out"
+        ):
             model.stream(TEXT)
         assert "".join(model.stream(TEXT, num_beams=1)) == "1989-"
         assert "".join(model.stream(TEXT, num_beams=1, max_length=None, stop_strings=[])) == "1989-07-14"

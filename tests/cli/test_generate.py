@@ -267,4 +267,6 @@ def test_generate_and_embed_name_one_another(encoder_bundle: Path, dates_bundle:
     says(run("generate", encoder_bundle, "x"), f"generates no text; use tfexport embed {encoder_bundle}")
     says(run("embed", dates_bundle, "x"), "generate")
     says(run("score", encoder_bundle, "x\ty"), "an encoder alone and reads no target; use embed")
-    says(run("serve", encoder_bundle, "--port", "0"), "an encoder alone and generates no text; use tfexport embed")
+    refused = run("serve", encoder_bundle, "--port", "0")
+    assert refused.exit_code == 1
+    assert "an encoder alone and generates no text; use tfexport embed" in refused.stderr

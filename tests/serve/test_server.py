@@ -121,7 +121,7 @@ def test_who_goes_away_frees_its_rows(server: Running) -> None:
                 one.sendall(b"POST /v2/models/dates/" + endpoint.encode() + b" HTTP/1.1\r\n" + head + content)
     eventually(lambda: server.metric('tfexport_slots_used{model="dates"}') == 0)
     eventually(lambda: server.metric('tfexport_requests_running{model="dates"}') == 0)
-    assert server.ask(DATE).json()["text_output"] == "2026-03-03"
+    eventually(lambda: server.ask(DATE).json().get("text_output") == "2026-03-03")  # some may still be on their way
 
 
 def connected(server: Running) -> socket.socket:

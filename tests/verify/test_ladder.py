@@ -47,7 +47,7 @@ def source(once: Callable[[str, Make], Path]) -> Path:
 def bundle(once: Callable[[str, Make], Path], source: Path) -> Path:
     """Its bundle in all forms, unverified; not to be changed."""
     config = ExportConfig(alignment=AlignmentHeads(layer=-1, heads=(1, 2)))
-    return once("verify-bundle", lambda path: export_bundle(str(source), path, config, verify=False))
+    return once("aligned-verify-bundle", lambda path: export_bundle(str(source), path, config, verify=False))
 
 
 def verify(*arguments: object) -> Result:
