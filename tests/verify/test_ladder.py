@@ -262,7 +262,7 @@ def test_a_tie_is_what_rounding_can_turn_and_nothing_else(bundle: Path, source: 
     opened = open_bundle(wrong)
     spec = replace(opened.manifest.spec, max_target_length=2)
     graphs = {name: opened.file(graph.file) for name, graph in opened.manifest.graphs.items()}
-    report = verify_stages(Stages(model, Graphs(graphs, spec)), FEW)
+    report = verify_stages(Stages(model, Graphs(graphs, spec, alignment=opened.manifest.alignment)), FEW)
     assert report.passed, report.problems()
     greedy = {rung.stage: rung for rung in report.decodes if rung.method == "greedy"}
     assert greedy["ort concat"].exact == greedy["ort contrib"].exact == FEW.samples
