@@ -76,8 +76,8 @@ def load(
         path: of the bundle.
         backend: "ort", "eager" or "trt"; "auto" takes the first of them that is installed and can run the bundle.
         form: of the decoder graph; None takes contrib on the CPU, else static, or concat where it is the only one.
-        threads: for one call on the CPU in ONNX Runtime; "auto", or None, for all cores that are available to the
-            encoder, and one or all to the decoder's steps, by their size.
+        threads: for one call on the CPU in ONNX Runtime; "auto" for all cores that are available to the encoder, and
+            one or all to the decoder's steps, by their size; None for one on each core that ONNX Runtime finds.
         device: where graphs are computed, "cpu" or "cuda"; never another than the one asked for.
         engine: name of the engine for backend "trt"; None for the only one that may be used here.
 
@@ -123,7 +123,11 @@ def load(
     if checked.exception():
         model.close()
     checked.result()
-    taken = f" with {chosen.encoder} threads for sources, {chosen.decoder} for a step" if model.threads else ""
+    taken = (
+        f" with {model.threads.encoder} threads for sources, {model.threads.decoder} for a step"
+        if model.threads
+        else ""
+    )
     _log.info("%s: loaded on %s, %s%s", path, session.backend, device, taken)
     return model
 

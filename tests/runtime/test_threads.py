@@ -26,12 +26,18 @@ def of_own_module(bundle: Bundle, num_bytes: int) -> Bundle:
     return dataclasses.replace(bundle, manifest=dataclasses.replace(bundle.manifest, config=None, files=files))
 
 
-@pytest.mark.parametrize("threads", ["auto", None])
-def test_steps_of_a_small_decoder_take_one_thread_and_all_else_the_cores(dates_bundle: Path, threads: Any) -> None:
+def test_steps_of_a_small_decoder_take_one_thread_and_all_else_the_cores(dates_bundle: Path) -> None:
     bundle = read_bundle(dates_bundle)
-    assert choose_threads(threads, bundle) == Threads(CORES, 1)
-    assert choose_threads(threads, of_own_module(bundle, ONE_THREAD_BELOW - 1)) == Threads(CORES, 1)
-    assert choose_threads(threads, of_own_module(bundle, ONE_THREAD_BELOW)) == Threads(CORES, CORES)
+    assert choose_threads("auto", bundle) == Threads(CORES, 1)
+    assert choose_threads("auto", of_own_module(bundle, ONE_THREAD_BELOW - 1)) == Threads(CORES, 1)
+    assert choose_threads("auto", of_own_module(bundle, ONE_THREAD_BELOW)) == Threads(CORES, CORES)
+
+
+def test_none_leaves_it_to_onnx_runtime(dates_bundle: Path) -> None:
+    assert choose_threads(None, read_bundle(dates_bundle)) is None
+    with tfexport.load(dates_bundle, threads=None) as model:
+        assert model.threads is None
+        assert model.session._graphs.decoder.get_session_options().intra_op_num_threads == 0  # type: ignore[attr-defined]
 
 
 def test_a_number_is_for_all(dates_bundle: Path) -> None:

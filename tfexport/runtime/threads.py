@@ -32,15 +32,17 @@ class Threads:
     decoder: int
 
 
-def choose_threads(threads: int | Literal["auto"] | None, bundle: Bundle) -> Threads:
+def choose_threads(threads: int | Literal["auto"] | None, bundle: Bundle) -> Threads | None:
     """Return the threads for a bundle.
 
     Args:
-        threads: for both graphs; "auto" or None to give the encoder all cores that are available, since its products
+        threads: for both graphs; "auto" to give the encoder all cores that are available, since its products
             are as many times larger as sources have tokens and its threads sleep between its runs, and the decoder
-            all or one.
+            all or one; None to leave it to ONNX Runtime, which keeps a thread on each core that it finds.
         bundle: to run.
     """
+    if threads is None:
+        return None
     if isinstance(threads, int):
         return Threads(threads, threads)
     cores = available_cores()
