@@ -1,117 +1,111 @@
 #!/usr/bin/env python
-"""Decode many sequences in one process, and see whether memory stays flat and outputs stay the same.
+"""Soak a bundle that has recorded texts: mixed load for hours on a real server and on a model in process.
 
-The first 1,000 sequences, of mixed lengths, in batches of mixed sizes, greedy
-and with 4 beams, are decoded again and again in another order of batches. The
-exit code is 1 when the process holds over 5 % and 5 MB more at the end than
-after the first 1,000, or a batch says something else than at first. Linux alone.
+Greedy texts, beams, samples with seeds, alternatives, streams, tokens, callers
+who go away or are too late, nonsense, and the bundle loaded again and again,
+under a path that leads to two copies in turn. All texts have to be those of the
+first run; memory, threads, descriptors and temporary files are watched.
+
+Writes NAME.json, NAME.md and NAME.svg, every minute and at the end. The exit code
+is 1 where a text differs, something is left behind, or resident memory rises by
+more than 1 MB an hour over half an hour or more. Ctrl-C ends it early, in order.
+Linux alone.
 """
 
 from __future__ import annotations
 
-import random
-import sys
+import asyncio
+import hashlib
+import shutil
+import signal
 import tempfile
-from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import click
-from comparison.systems import FIRST_TOKEN, MODELS, OURS, PRECISIONS, Variant
-from comparison.weights import ConvertedWeights
+from soaking import report
+from soaking.local import Local
+from soaking.run import Plan, Soak
+from soaking.server import Server
 
-import tfexport
-from tfexport.errors import TfexportError
+from tfexport.bundle.bundle import open_bundle
+from tfexport.errors import BenchError, TfexportError
+from tfexport.files.names import MANIFEST
 
-PASS = 1_000
-MAX_LENGTH, MAX_BATCH = 64, 32
-# Memory may grow by so much, since the order of batches decides how blocks fit together.
-GROWTH, GROWTH_BYTES = 0.05, 5e6
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Sources decoded together, and how."""
-
-    sources: tuple[tuple[int, ...], ...]
-    num_beams: int
-    new_tokens: int
+# Of the recorded texts; each is asked in every way in the first run.
+NUM_TEXTS = 24
+_WRITTEN_EVERY_S = 60
 
 
-def batches(num_sequences: int, vocab: int) -> list[Batch]:
-    """Draw batches of `num_sequences` in all, the same on every call."""
-    draw, found, left = random.Random(0), [], num_sequences
-    while left:
-        size = min(left, draw.randint(1, MAX_BATCH))
-        sources = tuple(
-            tuple(draw.randrange(FIRST_TOKEN, vocab) for _ in range(draw.randint(1, MAX_LENGTH))) for _ in range(size)
-        )
-        found.append(Batch(sources, draw.choice((1, 4)), draw.randint(1, MAX_LENGTH)))
-        left -= size
+def texts_of(bundle: Path) -> list[str]:
+    """Return texts that a bundle was recorded with.
+
+    Raises:
+        BundleError: it cannot be opened.
+        BenchError: it has none.
+    """
+    samples = open_bundle(bundle).manifest.text.samples
+    if not samples:
+        raise BenchError(f"{bundle}: has no recorded texts; give a bundle that was made with them")
+    return [sample.text for sample in samples[:NUM_TEXTS]]
+
+
+async def run(bundle: Path, plan: Plan, output: Path, work: Path) -> dict[str, object]:
+    """Soak and write the report.
+
+    Args:
+        bundle: to serve.
+        plan: how long and how much.
+        output: JSON file.
+        work: empty folder, for copies of the bundle and all that the processes write.
+
+    Raises:
+        TfexportError: the soak cannot begin.
+    """
+    texts, digest = texts_of(bundle), hashlib.sha256((bundle / MANIFEST).read_bytes()).hexdigest()
+    copies = [work / "one", work / "two"]
+    for copy in copies:
+        shutil.copytree(bundle, copy)
+    targets = [await Local.start(work / "local", bundle), await Server.start(work / "server", copies, "--threads", "1")]
+    soak = Soak(targets, texts, plan)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, soak.stop.set)
+
+    async def write_now_and_then() -> None:
+        while True:
+            await asyncio.sleep(_WRITTEN_EVERY_S)
+            report.write(output, report.document(soak, digest, is_over=False))
+
+    writing = asyncio.create_task(write_now_and_then())
+    await soak.run(click.echo)
+    writing.cancel()
+    found = report.document(soak, digest, is_over=True)
+    report.write(output, found)
     return found
 
 
-def decode(model: tfexport.Model, batch: Batch) -> list[tuple[int, ...]]:
-    """Return the best hypothesis of each source."""
-    found = model.generate_ids(
-        batch.sources, batch_size=MAX_BATCH, num_beams=batch.num_beams, max_new_tokens=batch.new_tokens
-    )
-    return [hypotheses[0].token_ids for hypotheses in found]
-
-
-def resident_bytes() -> int:
-    """Return the memory that this process holds now."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:"))
-
-
-def soak(model: tfexport.Model, num_sequences: int, per_pass: int = PASS) -> list[str]:
-    """Decode pass after pass and print the memory after each.
-
-    Args:
-        model: loaded.
-        num_sequences: in all, a multiple of `per_pass`.
-        per_pass: different sequences.
-
-    Returns:
-        What is wrong; empty when all is well.
-    """
-    work = batches(per_pass, model.spec.source_vocab)
-    expected = [decode(model, batch) for batch in work]
-    first = last = resident_bytes()
-    click.echo(f"{per_pass:,} sequences: {first / 1e6:.1f} MB")
-    differing = set()
-    for number in range(2, num_sequences // per_pass + 1):
-        order = list(range(len(work)))
-        random.Random(number).shuffle(order)
-        differing |= {index for index in order if decode(model, work[index]) != expected[index]}
-        last = resident_bytes()
-        click.echo(f"{number * per_pass:,} sequences: {last / 1e6:.1f} MB")
-    problems = [f"{len(differing)} of {len(work)} batches did not decode as at first"] if differing else []
-    if last > (1 + GROWTH) * first + GROWTH_BYTES:
-        problems.append(f"memory grew from {first / 1e6:.1f} to {last / 1e6:.1f} MB")
-    return problems
-
-
 @click.command(help=__doc__)
-@click.option("--model", "name", type=click.Choice(MODELS), default=MODELS[0], show_default=True, help="Whose weights.")
-@click.option("--precision", type=click.Choice(PRECISIONS), default="fp32", show_default=True, help="Of the bundle.")
-@click.option("--sequences", type=click.IntRange(min=2 * PASS), default=10 * PASS, show_default=True,
-              help="To decode in all, in thousands.")  # fmt: skip
-@click.option("--work", type=click.Path(path_type=Path), help="Keep the bundle here, and use one that is there.")
-def main(name: str, precision: str, sequences: int, work: Path | None) -> None:
-    bundle = Variant(system=OURS, precision=precision, optimize_for=None if precision == "fp32" else "latency")
-    with ExitStack() as stack:
-        try:
-            folder = work or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="soak-")))
-            path = ConvertedWeights(folder, {OURS: Path(sys.executable)}).prepared(name, bundle)
-            with tfexport.load(path) as model:
-                problems = soak(model, sequences)
-        except TfexportError as error:
-            raise click.ClickException(str(error)) from error
-    if problems:
-        raise click.ClickException("; ".join(problems))
-    click.echo("memory flat, outputs as at first")
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option("--minutes", type=click.FloatRange(min=0, min_open=True), default=120.0, show_default=True,
+              help="Under load, after the warm-up.")  # fmt: skip
+@click.option("--warm-up", type=click.FloatRange(min=0), default=10.0, show_default=True, metavar="MINUTES",
+              help="Under the same load before.")  # fmt: skip
+@click.option("--rate", type=click.FloatRange(min=0, min_open=True), default=Plan.rate, show_default=True,
+              help="Asks a second, of the server and of the model in process each.")  # fmt: skip
+@click.option("--reload-every", type=click.FloatRange(min=0, min_open=True), default=Plan.reload_every_s,
+              show_default=True, metavar="SECONDS", help="Between two loadings of the bundle.")  # fmt: skip
+@click.option("--output", type=click.Path(path_type=Path), default=Path("build/soak/soak.json"), show_default=True,
+              help="JSON file to write; a page and a picture beside it.")  # fmt: skip
+def main(bundle: Path, minutes: float, warm_up: float, rate: float, reload_every: float, output: Path) -> None:
+    plan = Plan(load_s=60 * minutes, warm_up_s=60 * warm_up, rate=rate, reload_every_s=reload_every)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with tempfile.TemporaryDirectory(prefix="soak-") as work:
+            found = asyncio.run(run(bundle, plan, output, Path(work)))
+    except TfexportError as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(output.with_suffix(".md").read_text(encoding="utf-8"))
+    if found["problems"]:
+        raise click.ClickException("the soak has failed; the page says how")
 
 
 if __name__ == "__main__":

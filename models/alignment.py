@@ -18,7 +18,7 @@ class EncoderDecoder(Protocol):
     """An encoder and a decoder with an explicit cache."""
 
     def encode(self, source_ids: Tensor, source: Source) -> list[KeyValue]:
-        """Return each decoder layer's cross-attention keys and values, [batch, heads, source_len, …]."""
+        """Return each decoder layer's cross-attention keys and values, [batch, kv_heads, source_len, …]."""
         ...
 
     def decode_step(self, target_ids: Tensor, cross: Cross, cache: Cache) -> Tensor:
@@ -40,16 +40,17 @@ class AlignedCross(CrossCache):
         super().__init__(key_values, mask)
         self._named = named
 
-    def attend(self, layer: int, query: Tensor, *, scale: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, *, scale: float, softcap: float = 0.0) -> Tensor:
         """Attend to the source; see `Cross.attend`."""
         if layer == self._named.layer:
             key = self.key_values[layer].key
-            weights = attention_weights(split_rows(query, key.shape[0]), key, self.mask[:, None, None, :], scale=scale)
+            rows, mask = split_rows(query, key.shape[0]), self.mask[:, None, None, :]
+            weights = attention_weights(rows, key, mask, scale=scale, softcap=softcap)
             heads = self._named.heads
             if len(heads) < weights.shape[1]:
                 weights = weights.index_select(1, torch.tensor(heads, device=weights.device))
             self.alignment = weights.mean(1)
-        return super().attend(layer, query, scale=scale)
+        return super().attend(layer, query, scale=scale, softcap=softcap)
 
 
 def align(

@@ -26,8 +26,8 @@ class KeyValue:
     """Keys and values of one attention.
 
     Attributes:
-        key: [rows, heads, len, head_dim].
-        value: [rows, heads, len, value_dim].
+        key: [rows, kv_heads, len, head_dim].
+        value: [rows, kv_heads, len, value_dim].
     """
 
     key: Tensor
@@ -38,17 +38,26 @@ class SelfAttention(Protocol):
     """Tokens that attend to each other, layer by layer."""
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None, *, scale: float
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor | None = None,
+        *,
+        scale: float,
+        softcap: float = 0.0,
     ) -> Tensor:
         """Keep a layer's new keys and values and attend to all that the new tokens may see.
 
         Args:
             layer: from 0; each layer once, in order.
             query: of the new tokens, [rows · len, heads, head_dim].
-            key: likewise.
-            value: [rows · len, heads, value_dim].
+            key: [rows · len, kv_heads, head_dim]; as many heads as queries have, or fewer that several of them share.
+            value: [rows · len, kv_heads, value_dim].
             bias: added to the scores, [rows or 1, heads, len, keys].
             scale: factor on the scores.
+            softcap: where they level off, see `dot_product_attention`; 0 for nowhere.
 
         Returns:
             The context of every new token, its heads side by side, [rows · len, heads · value_dim].
@@ -69,7 +78,7 @@ class Source(SelfAttention, Protocol):
 class Cross(Protocol):
     """The keys and values of the source, as a decoder's cross-attention sees them."""
 
-    def attend(self, layer: int, query: Tensor, *, scale: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, *, scale: float, softcap: float = 0.0) -> Tensor:
         """Attend from new target tokens to the source.
 
         Args:
@@ -77,6 +86,7 @@ class Cross(Protocol):
             query: [rows · target_len, heads, head_dim]; rows is a multiple of
                 the sources, and the rows of one source lie side by side.
             scale: factor on the scores.
+            softcap: where they level off, see `dot_product_attention`; 0 for nowhere.
 
         Returns:
             The context of every token, its heads side by side, [rows · target_len, heads · value_dim].
@@ -123,18 +133,28 @@ class ConcatCache:
         self.mask = torch.arange(self.key_len, device=target_ids.device) <= self.positions[:, None, :, None]
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None, *, scale: float
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor | None = None,
+        *,
+        scale: float,
+        softcap: float = 0.0,
     ) -> Tensor:
         """Append the new tokens of `layer` and attend; see `SelfAttention.attend`."""
         rows = self.past[layer].key.shape[0]
         kept = self.update(layer, KeyValue(split_rows(key, rows), split_rows(value, rows)))
         query = split_rows(query, rows)
         return merge_rows(
-            dot_product_attention(query, kept.key, kept.value, self.mask, bias, scale=scale, dropout=self._dropout)
+            dot_product_attention(
+                query, kept.key, kept.value, self.mask, bias, scale=scale, softcap=softcap, dropout=self._dropout
+            )
         )
 
     def update(self, layer: int, new: KeyValue) -> KeyValue:
-        """Append new keys and values [rows, heads, target_len, …]; return all, of length key_len."""
+        """Append new keys and values [rows, kv_heads, target_len, …]; return all, of length key_len."""
         past = self.past[layer]
         present = KeyValue(torch.cat((past.key, new.key), 2), torch.cat((past.value, new.value), 2))
         self.present.append(present)

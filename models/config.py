@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 from tfexport.errors import ConfigError
 from tfexport.fields import Config, size_problems
@@ -15,10 +16,14 @@ from tfexport.models.switches import (
     Norm,
     NormPlace,
     Positions,
+    QkNorm,
     RelativeBias,
+    RotaryPairs,
     Value,
 )
 from tfexport.spec import ModelSpec, Precision, TokenIds
+
+Side = Literal["encoder", "decoder"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +31,9 @@ class StackConfig(Config, subject="stack"):
     """Sizes and norm placement of one side, encoder or decoder.
 
     `d_k` and `d_v` are the width of one head's keys and values; None means
-    d_model / num_heads.
+    d_model / num_heads. `num_kv_heads` None means as many as `num_heads`;
+    fewer are shared, each by as many heads that lie side by side.
+    `residual_scale` is a switch, as `norm_place` and `final_norm` are.
     """
 
     layers: int
@@ -36,9 +43,15 @@ class StackConfig(Config, subject="stack"):
     final_norm: bool
     d_k: int | None = None
     d_v: int | None = None
+    num_kv_heads: int | None = None
+    residual_scale: float = 1.0
 
     def _problems(self) -> list[str]:
-        return size_problems(self, "layers", "num_heads", "d_ff", "d_k", "d_v")
+        problems = size_problems(self, "layers", "num_heads", "d_ff", "d_k", "d_v", "num_kv_heads")
+        if not problems and self.num_kv_heads and self.num_heads % self.num_kv_heads:
+            shared = f"num_kv_heads is {self.num_kv_heads}, which does not divide num_heads {self.num_heads}"
+            problems.append(f"{shared}; change one of them")
+        return problems
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +61,7 @@ class TransformerConfig(Config, subject="model"):
     What the switches do stands in models/README.md, what values they have in
     `tfexport.models.switches`. `decoder` is None for an encoder alone.
 
-    `attention_scale` None means 1/sqrt(d_k). `tie_embeddings` shares one table
+    `attention_scale` None means 1/sqrt(d_k), `rotary_dim` None all of d_k. `tie_embeddings` shares one table
     between encoder and decoder, `tie_output` uses the decoder's table as the
     output projection. `max_source_length` and `max_target_length` are the rows
     of the position tables, and the limits where there is no table.
@@ -65,16 +78,22 @@ class TransformerConfig(Config, subject="model"):
     embedding_norm: bool = False
     norm: Norm = "layernorm"
     norm_eps: float = 1e-5
+    qk_norm: QkNorm = "none"
     activation: Activation = "relu"
     feed_forward: FeedForward = "mlp"
     relative_bias: RelativeBias = "none"
     relative_buckets: int = 32
     relative_max_distance: int = 128
-    residual_scale: float = 1.0
     positions: Positions = "table"
+    rotary_base: float = 10000.0
+    rotary_dim: int | None = None
+    rotary_pairs: RotaryPairs = "halves"
+    rotary_cross: bool = False
     embedding_scale: float = 1.0
     attention_scale: float | None = None
+    attention_softcap: float = 0.0
     logit_scale: float = 1.0
+    logit_softcap: float = 0.0
     attention_bias: bool = True
     feed_forward_bias: bool = True
     norm_bias: bool = True
@@ -82,6 +101,11 @@ class TransformerConfig(Config, subject="model"):
     tie_embeddings: bool = False
     tie_output: bool = False
     dropout: float = 0.1
+
+    @classmethod
+    def from_dict(cls, data: object, *, subject: str = "config.json") -> Self:
+        """Read a configuration, see `Config.from_dict`; one of before there was a residual scale for each side, too."""
+        return super().from_dict(_with_scales(data), subject=subject)
 
     def _problems(self) -> list[str]:
         return [*self._size_problems(), *self._decoder_problems()]
@@ -95,6 +119,7 @@ class TransformerConfig(Config, subject="model"):
             "max_source_length",
             "max_target_length",
             "relative_max_distance",
+            "rotary_dim",
         )
         for side, stack in () if problems else (("encoder", self.encoder), ("decoder", self.decoder)):
             if stack and self.d_model % stack.num_heads and not (stack.d_k and stack.d_v):
@@ -104,11 +129,23 @@ class TransformerConfig(Config, subject="model"):
                 )
         if not 0 <= self.dropout < 1:
             problems.append(f"dropout is {self.dropout}, expected 0 or more and below 1")
-        if self.norm_eps < 0:
-            problems.append(f"norm_eps is {self.norm_eps}, expected 0 or more")
+        for name in ("norm_eps", "attention_softcap", "logit_softcap"):
+            if getattr(self, name) < 0:
+                problems.append(f"{name} is {getattr(self, name)}, expected 0 or more")
         if self.relative_bias != "none":
             problems += size_problems(self, "relative_buckets", least=4)
+        if self.positions == "rotary" and not problems:
+            problems += self._rotary_problems()
         return problems
+
+    def _rotary_problems(self) -> Iterator[str]:
+        if self.rotary_base <= 0:
+            yield f"rotary_base is {self.rotary_base}, expected above 0"
+        sides: list[Side] = ["encoder"] if self.decoder is None else ["encoder", "decoder"]
+        for side in sides:
+            width, dim = self.d_k(side), self.rotary_dim or self.d_k(side)
+            if dim % 2 or dim > width:
+                yield f"rotary_dim is {dim}, expected an even number up to d_k {width} of the {side}"
 
     def _decoder_problems(self) -> list[str]:
         problems: list[str] = []
@@ -145,25 +182,46 @@ class TransformerConfig(Config, subject="model"):
             if holder is not None
         }
 
-    def num_heads(self, side: Literal["encoder", "decoder"]) -> int:
+    def uses(self, name: str) -> bool:
+        """Say whether a switch does anything beside the others, in a model of these parts."""
+        switch = SWITCHES[name]
+        if self.decoder is None and switch.acts in ("cross-attention", "output"):
+            return False
+        return switch.where is None or getattr(self, switch.where[0]) in switch.where[1]
+
+    def num_heads(self, side: Side) -> int:
         """Return the number of attention heads of one side."""
         return self._stack(side).num_heads
 
-    def d_k(self, side: Literal["encoder", "decoder"]) -> int:
+    def num_kv_heads(self, side: Side) -> int:
+        """Return the number of heads of keys and values of one side."""
+        stack = self._stack(side)
+        return stack.num_kv_heads or stack.num_heads
+
+    def d_k(self, side: Side) -> int:
         """Return the width of one head's queries and keys on one side."""
         stack = self._stack(side)
         return stack.d_k or self.d_model // stack.num_heads
 
-    def d_v(self, side: Literal["encoder", "decoder"]) -> int:
+    def d_v(self, side: Side) -> int:
         """Return the width of one head's values on one side."""
         stack = self._stack(side)
         return stack.d_v or self.d_model // stack.num_heads
 
-    def _stack(self, side: Literal["encoder", "decoder"]) -> StackConfig:
+    def _stack(self, side: Side) -> StackConfig:
         stack = self.encoder if side == "encoder" else self.decoder
         if stack is None:
             raise ConfigError("model: this is an encoder alone and has no decoder")
         return stack
+
+
+def _with_scales(data: object) -> object:
+    """Give each side the residual scale that configurations once had for both."""
+    if not isinstance(data, dict) or "residual_scale" not in data:
+        return data
+    scale = {"residual_scale": data["residual_scale"]}
+    sides = {side: {**scale, **data[side]} for side in ("encoder", "decoder") if isinstance(data.get(side), dict)}
+    return {name: value for name, value in data.items() if name != "residual_scale"} | sides
 
 
 def model_spec(config: TransformerConfig, precision: Precision) -> ModelSpec:
@@ -184,5 +242,6 @@ def model_spec(config: TransformerConfig, precision: Precision) -> ModelSpec:
         heads=config.decoder.num_heads,
         head_dim=config.d_k("decoder"),
         value_dim=config.d_v("decoder"),
+        kv_heads=config.decoder.num_kv_heads,
         max_target_length=config.max_target_length or 0,
     )

@@ -7,21 +7,33 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from tfexport.errors import CheckpointError, raise_all
-from tfexport.files.atomic import locked, publish, recover, temporary
-from tfexport.files.names import CONFIG, MANIFEST, MODEL_WEIGHTS, TOKENIZER
+from tfexport.errors import CheckpointError, ConfigError, raise_all
+from tfexport.files.atomic import locked, publish, recover, restore, temporary
+from tfexport.files.names import (
+    CERTIFICATE,
+    CONFIG,
+    GENERATION,
+    LAYOUT,
+    MANIFEST,
+    MODEL_WEIGHTS,
+    TARGET_TOKENIZER,
+    TEXT,
+    TOKENIZER,
+)
+from tfexport.files.paths import checked_path
 from tfexport.files.safetensors_header import StoredTensor, read_header
 from tfexport.files.strict_json import plain_problem, read_json
 from tfexport.models.config import TransformerConfig
+from tfexport.models.meta import on_meta
 from tfexport.models.transformer import Transformer
 
-_DTYPES = ("F32", "F16", "BF16", "F64")
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 _PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 # A zip archive, as torch.save writes it today, and a bare pickle of protocol 2 to 5, as it wrote before.
 _PICKLE_STARTS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
@@ -30,12 +42,15 @@ _PICKLE_REMEDY = (
     "torch.load(weights_only=True), then safetensors.torch.save_file"
 )
 _MAX_LISTED = 8
+# All that a model directory may hold; whatever else lies in one is not replaced with it.
+_FILES = (CONFIG, MODEL_WEIGHTS, TOKENIZER, TARGET_TOKENIZER, TEXT, GENERATION, CERTIFICATE, LAYOUT)
 
 
 def load_model(path: Path | str) -> Transformer:
     """Read a model directory; nothing in it is ever unpickled.
 
-    Weights stored as float16, bfloat16 or float64 become float32.
+    Weights stored as float16, bfloat16 or float64 become float32. A directory
+    that went missing because its replacement was killed is put back.
 
     Args:
         path: directory with config.json and model.safetensors.
@@ -46,10 +61,12 @@ def load_model(path: Path | str) -> Transformer:
     Raises:
         CheckpointError: a file is missing, damaged or a pickle; the weights do
             not fit the configuration (all of them listed) or are not finite.
-        ConfigError: config.json has wrong values, all of them listed.
+        ConfigError: config.json has wrong values, all of them listed, or `path` can be no path.
+        BundleError: the directory is just being replaced.
     """
-    directory = Path(path)
+    directory = checked_path(path, "model")
     try:
+        restore(Path(os.path.realpath(directory)))
         _check_files(directory)
         config = TransformerConfig.from_dict(read_json(directory / CONFIG, CONFIG))
         return load_weights(directory / MODEL_WEIGHTS, config)
@@ -69,43 +86,80 @@ def save_model(
 
     Args:
         model: its parameters are stored in their dtype, tied ones once.
-        path: directory to create; its parents are created too.
+        path: directory to create; its parents are created too, a symbolic link is followed.
         tokenizer: a tokenizer.json to copy into it.
-        files: further files to put beside, by name.
+        files: further files of a model directory to put beside, by name.
         force: replace a model directory that is there; it stays whole until the new one is.
 
     Raises:
-        CheckpointError: the directory exists and is not empty, or with `force` is no model directory; or it cannot be
-            written.
+        CheckpointError: the directory exists and is not empty, or with `force` is no model directory or holds more than
+            one; or it cannot be written.
         BundleError: another process is writing it.
     """
-    target = Path(path).absolute()
-    check_free(target, force=force)
+    check_free(path, force=force)
+    target = Path(os.path.realpath(path))
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with locked(target):
             recover(target)
+            _check_free(target, path, force)
             with temporary(target) as folder:
                 _write(model, folder, tokenizer)
                 for name, content in (files or {}).items():
                     (folder / name).write_bytes(content)
-                publish(folder, target)
+                publish(folder, target, lambda former: _check_free(former, path, force))
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}") from error
 
 
-def check_free(target: Path, *, force: bool) -> None:
+def check_free(path: Path | str, *, force: bool) -> None:
     """Check that a model directory may be written, before anything is computed for it.
 
     Raises:
         CheckpointError: see `save_model`.
+        BundleError: likewise.
     """
-    if not os.path.lexists(target) or (target.is_dir() and not any(target.iterdir())):
+    target = Path(os.path.realpath(path))
+    try:
+        restore(target)
+        _check_free(target, path, force)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def _check_free(folder: Path, path: Path | str, force: bool) -> None:
+    """Refuse to write where there is anything but a model directory that may be replaced.
+
+    Args:
+        folder: where it lies just now.
+        path: how the user calls it.
+        force: whether a model directory may be replaced.
+    """
+    if not _is_there(folder) or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not force:
-        raise CheckpointError(f"{target} exists and is not an empty directory; remove it or choose another name")
-    if not all((target / name).is_file() for name in (CONFIG, MODEL_WEIGHTS)):
-        raise CheckpointError(f"{target} is no model directory, which alone is replaced; choose another name")
+        raise CheckpointError(f"{path} exists and is not an empty directory; remove it or choose another name")
+    try:
+        TransformerConfig.from_dict(read_json(folder / CONFIG, CONFIG))
+    except ConfigError as error:
+        raise CheckpointError(
+            f"{path} is no model directory, which alone is replaced; choose another name ({error})"
+        ) from error
+    foreign = sorted(entry.name for entry in folder.iterdir() if entry.name not in _FILES or not entry.is_file())
+    if foreign:
+        listed = ", ".join(map(repr, foreign[:10]))
+        raise CheckpointError(
+            f"{path} holds more than a model directory: {listed}; --force deletes only what belongs to one: "
+            "move that elsewhere, or choose another name"
+        )
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def check_weights(found: Mapping[str, StoredTensor], config: TransformerConfig, subject: str = MODEL_WEIGHTS) -> None:
@@ -119,7 +173,7 @@ def check_weights(found: Mapping[str, StoredTensor], config: TransformerConfig, 
     Raises:
         CheckpointError: lists missing, unexpected, wrongly shaped and wrongly typed tensors.
     """
-    with torch.device("meta"):
+    with on_meta():
         expected = {name: tuple(p.shape) for name, p in Transformer(config).named_parameters()}
     problems = [f"missing {name} {list(shape)}" for name, shape in expected.items() if name not in found]
     problems += [f"unexpected {name} {list(info.shape)}" for name, info in found.items() if name not in expected]
@@ -168,23 +222,26 @@ def load_weights(path: Path, config: TransformerConfig) -> Transformer:
     """
     path.open("rb").close()  # the library calls a file missing that it may not read
     try:
-        with safe_open(path, "pt") as file:
-            check_weights(read_header(path), config, str(path))
-            model = Transformer.unfilled(config)
-            _fill(model, file, path)
+        with safe_open(path, "pt"):
+            pass  # its checks of the header go further than ours
     except SafetensorError as error:
         with path.open("rb") as head:
             is_pickle = head.read(4).startswith(_PICKLE_STARTS)
         reason = _PICKLE_REMEDY if is_pickle else f"damaged or cut short ({error}); copy or convert it again"
         raise CheckpointError(f"{path} is {reason}") from error
+    found = read_header(path)
+    check_weights(found, config, str(path))
+    model = Transformer.unfilled(config)
+    with path.open("rb") as file:
+        _fill(model, found, file, path)
     return model.eval()
 
 
-def _fill(model: Transformer, file: Any, path: Path) -> None:
+def _fill(model: Transformer, found: Mapping[str, StoredTensor], file: BinaryIO, path: Path) -> None:
     not_finite = []
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(file.get_tensor(name))
+            parameter.copy_(_tensor(found[name], file, path))
             if not parameter.isfinite().all():
                 not_finite.append(name)
     if not_finite:
@@ -192,6 +249,15 @@ def _fill(model: Transformer, file: Any, path: Path) -> None:
             f"{path} holds NaN or infinity, as float32, in {', '.join(_capped(not_finite))}; "
             "take a checkpoint from before the training diverged"
         )
+
+
+def _tensor(stored: StoredTensor, file: BinaryIO, path: Path) -> torch.Tensor:
+    """Read one tensor into memory; were the file mapped, whoever cuts it short would end the process."""
+    raw = bytearray(stored.num_bytes)
+    file.seek(stored.offset)
+    if file.readinto(raw) != len(raw):  # type: ignore[attr-defined]  # every binary file has it
+        raise CheckpointError(f"{path} was cut short while it was read; copy it again")
+    return torch.frombuffer(raw, dtype=_DTYPES[stored.dtype]).reshape(stored.shape)
 
 
 def _write(model: Transformer, folder: Path, tokenizer: Path | None) -> None:

@@ -17,16 +17,17 @@ class LayerNorm(nn.Module):
     rms: x / sqrt(mean of squares + eps), no bias.
     """
 
-    def __init__(self, config: TransformerConfig) -> None:
-        """Create gain `weight` [d_model] and, unless rms or switched off, `bias` [d_model]."""
+    def __init__(self, config: TransformerConfig, width: int | None = None) -> None:
+        """Create gain `weight` and, unless rms or switched off, `bias`, both [width]; None means d_model."""
         super().__init__()
+        width = width or config.d_model
         self.kind, self.eps = config.norm, config.norm_eps
-        self.weight = nn.Parameter(torch.ones(config.d_model))
+        self.weight = nn.Parameter(torch.ones(width))
         has_bias = config.norm_bias and config.norm != "rms"
-        self.bias = nn.Parameter(torch.zeros(config.d_model)) if has_bias else None
+        self.bias = nn.Parameter(torch.zeros(width)) if has_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise `x` [tokens, d_model]."""
+        """Normalise `x` [tokens, …, width]."""
         if self.kind == "layernorm":
             return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -64,6 +65,8 @@ class FeedForward(nn.Module):
         match self.kind:
             case "relu":
                 return F.relu(x)
+            case "relu2":
+                return F.relu(x).square()
             case "gelu":
                 return F.gelu(x)
             case "gelu_tanh":

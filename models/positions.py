@@ -1,12 +1,15 @@
-"""Where a token stands: sinusoidal tables and T5's relative bias."""
+"""Where a token stands: sinusoidal tables, rotary positions and T5's relative bias."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from tfexport.models.switches import RotaryPairs
 
 
 def sinusoid_table(length: int, d_model: int) -> Tensor:
@@ -68,3 +71,76 @@ class RelativeBias(nn.Module):
         share = torch.log(distance.clamp(min=1).float() / exact) / math.log(self.max_distance / exact)
         far = (exact + (share * (buckets - exact)).long()).clamp(max=buckets - 1)
         return offset + torch.where(distance < exact, distance, far)
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """How the tokens of one pass are turned.
+
+    Attributes:
+        cos: by token and column of a head, [rows · len, 1, head_dim].
+        sin: likewise, negative for the first column of a pair.
+        partners: the other column of each pair, int64 [head_dim].
+    """
+
+    cos: Tensor
+    sin: Tensor
+    partners: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Turn queries or keys, [rows · len, heads, head_dim]; the shape stays."""
+        return x * self.cos + x.index_select(-1, self.partners) * self.sin
+
+
+class Rotary:
+    """Rotary positions (RoFormer, arXiv:2104.09864): pairs of columns are turned by position · frequency.
+
+    A pair are columns 2i and 2i + 1, or i of each half. Columns behind the first `dim` of a head are left as they are.
+    """
+
+    def __init__(self, base: float, dim: int, head_dim: int, pairs: RotaryPairs) -> None:
+        """Work out what does not depend on positions; nothing of it is a parameter."""
+        with torch.device("cpu"):
+            half = torch.arange(dim // 2)
+            first, second = (2 * half, 2 * half + 1) if pairs == "interleaved" else (half, half + dim // 2)
+            # float32, as everyone computes it: what was trained has learned these numbers and no others.
+            frequency = 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+            frequencies, partners = torch.zeros(head_dim), torch.arange(head_dim)
+            frequencies[first], frequencies[second] = -frequency, frequency
+            partners[first], partners[second] = second, first
+        self._frequencies, self._partners = frequencies.tolist(), partners.tolist()
+
+    def at(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
+        """Say how tokens at `positions`, int64 [rows, len], are turned; angles are float32 or wider."""
+        wide, device = torch.promote_types(dtype, torch.float32), positions.device
+        angles = positions.flatten()[:, None, None].to(wide) * torch.tensor(
+            self._frequencies, dtype=wide, device=device
+        )
+        return Rotation(angles.cos().to(dtype), angles.sin().to(dtype), torch.tensor(self._partners, device=device))
+
+
+class Alibi:
+    """A penalty on the distance, steeper in some heads than in others (arXiv:2108.12409); nothing of it is learned."""
+
+    def __init__(self, num_heads: int) -> None:
+        """Work out the slope of each head."""
+        self._slopes = _slopes(num_heads)
+
+    def bias(self, positions: Tensor, key_len: int, dtype: torch.dtype) -> Tensor:
+        """Return the bias of every query on every key, [rows or 1, heads, target_len, key_len].
+
+        Args:
+            positions: of the queries, int64 [rows or 1, target_len].
+            key_len: number of keys, at positions 0, 1, ….
+            dtype: of the result.
+        """
+        distance = (torch.arange(key_len, device=positions.device) - positions[:, None, :, None]).abs()
+        slopes = torch.tensor(self._slopes, dtype=dtype, device=positions.device)
+        return -slopes[:, None, None] * distance.to(dtype)
+
+
+def _slopes(num_heads: int) -> list[float]:
+    """Fall from one power of 2 to the next; heads that make no power of 2 take every other slope of twice as many."""
+    power = 2 ** (num_heads.bit_length() - 1)
+    slopes = [2 ** (-8 * (head + 1) / power) for head in range(power)]
+    return slopes if power == num_heads else slopes + _slopes(2 * power)[0::2][: num_heads - power]

@@ -1,12 +1,13 @@
 """Named configurations with seeded random weights: what tests and benchmarks run on.
 
-The sizes of "Attention is all you need", a tiny model, and five notebooks of
+The sizes of "Attention is all you need", what is written today at such a size, a tiny model, and five notebooks of
 from-scratch transformers in their repaired form (`README.md` says what was repaired).
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -64,6 +65,23 @@ def _tiny() -> TransformerConfig:
         decoder=stack,
         tokens=_TOKENS,
         embedding_scale=8.0,
+    )
+
+
+def _modern() -> TransformerConfig:
+    """Return what is written today, at about the size of paper-base."""
+    stack = replace(_stack(6, 8, 1792, "pre", final_norm=True), num_kv_heads=2)
+    return replace(
+        _paper(512, 2048, 8, 0.1),
+        encoder=stack,
+        decoder=stack,
+        norm="rms",
+        norm_eps=1e-6,
+        activation="silu",
+        feed_forward="glu",
+        positions="rotary",
+        feed_forward_bias=False,
+        norm_bias=False,
     )
 
 
@@ -148,6 +166,7 @@ def _notebook_004() -> TransformerConfig:
 _CONFIGS = {
     "paper-base": _paper(512, 2048, 8, 0.1),
     "paper-big": _paper(1024, 4096, 16, 0.3),
+    "modern": _modern(),
     "tiny": _tiny(),
     "notebook-000": _notebook_000(),
     "notebook-001": _notebook_001(),

@@ -11,14 +11,16 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Value = bool | int | float | str | None
-Place = Literal["embedding", "residual", "norm", "feed-forward", "positions", "attention", "output"]
+Place = Literal["embedding", "residual", "norm", "feed-forward", "positions", "attention", "cross-attention", "output"]
 
-NormPlace = Literal["post", "pre"]
+NormPlace = Literal["post", "pre", "sandwich"]
 Norm = Literal["layernorm", "std", "rms"]
-Activation = Literal["relu", "gelu", "silu", "gelu_tanh"]
+Activation = Literal["relu", "gelu", "silu", "gelu_tanh", "relu2"]
+QkNorm = Literal["none", "head", "all"]
 FeedForward = Literal["mlp", "glu"]
-RelativeBias = Literal["none", "t5", "t5_per_layer"]
-Positions = Literal["table", "none"]
+RelativeBias = Literal["none", "t5", "t5_per_layer", "alibi"]
+Positions = Literal["table", "none", "rotary"]
+RotaryPairs = Literal["halves", "interleaved"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +32,9 @@ class Switch:
     `acts` says where in the model. `default` is what a layout means that does
     not say it, None where it has to. With `per_side` encoder and decoder may
     differ. `search` are the values that an import tries, the commonest first;
-    none where the names and shapes of the tensors tell.
+    none where the names and shapes of the tensors tell. `where` names the switch
+    and its values without which this one does nothing. What is `rare` an import
+    tries by itself, when all else is found.
     """
 
     values: tuple[str, ...] | type
@@ -38,23 +42,44 @@ class Switch:
     default: Value = None
     per_side: bool = False
     search: tuple[Value, ...] = ()
+    where: tuple[str, tuple[Value, ...]] | None = None
+    rare: bool = False
 
+
+_ROTARY = ("positions", ("rotary",))
 
 SWITCHES: dict[str, Switch] = {
-    "norm_place": Switch(values=get_args(NormPlace), acts="residual", per_side=True, search=get_args(NormPlace)),
+    "norm_place": Switch(values=get_args(NormPlace), acts="residual", per_side=True, search=("post", "pre")),
     "final_norm": Switch(values=bool, acts="norm", default=False, per_side=True),
     "embedding_norm": Switch(values=bool, acts="embedding", default=False),
     "norm": Switch(values=get_args(Norm), acts="norm", search=get_args(Norm)),
     "norm_eps": Switch(values=float, acts="norm", search=(1e-5, 1e-6, 1e-12, 1e-8, 1e-9, 1e-7, 1e-10, 1e-4, 1e-3, 0.0)),
-    "activation": Switch(values=get_args(Activation), acts="feed-forward", search=get_args(Activation)),
+    "qk_norm": Switch(values=get_args(QkNorm), acts="norm", default="none"),
+    "activation": Switch(
+        values=get_args(Activation), acts="feed-forward", search=("relu", "gelu", "silu", "gelu_tanh")
+    ),
     "feed_forward": Switch(values=get_args(FeedForward), acts="feed-forward", default="mlp"),
     "relative_bias": Switch(values=get_args(RelativeBias), acts="attention", default="none"),
-    "relative_max_distance": Switch(values=int, acts="attention", default=128),
-    "residual_scale": Switch(values=float, acts="residual", default=1.0),
+    "relative_max_distance": Switch(
+        values=int, acts="attention", default=128, where=("relative_bias", ("t5", "t5_per_layer"))
+    ),
+    "residual_scale": Switch(values=float, acts="residual", default=1.0, per_side=True),
     "positions": Switch(values=get_args(Positions), acts="positions", default="table"),
+    "rotary_base": Switch(
+        values=float, acts="positions", default=10000.0, search=(10000.0, 500000.0, 1000000.0), where=_ROTARY, rare=True
+    ),
+    "rotary_dim": Switch(
+        values=int, acts="positions", default="d_k", search=("d_k", "d_k / 2"), where=_ROTARY, rare=True
+    ),
+    "rotary_pairs": Switch(
+        values=get_args(RotaryPairs), acts="positions", default="halves", search=get_args(RotaryPairs), where=_ROTARY
+    ),
+    "rotary_cross": Switch(values=bool, acts="cross-attention", default=False, search=(False, True), where=_ROTARY),
     "embedding_scale": Switch(values=float, acts="embedding", default=1.0, search=("sqrt(d_model)", 1.0)),
     "attention_scale": Switch(
         values=float, acts="attention", default="d_k ** -0.5", search=("d_k ** -0.5", 1.0, "d_model ** -0.5")
     ),
+    "attention_softcap": Switch(values=float, acts="attention", default=0.0, search=(0.0, 50.0), rare=True),
     "logit_scale": Switch(values=float, acts="output", default=1.0, search=(1.0, "d_model ** -0.5")),
+    "logit_softcap": Switch(values=float, acts="output", default=0.0, search=(0.0, 30.0), rare=True),
 }

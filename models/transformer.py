@@ -2,7 +2,8 @@
 
 State dict names are the canonical ones: `{enc,dec}.embed.weight`, `.pos`,
 `.emb_norm`, `.rel_bias.weight`, `.layers.{i}.{self,cross}.{q,k,v,o}`,
-`.layers.{i}.norm1..3`, `.layers.{i}.ffn.{fc1,fc2,gate}`, `.layers.{i}.rel_bias.weight`, `.norm`; `out`.
+`.layers.{i}.{self,cross}.{q_norm,k_norm}`, `.layers.{i}.{norm,post_norm}1..3`,
+`.layers.{i}.ffn.{fc1,fc2,gate}`, `.layers.{i}.rel_bias.weight`, `.norm`; `out`.
 Inside, tokens lie in one axis, [rows · len, d_model].
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +19,11 @@ from torch.nn import functional as F
 
 from tfexport.models.attention import MultiHeadAttention
 from tfexport.models.cache import Cache, ConcatCache, Cross, KeyValue, Source
-from tfexport.models.config import StackConfig, TransformerConfig
+from tfexport.models.config import Side, StackConfig, TransformerConfig
 from tfexport.models.layers import FeedForward, LayerNorm
-from tfexport.models.positions import RelativeBias, sinusoid_table
+from tfexport.models.meta import on_meta
+from tfexport.models.positions import Alibi, RelativeBias, Rotary, Rotation, sinusoid_table
 from tfexport.models.source import CrossCache, PaddedSource
-
-Side = Literal["encoder", "decoder"]
 
 
 class Block(nn.Module):
@@ -33,53 +33,60 @@ class Block(nn.Module):
         """Create the sublayers of one `side`."""
         super().__init__()
         stack = _stack(config, side)
-
-        def attention() -> MultiHeadAttention:
-            return MultiHeadAttention(
-                config.d_model,
-                stack.num_heads,
-                config.d_k(side),
-                config.d_v(side),
-                scale=config.attention_scale,
-                bias=config.attention_bias,
-            )
-
-        self.pre_norm = stack.norm_place == "pre"
-        self.residual_scale = config.residual_scale
+        self.norm_place = stack.norm_place
+        is_sandwich = stack.norm_place == "sandwich"
+        self.residual_scale = stack.residual_scale
         self.dropout = nn.Dropout(config.dropout)
-        self.self = attention()
+        self.self = _attention(config, side)
         self.norm1 = LayerNorm(config)
         self.norm2 = LayerNorm(config)
+        self.post_norm1 = LayerNorm(config) if is_sandwich else None
+        self.post_norm2 = LayerNorm(config) if is_sandwich else None
         if side == "decoder":
-            self.cross = attention()
+            self.cross = _attention(config, side)
             self.norm3 = LayerNorm(config)
+            self.post_norm3 = LayerNorm(config) if is_sandwich else None
         self.rel_bias = _relative_bias(config, side) if config.relative_bias == "t5_per_layer" else None
         self.ffn = FeedForward(config, stack.d_ff)
 
-    def residual(self, x: Tensor, norm: LayerNorm, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
-        """Add `sublayer` to `x` [tokens, d_model], with the norm before it or after the sum."""
-        if self.pre_norm:
-            return self.residual_scale * x + self.dropout(sublayer(norm(x)))  # type: ignore[no-any-return]
-        return norm(self.residual_scale * x + self.dropout(sublayer(x)))  # type: ignore[no-any-return]
+    def residual(
+        self, x: Tensor, sublayer: Callable[[Tensor], Tensor], norm: LayerNorm, post_norm: LayerNorm | None
+    ) -> Tensor:
+        """Add `sublayer` to `x` [tokens, d_model], with the norm after the sum or before it, or one behind it too."""
+        if self.norm_place == "post":
+            return norm(self.residual_scale * x + self.dropout(sublayer(x)))  # type: ignore[no-any-return]
+        y = sublayer(norm(x))
+        if self.norm_place == "sandwich" and post_norm is not None:
+            y = post_norm(y)
+        return self.residual_scale * x + self.dropout(y)  # type: ignore[no-any-return]
 
 
 class Stack(nn.Module):
     """One side: embedding, positions, blocks and the optional norms around them."""
 
     def __init__(self, config: TransformerConfig, side: Side, vocab: int, max_length: int) -> None:
-        """Create one `side` with random weights and, where wanted, a sinusoidal table."""
+        """Create one `side` with random weights and, where wanted, a table of positions."""
         super().__init__()
         stack = _stack(config, side)
         self.embedding_scale = config.embedding_scale
         self.embed = nn.Embedding(vocab, config.d_model)
         # A parameter, so that it is saved and may be trained; frozen, because the paper's is fixed.
-        table = config.positions == "table"
-        self.pos = nn.Parameter(sinusoid_table(max_length, config.d_model), requires_grad=False) if table else None
+        has_table = config.positions == "table"
+        self.pos = nn.Parameter(torch.empty(max_length, config.d_model), requires_grad=False) if has_table else None
         self.emb_norm = LayerNorm(config) if config.embedding_norm else None
         self.rel_bias = _relative_bias(config, side) if config.relative_bias == "t5" else None
+        self.set_positions(config, side)
         self.dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(Block(config, side) for _ in range(stack.layers))
         self.norm = LayerNorm(config) if stack.final_norm else None
+
+    def set_positions(self, config: TransformerConfig, side: Side) -> None:
+        """Take how positions are turned in or add to the scores, as far as nothing of it is learned."""
+        stack, width = _stack(config, side), config.d_k(side)
+        is_rotary = config.positions == "rotary"
+        dim = config.rotary_dim or width
+        self.rotary = Rotary(config.rotary_base, dim, width, config.rotary_pairs) if is_rotary else None
+        self.alibi = Alibi(stack.num_heads) if config.relative_bias == "alibi" else None
 
     def embed_tokens(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Look up tokens and positions.
@@ -106,6 +113,9 @@ class Stack(nn.Module):
 
     def biases(self, positions: Tensor, key_len: int) -> Sequence[Tensor | None]:
         """Return what each layer adds to its scores, [rows or 1, heads, len, key_len]; see `RelativeBias`."""
+        if self.alibi is not None:
+            wide = torch.promote_types(self.embed.weight.dtype, torch.float32)
+            return [self.alibi.bias(positions, key_len, wide)] * len(self.layers)
         first = self.rel_bias or self.blocks[0].rel_bias
         if first is None:
             return [None] * len(self.layers)
@@ -113,6 +123,11 @@ class Stack(nn.Module):
         if self.rel_bias is not None:
             return [self.rel_bias(bucket)] * len(self.layers)
         return [cast(RelativeBias, block.rel_bias)(bucket) for block in self.blocks]
+
+    def rotation(self, positions: Tensor, rows: int) -> Rotation | None:
+        """Return how the tokens of `rows` rows at `positions`, int64 [rows or 1, len], are turned; None if not."""
+        dtype = self.embed.weight.dtype
+        return None if self.rotary is None else self.rotary.at(positions.expand(rows, -1), dtype)
 
     def finish(self, x: Tensor) -> Tensor:
         """Apply the final norm, where there is one, to `x` [tokens, d_model]."""
@@ -139,7 +154,7 @@ class Transformer(nn.Module):
     @classmethod
     def unfilled(cls, config: TransformerConfig) -> Transformer:
         """Allocate a model without values; the caller fills every parameter, tied ones once."""
-        with torch.device("meta"):
+        with on_meta():
             model = cls(config)
         model.to_empty(device="cpu")
         model._tie()
@@ -188,10 +203,11 @@ class Transformer(nn.Module):
 
         Returns:
             For each decoder layer the cross-attention's keys and values,
-            [batch, heads, source_len, …].
+            [batch, kv_heads, source_len, …].
         """
-        x = self._encode(source_ids, source)
-        return [block.cross.key_value(x, source.mask.shape[0]) for block in self._decoder.blocks]
+        x, batch = self._encode(source_ids, source), source.mask.shape[0]
+        rotation = self._decoder.rotation(_positions(source_ids), batch) if self.config.rotary_cross else None
+        return [block.cross.key_value(x, batch, rotation) for block in self._decoder.blocks]
 
     def decode_step(self, target_ids: Tensor, cross: Cross, cache: Cache) -> Tensor:
         """Run the decoder on the newest tokens.
@@ -209,36 +225,42 @@ class Transformer(nn.Module):
 
     def empty_cache(self, target_ids: Tensor, *, dropout: float = 0.0) -> ConcatCache:
         """Return a cache without past for the first tokens `target_ids`, int64 [rows, target_len]."""
-        heads, d_k, d_v = self.config.num_heads("decoder"), self.config.d_k("decoder"), self.config.d_v("decoder")
+        heads, d_k, d_v = self.config.num_kv_heads("decoder"), self.config.d_k("decoder"), self.config.d_v("decoder")
         like = self._decoder.embed.weight
         rows = target_ids.shape[0]
         past = KeyValue(like.new_zeros(rows, heads, 0, d_k), like.new_zeros(rows, heads, 0, d_v))
         return ConcatCache([past] * len(self._decoder.layers), target_ids, dropout=dropout)
 
     def _encode(self, source_ids: Tensor, source: Source) -> Tensor:
-        enc, source_len = self.enc, source_ids.shape[1]
-        positions = torch.arange(source_len, device=source_ids.device)[None]
-        biases = enc.biases(positions, source_len)
+        enc, positions = self.enc, _positions(source_ids)
+        biases, rotation = enc.biases(positions, source_ids.shape[1]), enc.rotation(positions, source_ids.shape[0])
         x = enc.embed_tokens(source_ids, positions)
         for i, block in enumerate(enc.blocks):
-            x = block.residual(x, block.norm1, partial(block.self, cache=source, layer=i, bias=biases[i]))
-            x = block.residual(x, block.norm2, block.ffn)
+            attend = partial(block.self, cache=source, layer=i, bias=biases[i], rotation=rotation)
+            x = block.residual(x, attend, block.norm1, block.post_norm1)
+            x = block.residual(x, block.ffn, block.norm2, block.post_norm2)
         return enc.finish(x)
 
     def _decode(self, target_ids: Tensor, cross: Cross, cache: Cache) -> Tensor:
         dec = self._decoder
         biases = dec.biases(cache.positions, cache.key_len)
+        rotation = dec.rotation(cache.positions, target_ids.shape[0])
+        across = rotation if self.config.rotary_cross else None
         x = dec.embed_tokens(target_ids, cache.positions)
         for i, block in enumerate(dec.blocks):
-            x = block.residual(x, block.norm1, partial(block.self, cache=cache, layer=i, bias=biases[i]))
-            x = block.residual(x, block.norm2, partial(block.cross.attend_source, cross=cross, layer=i))
-            x = block.residual(x, block.norm3, block.ffn)
+            attend = partial(block.self, cache=cache, layer=i, bias=biases[i], rotation=rotation)
+            attend_source = partial(block.cross.attend_source, cross=cross, layer=i, rotation=across)
+            x = block.residual(x, attend, block.norm1, block.post_norm1)
+            x = block.residual(x, attend_source, block.norm2, block.post_norm2)
+            x = block.residual(x, block.ffn, block.norm3, block.post_norm3)
         return dec.finish(x)
 
     def _project(self, x: Tensor) -> Tensor:
         assert self.out is not None
         logits = self.out(x)
-        return logits.to(torch.promote_types(logits.dtype, torch.float32)) * self.config.logit_scale  # type: ignore[no-any-return]
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * self.config.logit_scale
+        cap = self.config.logit_softcap
+        return cap * torch.tanh(logits / cap) if cap else logits
 
     @property
     def _decoder(self) -> Stack:
@@ -252,6 +274,11 @@ class Transformer(nn.Module):
             self.out.weight = self.dec.embed.weight
 
     def _initialise(self) -> None:
+        if self.enc.embed.weight.is_meta:
+            return
+        for stack in (self.enc, self.dec):
+            if stack is not None and stack.pos is not None:
+                stack.pos.copy_(sinusoid_table(*stack.pos.shape))
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
@@ -259,6 +286,28 @@ class Transformer(nn.Module):
                     nn.init.zeros_(module.bias)
             elif isinstance(module, nn.Embedding):
                 nn.init.normal_(module.weight, std=self.config.d_model**-0.5)
+
+
+def _positions(ids: Tensor) -> Tensor:
+    """Count the places of `ids` [rows, len] from 0, int64 [1, len]."""
+    return torch.arange(ids.shape[1], device=ids.device)[None]
+
+
+def _attention(config: TransformerConfig, side: Side) -> MultiHeadAttention:
+    heads, kv_heads, d_k = config.num_heads(side), config.num_kv_heads(side), config.d_k(side)
+    widths = (d_k, d_k) if config.qk_norm == "head" else (heads * d_k, kv_heads * d_k)
+    return MultiHeadAttention(
+        config.d_model,
+        heads,
+        d_k,
+        config.d_v(side),
+        scale=config.attention_scale,
+        bias=config.attention_bias,
+        num_kv_heads=kv_heads,
+        softcap=config.attention_softcap,
+        qk_norm=config.qk_norm,
+        norms=None if config.qk_norm == "none" else (LayerNorm(config, widths[0]), LayerNorm(config, widths[1])),
+    )
 
 
 def _relative_bias(config: TransformerConfig, side: Side) -> RelativeBias:

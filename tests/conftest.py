@@ -32,6 +32,14 @@ class SkipWithout(MetaPathFinder):
 sys.meta_path.append(SkipWithout())
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Let what is marked slow take its time."""
+    if config.pluginmanager.hasplugin("timeout"):
+        for item in items:
+            if "slow" in item.keywords:
+                item.add_marker(pytest.mark.timeout(0))
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread_per_worker() -> None:
     """Keep torch to one thread: the models are tiny and the workers already fill the cores."""
@@ -85,3 +93,29 @@ def dates_aligned(once: Callable[[str, Callable[[Path], object]], Path]) -> Path
 
     config = ExportConfig(forms=("contrib",), alignment=AlignmentHeads(layer=-1))
     return once("dates-aligned", lambda path: export_bundle(str(DATES), path, config, verify=False))
+
+
+@pytest.fixture(scope="session")
+def random_bundle(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
+    """Export the preset tiny, of random weights, for the CPU alone: it ends texts late; not to be changed."""
+    from tfexport.export import export_bundle
+    from tfexport.graph.config import ExportConfig
+
+    config = ExportConfig(forms=("contrib",))
+    return once("random", lambda path: export_bundle("preset:tiny", path, config, verify=False))
+
+
+@pytest.fixture(scope="session")
+def variant(once: Callable[[str, Callable[[Path], object]], Path]) -> Callable[[str], Path]:
+    """Return a function that exports a variant of `tests/tiny.py`, see `variant_bundle`; not to be changed."""
+    from tests.runtime.exported import variant_bundle
+
+    return lambda name: variant_bundle(name, once)
+
+
+@pytest.fixture(scope="session")
+def meetings(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
+    """Export the model of `tests/meetings.py` with its guided head as alignment; not to be changed."""
+    from tests.meetings import HEAD, made, trained
+
+    return once("meetings", lambda path: made(path, trained(), HEAD))

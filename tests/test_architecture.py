@@ -19,12 +19,13 @@ import tfexport
 ROOT = Path(__file__).resolve().parent.parent
 
 # Each room, a folder or a file at the top, and what it may import besides itself.
-CONTRACT = {"cores", "errors", "fields", "spec", "text.config", "install", "generation"}
+CONTRACT = {"cores", "errors", "fields", "given", "spec", "text.config", "install", "generation"}
 STORE = {*CONTRACT, "files", "bundle"}
 ALLOWED: dict[str, set[str]] = {
     "cores": set(),
     "errors": set(),
     "fields": {"errors"},
+    "given": {"errors"},
     "install": set(),
     "spec": {"errors", "fields"},
     "generation": {"errors", "fields"},
@@ -39,7 +40,9 @@ ALLOWED: dict[str, set[str]] = {
     "runtime": {*STORE, "models", "trt"},
     "decode": {*CONTRACT, "runtime.session"},
     "model": {*STORE, "runtime", "decode", "text"},
-    "verify": {*STORE, "models", "runtime", "decode", "text", "model"},
+    "own_module": {*STORE, "models", "text", "checkpoint"},
+    "verify": {*STORE, "models", "runtime", "decode", "text", "model", "own_module"},
+    "source": {*STORE, "models", "text", "checkpoint", "graph.config", "own_module"},
     "bench": {
         *STORE,
         "runtime.session",
@@ -53,15 +56,19 @@ ALLOWED: dict[str, set[str]] = {
         "serve.observer",
     },
     "serve": {*STORE, "runtime.session", "decode", "text", "model"},
-    "export": {*STORE, "runtime.registry", "models", "text", "graph", "verify"},
+    "export": {*STORE, "runtime.registry", "graph", "verify", "own_module", "source"},
     "build": {*STORE, "trt"},
     "retokenize": {*STORE, "text", "checkpoint.formats"},
     "inspect": {*STORE, "models.config", "graph.describe", "trt"},
+    "boxed": {"errors", "files", "inspect"},
+    "diff": {*STORE, "model"},
     "probes": {"runtime.registry"},
     "doctor": {"errors", "install", "probes", "runtime.registry"},
     "cli": {
         *CONTRACT,
         "files.text",
+        "bundle.identity",
+        "bundle.manifest",
         "checkpoint",
         "models.config",
         "graph.config",
@@ -74,7 +81,9 @@ ALLOWED: dict[str, set[str]] = {
         "verify",
         "bench",
         "serve",
+        "boxed",
         "inspect",
+        "diff",
         "doctor",
     },
     "": {"errors", "generation", "model"},
@@ -84,11 +93,11 @@ ORDER: tuple[set[str], ...] = (
     {"cli"},
     {"bench"},
     {"export", "build", "retokenize", "serve"},
-    {"verify"},
+    {"source", "verify"},
     {"model"},
     {"decode"},
     {"runtime"},
-    {"trt"},
+    {"trt", "own_module"},
     {"graph", "checkpoint"},
     {"bundle"},
     {"models"},
@@ -98,7 +107,7 @@ ORDER: tuple[set[str], ...] = (
 # Each library that is not the standard one and where it may be imported, late or not.
 FENCES: dict[str, set[str]] = {
     "numpy": {"bench", "checkpoint", "decode", "graph", "model", "models", "runtime", "tokenizer", "trt", "verify"},
-    "torch": {"models", "graph", "checkpoint", "runtime.eager"},
+    "torch": {"models", "graph", "checkpoint", "own_module", "runtime.eager"},
     "onnx": {"graph"},
     "onnx_ir": {"graph"},
     "onnxscript": {"graph"},
@@ -115,6 +124,7 @@ FENCES: dict[str, set[str]] = {
     "uvicorn": {"serve.server"},
     "h11": {"serve.server.connection"},
     "prometheus_client": {"serve.metrics"},
+    "cryptography": {"files.signature"},
 }
 HEAVY = (
     "torch",
@@ -126,6 +136,7 @@ HEAVY = (
     "click",
     "tokenizers",
     "safetensors",
+    "cryptography",
     "tensorrt",
 )
 

@@ -29,7 +29,10 @@ from tfexport.verify import Decodes, Numbers, Report, VerifyConfig
 from tfexport.verify.report import TOLERANCE
 
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-OTHERS = [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "models" / "README.md", DATES / "README.md"]
+OTHERS = [
+    *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "models/README.md")),
+    DATES / "README.md",
+]
 NUMBER = re.compile(r"-?\d+\.\d+(?:e-?\d+)?")
 
 
@@ -278,3 +281,19 @@ def test_the_graphs_have_the_names_that_are_shown(dates_bundle: Path) -> None:
         assert f"`{name}`" in text
     for dim in {dim for tensor in tensors for dim in tensor.shape if isinstance(dim, str)}:
         assert all(f"| `{part}` |" in text for part in dim.split(" + "))
+
+
+POINTS = table(ROOT / "docs" / "security.md", "point")
+
+
+def test_there_are_sixty_points() -> None:
+    assert [int(row[0].split()[0]) for row in POINTS] == list(range(1, 61))
+    assert {row[3] for row in POINTS} <= {"", "double", "server"}
+
+
+@pytest.mark.parametrize("row", POINTS, ids=[row[0].split()[0] for row in POINTS])
+def test_every_point_names_tests_that_there_are(row: list[str]) -> None:
+    named = re.findall(r"`([\w/]+\.py)::(test_\w+)`", row[2])
+    assert named
+    for file, name in named:
+        assert f"\ndef {name}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), f"{file}::{name}"

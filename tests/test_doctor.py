@@ -17,7 +17,7 @@ import onnxruntime
 import pytest
 
 from tfexport import doctor, probes
-from tfexport.doctor import Backend, diagnose
+from tfexport.doctor import Backend, Diagnosis, diagnose
 from tfexport.probes import ADD_MODEL
 from tfexport.runtime import registry
 
@@ -35,20 +35,25 @@ def test_the_probe_model_is_valid_and_adds() -> None:
     assert session.run(None, {"x": x})[0].tolist() == [6, -1]
 
 
-def test_both_backends_work_here() -> None:
-    found = diagnose()
-    assert {(b.name, b.device) for b in found.backends if not b.problem} >= {("eager", "cpu"), ("ort", "cpu")}
-    assert found.works
-    versions = {library.name: library.version for library in found.libraries}
+@pytest.fixture(scope="module")
+def here() -> Diagnosis:
+    """What is found in this environment: each library is tried in a process of its own, which takes seconds."""
+    return diagnose()
+
+
+def test_both_backends_work_here(here: Diagnosis) -> None:
+    assert {(b.name, b.device) for b in here.backends if not b.problem} >= {("eager", "cpu"), ("ort", "cpu")}
+    assert here.works
+    versions = {library.name: library.version for library in here.libraries}
     assert versions["numpy"] == np.__version__
     assert versions["onnxruntime"] == onnxruntime.__version__
     assert "pytest" not in versions
-    assert json.loads(json.dumps(found.to_dict()))["works"] is True
+    assert json.loads(json.dumps(here.to_dict()))["works"] is True
 
 
-def test_a_missing_library_comes_with_the_line_that_installs_it() -> None:
+def test_a_missing_library_comes_with_the_line_that_installs_it(here: Diagnosis) -> None:
     assert importlib.util.find_spec("tensorrt") is None
-    line = next(line for line in diagnose().lines() if line.startswith("  tensorrt "))
+    line = next(line for line in here.lines() if line.startswith("  tensorrt "))
     assert line.split(maxsplit=1)[1] == "not installed    pip install 'tfexport[trt]'"
 
 
@@ -139,15 +144,14 @@ def test_a_probe_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None
     assert diagnose().backends == (Backend("ort", "cpu", "no answer within 0.5 s", "onnxruntime"),)
 
 
-def test_tensorrt_is_a_backend_that_works_or_says_why() -> None:
+def test_tensorrt_is_a_backend_that_works_or_says_why(here: Diagnosis) -> None:
     pytest.importorskip("tensorrt_rtx")
-    found = diagnose()
-    (trt,) = (backend for backend in found.backends if backend.library == "tensorrt-rtx")
+    (trt,) = (backend for backend in here.backends if backend.library == "tensorrt-rtx")
     assert (trt.name, trt.device) == ("trt", "gpu")
-    if not found.gpus:
+    if not here.gpus:
         assert trt.problem.startswith("cuda: no GPU can be used here: ")
-        assert not [problem for problem in found.problems if "tensorrt" in problem.what], "no fault of this machine"
-        assert "  none" in found.lines()[found.lines().index("GPUs") :][:2]
+        assert not [problem for problem in here.problems if "tensorrt" in problem.what], "no fault of this machine"
+        assert "  none" in here.lines()[here.lines().index("GPUs") :][:2]
 
 
 def test_a_hollow_tensorrt_is_found(tmp_path: Path) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import pickle
 import re
+import tracemalloc
+from array import array
+from collections import OrderedDict
+from typing import Any
 
 import pytest
 
 import tfexport
 from tfexport import errors
-from tfexport.errors import InputError, QueueFull, TfexportError, raise_all
+from tfexport.errors import InputError, QueueFull, TfexportError, raise_all, shortened
 
 CLASSES = {
     name: value for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)
@@ -48,6 +52,59 @@ def test_places_are_told_once_and_in_order() -> None:
         raise_all(InputError, "input", ["a", "b", "c"], indices=[4, 4, 7])
     assert caught.value.indices == (4, 7)
     assert TfexportError("x").indices == ()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None, True, 3, 0.5, 10**30, "a'b\n", b"ab", bytearray(b"ab"), (), (1,), (1, "b"), [], [1, [2, (3,)]], {}, set(),
+        {1, 2}, frozenset({3}), {"a": {1: [2]}, (): None}, range(10), array("i", [1, 2]), OrderedDict(a=1), int,
+    ],
+)  # fmt: skip
+def test_a_short_value_is_spelled_as_python_does(value: object) -> None:
+    assert shortened(value) == repr(value)
+    assert shortened([value] * 40) == (repr([value] * 40)[:80] + "…")
+
+
+def nested(depth: int) -> list[Any]:
+    found: list[Any] = []
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
+MILLION = 10**6
+HUGE: dict[str, Any] = {
+    "text": "a" * MILLION,
+    "bytes": b"a" * MILLION,
+    "list": list(range(MILLION)),
+    "lists": [["a" * MILLION] * 1000] * 10,
+    "dict": dict.fromkeys(range(MILLION)),
+    "set": set(range(MILLION)),
+    "frozenset": frozenset(range(MILLION)),
+    "array": array("i", [0]) * MILLION,
+    "views": dict.fromkeys(range(MILLION)).values(),
+    "deep": nested(50_000),
+    "range": range(10**30),
+    "number": 10**5000,
+}
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_of_a_huge_value_only_the_beginning_is_looked_at(name: str) -> None:
+    value = HUGE[name]
+    tracemalloc.start()
+    try:
+        found = shortened(value)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 0 < len(found) <= 81
+    assert peak < 100_000
+    own = {"frozenset": "frozenset with 1000000 entries", "number": "int that cannot be spelled"}
+    own |= {"array": "array with 1000000 entries", "views": "dict_values with 1000000 entries"}
+    own |= {"range": "range(0, 1000000000000000000000000000000)"}
+    assert found == own.get(name, found[:80] + "…")
 
 
 def test_the_package_offers_every_error() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from click.testing import CliRunner
 
 import tfexport
+from tests.bundle.made import reseal
 from tests.checkpoint.formats import published
 from tests.checkpoint.formats.test_generation import drawn_defaults
 from tests.conftest import DATES
@@ -87,7 +89,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("defaults")
     published.write(found / "hf", "opus-mt", SAID)
     import_checkpoint(found / "hf", found / "model")
-    export_bundle(str(found / "model"), found / "bundle", ExportConfig(), verify=False)
+    export_bundle(str(found / "model"), found / "bundle", ExportConfig(forms=("contrib",)), verify=False)
     return found
 
 
@@ -160,18 +162,18 @@ def test_inspect_shows_them(folder: Path) -> None:
         }
 
 
-def with_defaults(dates: Path, path: Path, defaults: str) -> Path:
-    """Make the bundle of a model directory that has these defaults."""
-    path.mkdir()
-    for file in dates.iterdir():
-        (path / file.name).write_bytes(file.read_bytes())
+def with_defaults(bundle: Path, path: Path, defaults: str) -> Path:
+    """Copy a bundle and give it these defaults, as its export does with those of the model directory."""
+    shutil.copytree(bundle, path)
     (path / "generation.json").write_text(defaults)
-    export_bundle(str(path), path.with_name("bundle"), ExportConfig(forms=("contrib",)), verify=False)
-    return path.with_name("bundle")
+    reseal(path)
+    return path
 
 
-def test_on_the_command_line(tmp_path: Path) -> None:
-    bundle = with_defaults(DATES, tmp_path / "model", '{"num_beams": 3, "num_return_sequences": 2, "max_length": 6}')
+def test_on_the_command_line(dates_bundle: Path, tmp_path: Path) -> None:
+    bundle = with_defaults(
+        dates_bundle, tmp_path / "bundle", '{"num_beams": 3, "num_return_sequences": 2, "max_length": 6}'
+    )
 
     def says(*options: str) -> list[str]:
         done = CliRunner().invoke(main, ["generate", str(bundle), TEXT, *options])
@@ -189,9 +191,9 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     assert says(*one, "--stop-strings", "x", "--stop-strings", "9-") == ["1989-"]
 
 
-def test_lists_are_taken_back_on_the_command_line(tmp_path: Path) -> None:
+def test_lists_are_taken_back_on_the_command_line(dates_bundle: Path, tmp_path: Path) -> None:
     defaults = {"stop_strings": ["-"], "bad_words_ids": [[VOCAB["9"]]], "suppress_tokens": [VOCAB["8"]]}
-    bundle = with_defaults(DATES, tmp_path / "model", json.dumps(defaults))
+    bundle = with_defaults(dates_bundle, tmp_path / "bundle", json.dumps(defaults))
     command = ["generate", str(bundle), TEXT]
     texts = [
         CliRunner().invoke(main, [*command, *options]).stdout.strip()
@@ -202,8 +204,8 @@ def test_lists_are_taken_back_on_the_command_line(tmp_path: Path) -> None:
     assert texts[1] == "1989-07-14"
 
 
-def test_a_stream_begins_from_the_defaults(tmp_path: Path) -> None:
-    bundle = with_defaults(DATES, tmp_path / "model", '{"max_length": 6, "num_beams": 2, "stop_strings": "-"}')
+def test_a_stream_begins_from_the_defaults(dates_bundle: Path, tmp_path: Path) -> None:
+    bundle = with_defaults(dates_bundle, tmp_path / "bundle", '{"max_length": 6, "num_beams": 2, "stop_strings": "-"}')
     with tfexport.load(bundle, threads=1) as model:
         with pytest.raises(
             tfexport.InputError, match="num_beams is 2 by the model's own default, but tokens can only be handed out"
@@ -229,13 +231,15 @@ def test_a_stream_begins_from_the_defaults(tmp_path: Path) -> None:
     ],
 )
 def test_a_model_directory_is_read_strictly(defaults: str, message: str, tmp_path: Path) -> None:
+    shutil.copytree(DATES, tmp_path / "model")
+    (tmp_path / "model" / "generation.json").write_text(defaults)
     with pytest.raises(TfexportError) as caught:
-        with_defaults(DATES, tmp_path / "model", defaults)
+        export_bundle(str(tmp_path / "model"), tmp_path / "bundle", ExportConfig(), verify=False)
     assert message in str(caught.value)
     assert not (tmp_path / "bundle").exists()
 
 
-def test_a_limit_that_the_bundle_does_not_reach_is_lowered(tmp_path: Path) -> None:
-    bundle = with_defaults(DATES, tmp_path / "model", '{"max_new_tokens": 10000}')
+def test_a_limit_that_the_bundle_does_not_reach_is_lowered(dates_bundle: Path, tmp_path: Path) -> None:
+    bundle = with_defaults(dates_bundle, tmp_path / "bundle", '{"max_new_tokens": 10000}')
     with tfexport.load(bundle, threads=1) as model:
         assert model.generate([TEXT])[0].text == "1989-07-14"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +18,8 @@ import pytest
 from tests.conftest import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+# What CI installs.
+LOCKED = ("export", "cpu", "serve", "rtx", "dev")
 TEXT, ISO = "Dienstag, 3. März 2026", "2026-03-03"
 
 
@@ -36,6 +40,31 @@ def test_what_is_declared_is_pinned() -> None:
     extras = PROJECT["project"]["optional-dependencies"]
     declared = [*PROJECT["project"]["dependencies"], *extras["export"], *extras["cpu"], *extras["dev"]]
     assert {name.partition(">=")[0].partition("[")[0] for name in declared} <= set(pins)
+
+
+def test_what_checks_signatures_is_pinned_with_all_that_it_needs() -> None:
+    pins = {line.partition("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines()}
+    needed = ["cryptography"]
+    for name in needed:
+        found = [line for line in importlib.metadata.requires(name) or [] if "extra ==" not in line]
+        needed += [re.match(r"[\w.-]+", line)[0].lower() for line in found]  # type: ignore[index]
+    assert len(needed) > 2
+    assert set(needed) <= {pin.replace("_", "-") for pin in pins}
+
+
+def test_the_lock_has_what_is_declared_as_it_is_pinned_with_the_sums_of_its_files() -> None:
+    text = (ROOT / "constraints.lock").read_text().replace("\\\n", "")
+    locked = [line.lower() for line in text.splitlines() if not line.startswith("#")]
+    assert all(re.search(r"--hash=sha256:[0-9a-f]{64}", line) for line in locked)
+    versions = {name: re.split("[ ;]", rest)[0] for name, _, rest in (line.partition("==") for line in locked)}
+    lines = (ROOT / "constraints.txt").read_text().lower().replace("_", "-").splitlines()
+    pins = dict(line.split("==") for line in lines if "==" in line)
+    both = versions.keys() & pins.keys()
+    assert {name: versions[name] for name in both} == {name: pins[name] for name in both}
+    extras = PROJECT["project"]["optional-dependencies"]
+    declared = [*PROJECT["project"]["dependencies"], *(name for extra in LOCKED for name in extras[extra])]
+    names = {re.split(r"[>\[]", name)[0] for name in [*declared, "setuptools"]}
+    assert names - versions.keys() == {"torch"}
 
 
 def run(*command: object) -> str:

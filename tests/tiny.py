@@ -6,6 +6,7 @@ import zlib
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -82,6 +83,7 @@ _T5 = config(
     relative_max_distance=16,
     positions="none",
     attention_scale=1.0,
+    attention_softcap=2.0,
     logit_scale=0.2,
     attention_bias=False,
     feed_forward_bias=False,
@@ -100,12 +102,44 @@ VARIANTS = {
         embedding_scale=5.0,
     ),
     "t5": _T5,
-    "umt5": replace(_T5, relative_bias="t5_per_layer", tie_output=False),
+    "umt5": replace(
+        _T5,
+        encoder=replace(_T5.encoder, d_k=8, d_v=8),
+        decoder=replace(_T5.encoder, d_k=8, d_v=8),
+        relative_bias="t5_per_layer",
+        attention_softcap=0.0,
+        tie_output=False,
+    ),
     "mixed": config(
-        encoder={"norm_place": "pre", "num_heads": 2, "layers": 1, "d_ff": 40},
-        decoder={"layers": 3},
+        encoder={"norm_place": "pre", "num_heads": 2, "layers": 1, "d_ff": 40, "residual_scale": 0.8},
+        decoder={"layers": 3, "residual_scale": 1.2},
         embedding_norm=True,
-        residual_scale=0.8,
+        activation="relu2",
+        relative_bias="alibi",
+        qk_norm="all",
+    ),
+    "modern": config(
+        encoder={"norm_place": "sandwich", "final_norm": True, "num_kv_heads": 2},
+        decoder={"norm_place": "pre", "final_norm": True, "num_kv_heads": 1},
+        norm="rms",
+        norm_bias=False,
+        qk_norm="head",
         activation="silu",
+        feed_forward="glu",
+        positions="rotary",
+        rotary_base=500.0,
+        rotary_dim=4,
+        rotary_pairs="interleaved",
+        rotary_cross=True,
+        logit_softcap=4.0,
+        attention_bias=False,
+        feed_forward_bias=False,
+        output_bias=False,
+        tie_embeddings=True,
+        tie_output=True,
     ),
 }
+# For what exports them all, which is slow: those that differ from another one in less are tried with the slow tests.
+VARIANT_NAMES = [
+    pytest.param(name, marks=pytest.mark.slow) if name in ("pre-std", "umt5") else name for name in VARIANTS
+]

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 _ROOT = Path("/")
+# More than any machine has cores; each costs memory, and more than the system allows end the process.
+MAX_THREADS = 1024
 
 
 def available_cores(root: Path = _ROOT) -> int:

@@ -22,10 +22,24 @@ A message is one line: subject, what was got, what was expected, the remedy.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
 # Problems that one message names; a damaged file can have thousands.
 MAX_PROBLEMS = 20
+# Characters that a value is spelled in, and entries of a collection that spells itself, which cannot be begun.
+_SPELLED, _MOST_ENTRIES = 80, 1000
+# Characters of what other code says.
+_SAID = 300
+_TEXTS: set[Any] = {str.__repr__, bytes.__repr__, bytearray.__repr__}
+_BRACKETS: dict[Any, tuple[str, str]] = {
+    list.__repr__: ("[", "]"),
+    tuple.__repr__: ("(", ")"),
+    set.__repr__: ("{", "}"),
+    dict.__repr__: ("{", "}"),
+}
 
 
 class TfexportError(Exception):
@@ -116,10 +130,59 @@ def printable(text: str) -> str:
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
+def nth(what: str, index: int, count: int) -> str:
+    """Name one of the inputs of a call, such as "text 3"; "the text" where it is the only one."""
+    return f"the {what}" if count == 1 else f"{what} {index + 1}"
+
+
 def shortened(value: object) -> str:
-    """Spell a value of any origin in 80 characters or a few more."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:80] + "…"
+    """Spell a value of any origin in 80 characters or a few more; of what is huge only the beginning is looked at."""
+    try:
+        text = _begun(value, _SPELLED)
+    except Exception:  # noqa: BLE001 - of an object of the caller, or of a number with too many digits
+        text = f"{type(value).__name__} that cannot be spelled"
+    return text if len(text) <= _SPELLED else text[:_SPELLED] + "…"
+
+
+def first_line(error: BaseException) -> str:
+    """Spell what an error of other code says, without its trace; its type where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def raised_by(error: BaseException) -> str:
+    """Spell an error of other code: its type, the beginning of its first line, and the line of code that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({Path(frames[-1].filename).name} line {frames[-1].lineno})" if frames else ""
+    said = (str(error).strip().splitlines() or ["no reason given"])[0]
+    return f"{type(error).__name__}: {said[:_SAID]}{where}"
+
+
+def _begun(value: Any, room: int) -> str:
+    """Spell a value as `repr` does, or where that is longer than `room` at least so much of its beginning."""
+    spell: Any = type(value).__repr__
+    if spell in _TEXTS:
+        return repr(value[: max(room, 0)])  # with its quotes longer than that
+    if spell not in _BRACKETS or not value:
+        count = _count(value)
+        return repr(value) if count <= _MOST_ENTRIES else f"{type(value).__name__} with {count} entries"
+    opening, closing = _BRACKETS[spell]
+    text = opening
+    for entry in value:
+        if len(text) > room:
+            return text
+        text += _begun(entry, room - len(text))
+        if spell is dict.__repr__:
+            text += f": {_begun(value[entry], room - len(text) - 2)}"
+        text += ", "
+    alone = "," if closing == ")" and len(value) == 1 else ""
+    return text.removesuffix(", ") + alone + closing
+
+
+def _count(value: Any) -> int:
+    try:
+        return len(value)
+    except (TypeError, OverflowError):  # it has no length, such as a number, or one beyond all numbers
+        return 0
 
 
 def raise_all(

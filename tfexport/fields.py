@@ -15,6 +15,7 @@ from tfexport.errors import ConfigError, raise_all, shortened
 # Far above every model there is. What is larger is a slip or an attack: it would fill the memory before it fails.
 MAX_LAYERS = MAX_HEADS = 1_000
 MAX_SIZE = 10_000_000
+MAX_INT = 2**64 - 1
 
 
 class Config:
@@ -37,8 +38,13 @@ class Config:
         Raises:
             ConfigError: lists every problem.
         """
-        hints = _hints(typing.cast(Any, type(self)))
-        problems = [one for name, kind in hints.items() for one in _type_problems(name, getattr(self, name), kind)]
+        # Values that were not given are right; configurations are made for every request.
+        problems = [
+            one
+            for name, kind, default in _typed(typing.cast(Any, type(self)))
+            if (value := getattr(self, name)) is not default
+            for one in _type_problems(name, value, kind)
+        ]
         raise_all(ConfigError, self._subject, problems or list(self._problems()))
 
     def _problems(self) -> Iterable[str]:
@@ -68,7 +74,7 @@ class Config:
 
 def size_problems(config: Config, *names: str, least: int = 1) -> list[str]:
     """Say which of the sizes `names` of a configuration are out of range; those that are None are not given."""
-    most = {"layers": MAX_LAYERS, "num_heads": MAX_HEADS, "heads": MAX_HEADS}
+    most = {"layers": MAX_LAYERS, **dict.fromkeys(("num_heads", "num_kv_heads", "heads", "kv_heads"), MAX_HEADS)}
     return [
         f"{name} is {shortened(value)}, expected {least} to {most.get(name, MAX_SIZE)}"
         for name in names
@@ -107,7 +113,11 @@ def _read_value(value: object, kind: Any, place: str, problems: list[str]) -> ob
     item = next((typing.get_args(one)[0] for one in _options(kind) if typing.get_origin(one) is tuple), None)
     if dataclasses.is_dataclass(item) and isinstance(value, list):
         return tuple(_read(item, part, f"{place}[{index}]", problems) for index, part in enumerate(value))
-    value = _tupled(value)
+    try:
+        value = _tupled(value)
+    except RecursionError:  # such as of a list that holds itself
+        problems.append(f"{place} is nested too deeply, expected {_spelled(kind)}")
+        return None
     problems += _type_problems(place, value, kind)
     return value
 
@@ -120,21 +130,28 @@ def _tupled(value: object) -> object:
 def _type_problems(name: str, value: object, kind: Any) -> list[str]:
     if _fits(value, kind):
         return []
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    expected = "a finite number" if is_number and float in _options(kind) else _spelled(kind)
+    expected = _spelled(kind)
+    if isinstance(value, int | float) and not isinstance(value, bool) and float in _options(kind):
+        expected = "a finite number"
+    elif type(value) is int and int in _options(kind):
+        expected = "a whole number of 64 bits"
+    elif isinstance(value, tuple) and any(type(one) is int and abs(one) > MAX_INT for one in value):
+        expected = "a list of whole numbers of 64 bits"
     return [f"{name} is {shortened(value)}, expected {expected}"]
 
 
 def _fits(value: object, kind: Any) -> bool:
     """Say whether a value is of an annotated type; a bool is no number, and a number has to be finite."""
-    if value.__class__ is kind and kind is not float:  # nearly always; configurations are made for every call
+    if value.__class__ is kind and kind not in (int, float):  # often; configurations are made for every call
         return True
     if len(options := _options(kind)) > 1:
         return any(_fits(value, option) for option in options)
     if typing.get_origin(kind) is tuple:
         return isinstance(value, tuple) and all(_fits(item, typing.get_args(kind)[0]) for item in value)
     if typing.get_origin(kind) is Literal:
-        fits = value in typing.get_args(kind)
+        fits = any(type(value) is type(one) and value == one for one in typing.get_args(kind))
+    elif kind is int:
+        fits = isinstance(value, int) and -MAX_INT <= value <= MAX_INT
     elif kind is float:
         fits = isinstance(value, int | float) and abs(value) <= sys.float_info.max
     else:
@@ -152,6 +169,12 @@ def _options(kind: Any) -> tuple[Any, ...]:
 def _hints(cls: Any) -> dict[str, Any]:
     """Return the types of the fields; resolving them is slow."""
     return {name: kind for name, kind in typing.get_type_hints(cls).items() if not name.startswith("_")}
+
+
+@functools.cache
+def _typed(cls: Any) -> list[tuple[str, Any, object]]:
+    """Return the name, the type and the default of each field."""
+    return [(field.name, _hints(cls)[field.name], field.default) for field in dataclasses.fields(cls)]
 
 
 def _spelled(kind: Any) -> str:

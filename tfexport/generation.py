@@ -237,8 +237,9 @@ class GenerationDefaults(DecodeConfig, subject="generation"):
             if any(name in options for name in names):
                 given = {name: value for name, value in given.items() if name not in names}
         asked = {**given, **options}
-        idle = [] if asked.get("do_sample") else [*_OF_SAMPLES]
-        idle += _OF_BEAMS if asked.get("num_beams", 1) == 1 else []
+        # What is of another type is refused afterwards.
+        idle = [] if asked.get("do_sample") is True else [*_OF_SAMPLES]
+        idle += _OF_BEAMS if type(beams := asked.get("num_beams", 1)) is int and beams == 1 else []
         given = {name: value for name, value in given.items() if name not in idle}
         limit = asked.get("max_new_tokens")
         if isinstance(limit, int) and given.get("min_new_tokens", 0) > limit:

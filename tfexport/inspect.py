@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib.util
 import json
 import math
+import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from tfexport.bundle.bundle import Bundle, open_bundle
+from tfexport.bundle.contents import stale_sources
+from tfexport.bundle.defaults import read_defaults
+from tfexport.bundle.manifest import read_sources
+from tfexport.bundle.unsealed import unsealed
+from tfexport.bundle.vocabulary import read_vocabulary
 from tfexport.errors import CheckpointError, ConfigError, EngineError, GraphError, InputError
+from tfexport.files.atomic import restore
 from tfexport.files.names import CERTIFICATE, CONFIG, GENERATION, MANIFEST, MODEL_WEIGHTS, TARGET_TOKENIZER, TOKENIZER
+from tfexport.files.paths import checked_path
 from tfexport.files.safetensors_header import read_header
+from tfexport.files.signature import TrustedKeys
 from tfexport.files.strict_json import plain_problem, read_json
 from tfexport.generation import GenerationDefaults
 from tfexport.install import install_command
@@ -24,28 +35,43 @@ from tfexport.trt.artifact.compatibility import explain, incompatibilities, this
 from tfexport.trt.artifact.store import engine_names, open_engine
 
 _CERTIFICATE_TYPES = {"layout": str, "proven": bool, "switches": dict, "lines": dict, "unverified": list}
+_SIGNATURES = {
+    None: "not signed",
+    "unchecked": "signed, by whom was not checked: give --trusted-keys",
+    "trusted": "signed with a trusted key",
+}
 
 
-def inspect_path(path: Path) -> dict[str, Any]:
-    """Describe what lies at `path`.
+def inspect_path(
+    path: str | PathLike[str],
+    *,
+    trusted_keys: Sequence[str | PathLike[str]] | None = None,
+    for_here: bool = True,
+) -> dict[str, Any]:
+    """Describe what lies at `path`; what went missing because its replacement was killed is put back.
 
     Args:
         path: a bundle (a directory with manifest.json), a model directory (config.json, model.safetensors) or an
             ONNX file (needs the onnx package).
+        trusted_keys: files of public keys, one of which must have signed the bundle; None inspects whosever.
+        for_here: say of each engine whether it may be used on this machine, which loads the driver of a GPU.
 
     Returns:
         JSON values; `kind` is "bundle", "model" or "graph" and decides on the rest.
 
     Raises:
+        ConfigError: `path` can be no path, a key is none, or the model's configuration is wrong.
         InputError: there is nothing, nothing known, or it cannot be read.
         BundleError: the bundle is damaged.
-        ConfigError: the model's configuration is wrong.
         CheckpointError: the model's weights are damaged.
         GraphError: the file is no ONNX model, or the onnx package is missing.
     """
+    path = checked_path(path, "inspect")
+    keys = None if trusted_keys is None else TrustedKeys.read(trusted_keys)
     try:
-        if path.is_dir() and (path / MANIFEST).exists():
-            return _inspect_bundle(path)
+        restore(Path(os.path.realpath(path)))
+        if keys is not None or (path.is_dir() and (path / MANIFEST).exists()):
+            return _inspect_bundle(path, keys, for_here)
         if path.is_dir() and ((path / CONFIG).exists() or (path / MODEL_WEIGHTS).exists()):
             return _inspect_model(path)
         if path.is_file() and path.suffix == ".onnx":
@@ -65,32 +91,34 @@ def describe(found: Mapping[str, Any]) -> list[str]:
     return write(found)
 
 
-def _inspect_bundle(path: Path) -> dict[str, Any]:
-    bundle = open_bundle(path)
+def _inspect_bundle(path: Path, keys: TrustedKeys | None, for_here: bool) -> dict[str, Any]:
+    bundle = open_bundle(path, trusted_keys=keys)
     manifest = bundle.manifest.to_dict()
     manifest["model"] = manifest.pop("kind")
     sizes = [entry["bytes"] for entry in manifest["files"].values()]
     facts = {"kind": "bundle", "path": str(path), "sha256": bundle.sha256, "bytes": sum(sizes), **manifest}
-    facts["generation"] = _generation(bundle.path / GENERATION)
-    return {**facts, "engines": _inspect_engines(bundle)}
+    facts["generation"] = read_defaults(bundle).given()
+    facts["tokenizers"] = _tokenizers(bundle)
+    facts["signature"] = ("unchecked" if keys is None else "trusted") if bundle.is_signed else None
+    return {**facts, "engines": _inspect_engines(bundle, for_here), "unsealed": unsealed(bundle)}
 
 
-def _inspect_engines(bundle: Bundle) -> dict[str, Any]:
+def _inspect_engines(bundle: Bundle, for_here: bool) -> dict[str, Any]:
     """Say of each engine what it is, and of a damaged one what is wrong; the bundle itself works without."""
     engines: dict[str, Any] = {}
     names = engine_names(bundle.path)
-    machine = this_machine() if names else None
+    machine = this_machine() if names and for_here else None
     for name in names:
         try:
-            engine = open_engine(bundle.path, name)
+            engine = open_engine(bundle.path, name, bundle.trusted_keys)
             engine.check_plans()
         except EngineError as error:
             engines[name] = {"problem": str(error)}
             continue
-        assert machine is not None
         manifest = engine.manifest
         engines[name] = {
-            "problem": explain(incompatibilities(manifest, bundle, machine)),
+            "problem": explain(incompatibilities(manifest, bundle, machine)) if machine else None,
+            "stale": bool(stale_sources(manifest.sources, bundle.manifest.files)),
             "version": manifest.library_version,
             "bytes": sum(plan.content.bytes for plan in manifest.plans.values()),
             **manifest.config.to_dict(),
@@ -133,7 +161,8 @@ def _certificate(path: Path) -> dict[str, Any] | None:
     )
     if not is_whole or not all(isinstance(entry, dict) for entry in found["switches"].values()):
         raise ConfigError(f"{path}: is no certificate of an import; import the checkpoint again")
-    return dict(found)
+    files = read_sources(found.get("checkpoint", {}), f"{path}: checkpoint")
+    return {**found, "checkpoint": {name: file.to_dict() for name, file in files.items()}}
 
 
 def _inspect_graph(path: Path) -> dict[str, Any]:
@@ -163,32 +192,82 @@ def _bundle_lines(found: Mapping[str, Any]) -> list[str]:
     proof = "not verified" if parity is None else "verified" if parity["passed"] else "FAILED its verification"
     lines = [
         f"bundle {found['path']}: {found['model']}, {precision}, {_bytes(found['bytes'])}, {proof}",
+        *_identity_lines(found["identity"]),
         f"  sha256 {found['sha256']}",
+        f"  {_SIGNATURES[found['signature']]}",
         f"  made with {', '.join(f'{name} {version}' for name, version in found['versions'].items())}",
+        *_module_lines(found["module"]),
+        *_checkpoint_lines(found),
+        *_provenance_lines(found["provenance"]),
         *("", "Sizes", *_table((name, value) for name, value in spec.items() if isinstance(value, int) and value)),
+        *("", "Tokens", *_table(_token_rows(spec["tokens"], found["tokenizers"]))),
     ]
     lines += _generation_lines(found)
     for name, graph in found["graphs"].items():
         what = _alignment_text(found["alignment"]) if name == ALIGNMENT else ""
         lines += ["", f"Graph {name}: {graph['file']}, opset {graph['opset']}{what}", *_tensor_table(graph)]
-    lines += ["", "Text", *_text_lines(found["text"], found["files"])]
+    lines += ["", "Text", *_text_lines(found["text"], found["tokenizers"])]
     lines += ["", "Files", *_file_table(found["files"])]
     for name, engine in found["engines"].items():
         lines += ["", f"Engine {name}", *_engine_lines(engine)]
+    lines += (
+        ["", "Engines", *(f"  load refuses it: {problem}" for problem in found["unsealed"])]
+        if found["unsealed"]
+        else []
+    )
     if parity is not None:
         lines += ["", "Parity", *_table((name, json.dumps(value)) for name, value in parity.items())]
     return lines
+
+
+def _module_lines(module: Mapping[str, Any] | None) -> list[str]:
+    return [f"  of the module {module['name']}, weights sha256 {module['weights_sha256']}"] if module else []
 
 
 def _alignment_text(named: Mapping[str, Any]) -> str:
     return f", attention of layer {named['layer']}, heads {', '.join(map(str, named['heads']))}"
 
 
-def _text_lines(text: Mapping[str, Any], files: Mapping[str, Any]) -> list[str]:
+def _tokenizers(bundle: Bundle) -> dict[str, Any]:
+    """Say of each tokenizer what kind it is, how many tokens it has, and which of the model's own those are."""
+    names = [name for name in (TOKENIZER, TARGET_TOKENIZER) if name in bundle.manifest.files]
+    ids = dataclasses.asdict(bundle.manifest.spec.tokens)
+    found = {name: read_vocabulary(bundle.file(name)) for name in names}
+    return {
+        name: {
+            "model": one.model,
+            "size": len(one.tokens),
+            "tokens": {token: one.tokens.get(number) for token, number in ids.items() if number is not None},
+        }
+        for name, one in found.items()
+    }
+
+
+def _token_rows(ids: Mapping[str, int | None], tokenizers: Mapping[str, Any]) -> Iterator[tuple[object, ...]]:
+    """Write each id with what the tokenizers call it."""
+    for name, number in ids.items():
+        if number is not None:
+            called = (json.dumps(one["tokens"][name], ensure_ascii=False) for one in tokenizers.values())
+            yield name, number, " ".join(called)
+
+
+def _identity_lines(identity: Mapping[str, str | None]) -> list[str]:
+    said = [f"{name} {value}" for name, value in identity.items() if value is not None]
+    return [f"  {', '.join(said)}"] if said else []
+
+
+def _provenance_lines(provenance: Mapping[str, Any] | None) -> list[str]:
+    if provenance is None:
+        return []
+    proof = "proven" if provenance["proven"] else "NOT PROVEN"
+    return [f"  layout {provenance['layout']}, {proof}; certificate sha256 {provenance['certificate_sha256']}"]
+
+
+def _text_lines(text: Mapping[str, Any], tokenizers: Mapping[str, Any]) -> list[str]:
     """Say how text goes in and out, and whether that was ever compared."""
-    if TOKENIZER not in files:
+    if not tokenizers:
         return ["  no tokenizer: ids go in and out"]
-    kind = "tokenizers of source and target" if TARGET_TOKENIZER in files else "one tokenizer"
+    kind = "tokenizers of source and target" if TARGET_TOKENIZER in tokenizers else "one tokenizer"
     count = len(text["samples"])
     proof = f"compared with {count} recorded text{'s' if count > 1 else ''}" if count else "never compared with texts"
     around = [
@@ -196,11 +275,15 @@ def _text_lines(text: Mapping[str, Any], files: Mapping[str, Any]) -> list[str]:
         for name in ("source_prefix", "source_suffix", "target_prefix")
         if text[name]
     ]
-    return [f"  {kind}, {proof}", *_table(around)]
+    kinds = [(name, one["model"] or "unknown", f"{one['size']} tokens") for name, one in tokenizers.items()]
+    return [f"  {kind}, {proof}", *_table(kinds), *_table(around)]
 
 
 def _engine_lines(engine: Mapping[str, Any]) -> list[str]:
-    state = f"may not be used here: {engine['problem']}" if engine["problem"] else "may be used here"
+    stale = "stale, " if engine.get("stale") else ""
+    state = f"{stale}may not be used here: {engine['problem']}" if engine["problem"] else "may be used here"
+    if engine["problem"] is None:
+        state = f"{stale}not compared with this machine"
     if "target" not in engine:
         return [f"  {state}"]
     kind = ", ".join(part for part in (engine["form"], engine["precision"], engine["weights"]) if part)
@@ -234,11 +317,18 @@ def _generation_lines(found: Mapping[str, Any]) -> list[str]:
 def _certificate_lines(found: Mapping[str, Any]) -> list[str]:
     proof = f"proven: error {found.get('error')}, at most {found.get('tolerance')}" if found["proven"] else "NOT PROVEN"
     lines = [f"  layout {found['layout']}, {proof}", *(f"  unverified  {entry}" for entry in found["unverified"])]
+    lines += _checkpoint_lines(found)
     rows = [
         (name, *(f"{key} {json.dumps(entry.get(key))}" for key in ("value", "nearest", "error")))
         for name, entry in found["switches"].items()
     ]
     return [*lines, *(_table(rows) if rows else [])]
+
+
+def _checkpoint_lines(found: Mapping[str, Any]) -> list[str]:
+    """List the files that the weights were imported from."""
+    files = found["checkpoint"]
+    return [f"  imported from {name}, sha256 {file['sha256']}" for name, file in files.items()]
 
 
 def _graph_lines(found: Mapping[str, Any]) -> list[str]:

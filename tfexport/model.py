@@ -5,18 +5,20 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from os import PathLike
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, get_args
 
 import numpy as np
 
 from tfexport.bundle.bundle import Bundle, check_weights, open_bundle
+from tfexport.bundle.defaults import read_defaults
 from tfexport.bundle.manifest import Manifest
+from tfexport.bundle.unsealed import check_engines
+from tfexport.cores import MAX_THREADS
 from tfexport.decode.align import Alignment, align, need_alignment
 from tfexport.decode.cancel import check_cancelled
 from tfexport.decode.offline import decode
@@ -26,11 +28,14 @@ from tfexport.decode.score import Score, score
 from tfexport.decode.stops import stop_end
 from tfexport.decode.stream import stream
 from tfexport.decode.unknowns import Answer, unknown_sources
-from tfexport.errors import ConfigError, InputError, TfexportError, shortened
-from tfexport.files.names import GENERATION, TARGET_TOKENIZER, TOKENIZER
-from tfexport.files.strict_json import read_json
+from tfexport.errors import ConfigError, InputError, TfexportError, raise_all, shortened
+from tfexport.files.names import TARGET_TOKENIZER, TOKENIZER
+from tfexport.files.paths import checked_path
+from tfexport.files.signature import TrustedKeys
 from tfexport.generation import DecodeConfig, GenerationDefaults
-from tfexport.runtime.registry import AUTO, OpenOptions, get, open_session
+from tfexport.given import as_list, check_call, is_one_of, is_whole, word_problems
+from tfexport.runtime.heap import trim_heap
+from tfexport.runtime.registry import AUTO, OpenOptions, get, names, open_session
 from tfexport.runtime.session import Floats, Session, pad_right
 from tfexport.runtime.threads import Threads, choose_threads
 from tfexport.spec import Device, Form, ModelSpec
@@ -39,6 +44,9 @@ from tfexport.text.tokenizer import Tokenizer
 _log = logging.getLogger(__name__)
 
 Pooling = Literal["mean", "cls"]
+NO_COPIES_IN_STREAMS = (
+    "replace_unknowns is true, but the alignment is known when the text is whole; set it to false, or use generate"
+)
 
 
 @dataclass(frozen=True)
@@ -69,6 +77,7 @@ def load(
     threads: int | Literal["auto"] | None = AUTO,
     device: Device = "cpu",
     engine: str | None = None,
+    trusted_keys: Sequence[str | PathLike[str]] | None = None,
 ) -> Model:
     """Open a bundle, check every byte of it and load it on a backend.
 
@@ -80,29 +89,21 @@ def load(
             one or all to the decoder's steps, by their size; None for one on each core that ONNX Runtime finds.
         device: where graphs are computed, "cpu" or "cuda"; never another than the one asked for.
         engine: name of the engine for backend "trt"; None for the only one that may be used here.
+        trusted_keys: files of public keys, one of which must have signed the bundle, and the engine if one is loaded;
+            None loads whosever bundle.
 
     Raises:
-        BundleError: the bundle is missing, damaged, or lacks the form.
+        BundleError: the bundle is missing, damaged, signed by none of the keys, or lacks the form.
         BackendError: the backend is not installed, or cannot run the bundle on the device.
         EngineError: the bundle has no such engine, or it may not be used here.
         ConfigError: an argument is none of those allowed.
     """
-    allowed_values: dict[str, tuple[object, tuple[object, ...]]] = {
-        "form": (form, (None, *get_args(Form))),
-        "device": (device, get_args(Device)),
-    }
-    for name, (value, allowed) in allowed_values.items():
-        if value not in allowed:
-            raise ConfigError(f"load: {name} is {value!r}, expected one of {', '.join(map(repr, allowed))}")
-    if backend != AUTO:
-        get(backend)  # before the bundle is read
-    if threads not in (None, AUTO) and not (isinstance(threads, int) and threads >= 1):
-        raise ConfigError(f"load: threads is {threads!r}, expected 1 or more, or 'auto'")
-    bundle = open_bundle(Path(path), weights=False)
-    tokenizer = load_tokenizer(bundle)
-    defaults = GenerationDefaults()
-    if GENERATION in bundle.manifest.files:
-        defaults = GenerationDefaults.from_dict(read_json(bundle.file(GENERATION), GENERATION), subject=GENERATION)
+    folder = checked_path(path, "load: path")
+    _check_options(backend, form, threads, device, engine)
+    keys = None if trusted_keys is None else TrustedKeys.read(trusted_keys)
+    bundle = open_bundle(folder, weights=False, trusted_keys=keys)
+    check_engines(bundle)
+    tokenizer, defaults = load_tokenizer(bundle), read_defaults(bundle)
     with ThreadPoolExecutor(1) as pool:  # the sums of the weights take as long as the rest
         checked = pool.submit(check_weights, bundle)
         try:
@@ -130,6 +131,18 @@ def load(
     )
     _log.info("%s: loaded on %s, %s%s", path, session.backend, device, taken)
     return model
+
+
+def _check_options(backend: object, form: object, threads: object, device: object, engine: object) -> None:
+    """Check the options of `load` before the bundle is read."""
+    problems = word_problems(
+        backend=(backend, names()), form=(form, (None, *get_args(Form))), device=(device, get_args(Device))
+    )
+    if not (is_one_of(threads, (None, AUTO)) or (is_whole(threads) and 1 <= threads <= MAX_THREADS)):
+        problems.append(f"threads is {shortened(threads)}, expected 1 to {MAX_THREADS}, or {AUTO!r}")
+    if not (engine is None or (isinstance(engine, str) and engine)):
+        problems.append(f"engine is {shortened(engine)}, expected the name of an engine, or None")
+    raise_all(ConfigError, "load", problems)
 
 
 def load_tokenizer(bundle: Bundle) -> Tokenizer | None:
@@ -194,9 +207,9 @@ class Model:
 
     def generate(
         self,
-        texts: Sequence[str],
+        texts: Iterable[str],
         *,
-        prefixes: Sequence[str] | None = None,
+        prefixes: Iterable[str] | None = None,
         batch_size: int = 32,
         on_progress: Callable[[int], None] | None = None,
         cancel: threading.Event | None = None,
@@ -227,9 +240,10 @@ class Model:
         """
         decoding, tokenizer = self.decoding(config, **options), self._need_tokenizer()
         if decoding.replace_unknowns:
-            self._need_copies(tokenizer)
-        sources = tokenizer.encode(_texts("texts", texts))
-        starts = tokenizer.begin_targets(prefixes if prefixes is not None else [""] * len(texts))
+            check_copies(self)
+        texts = _texts("texts", texts)
+        sources = tokenizer.encode(texts)
+        starts = tokenizer.begin_targets([""] * len(texts) if prefixes is None else _texts("prefixes", prefixes))
         found = decode(
             self.session,
             sources,
@@ -245,14 +259,14 @@ class Model:
             result_of(tokenizer, best, decoding, index) for index, hypotheses in enumerate(found) for best in hypotheses
         ]
         if decoding.replace_unknowns:
-            return self._with_copies(texts, sources, results, decoding, batch_size, cancel)
+            return with_copies(self, texts, sources, results, decoding, batch_size=batch_size, cancel=cancel)
         return results
 
     def generate_ids(
         self,
-        sources: Sequence[Sequence[int]],
+        sources: Iterable[Iterable[int]],
         *,
-        prefixes: Sequence[Sequence[int]] | None = None,
+        prefixes: Iterable[Iterable[int]] | None = None,
         batch_size: int = 32,
         on_progress: Callable[[int], None] | None = None,
         cancel: threading.Event | None = None,
@@ -322,10 +336,7 @@ class Model:
         (source,) = tokenizer.encode(_texts("text", [text]))
         decoding = self.decoding(config, **options)
         if decoding.replace_unknowns:
-            raise InputError(
-                "stream: replace_unknowns is true, but the alignment is known when the text is whole; "
-                "set it to false, or use generate"
-            )
+            raise InputError(f"stream: {NO_COPIES_IN_STREAMS}")
         (start,) = tokenizer.begin_targets([prefix])
         num_fixed = len(tokenizer.text.target_prefix)
         tokens = stream(
@@ -343,9 +354,9 @@ class Model:
 
     def stream_ids(
         self,
-        source: Sequence[int],
+        source: Iterable[int],
         *,
-        prefix: Sequence[int] = (),
+        prefix: Iterable[int] = (),
         cancel: threading.Event | None = None,
         config: DecodeConfig | None = None,
         **options: Any,
@@ -374,8 +385,8 @@ class Model:
 
     def score(
         self,
-        texts: Sequence[str],
-        targets: Sequence[str],
+        texts: Iterable[str],
+        targets: Iterable[str],
         *,
         add_eos: bool = True,
         batch_size: int = 32,
@@ -415,10 +426,10 @@ class Model:
 
     def score_ids(
         self,
-        sources: Sequence[Sequence[int]],
-        targets: Sequence[Sequence[int]],
+        sources: Iterable[Iterable[int]],
+        targets: Iterable[Iterable[int]],
         *,
-        prefixes: Sequence[Sequence[int]] | None = None,
+        prefixes: Iterable[Iterable[int]] | None = None,
         add_eos: bool = True,
         batch_size: int = 32,
         on_progress: Callable[[int], None] | None = None,
@@ -454,8 +465,8 @@ class Model:
 
     def align(
         self,
-        texts: Sequence[str],
-        targets: Sequence[str],
+        texts: Iterable[str],
+        targets: Iterable[str],
         *,
         batch_size: int = 32,
         on_progress: Callable[[int], None] | None = None,
@@ -489,10 +500,10 @@ class Model:
 
     def align_ids(
         self,
-        sources: Sequence[Sequence[int]],
-        targets: Sequence[Sequence[int]],
+        sources: Iterable[Iterable[int]],
+        targets: Iterable[Iterable[int]],
         *,
-        prefixes: Sequence[Sequence[int]] | None = None,
+        prefixes: Iterable[Iterable[int]] | None = None,
         batch_size: int = 32,
         on_progress: Callable[[int], None] | None = None,
         cancel: threading.Event | None = None,
@@ -527,7 +538,7 @@ class Model:
 
     def embed(
         self,
-        texts: Sequence[str],
+        texts: Iterable[str],
         *,
         pooling: Pooling = "mean",
         normalize: bool = True,
@@ -552,8 +563,8 @@ class Model:
             BackendError: the bundle has a decoder, or the backend failed.
             Cancelled: the event was set.
         """
-        if pooling not in get_args(Pooling):
-            raise ConfigError(f"embed: pooling is {pooling!r}, expected 'mean' or 'cls'")
+        raise_all(ConfigError, "embed", word_problems(pooling=(pooling, get_args(Pooling))))
+        check_call("embed", batch_size=batch_size, cancel=cancel, normalize=normalize)
         sources = self._need_tokenizer().encode(_texts("texts", texts))
         batch_size = min(batch_size, self.session.limits.rows.most or batch_size)
         vectors = np.empty((len(sources), self.spec.d_model), np.float32)
@@ -567,8 +578,9 @@ class Model:
         return vectors
 
     def close(self) -> None:
-        """Free the backend's memory; the model cannot be used afterwards."""
+        """Free the backend's memory and give it back to the system; the model cannot be used afterwards."""
         self.session.close()
+        trim_heap()
 
     def __enter__(self) -> Self:
         """Return the model itself."""
@@ -581,7 +593,7 @@ class Model:
         self.close()
 
     def _pairs(
-        self, texts: Sequence[str], targets: Sequence[str], subject: str
+        self, texts: Iterable[str], targets: Iterable[str], subject: str
     ) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
         """Encode sources and targets, and say what each target comes behind."""
         if not self.spec.has_decoder:
@@ -594,43 +606,6 @@ class Model:
         first = self.defaults.forced_bos_token_id
         prefix = tokenizer.begin_target() or ([] if first is None else [first])
         return source_ids, target_ids, [prefix] * len(sources)
-
-    def _need_copies(self, tokenizer: Tokenizer) -> None:
-        """Refuse a model that cannot say what an unknown token was read from, before it decodes."""
-        if self.spec.has_decoder and tokenizer.unknown is None:
-            raise ConfigError("replace_unknowns: the vocabulary has no unknown token to replace; leave it out")
-        if self.spec.has_decoder:
-            need_alignment(self.session, "replace_unknowns")
-
-    def _with_copies(
-        self,
-        texts: Sequence[str],
-        sources: Sequence[Sequence[int]],
-        results: Sequence[Result],
-        decoding: DecodeConfig,
-        batch_size: int,
-        cancel: threading.Event | None,
-    ) -> list[Result]:
-        """Write in each text what its unknown tokens were read from."""
-        tokenizer = self._need_tokenizer()
-        assert tokenizer.unknown is not None
-        copies = [tokenizer.copies(text) for text in texts]
-        answers = [
-            Answer(sources[one.index], one.token_ids, [piece is not None for piece in copies[one.index]])
-            for one in results
-        ]
-        found = unknown_sources(
-            self.session,
-            answers,
-            tokenizer.unknown,
-            start=decoding.decoder_start_token_id,
-            batch_size=batch_size,
-            cancel=cancel,
-        )
-        return [
-            _copied(tokenizer, one, {place: copies[one.index][source] or "" for place, source in places.items()})
-            for one, places in zip(results, found, strict=True)
-        ]
 
     def _spelled(self, found: Alignment) -> Alignment:
         """Add the tokens to the ids, where there is a tokenizer."""
@@ -659,12 +634,15 @@ class Model:
         return self.tokenizer
 
 
-def _texts(name: str, texts: Sequence[str]) -> list[str]:
-    if isinstance(texts, str):
-        raise InputError(f"{name} is one text, expected a list of texts; write [text]")
+def _texts(name: str, given: Iterable[str]) -> list[str]:
+    """Take texts as a list; whether each is one is asked of the tokenizer."""
+    texts = as_list(given)
+    if texts is None:
+        got = "one text" if isinstance(given, str) else shortened(given)
+        raise InputError(f"{name} is {got}, expected a list of texts; write [text]")
     if not texts:
         raise InputError(f"{name} is empty, expected at least one text")
-    return list(texts)
+    return texts
 
 
 def result_of(tokenizer: Tokenizer, found: Hypothesis, config: DecodeConfig, index: int = 0) -> Result:
@@ -672,6 +650,65 @@ def result_of(tokenizer: Tokenizer, found: Hypothesis, config: DecodeConfig, ind
     end = stop_end(found.token_ids, config.strings, tokenizer.decode) if found.finish_reason == "stop" else None
     text = tokenizer.decode(found.token_ids)[:end]
     return Result(text, found.token_ids, found.score, found.finish_reason, index)
+
+
+def check_copies(model: Model) -> None:
+    """Refuse a model that cannot say what an unknown token was read from, before it decodes.
+
+    Raises:
+        ConfigError: its vocabulary has no unknown token, or its bundle or backend no alignment.
+    """
+    if model.tokenizer is None or not model.spec.has_decoder:
+        return  # which is refused for other reasons
+    if model.tokenizer.unknown is None:
+        raise ConfigError("replace_unknowns: the vocabulary has no unknown token to replace; leave it out")
+    need_alignment(model.session, "replace_unknowns")
+
+
+def with_copies(
+    model: Model,
+    texts: Sequence[str],
+    sources: Sequence[Sequence[int]],
+    results: Sequence[Result],
+    decoding: DecodeConfig,
+    *,
+    batch_size: int = 32,
+    cancel: threading.Event | None = None,
+) -> list[Result]:
+    """Write in each result what its unknown tokens were read from; it may be called on any thread.
+
+    Args:
+        model: that `check_copies` does not refuse.
+        texts: of the sources.
+        sources: token ids of each text.
+        results: of any of them, by their `index`.
+        decoding: that they come from.
+        batch_size: results read at once.
+        cancel: set by another thread to give the call up; None for a call that nobody cancels.
+
+    Raises:
+        BackendError: the backend failed.
+        Cancelled: the event was set.
+    """
+    tokenizer = model.tokenizer
+    assert tokenizer is not None
+    assert tokenizer.unknown is not None
+    copies = [tokenizer.copies(text) for text in texts]
+    answers = [
+        Answer(sources[one.index], one.token_ids, [piece is not None for piece in copies[one.index]]) for one in results
+    ]
+    found = unknown_sources(
+        model.session,
+        answers,
+        tokenizer.unknown,
+        start=decoding.decoder_start_token_id,
+        batch_size=batch_size,
+        cancel=cancel,
+    )
+    return [
+        _copied(tokenizer, one, {place: copies[one.index][source] or "" for place, source in places.items()})
+        for one, places in zip(results, found, strict=True)
+    ]
 
 
 def _copied(tokenizer: Tokenizer, result: Result, tokens: Mapping[int, str]) -> Result:

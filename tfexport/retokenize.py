@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tfexport.bundle.bundle import Bundle, create_bundle, open_bundle
-from tfexport.bundle.manifest import ENGINES
+from tfexport.bundle.bundle import SIGNATURE_DROPPED, Builder, Bundle, create_bundle, open_bundle
 from tfexport.checkpoint.formats.language_pair import AS_IT_IS, LanguagePair, with_languages
 from tfexport.checkpoint.formats.tokenizer import read_tokenizer
 from tfexport.checkpoint.formats.tokenizer_parts import TokenizerFiles
 from tfexport.errors import ConfigError
 from tfexport.fields import Config
 from tfexport.files.names import MANIFEST, TARGET_TOKENIZER, TOKENIZER
+from tfexport.files.signature import SigningKey, TrustedKeys
 from tfexport.text.compare import check_texts
 from tfexport.text.config import TextConfig
 from tfexport.text.tokenizer import Tokenizer
@@ -38,6 +37,8 @@ def replace_tokenizer(
     *,
     tokenizer: Path | None = None,
     target_tokenizer: Path | None = None,
+    sign_key: Path | None = None,
+    trusted_keys: Sequence[str | os.PathLike[str]] | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> Bundle:
     """Give a bundle another tokenizer, or other ids around its own; graphs and engines stay as they are.
@@ -48,6 +49,8 @@ def replace_tokenizer(
         tokenizer: a tokenizer.json, a SentencePiece model, a list of tokens, or a Hugging Face
             directory; None leaves it.
         target_tokenizer: the target's own; None leaves it.
+        sign_key: private key that signs the bundle anew; None leaves it unsigned, also where it was signed before.
+        trusted_keys: files of public keys, one of which must have signed the bundle as it is; None takes whosever.
         report: told what happens, a line at a time.
 
     Returns:
@@ -56,22 +59,28 @@ def replace_tokenizer(
     Raises:
         BundleError: the bundle is damaged or cannot be written, or the tokenizer has more ids than the model.
         CheckpointError: a tokenizer cannot be read.
-        ConfigError: there is nothing to change, or no tokenizer to change it of.
+        ConfigError: there is nothing to change, or no tokenizer to change it of, or a key is none.
         ParityError: a recorded text differs; the bundle stays as it was.
     """
     changes = {name: value for name, value in config.to_dict().items() if value is not None}
     language = LanguagePair(changes.pop("source_language", None))
     if not changes and language == AS_IT_IS and tokenizer is None and target_tokenizer is None:
         raise ConfigError("tokenizer: nothing is to change; give --tokenizer, --source-suffix or another option")
-    bundle = open_bundle(path)
-    with tempfile.TemporaryDirectory() as folder:
-        files, around = _files(bundle, Path(folder), tokenizer, target_tokenizer, language, report)
+    key = None if sign_key is None else SigningKey.read(sign_key)
+    trusted = None if trusted_keys is None else TrustedKeys.read(trusted_keys)
+    root = open_bundle(path, weights=False, trusted_keys=trusted).path
+    with create_bundle(root, force=True, key=key) as builder:
+        bundle = open_bundle(root, trusted_keys=trusted)  # which nobody else replaces now
+        files, around = _files(bundle, builder.path, tokenizer, target_tokenizer, language, report)
         text = replace(bundle.manifest.text, **{**around, **changes})
         opened = Tokenizer.load(files[TOKENIZER], bundle.manifest.spec, target=files.get(TARGET_TOKENIZER), text=text)
         check_texts(opened)
         if text.samples:
             report(f"compared with {text.proof}")
-        return _written(bundle, files, text)
+        if builder.drops_signature:
+            report(SIGNATURE_DROPPED)
+        _finish(builder, bundle, files, text)
+    return builder.bundle
 
 
 def _files(
@@ -82,22 +91,20 @@ def _files(
     language: LanguagePair,
     report: Callable[[str], None],
 ) -> tuple[dict[str, Path], dict[str, tuple[int, ...]]]:
-    """Return the tokenizers of the bundle as they shall be, by name, and what a directory's puts around a source."""
+    """Write new tokenizers into `folder`.
+
+    Returns:
+        The tokenizers of the bundle as they shall be, by name, and what a directory's puts around a source.
+    """
     manifest = bundle.manifest
     files = {name: bundle.file(name) for name in (TOKENIZER, TARGET_TOKENIZER) if name in manifest.files}
     if TOKENIZER not in files and source is None:
         raise ConfigError(f"tokenizer: {bundle.path} has none; give one as --tokenizer")
-    config = manifest.config
-    if config is None:
-        if source or target or language != AS_IT_IS:
-            raise ConfigError(
-                f"tokenizer: {bundle.path} was made from your own module; put the tokenizer beside it and export again"
-            )
-        return files, {}
+    spec = manifest.spec
     has_two = target is not None or TARGET_TOKENIZER in files
     found = TokenizerFiles({}, ())
     if source is not None:
-        found = read_tokenizer(source, config, "source" if has_two and not source.is_dir() else None)
+        found = read_tokenizer(source, spec, "source" if has_two and not source.is_dir() else None)
     elif language != AS_IT_IS:
         text = manifest.text
         own = {TOKENIZER: files[TOKENIZER].read_bytes()}
@@ -106,7 +113,7 @@ def _files(
         found = with_languages(found, language)
     made, notes = dict(found.files), found.notes
     if target is not None:
-        theirs = read_tokenizer(target, config, "target")
+        theirs = read_tokenizer(target, spec, "target")
         made[TARGET_TOKENIZER], notes = theirs.files[TOKENIZER], (*notes, *theirs.notes)
     for name, raw in made.items():
         (folder / name).write_bytes(raw)
@@ -117,23 +124,25 @@ def _files(
     return files, {name: ids for name, ids in around.items() if ids}
 
 
-def _written(bundle: Bundle, files: dict[str, Path], text: TextConfig) -> Bundle:
-    """Write the bundle anew beside itself, engines included, and let it take its place."""
+def _finish(builder: Builder, bundle: Bundle, files: dict[str, Path], text: TextConfig) -> None:
+    """Copy what stays as it is, and seal the bundle."""
     manifest = bundle.manifest
-    with create_bundle(bundle.path, force=True) as builder:
-        for name in {*manifest.files, *files} - {MANIFEST}:
-            (builder.path / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(files.get(name, bundle.path / name), builder.path / name)
-        if os.path.lexists(bundle.path / ENGINES):
-            shutil.copytree(bundle.path / ENGINES, builder.path / ENGINES, symlinks=True)
-        builder.finish(
-            spec=manifest.spec,
-            config=manifest.config,
-            graphs=manifest.graphs,
-            versions=manifest.versions,
-            parity=manifest.parity,
-            quantization=manifest.quantization,
-            text=text,
-            alignment=manifest.alignment,
-        )
-    return builder.bundle
+    for name in {*manifest.files, *files} - {MANIFEST}:
+        copy = builder.path / name
+        if files.get(name) != copy:
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(bundle.path / name, copy)
+    builder.finish(
+        spec=manifest.spec,
+        config=manifest.config,
+        graphs=manifest.graphs,
+        versions=manifest.versions,
+        parity=manifest.parity,
+        quantization=manifest.quantization,
+        text=text,
+        alignment=manifest.alignment,
+        checkpoint=manifest.checkpoint,
+        provenance=manifest.provenance,
+        identity=manifest.identity,
+        module=manifest.module,
+    )

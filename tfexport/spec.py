@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tfexport.errors import ConfigError, raise_all
+from tfexport.errors import ConfigError, raise_all, shortened
 from tfexport.fields import Config, size_problems
 
 Precision = Literal["fp32", "fp16", "bf16"]
@@ -107,6 +107,7 @@ class ModelSpec(Config, subject="spec"):
 
     For an encoder alone `vocab`, `layers`, `heads`, `head_dim`, `value_dim` and
     `max_target_length` are 0.
+    `kv_heads` None means as many as `heads`.
     """
 
     d_model: int
@@ -120,17 +121,33 @@ class ModelSpec(Config, subject="spec"):
     head_dim: int = 0
     value_dim: int = 0
     max_target_length: int = 0
+    kv_heads: int | None = None
 
     def _problems(self) -> list[str]:
         return [
             *size_problems(self, "d_model", "source_vocab", "max_source_length"),
             *size_problems(self, "vocab", "layers", "heads", "head_dim", "value_dim", "max_target_length", least=0),
+            *size_problems(self, "kv_heads"),
+            *self._token_problems(),
         ]
+
+    def _token_problems(self) -> Iterator[str]:
+        """Say which tokens lie outside of the vocabulary of their side; start and end are the target's."""
+        source, target = ("source_vocab", self.source_vocab), ("vocab", self.vocab)
+        for name, token in dataclasses.asdict(self.tokens).items():
+            vocabulary, size = target if self.has_decoder and name in ("start", "eos") else source
+            if token is not None and token >= size:
+                yield f"tokens.{name} is {shortened(token)}, expected below {vocabulary} {shortened(size)}"
 
     @property
     def has_decoder(self) -> bool:
         """Whether the model generates, or only encodes."""
         return self.layers > 0
+
+    @property
+    def cache_heads(self) -> int:
+        """Heads of keys and values: fewer than `heads` where heads share them."""
+        return self.heads if self.kv_heads is None else self.kv_heads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,6 +194,9 @@ class TensorSpec:
     dtype: DType
     shape: tuple[Dim, ...]
 
+    def __str__(self) -> str:
+        return f"{self.name[:80]} {self.dtype} [{', '.join(str(dim)[:40] for dim in self.shape)}]"
+
 
 @dataclass(frozen=True)
 class GraphSpec:
@@ -194,7 +214,7 @@ def key_value_names(prefix: str, layers: int) -> list[str]:
 def _key_values(spec: ModelSpec, prefix: str, rows: Dim, length: Dim) -> list[TensorSpec]:
     dtype = FLOAT[spec.precision]
     return [
-        TensorSpec(name, dtype, (rows, spec.heads, length, spec.head_dim if "_key." in name else spec.value_dim))
+        TensorSpec(name, dtype, (rows, spec.cache_heads, length, spec.head_dim if "_key." in name else spec.value_dim))
         for name in key_value_names(prefix, spec.layers)
     ]
 
@@ -259,3 +279,28 @@ def reorder_spec(precision: Precision) -> GraphSpec:
     dtype = FLOAT[precision]
     inputs = (TensorSpec(CACHE, dtype, ("rows", "width")), TensorSpec(ORDER, "int64", ("new_rows",)))
     return GraphSpec(inputs, (TensorSpec(REORDERED, dtype, ("new_rows", "width")),))
+
+
+def graph_contract(spec: ModelSpec, name: str) -> GraphSpec:
+    """Return the contract of a graph of a bundle by its name, such as "decoder_static"."""
+    forms = {decoder: form for form, decoder in DECODER.items()}
+    if name in forms:
+        return decoder_graph(spec, forms[name])
+    if name == REORDER:
+        return reorder_spec(spec.precision)
+    return alignment_graph(spec) if name == ALIGNMENT else encoder_graph(spec)
+
+
+def contract_problems(found: GraphSpec, expected: GraphSpec) -> list[str]:
+    """Say where inputs and outputs, in order, are not those that were expected; empty where all are."""
+    problems: list[str] = []
+    for kind, there, wanted in (
+        ("input", found.inputs, expected.inputs),
+        ("output", found.outputs, expected.outputs),
+    ):
+        known, has = frozenset(wanted), frozenset(there)
+        problems += [f"{kind} {tensor} is not in the contract" for tensor in there if tensor not in known]
+        problems += [f"{kind} {tensor} is missing" for tensor in wanted if tensor not in has]
+        if not problems and there != wanted:
+            problems.append(f"{kind}s are out of order, or there twice")
+    return problems

@@ -25,7 +25,6 @@ EXPECTED = {
     "activation": "relu",
     "feed_forward": "mlp",
     "relative_bias": "none",
-    "residual_scale": 1.0,
     "positions": "table",
     "embedding_norm": False,
     "attention_scale": None,
@@ -97,9 +96,9 @@ class Canonical:
 
 
 def is_plain(stack: dict[str, Any], norm_place: str) -> bool:
-    """Say whether a stack normalises at each sum there and no more, with heads as wide as d_model gives."""
-    widths = stack["d_k"], stack["d_v"]
-    return stack["norm_place"] == norm_place and not stack["final_norm"] and widths == (None, None)
+    """Say whether a stack normalises at each plain sum there and no more, with heads as wide as d_model gives."""
+    widths, has_plain_sums = (stack["d_k"], stack["d_v"]), stack.get("residual_scale", 1.0) == 1.0
+    return stack["norm_place"] == norm_place and not stack["final_norm"] and widths == (None, None) and has_plain_sums
 
 
 def write_marian(folder: Path, target: Path) -> None:

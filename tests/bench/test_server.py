@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import socketserver
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 import uvicorn
 
 from tests.bench import test_report as reports
 from tests.bench.test_run import refuses, run
+from tests.bundle.made import edit, reseal
 from tfexport.bench.config import BenchConfig
 from tfexport.bench.http_client import HttpClient, Response
 from tfexport.bench.page import render
 from tfexport.bench.result import settings
 from tfexport.bundle.bundle import open_bundle
 from tfexport.errors import BenchError, ServingError
-from tfexport.export import export_bundle
-from tfexport.graph.config import ExportConfig
-from tfexport.models.directory import save_model
-from tfexport.models.presets import build_preset
 from tfexport.serve.config import ServingConfig
 from tfexport.serve.engine import Engine
 from tfexport.serve.http.app import build_app
@@ -155,9 +154,14 @@ def test_a_server_says_what_its_bundle_says(url: str, dates_bundle: Path, source
 
 
 def test_a_server_that_says_something_else_is_not_timed(dates_bundle: Path, tmp_path: Path) -> None:
-    save_model(build_preset("tiny"), tmp_path / "tiny")
-    export_bundle(str(tmp_path / "tiny"), tmp_path / "bundle", ExportConfig(forms=("concat",)), verify=False)
-    with serving(tmp_path / "bundle", "dates", slots=2) as address:
+    other = Path(shutil.copytree(dates_bundle, tmp_path / "bundle"))
+    weights = bytearray((other / "weights.safetensors").read_bytes())
+    header = 8 + int.from_bytes(weights[:8], "little")
+    np.frombuffer(weights, np.float32, offset=header)[:] *= -1
+    (other / "weights.safetensors").write_bytes(weights)
+    reseal(other)
+    edit(other, lambda data: data["text"].update(samples=[]))  # which are what the weights said
+    with serving(other, "dates", slots=2) as address:
         result = run("bench", dates_bundle, "--url", address, *QUICK, "--rate", 30)
     assert (result.exit_code, result.stdout) == (2, "")
     assert "answer 1 of 8 is not that of the bundle; give the one that is served" in result.stderr

@@ -16,7 +16,6 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-import tfexport
 from tests.conftest import DATES, ROOT
 from tests.tiny import batch, config, randomise
 from tfexport.bench.timing import Effort
@@ -24,13 +23,11 @@ from tfexport.errors import BenchError
 from tfexport.models.directory import save_model
 from tfexport.models.presets import preset
 from tfexport.models.transformer import Transformer
-from tfexport.spec import ModelSpec
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import report
 import side_by_side
-import soak
 from comparison import markdown, picture, result, rounds, systems
 from comparison.converters import Canonical, write_ctranslate2, write_marian
 from comparison.run import Selection, compare
@@ -508,43 +505,3 @@ def test_every_peer_has_pinned_requirements_and_a_worker() -> None:
         module = ROOT / "benchmarks" / SYSTEMS[name].module.replace(".", "/")
         assert module.with_suffix(".py").exists()
     assert systems.REFERENCE.files == "bundle-fp32"
-
-
-def test_a_soak_sees_nothing_wrong_with_a_bundle(
-    dates_bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(soak, "MAX_LENGTH", 12)
-    with tfexport.load(dates_bundle, threads=1) as model:
-        assert soak.soak(model, 60, per_pass=20) == []
-    assert re.fullmatch(r"(\d+ sequences: [\d.]+ MB\n){3}", capsys.readouterr().out)
-
-
-def test_a_soak_sees_memory_that_grows_and_words_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    held = iter([100e6, 106e6, 111e6])
-    monkeypatch.setattr(soak, "resident_bytes", lambda: next(held))
-    said: list[soak.Batch] = []
-
-    def decode(model: object, batch: soak.Batch) -> list[tuple[int, ...]]:
-        said.append(batch)
-        return [(len(said) if batch == said[0] else 0,)]
-
-    monkeypatch.setattr(soak, "decode", decode)
-
-    class Named:
-        spec = ModelSpec(d_model=8, source_vocab=9, max_source_length=9, tokens=preset("tiny").tokens, precision="fp32")
-
-    count = len(soak.batches(20, 9))
-    assert soak.soak(Named(), 60, per_pass=20) == [  # type: ignore[arg-type]
-        f"1 of {count} batches did not decode as at first",
-        "memory grew from 100.0 to 111.0 MB",
-    ]
-
-
-def test_the_batches_of_a_soak_are_mixed_and_make_up_the_number() -> None:
-    found = soak.batches(1_000, 500)
-    assert sum(len(batch.sources) for batch in found) == 1_000
-    assert {batch.num_beams for batch in found} == {1, 4}
-    lengths = {len(source) for batch in found for source in batch.sources}
-    assert min(lengths) == 1
-    assert max(lengths) == soak.MAX_LENGTH
-    assert found == soak.batches(1_000, 500)

@@ -1,4 +1,4 @@
-"""A small bundle of bytes that are no graphs, made, edited and refused."""
+"""A small bundle of graphs that compute nothing, made, edited and refused."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
+from onnx import helper
 
 from tfexport.bundle.bundle import Builder, Bundle, create_bundle, open_bundle
 from tfexport.bundle.manifest import GraphEntry
 from tfexport.errors import BundleError
 from tfexport.models.config import StackConfig, TransformerConfig, model_spec
-from tfexport.spec import TokenIds, decoder_graph, encoder_graph
+from tfexport.spec import TensorSpec, TokenIds, decoder_graph, encoder_graph
 
 CONFIG = TransformerConfig(
     d_model=8,
@@ -27,19 +29,34 @@ CONFIG = TransformerConfig(
     tokens=TokenIds(pad=0, start=1, eos=2, unk=3),
 )
 SPEC = model_spec(CONFIG, "fp32")
-CONTENT = {
-    "encoder.onnx": b"encoder",
-    "decoder.onnx": b"decoder",
-    "decoder_static.onnx": b"static",
-    "weights.safetensors": bytes(range(256)),
-    "tokenizer.json": b"{}",
-    "parity.json": b"{}",
-    "deep/er.bin": b"",
-}
 GRAPHS = {
     "encoder": GraphEntry(file="encoder.onnx", opset=18, spec=encoder_graph(SPEC)),
     "decoder": GraphEntry(file="decoder.onnx", opset=18, spec=decoder_graph(SPEC, "concat")),
     "decoder_static": GraphEntry(file="decoder_static.onnx", opset=24, spec=decoder_graph(SPEC, "static")),
+}
+
+
+def graph(entry: GraphEntry) -> bytes:
+    """Write a graph with the inputs and outputs of a contract and nothing between them."""
+
+    def value(tensor: TensorSpec) -> onnx.ValueInfoProto:
+        kind = {"float32": "float"}.get(tensor.dtype, tensor.dtype).upper()
+        return helper.make_tensor_value_info(tensor.name, onnx.TensorProto.DataType.Value(kind), tensor.shape)
+
+    inputs, outputs = (list(map(value, side)) for side in (entry.spec.inputs, entry.spec.outputs))
+    model = helper.make_model(
+        helper.make_graph([], "graph", inputs, outputs),
+        opset_imports=[helper.make_opsetid("", entry.opset)],
+    )
+    return bytes(model.SerializeToString(deterministic=True))
+
+
+CONTENT = {
+    **{entry.file: graph(entry) for entry in GRAPHS.values()},
+    "weights.safetensors": bytes(range(256)),
+    "tokenizer.json": b"{}",
+    "parity.json": b"{}",
+    "deep/er.bin": b"",
 }
 FACTS: dict[str, Any] = {
     "spec": SPEC,
@@ -64,8 +81,14 @@ def make_contrib(path: Path, graphs: dict[str, GraphEntry]) -> Bundle:
         "decoder_contrib": GraphEntry(file="decoder_contrib.onnx", opset=18, spec=decoder_graph(SPEC, "contrib")),
     }
     with create_bundle(path) as builder:
-        fill(builder, CONTENT | {entry.file: b"contrib" for entry in contrib.values()}, graphs=graphs | contrib)
+        fill(builder, CONTENT | {entry.file: graph(entry) for entry in contrib.values()}, graphs=graphs | contrib)
     return builder.bundle
+
+
+def another(name: str) -> bytes:
+    """Return what a file of another bundle may hold under this name."""
+    doc_string = b"2\x0esomething else"  # of a ModelProto, behind whatever it has
+    return CONTENT[name] + doc_string if name.endswith(".onnx") else b"something else"
 
 
 def make(path: Path, content: dict[str, bytes] = CONTENT, *, force: bool = False) -> Bundle:
@@ -81,6 +104,22 @@ def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     data.pop("self_sha256", None)
     data["self_sha256"] = hashlib.sha256((json.dumps(data, indent=2, sort_keys=True) + "\n").encode()).hexdigest()
     (path / "manifest.json").write_text(json.dumps(data, indent=2, sort_keys=True) + "\n")
+
+
+def reseal(path: Path) -> None:
+    """Make every sum of a bundle right again; files that are new become part of it."""
+
+    def stock(data: dict[str, Any]) -> None:
+        files = [file for file in path.rglob("*") if file.is_file() and file.name != "manifest.json"]
+        data["files"] = {
+            str(file.relative_to(path)): {
+                "bytes": file.stat().st_size,
+                "sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
+            }
+            for file in files
+        }
+
+    edit(path, stock)
 
 
 def siblings(path: Path) -> list[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import tfexport
-from tests.bundle.made import CONFIG, CONTENT, FACTS, GRAPHS, SPEC, fill, make, siblings
+from tests.bundle.made import CONFIG, CONTENT, FACTS, GRAPHS, SPEC, fill, graph, make, siblings
 from tfexport.bundle.bundle import create_bundle, open_bundle
 from tfexport.bundle.manifest import GraphEntry
 from tfexport.errors import BundleError
@@ -28,7 +28,7 @@ def test_a_bundle_opens_as_it_was_made(bundle: Path) -> None:
     assert (manifest.format_version, manifest.kind) == (1, "encoder-decoder")
     assert (manifest.spec, manifest.config, manifest.graphs) == (SPEC, CONFIG, GRAPHS)
     assert (manifest.versions, manifest.parity) == (FACTS["versions"], FACTS["parity"])
-    assert manifest.files["encoder.onnx"].sha256 == hashlib.sha256(b"encoder").hexdigest()
+    assert manifest.files["encoder.onnx"].sha256 == hashlib.sha256(CONTENT["encoder.onnx"]).hexdigest()
     assert siblings(bundle) == []
 
 
@@ -54,7 +54,7 @@ def test_an_encoder_alone_and_a_foreign_module(tmp_path: Path) -> None:
     spec = replace(SPEC, vocab=0, layers=0, heads=0, head_dim=0, value_dim=0, max_target_length=0)
     graphs = {"encoder": GraphEntry(file="encoder.onnx", opset=18, spec=encoder_graph(spec))}
     with create_bundle(tmp_path / "bundle") as builder:
-        fill(builder, {"encoder.onnx": b"x"}, spec=spec, config=None, graphs=graphs, parity=None)
+        fill(builder, {"encoder.onnx": graph(graphs["encoder"])}, spec=spec, config=None, graphs=graphs, parity=None)
     manifest = open_bundle(tmp_path / "bundle").manifest
     assert (manifest.kind, manifest.config, manifest.parity, manifest.graphs) == ("encoder", None, None, graphs)
 

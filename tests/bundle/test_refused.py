@@ -14,8 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.bundle.made import CONTENT, edit, make, refused
-from tfexport.bundle.bundle import open_bundle
+import tfexport
+from tests.bundle.made import CONTENT, another, edit, make, refused
+from tfexport.bundle.bundle import create_bundle, open_bundle
+from tfexport.errors import BundleError, ConfigError
+from tfexport.inspect import inspect_path
 
 # ---- files that were tampered with
 
@@ -59,9 +62,30 @@ def test_cut_and_lengthened_files_are_refused(bundle: Path, name: str) -> None:
     refused(bundle, f"{name} has {len(whole) + 1} bytes, expected {len(whole)}")
 
 
+@pytest.mark.parametrize("name", ["manifest.json", *(name for name in CONTENT if CONTENT[name])])
+def test_cut_anywhere_is_refused(shared: Path, name: str) -> None:
+    whole = (shared / name).read_bytes()
+    try:
+        for size in {len(whole) * per_cent // 100 for per_cent in range(100)}:
+            (shared / name).write_bytes(whole[:size])
+            refused(shared, name)
+    finally:
+        (shared / name).write_bytes(whole)
+
+
+@pytest.mark.parametrize("name", CONTENT)
+def test_parts_of_two_exports_do_not_go_together(bundle: Path, tmp_path: Path, name: str) -> None:
+    """Each is whole in itself."""
+    other = make(tmp_path / "other", {key: another(key) for key in CONTENT}).path
+    shutil.copy(other / name, bundle / name)
+    refused(bundle, f"{name} has {len(another(name))} bytes, expected {len(CONTENT[name])}")
+    shutil.copy(other / "manifest.json", bundle / "manifest.json")
+    refused(bundle, *(f"{one} has {len(CONTENT[one])} bytes" for one in CONTENT if one != name))
+
+
 def test_everything_wrong_is_named_at_once(bundle: Path) -> None:
     (bundle / "encoder.onnx").unlink()
-    (bundle / "decoder.onnx").write_bytes(b"Decoder")
+    (bundle / "decoder.onnx").write_bytes(CONTENT["decoder.onnx"][::-1])
     (bundle / "decoder_static.onnx").write_bytes(b"")
     (bundle / "notes.txt").write_text("mine")
     (bundle / "tokenizer.json").unlink()
@@ -71,7 +95,7 @@ def test_everything_wrong_is_named_at_once(bundle: Path) -> None:
         f"bundle {bundle}: 'tokenizer.json' is a symbolic link, expected a plain file; "
         "'weights.safetensors' is a hard link (2 names), expected a file of its own; "
         "'notes.txt' is not in manifest.json; decoder.onnx was changed (its sha256 differs); "
-        "decoder_static.onnx has 0 bytes, expected 6; encoder.onnx is missing; "
+        f"decoder_static.onnx has 0 bytes, expected {len(CONTENT['decoder_static.onnx'])}; encoder.onnx is missing; "
         "copy it again from its source or export it again"
     )
 
@@ -134,7 +158,7 @@ def test_a_manifest_that_is_a_link_is_refused(bundle: Path, tmp_path: Path) -> N
         ("..\\outside", "expected a plain relative path"),
         ("C:outside", "expected a plain relative path"),
         ("nul\0byte", "expected a plain relative path"),
-        ("\udc80", "expected a plain relative path"),
+        ("\udc80", "half of a surrogate pair"),
         ("encoder.onnx\n", "expected a plain relative path"),
         ("é", "expected a plain relative path"),
         ("e\u0301", "expected a plain relative path"),
@@ -166,6 +190,7 @@ def test_every_wrong_value_is_named_at_once(bundle: Path) -> None:
         data["files"]["decoder.onnx"]["sha256"] = "00"
         data["files"]["tokenizer.json"] = None
         data["versions"] = {"onnx": 1}
+        data["checkpoint"] = {"mine.pt": {"bytes": 1, "sha256": "x"}}
         data["parity"] = "passed"
         data["extra"] = {}
 
@@ -185,10 +210,17 @@ def test_every_wrong_value_is_named_at_once(bundle: Path) -> None:
         "files.decoder.onnx: file: sha256 is '00', expected 64 hexadecimal digits",
         "files.tokenizer.json: the file is None, expected an object",
         "versions.onnx is 1, expected a text",
+        "checkpoint.mine.pt: file: sha256 is 'x', expected 64 hexadecimal digits",
         "parity is 'passed', expected an object",
         "unknown key 'extra'",
         "; export it again",
     )
+
+
+def test_a_checkpoint_whose_name_is_no_text_is_refused(bundle: Path) -> None:
+    entry = {"bytes": 0, "sha256": hashlib.sha256(b"").hexdigest()}
+    edit(bundle, lambda data: data.update(checkpoint={"a\udc80": entry}))
+    refused(bundle, "a text has half of a surrogate pair")
 
 
 @pytest.mark.parametrize("key", ["kind", "spec", "config", "graphs", "files", "versions", "parity"])
@@ -297,6 +329,40 @@ def test_a_deep_manifest_is_refused_at_any_depth(bundle: Path, depth: int) -> No
     text = (bundle / "manifest.json").read_text()
     (bundle / "manifest.json").write_text(text.replace('"worst": 1e-06', '"worst": ' + "[" * depth + "]" * depth))
     refused(bundle, "manifest.json")
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("1e999", "manifest.json is not JSON ('1e999' is too large for a number); export it again"),
+        ("-1e999", "'-1e999' is too large for a number"),
+        (r'"\ud800"', "a text has half of a surrogate pair"),
+        (r'{"\udfff": 1}', "a text has half of a surrogate pair"),
+        ("9" * 4301, "manifest.json is not JSON"),
+    ],
+)
+def test_values_that_python_reads_and_json_has_not(bundle: Path, value: str, message: str) -> None:
+    text = (bundle / "manifest.json").read_text()
+    (bundle / "manifest.json").write_text(text.replace('"worst": 1e-06', f'"worst": {value}'))
+    refused(bundle, message)
+
+
+@pytest.mark.parametrize("path", ["a\0b", "\ud800", b"bundle", None, 7, True, ["bundle"], object()])
+def test_what_can_be_no_path_is_one_line(path: Any) -> None:
+    for call in (tfexport.load, open_bundle, inspect_path, lambda path: create_bundle(path).__enter__()):
+        with pytest.raises(
+            ConfigError, match=r"^(load: path|bundle|inspect|output) is .*(a path as|check the path)"
+        ) as caught:
+            call(path)
+        assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("path", ["", "x" * 300, "caf\udce9", "a\nb", "~", "-"])
+def test_odd_paths_are_bundles_that_are_not_there(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BundleError) as caught:
+        tfexport.load(path)
+    assert str(caught.value).isprintable()
 
 
 def test_white_space_in_the_manifest_counts(bundle: Path) -> None:

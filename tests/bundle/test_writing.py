@@ -40,14 +40,11 @@ def test_an_existing_output_is_refused_before_any_work(bundle: Path) -> None:
     assert siblings(bundle) == ["empty"]
 
 
-def test_force_replaces_a_bundle_and_its_engines(bundle: Path) -> None:
+def test_force_replaces_a_bundle(bundle: Path) -> None:
     before = open_bundle(bundle)
-    (bundle / "engines").mkdir()
-    (bundle / "engines" / "plan").write_bytes(b"x")
     after = make(bundle, CONTENT | {"weights.safetensors": b"new"}, force=True)
     assert after.sha256 != before.sha256
     assert open_bundle(bundle) == after
-    assert not (bundle / "engines").exists()
     assert siblings(bundle) == []
 
 
@@ -145,7 +142,7 @@ def test_an_unfinished_or_spoiled_bundle_is_not_published(tmp_path: Path) -> Non
         pass
     with pytest.raises(BundleError, match=r"encoder\.onnx was changed"), create_bundle(tmp_path / "bundle") as builder:
         fill(builder)
-        (builder.path / "encoder.onnx").write_bytes(b"Encoder")
+        (builder.path / "encoder.onnx").write_bytes(CONTENT["encoder.onnx"][::-1])
     with pytest.raises(BundleError, match="'link' is a symbolic link"), create_bundle(tmp_path / "bundle") as builder:
         (builder.path / "link").symlink_to("/etc/passwd")
         fill(builder)
@@ -356,7 +353,7 @@ def test_killed_while_the_former_is_deleted(bundle: Path) -> None:
         bundle,
     )
     assert open_bundle(bundle).file("weights.safetensors").read_bytes() == b"new"
-    assert any(".old-" in name for name in siblings(bundle))
+    assert any(".tmp-" in name for name in siblings(bundle))
     make(bundle, force=True)
     assert siblings(bundle) == []
 

@@ -3,11 +3,14 @@ announced as unproven where not."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -18,7 +21,7 @@ from tokenizers import models, normalizers, pre_tokenizers
 
 import tfexport
 from tests.models.notebooks import Notebook004
-from tfexport.checkpoint.reference.golden import read_golden, record
+from tfexport.checkpoint.reference.golden import read_golden, record, write_golden
 from tfexport.checkpoint.reference.texts import Texts
 from tfexport.cli import main
 from tfexport.errors import CheckpointError
@@ -33,6 +36,7 @@ GIVEN = [
     *(f"--set=tokens.{name}={i}" for name, i in (("pad", PAD), ("start", BOS), ("eos", EOS), ("unk", UNK))),
 ]
 NEW_TOKENS = 8
+TEXTS = 100
 
 
 class User:
@@ -40,16 +44,17 @@ class User:
 
     def __init__(self, folder: Path) -> None:
         torch.manual_seed(1)
-        self.model = Notebook004().eval()
+        self.model = Notebook004(layers=1).eval()
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.mul_(3 if parameter.dim() > 1 else 1)  # so that the words depend on what goes in
         rng = np.random.default_rng(0)
-        self.inputs = [" ".join(rng.choice(SOURCE[4:], rng.integers(1, 7))) for _ in range(300)]
+        self.inputs = [" ".join(rng.choice(SOURCE[4:], rng.integers(1, 7))) for _ in range(TEXTS)]
         self.folder = folder
         torch.save(self.model.state_dict(), folder / "model.pt")
         (folder / "source.txt").write_text("\n".join(SOURCE) + "\n")
         (folder / "target.txt").write_text("\n".join(TARGET) + "\n")
+        self.answers = list(map(self.answer, self.inputs))
 
     def to_ids(self, text: str) -> list[int]:
         return [BOS, *(SOURCE.index(word) for word in text.split()), EOS]
@@ -104,55 +109,109 @@ def equal(user: User, bundle: Path) -> int:
     """Count the texts that a bundle answers as the user's own code does."""
     with tfexport.load(bundle) as loaded:
         found = loaded.generate(user.inputs, max_new_tokens=NEW_TOKENS)
-    return sum(result.text == user.answer(text) for result, text in zip(found, user.inputs, strict=True))
+    return sum(result.text == answer for result, answer in zip(found, user.answers, strict=True))
 
 
-def test_recorded_texts_set_what_stands_around_them_and_prove_it(user: User, tmp_path: Path) -> None:
-    result = import_(user, tmp_path / "m", "texts")
+class Made(NamedTuple):
+    """A model, what its import said, and the bundle of it; neither is to be changed."""
+
+    model: Path
+    imported: Result
+    bundle: Path
+    exported: Result
+
+
+NAMED = {"name": "Mine", "version": "1.2", "license": "MIT", "date": "2026-01-31"}
+
+
+@pytest.fixture(scope="module")
+def proven(user: User) -> Made:
+    """With recorded texts."""
+    model, bundle = user.folder / "proven", user.folder / "proven-bundle"
+    return Made(model, import_(user, model, "texts"), bundle, export(model, bundle))
+
+
+@pytest.fixture(scope="module")
+def unproven(user: User) -> Made:
+    """Without, and with an identity."""
+    model, bundle = user.folder / "unproven", user.folder / "unproven-bundle"
+    named = [f"--{'model-version' if name == 'version' else name}={value}" for name, value in NAMED.items()]
+    return Made(model, import_(user, model, "none"), bundle, export(model, bundle, "--no-verify", *named))
+
+
+@pytest.fixture
+def bundle(unproven: Made, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(unproven.bundle, tmp_path / "bundle"))
+
+
+def test_recorded_texts_set_what_stands_around_them_and_prove_it(user: User, proven: Made) -> None:
+    result = proven.imported
     assert "source prefix 1: so the recorded texts have it" in result.stderr
     assert "source suffix 2: so the recorded texts have it" in result.stderr
     assert "says what your code says of 12 recorded texts" in result.stderr
     assert "tokenizer" not in result.stdout, "nothing about it is unverified"
-    assert json.loads((tmp_path / "m" / "certificate.json").read_text())["texts"] == 12
-    assert export(tmp_path / "m", tmp_path / "bundle").stdout.endswith("verified, 12 recorded texts\n")
-    assert equal(user, tmp_path / "bundle") == 300
-    parity = json.loads((tmp_path / "bundle" / "parity.json").read_text())
+    assert json.loads((proven.model / "certificate.json").read_text())["texts"] == 12
+    assert proven.exported.stdout.endswith("verified, 12 recorded texts\n")
+    assert equal(user, proven.bundle) == TEXTS
+    parity = json.loads((proven.bundle / "parity.json").read_text())
     rungs = [rung for rung in parity["decodes"] if rung["method"] == "recorded texts"]
     assert [(rung["stage"], rung["exact"], rung["sequences"]) for rung in rungs] == [
         ("eager", 12, 12),
         ("ort concat", 12, 12),
     ]
-    said = run("inspect", tmp_path / "bundle").output
+    said = run("inspect", proven.bundle).output
     assert "tokenizers of source and target, compared with 12 recorded texts" in said
     assert "source_suffix  2" in said
 
 
-def test_without_recorded_texts_it_is_announced_and_options_repair_it(user: User, tmp_path: Path) -> None:
-    result = import_(user, tmp_path / "m", "none")
-    assert "warning: sources do not end with the end token 2" in result.stderr
-    assert "--source-suffix 2" in result.stderr
-    assert "unverified: the tokenizer: no texts were recorded to compare it with" in result.stdout
-    exported = export(tmp_path / "m", tmp_path / "bundle", "--no-verify")
-    assert exported.stdout.endswith("not verified, its texts were never compared\n")
-    assert "never compared with texts" in run("inspect", tmp_path / "bundle").output
-    assert equal(user, tmp_path / "bundle") < 150
+def test_where_the_weights_came_from_goes_along(user: User, unproven: Made, bundle: Path) -> None:
+    """Into the certificate, from there into the bundle, and stays when that gets another tokenizer."""
+    content = (user.folder / "model.pt").read_bytes()
+    entry = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    golden = hashlib.sha256((user.folder / "none.golden.safetensors").read_bytes()).hexdigest()
+    assert f"read model.pt: {len(content)} bytes, sha256 {entry['sha256']}" in unproven.imported.stderr
+    assert f"sha256 {golden}" in unproven.imported.stderr
+    certificate = json.loads((unproven.model / "certificate.json").read_text())
+    assert (certificate["checkpoint"], certificate["golden"]["sha256"]) == ({"model.pt": entry}, golden)
+    run("tokenizer", bundle, "--source-suffix", 2)
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    assert (manifest["checkpoint"], manifest["identity"]) == ({"model.pt": entry}, NAMED)
+    assert manifest["provenance"] == {
+        "layout": certificate["layout"],
+        "proven": True,
+        **{
+            f"{file.split('.')[0]}_sha256": hashlib.sha256((unproven.model / file).read_bytes()).hexdigest()
+            for file in ("certificate.json", "layout.yaml")
+        },
+    }
+    for path in (unproven.model, bundle):
+        assert f"  imported from model.pt, sha256 {entry['sha256']}\n" in run("inspect", path).output
+
+
+def test_without_recorded_texts_it_is_announced_and_options_repair_it(
+    user: User, proven: Made, unproven: Made, tmp_path: Path
+) -> None:
+    assert "warning: sources do not end with the end token 2" in unproven.imported.stderr
+    assert "--source-suffix 2" in unproven.imported.stderr
+    assert "unverified: the tokenizer: no texts were recorded to compare it with" in unproven.imported.stdout
+    assert unproven.exported.stdout.endswith("not verified, its texts were never compared\n")
+    assert "never compared with texts" in run("inspect", unproven.bundle).output
+    assert equal(user, unproven.bundle) < TEXTS / 2
     result = import_(user, tmp_path / "repaired", "none", "--source-prefix", "1", "--source-suffix", "2")
     assert "warning" not in result.stderr
-    export(tmp_path / "repaired", tmp_path / "again", "--no-verify")
-    assert equal(user, tmp_path / "again") == 300
+    repaired, right = (json.loads((path / "text.json").read_text()) for path in (tmp_path / "repaired", proven.model))
+    assert repaired == {**right, "samples": []}
+    for name in ("model.safetensors", "tokenizer.json", "target_tokenizer.json"):
+        assert (tmp_path / "repaired" / name).read_bytes() == (proven.model / name).read_bytes()
 
 
-def test_a_bundle_gets_another_tokenizer_or_stays_as_it_was(user: User, tmp_path: Path) -> None:
-    import_(user, tmp_path / "m", "none")
-    bundle = tmp_path / "bundle"
-    export(tmp_path / "m", bundle, "--no-verify")
-    (bundle / "engines" / "some").mkdir(parents=True)
-    (bundle / "engines" / "some" / "engine.json").write_text("{}")
+def test_a_bundle_gets_another_tokenizer_or_stays_as_it_was(
+    user: User, proven: Made, bundle: Path, tmp_path: Path
+) -> None:
     run("tokenizer", bundle, "--source-prefix", 1, "--source-suffix", 2)
-    assert equal(user, bundle) == 300
-    assert (bundle / "engines" / "some" / "engine.json").read_text() == "{}"
+    assert equal(user, bundle) == TEXTS
     run("tokenizer", bundle, "--source-suffix", "")
-    assert equal(user, bundle) < 300
+    assert equal(user, bundle) < TEXTS
     for options, message in (
         ([], "nothing is to change"),
         (["--source-suffix", 31], "source_suffix has id 31"),
@@ -160,23 +219,20 @@ def test_a_bundle_gets_another_tokenizer_or_stays_as_it_was(user: User, tmp_path
     ):
         assert message in run("tokenizer", bundle, *options, code=1).stderr
     shutil.rmtree(bundle)
-    import_(user, tmp_path / "proven", "texts")
-    export(tmp_path / "proven", bundle, "--no-verify")
+    shutil.copytree(proven.bundle, bundle)
     before = (bundle / "manifest.json").read_bytes()
     for options in (["--source-suffix", ""], ["--target-tokenizer", user.folder / "source.txt"]):
         assert "text 1 of 12" in run("tokenizer", bundle, *options, code=2).stderr
         assert (bundle / "manifest.json").read_bytes() == before
     word_level(SOURCE).save(str(tmp_path / "same.json"))
     assert "12 recorded texts" in run("tokenizer", bundle, "--tokenizer", tmp_path / "same.json").stdout
-    assert equal(user, bundle) == 300
+    assert equal(user, bundle) == TEXTS
 
 
-def test_a_bundle_gets_the_tokenizers_of_a_directory(user: User, tmp_path: Path) -> None:
+def test_a_bundle_gets_the_tokenizers_of_a_directory(user: User, bundle: Path, tmp_path: Path) -> None:
     """Marian's files: two tokenizers, and the end token behind a source, unless an option says otherwise."""
     sentencepiece = pytest.importorskip("sentencepiece", reason="sentencepiece is not installed")
-    import_(user, tmp_path / "m", "none")
-    bundle, folder = tmp_path / "bundle", tmp_path / "marian"
-    export(tmp_path / "m", bundle, "--no-verify")
+    folder = tmp_path / "marian"
     folder.mkdir()
     for name in ("source", "target"):
         sentencepiece.SentencePieceTrainer.train(
@@ -207,7 +263,9 @@ def test_a_later_checkpoint_keeps_the_ids_of_recorded_texts_alone(user: User, tm
     """What the former weights said is not what the new ones say; the tokenizer is compared all the same."""
     state = {name: value * 1.01 for name, value in torch.load(user.folder / "model.pt", weights_only=True).items()}
     torch.save(state, tmp_path / "later.pt")
-    golden, lists = user.folder / "texts.golden.safetensors", [user.folder / f"{s}.txt" for s in ("source", "target")]
+    golden, lists = tmp_path / "older", [user.folder / f"{s}.txt" for s in ("source", "target")]
+    # From before goldens had the sums of the weights.
+    write_golden(replace(read_golden(user.folder / "texts.golden.safetensors"), weights={}), golden)
     given = [*GIVEN, "--golden", golden, "--tokenizer", lists[0], "--target-tokenizer", lists[1]]
     result = run("import", tmp_path / "later.pt", "--output", tmp_path / "m", *given)
     assert "they are not those that the golden was recorded beside" in result.stderr
@@ -270,8 +328,8 @@ def test_a_mistake_is_refused_where_texts_were_recorded(
     assert "unverified: the tokenizer: no texts were recorded" in result.stdout
 
 
-def test_a_mistake_after_the_import_is_found_by_the_export(user: User, tmp_path: Path) -> None:
-    import_(user, tmp_path / "m", "texts")
+def test_a_mistake_after_the_import_is_found_by_the_export(proven: Made, tmp_path: Path) -> None:
+    shutil.copytree(proven.model, tmp_path / "m")
     text = json.loads((tmp_path / "m" / "text.json").read_text())
     (tmp_path / "m" / "text.json").write_text(json.dumps({**text, "source_suffix": []}))
     said = export(tmp_path / "m", tmp_path / "b", code=2).stderr

@@ -287,18 +287,13 @@ def test_fairseq(is_pre_norm: bool, tmp_path: Path) -> None:
         state |= {f"{side}.version": torch.tensor([3.0]), f"{side}.embed_positions._float_tensor": torch.zeros(1)}
     whole = {"args": None, "cfg": {"model": argparse.Namespace(heads=HEADS)}, "model": state, "extra_state": {}}
     torch.save(whole, tmp_path / "checkpoint_best.pt")
-    refused = CliRunner().invoke(
-        main, ["import", str(tmp_path / "checkpoint_best.pt"), "--output", str(tmp_path / "x")]
-    )
-    assert "argparse.Namespace" in refused.output
-    torch.save(state, tmp_path / "weights.pt")
     for name, words in (("en", [*SOURCE, *more]), ("de", TARGET)):
         lines = (f"{word} {0 if word in more else 9}\n" for word in words)
         (tmp_path / f"dict.{name}.txt").write_text("".join(lines))
     files = [str(tmp_path / "dict.en.txt"), "--target-tokenizer", str(tmp_path / "dict.de.txt")]
     given = ["--layout", "fairseq_post", "--heads", str(HEADS), *tokens(pad=1, start=2, eos=2, unk=3)]
     given += ["--set=norm_place=pre", "--set=final_norm=true"] if is_pre_norm else []
-    user.check(tmp_path, [str(tmp_path / "weights.pt"), *given, "--source-suffix", "2", "--tokenizer", *files])
+    user.check(tmp_path, [str(tmp_path / "checkpoint_best.pt"), *given, "--source-suffix", "2", "--tokenizer", *files])
 
 
 def test_opennmt(tmp_path: Path) -> None:
@@ -309,14 +304,11 @@ def test_opennmt(tmp_path: Path) -> None:
     generator = {name: state.pop(f"generator.{name}") for name in ("weight", "bias")}
     whole = {"model": state, "generator": generator, "vocab": {"src": user.source}, "opt": argparse.Namespace()}
     torch.save(whole, tmp_path / "model_step_9.pt")
-    refused = CliRunner().invoke(main, ["import", str(tmp_path / "model_step_9.pt"), "--output", str(tmp_path / "x")])
-    assert "argparse.Namespace" in refused.output
-    torch.save({name: whole[name] for name in ("model", "generator")}, tmp_path / "weights.pt")
     for name, words in (("src", SOURCE), ("tgt", TARGET)):
         (tmp_path / f"vocab.{name}").write_text("".join(f"{word}\t9\n" for word in words))
     files = [str(tmp_path / "vocab.src"), "--target-tokenizer", str(tmp_path / "vocab.tgt")]
     given = ["--layout", "opennmt_py", "--heads", str(HEADS), *tokens(unk=0, pad=1, start=2, eos=3)]
-    user.check(tmp_path, [str(tmp_path / "weights.pt"), *given, "--tokenizer", *files])
+    user.check(tmp_path, [str(tmp_path / "model_step_9.pt"), *given, "--tokenizer", *files])
 
 
 def test_joeynmt(tmp_path: Path) -> None:

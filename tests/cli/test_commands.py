@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 import pytest
+import tokenizers
 from click.testing import CliRunner, Result
 
 import tfexport.bundle.bundle
@@ -159,6 +160,23 @@ def test_inspect_a_bundle(verified: Path) -> None:
         assert entry["sha256"] in text
 
 
+def test_inspect_shows_token_ids_and_tokenizers(verified: Path, dates_bundle: Path) -> None:
+    found = json.loads(run("inspect", dates_bundle, "--json").stdout)
+    library = tokenizers.Tokenizer.from_file(str(dates_bundle / "tokenizer.json"))
+    ids = {name: number for name, number in found["spec"]["tokens"].items() if number is not None}
+    shown = found["tokenizers"]["tokenizer.json"]
+    assert shown["tokens"] == {name: library.id_to_token(number) for name, number in ids.items()}
+    assert shown["size"] == library.get_vocab_size()
+    assert shown["model"] == type(library.model).__name__
+    text = run("inspect", dates_bundle).stdout
+    for name, number in ids.items():
+        assert f'  {name:5}  {number}  "{shown["tokens"][name]}"\n' in text
+    assert f"  tokenizer.json  {shown['model']}  {shown['size']} tokens\n" in text
+    without = run("inspect", verified).stdout
+    assert "Tokens\n  pad" in without
+    assert "no tokenizer: ids go in and out" in without
+
+
 def test_inspect_a_graph_agrees_with_the_manifest(verified: Path) -> None:
     manifest = json.loads((verified / "manifest.json").read_text())
     for graph in manifest["graphs"].values():
@@ -176,7 +194,11 @@ def test_inspect_a_model_agrees_with_the_weights() -> None:
     from safetensors import safe_open
 
     found = json.loads(run("inspect", DATES, "--json").stdout)
-    assert found["config"] == json.loads((DATES / "config.json").read_text())
+    written, config = json.loads((DATES / "config.json").read_text()), found["config"]
+    scale = written.pop("residual_scale")  # which each side has since
+    for part in ("encoder", "decoder"):  # switches that are younger than the file have their defaults
+        assert (written.pop(part) | {"residual_scale": scale}).items() <= config.pop(part).items()
+    assert {name: config[name] for name in written} == written
     with safe_open(DATES / "model.safetensors", "np") as weights:
         names = list(weights.keys())
         assert {t["name"]: t["shape"] for t in found["tensors"]} == {

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pty
+import re
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
+from torch import Tensor
 
 from tests.checkpoint.layout.test_layout import IDENTITY, state
 from tests.models.notebooks import Notebook000, Notebook004
@@ -77,17 +84,66 @@ def test_the_weights_written_are_those_of_the_checkpoint_and_not_of_the_golden(o
     assert torch.equal(ours["out.weight"], theirs["generator.weight"])
 
 
-def test_a_later_checkpoint_of_the_same_model_is_imported_and_said(own: Path, tmp_path: Path) -> None:
-    """The golden proves the layout; that the weights are others than those recorded beside it is no error."""
-    words = ["--golden", own / "golden.safetensors"]
-    own_weights = "with the checkpoint's own weights the error is "
-    result = run(own / "model.pt", "--output", tmp_path / "m", *words)
-    assert own_weights in result.stderr
-    assert "not those that the golden was recorded beside" not in result.stderr
+def later_checkpoint(own: Path, path: Path) -> dict[str, Tensor]:
     weights = torch.load(own / "model.pt", weights_only=True)["model_state_dict"]
     weights["generator.weight"] *= 2
-    torch.save(weights, tmp_path / "later.pt")
-    result = run(tmp_path / "later.pt", "--output", tmp_path / "n", *words)
+    torch.save(weights, path)
+    return dict(weights)
+
+
+def test_weights_that_are_not_those_of_the_golden_are_refused(own: Path, tmp_path: Path) -> None:
+    """In one line that names both, and the layout that the golden has proven imports them."""
+    words = ["--golden", own / "golden.safetensors"]
+    result = run(own / "model.pt", "--output", tmp_path / "m", *words)
+    assert "with the checkpoint's own weights the error is " in result.stderr
+    assert "not compared" not in result.stderr
+    weights = later_checkpoint(own, tmp_path / "later.pt")
+    message = error(tmp_path / "later.pt", "--output", tmp_path / "n", *words)
+    named = re.search(
+        r"golden.safetensors: was recorded with .*\(sha256 (\w+)\) than later.pt has \(sha256 (\w+)\)", message
+    )
+    assert named is not None
+    assert len({*named.groups()}) == 2
+    assert f"1 of {len(weights)} tensors differ, generator.weight first; record a golden with this" in message
+    assert not (tmp_path / "n").exists()
+    run(tmp_path / "later.pt", "--output", tmp_path / "n", "--layout", tmp_path / "m" / "layout.yaml")
+    assert torch.equal(load_file(tmp_path / "n" / "model.safetensors")["out.weight"], weights["generator.weight"])
+
+
+def test_averaged_weights_are_imported_by_their_entry(own: Path, tmp_path: Path) -> None:
+    run(own / "model.pt", "--output", tmp_path / "m", "--golden", own / "golden.safetensors")
+    usual = torch.load(own / "model.pt", weights_only=True)["model_state_dict"]
+    weights = later_checkpoint(own, tmp_path / "later.pt")
+    torch.save({"model": usual, "ema": weights}, tmp_path / "both.pt")
+    layout = ("--layout", tmp_path / "m" / "layout.yaml")
+    for name, options, expected in (("plain", (), usual), ("averaged", ("--entry", "ema"), weights)):
+        run(tmp_path / "both.pt", "--output", tmp_path / name, *layout, *options)
+        found = load_file(tmp_path / name / "model.safetensors")["out.weight"]
+        assert torch.equal(found, expected["generator.weight"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_weights_are_the_same_in_every_format_and_width_that_holds_them(
+    dtype: torch.dtype, own: Path, tmp_path: Path
+) -> None:
+    """A model that loads 16 bits has 32, and so has the golden."""
+    half = {k: v.half() for k, v in torch.load(own / "model.pt", weights_only=True)["model_state_dict"].items()}
+    model = Notebook004().eval().to(dtype)
+    model.load_state_dict(half)
+    record(model, Notebook004.forward, tmp_path / "g", source_vocab=31, target_vocab=31, heads=6)
+    save_file({f"module.{key}": value for key, value in half.items()}, tmp_path / "half.safetensors")
+    result = run(tmp_path / "half.safetensors", "--output", tmp_path / "m", "--golden", tmp_path / "g")
+    assert "not compared" not in result.stderr
+
+
+def test_a_golden_of_before_proves_the_layout_of_a_later_checkpoint(own: Path, tmp_path: Path) -> None:
+    """It has no sums of the weights, and the import says that they were not compared."""
+    with safe_open(own / "golden.safetensors", "pt") as file:
+        metadata = {name: value for name, value in file.metadata().items() if name not in ("weights", "sha256")}
+    save_file(load_file(own / "golden.safetensors"), tmp_path / "older", metadata=metadata)
+    weights = later_checkpoint(own, tmp_path / "later.pt")
+    result = run(tmp_path / "later.pt", "--output", tmp_path / "n", "--golden", tmp_path / "older")
+    assert "older: has no sums of this checkpoint's weights, as older goldens; they were not compared" in result.stderr
     assert "they are not those that the golden was recorded beside" in result.stderr
     assert torch.equal(load_file(tmp_path / "n" / "model.safetensors")["out.weight"], weights["generator.weight"])
 
@@ -134,11 +190,44 @@ def test_force_replaces_a_model_directory_and_nothing_else(own: Path, tmp_path: 
     for _ in range(2):
         run(own / "canonical.safetensors", "--output", tmp_path / "m", *words, "--force")
     assert "exists and is not an empty" in error(own / "canonical.safetensors", "--output", tmp_path / "m", *words)
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "thesis.txt").write_text("mine")
-    message = error(own / "canonical.safetensors", "--output", tmp_path / "other", *words, "--force")
-    assert "is no model directory, which alone is replaced" in message
-    assert (tmp_path / "other" / "thesis.txt").read_text() == "mine"
+    for name, text in (("other", "{}"), ("hugging-face", '{"model_type": "marian"}')):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "thesis.txt").write_text("mine")
+        (folder / "config.json").write_text(text)
+        (folder / "model.safetensors").write_text("weights")
+        message = error(own / "canonical.safetensors", "--output", folder, *words, "--force")
+        assert "is no model directory, which alone is replaced" in message
+        assert (folder / "thesis.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "checkpoints/last.pt", "tokenizer.json/mine"])
+def test_force_deletes_only_what_belongs_to_a_model_directory(own: Path, tmp_path: Path, name: str) -> None:
+    words = [own / "canonical.safetensors", "--output", tmp_path / "m", "--layout", own / "identity.yaml", "--heads", 4]
+    run(*words)
+    (tmp_path / "m" / name).parent.mkdir(exist_ok=True)
+    (tmp_path / "m" / name).write_text("mine")
+    before = (tmp_path / "m" / "model.safetensors").stat()
+    message, first = error(*words, "--force"), name.partition("/")[0]
+    assert f"holds more than a model directory: {first!r}; --force deletes only what belongs" in message
+    assert (tmp_path / "m" / name).read_text() == "mine"
+    assert (tmp_path / "m" / "model.safetensors").stat() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def test_the_output_may_be_a_link_and_no_file(own: Path, tmp_path: Path) -> None:
+    words = [own / "canonical.safetensors", "--layout", own / "identity.yaml", "--heads", 4, "--force", "--output"]
+    (tmp_path / "current").symlink_to("m" * 250)
+    for _ in range(2):
+        run(*words, tmp_path / "current")
+        assert (tmp_path / "current").is_symlink()
+        assert load_model(tmp_path / ("m" * 250)).config.encoder.num_heads == 4
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["current", "m" * 250]
+    (tmp_path / "file").write_text("mine")
+    assert "file is no model directory, which alone is replaced" in error(*words, tmp_path / "file")
+    assert "cannot be written: Not a directory" in error(*words, tmp_path / "file" / "below")
+    assert "File name too long" in error(*words, tmp_path / ("x" * 256))
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_without_a_golden_a_guess_has_to_be_accepted(own: Path, tmp_path: Path) -> None:
@@ -148,6 +237,46 @@ def test_without_a_golden_a_guess_has_to_be_accepted(own: Path, tmp_path: Path) 
     assert "--accept-unverified" in message
     assert not (tmp_path / "m").exists()
     assert "not proven" in run(*words, "--accept-unverified").stdout
+
+
+def test_a_budget_that_is_too_small_says_so(own: Path, tmp_path: Path) -> None:
+    words = ["--output", tmp_path / "m", "--golden", own / "no_heads.safetensors", "--no-builtin"]
+    message = error(own / "model.pt", *words, "--search-budget", 3, code=2)
+    assert "tried 1 mappings with 3 candidates, all that it may; more with --search-budget 30" in message
+    assert "proven" in run(own / "model.pt", *words).stdout
+
+
+def test_elsewhere_lines_say_how_far_it_is(own: Path, tmp_path: Path) -> None:
+    words = ["--output", tmp_path / "m", "--golden", own / "no_heads.safetensors", "--no-builtin"]
+    result = run(own / "model.pt", *words, "--set", "activation=silu", "--search-budget", 100, code=2)
+    assert [line for line in result.stderr.splitlines() if line.startswith("searching: ")] == [
+        f"searching: {n} of 100 candidates" for n in range(10, 100, 10)
+    ]
+
+
+def test_a_terminal_sees_how_far_it_is(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    controller, terminal = pty.openpty()
+    shown: list[bytes] = []
+
+    def read() -> None:
+        with contextlib.suppress(OSError):  # Linux says so when the other side is closed
+            while part := os.read(controller, 65536):
+                shown.append(part)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    with os.fdopen(terminal, "w") as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        words = ["--output", tmp_path / "m", "--golden", own / "golden.safetensors", "--no-builtin"]
+        with pytest.raises(SystemExit) as end:
+            main(["import", str(own / "model.pt"), *map(str, words)])
+    reader.join()
+    os.close(controller)
+    text = b"".join(shown).decode()
+    assert not end.value.code, text
+    assert "searching  [" in text
+    assert "certifying  [####################################]  100%" in text
+    assert "taken from the entry 'model_state_dict'" in text
 
 
 # Everything that is wrong
@@ -165,7 +294,7 @@ def test_without_a_golden_a_guess_has_to_be_accepted(own: Path, tmp_path: Path) 
         (["--layout", "notebook-004", "--set", "eps=1"], "switch eps is unknown, expected one of norm_place, "),
         (["--layout", "notebook-004", "--set", "activation"], "expected KEY=VALUE"),
         (["--layout", "notebook-004", "--set", "act=relu", "--set", "activation=gelu"], "activation is given twice"),
-        (["--layout", "notebook-4"], "layout 'notebook-4' is neither built in nor a file; built in are annotated_tran"),
+        (["--layout", "notebook-4"], "layout 'notebook-4' is neither built in nor a file; built in are ajhalthor, ala"),
         (["--layout", "./absent.yaml"], "absent.yaml: is missing"),
         (["--layout", "notebook-004", "--no-builtin"], "builtin is false, but layout is notebook-004"),
         (["--layout", "hkproj", "--heads", "6"], "layout hkproj: map 1 "),
@@ -314,6 +443,7 @@ def test_a_sentencepiece_model_encodes_as_sentencepiece_does(
 
     from tests import tiny
     from tfexport.checkpoint.formats.vocabulary import tokenizer_json
+    from tfexport.models.config import model_spec
 
     sentencepiece = pytest.importorskip("sentencepiece", reason="sentencepiece is not installed")
     lines = [line for line in Path(__file__).read_text().splitlines() if line.strip()]
@@ -329,7 +459,7 @@ def test_a_sentencepiece_model_encodes_as_sentencepiece_does(
     )
     theirs = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "sp.model"))
     config = replace(tiny.config(), source_vocab=1000, target_vocab=1000)
-    ours = Tokenizer.from_str(tokenizer_json(tmp_path / "sp.model", config).decode())
+    ours = Tokenizer.from_str(tokenizer_json(tmp_path / "sp.model", model_spec(config, "fp32")).decode())
     texts = [line for line in lines if "<" not in line] + ["  two  spaces ", "naïve ﬁne", "日本"]
     assert [ours.encode(text, add_special_tokens=False).ids for text in texts] == theirs.encode(texts)
     known = [ids for ids in theirs.encode(texts) if theirs.unk_id() not in ids]

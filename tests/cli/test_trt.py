@@ -141,16 +141,21 @@ def test_the_bundle_still_says_the_same(built: Path, dates_bundle: Path) -> None
 @pytest.mark.parametrize("options", [(), ("--force",)])
 def test_an_engine_is_replaced_only_with_force(copy: Path, options: tuple[str, ...]) -> None:
     before = (copy / "engines" / "tensorrt-rtx-static-fp32" / "engine.json").read_bytes()
+    (copy / "engines" / "tensorrt-rtx-static-fp32" / "engine.json.sig").write_bytes(bytes(64))
     result = run("trt", copy, *RTX, *SMALL, "--max-batch", "2", *options)
     after = (copy / "engines" / "tensorrt-rtx-static-fp32" / "engine.json").read_bytes()
     assert result.exit_code == (0 if options else 1)
     assert (after == before) is not bool(options)
+    assert ("the engine was signed and this engine will not be" in result.stderr) is bool(options)
     if not options:
         assert result.stderr.count("\n") == 1
         assert result.stderr.endswith("exists; replace it with --force\n")
 
 
-def test_the_concat_form_and_fp16_from_the_weights_of_an_fp32_bundle(copy: Path) -> None:
+def test_the_concat_form_and_fp16_from_the_weights_of_an_fp32_bundle(
+    variant: Callable[[str], Path], tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(variant("post"), tmp_path / "bundle"))
     build(copy, "--form", "concat", "--precision", "fp16")
     manifest = open_engine(copy.resolve(), "tensorrt-rtx-concat-fp16").manifest
     decoder = manifest.plans["decoder"]
@@ -294,16 +299,19 @@ def command(*arguments: object) -> list[str]:
     return [str(Path(sys.executable).with_name("tfexport")), *map(str, arguments)]
 
 
-def test_ctrl_c_leaves_nothing(copy: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "code", "said"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
+def test_a_signal_leaves_nothing(copy: Path, number: int, code: int, said: str) -> None:
     shutil.rmtree(copy / "engines")
     process = subprocess.Popen(
         command("trt", copy, *RTX), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1
     )
     assert process.stderr is not None
     assert process.stderr.readline() == "building encoder\n"
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     stdout, stderr = process.communicate(timeout=60)
-    assert (process.returncode, stdout, stderr.splitlines()[-1]) == (130, "", "interrupted")
+    assert (process.returncode, stdout, stderr.splitlines()[-1]) == (code, "", f"{said}; {copy}/engines is not written")
     assert not (copy / "engines").exists()
 
 

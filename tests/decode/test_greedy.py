@@ -109,7 +109,7 @@ def test_asks_for_no_more_candidates_than_it_needs() -> None:
 
 def test_bans_beyond_the_vocabulary_are_an_error() -> None:
     config = DecodeConfig(no_repeat_ngram_size=1, min_new_tokens=7, max_new_tokens=8)
-    with pytest.raises(InputError, match="text 1 has no token to choose from after 4 new ones"):
+    with pytest.raises(InputError, match="the text has no token to choose from after 4 new ones"):
         decode(ScriptedSession(6, drawn(6)), [[7]], config)
 
 

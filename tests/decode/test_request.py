@@ -32,7 +32,7 @@ def test_every_bad_text_is_named(session: ScriptedSession) -> None:
         "text 4: source has -1, expected ids 0 to 99; "
         "text 5: source has 1.5, expected ids 0 to 99; "
         "text 6: source has True, expected ids 0 to 99; "
-        "text 7: source has a, expected ids 0 to 99; "
+        "text 7: source has 'a', expected ids 0 to 99; "
         "text 8: the source has 17 tokens, the limit is 16; shorten it, "
         "or export with a larger --max-source-length if the model allows it"
     )
@@ -42,7 +42,7 @@ def test_a_length_that_engines_limit_comes_with_the_command_for_larger_ones() ->
     session = limited(ScriptedSession(12, drawn(12)), 4)
     build = "or build engines for more: tfexport trt BUNDLE"
     assert refusal(session, [[3] * 18], DecodeConfig()) == (
-        f"decode: text 1: the source has 18 tokens, the limit is 16; shorten it, {build} --max-source-length 18 --force"
+        f"decode: the source has 18 tokens, the limit is 16; shorten it, {build} --max-source-length 18 --force"
     )
     too_many = refusal(session, [[3]], DecodeConfig(max_new_tokens=20))
     assert too_many.endswith(f"lower max_new_tokens to 16, {build} --max-target-length 20 --force")
@@ -85,7 +85,7 @@ def test_limits_name_what_would_fit(session: ScriptedSession) -> None:
 
 def test_prefixes(session: ScriptedSession) -> None:
     assert "1 prefixes for 2 texts" in refusal(session, [[5], [6]], DecodeConfig(), prefixes=[[3]])
-    assert "text 1: prefix has 12, expected ids 0 to 11" in refusal(session, [[5]], DecodeConfig(), prefixes=[[12]])
+    assert "decode: prefix has 12, expected ids 0 to 11" in refusal(session, [[5]], DecodeConfig(), prefixes=[[12]])
     message = refusal(session, [[5], [6]], DecodeConfig(max_length=4), prefixes=[[3], [3, 4, 5]])
     assert message == "decode: text 2: max_length 4 leaves no token behind a prefix of 3; raise max_length"
 

@@ -147,11 +147,11 @@ def test_every_bad_pair_is_named() -> None:
         "or export with a larger --max-source-length if the model allows it"
     )
     assert error.value.indices == (1, 2, 3, 4, 5)
-    with pytest.raises(InputError, match="pair 1: the target is empty, expected one token or more"):
+    with pytest.raises(InputError, match="score: the target is empty, expected one token or more"):
         score(session, [[3]], [[]], add_eos=False)
     with pytest.raises(InputError, match="the target has 3 tokens behind a prefix of 14 with its end, the limit is 2;"):
         score(session, [[3]], [[4, 4]], prefixes=[[4] * 14])
-    with pytest.raises(InputError, match="pair 1: prefix has -1"):
+    with pytest.raises(InputError, match="score: prefix has -1"):
         score(session, [[3]], [[4]], prefixes=[[-1]])
     with pytest.raises(InputError, match="score: start has 12, expected ids 0 to 11") as error:
         score(session, [[3]], [[4]], start=12)
@@ -182,3 +182,5 @@ def test_numbers_that_are_none_name_the_pair_and_the_token() -> None:
     with pytest.raises(BackendError, match="NaN or infinite logits for pair 2 at token 2; check its weights") as error:
         score(session, [[5], [3]], [[4, 4, 4], [4, 5]])
     assert error.value.indices == (1,)
+    with pytest.raises(BackendError, match="NaN or infinite logits for the pair at token 2; check its weights"):
+        score(session, [[3]], [[4, 5]])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from tfexport.decode.request import check_requests
 from tfexport.decode.result import Hypothesis
 from tfexport.decode.stops import TextOf, stop_end
 from tfexport.decode.stream import stream
-from tfexport.errors import InputError
+from tfexport.errors import BackendError, InputError
 from tfexport.generation import DecodeConfig
 
 PIECES = ["", "", "", "a", "b", "ab", "ba", "bab", "é", " a", "-", "aa"]
@@ -161,3 +162,24 @@ def test_what_stops_is_scored_as_what_ends() -> None:
     ((found,),) = decode(session, [[3, 4]], DecodeConfig(stop_strings=tuple(filter(None, PIECES))), text_of=text_of)
     ((short,),) = decode(session, [[3, 4]], DecodeConfig(max_new_tokens=len(found.token_ids)))
     assert found == Hypothesis(short.token_ids, short.score, short.log_prob, "stop")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_beams": 3},
+        {"forced_bos_token_id": 7, "max_new_tokens": 1},
+        {"return_alternatives": True, "num_return_sequences": 2},
+    ],
+)
+def test_what_cannot_be_put_into_words_names_its_text(options: dict[str, Any]) -> None:
+    def broken(token_ids: Sequence[int]) -> str:
+        raise KeyError("no such token")
+
+    session = ScriptedSession(12, drawn(12))
+    config = DecodeConfig(stop_strings="a", **options)
+    with pytest.raises(BackendError, match="decode: text 1 could not be put into words to look for stop") as caught:
+        decode(session, [[3], [4]], config, text_of=broken, batch_size=1)
+    assert caught.value.indices == (0,)
+    assert isinstance(caught.value.__cause__, KeyError)

@@ -81,7 +81,7 @@ def cache_bytes(spec: ModelSpec, batch: int, beams: int, steps: int) -> float:
     included, of each row. A form that reads its buffers to the end reads more; its share of the bandwidth is that of
     the bytes that count.
     """
-    token = spec.layers * spec.heads * (spec.head_dim + spec.value_dim) * ITEM_BYTES[FLOAT[spec.precision]]
+    token = spec.layers * spec.cache_heads * (spec.head_dim + spec.value_dim) * ITEM_BYTES[FLOAT[spec.precision]]
     source_len = min(SOURCE_LEN, spec.max_source_length)
     return token * batch * (source_len + beams * (steps + 1) / 2)
 

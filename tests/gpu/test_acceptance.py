@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests import tiny
 from tests.conftest import DATES, ROOT
 from tests.gpu import acceptance, decodes
 from tests.gpu import test_latency as latency
@@ -27,13 +26,10 @@ from tests.gpu.job import Job
 from tests.gpu.parts import PARTS, Part
 from tests.gpu.torch_engine import TorchEngine
 from tests.runtime.trt.trt_double import trt_session
-from tests.tiny import VARIANTS
 from tests.trt.cuda_double import CudaDouble
 from tfexport.bundle.bundle import open_bundle
 from tfexport.doctor import Diagnosis, Library
-from tfexport.export import export_bundle
-from tfexport.graph.config import ExportConfig
-from tfexport.models.directory import load_model, save_model
+from tfexport.models.directory import load_model
 from tfexport.runtime.registry import OpenOptions, open_session
 from tfexport.spec import ModelSpec, TokenIds
 from tfexport.trt.cuda import find_gpus
@@ -104,7 +100,7 @@ import pytest
 sys.exit(pytest.main(sys.argv[1:]))
 """
     options = ["-q", "-rs", "--collect-only", "-m", "gpu", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
-    command = [sys.executable, "-c", program, *options, "tests/runtime/trt", "tests/graph", "tests/trt/test_cuda.py"]
+    command = [sys.executable, "-c", program, *options, "tests/runtime/test_ties.py", "tests/trt/test_cuda.py"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert "error" not in done.stdout.lower(), done.stdout
     assert "tests/trt/test_cuda.py::test_copies_and_graphs_on_a_gpu" in done.stdout
@@ -220,13 +216,15 @@ def test_a_build_that_fails_is_a_check_and_not_the_end(job: Job) -> None:
 
 
 @pytest.mark.skipif(bool(find_gpus()), reason="there is a GPU")
-def test_narrow_weights_are_built(job: Job) -> None:
+@pytest.mark.parametrize("weights", [pytest.param("int8", marks=pytest.mark.slow), "int4"])
+def test_narrow_weights_are_built(job: Job, monkeypatch: pytest.MonkeyPatch, weights: str) -> None:
     pytest.importorskip("tensorrt_rtx")
+    (asked,) = [(precision, more) for precision, more in parity.WEIGHTS if more == {"weights": weights}]
+    monkeypatch.setattr(parity, "WEIGHTS", (asked,))
     parity.weights(job, "tensorrt-rtx")
     found = checks(job.work / "found.jsonl")
-    assert found["build weights static fp16 weights int8"]["status"] == "passed"
-    assert found["build weights static fp16 weights int4"]["status"] == "passed"
-    assert "here is none that can be used" in found["dates in words, fp16, weights int4"]["detail"]
+    assert found[f"build weights static fp16 weights {weights}"]["status"] == "passed"
+    assert "here is none that can be used" in found[f"dates in words, fp16, weights {weights}"]["detail"]
 
 
 def test_reports_of_the_ladder_are_taken_over(job: Job, dates_bundle: Path) -> None:
@@ -385,7 +383,8 @@ def test_primitives_are_reported(job: Job, monkeypatch: pytest.MonkeyPatch) -> N
     assert calls == 2 + 1 + 9 + 2
 
 
-def test_sessions_are_compared_from_threads(dates_bundle: Path) -> None:
+def test_sessions_are_compared_from_threads(dates_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decodes, "NEW_TOKENS", 6)
     bundle = open_bundle(dates_bundle)
     opened = [open_session(bundle, "ort", OpenOptions(form=form, threads=1)) for form in ("static", "concat")]
     sessions.together(opened)
@@ -447,11 +446,9 @@ def test_refusals_are_told_from_what_is_taken(tmp_path: Path) -> None:
     assert (tmp_path / "plan").read_bytes() == b"\0\0\0\0\1\0\0\0\0"
 
 
-def test_damaged_engines_are_refused(job: Job, doubles: None, once: Once) -> None:
+def test_damaged_engines_are_refused(job: Job, doubles: None, variant: Callable[[str], Path]) -> None:
     pytest.importorskip("tensorrt_rtx")
-    source = once("verify-model", lambda path: save_model(tiny.model(VARIANTS["post"], dtype=torch.float32), path))
-    foreign = once("verify-bundle", lambda path: export_bundle(str(source), path, ExportConfig(), verify=False))
-    job.copy("tiny-fp32", foreign, engines=False)
+    job.copy("tiny-fp32", variant("post"), engines=False)
     refusals.refusals(job, "tensorrt-rtx")
     found = checks(job.work / "found.jsonl")
     assert {check["status"] for check in found.values()} == {"passed"}, found

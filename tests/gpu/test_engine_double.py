@@ -276,7 +276,7 @@ def check_contract(session: Any, model: Any) -> None:
 
 
 def contract_session(place: Place, form: Form, once: Once) -> tuple[Any, Any]:
-    model = tiny.model(tiny.VARIANTS["pre-std"], dtype=torch.float32)
+    model = tiny.model(tiny.VARIANTS["mixed"], dtype=torch.float32)
     graphs, spec = exported(model, once)
     return trt_session(graphs, spec, form, cuda=place.cuda(), kind=place.engine), model
 

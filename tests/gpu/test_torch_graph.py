@@ -26,6 +26,7 @@ FORMS: tuple[Form, ...] = ("static", "concat")
 # Slots, rows of each, tokens of the target, tokens in the cache, candidates.
 PREFILL, STEP, BEAMS = (3, 1, 4, 0, 1), (3, 1, 1, 5, 4), (2, 3, 1, 7, 8)
 ATOL = {"fp32": 5e-5, "fp16": 2e-2}
+RTOL = 1e-6  # eight steps of float32: some keys and values are about 100
 
 
 def compare(graph: Path | bytes, contract: GraphSpec, feed: Arrays, atol: float) -> Arrays:
@@ -40,7 +41,7 @@ def compare(graph: Path | bytes, contract: GraphSpec, feed: Arrays, atol: float)
     for name, array in expected.items():
         assert (found[name].dtype, found[name].shape) == (array.dtype, array.shape), name
         if name != "candidate_ids":  # equal logits may come in another order
-            np.testing.assert_allclose(found[name], array, atol=atol, rtol=0, err_msg=name)
+            np.testing.assert_allclose(found[name], array, atol=atol, rtol=RTOL, err_msg=name)
     return found
 
 
@@ -62,7 +63,7 @@ def random_step(
         **cross,
     }
     for name, value in cross.items():
-        shape = (rows, spec.heads, past_len if form == "concat" else capacity, value.shape[-1])
+        shape = (rows, spec.cache_heads, past_len if form == "concat" else capacity, value.shape[-1])
         feed[name.replace("cross", "past")] = rng.normal(size=shape).astype(value.dtype)
     if form == "static":
         feed["cache_lengths"] = np.arange(rows) % (past_len + 1)
@@ -82,7 +83,7 @@ def check_model(graphs: dict[str, Path], spec: ModelSpec, form: Form) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("variant", tiny.VARIANTS)
+@pytest.mark.parametrize("variant", tiny.VARIANT_NAMES)
 def test_graphs_of_every_variant(variant: str, form: Form, once: Once) -> None:
     graphs, spec = exported(tiny.model(tiny.VARIANTS[variant], dtype=torch.float32), once)
     check_model(graphs, spec, form)

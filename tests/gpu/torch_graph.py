@@ -45,6 +45,8 @@ ON_HOST: dict[str, tuple[int, ...]] = {
 
 
 def _attention(a: Attributes, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    shared = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
     scores = (query @ key.mT).float() * a.get("scale", 1 / math.sqrt(query.shape[-1]))
     scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
     return scores.softmax(-1).to(value.dtype) @ value
@@ -104,6 +106,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "Cast": lambda a, x: x.to(DTYPES[a["to"]]),
     "Clip": lambda a, x, low=None, high=None: x.clamp(low, high),
     "Concat": lambda a, *parts: torch.cat(parts, a["axis"]),
+    "Cos": lambda a, x: x.cos(),
     "Div": _divide,
     "Erf": lambda a, x: x.erf(),
     "Expand": lambda a, x, shape: x.expand(torch.broadcast_shapes(x.shape, shape.tolist())),
@@ -128,6 +131,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "Reshape": _reshape,
     "Shape": lambda a, x: torch.tensor(x.shape[a.get("start", 0) : a.get("end")], dtype=torch.int64),
     "Sigmoid": lambda a, x: x.sigmoid(),
+    "Sin": lambda a, x: x.sin(),
     "Softmax": lambda a, x: x.softmax(a.get("axis", -1)),
     "Sqrt": lambda a, x: x.sqrt(),
     "Squeeze": lambda a, x, axes=None: x.squeeze() if axes is None else x.squeeze(axes.tolist()),

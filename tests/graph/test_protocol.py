@@ -159,7 +159,7 @@ def made(kind: str) -> Modern:
     return model.eval()
 
 
-@pytest.fixture(scope="session", params=["rotary", "alibi", "capped"])
+@pytest.fixture(scope="session", params=["rotary", pytest.param("alibi", marks=pytest.mark.slow), "capped"])
 def exported(request: pytest.FixtureRequest, once: Callable[[str, Callable[[Path], object]], Path]) -> tuple[str, Path]:
     def make(path: Path) -> None:
         folder = path.with_name(f"{path.name}-unfinished")

@@ -289,3 +289,68 @@ def _copy_fused(ours: MultiHeadAttention, theirs: nn.MultiheadAttention) -> None
         _copy_tensor(target.weight, weight)
         _copy_tensor(target.bias, bias)
     _copy(ours.o, theirs.out_proj)
+
+
+def canonical_from_t5gemma(hf_model: Any, *, max_length: int = 64) -> Transformer:
+    """Copy a `T5GemmaForConditionalGeneration`; its norms store what they add to 1."""
+    first = hf_model.config.encoder
+
+    def stack(side: Any) -> StackConfig:
+        return StackConfig(
+            layers=side.num_hidden_layers,
+            num_heads=side.num_attention_heads,
+            num_kv_heads=side.num_key_value_heads,
+            d_ff=side.intermediate_size,
+            norm_place="sandwich",
+            final_norm=True,
+            d_k=side.head_dim,
+            d_v=side.head_dim,
+        )
+
+    twin = _twin(
+        TransformerConfig(
+            d_model=first.hidden_size,
+            source_vocab=first.vocab_size,
+            target_vocab=first.vocab_size,
+            max_source_length=max_length,
+            max_target_length=max_length,
+            encoder=stack(first),
+            decoder=stack(hf_model.config.decoder),
+            tokens=TokenIds(pad=first.pad_token_id, start=first.bos_token_id, eos=2),
+            norm="rms",
+            norm_eps=first.rms_norm_eps,
+            activation="gelu_tanh",
+            feed_forward="glu",
+            positions="rotary",
+            rotary_base=first.rope_parameters["rope_theta"],
+            embedding_scale=math.sqrt(first.hidden_size),
+            attention_scale=first.query_pre_attn_scalar**-0.5,
+            attention_softcap=first.attn_logit_softcapping,
+            logit_softcap=first.final_logit_softcapping,
+            attention_bias=False,
+            feed_forward_bias=False,
+            norm_bias=False,
+            output_bias=False,
+        ),
+        hf_model,
+    )
+    for ours, theirs in ((twin.enc, hf_model.model.encoder), (_decoder(twin), hf_model.model.decoder)):
+        _copy(ours.embed, theirs.embed_tokens)
+        _copy_tensor(cast(LayerNorm, ours.norm).weight, 1 + theirs.norm.weight)
+        for block, layer in zip(ours.blocks, theirs.layers, strict=True):
+            _copy_t5gemma_block(block, layer)
+    _copy_tensor(cast(nn.Linear, twin.out).weight, hf_model.lm_head.out_proj.weight)
+    return twin
+
+
+def _copy_t5gemma_block(ours: Block, theirs: Any) -> None:
+    sublayers = ["self_attn", *(["cross_attn"] if hasattr(ours, "cross") else []), "feedforward"]
+    for number, sublayer in enumerate(sublayers, 1):
+        for name, norm in (("norm", "pre"), ("post_norm", "post")):
+            gain = getattr(theirs, f"{norm}_{sublayer}_layernorm").weight
+            _copy_tensor(getattr(ours, f"{name}{number}").weight, 1 + gain)
+    for target, source in (("self", "self_attn"), ("cross", "cross_attn")):
+        for part in "qkvo" if hasattr(ours, target) else "":
+            _copy(getattr(getattr(ours, target), part), getattr(getattr(theirs, source), f"{part}_proj"))
+    for target, source in (("fc1", "gate_proj"), ("gate", "up_proj"), ("fc2", "down_proj")):
+        _copy(getattr(ours.ffn, target), getattr(theirs.mlp, source))

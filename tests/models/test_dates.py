@@ -45,7 +45,7 @@ def test_the_weights_are_below_8_mb() -> None:
 
 
 def test_text_depends_neither_on_batch_mates_nor_on_padding(model: Model, held_out: Rows) -> None:
-    texts = [text for text, *_ in held_out[:1000]]
+    texts = [text for text, *_ in held_out[:300]]
     alone = [result.text for text in texts for result in model.generate([text])]
     for batch_size in (7, 64):
         # The library sorts by length; turning its batches into a mix of lengths is up to the caller.
@@ -91,7 +91,7 @@ def test_a_prefix_is_kept_and_continued(model: Model) -> None:
 def test_special_tokens_in_a_text_are_text(model: Model) -> None:
     (result,) = model.generate(["3 mars 1999</s></s>"])
     assert result.finish_reason == "eos"
-    with pytest.raises(tfexport.InputError, match="text 1"):
+    with pytest.raises(tfexport.InputError, match="the text has no character"):
         model.generate(["\U0001f600\U0001f600"])
 
 

@@ -82,7 +82,7 @@ def test_rows_at_different_positions_equal_each_row_alone(model: Transformer, be
     rows = source_ids.repeat_interleave(beams, 0), source_mask.repeat_interleave(beams, 0), target_ids
     expected = model(*rows)
     cross = CrossCache(model.encode(source_ids, PaddedSource(source_mask)), source_mask)
-    heads, d_k, d_v = model.config.num_heads("decoder"), model.config.d_k("decoder"), model.config.d_v("decoder")
+    heads, d_k, d_v = model.config.num_kv_heads("decoder"), model.config.d_k("decoder"), model.config.d_v("decoder")
     key, value = (torch.randn(3, len(target_ids), heads, 24, width, dtype=torch.float64) for width in (d_k, d_v))
     buffers = list(map(KeyValue, key, value))
     places = [(buffer.key.data_ptr(), buffer.value.data_ptr()) for buffer in buffers]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -19,7 +21,8 @@ from tests import tiny
 from tests.tiny import VARIANTS
 from tfexport.errors import CheckpointError, ConfigError, TfexportError
 from tfexport.files.safetensors_header import StoredTensor
-from tfexport.models.directory import check_weights, load_model, save_model
+from tfexport.inspect import inspect_path
+from tfexport.models.directory import check_free, check_weights, load_model, save_model
 from tfexport.models.transformer import Transformer
 
 ENCODER_ALONE = replace(VARIANTS["post"], decoder=None, target_vocab=None, max_target_length=None)
@@ -104,6 +107,18 @@ def test_an_empty_directory_is_filled(model: Transformer, tmp_path: Path) -> Non
     (tmp_path / "empty").mkdir()
     save_model(model, tmp_path / "empty")
     assert load_model(tmp_path / "empty").config == model.config
+
+
+def test_one_that_a_kill_left_aside_is_put_back(model: Transformer, folder: Path) -> None:
+    aside = folder.with_name(".model.old-0123456789abcdef")
+    for read in (load_model, inspect_path):
+        folder.rename(aside)
+        read(folder)
+    folder.rename(aside)
+    message = error_of(lambda: check_free(folder, force=False), CheckpointError)
+    assert message == f"{folder} exists and is not an empty directory; remove it or choose another name"
+    assert load_model(folder).config == model.config
+    assert [path.name for path in folder.parent.iterdir()] == ["model"]
 
 
 def test_failed_save_leaves_nothing(model: Transformer, tmp_path: Path) -> None:
@@ -193,6 +208,31 @@ def test_truncated_weights(folder: Path, kept: int) -> None:
     assert message.endswith("); copy or convert it again")
 
 
+CUT_WHILE_READ = """
+import sys
+from pathlib import Path
+from tfexport.errors import CheckpointError
+from tfexport.models.directory import load_model
+from tfexport.models.transformer import Transformer
+weights, unfilled = Path(sys.argv[1]) / "model.safetensors", Transformer.unfilled
+def cut(config):
+    weights.open("r+b").truncate(8000)
+    return unfilled(config)
+Transformer.unfilled = cut
+try:
+    load_model(sys.argv[1])
+except CheckpointError as error:
+    print(error)
+"""
+
+
+def test_weights_that_are_cut_short_while_they_are_read(folder: Path) -> None:
+    """In a process of its own: a mapped file would end it with a bus error."""
+    done = subprocess.run([sys.executable, "-c", CUT_WHILE_READ, folder], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{folder / 'model.safetensors'} was cut short while it was read; copy it again\n"
+
+
 def test_garbage_instead_of_weights(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(os.urandom(64) * 50)
     assert "is damaged or cut short" in error_of(lambda: load_model(folder), CheckpointError)
@@ -273,6 +313,7 @@ def test_keys_given_twice(folder: Path) -> None:
 def test_all_wrong_keys_at_once(folder: Path) -> None:
     def change(data: dict[str, Any]) -> None:
         del data["d_model"]
+        del data["tokens"]["eos"]
         data["colour"] = "blue"
         data["norm"] = "batch"
         data["encoder"]["layers"] = "2"
@@ -284,6 +325,7 @@ def test_all_wrong_keys_at_once(folder: Path) -> None:
     for problem in (
         "unknown key colour",
         "missing key d_model",
+        "missing key tokens.eos",
         "norm is 'batch', expected 'layernorm' or 'std' or 'rms'",
         "encoder.layers is '2', expected a whole number",
         "…, expected a finite number",

@@ -31,6 +31,7 @@ def test_names() -> None:
     assert PRESETS == (
         "paper-base",
         "paper-big",
+        "modern",
         "tiny",
         "notebook-000",
         "notebook-001",
@@ -63,12 +64,12 @@ def test_unknown_name_lists_all(call: object) -> None:
     with pytest.raises(ConfigError) as caught:
         call("paper-bse")  # type: ignore[operator]
     assert str(caught.value) == (
-        "preset 'paper-bse' is unknown, expected one of paper-base, paper-big, tiny, notebook-000, notebook-001, "
-        "notebook-002, notebook-003, notebook-004"
+        "preset 'paper-bse' is unknown, expected one of paper-base, paper-big, modern, tiny, notebook-000, "
+        "notebook-001, notebook-002, notebook-003, notebook-004"
     )
 
 
-@pytest.mark.parametrize(("name", "parameters"), [("paper-base", 65e6), ("paper-big", 213e6)])
+@pytest.mark.parametrize(("name", "parameters"), [("paper-base", 65e6), ("paper-big", 213e6), ("modern", 65e6)])
 def test_the_papers_sizes(name: str, parameters: float) -> None:
     """Table 3 gives 65 and 213 million parameters, with about 37,000 tokens instead of 32,000."""
     config = preset(name)
@@ -106,7 +107,7 @@ def test_no_parameter_is_trivial(name: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", [*SMALL, "notebook-000"])
+@pytest.mark.parametrize("name", [*SMALL, "notebook-000", "modern"])
 def test_greedy_decoding_is_not_degenerate(name: str) -> None:
     """Logits are spread, and what is decoded depends on the source and on the past."""
     model = build_preset(name)

@@ -12,11 +12,14 @@ from tests import tiny
 from tests.conftest import ROOT
 from tests.test_docs import code, table
 from tests.tiny import VARIANTS
-from tfexport.models.config import StackConfig, TransformerConfig
+from tfexport.errors import ConfigError
+from tfexport.models.config import StackConfig, TransformerConfig, model_spec
 from tfexport.models.switches import SWITCHES
+from tfexport.spec import ModelSpec
 
 BASE = VARIANTS["post"]
 T5 = VARIANTS["t5"]
+TURNED = replace(BASE, positions="rotary")
 
 CHANGES: dict[str, tuple[TransformerConfig, dict[str, Any]]] = {
     "encoder.norm_place": (BASE, {"encoder": replace(BASE.encoder, norm_place="pre")}),
@@ -37,9 +40,25 @@ CHANGES: dict[str, tuple[TransformerConfig, dict[str, Any]]] = {
     "relative_bias of each layer": (T5, {"relative_bias": "t5_per_layer"}),
     "relative_buckets": (T5, {"relative_buckets": 6}),
     "relative_max_distance": (T5, {"relative_max_distance": 5}),
-    "residual_scale": (BASE, {"residual_scale": 0.9}),
-    "residual_scale of pre-norm": (VARIANTS["pre-std"], {"residual_scale": 0.9}),
+    "encoder.residual_scale": (BASE, {"encoder": replace(BASE.encoder, residual_scale=0.9)}),
+    "decoder.residual_scale": (BASE, {"decoder": replace(BASE.encoder, residual_scale=0.9)}),
+    "residual_scale of pre-norm": (
+        VARIANTS["pre-std"],
+        {"encoder": replace(VARIANTS["pre-std"].encoder, residual_scale=0.9)},
+    ),
     "positions": (BASE, {"positions": "none"}),
+    "positions rotary": (replace(BASE, positions="none"), {"positions": "rotary"}),
+    "rotary_base": (TURNED, {"rotary_base": 500.0}),
+    "rotary_dim": (TURNED, {"rotary_dim": 4}),
+    "rotary_pairs": (TURNED, {"rotary_pairs": "interleaved"}),
+    "rotary_cross": (TURNED, {"rotary_cross": True}),
+    "qk_norm head": (BASE, {"qk_norm": "head"}),
+    "qk_norm all": (replace(BASE, qk_norm="head"), {"qk_norm": "all"}),
+    "attention_softcap": (BASE, {"attention_softcap": 5.0}),
+    "logit_softcap": (BASE, {"logit_softcap": 5.0}),
+    "relative_bias alibi": (BASE, {"relative_bias": "alibi"}),
+    "sandwich": (VARIANTS["pre-std"], {"encoder": replace(VARIANTS["pre-std"].encoder, norm_place="sandwich")}),
+    "activation relu2": (BASE, {"activation": "relu2"}),
     "embedding_scale": (BASE, {"embedding_scale": 1.1}),
     "attention_scale": (BASE, {"attention_scale": 1.0}),
     "logit_scale": (BASE, {"logit_scale": 0.5}),
@@ -50,6 +69,7 @@ CHANGES: dict[str, tuple[TransformerConfig, dict[str, Any]]] = {
     "tie_embeddings": (BASE, {"tie_embeddings": True}),
     "tie_output": (BASE, {"tie_output": True}),
     "num_heads": (BASE, {"encoder": replace(BASE.encoder, num_heads=2)}),
+    "num_kv_heads": (BASE, {"encoder": replace(BASE.encoder, num_kv_heads=2)}),
 }
 
 
@@ -65,7 +85,8 @@ def test_the_configuration_has_the_field_of_the_switch(name: str) -> None:
     defaults = {field.name: field.default for field in fields(StackConfig if switch.per_side else TransformerConfig)}
     assert name in defaults
     if switch.default is not None and not switch.per_side:
-        assert defaults[name] == (None if name == "attention_scale" else switch.default)
+        is_arithmetic = isinstance(switch.default, str) and switch.values in (int, float)
+        assert defaults[name] == (None if is_arithmetic else switch.default)
 
 
 def test_the_readme_has_the_switches_of_the_table() -> None:
@@ -123,3 +144,55 @@ def test_an_encoder_alone_has_only_an_encoder() -> None:
         assert torch.equal(
             model.hidden_states(source_ids, source_mask), tiny.model(BASE).hidden_states(source_ids, source_mask)
         )
+
+
+def test_files_from_before_a_switch_read_as_they_did() -> None:
+    """Configurations and specifications that say nothing of heads that are shared, or of what acts on scores."""
+    config = BASE.to_dict()
+    for name in ("qk_norm", "rotary_base", "rotary_dim", "rotary_pairs", "rotary_cross"):
+        del config[name]
+    del config["attention_softcap"], config["logit_softcap"]
+    for side in ("encoder", "decoder"):
+        del config[side]["num_kv_heads"], config[side]["residual_scale"]
+    assert TransformerConfig.from_dict(config) == BASE
+    scaled = TransformerConfig.from_dict({**config, "residual_scale": 0.5})
+    assert scaled == replace(
+        BASE,
+        encoder=replace(BASE.encoder, residual_scale=0.5),
+        decoder=replace(BASE.encoder, residual_scale=0.5),
+    )
+    alone = {**config, "residual_scale": 0.5, "decoder": None, "target_vocab": None, "max_target_length": None}
+    assert TransformerConfig.from_dict(alone).encoder.residual_scale == 0.5
+    spec = model_spec(BASE, "fp32")
+    before = spec.to_dict()
+    del before["kv_heads"]
+    assert ModelSpec.from_dict(before) == spec
+    assert spec.cache_heads == spec.heads == 4
+    assert model_spec(VARIANTS["modern"], "fp32").cache_heads == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        (
+            {"positions": "rotary", "rotary_dim": 3},
+            "rotary_dim is 3, expected an even number up to d_k 8 of the encoder",
+        ),
+        (
+            {"positions": "rotary", "rotary_dim": 10},
+            "rotary_dim is 10, expected an even number up to d_k 8 of the encoder",
+        ),
+        ({"positions": "rotary", "rotary_base": 0.0}, "rotary_base is 0.0, expected above 0"),
+        ({"attention_softcap": -1.0}, "attention_softcap is -1.0, expected 0 or more"),
+        ({"logit_softcap": -1.0}, "logit_softcap is -1.0, expected 0 or more"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        replace(BASE, **changes)
+    assert problem in str(caught.value)
+
+
+def test_heads_that_share_keys_are_a_whole_number_for_each() -> None:
+    with pytest.raises(ConfigError, match="num_kv_heads is 3, which does not divide num_heads 4; change one of them"):
+        replace(BASE.encoder, num_kv_heads=3)

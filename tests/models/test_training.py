@@ -60,8 +60,8 @@ def test_gradients_reach_every_trainable_parameter(name: str) -> None:
             continue
         assert parameter.grad is not None, parameter_name
         assert parameter.grad.isfinite().all(), parameter_name
-        # A bias on the keys shifts all scores of a query alike, which softmax does not see.
-        if not parameter_name.endswith("k.bias"):
+        # A bias on the keys, or on their norm, shifts all scores of a query alike, which softmax does not see.
+        if not parameter_name.endswith(("k.bias", "k_norm.bias")):
             assert parameter.grad.abs().max() > 1e-9, parameter_name
 
 

@@ -6,12 +6,21 @@ import numpy as np
 import torch
 
 from tests import tiny
+from tfexport.models.config import TransformerConfig
 from tfexport.models.transformer import Transformer
+
+# Of the sizes that ONNX Runtime's CUDA provider selects from by radix.
+VOCAB = 600
+
+
+def wide(vocab: int = VOCAB) -> TransformerConfig:
+    """Configure a model of many words, whose sources may be longer than its short targets."""
+    return tiny.config(max_source_length=11, max_target_length=6, target_vocab=vocab, d_model=64)
 
 
 def planted(vocab: int, levels: int) -> tuple[Transformer, np.ndarray]:
     """Make a model whose logits are one row of so many different values, whatever it reads; return it and the row."""
-    model = tiny.model(tiny.config(target_vocab=vocab, d_model=64), dtype=torch.float32)
+    model = tiny.model(wide(vocab), dtype=torch.float32)
     row = np.random.default_rng(0).integers(0, levels, vocab).astype(np.float32)
     assert model.out is not None
     with torch.no_grad():

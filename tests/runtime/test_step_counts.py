@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import tracemalloc
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,27 +22,21 @@ from tfexport.bundle.bundle import open_bundle
 from tfexport.bundle.step_weights import step_weight_bytes
 from tfexport.decode.loop import Loop
 from tfexport.decode.request import check_requests
-from tfexport.export import export_bundle
 from tfexport.generation import DecodeConfig
-from tfexport.graph.config import ExportConfig
 from tfexport.model import Model
 from tfexport.models.presets import build_preset
 from tfexport.runtime.ort import contrib
 from tfexport.runtime.ort.contrib import ContribBatch
 from tfexport.runtime.session import Candidates, Ids
 
-Once = Callable[[str, Callable[[Path], object]], Path]
 BATCH, NEW_TOKENS, BEAMS = 8, 60, 4
 LENGTH = {"min_new_tokens": NEW_TOKENS, "max_new_tokens": NEW_TOKENS}
 
 
-@pytest.fixture(scope="module")
-def bundle(once: Once) -> Path:
+@pytest.fixture(scope="session")
+def bundle(random_bundle: Path) -> Path:
     """The preset tiny: two layers on each side, 1,000 tokens of vocabulary, random weights."""
-    return once(
-        "tiny-contrib",
-        lambda path: export_bundle("preset:tiny", path, ExportConfig(forms=("contrib",)), verify=False),
-    )
+    return random_bundle
 
 
 @pytest.fixture

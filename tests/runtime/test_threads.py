@@ -59,7 +59,7 @@ def test_other_backends_have_threads_of_their_own(dates_bundle: Path) -> None:
         assert model.threads is None
 
 
-@pytest.mark.parametrize("threads", [0, -1, "many", 1.5])
+@pytest.mark.parametrize("threads", [0, -1, "many", "2", 1.5, True, 1025])
 def test_no_number_of_threads(dates_bundle: Path, threads: Any) -> None:
-    with pytest.raises(ConfigError, match=r"load: threads is .*, expected 1 or more, or 'auto'"):
+    with pytest.raises(ConfigError, match=r"load: threads is .*, expected 1 to 1024, or 'auto'"):
         tfexport.load(dates_bundle, threads=threads)

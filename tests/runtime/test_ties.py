@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as arrays
 
 from tests import tiny
 from tests.runtime.exported import Once, exported, sources
-from tests.runtime.planted import planted, ranked
+from tests.runtime.planted import VOCAB, planted, ranked
 from tfexport.runtime.eager import EagerSession
 from tfexport.runtime.ort.backend import open_graphs
 from tfexport.runtime.ort.device import OrtDevice
@@ -21,8 +21,6 @@ from tfexport.runtime.ort.graphs import OrtGraphs, Step
 from tfexport.runtime.session import Candidates, Session, in_order_of_id
 from tfexport.spec import Form
 
-# Of the sizes that ONNX Runtime's CUDA provider selects from by radix.
-VOCAB = 600
 FORMS: tuple[Form, ...] = ("concat", "static", "contrib")
 
 

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tfexport.export import export_bundle
-from tfexport.graph.config import ExportConfig
+from tests.serve.served import BEFORE, engine_threads
 from tfexport.model import Model, load
-
-
-@pytest.fixture(scope="session")
-def random_bundle(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
-    """Export a model of random weights that ends texts late, without a tokenizer; not to be changed."""
-    config = ExportConfig(forms=("contrib",))
-    return once("random", lambda path: export_bundle("preset:tiny", path, config, verify=False))
 
 
 @pytest.fixture(scope="session")
@@ -30,3 +23,15 @@ def texts(model: Model) -> list[str]:
     """Return the recorded texts of models/dates."""
     assert model.tokenizer
     return [sample.text for sample in model.tokenizer.text.samples]
+
+
+@pytest.fixture
+def no_thread_is_left() -> Iterator[None]:
+    """Check that the engines of a test end their threads."""
+    BEFORE.clear()
+    BEFORE.update(engine_threads())
+    yield
+    gc.collect()
+    for thread in engine_threads():
+        thread.join(5)
+        assert not thread.is_alive()

@@ -3,13 +3,44 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from tfexport.decode.loop import Loop
 from tfexport.serve.config import ServingConfig
 from tfexport.serve.engine import Engine
 from tfexport.serve.observer import Observer, Outcome
+
+ENGINE_THREAD = "tfexport-engine"
+# Of engines that other tests of this process have left to the collector.
+BEFORE: set[threading.Thread] = set()
+
+
+class Hanging:
+    """Lets the thread of an engine hang in its next step."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._begun, self._go_on = threading.Event(), threading.Event()
+        step = Loop.step
+
+        def hanging(loop: Loop, most: int | None = None) -> Any:
+            if threading.current_thread().name == ENGINE_THREAD and not self._begun.is_set():
+                self._begun.set()
+                self._go_on.wait(60)
+            return step(loop, most)
+
+        monkeypatch.setattr(Loop, "step", hanging)
+
+    def has_begun(self) -> bool:
+        return self._begun.is_set()
+
+    def end(self) -> None:
+        """Let the thread go on."""
+        self._go_on.set()
 
 
 class Outcomes(Observer):
@@ -51,3 +82,13 @@ async def until(is_so: Callable[[], bool], within_s: float = 5) -> None:
 def is_idle(engine: Engine) -> bool:
     """Say whether an engine holds nothing."""
     return (engine.num_running, engine.num_waiting, engine.num_slots_used) == (0, 0, 0)
+
+
+def text_of(found: list[Any]) -> list[str]:
+    """Return the texts of results."""
+    return [one.text for one in found]
+
+
+def engine_threads() -> list[threading.Thread]:
+    """Return the threads of the engines of this test."""
+    return [thread for thread in threading.enumerate() if thread.name == ENGINE_THREAD and thread not in BEFORE]

@@ -147,6 +147,8 @@ def test_the_image_starts_the_server_on_all_addresses() -> None:
     assert f"EXPOSE {given['port']}\n" in text
     assert int(re.search(r"--time (\d+)", text)[1]) >= given["shutdown_timeout_s"] + MARGIN_S  # type: ignore[index]
     assert "USER 65534" in text
+    extras = re.search(r'"\.\[(.+)\]"', text)[1]  # type: ignore[index]
+    assert extras.split(",") == ["cpu", "serve", "sign"]  # so that --trusted-keys works
     for line in re.findall(r"^COPY ([^-].+)$", text, re.MULTILINE):
         assert all((ROOT / source).exists() for source in line.split()[:-1])
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
+import time
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.serve.served import Outcomes, serving
+from tests.serve.served import Hanging, Outcomes, is_idle, serving, until
 from tfexport.decode.loop import Loop
 from tfexport.errors import (
     Cancelled,
@@ -103,8 +106,7 @@ def test_who_leaves_frees_its_slots_and_disturbs_nobody(dates_bundle: Path, mode
         await asyncio.gather(*tasks, return_exceptions=True)
         async for _ in engine.stream(texts[0]):
             break
-        await asyncio.sleep(0.1)
-        assert (engine.num_running, engine.num_waiting, engine.num_slots_used) == (0, 0, 0)
+        await until(lambda: is_idle(engine))
 
     serving(dates_bundle, use, slots=4)
 
@@ -149,15 +151,20 @@ def test_what_is_late_in_the_queue_is_never_encoded(dates_bundle: Path, texts: l
     assert observer.counts == {"deadline": 9}
 
 
-def test_the_older_and_the_more_urgent_go_first(dates_bundle: Path, texts: list[str]) -> None:
+def test_the_older_and_the_more_urgent_go_first(
+    dates_bundle: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     done: list[int] = []
+    hanging = Hanging(monkeypatch)
 
     async def use(engine: Engine) -> None:
-        async def one(number: int, priority: float) -> None:
-            await engine.generate(texts[0], priority=priority)
+        async def one(number: int, asked: Awaitable[object]) -> None:
+            await asked
             done.append(number)
 
-        await asyncio.gather(*(one(number, 100.0 if number == 9 else 0.0) for number in range(10)))
+        asked = [engine.submit(texts[0], priority=100.0 if number == 9 else 0.0) for number in range(10)]
+        hanging.end()
+        await asyncio.gather(*(one(*each) for each in enumerate(asked)))
 
     serving(dates_bundle, use, slots=1)
     assert done.index(9) <= 1
@@ -168,7 +175,7 @@ def test_the_older_and_the_more_urgent_go_first(dates_bundle: Path, texts: list[
 def test_a_reader_that_is_too_slow_is_cancelled(dates_bundle: Path, texts: list[str]) -> None:
     async def use(engine: Engine) -> None:
         generation = engine.submit(texts[0], stream=True)
-        await asyncio.sleep(0.2)
+        await until(lambda: generation.is_done)
         with pytest.raises(Cancelled, match="too slowly"):
             async for _ in generation:
                 pass
@@ -202,29 +209,6 @@ def test_a_thread_that_fails_answers_everybody(
         raise MemoryError("out of memory")
 
     serving(dates_bundle, use, slots=1)
-
-
-def test_a_thread_that_hangs_is_not_ready(
-    dates_bundle: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    go_on = threading.Event()
-    step = Loop.step
-
-    def hanging(loop: Loop, most: int | None = None) -> Any:
-        go_on.wait(10)
-        return step(loop, most)
-
-    async def use(engine: Engine) -> None:
-        assert engine.is_ready
-        monkeypatch.setattr(Loop, "step", hanging)
-        waiting = asyncio.ensure_future(engine.generate(texts[0]))
-        await asyncio.sleep(0.5)
-        assert not engine.is_ready
-        go_on.set()
-        await waiting
-        assert engine.is_ready
-
-    serving(dates_bundle, use, stall_s=0.3)
 
 
 def test_a_thread_that_hangs_does_not_keep_an_engine_from_stopping(
@@ -320,7 +304,12 @@ def test_draining_in_no_time_answers_the_rest_with_the_reason(dates_bundle: Path
         ({"max_new_tokens": 0}, ConfigError, "max_new_tokens is 0"),
         ({"nonsense": 1}, ConfigError, "nonsense"),
         ({"max_new_tokens": 10**6}, InputError, "lower max_new_tokens"),
-        ({"replace_unknowns": True}, InputError, "replace_unknowns is not served; set it to false"),
+        (
+            {"replace_unknowns": True},
+            ConfigError,
+            "replace_unknowns: this bundle was exported without alignment; export",
+        ),
+        ({"replace_unknowns": True, "stream": True}, InputError, "stream: replace_unknowns is true, but the alignment"),
     ],
 )
 def test_what_cannot_be_served_is_refused_at_once(
@@ -338,3 +327,19 @@ def test_what_cannot_be_served_is_refused_at_once(
 def test_an_engine_that_was_not_started_says_so(dates_bundle: Path) -> None:
     with pytest.raises(EngineFailed, match="not started"):
         Engine(dates_bundle).submit("x")
+
+
+def test_a_clock_that_jumps_changes_nothing(
+    dates_bundle: Path, model: Model, texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By sixty years and back whenever somebody looks."""
+    jumps = itertools.cycle([0.0, 2e9])
+    monkeypatch.setattr(time, "time", lambda: next(jumps))
+
+    async def use(engine: Engine) -> None:
+        found = await asyncio.gather(*(engine.generate(text, timeout_s=30, max_time=30.0) for text in texts))
+        assert [one.text for (one,) in found] == [one.text for one in model.generate(texts)]
+        with pytest.raises(DeadlineExceeded):
+            await engine.generate(texts[0], timeout_s=1e-6)
+
+    serving(dates_bundle, use)

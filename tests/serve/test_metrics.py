@@ -27,6 +27,7 @@ NAMES = {
     "tfexport_time_to_first_token_seconds": "histogram",
     "tfexport_time_per_output_token_seconds": "histogram",
     "tfexport_request_seconds": "histogram",
+    "tfexport_align_seconds": "histogram",
     "tfexport_source_tokens": "counter",
     "tfexport_target_tokens": "counter",
     "tfexport_step_batch_size": "histogram",

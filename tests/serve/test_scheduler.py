@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from tests.decode.scripted import ScriptedSession, drawn
@@ -308,3 +310,23 @@ def test_a_worker_that_is_told_of_a_cancellation_publishes_no_more() -> None:
     assert worker.join(10)
     assert not [event for event in events if event.outcome is None]
     assert all(job.is_cancelled for job in jobs)
+
+
+def test_a_worker_that_is_aborted_takes_no_further_step() -> None:
+    bench, events = Bench(), list[Event]()
+    begun, go_on, script = threading.Event(), threading.Event(), bench.session.script
+
+    def waiting(source: tuple[int, ...], history: tuple[int, ...]) -> np.ndarray:
+        begun.set()
+        assert go_on.wait(30)
+        return script(source, history)
+
+    bench.session.script = waiting
+    worker = Worker(bench.session, bench.config, Observer(), events.extend, lambda failed: None)
+    worker.submit(bench.put(0))
+    assert begun.wait(30)
+    worker.abort(Draining("over"))
+    go_on.set()
+    assert worker.join(30)
+    assert worker.failure is None
+    assert (len(bench.session.steps), events) == (1, [])

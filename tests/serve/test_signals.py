@@ -246,3 +246,19 @@ def test_it_stops_while_a_bundle_is_replaced(dates_bundle: Path, tmp_path: Path)
         start = time.monotonic()
         assert server.stop() == 0
         assert time.monotonic() - start < 10
+
+
+def test_a_process_that_is_killed_is_replaced_by_one_that_says_the_same(dates_bundle: Path, tmp_path: Path) -> None:
+    sampled = {"do_sample": True, "temperature": 3.0, "num_return_sequences": 4, "seed": 11}
+    with running(tmp_path, dates_bundle, "--threads", 1, before=HEAVY) as server:
+        before = server.ask(TEXTS[0], **sampled).json()
+        asked = {"text_input": TEXTS[0]}
+        with server.client.stream("POST", "/v2/models/dates/generate_stream", json=asked) as answer:
+            lines = answer.iter_lines()
+            assert next(lines).startswith("data: ")
+            server.send(signal.SIGKILL)
+            with pytest.raises(httpx.TransportError):
+                list(lines)
+        assert server.ended() == -signal.SIGKILL
+    with running(tmp_path, dates_bundle, "--threads", 1) as server:
+        assert server.ask(TEXTS[0], **sampled).json() == before

@@ -117,7 +117,7 @@ def soak(bundle: Path, texts: list[str], count: int, each: Callable[[int], None]
         await asyncio.gather(*(ask_on() for _ in range(AT_ONCE)))
         gc.collect()
         await until(lambda: is_idle(engine))
-        assert not engine._open_jobs
+        assert not engine._in_flight
         assert engine.is_ready
         assert caller.num_refused == observer.counts["invalid"]
         assert caller.num_asked == sum(observer.counts.values())

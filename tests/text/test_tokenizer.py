@@ -37,8 +37,10 @@ CORPUS = [
 
 def spec_of(inner: tokenizers.Tokenizer, **changes: object) -> ModelSpec:
     size = inner.get_vocab_size(with_added_tokens=True)
+    tokens = changes.pop("tokens", TOKENS)
+    assert isinstance(tokens, TokenIds)
     spec = ModelSpec(
-        d_model=8, source_vocab=size, max_source_length=64, tokens=TOKENS, precision="fp32",
+        d_model=8, source_vocab=size, max_source_length=64, tokens=tokens, precision="fp32",
         vocab=size, layers=1, heads=1, head_dim=8, value_dim=8, max_target_length=16,
     )  # fmt: skip
     return replace(spec, **changes)  # type: ignore[arg-type]
@@ -179,7 +181,7 @@ def test_a_special_token_without_unknown_token_is_refused(tmp_path: Path) -> Non
     inner = tokenizers.Tokenizer(models.WordLevel({"<pad>": 0, "<s>": 1, "</s>": 2, "a": 3}))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = wrap(inner, tmp_path, tokens=replace(TOKENS, unk=None))
-    with pytest.raises(InputError, match=r"^input: text 1 has '</s>', which has a special meaning; leave it out$"):
+    with pytest.raises(InputError, match=r"^input: the text has '</s>', which has a special meaning; leave it out$"):
         tokenizer.encode(["a </s>"])
 
 
@@ -239,7 +241,7 @@ def test_no_list_of_texts(dates: Tokenizer, texts: list[str], message: str) -> N
 def test_the_limit_counts_the_special_tokens(tmp_path: Path) -> None:
     length = len(wrap(byte_pairs(), tmp_path).encode(["the lazy dog"])[0])
     assert wrap(byte_pairs(), tmp_path, max_source_length=length).encode(["the lazy dog"])
-    with pytest.raises(InputError, match=f"text 1 has {length} tokens, the limit is {length - 1}; shorten it"):
+    with pytest.raises(InputError, match=f"the text has {length} tokens, the limit is {length - 1}; shorten it"):
         wrap(byte_pairs(), tmp_path, max_source_length=length - 1).encode(["the lazy dog"])
 
 
@@ -308,7 +310,7 @@ def test_byte_pairs_drop_nothing_unsaid(model: dict[str, str], text: str) -> Non
     )
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     spec = spec_of(inner, tokens=TokenIds(pad=0, start=0, eos=0))
-    vocabulary = Vocabulary(inner, json.loads(inner.to_str())["model"], {0}, None)
+    vocabulary = Vocabulary.parse(inner.to_str().encode(), "t.json", {0}, None)
     tokenizer = Tokenizer(vocabulary, vocabulary, spec)
     kept = sum(len(inner.encode(word).tokens) for word in text.split())
     lengths = sum(map(len, text.split()))  # no merges: one token a character
@@ -361,6 +363,19 @@ def test_more_tokens_than_the_model_are_refused_for_both_sides(tmp_path: Path) -
     encoder = {"vocab": 0, "layers": 0, "heads": 0, "head_dim": 0, "value_dim": 0, "max_target_length": 0}
     assert wrap(characters(), tmp_path, **encoder).encode(["3"])
     assert wrap(characters(), tmp_path, source_vocab=size + 8, vocab=size + 8).encode(["3"])
+
+
+def test_special_tokens_are_the_model_s_own(tmp_path: Path) -> None:
+    """A file that names none has the model's all the same: no text becomes one, and no text shows one."""
+    inner = characters()
+    data = json.loads(inner.to_str())
+    assert data.pop("added_tokens")
+    bare = tokenizers.Tokenizer.from_str(json.dumps({**data, "added_tokens": []}))
+    tokenizer = wrap(bare, tmp_path)
+    (ids,) = tokenizer.encode(["3</s>"])
+    assert not {TOKENS.pad, TOKENS.start, TOKENS.eos} & set(ids)
+    assert tokenizer.decode([TOKENS.start, *ids[:1], TOKENS.eos, TOKENS.pad]) == "3"
+    assert tokenizer.eos == TOKENS.eos
 
 
 @pytest.mark.parametrize(

@@ -38,9 +38,8 @@ FEW = VerifyConfig(samples=8)
 
 
 @pytest.fixture(scope="session")
-def bundle(once: Once) -> Path:
-    source = once("verify-model", lambda path: save_model(tiny.model(VARIANTS["post"], dtype=torch.float32), path))
-    return once("verify-bundle", lambda path: export_bundle(str(source), path, ExportConfig(), verify=False))
+def bundle(variant: Callable[[str], Path]) -> Path:
+    return variant("post")
 
 
 def graphs_of(bundle: Bundle) -> dict[str, Path]:

@@ -24,10 +24,10 @@ from tfexport.export import export_bundle
 from tfexport.graph.config import ExportConfig
 from tfexport.models.config import model_spec
 from tfexport.models.directory import load_model, save_model
+from tfexport.models.eager import EagerModel
 from tfexport.runtime.eager import EagerSession
 from tfexport.runtime.ort.backend import open_graphs
 from tfexport.runtime.registry import Graphs
-from tfexport.spec import AlignmentHeads
 from tfexport.verify import Report, Stages, VerifyConfig, verify_stages
 from tfexport.verify.numbers import compare, random_batches, random_sources
 from tfexport.verify.texts import compare_decodes, decode_best
@@ -38,16 +38,15 @@ FEW = VerifyConfig(samples=8)
 
 
 @pytest.fixture(scope="session")
-def source(once: Callable[[str, Make], Path]) -> Path:
-    """The model directory of the plainest variant."""
-    return once("verify-model", lambda path: save_model(tiny.model(VARIANTS["post"], dtype=torch.float32), path))
+def bundle(variant: Callable[[str], Path]) -> Path:
+    """The plainest variant in all forms; not to be changed."""
+    return variant("post")
 
 
 @pytest.fixture(scope="session")
-def bundle(once: Callable[[str, Make], Path], source: Path) -> Path:
-    """Its bundle in all forms, unverified; not to be changed."""
-    config = ExportConfig(alignment=AlignmentHeads(layer=-1, heads=(1, 2)))
-    return once("aligned-verify-bundle", lambda path: export_bundle(str(source), path, config, verify=False))
+def source(bundle: Path) -> Path:
+    """Its model directory."""
+    return bundle.with_name(f"{bundle.name}-model")
 
 
 def verify(*arguments: object) -> Result:
@@ -239,8 +238,9 @@ def test_the_same_seed_gives_the_same_report(bundle: Path) -> None:
 
 
 def test_a_tie_is_what_rounding_can_turn_and_nothing_else(bundle: Path, source: Path, tmp_path: Path) -> None:
-    """Two tokens win everywhere; the eager model prefers one of them by a millionth, the static graph the other."""
-    gap, error = 1e-6, 3e-6
+    """Two tokens win everywhere; the eager model prefers one of them by millionths, the static graph the other."""
+    # Logits are about 9, where float32 goes by steps of 9.5e-7: a few of them, so that no rounding closes the gap.
+    gap, error = 4e-6, 12e-6
 
     def twins(weight: Any, bias: Any, more: float = 0.0) -> None:
         weight[7] = weight[5]
@@ -262,12 +262,14 @@ def test_a_tie_is_what_rounding_can_turn_and_nothing_else(bundle: Path, source: 
     opened = open_bundle(wrong)
     spec = replace(opened.manifest.spec, max_target_length=2)
     graphs = {name: opened.file(graph.file) for name, graph in opened.manifest.graphs.items()}
-    report = verify_stages(Stages(model, Graphs(graphs, spec, alignment=opened.manifest.alignment)), FEW)
+    report = verify_stages(Stages(EagerModel(model), Graphs(graphs, spec, alignment=opened.manifest.alignment)), FEW)
     assert report.passed, report.problems()
     greedy = {rung.stage: rung for rung in report.decodes if rung.method == "greedy"}
     assert greedy["ort concat"].exact == greedy["ort contrib"].exact == FEW.samples
     assert (greedy["ort static"].exact, greedy["ort static"].ties) == (0, FEW.samples)
-    assert "5 became 7, eager margin 9.5e-07" in str(greedy["ort static"].first)
+    first = str(greedy["ort static"].first)
+    assert "5 became 7, eager margin" in first
+    assert float(first.rsplit(maxsplit=1)[-1]) == pytest.approx(gap, abs=gap / 2)
     assert report.summary()["ties"] >= FEW.samples
 
     # The same decodes, judged by an error too small to turn them, differ.
@@ -312,9 +314,17 @@ def test_a_stage_that_is_not_finite_leaves_no_such_number_in_the_report() -> Non
         assert not report.passed
 
 
-def test_an_fp16_bundle_is_measured_against_its_original(source: Path, tmp_path: Path) -> None:
-    export_bundle(str(source), tmp_path / "b", ExportConfig(precision="fp16", forms=("static",)), verify=False)
-    result = verify(tmp_path / "b", "--against", source, "--samples", FEW.samples, "--json")
+@pytest.fixture
+def short(tmp_path: Path) -> Path:
+    """The directory of a model of one layer."""
+    one = tiny.config(encoder={"layers": 1}, decoder={"layers": 1})
+    save_model(tiny.model(one, dtype=torch.float32), tmp_path / "short")
+    return tmp_path / "short"
+
+
+def test_an_fp16_bundle_is_measured_against_its_original(short: Path, tmp_path: Path) -> None:
+    export_bundle(str(short), tmp_path / "b", ExportConfig(precision="fp16", forms=("concat",)), verify=False)
+    result = verify(tmp_path / "b", "--against", short, "--samples", FEW.samples, "--json")
     report = strict_json(result.stdout)
     assert (result.exit_code, report["passed"], report["reference"]) == (0, True, "the eager model")
     own = strict_json(verify(tmp_path / "b", "--samples", FEW.samples, "--json").stdout)
@@ -339,8 +349,8 @@ def test_against_another_model(changes: dict[str, Any], code: int, message: str,
         assert (result.stdout, result.stderr.count("\n")) == ("", 1)
 
 
-def test_a_longer_original_is_the_same_model(bundle: Path, source: Path, tmp_path: Path) -> None:
+def test_a_longer_original_is_the_same_model(short: Path, tmp_path: Path) -> None:
     """A bundle may take less than the model that it was made from."""
     config = ExportConfig(forms=("concat",), max_source_length=10, max_target_length=8)
-    export_bundle(str(source), tmp_path / "b", config, verify=False)
-    assert verify(tmp_path / "b", "--against", source, "--samples", 4).exit_code == 0
+    export_bundle(str(short), tmp_path / "b", config, verify=False)
+    assert verify(tmp_path / "b", "--against", short, "--samples", 4).exit_code == 0

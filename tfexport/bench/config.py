@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import urlsplit
 
+from tfexport.cores import MAX_THREADS
 from tfexport.errors import ConfigError, raise_all, shortened
 from tfexport.fields import Config
 from tfexport.generation import DecodeConfig
@@ -19,7 +20,6 @@ Scenario = Literal["single", "offline", "server", "sweep"]
 # Every recorded request is kept until the end, so their number is bounded.
 MAX_REQUESTS = 100_000
 MAX_CELLS = 100
-MAX_THREADS = 1024
 _BATCH_SIZES: dict[Scenario, tuple[int, ...]] = {
     "single": (1,),
     "offline": (32,),
@@ -52,8 +52,8 @@ class BenchConfig(Config, subject="bench"):
 
     Empty sizes and a `duration` of None are filled in by `resolve`. Several sizes make a
     sweep over all their combinations. `duration` is seconds to measure in each process,
-    for each cell. `device`, `form`, `threads` and `engine` are those of
-    `tfexport.load`.
+    for each cell. `device`, `form`, `threads`, `engine` and `trusted_keys` are those of
+    `tfexport.load`; no `trusted_keys` trust every bundle.
 
     Of the server scenario: `rate` is requests a second; without it the highest rate is
     searched whose 99th percentile of latencies is `goal_p99` milliseconds at most. Goodput
@@ -67,6 +67,7 @@ class BenchConfig(Config, subject="bench"):
     form: Form | None = None
     threads: int | Literal["auto"] = AUTO
     engine: str | None = None
+    trusted_keys: tuple[str, ...] = ()
     batch_size: tuple[int, ...] = ()
     source_length: tuple[int, ...] = ()
     target_length: tuple[int, ...] = ()

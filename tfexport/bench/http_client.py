@@ -71,9 +71,9 @@ class HttpClient:
         return await self._exchange("POST", path, json.dumps(data).encode(), on_data)
 
     def close(self) -> None:
-        """Close all connections."""
-        for _, writer in self._idle:
-            writer.close()
+        """Close all connections; a request after it opens others."""
+        while self._idle:
+            self._idle.pop()[1].close()
 
     async def _exchange(self, method: str, path: str, body: bytes, on_data: Callable[[], None]) -> Response:
         head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._head}Content-Length: {len(body)}\r\n\r\n"

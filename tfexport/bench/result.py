@@ -109,9 +109,9 @@ def _bandwidth_share(metrics: dict[str, summary.Metric], process: dict[str, summ
 
 
 def settings(config: BenchConfig) -> dict[str, Any]:
-    """Return the settings of a report; where a token lies is nobody's business."""
+    """Return the settings of a report; where a token or keys lie is nobody's business."""
     found = config.to_dict()
-    del found["scenario"], found["token_file"]
+    del found["scenario"], found["token_file"], found["trusted_keys"]
     return {name: list(item) if isinstance(item, tuple) else item for name, item in found.items()}
 
 

@@ -16,6 +16,7 @@ from tfexport.bench.search import Trial, best
 from tfexport.bundle.bundle import Bundle, open_bundle
 from tfexport.cores import available_cores
 from tfexport.errors import BackendError, InputError, ParityError
+from tfexport.files.signature import TrustedKeys
 from tfexport.install import extra_command
 from tfexport.runtime import registry
 from tfexport.runtime.registry import AUTO
@@ -29,6 +30,7 @@ def bench_bundle(
     *,
     texts: Sequence[str] | None = None,
     verify: bool = True,
+    against: str | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Measure a bundle, or a server that serves one.
@@ -39,6 +41,7 @@ def bench_bundle(
         texts: to decode; None for random sources.
         verify: refuse a bundle that does not say what the eager model says, and a server that does not say what the
             bundle says.
+        against: model directory or PACKAGE.MODULE:FACTORY to verify with; None takes the bundle's own weights.
         report: told what happens, a line at a time.
 
     Returns:
@@ -46,19 +49,20 @@ def bench_bundle(
 
     Raises:
         BundleError: the bundle is missing or damaged.
-        ConfigError: sizes that the bundle does not take.
+        ConfigError: sizes that the bundle does not take, or a key is none.
         InputError: the bundle generates nothing, or texts that it cannot take, or neither bundle nor texts.
         ParityError: the bundle says something else than the eager model, or the server something else than the bundle.
         BackendError: the backend does not work, or parity cannot be verified here.
         BenchError: a process died, or a server cannot be asked.
     """
-    bundle = None if path is None else open_bundle(path)
+    keys = TrustedKeys.read(config.trusted_keys) if config.trusted_keys else None
+    bundle = None if path is None else open_bundle(path, trusted_keys=keys)
     _check(bundle, config, texts)
     resolved = resolve(config, bundle.manifest.spec if bundle else None, has_texts=texts is not None)
     folder = bundle.path if bundle and (verify or texts is None or not config.url) else None
     parity: dict[str, Any] = {"passed": None, "source": "not verified"}
     if bundle and verify and not config.url:
-        parity = check_parity(bundle, config, report)
+        parity = check_parity(bundle, config, report, against)
     trials: list[dict[str, Any]] = []
     if resolved.scenario == "server" and resolved.rate is None:
         report(f"searching for the highest rate with p99 within {resolved.goal_p99:g} ms")
@@ -98,7 +102,9 @@ def _about(bundle: Bundle | None, path: Path | None, found: dict[str, Any]) -> d
     return {"name": path.resolve().name, "sha256": bundle.sha256, "precision": bundle.manifest.accuracy}
 
 
-def check_parity(bundle: Bundle, config: BenchConfig, report: Callable[[str], None]) -> dict[str, Any]:
+def check_parity(
+    bundle: Bundle, config: BenchConfig, report: Callable[[str], None], against: str | None = None
+) -> dict[str, Any]:
     """Make sure that a bundle is worth timing: its export has verified it, or it is verified now.
 
     Returns:
@@ -124,10 +130,12 @@ def check_parity(bundle: Bundle, config: BenchConfig, report: Callable[[str], No
 
         found = verify_bundle(
             bundle.path,
+            against=against,
             config=VerifyConfig.quick(),
             backend=backend.name if compared else exported_on.name,
             device=config.device,
             engine=config.engine,
+            trusted_keys=config.trusted_keys or None,
             report=report,
         )
     except ModuleNotFoundError as error:

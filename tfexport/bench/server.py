@@ -57,7 +57,8 @@ async def _measure_engine(
     (cell,), watch, began = config.cells, Watch(), time.monotonic()
     serving = ServingConfig(slots=config.slots, max_num_beams=max(ServingConfig.max_num_beams, config.num_beams))
     options = {name: getattr(config, name) for name in ("backend", "form", "threads", "device", "engine")}
-    engine = await Engine(bundle, serving, observer=watch, **options).start()
+    keys = config.trusted_keys or None
+    engine = await Engine(bundle, serving, observer=watch, trusted_keys=keys, **options).start()
     loaded = time.monotonic()
     try:
         sources = _sources(engine.model, config, texts)
@@ -106,7 +107,7 @@ async def _measure_url(
         ask, metrics = HttpCaller(client, name, config.decoding(cell)), Metrics(client, name)
         sources: Sequence[Source] = texts or []
         if bundle:
-            with load(bundle) as model:
+            with load(bundle, trusted_keys=config.trusted_keys or None) as model:
                 ids = _sources(model, config, texts)
                 sources = shuffled(texts, config.seed) if texts else ids
                 if number == 0:

@@ -72,6 +72,7 @@ def _measure_calls(
             threads=config.threads,
             device=config.device,
             engine=config.engine,
+            trusted_keys=config.trusted_keys or None,
         )
     )
     sources = None if texts is None else encoded(model, texts)

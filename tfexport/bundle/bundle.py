@@ -1,6 +1,7 @@
 """The bundle: one directory that holds a model's graphs, weights and what is known of them.
 
     manifest.json          what the bundle is; every other file with size and sha256
+    manifest.json.sig      optional, the signature of that
     encoder.onnx           graphs; their weights are external data in
     weights.safetensors    one file for all graphs, readable as safetensors
     tokenizer.json         optional, Hugging Face tokenizers
@@ -10,8 +11,8 @@
     engines/               optional, checked by whoever uses them
 
 Every byte is checked before any of it is used; only `load` checks the weights
-while it builds a session of them. The sums find damage and mix-ups; they are no
-signature.
+while it builds a session of them. The sums find damage and mix-ups; who made
+a bundle is for a signature to say.
 """
 
 from __future__ import annotations
@@ -23,22 +24,45 @@ import os
 import stat
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tfexport.bundle.manifest import ENGINES, FORMAT_VERSION, FileEntry, GraphEntry, Manifest, kind_of
-from tfexport.errors import BundleError, ConfigError, raise_all
+from tfexport.bundle.contents import (
+    copy_engines,
+    engine_state,
+    engines_in,
+    own_names,
+    recover_engines,
+    stale_sources,
+    walk,
+)
+from tfexport.bundle.graph_check import WEIGHT_FILES, graph_problems
+from tfexport.bundle.identity import Identity, Provenance
+from tfexport.bundle.manifest import (
+    ENGINES,
+    FORMAT_VERSION,
+    MAX_MANIFEST_BYTES,
+    FileEntry,
+    GraphEntry,
+    Manifest,
+    ModuleEntry,
+    kind_of,
+)
+from tfexport.errors import MAX_PROBLEMS, BundleError, ConfigError, raise_all
 from tfexport.files import atomic
-from tfexport.files.names import MANIFEST
-from tfexport.files.sealed_json import parse
+from tfexport.files.names import MANIFEST, SIGNATURE
+from tfexport.files.paths import checked_path
+from tfexport.files.signature import SIGNATURE_BYTES, SigningKey, TrustedKeys
 from tfexport.models.config import TransformerConfig
-from tfexport.spec import QUANTIZED_WEIGHTS, WEIGHTS, AlignmentHeads, ModelSpec, Quantization
+from tfexport.spec import AlignmentHeads, ModelSpec, Quantization
 from tfexport.text.config import TextConfig
 
 PARITY = "parity.json"
-MAX_MANIFEST_BYTES = 4 * 1024 * 1024
-_WEIGHT_FILES = (WEIGHTS, QUANTIZED_WEIGHTS)
+# For who replaces a bundle without a key.
+SIGNATURE_DROPPED = "the bundle was signed and will not be; sign it with --sign-key"
+# What is not among the files that the manifest names: it cannot say its own sum, nor that of its signature.
+_ABOUT = frozenset({MANIFEST, SIGNATURE})
 _CHANGED = "{} was changed (its sha256 differs)"
 
 
@@ -50,11 +74,19 @@ class Bundle:
         path: its directory, without symbolic links.
         manifest: what it says of itself.
         sha256: of manifest.json, hex; names the content of the whole bundle.
+        trusted_keys: one of which has signed the bundle, and has to have signed the engines that are loaded from it;
+            None for anybody.
     """
 
     path: Path
     manifest: Manifest
     sha256: str
+    trusted_keys: TrustedKeys | None = field(default=None, compare=False)
+
+    @property
+    def is_signed(self) -> bool:
+        """Whether there is a signature, whosever it is."""
+        return os.path.lexists(self.path / SIGNATURE)
 
     def file(self, name: str) -> Path:
         """Return the path of a file by its name in the manifest.
@@ -73,15 +105,19 @@ class Builder:
     Attributes:
         path: an empty directory beside the final one.
         is_finished: whether there is a manifest.
+        drops_signature: whether what is replaced was signed, and this is not.
         bundle: the finished bundle under its final name, once the block has ended.
+        stale_engines: of the bundle that was replaced, kept though they were made from other files; then too.
     """
 
     bundle: Bundle
+    stale_engines: tuple[str, ...] = ()
 
-    def __init__(self, path: Path) -> None:
-        """Build in the directory `path`."""
-        self.path = path
+    def __init__(self, path: Path, key: SigningKey | None = None, *, replaces_signed: bool = False) -> None:
+        """Build in the directory `path`; `key` signs the manifest."""
+        self.path, self._key = path, key
         self.is_finished = False
+        self.drops_signature = replaces_signed and key is None
 
     def finish(
         self,
@@ -94,8 +130,12 @@ class Builder:
         quantization: Quantization | None = None,
         text: TextConfig | None = None,
         alignment: AlignmentHeads | None = None,
+        checkpoint: Mapping[str, FileEntry] | None = None,
+        provenance: Provenance | None = None,
+        identity: Identity | None = None,
+        module: ModuleEntry | None = None,
     ) -> None:
-        """Take stock of all files and write the manifest.
+        """Take stock of all files, write the manifest and sign it where there is a key.
 
         Afterwards `open_bundle(path)` works, for a verification before the
         bundle gets its name. Call it again when files were added or changed.
@@ -105,7 +145,7 @@ class Builder:
         """
         found, problems = _scan(self.path)
         raise_all(BundleError, "bundle", problems)
-        files = {name: _entry(self.path / name) for name in sorted(found - {MANIFEST})}
+        files = {name: _entry(self.path / name) for name in sorted(found - _ABOUT)}
         try:
             manifest = Manifest(
                 format_version=FORMAT_VERSION,
@@ -119,15 +159,25 @@ class Builder:
                 quantization=quantization,
                 text=text or TextConfig(),
                 alignment=alignment,
+                checkpoint=checkpoint or {},
+                provenance=provenance,
+                identity=identity or Identity(),
+                module=module,
             )
         except ConfigError as error:
             raise BundleError(f"bundle: {error}") from error
-        (self.path / MANIFEST).write_bytes(manifest.to_bytes())
+        raw = manifest.to_bytes()
+        (self.path / MANIFEST).write_bytes(raw)
+        (self.path / SIGNATURE).unlink(missing_ok=True)  # of what was here before
+        if self._key:
+            (self.path / SIGNATURE).write_bytes(self._key.sign(raw))
         self.is_finished = True
 
 
-def open_bundle(path: Path, *, weights: bool = True) -> Bundle:
-    """Open a bundle after checking its manifest and every byte of its files.
+def open_bundle(
+    path: str | os.PathLike[str], *, weights: bool = True, trusted_keys: TrustedKeys | None = None
+) -> Bundle:
+    """Open a bundle after checking its manifest, every byte of its files, and that its graphs are what it says.
 
     A bundle that went missing because its replacement was killed is put back.
 
@@ -135,26 +185,32 @@ def open_bundle(path: Path, *, weights: bool = True) -> Bundle:
         path: the directory, or a symbolic link to it. Inside there may be none.
         weights: False leaves the bytes of the weight files to `check_weights`,
             but not their sizes. They are numbers that no parser reads.
+        trusted_keys: one of which must have signed the manifest, which is looked at before anything is read of it; None
+            opens whosever bundle.
 
     Raises:
-        BundleError: it is missing, made by a newer version, or lists all that is
-            damaged, missing, too much or not a plain file.
+        ConfigError: `path` can be no path.
+        BundleError: it is missing, made by a newer version, signed by none of the keys, or lists all that is
+            damaged, missing, too much or not a plain file, or all that is in
+            its graphs and not in the contract of its manifest.
     """
+    path = checked_path(path, "bundle")
     root = Path(os.path.realpath(path))
     try:
         atomic.restore(root)
         raw = _read_manifest(root, path)
+        if trusted_keys is not None and (problem := trusted_keys.problem(root / MANIFEST, raw)):
+            raise BundleError(f"bundle {path}: {problem}")
         try:
             manifest = Manifest.from_bytes(raw)
         except BundleError as error:
             raise BundleError(f"bundle {path}: {error}") from error
-        except RecursionError as error:
-            raise BundleError(f"bundle {path}: {MANIFEST} is nested too deeply; export it again") from error
-        problems = _file_problems(root, manifest, unread=() if weights else _WEIGHT_FILES)
+        problems = _file_problems(root, manifest, unread=() if weights else WEIGHT_FILES)
+        problems = problems or graph_problems(root, manifest)
     except OSError as error:
         raise BundleError(f"cannot read bundle {path}: {_cause(error)}; check its permissions") from error
     _raise_damage(path, problems)
-    return Bundle(root, manifest, hashlib.sha256(raw).hexdigest())
+    return Bundle(root, manifest, hashlib.sha256(raw).hexdigest(), trusted_keys)
 
 
 def check_weights(bundle: Bundle) -> None:
@@ -166,9 +222,7 @@ def check_weights(bundle: Bundle) -> None:
     files = bundle.manifest.files
     try:
         problems = [
-            _CHANGED.format(name)
-            for name in _WEIGHT_FILES
-            if name in files and _entry(bundle.file(name)) != files[name]
+            _CHANGED.format(name) for name in WEIGHT_FILES if name in files and _entry(bundle.file(name)) != files[name]
         ]
     except OSError as error:
         raise BundleError(f"cannot read bundle {bundle.path}: {_cause(error)}; check its permissions") from error
@@ -176,27 +230,32 @@ def check_weights(bundle: Bundle) -> None:
 
 
 def _raise_damage(path: Path, problems: list[str]) -> None:
+    if len(problems) > MAX_PROBLEMS:
+        problems = [*problems[:MAX_PROBLEMS], f"and {len(problems) - MAX_PROBLEMS} more"]
     if problems:
         raise BundleError(f"bundle {path}: {'; '.join(problems)}; copy it again from its source or export it again")
 
 
 @contextmanager
-def create_bundle(output: Path, *, force: bool = False) -> Iterator[Builder]:
+def create_bundle(output: Path, *, force: bool = False, key: SigningKey | None = None) -> Iterator[Builder]:
     """Write a bundle that appears under `output` whole when the block ends, or not at all.
 
     Args:
         output: directory to make; missing parents are made, a symbolic link is followed.
-        force: replace a bundle, or an empty directory, that is there. Nothing
-            else is ever deleted.
+        force: replace a bundle, or an empty directory, that is there. Its
+            engines are kept. Nothing is ever deleted that no manifest names.
+        key: signs the bundle; None leaves it unsigned.
 
     Yields:
         The builder; `finish` must be called before the block ends.
 
     Raises:
+        ConfigError: `output` can be no path.
         BundleError: before the block runs: `output` is taken, not writable or
             just being written; afterwards: the disk is full, or files and
             manifest do not make a bundle. What was at `output` is still there.
     """
+    output = checked_path(output, "output")
     target = Path(os.path.realpath(output))
     if not target.name:
         raise BundleError(f"output {output} is the root of the file system; choose a directory below it")
@@ -205,15 +264,30 @@ def create_bundle(output: Path, *, force: bool = False) -> Iterator[Builder]:
             target.parent.mkdir(parents=True, exist_ok=True)
             stack.enter_context(atomic.locked(target))
             atomic.recover(target)
-            _check_output(target, output, force)
-            builder = Builder(stack.enter_context(atomic.temporary(target)))
+            if replaced := _replaceable(target, output, force):
+                recover_engines(target)
+                _check_own(target, output, replaced)
+            is_signed = os.path.lexists(target / SIGNATURE)
+            builder = Builder(stack.enter_context(atomic.temporary(target)), key, replaces_signed=is_signed)
         with write_errors(f"bundle {output}", builder.path):
             yield builder
         with write_errors(f"bundle {output}"):
             if not builder.is_finished:
                 raise BundleError(f"bundle {output} was not finished; call finish before the block ends")
             opened = open_bundle(builder.path)
-            atomic.publish(builder.path, target)
+            engines = engine_state(target)
+            copy_engines(target, builder.path)
+            found = engines_in(builder.path)
+            files = opened.manifest.files
+            builder.stale_engines = tuple(name for name in found if stale_sources(found[name].sources, files))
+
+            def check(former: Path) -> None:
+                if replaced := _replaceable(former, output, force):
+                    _check_own(former, output, replaced)
+                if engine_state(former) != engines:
+                    raise BundleError(f"the engines of {output} were changed meanwhile; run it again")
+
+            atomic.publish(builder.path, target, check)
             builder.bundle = dataclasses.replace(opened, path=target)
 
 
@@ -239,7 +313,9 @@ def _read_manifest(root: Path, path: Path) -> bytes:
 
 def _file_problems(root: Path, manifest: Manifest, *, unread: Collection[str]) -> list[str]:
     found, problems = _scan(root)
-    problems += [f"{name!r} is not in {MANIFEST}" for name in sorted(found - set(manifest.files) - {MANIFEST})]
+    problems += [f"{name!r} is not in {MANIFEST}" for name in sorted(found - set(manifest.files) - _ABOUT)]
+    if SIGNATURE in found and (size := os.lstat(root / SIGNATURE).st_size) != SIGNATURE_BYTES:
+        problems.append(f"{SIGNATURE} has {size} bytes, expected {SIGNATURE_BYTES}")
     for name, entry in sorted(manifest.files.items()):
         if name not in found:
             if not os.path.lexists(root / name):
@@ -259,19 +335,11 @@ def _scan(root: Path) -> tuple[set[str], list[str]]:
     """Return the plain files below `root` without engines, and a problem for everything else."""
     found: set[str] = set()
     problems = []
-    folders = [""]
-    while folders:
-        folder = folders.pop()
-        for entry in os.scandir(root / folder):
-            name = f"{folder}{entry.name}"
-            status = entry.stat(follow_symlinks=False)
-            if stat.S_ISDIR(status.st_mode):
-                if name != ENGINES:
-                    folders.append(f"{name}/")
-            elif problem := plain_problem(name, status):
-                problems.append(problem)
-            else:
-                found.add(name)
+    for name, status in walk(root, without=ENGINES):
+        if problem := plain_problem(name, status):
+            problems.append(problem)
+        else:
+            found.add(name)
     return found, sorted(problems)
 
 
@@ -292,27 +360,50 @@ def _entry(path: Path) -> FileEntry:
         return FileEntry(bytes=file.tell(), sha256=digest)
 
 
-def _check_output(target: Path, output: Path, force: bool) -> None:
-    """Refuse an output that is taken, or that holds anything but a bundle."""
-    if not os.path.lexists(target):
-        return
-    if not target.is_dir():
+_ADVICE = "--force replaces bundles only; choose another name or remove it yourself"
+
+
+def _replaceable(folder: Path, output: Path, force: bool) -> Manifest | None:
+    """Refuse an output that is taken by anything but a bundle that may be replaced.
+
+    Args:
+        folder: where it lies just now.
+        output: how the user calls it.
+        force: whether a bundle may be replaced.
+
+    Returns:
+        The manifest of the bundle; None where there is nothing, or an empty directory.
+    """
+    if not os.path.lexists(folder):
+        return None
+    if not folder.is_dir():
         raise BundleError(f"output {output} is a file, expected a new directory; choose another name")
     if not force:
         raise BundleError(f"output {output} exists; choose another name, or replace it with --force")
-    if not any(target.iterdir()):
-        return
-    advice = "--force replaces bundles only; choose another name or remove it yourself"
+    if not any(folder.iterdir()):
+        return None
+    if not os.path.lexists(folder / MANIFEST):
+        raise BundleError(f"output {output} is no bundle; {_ADVICE}")
     try:
-        listed = parse(_read_manifest(target, output), MANIFEST, "export it again")
+        return Manifest.from_bytes(_read_manifest(folder, output))
     except BundleError as error:
-        raise BundleError(f"output {output} is no bundle; {advice}") from error
-    if not isinstance(listed.get("files"), dict) or "format_version" not in listed:
-        raise BundleError(f"output {output} is no bundle; {advice}")
-    found, problems = _scan(target)
-    problems += [f"{name!r} is not part of the bundle" for name in sorted(found - set(listed["files"]) - {MANIFEST})]
+        raise BundleError(f"output {output} is no bundle; {_ADVICE} ({error})") from error
+
+
+def _check_own(folder: Path, output: Path, manifest: Manifest) -> None:
+    """Refuse to replace a bundle whose directory holds what no manifest names."""
+    own, problems = own_names(folder, manifest.files), []
+    for name, status in walk(folder):
+        if problem := plain_problem(name, status):
+            problems.append(problem)
+        elif name not in own:
+            problems.append(f"{name!r} is not part of the bundle")
     if problems:
-        raise BundleError(f"output {output} holds more than a bundle: {'; '.join(problems[:10])}; {advice}")
+        listed = "; ".join(sorted(problems)[:10])
+        raise BundleError(
+            f"output {output} holds more than a bundle: {listed}; --force deletes only what a bundle names: "
+            "move that elsewhere, or choose another name"
+        )
 
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -324,7 +415,7 @@ def write_errors(what: str, within: Path | None = None, remedy: str = "choose an
 
     Args:
         what: is being written, for the error.
-        within: with it only those about that directory, or a full disk.
+        within: with it only those about that directory, about no file by name, or a full disk.
         remedy: where the disk is not full.
 
     Raises:
@@ -333,8 +424,8 @@ def write_errors(what: str, within: Path | None = None, remedy: str = "choose an
     try:
         yield
     except OSError as error:
-        concerns_us = within is None or str(error.filename).startswith(str(within))
-        if error.errno not in _NO_ROOM and not concerns_us:
+        concerns_us = within is None or error.filename is None or str(error.filename).startswith(str(within))
+        if isinstance(error, BrokenPipeError) or (error.errno not in _NO_ROOM and not concerns_us):
             raise
         remedy = "free some space or choose another output" if error.errno in _NO_ROOM else remedy
         raise BundleError(f"cannot write {what}: {_cause(error)}; {remedy}") from error

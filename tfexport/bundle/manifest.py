@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from tfexport.bundle.identity import Identity, Provenance
 from tfexport.errors import ConfigError, raise_all, shortened
 from tfexport.fields import Config
-from tfexport.files.names import MANIFEST, TOKENIZER
+from tfexport.files.names import MANIFEST, SIGNATURE, TOKENIZER
 from tfexport.files.sealed_json import collect, read_fields, read_list, read_map, read_object, read_text, seal, unseal
 from tfexport.models.config import TransformerConfig, model_spec
 from tfexport.spec import (
@@ -28,11 +29,15 @@ from tfexport.spec import (
     ModelSpec,
     Quantization,
     TensorSpec,
+    contract_problems,
+    graph_contract,
 )
 from tfexport.text.config import TextConfig
 
 ENGINES = "engines"
 FORMAT_VERSION = 1
+MAX_MANIFEST_BYTES = 4 * 1024 * 1024
+_MAX_NAME = 400
 
 Kind = Literal["encoder-decoder", "encoder"]
 
@@ -41,6 +46,7 @@ Kind = Literal["encoder-decoder", "encoder"]
 _PLAIN_PART = "[A-Za-z0-9_][A-Za-z0-9._-]*"
 _PLAIN_PATH = re.compile(f"{_PLAIN_PART}(/{_PLAIN_PART})*")
 _SHA256 = re.compile("[0-9a-f]{64}")
+_GRAPHS = frozenset({*DECODER.values(), ENCODER, ENCODER_CONTRIB, REORDER, ALIGNMENT})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +61,23 @@ class FileEntry(Config, subject="file"):
             yield f"bytes is {self.bytes}, expected 0 or more"
         if not _SHA256.fullmatch(self.sha256):
             yield f"sha256 is {self.sha256[:80]!r}, expected 64 hexadecimal digits"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleEntry(Config, subject="module"):
+    """A module of the user's own that a bundle was made from: the name of its class, which nobody imports, and a sum.
+
+    `weights_sha256` is one sum of the names, types, shapes and values of all tensors in its state dict.
+    """
+
+    name: str
+    weights_sha256: str
+
+    def _problems(self) -> Iterator[str]:
+        if not self.name.isprintable() or not 1 <= len(self.name) <= _MAX_NAME:
+            yield f"name is {shortened(self.name)}, expected the name of a class"
+        if not _SHA256.fullmatch(self.weights_sha256):
+            yield f"weights_sha256 is {self.weights_sha256[:80]!r}, expected 64 hexadecimal digits"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +106,11 @@ class Manifest:
         quantization: how the weights are stored; None where they have the type of the graphs.
         text: what surrounds the ids of a text, and the texts that were compared.
         alignment: layer and heads of the graph of that name; None where there is none.
+        checkpoint: the files that the weights were imported from, by name, as they were read; empty where nothing was
+            imported, and in bundles of before.
+        provenance: how they were imported; None where nothing was, and in bundles of before.
+        identity: what whoever made the bundle calls it.
+        module: the user's own that was exported; None for the canonical model, and in bundles of before.
     """
 
     format_version: int
@@ -96,6 +124,10 @@ class Manifest:
     quantization: Quantization | None = None
     text: TextConfig = field(default_factory=TextConfig)
     alignment: AlignmentHeads | None = None
+    checkpoint: Mapping[str, FileEntry] = field(default_factory=dict)
+    provenance: Provenance | None = None
+    identity: Identity = field(default_factory=Identity)
+    module: ModuleEntry | None = None
 
     def __post_init__(self) -> None:
         """Check how the parts fit together.
@@ -103,7 +135,8 @@ class Manifest:
         Raises:
             ConfigError: lists every contradiction.
         """
-        raise_all(ConfigError, MANIFEST, [*self._spec_problems(), *self._graph_problems(), *self._path_problems()])
+        problems = [*self._spec_problems(), *self._text_problems(), *self._graph_problems()]
+        raise_all(ConfigError, MANIFEST, [*problems, *self._contract_problems(), *self._path_problems()])
 
     def _spec_problems(self) -> list[str]:
         problems = []
@@ -111,6 +144,8 @@ class Manifest:
             problems.append(f"kind is {self.kind!r}, but spec describes an {kind_of(self.spec)}")
         if self.config is not None and model_spec(self.config, self.spec.precision) != self.spec:
             problems.append("spec and config describe different models")
+        if self.config is not None and self.module is not None:
+            problems.append("config and module are both given, but a model is the canonical one or the user's own")
         if self.quantization is not None and self.spec.precision != "fp32":
             problems.append(f"quantization is given, but spec.precision is {self.spec.precision}, expected fp32")
         if self.alignment is not None:
@@ -120,21 +155,30 @@ class Manifest:
             except ConfigError as error:
                 problems.append(str(error))
         if self.parity is not None and not isinstance(self.parity.get("passed"), bool):
-            problems.append(f"parity.passed is {self.parity.get('passed')!r}, expected true or false")
+            problems.append(f"parity.passed is {shortened(self.parity.get('passed'))}, expected true or false")
         return problems
+
+    def _text_problems(self) -> list[str]:
+        text, source, target = self.text, self.spec.source_vocab, self.spec.vocab
+        sides = [("source_prefix", text.source_prefix, source), ("source_suffix", text.source_suffix, source)]
+        sides.append(("target_prefix", text.target_prefix, target))
+        for index, sample in enumerate(text.samples):
+            sides.append((f"samples[{index}].source_ids", sample.source_ids, source))
+            sides.append((f"samples[{index}].target_ids", sample.target_ids, target))
+        return [
+            f"text.{name} has {shortened(max(ids))}, expected below the vocabulary of {vocab}"
+            for name, ids, vocab in sides
+            if max(ids, default=-1) >= vocab
+        ]
 
     def _graph_problems(self) -> list[str]:
         problems = [
-            f"graphs.{name} is {graph.file!r}, which is not among the files"
+            f"graphs.{name[:80]} is {graph.file[:200]!r}, which is not among the files"
             for name, graph in self.graphs.items()
             if graph.file not in self.files
         ]
         decoders = set(DECODER.values())
-        problems += [
-            f"unknown graph {name!r}"
-            for name in self.graphs
-            if name not in decoders | {ENCODER, ENCODER_CONTRIB, REORDER, ALIGNMENT}
-        ]
+        problems += [f"unknown graph {name[:80]!r}" for name in self.graphs if name not in _GRAPHS]
         portable = decoders - {DECODER["contrib"]}
         if ENCODER not in self.graphs and (ENCODER_CONTRIB not in self.graphs or portable & set(self.graphs)):
             problems.append(f"missing graph {ENCODER!r}")
@@ -145,14 +189,28 @@ class Manifest:
         if (ALIGNMENT in self.graphs) != (self.alignment is not None):
             problems.append(f"of alignment and the graph {ALIGNMENT!r} there is only one, expected both or none")
         if self.spec.has_decoder != bool(decoders & set(self.graphs)):
-            problems.append(f"kind is {self.kind!r}, but the graphs are {', '.join(sorted(self.graphs)) or 'none'}")
+            graphs = ", ".join(sorted(self.graphs))[:200] or "none"
+            problems.append(f"kind is {self.kind!r}, but the graphs are {graphs}")
         return problems
+
+    def _contract_problems(self) -> list[str]:
+        graphs = {name: graph for name, graph in self.graphs.items() if name in _GRAPHS}
+        problems = [
+            f"graphs.{name} is {graph.file[:200]!r}, expected a file NAME.onnx beside the weights"
+            for name, graph in graphs.items()
+            if "/" in graph.file or not graph.file.endswith(".onnx")
+        ]
+        return problems + [
+            f"graphs.{name}: {problem}"
+            for name, graph in graphs.items()
+            for problem in contract_problems(graph.spec, graph_contract(self.spec, name))
+        ]
 
     def _path_problems(self) -> list[str]:
         problems = []
         seen: dict[str, str] = {}
         for path in self.files:
-            if not _PLAIN_PATH.fullmatch(path) or path.split("/")[0].lower() in (MANIFEST, ENGINES):
+            if not _PLAIN_PATH.fullmatch(path) or path.split("/")[0].lower() in (MANIFEST, SIGNATURE, ENGINES):
                 problems.append(f"files has {path[:200]!r}, expected a plain relative path inside the bundle")
             elif path.lower() in seen:
                 problems.append(f"files has {seen[path.lower()]!r} and {path!r}, one file where case does not count")
@@ -186,6 +244,10 @@ class Manifest:
             "quantization": self.quantization.to_dict() if self.quantization else None,
             "text": self.text.to_dict(),
             "alignment": self.alignment.to_dict() if self.alignment else None,
+            "checkpoint": {name: entry.to_dict() for name, entry in self.checkpoint.items()},
+            "provenance": self.provenance.to_dict() if self.provenance else None,
+            "identity": self.identity.to_dict(),
+            "module": self.module.to_dict() if self.module else None,
         }
 
     def to_bytes(self) -> bytes:
@@ -199,8 +261,7 @@ class Manifest:
         Raises:
             ConfigError: lists every unknown, missing, wrongly typed and contradictory value.
         """
-        # Bundles from before there was quantisation, texts to compare, or alignment, do not mention them.
-        return cls(**read_fields({"quantization": None, "text": {}, "alignment": None, **data}, _READERS, MANIFEST))
+        return cls(**read_fields({**_FORMER, **data}, _READERS, MANIFEST))
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> Manifest:
@@ -229,6 +290,14 @@ class _Tensor(Config, subject="tensor"):
 class _GraphHead(Config, subject="graph"):
     file: str
     opset: int
+
+
+def read_sources(value: object, name: str) -> dict[str, FileEntry]:
+    """Read sizes and sums of files that weights were imported from, by name; raises ConfigError."""
+    files = read_map(value, name, _read_file)
+    if strange := [file for file in files if not file.isprintable()]:
+        raise ConfigError(f"{name} has {shortened(strange[0])}, expected names of files")
+    return files
 
 
 def _read_file(value: object, name: str) -> FileEntry:
@@ -263,6 +332,16 @@ def _read_kind(value: object) -> str:
     return typing.cast(str, value)
 
 
+# What bundles do not mention that were made before there was such a thing.
+_FORMER: dict[str, Any] = {
+    "quantization": None,
+    "text": {},
+    "alignment": None,
+    "checkpoint": {},
+    "provenance": None,
+    "module": None,
+    "identity": {},
+}
 # The form in ONNX Runtime's own operators was called "fused" once; such bundles are read as they are.
 _OLD_NAMES = {"encoder_fused": ENCODER_CONTRIB, "decoder_fused": DECODER["contrib"]}
 _READERS: dict[str, Callable[[Any], object]] = {
@@ -278,5 +357,9 @@ _READERS: dict[str, Callable[[Any], object]] = {
     "parity": lambda value: None if value is None else read_object(value, "parity"),
     "quantization": lambda value: None if value is None else Quantization.from_dict(value, subject="quantization"),
     "alignment": lambda value: None if value is None else AlignmentHeads.from_dict(value, subject="alignment"),
+    "checkpoint": lambda value: read_sources(value, "checkpoint"),
+    "provenance": lambda value: None if value is None else Provenance.from_dict(value, subject="provenance"),
+    "identity": lambda value: Identity.from_dict(value, subject="identity"),
+    "module": lambda value: None if value is None else ModuleEntry.from_dict(value, subject="module"),
     "text": lambda value: TextConfig.from_dict(value, subject="text"),
 }

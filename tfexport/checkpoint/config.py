@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tfexport.checkpoint.detect.budget import CANDIDATES
 from tfexport.fields import Config, size_problems
 
 
@@ -11,15 +12,18 @@ from tfexport.fields import Config, size_problems
 class ImportConfig(Config, subject="import"):
     """How a foreign checkpoint becomes a model directory.
 
-    `layout` is auto, the name of a built-in layout or a layout file. `heads` is
-    what no shape tells. `settings` are KEY=VALUE, switches and tokens that take
+    `entry` names the state dict that is meant where a file holds several, such as
+    averaged weights. `layout` is auto, the name of a built-in layout or a layout
+    file. `heads` is what no shape tells. `settings` are KEY=VALUE, switches and tokens that take
     the place of the layout's. `source_prefix`, `source_suffix` and `target_prefix`
     are ids around what a tokenizer makes of a text; `source_language` and
     `target_language` name those of a multilingual tokenizer. `builtin` lets auto propose the built-in layouts;
+    `search_budget` is how many candidates it may run, a mapping of the keys with a value of every switch each;
     `accept_unverified` takes what it proposes without a golden.
     """
 
     layout: str = "auto"
+    entry: str | None = None
     heads: int | None = None
     settings: tuple[str, ...] = ()
     source_prefix: tuple[int, ...] = ()
@@ -28,10 +32,11 @@ class ImportConfig(Config, subject="import"):
     source_language: str | None = None
     target_language: str | None = None
     builtin: bool = True
+    search_budget: int = CANDIDATES
     accept_unverified: bool = False
 
     def _problems(self) -> list[str]:
-        problems = size_problems(self, "heads")
+        problems = size_problems(self, "heads", "search_budget")
         if not self.builtin and self.layout != "auto":
             problems.append(f"builtin is false, but layout is {self.layout}; leave one of them out")
         if self.source_language is not None and (self.source_prefix or self.source_suffix):

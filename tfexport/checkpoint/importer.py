@@ -6,18 +6,21 @@ import json
 import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 
 from torch import Tensor
 
 from tfexport.checkpoint.config import ImportConfig
+from tfexport.checkpoint.detect.budget import Budget
 from tfexport.checkpoint.detect.detect import Detection, detect
 from tfexport.checkpoint.detect.search import FLOAT32_TOLERANCE
 from tfexport.checkpoint.family import Family, as_transformers_loads, read_family
 from tfexport.checkpoint.formats.container import Checkpoint, read_checkpoint, without_prefix
 from tfexport.checkpoint.formats.generation import Generation, read_generation
 from tfexport.checkpoint.formats.language_pair import AS_IT_IS, LanguagePair
-from tfexport.checkpoint.layout.apply import Canonical, apply_layout, unmatched
+from tfexport.checkpoint.formats.snapshot import FileSum
+from tfexport.checkpoint.layout.apply import Canonical, apply_layout, fits_names
 from tfexport.checkpoint.layout.layout import (
     SIDES,
     Layout,
@@ -31,17 +34,18 @@ from tfexport.checkpoint.layout.unsupported import unsupported
 from tfexport.checkpoint.reference.certificate import Certificate, certify, unproven
 from tfexport.checkpoint.reference.compare import BASELINES, Comparison, compare, tolerance
 from tfexport.checkpoint.reference.golden import Golden, read_golden
+from tfexport.checkpoint.reference.sums import check_weights
+from tfexport.checkpoint.reference.threads import fitting_threads
 from tfexport.checkpoint.reference.ties import completed
 from tfexport.checkpoint.text import ImportedText, Tokenizers, import_directory_text, import_text
 from tfexport.errors import CheckpointError, ConfigError, ParityError, raise_all
-from tfexport.files.names import CERTIFICATE, GENERATION
+from tfexport.files.names import CERTIFICATE, GENERATION, LAYOUT
 from tfexport.generation import GenerationDefaults
-from tfexport.models.config import TransformerConfig
+from tfexport.models.config import TransformerConfig, model_spec
 from tfexport.models.directory import check_free, save_model
 from tfexport.models.switches import Value
+from tfexport.spec import ModelSpec
 from tfexport.text.config import TextConfig
-
-LAYOUT = "layout.yaml"
 
 _GOLDEN_SUFFIX = ".golden.safetensors"
 # What the weights lose where a fold is rounded to their dtype.
@@ -73,8 +77,14 @@ class Imported:
 class _Proof:
     """The golden and the state dict that it was recorded with."""
 
+    path: Path
     golden: Golden
     tensors: Mapping[str, Tensor]
+
+    @cached_property
+    def wide(self) -> Mapping[str, Tensor]:
+        """The state dict in float64, so that folds round nothing that the golden could show."""
+        return {key: tensor.double() if tensor.is_floating_point() else tensor for key, tensor in self.tensors.items()}
 
 
 def import_checkpoint(
@@ -87,6 +97,7 @@ def import_checkpoint(
     target_tokenizer: Path | None = None,
     force: bool = False,
     report: Callable[[str], None] = lambda _: None,
+    on_progress: Callable[[str, float], None] = lambda stage, done: None,
 ) -> Imported:
     """Import a checkpoint.
 
@@ -95,7 +106,7 @@ def import_checkpoint(
     their dtypes.
 
     Args:
-        path: a state dict file or a Hugging Face directory.
+        path: what `read_checkpoint` reads.
         output: model directory to create.
         config: which layout, heads and settings.
         golden: file that `tfexport.checkpoint.reference.golden.record` wrote.
@@ -104,6 +115,7 @@ def import_checkpoint(
         target_tokenizer: the target's own.
         force: replace a model directory that is there; it stays whole until the new one is.
         report: told what happens, a line at a time.
+        on_progress: told what is being done where that may take long, and the share of it that is done, from 0 to 1.
 
     Raises:
         CheckpointError: the checkpoint, golden or tokenizer cannot be read or does not fit; nothing tells its layout.
@@ -112,8 +124,10 @@ def import_checkpoint(
         BackendError: reading the tokenizer needs a package that is not installed.
     """
     config = config or ImportConfig()
-    check_free(Path(output).absolute(), force=force)
-    checkpoint = read_checkpoint(path)
+    check_free(output, force=force)
+    checkpoint = read_checkpoint(path, config.entry)
+    for name, file in checkpoint.files.items():
+        _report_read(name, file, report)
     for note in checkpoint.notes:
         report(f"{path}: {note}")
     given = _settings(config)
@@ -123,15 +137,23 @@ def import_checkpoint(
     checkpoint = _loaded(checkpoint, layout, report)
     proof = _proof(golden, Path(path), checkpoint, layout, report) if golden else None
     settings = {**family.settings, **given}
-    layout = layout or _found(config, checkpoint, proof, settings, Path(output), report)
-    layout, unknown = _with_tokens(_with_settings(layout, settings, proof), proof)
-    certificate = _certified(layout, proof) if proof else unproven(layout.name)
-    certificate = replace(certificate, unverified=(*certificate.unverified, *unknown))
+    budget = Budget(config.search_budget, report, partial(on_progress, "searching"))
     left_out: list[str] = []
-    canonical = _applied(layout, checkpoint, proof, left_out)
-    own_notes, has_own_weights = _own_weights(layout, canonical, proof)
+    with fitting_threads(checkpoint.tensors.values()):
+        layout = layout or _found(config, checkpoint, proof, settings, budget, Path(output), report)
+        layout, unknown = _with_tokens(_with_settings(layout, settings, proof), proof)
+        certificate = _certified(layout, proof, partial(on_progress, "certifying")) if proof else unproven(layout.name)
+        certificate = replace(
+            certificate,
+            unverified=(*certificate.unverified, *unknown),
+            checkpoint=checkpoint.files,
+            golden=proof.golden.file if proof else None,
+        )
+        canonical = _applied(layout, checkpoint, proof, left_out)
+        own_notes, has_own_weights = _own_weights(layout, canonical, proof)
     tokenizers = _tokenizers(tokenizer, target_tokenizer, config, Path(path) if checkpoint.hf_config else None)
-    text = _text(Path(path), checkpoint, config, tokenizers, proof, canonical.config, has_own_weights=has_own_weights)
+    spec = model_spec(canonical.config, "fp32")
+    text = _text(Path(path), checkpoint, config, tokenizers, proof, spec, has_own_weights=has_own_weights)
     certificate = replace(certificate, texts=text.compared, unverified=(*certificate.unverified, *text.unverified))
     notes = (*left_out, *canonical.notes, *own_notes, *text.notes)
     files = {
@@ -148,6 +170,10 @@ def import_checkpoint(
     for note in notes:
         report(note)
     return Imported(layout, canonical.config, certificate, notes)
+
+
+def _report_read(name: str, file: FileSum, report: Callable[[str], None]) -> None:
+    report(f"read {name}: {file.bytes} bytes, sha256 {file.sha256}")
 
 
 def _generation(
@@ -195,15 +221,17 @@ def _proof(
 ) -> _Proof:
     """Read a golden and find the state dict that it speaks of: its own, the one beside it, or the checkpoint's."""
     golden = read_golden(path)
+    if golden.file is not None:
+        _report_read(path.name, golden.file, report)
     beside = path.with_name(path.name.removesuffix(_GOLDEN_SUFFIX) + ".safetensors")
     if golden.state:
         report(f"{path}: has its own state dict, which the layout is proven on")
         state = as_transformers_loads(checkpoint, layout, without_prefix(golden.state, []), [])
-        return _Proof(golden, state)
+        return _Proof(path, golden, state)
     if path.name.endswith(_GOLDEN_SUFFIX) and beside.is_file() and not beside.samefile(imported):
         report(f"{path}: was recorded with {beside.name}, which the layout is proven on")
-        return _Proof(golden, read_checkpoint(beside).tensors)
-    return _Proof(golden, checkpoint.tensors)
+        return _Proof(path, golden, read_checkpoint(beside).tensors)
+    return _Proof(path, golden, checkpoint.tensors)
 
 
 def _asked(config: ImportConfig, family: Family) -> Layout | None:
@@ -228,13 +256,14 @@ def _found(
     checkpoint: Checkpoint,
     proof: _Proof | None,
     settings: Mapping[str, Value],
+    budget: Budget,
     output: Path,
     report: Callable[[str], None],
 ) -> Layout:
     """Find the layout: one whose names and numbers fit, or the one that is detected."""
-    builtin = builtin_layouts() if config.builtin else {}
-    tensors = proof.tensors if proof else checkpoint.tensors
-    known = next((one for one in builtin.values() if proof and _fits(one, settings, proof)), None)
+    tensors = proof.wide if proof else checkpoint.tensors
+    builtin = [one for one in builtin_layouts().values() if fits_names(one, tensors)] if config.builtin else []
+    known = next((one for one in builtin if proof and _fits(one, settings, proof)), None)
     if known is not None:
         report(f"names and numbers fit the layout {known.name}")
         return known
@@ -242,12 +271,13 @@ def _found(
     found = detect(
         tensors,
         proof.golden if proof else None,
-        list(builtin.values()),
+        builtin,
+        budget=budget,
         heads=heads if isinstance(heads, int) else None,
         settings=settings,
         report=report,
     )
-    _check_found(found, tensors, config, output, report)
+    _check_found(found, tensors, config, budget, output, report)
     if found.search is not None and found.search.is_float32:
         return replace(found.layout, baseline=max(found.layout.baseline, FLOAT32_TOLERANCE / BASELINES))
     return found.layout
@@ -262,9 +292,7 @@ def _from_file(name: str) -> Layout:
 
 
 def _fits(layout: Layout, settings: Mapping[str, Value], proof: _Proof) -> bool:
-    """Say whether a layout fits the names and reproduces the golden as it is."""
-    if unmatched(layout, list(proof.tensors)):
-        return False
+    """Say whether a layout whose names fit reproduces the golden as it is."""
     try:
         canonical = _wide(_with_tokens(_with_settings(layout, settings, proof), proof)[0], proof)
         return compare(canonical, proof.golden).passed(tolerance(proof.golden, layout.baseline))
@@ -273,26 +301,35 @@ def _fits(layout: Layout, settings: Mapping[str, Value], proof: _Proof) -> bool:
 
 
 def _wide(layout: Layout, proof: _Proof) -> Canonical:
-    """Apply a layout in float64, so that folds round nothing that the golden could show."""
-    wide = {key: tensor.double() if tensor.is_floating_point() else tensor for key, tensor in proof.tensors.items()}
-    return apply_layout(layout, wide, attributes=proof.golden.attributes)
+    return apply_layout(layout, proof.wide, attributes=proof.golden.attributes)
 
 
 def _applied(layout: Layout, checkpoint: Checkpoint, proof: _Proof | None, notes: list[str]) -> Canonical:
+    """Apply the layout to the checkpoint, whose weights have to be those that the golden was recorded with."""
     if proof is None:
         return apply_layout(layout, checkpoint.tensors)
+    tensors = completed(checkpoint.tensors, proof.tensors, notes)
     try:
-        tensors = completed(checkpoint.tensors, proof.tensors, notes)
-        return apply_layout(layout, tensors, attributes=proof.golden.attributes)
+        canonical = apply_layout(layout, tensors, attributes=proof.golden.attributes)
     except CheckpointError as error:
         if proof.tensors is checkpoint.tensors:
             raise
         question = "the layout that the golden proves does not fit this checkpoint; is it a golden of this model?"
         raise CheckpointError(f"{question} {error}") from error
+    used = [key for line in canonical.lines for key in line.sources]
+    recorded = without_prefix(proof.golden.weights, [])
+    note = check_weights(recorded, tensors, used, golden=proof.path.name, checkpoint=next(iter(checkpoint.files)))
+    notes += [note] if note else []
+    return canonical
 
 
 def _check_found(
-    found: Detection, tensors: Mapping[str, Tensor], config: ImportConfig, output: Path, report: Callable[[str], None]
+    found: Detection,
+    tensors: Mapping[str, Tensor],
+    config: ImportConfig,
+    budget: Budget,
+    output: Path,
+    report: Callable[[str], None],
 ) -> None:
     """Refuse what was not proven, and leave a layout file to go on from."""
     search = found.search
@@ -310,7 +347,9 @@ def _check_found(
             )
         return
     started = _start_file(found.layout, output)
-    tried = f"{search.proposals} mappings with {search.combinations} combinations of switches in {search.seconds:.0f} s"
+    tried = f"{search.proposals} mappings with {budget.spent:,} candidates"
+    if search.is_cut:
+        tried += f", all that it may; more with --search-budget {10 * budget.limit}"
     signs = "".join(f"; {sign}" for sign in unsupported(tensors))
     if search.best is None:
         refused = f"none could be run ({search.refused})"
@@ -333,10 +372,10 @@ def _way_out(layout: Layout) -> str:
 
 def _start_file(layout: Layout, output: Path) -> Path:
     """Write a layout beside the output, under a name that is free."""
-    output.absolute().parent.mkdir(parents=True, exist_ok=True)
     for number in range(1, 1000):
         path = output.with_name(f"{output.name}.layout{'' if number == 1 else f'-{number}'}.yaml")
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("x", encoding="utf-8") as file:
                 file.write(render_layout(layout))
         except FileExistsError:
@@ -360,14 +399,14 @@ def _with_tokens(layout: Layout, proof: _Proof | None) -> tuple[Layout, tuple[st
     return override(layout, {f"tokens.{name}": pad for name in missing}), (note,)
 
 
-def _certified(layout: Layout, proof: _Proof) -> Certificate:
+def _certified(layout: Layout, proof: _Proof, on_progress: Callable[[float], None]) -> Certificate:
     """Prove a layout on the golden.
 
     Raises:
         ParityError: it is not reproduced.
     """
     canonical = _wide(layout, proof)
-    certificate = certify(canonical, proof.golden, layout.name, baseline=layout.baseline)
+    certificate = certify(canonical, proof.golden, layout.name, baseline=layout.baseline, on_progress=on_progress)
     if not certificate.proven:
         found = compare(canonical, proof.golden)
         raise ParityError(_disagreement(layout, found, tolerance(proof.golden, layout.baseline)))
@@ -403,7 +442,7 @@ def _text(
     config: ImportConfig,
     tokenizers: Tokenizers | None,
     proof: _Proof | None,
-    model: TransformerConfig,
+    spec: ModelSpec,
     *,
     has_own_weights: bool,
 ) -> ImportedText:
@@ -411,8 +450,8 @@ def _text(
     around = TextConfig(**{name: getattr(config, name) for name in ("source_prefix", "source_suffix", "target_prefix")})
     recorded = proof.golden.text if proof else None
     if tokenizers is None and checkpoint.hf_config is not None:
-        return import_directory_text(path, around, recorded, model, has_own_weights=has_own_weights)
-    return import_text(tokenizers, around, recorded, model, has_own_weights=has_own_weights)
+        return import_directory_text(path, around, recorded, spec, has_own_weights=has_own_weights)
+    return import_text(tokenizers, around, recorded, spec, has_own_weights=has_own_weights)
 
 
 def _own_weights(layout: Layout, canonical: Canonical, proof: _Proof | None) -> tuple[tuple[str, ...], bool]:

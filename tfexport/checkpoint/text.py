@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from tfexport.checkpoint.formats.tokenizer import checked, read_tokenizers
 from tfexport.checkpoint.formats.tokenizer_parts import TokenizerFiles
 from tfexport.errors import BackendError, BundleError, CheckpointError
 from tfexport.files.names import TARGET_TOKENIZER, TEXT, TOKENIZER
-from tfexport.models.config import TransformerConfig, model_spec
+from tfexport.spec import ModelSpec
 from tfexport.text.compare import fitted
 from tfexport.text.config import TextConfig
 from tfexport.text.tokenizer import Tokenizer
@@ -42,6 +41,7 @@ class ImportedText:
 
     Attributes:
         files: of the model directory, by name.
+        tokenizer: that they are, compared with what was recorded; None where there is none.
         compared: recorded texts that the tokenizer was compared with.
         generation: options of generation that go with a target language.
         notes: what the caller should know.
@@ -49,6 +49,7 @@ class ImportedText:
     """
 
     files: Mapping[str, bytes]
+    tokenizer: Tokenizer | None = None
     compared: int = 0
     generation: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -59,7 +60,7 @@ def import_text(
     tokenizers: Tokenizers | None,
     given: TextConfig,
     recorded: TextConfig | None,
-    config: TransformerConfig,
+    spec: ModelSpec,
     *,
     has_own_weights: bool,
 ) -> ImportedText:
@@ -69,7 +70,7 @@ def import_text(
         tokenizers: None where there is none; ids alone go in and out then.
         given: what surrounds the ids, as far as the user says so.
         recorded: the texts of the golden; None where it has none.
-        config: of the model.
+        spec: of the model.
         has_own_weights: whether the golden was recorded beside the weights that are imported: if not, what it says is
             not what they say.
 
@@ -81,40 +82,36 @@ def import_text(
     if tokenizers is None:
         lost = ("there are recorded texts, but no tokenizer to compare: give --tokenizer",) if recorded else ()
         return ImportedText({}, notes=lost)
-    found = read_tokenizers(tokenizers.source, tokenizers.target, config, tokenizers.languages)
+    found = read_tokenizers(tokenizers.source, tokenizers.target, spec, tokenizers.languages)
     if recorded is None or tokenizers.languages != AS_IT_IS:
         given = _completed(given, found)
-    return _compared(found, given, recorded, config, has_own_weights=has_own_weights)
+    return _compared(found, given, recorded, spec, has_own_weights=has_own_weights)
 
 
 def _compared(
     found: TokenizerFiles,
     given: TextConfig,
     recorded: TextConfig | None,
-    config: TransformerConfig,
+    spec: ModelSpec,
     *,
     has_own_weights: bool,
 ) -> ImportedText:
     """Compare what was read with recorded texts."""
     files = dict(found.files)
-    spec = model_spec(config, "fp32")
-    with tempfile.TemporaryDirectory() as folder:
-        for name, raw in files.items():
-            (Path(folder) / name).write_bytes(raw)
-        target = Path(folder) / TARGET_TOKENIZER if TARGET_TOKENIZER in files else None
+    sides = [(name, files[name]) for name in (TOKENIZER, TARGET_TOKENIZER) if name in files]
 
-        def load(text: TextConfig) -> Tokenizer:
-            return Tokenizer.load(Path(folder) / TOKENIZER, spec, target=target, text=text)
+    def load(text: TextConfig) -> Tokenizer:
+        return Tokenizer.parse(sides, spec, text=text)
 
-        text = fitted(load, recorded, given) if recorded else given
-        tokenizer = load(text)
+    text = fitted(load, recorded, given) if recorded else given
+    tokenizer = load(text)
     around = _notes(tokenizer, given, is_compared=bool(recorded), has_decoder=spec.has_decoder)
     notes = (*found.notes, *around)
     if not has_own_weights:
         text = replace(text, samples=tuple(replace(s, target_ids=(), output=None) for s in text.samples))
     files[TEXT] = (json.dumps(text.to_dict(), ensure_ascii=False) + "\n").encode()
     unverified = () if recorded else ("the tokenizer: no texts were recorded to compare it with",)
-    return ImportedText(files, len(text.samples), found.generation, notes, unverified)
+    return ImportedText(files, tokenizer, len(text.samples), found.generation, notes, unverified)
 
 
 def _completed(given: TextConfig, found: TokenizerFiles) -> TextConfig:
@@ -130,7 +127,7 @@ def import_directory_text(
     directory: Path,
     given: TextConfig,
     recorded: TextConfig | None,
-    config: TransformerConfig,
+    spec: ModelSpec,
     *,
     has_own_weights: bool,
 ) -> ImportedText:
@@ -140,19 +137,19 @@ def import_directory_text(
         directory: of Hugging Face.
         given: what surrounds the ids, as far as the user says so.
         recorded: the texts of the golden; None where it has none.
-        config: of the model.
+        spec: of the model.
         has_own_weights: as in `import_text`.
 
     Raises:
         ParityError: the tokenizer differs from a recorded text.
     """
     try:
-        found = tokenizer_files(directory, config)
+        found = tokenizer_files(directory, spec)
         if found is None:
-            return import_text(None, given, recorded, config, has_own_weights=has_own_weights)
-        found = with_languages(checked(found, directory, config), AS_IT_IS)
+            return import_text(None, given, recorded, spec, has_own_weights=has_own_weights)
+        found = with_languages(checked(found, directory, spec), AS_IT_IS)
         around = _completed(given, found) if recorded is None else given
-        text = _compared(found, around, recorded, config, has_own_weights=has_own_weights)
+        text = _compared(found, around, recorded, spec, has_own_weights=has_own_weights)
     except (BackendError, BundleError, CheckpointError) as error:
         return ImportedText({}, notes=(f"the directory's tokenizer is not taken: {error}",))
     return replace(text, notes=(f"the tokenizer is the directory's {', '.join(found.names)}", *text.notes))

@@ -9,6 +9,7 @@ from tfexport.cli.bench import bench, bench_compare
 from tfexport.cli.build import trt
 from tfexport.cli.checkpoint import import_
 from tfexport.cli.commands import Commands
+from tfexport.cli.diff import diff
 from tfexport.cli.export import onnx
 from tfexport.cli.generate import embed, generate
 from tfexport.cli.inspect import doctor, inspect
@@ -38,6 +39,7 @@ for command in (
     bench,
     bench_compare,
     inspect,
+    diff,
     doctor,
 ):
     main.add_command(command)

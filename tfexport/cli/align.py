@@ -26,6 +26,7 @@ def align(
     engine: str | None,
     device: Device,
     threads: int | Literal["auto"],
+    trusted_keys: tuple[Path, ...],
     form: Form | None,
     batch_size: int,
     as_json: bool,
@@ -42,7 +43,15 @@ def align(
     from tfexport.model import load
 
     with (
-        load(bundle, backend=backend, form=form, threads=threads, device=device, engine=engine) as model,
+        load(
+            bundle,
+            backend=backend,
+            form=form,
+            threads=threads,
+            device=device,
+            engine=engine,
+            trusted_keys=trusted_keys or None,
+        ) as model,
         lines_to(output) as write,
         progress(len(sources), batch_size, "aligning") as tick,
     ):

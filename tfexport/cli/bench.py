@@ -19,6 +19,7 @@ from tfexport.cli.options import (
     engine_option,
     form_option,
     threads_option,
+    trusted_keys_option,
 )
 from tfexport.cli.terminal import inputs_of, report_line
 from tfexport.errors import BenchError, printable, raise_all
@@ -39,6 +40,7 @@ _SIZES = CommaList(click.INT)
 @form_option
 @threads_option
 @engine_option
+@trusted_keys_option
 @click.option("--batch-size", type=_SIZES, default=(), show_default=False, help="Texts decoded together.")
 @click.option("--source-length", type=_SIZES, default=(), show_default=False, help="Tokens of each random source.")
 @click.option("--target-length", type=_SIZES, default=(), show_default=False, help="New tokens, exactly so many.")
@@ -57,12 +59,15 @@ _SIZES = CommaList(click.INT)
 @click.option("--processes", default=BenchConfig.processes, help="Fresh processes to measure in, one after the other.")
 @click.option("--seed", default=BenchConfig.seed, help="Of the random sources and arrivals.")
 @click.option("--verify/--no-verify", default=True, help="Refuse a bundle that PyTorch does not agree with.")
+@click.option("--against", metavar="SOURCE", help="Model directory or PACKAGE.MODULE:FACTORY that it is verified with.")
 @click.option("--json", "json_file", type=PATH, help="File to write the whole report to.")
 @click.option("--html", "html_file", type=PATH, help="Page to write, with plots.")
 def bench(
     bundle: Path | None,
     source: Path | None,
+    trusted_keys: tuple[Path, ...],
     verify: bool,
+    against: str | None,
     json_file: Path | None,
     html_file: Path | None,
     **config: Any,
@@ -71,7 +76,7 @@ def bench(
 
     `tfexport bench compare` compares two reports.
     """
-    settings = BenchConfig(**config)
+    settings = BenchConfig(**config, trusted_keys=tuple(map(str, trusted_keys)))
     if json_file and html_file and json_file.resolve() == html_file.resolve():
         raise click.UsageError("--json and --html are the same file; choose two.")
     texts = None if source is None else inputs_of((), source)
@@ -83,7 +88,7 @@ def bench(
     with ExitStack() as stack:
         json_lines = stack.enter_context(write_whole(json_file)) if json_file else []
         html_lines = stack.enter_context(write_whole(html_file)) if html_file else []
-        result = bench_bundle(bundle, settings, texts=texts, verify=verify, report=report_line)
+        result = bench_bundle(bundle, settings, texts=texts, verify=verify, against=against, report=report_line)
         json_lines.append(json.dumps(result, indent=2, allow_nan=False))
         html_lines.append(render(result).rstrip())
         click.echo("\n".join(map(printable, lines(result))))

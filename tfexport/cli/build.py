@@ -7,7 +7,9 @@ from typing import Any
 
 import click
 
-from tfexport.cli.options import PATH, CommaList, json_option
+from tfexport.bundle.manifest import ENGINES
+from tfexport.cli.options import PATH, CommaList, json_option, sign_key_option, trusted_keys_option
+from tfexport.cli.process import says_whether_written
 from tfexport.cli.terminal import build_progress, print_result, report_line
 from tfexport.trt.config import EngineConfig
 
@@ -62,9 +64,19 @@ from tfexport.trt.config import EngineConfig
     help="GPUs to build for, such as 8.9; may be given several times (tensorrt-rtx).",
 )
 @click.option("--dry-run", is_flag=True, help="Show profiles, memory and flags; build and write nothing.")
+@sign_key_option
+@trusted_keys_option
 @click.option("--force", is_flag=True, help="Replace an engine that is there, once the new one is whole.")
 @json_option
-def trt(bundle: Path, dry_run: bool, force: bool, as_json: bool, **config: Any) -> None:
+def trt(
+    bundle: Path,
+    dry_run: bool,
+    sign_key: Path | None,
+    trusted_keys: tuple[Path, ...],
+    force: bool,
+    as_json: bool,
+    **config: Any,
+) -> None:
     """Build TensorRT engines from BUNDLE and put them into it.
 
     An engine is named by target, form, precision and weights, and lies in engines/ of the bundle.
@@ -73,9 +85,18 @@ def trt(bundle: Path, dry_run: bool, force: bool, as_json: bool, **config: Any) 
     from tfexport.build import build_engines, estimate_engines
 
     if dry_run:
-        estimate = estimate_engines(bundle, settings, report=report_line)
+        estimate = estimate_engines(bundle, settings, trusted_keys=trusted_keys or None, report=report_line)
         print_result(estimate.to_dict(), estimate.lines(), as_json)
         return
-    with build_progress() as (report, on_progress):
-        built = build_engines(bundle, settings, force=force, report=report, on_progress=on_progress)
-    print_result(built.to_dict(), built.lines(), as_json)
+    with says_whether_written(bundle / ENGINES):
+        with build_progress() as (report, on_progress):
+            built = build_engines(
+                bundle,
+                settings,
+                force=force,
+                sign_key=sign_key,
+                trusted_keys=trusted_keys or None,
+                report=report,
+                on_progress=on_progress,
+            )
+        print_result(built.to_dict(), built.lines(), as_json)

@@ -9,7 +9,8 @@ import click
 
 from tfexport.checkpoint.config import ImportConfig
 from tfexport.cli.options import IDS, PATH
-from tfexport.cli.terminal import report_line
+from tfexport.cli.process import says_whether_written
+from tfexport.cli.terminal import stage_progress
 from tfexport.errors import printable
 
 
@@ -19,6 +20,7 @@ from tfexport.errors import printable
 @click.option(
     "--layout", default=ImportConfig.layout, help="auto, the name of a built-in layout, or a layout file (YAML)."
 )
+@click.option("--entry", metavar="NAME", help="Of several state dicts in a file the one that is meant, such as ema.")
 @click.option("--golden", type=PATH, help="What the original model computes, as recorded beside its code.")
 @click.option("--heads", type=click.IntRange(min=1), help="Attention heads, which no shape tells.")
 @click.option(
@@ -34,6 +36,12 @@ from tfexport.errors import printable
 @click.option("--source-language", help="Of the texts that go in, as the tokenizer names it, such as eng_Latn.")
 @click.option("--target-language", help="Of the texts that come out, unless a call names another.")
 @click.option("--builtin/--no-builtin", default=ImportConfig.builtin, help="Let auto propose the built-in layouts.")
+@click.option(
+    "--search-budget",
+    type=click.IntRange(min=1),
+    default=ImportConfig.search_budget,
+    help="Candidates that auto runs at most: a mapping of the keys with a value of every switch each.",
+)
 @click.option("--accept-unverified", is_flag=True, help="Take what auto proposes without a golden.")
 @click.option("--force", is_flag=True, help="Replace a model directory that is there, once the new one is whole.")
 def import_(
@@ -47,22 +55,26 @@ def import_(
 ) -> None:
     """Import CHECKPOINT, the weights of another implementation, as a model directory.
 
-    CHECKPOINT is a state dict in a safetensors file or a file of torch.save, or a Hugging Face directory of Marian,
-    BART, T5 or their kin. With --golden the import is accepted only when the original's outputs are reproduced.
+    CHECKPOINT is a state dict in a safetensors file, sharded or not, or a file of torch.save, a folder of Lightning or
+    accelerate, or a Hugging Face directory of Marian, BART, T5 or their kin. With --golden the import is accepted only
+    when the original's outputs are reproduced.
     """
     settings = ImportConfig(**config)
-    from tfexport.checkpoint.importer import import_checkpoint
+    with says_whether_written(output):
+        from tfexport.checkpoint.importer import import_checkpoint
 
-    imported = import_checkpoint(
-        checkpoint,
-        output,
-        settings,
-        golden=golden,
-        tokenizer=tokenizer,
-        target_tokenizer=target_tokenizer,
-        force=force,
-        report=report_line,
-    )
-    click.echo(printable(f"{output}: {imported.summary()}"))
-    for line in imported.certificate.unverified:
-        click.echo(printable(f"unverified: {line}"))
+        with stage_progress() as (report, on_progress):
+            imported = import_checkpoint(
+                checkpoint,
+                output,
+                settings,
+                golden=golden,
+                tokenizer=tokenizer,
+                target_tokenizer=target_tokenizer,
+                force=force,
+                report=report,
+                on_progress=on_progress,
+            )
+        click.echo(printable(f"{output}: {imported.summary()}"))
+        for line in imported.certificate.unverified:
+            click.echo(printable(f"unverified: {line}"))

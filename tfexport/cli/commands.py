@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+import traceback
 from typing import Any
 
 import click
 
+from tfexport.cli.process import EXIT_TERMINATED, Terminated, check_streams, terminable
 from tfexport.errors import ParityError, TfexportError, printable
 from tfexport.install import install_command
 
@@ -20,34 +23,43 @@ class Commands(click.Group):
     """All commands, and the one place where an error becomes one line and an exit code."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a command and exit: 0, 1 for an error, 2 when parity fails and for nothing else, 130 on Ctrl-C."""
+        """Run a command and exit.
+
+        The code is 0, 1 for an error, 2 when what was compared differs and for nothing else, 130 on Ctrl-C and 143 on
+        SIGTERM.
+        """
         try:
-            code = super().main(*args, **{**kwargs, "standalone_mode": False})
+            check_streams()
+            with terminable():
+                code = super().main(*args, **{**kwargs, "standalone_mode": False})
         except TfexportError as error:
-            click.echo(f"error: {error}", err=True)
+            _tell(f"error: {error}")
             code = EXIT_PARITY if isinstance(error, ParityError) else EXIT_ERROR
         except ModuleNotFoundError as error:
             command = install_command((error.name or "").partition(".")[0])
             if not command:
                 raise
-            click.echo(f"error: this needs {error.name}, which is not installed; {command}", err=True)
+            _tell(f"error: this needs {error.name}, which is not installed; {command}")
             code = EXIT_ERROR
         except click.ClickException as error:
             if isinstance(error, _NO_COMMAND):
                 error.show()
             else:
-                click.echo(f"error: {_one_line(error)}", err=True)
+                _tell(f"error: {_one_line(error)}")
             code = EXIT_ERROR
         except OSError as error:
-            if error.filename is not None:
+            if not (_was_printing(error) or _stdout_fails()):
                 raise
             # What is left in the buffer would fail once more, with a trace, when Python exits.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            click.echo(f"error: standard output cannot be written: {error.strerror}; redirect it elsewhere", err=True)
+            _tell(f"error: standard output cannot be written: {error.strerror}; redirect it elsewhere")
             code = EXIT_ERROR
-        except click.Abort:
-            click.echo("interrupted", err=True)
+        except (click.Abort, KeyboardInterrupt) as error:
+            _tell(_with_notes("interrupted", error.__cause__ or error))
             code = EXIT_INTERRUPTED
+        except Terminated as error:
+            _tell(_with_notes("terminated", error))
+            code = EXIT_TERMINATED
         sys.exit(code)
 
     def resolve_command(
@@ -56,6 +68,31 @@ class Commands(click.Group):
         """Find a command by its name, which may be two words."""
         two = " ".join(args[:2])
         return (two, self.commands[two], args[2:]) if two in self.commands else super().resolve_command(ctx, args)
+
+
+def _tell(line: str) -> None:
+    """Write a line to standard error; where nobody can read it, the exit code says enough."""
+    with contextlib.suppress(OSError):
+        click.echo(line, err=True)
+
+
+def _with_notes(what: str, error: BaseException) -> str:
+    return printable("; ".join([what, *getattr(error, "__notes__", ())]))
+
+
+def _was_printing(error: OSError) -> bool:
+    """Say whether it is what click raises from printing, as it does where nothing is buffered (PYTHONUNBUFFERED)."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return [frame.f_globals.get("__name__") for frame, _ in frames][-1] == "click.utils"
+
+
+def _stdout_fails() -> bool:
+    """Say whether standard output is what could not be written; what it failed to take is still in its buffer."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        return True
+    return False
 
 
 def _one_line(error: click.ClickException) -> str:

@@ -7,7 +7,9 @@ from typing import Any, get_args
 
 import click
 
-from tfexport.cli.options import PATH, CommaList
+from tfexport.bundle.identity import Identity
+from tfexport.cli.options import PATH, CommaList, sign_key_option
+from tfexport.cli.process import says_whether_written
 from tfexport.cli.terminal import report_line
 from tfexport.errors import printable
 from tfexport.graph.config import ExportConfig
@@ -67,16 +69,44 @@ class HeadsOption(click.ParamType):  # type: ignore[type-arg]  # not generic bef
 )
 @click.option("--seed", default=ExportConfig.seed, help="Of a preset's random weights.")
 @click.option("--verify/--no-verify", default=True, help="Compare every stage with PyTorch before writing.")
+@click.option("--name", help="Of the model, for the manifest.")
+@click.option("--model-version", "version", help="Of the model, in numbers of your own, for the manifest.")
+@click.option("--license", help="Of the weights, such as Apache-2.0, for the manifest.")
+@click.option("--date", help="YYYY-MM-DD for the manifest, which has none otherwise.")
+@sign_key_option
 @click.option("--force", is_flag=True, help="Replace a bundle that is there, once the new one is whole.")
-def onnx(source: str, output: Path, verify: bool, force: bool, **config: Any) -> None:
+def onnx(
+    source: str,
+    output: Path,
+    verify: bool,
+    force: bool,
+    sign_key: Path | None,
+    name: str | None,
+    version: str | None,
+    license: str | None,  # noqa: A002 - as the option is called
+    date: str | None,
+    **config: Any,
+) -> None:
     """Export SOURCE as a bundle of ONNX graphs.
 
-    SOURCE is a model directory (config.json, model.safetensors, optional tokenizer.json) or preset:NAME.
+    SOURCE is a model directory (config.json, model.safetensors, optional tokenizer.json), preset:NAME, or
+    PACKAGE.MODULE:FACTORY for a module of your own, whose code is imported and run.
     """
     settings = ExportConfig(**config)
-    from tfexport.export import export_bundle
+    identity = Identity(name=name, version=version, license=license, date=date)
+    with says_whether_written(output):
+        from tfexport.export import export_bundle
 
-    bundle = export_bundle(source, output, settings, verify=verify, force=force, report=report_line)
-    manifest, proof = bundle.manifest, "verified" if verify else "not verified"
-    text = f", {manifest.text.proof}" if manifest.has_tokenizer else ""
-    click.echo(printable(f"{output}: {manifest.kind}, {settings.precision}, {proof}{text}"))
+        bundle = export_bundle(
+            source,
+            output,
+            settings,
+            identity=identity,
+            verify=verify,
+            force=force,
+            sign_key=sign_key,
+            report=report_line,
+        )
+        manifest, proof = bundle.manifest, "verified" if verify else "not verified"
+        text = f", {manifest.text.proof}" if manifest.has_tokenizer else ""
+        click.echo(printable(f"{output}: {manifest.kind}, {settings.precision}, {proof}{text}"))

@@ -32,6 +32,7 @@ def generate(
     engine: str | None,
     device: Device,
     threads: int | Literal["auto"],
+    trusted_keys: tuple[Path, ...],
     form: Form | None,
     batch_size: int,
     prefix: str | None,
@@ -52,7 +53,15 @@ def generate(
 
     prefixes = None if prefix is None else [prefix] * len(inputs)
     with (
-        load(bundle, backend=backend, form=form, threads=threads, device=device, engine=engine) as model,
+        load(
+            bundle,
+            backend=backend,
+            form=form,
+            threads=threads,
+            device=device,
+            engine=engine,
+            trusted_keys=trusted_keys or None,
+        ) as model,
         lines_to(output) as write,
         progress(len(inputs), batch_size) as tick,
     ):
@@ -82,6 +91,7 @@ def embed(
     engine: str | None,
     device: Device,
     threads: int | Literal["auto"],
+    trusted_keys: tuple[Path, ...],
     batch_size: int,
     pooling: Pooling,
     normalize: bool,
@@ -91,7 +101,14 @@ def embed(
     from tfexport.model import load
 
     with (
-        load(bundle, backend=backend, threads=threads, device=device, engine=engine) as model,
+        load(
+            bundle,
+            backend=backend,
+            threads=threads,
+            device=device,
+            engine=engine,
+            trusted_keys=trusted_keys or None,
+        ) as model,
         lines_to(output) as write,
     ):
         vectors = model.embed(inputs, pooling=pooling, normalize=normalize, batch_size=batch_size)

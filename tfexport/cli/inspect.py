@@ -7,18 +7,26 @@ from pathlib import Path
 import click
 
 from tfexport.cli.commands import EXIT_ERROR
-from tfexport.cli.options import PATH, json_option
+from tfexport.cli.options import PATH, json_option, trusted_keys_option
 from tfexport.cli.terminal import print_result
 
 
 @click.command()
 @click.argument("path", type=PATH)
+@trusted_keys_option
+@click.option(
+    "--untrusted", is_flag=True, help="Read it in a process with bounded memory and time that can write nothing."
+)
 @json_option
-def inspect(path: Path, as_json: bool) -> None:
+def inspect(path: Path, trusted_keys: tuple[Path, ...], untrusted: bool, as_json: bool) -> None:
     """Show what a bundle, a model directory or an .onnx file holds."""
+    from tfexport.boxed import inspect_untrusted
     from tfexport.inspect import describe, inspect_path
 
-    found = inspect_path(path)
+    if untrusted:
+        found = inspect_untrusted(path, trusted_keys=trusted_keys)
+    else:
+        found = inspect_path(path, trusted_keys=trusted_keys or None)
     print_result(found, describe(found), as_json)
 
 

@@ -119,6 +119,14 @@ threads_option = click.option(
     default=AUTO,
     help="Of the CPU in ONNX Runtime; auto takes what the size of the model and the cores are good for.",
 )
+trusted_keys_option = click.option(
+    "--trusted-keys",
+    type=PATH,
+    multiple=True,
+    show_default=False,
+    help="File of public keys, one of which must have signed what is loaded; give it again for more.",
+)
+sign_key_option = click.option("--sign-key", type=PATH, help="Private key, Ed25519 in PEM, that signs what is written.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
@@ -186,6 +194,7 @@ def text_options(command: F) -> F:
         engine_option,
         device_option,
         threads_option,
+        trusted_keys_option,
         click.option("--output", type=PATH, help="File to write, whole or not at all; standard output when not given."),
         click.option("--input", "source", type=INPUT, help="File with one text a line; - is standard input."),
         click.argument("texts", nargs=-1, metavar="[TEXT]..."),

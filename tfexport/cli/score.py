@@ -27,6 +27,7 @@ def score(
     engine: str | None,
     device: Device,
     threads: int | Literal["auto"],
+    trusted_keys: tuple[Path, ...],
     form: Form | None,
     batch_size: int,
     add_eos: bool,
@@ -43,7 +44,15 @@ def score(
     from tfexport.model import load
 
     with (
-        load(bundle, backend=backend, form=form, threads=threads, device=device, engine=engine) as model,
+        load(
+            bundle,
+            backend=backend,
+            form=form,
+            threads=threads,
+            device=device,
+            engine=engine,
+            trusted_keys=trusted_keys or None,
+        ) as model,
         lines_to(output) as write,
         progress(len(sources), batch_size, "scoring") as tick,
     ):

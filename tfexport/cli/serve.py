@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import click
 
 from tfexport.cli.commands import EXIT_ERROR
-from tfexport.cli.options import PATH, backend_option, device_option, engine_option, form_option, threads_option
+from tfexport.cli.options import (
+    PATH,
+    backend_option,
+    device_option,
+    engine_option,
+    form_option,
+    threads_option,
+    trusted_keys_option,
+)
 from tfexport.errors import printable
 from tfexport.serve.config import ServingConfig
 from tfexport.serve.http.config import HttpConfig
@@ -29,6 +38,7 @@ _LEVELS = ["debug", "info", "warning", "error"]
 @device_option
 @engine_option
 @threads_option
+@trusted_keys_option
 @click.option("--slots", default=ServingConfig.slots, help="Rows of each model that are decoded at once.")
 @click.option(
     "--encoder-budget", default=ServingConfig.encoder_budget, help="Source tokens that are encoded between two steps."
@@ -66,6 +76,7 @@ def serve(
     device: Device,
     engine: str | None,
     threads: int | Literal["auto"],
+    trusted_keys: tuple[Path, ...],
     log_level: str,
     access_log: bool,
     **options: Any,
@@ -92,6 +103,7 @@ def serve(
         device=device,
         engine=engine,
         threads=threads,
+        trusted_keys=trusted_keys or None,
     )
     click.get_current_context().exit(0 if done else EXIT_ERROR)
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import click
 
 from tfexport.errors import printable
+
+# Of a bar for what has no number of its own.
+_STEPS = 1000
+# Back to the start of the line, and nothing on it.
+_CLEAR = "\r\x1b[K"
 
 
 def inputs_of(texts: Sequence[str], source: Path | None) -> list[str]:
@@ -22,12 +27,21 @@ def inputs_of(texts: Sequence[str], source: Path | None) -> list[str]:
         raise click.UsageError("TEXT and --input were both given; choose one.")
     if texts:
         return list(texts)
-    if source is None and sys.stdin.isatty():
-        raise click.UsageError("No text was given; add TEXT, or --input FILE, or pipe one text a line.")
     if source is None or str(source) == "-":
-        return read_lines(sys.stdin.buffer, "standard input")
+        return _piped(is_asked_for=source is not None)
     with source.open("rb") as stream:
         return read_lines(stream, str(source))
+
+
+def _piped(*, is_asked_for: bool) -> list[str]:
+    """Take the texts of standard input."""
+    from tfexport.files.text import read_lines
+
+    if sys.stdin is None:  # as Python has it where the stream is closed
+        raise click.UsageError("No text was given, and standard input is closed; add TEXT, or --input FILE.")
+    if not is_asked_for and sys.stdin.isatty():
+        raise click.UsageError("No text was given; add TEXT, or --input FILE, or pipe one text a line.")
+    return read_lines(sys.stdin.buffer, "standard input")
 
 
 @contextmanager
@@ -58,14 +72,37 @@ def build_progress() -> Iterator[tuple[Callable[[str], None], Callable[[float], 
     if not sys.stderr.isatty():
         yield report_line, lambda done: None
         return
-    steps = 1000
-    with click.progressbar(length=steps, label="preparing", file=sys.stderr) as bar:
+    with click.progressbar(length=_STEPS, label="preparing", file=sys.stderr) as bar:
 
         def report(line: str) -> None:
             bar.label = printable(line)
             bar.render_progress()
 
-        yield report, lambda done: bar.update(int(done * steps) - bar.pos)
+        yield report, lambda done: bar.update(int(done * _STEPS) - bar.pos)
+
+
+@contextmanager
+def stage_progress() -> Iterator[tuple[Callable[[str], None], Callable[[str, float], None]]]:
+    """Show lines, and on a terminal a bar for each stage below them."""
+    if not sys.stderr.isatty():
+        yield report_line, lambda stage, done: None
+        return
+    with ExitStack() as shown:
+        bars: dict[str, Any] = {}
+
+        def report(line: str) -> None:
+            click.echo(_CLEAR if bars else "", nl=False, err=True)
+            report_line(line)
+
+        def on_progress(stage: str, done: float) -> None:
+            if stage not in bars:
+                shown.close()
+                bars.clear()
+                bar = click.progressbar(length=_STEPS, label=stage, show_eta=False, file=sys.stderr)
+                bars[stage] = shown.enter_context(bar)
+            bars[stage].update(int(done * _STEPS) - bars[stage].pos)
+
+        yield report, on_progress
 
 
 def report_line(line: str) -> None:
@@ -73,11 +110,17 @@ def report_line(line: str) -> None:
     click.echo(printable(line), err=True)
 
 
-def json_text(value: Any) -> str:
-    """Spell a value as JSON in one line."""
-    return json.dumps(value, ensure_ascii=False)
+def json_text(value: Any, *, indent: int | None = None) -> str:
+    """Spell a value as JSON, in one line unless indented."""
+    text = json.dumps(value, ensure_ascii=False, indent=indent)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # a name that is no UTF-8, which JSON has to escape
+        return json.dumps(value, indent=indent)
+    return text
 
 
 def print_result(value: Any, lines: Sequence[str], as_json: bool) -> None:
     """Print a result for the terminal, or as JSON."""
-    click.echo(json.dumps(value, ensure_ascii=False, indent=2) if as_json else "\n".join(lines))
+    text = "\n".join(lines)
+    click.echo(json_text(value, indent=2) if as_json else "\n".join(map(printable, text.split("\n"))))

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from tfexport.cli.commands import EXIT_PARITY
-from tfexport.cli.options import PATH, device_option, engine_option, json_option
+from tfexport.cli.options import PATH, device_option, engine_option, json_option, trusted_keys_option
 from tfexport.cli.terminal import print_result, report_line
 from tfexport.runtime.registry import comparable
 from tfexport.spec import Device
@@ -17,21 +17,23 @@ _NAMES = [backend.name for backend in comparable()]
 
 @click.command()
 @click.argument("bundle", type=PATH)
-@click.option("--against", type=PATH, help="Model directory that the bundle was made from.")
+@click.option("--against", metavar="SOURCE", help="Model directory or PACKAGE.MODULE:FACTORY that it was made from.")
 @click.option("--samples", default=100, help="Random sequences to decode for each form and method.")
 @click.option("--seed", default=0, help="Of the sequences.")
 @click.option("--backend", type=click.Choice(_NAMES), default=_NAMES[0], help="Compare the graphs, or an engine.")
 @engine_option
 @device_option
+@trusted_keys_option
 @json_option
 def verify(
     bundle: Path,
-    against: Path | None,
+    against: str | None,
     samples: int,
     seed: int,
     backend: str,
     engine: str | None,
     device: Device,
+    trusted_keys: tuple[Path, ...],
     as_json: bool,
 ) -> None:
     """Compare every stage of BUNDLE with PyTorch; exit with 2 when one differs."""
@@ -39,7 +41,14 @@ def verify(
 
     config = VerifyConfig(samples=samples, seed=seed)
     result = verify_bundle(
-        bundle, against=against, config=config, backend=backend, device=device, engine=engine, report=report_line
+        bundle,
+        against=against,
+        config=config,
+        backend=backend,
+        device=device,
+        engine=engine,
+        trusted_keys=trusted_keys or None,
+        report=report_line,
     )
     print_result(result.to_dict(), result.lines(), as_json)
     click.get_current_context().exit(0 if result.passed else EXIT_PARITY)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from tfexport.decode.cancel import check_cancelled
 from tfexport.decode.pairs import Pair, batches, checked_pairs
-from tfexport.errors import BackendError, ConfigError, InputError
+from tfexport.errors import BackendError, ConfigError
+from tfexport.given import check_call
 from tfexport.runtime.session import NO_ALIGNMENT, Aligns, Floats, Session, pad_right
 
 
@@ -50,10 +51,10 @@ def need_alignment(session: Session, subject: str = "align") -> Aligns:
 
 def align(
     session: Session,
-    sources: Sequence[Sequence[int]],
-    targets: Sequence[Sequence[int]],
+    sources: Iterable[Iterable[int]],
+    targets: Iterable[Iterable[int]],
     *,
-    prefixes: Sequence[Sequence[int]] | None = None,
+    prefixes: Iterable[Iterable[int]] | None = None,
     start: int | None = None,
     batch_size: int = 32,
     on_progress: Callable[[int], None] | None = None,
@@ -77,8 +78,7 @@ def align(
         BackendError: the backend failed, or the model gave numbers that are none.
         Cancelled: the event was set, which is seen before the next batch.
     """
-    if batch_size < 1:
-        raise InputError(f"batch_size is {batch_size}, expected 1 or more")
+    check_call("align", batch_size=batch_size, on_progress=on_progress, cancel=cancel)
     pairs = checked_pairs(session, sources, targets, prefixes, start, add_eos=False, subject="align")
     reader = need_alignment(session)
     found: dict[int, Alignment] = {}
@@ -87,7 +87,7 @@ def align(
         for pair, weights in zip(some, _read(reader, some, session.spec.tokens.pad), strict=True):
             if not np.isfinite(weights).all():
                 raise BackendError(
-                    f"align: the model gave NaN or infinite weights for pair {pair.number + 1}; "
+                    f"align: the model gave NaN or infinite weights for {pair.name}; "
                     "check its weights, or export with --precision fp32",
                     indices=[pair.number],
                 )

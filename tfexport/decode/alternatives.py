@@ -13,7 +13,7 @@ from tfexport.decode.cancel import check_cancelled
 from tfexport.decode.filters import Filters
 from tfexport.decode.history import History
 from tfexport.decode.request import Request
-from tfexport.decode.search import is_broken, not_a_number, nothing_left
+from tfexport.decode.search import is_broken, is_stopped, not_a_number, nothing_left
 from tfexport.decode.stops import Stops
 from tfexport.runtime.session import Floats, Ids, Session, pad_right
 
@@ -35,7 +35,7 @@ def alternatives(
 
     Raises:
         InputError: a text has no token to choose from.
-        BackendError: the backend failed, or the model gave numbers that are none.
+        BackendError: the backend failed, the model gave numbers that are none, or a text cannot be put into words.
         Cancelled: the event is set.
     """
     most = session.limits.rows.most
@@ -90,7 +90,7 @@ def _expand(session: Session, request: Request, token_ids: Ids, log_probs: Float
     expanded = []
     for rank, (token, log_prob) in enumerate(allowed[: config.num_return_sequences]):
         prompt = (*request.prompt, token)
-        is_last = token in ends or num_new == request.max_new_tokens or stops.are_said(prompt[1:], request.text_of)
+        is_last = token in ends or num_new == request.max_new_tokens or is_stopped(stops, request, prompt[1:])
         expanded.append(
             dataclasses.replace(
                 request,

@@ -19,8 +19,18 @@ from tfexport.decode.filters import Filters
 from tfexport.decode.history import History
 from tfexport.decode.request import Request
 from tfexport.decode.result import FinishReason, Hypothesis, finish_reason
-from tfexport.decode.search import Outcome, Taken, is_broken, log_probs_of, not_a_number, nothing_left, repaired
+from tfexport.decode.search import (
+    Outcome,
+    Taken,
+    is_broken,
+    is_stopped,
+    log_probs_of,
+    not_a_number,
+    nothing_left,
+    repaired,
+)
 from tfexport.decode.stops import Stops
+from tfexport.errors import BackendError
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.session import Candidates, Floats, Ids, Mask
 from tfexport.spec import ModelSpec
@@ -176,7 +186,7 @@ class BeamSearch:
             ends |= (self._num_new == self._limits)[:, None]
         stopped, late = None, None
         if self._stops.are_set:
-            stopped, late = self._stopped(best), self._stops.are_late()
+            stopped, late = self._stopped(best, done), self._stops.are_late()
             ends |= stopped | late[:, None]
         going = best
         if np.count_nonzero(ends):
@@ -220,12 +230,15 @@ class BeamSearch:
         self._stops.keep(kept)
         self._steps_left = int((self._limits - self._num_new).min()) if kept.size else 0
 
-    def _stopped(self, best: Extensions) -> Mask:
-        """Say which extensions complete a stop string, bool [sources, num]."""
+    def _stopped(self, best: Extensions, done: dict[int, Outcome]) -> Mask:
+        """Say which extensions complete a stop string, bool [sources, num]; what fails at it is done."""
         stopped: Mask = np.zeros(best.rows.shape, np.bool_)
-        for place, number in zip(*(best.log_probs > -np.inf).nonzero(), strict=True):
+        for place, number in np.argwhere(best.log_probs > -np.inf).tolist():
             token_ids = [*self.history.row(best.rows[place, number])[1:], int(best.token_ids[place, number])]
-            stopped[place, number] = self._stops.are_said(token_ids, self.requests[place].text_of)
+            try:
+                stopped[place, number] = is_stopped(self._stops, self.requests[place], token_ids)
+            except BackendError as error:
+                done.setdefault(place, error)
         return stopped
 
     def _finish(self, best: Extensions, ends: Mask, stopped: Mask | None) -> None:
@@ -235,12 +248,12 @@ class BeamSearch:
         better[:, self.width :] = False
         places, log_probs = better.nonzero()[0].tolist(), best.log_probs[better].tolist()
         rows, token_ids = best.rows[better].tolist(), best.token_ids[better].tolist()
-        at_stop = [False] * len(rows) if stopped is None else stopped[better].tolist()
+        are_stopped = [False] * len(rows) if stopped is None else stopped[better].tolist()
         full = (self._num_new == self._limits).tolist()
-        for place, row, token, log_prob, score, is_stopped in zip(
-            places, rows, token_ids, log_probs, scores[better].tolist(), at_stop, strict=True
+        for place, row, token, log_prob, score, at_stop in zip(
+            places, rows, token_ids, log_probs, scores[better].tolist(), are_stopped, strict=True
         ):
-            reason = finish_reason(token, self.ends, is_stopped=is_stopped, is_full=full[place])
+            reason = finish_reason(token, self.ends, is_stopped=at_stop, is_full=full[place])
             self._finished.add(place, Ended([*self.history.row(row), token], log_prob, score, reason))
 
     def _is_settled(self, going: Extensions) -> Mask:

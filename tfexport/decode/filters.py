@@ -104,7 +104,8 @@ class Filters:
             order = banned.argsort(1, kind="stable")  # the others are in order already
         else:
             return token_ids, scores
-        return np.take_along_axis(token_ids, order, 1), np.take_along_axis(scores, order, 1)
+        rows = np.arange(len(order))[:, None]
+        return token_ids[rows, order], scores[rows, order]
 
     def force(self, num_left: Ids, token_ids: Ids, log_probs: Floats) -> tuple[Ids, Floats]:
         """Leave nothing but the forced tokens to rows that have one token left.
@@ -156,8 +157,8 @@ class Filters:
         # A table of the vocabulary a row is large: it is kept, and only what was marked is cleared.
         if len(self._marks) < len(members):
             self._marks = np.zeros((len(members), self._vocab + 1), np.bool_)
-        marks = self._marks[: len(members)]
-        np.put_along_axis(marks, members, values=True, axis=1)
-        found: Mask = np.take_along_axis(marks, token_ids, 1)
-        np.put_along_axis(marks, members, values=False, axis=1)
+        rows = np.arange(len(members))[:, None]
+        self._marks[rows, members] = True
+        found: Mask = self._marks[rows, token_ids]
+        self._marks[rows, members] = False
         return found

@@ -12,8 +12,18 @@ from tfexport.decode.history import History
 from tfexport.decode.request import Request
 from tfexport.decode.result import Hypothesis, finish_reason
 from tfexport.decode.sample import Sampler
-from tfexport.decode.search import Outcome, Taken, is_broken, log_probs_of, not_a_number, nothing_left, repaired
+from tfexport.decode.search import (
+    Outcome,
+    Taken,
+    is_broken,
+    is_stopped,
+    log_probs_of,
+    not_a_number,
+    nothing_left,
+    repaired,
+)
 from tfexport.decode.stops import Stops
+from tfexport.errors import BackendError
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.session import Candidates, Ids, Mask
 from tfexport.spec import ModelSpec
@@ -92,8 +102,7 @@ class GreedySearch:
         self.history.append(new_ids)
         ended = self.ends.among(new_ids) | (self._num_new == self._limits)
         if self._stops.are_set:
-            rows = zip(self.requests, map(self.history.row, range(ended.size)), strict=True)
-            self._is_stopped = np.array([self._stops.are_said(ids[1:], one.text_of) for one, ids in rows])
+            self._is_stopped = self._stopped()
             ended |= self._is_stopped | self._stops.are_late()
         return Taken(None, self._outcomes(ended))
 
@@ -129,6 +138,16 @@ class GreedySearch:
         for row in np.flatnonzero(broken).tolist():
             self._failed.setdefault(row, not_a_number(self.requests[row], int(num_new[row])))
 
+    def _stopped(self) -> Mask:
+        """Say which rows have completed a stop string, bool [rows]."""
+        stopped: Mask = np.zeros(len(self.requests), np.bool_)
+        for row, request in enumerate(self.requests):
+            try:
+                stopped[row] = is_stopped(self._stops, request, self.history.row(row)[1:])
+            except BackendError as error:
+                self._failed.setdefault(row, error)
+        return stopped
+
     def _outcomes(self, ended: Mask) -> dict[int, Outcome]:
         done: dict[int, Outcome] = {}
         if np.count_nonzero(ended):
@@ -140,11 +159,11 @@ class GreedySearch:
 
     def _hypothesis(self, row: int) -> Hypothesis:
         ids, log_prob = self.history.row(row), float(self._totals[row])
-        is_stopped = self._stops.are_set and bool(self._is_stopped[row])
+        at_stop = self._stops.are_set and bool(self._is_stopped[row])
         is_full = bool(self._num_new[row] == self._limits[row])
         return Hypothesis(
             token_ids=tuple(ids[1:]),
             score=log_prob / int(self._num_new[row]),
             log_prob=log_prob,
-            finish_reason=finish_reason(ids[-1], self.ends, is_stopped=is_stopped, is_full=is_full),
+            finish_reason=finish_reason(ids[-1], self.ends, is_stopped=at_stop, is_full=is_full),
         )

@@ -79,7 +79,7 @@ class Loop:
         """Let requests wait for their turn, in this order."""
         for request in requests:
             if request.is_answered:
-                self._answered.append(Update(request, outcome=[forced_alone(request, self._session.spec)]))
+                self._answered.append(Update(request, outcome=forced_alone(request, self._session.spec)))
                 continue
             self._waiting.setdefault(request.config.num_beams, deque()).append(request)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
 from tfexport.decode.alternatives import alternatives
 from tfexport.decode.cancel import updates
@@ -13,17 +13,18 @@ from tfexport.decode.loop import Loop
 from tfexport.decode.request import check_requests
 from tfexport.decode.result import Hypothesis
 from tfexport.decode.stops import TextOf
-from tfexport.errors import InputError, TfexportError
+from tfexport.errors import TfexportError
 from tfexport.generation import DecodeConfig
+from tfexport.given import check_call, listed_ids
 from tfexport.runtime.session import Session
 
 
 def decode(
     session: Session,
-    sources: Sequence[Sequence[int]],
+    sources: Iterable[Iterable[int]],
     config: DecodeConfig,
     *,
-    prefixes: Sequence[Sequence[int]] | None = None,
+    prefixes: Iterable[Iterable[int]] | None = None,
     batch_size: int = 32,
     on_progress: Callable[[int], None] | None = None,
     text_of: TextOf | None = None,
@@ -54,8 +55,8 @@ def decode(
         BackendError: the backend failed, or the model gave numbers that are none.
         Cancelled: the event was set, which is seen before the next step.
     """
-    if batch_size < 1:
-        raise InputError(f"batch_size is {batch_size}, expected 1 or more")
+    check_call("decode", batch_size=batch_size, on_progress=on_progress, cancel=cancel)
+    sources = listed_ids("decode", "sources", sources)
     requests = check_requests(session, sources, config, prefixes, text_of, num_fixed)
     samples = config.num_return_sequences if config.do_sample or config.return_alternatives else 1
     loop = Loop(session, batch_size * samples)

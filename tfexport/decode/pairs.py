@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 from tfexport.decode.request import check_pairs
+from tfexport.errors import nth
 from tfexport.runtime.session import Session
 
 
@@ -16,22 +17,29 @@ class Pair:
 
     Attributes:
         number: its place in the call.
+        num_pairs: of the call.
         source_ids: of the source, at least one token.
         prompt: start token and prefix: what the decoder reads first.
         target_ids: what stands behind it, at least one token.
     """
 
     number: int
+    num_pairs: int
     source_ids: tuple[int, ...]
     prompt: tuple[int, ...]
     target_ids: tuple[int, ...]
 
+    @property
+    def name(self) -> str:
+        """Which of the call it is, in words."""
+        return nth("pair", self.number, self.num_pairs)
+
 
 def checked_pairs(
     session: Session,
-    sources: Sequence[Sequence[int]],
-    targets: Sequence[Sequence[int]],
-    prefixes: Sequence[Sequence[int]] | None,
+    sources: Iterable[Iterable[int]],
+    targets: Iterable[Iterable[int]],
+    prefixes: Iterable[Iterable[int]] | None,
     start: int | None,
     *,
     add_eos: bool,
@@ -39,13 +47,13 @@ def checked_pairs(
 ) -> list[Pair]:
     """Check everything that is asked, and end each target with `add_eos`; see `check_pairs`."""
     tokens = session.spec.tokens
-    check_pairs(session, sources, targets, prefixes, start, add_eos=add_eos, subject=subject)
     pairs = []
-    for number, (source, target) in enumerate(zip(sources, targets, strict=True)):
-        prompt = (tokens.start if start is None else start, *map(int, prefixes[number] if prefixes else ()))
+    given = check_pairs(session, sources, targets, prefixes, start, add_eos=add_eos, subject=subject)
+    for number, (source, target, prefix) in enumerate(given):
+        prompt = (tokens.start if start is None else start, *map(int, prefix))
         ended = add_eos and (len(target) == 0 or target[-1] != tokens.eos)
         target_ids = (*map(int, target), *([tokens.eos] if ended else ()))
-        pairs.append(Pair(number, tuple(map(int, source)), prompt, target_ids))
+        pairs.append(Pair(number, len(given), tuple(map(int, source)), prompt, target_ids))
     return pairs
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from typing import Any
 
 from tfexport.decode.stops import TextOf
-from tfexport.errors import InputError, raise_all, shortened
+from tfexport.errors import InputError, nth, raise_all, shortened
 from tfexport.generation import DecodeConfig
+from tfexport.given import ID_LISTS, as_list, is_whole, listed, listed_ids
 from tfexport.runtime.session import Limits, Session
 from tfexport.spec import ModelSpec
 
@@ -32,6 +32,7 @@ class Request:
         sample: number of the sample, where samples are drawn, or rank of the alternative.
         stream: whether each token is told as it comes; it has one row then.
         biased_prefix: start token and what the text is drawn towards, where `prefix_bias_beta` says so.
+        num_texts: of the call.
     """
 
     text: int
@@ -46,13 +47,19 @@ class Request:
     sample: int = 0
     stream: bool = False
     biased_prefix: tuple[int, ...] = ()
+    num_texts: int = 1
+
+    @property
+    def name(self) -> str:
+        """What errors call the text."""
+        return nth("text", self.text, self.num_texts)
 
 
 def check_requests(
     session: Session,
-    sources: Sequence[Sequence[int]],
+    sources: Iterable[Iterable[int]],
     config: DecodeConfig,
-    prefixes: Sequence[Sequence[int]] | None = None,
+    prefixes: Iterable[Iterable[int]] | None = None,
     text_of: TextOf | None = None,
     num_fixed: int = 0,
 ) -> list[Request]:
@@ -73,40 +80,42 @@ def check_requests(
     spec, limits = session.spec, session.limits
     if not spec.has_decoder:
         raise InputError("decode: this model is an encoder alone and cannot generate; use its hidden states")
-    if prefixes is not None and len(prefixes) != len(sources):
-        raise InputError(f"decode: {len(prefixes)} prefixes for {len(sources)} texts; give one each, empty for none")
+    sources = listed("decode", "sources", sources, ID_LISTS)
+    begins = listed("decode", "prefixes", [()] * len(sources) if prefixes is None else prefixes, ID_LISTS)
+    if len(begins) != len(sources):
+        raise InputError(f"decode: {len(begins)} prefixes for {len(sources)} texts; give one each, empty for none")
     if config.strings and text_of is None:
         raise InputError("decode: stop_strings need a tokenizer, and there is none; use eos_token_id")
     # What no text could do is said once, not for each text.
     no_room = _room_problems(spec, limits, 0, config)
     problems, indices, requests = [*_setting_problems(spec, limits, config), *no_room], [], []
-    for text, source in enumerate(sources):
-        prefix = () if prefixes is None else prefixes[text]
-        found = _list_problems(source=source, prefix=prefix)
+    for text, given in enumerate(zip(sources, begins, strict=True)):
+        (source, prefix), found = _lists(source=given[0], prefix=given[1])
         is_list = not found
         if is_list:
             found = _source_problems(spec, limits, source) + _id_problems("prefix", prefix, spec.vocab)
         if is_list and not no_room:
             found += _room_problems(spec, limits, len(_begun(prefix, config, num_fixed)), config)
-        problems += [f"text {text + 1}: {problem}" for problem in found]
+        problems += _whose("text", text, len(sources), found)
         indices += [text] * len(found)
         if not problems:
             request = _request(spec, text, tuple(map(int, source)), tuple(map(int, prefix)), config, num_fixed)
-            requests.append(dataclasses.replace(request, text_of=text_of) if config.strings else request)
+            stops_of = text_of if config.strings else None
+            requests.append(dataclasses.replace(request, text_of=stops_of, num_texts=len(sources)))
     raise_all(InputError, "decode", problems, indices=indices)
     return requests
 
 
 def check_pairs(
     session: Session,
-    sources: Sequence[Sequence[int]],
-    targets: Sequence[Sequence[int]],
-    prefixes: Sequence[Sequence[int]] | None,
+    sources: Iterable[Iterable[int]],
+    targets: Iterable[Iterable[int]],
+    prefixes: Iterable[Iterable[int]] | None,
     start: int | None,
     *,
     add_eos: bool,
     subject: str,
-) -> None:
+) -> list[tuple[list[int], list[int], list[int]]]:
     """Check everything that is asked of `score` or `align`, whose arguments these are.
 
     Args:
@@ -118,23 +127,38 @@ def check_pairs(
         add_eos: whether each target is ended where it does not end yet.
         subject: named at the start of the error.
 
+    Returns:
+        Source, target and prefix of each pair.
+
     Raises:
         InputError: lists what is wrong with each pair; `indices` has their places.
     """
     spec, limits = session.spec, session.limits
     if not spec.has_decoder:
         raise InputError(f"{subject}: this model is an encoder alone and reads no target; use its hidden states")
-    for name, given in (("targets", targets), ("prefixes", prefixes)):
-        if given is not None and len(given) != len(sources):
-            raise InputError(f"{subject}: {len(given)} {name} for {len(sources)} sources; give one each")
+    lists = {name: listed_ids(subject, name, given) for name, given in (("sources", sources), ("targets", targets))}
+    count = len(lists["sources"])
+    lists["prefixes"] = [()] * count if prefixes is None else listed_ids(subject, "prefixes", prefixes)
+    for name, side in lists.items():
+        if len(side) != count:
+            raise InputError(f"{subject}: {len(side)} {name} for {count} sources; give one each")
     problems, indices = [] if start is None else _id_problems("start", [start], spec.vocab), []
-    for number, (source, target) in enumerate(zip(sources, targets, strict=True)):
-        prefix = () if prefixes is None else prefixes[number]
-        found = _source_problems(spec, limits, source) + _id_problems("prefix", prefix, spec.vocab)
-        found += _target_problems(spec, limits, len(prefix), target, add_eos=add_eos)
-        problems += [f"pair {number + 1}: {problem}" for problem in found]
+    pairs = []
+    for number, given in enumerate(zip(*lists.values(), strict=True)):
+        (source, target, prefix), found = _lists(source=given[0], target=given[1], prefix=given[2])
+        if not found:
+            found = _source_problems(spec, limits, source) + _id_problems("prefix", prefix, spec.vocab)
+            found += _target_problems(spec, limits, len(prefix), target, add_eos=add_eos)
+        pairs.append((source, target, prefix))
+        problems += _whose("pair", number, count, found)
         indices += [number] * len(found)
     raise_all(InputError, subject, problems, indices=indices)
+    return pairs
+
+
+def _whose(what: str, index: int, count: int, problems: list[str]) -> list[str]:
+    """Say whose problems they are, where there are several."""
+    return problems if count == 1 else [f"{nth(what, index, count)}: {problem}" for problem in problems]
 
 
 def _request(
@@ -212,7 +236,8 @@ def _target_problems(
     spec: ModelSpec, limits: Limits, prefix_len: int, target: Sequence[int], *, add_eos: bool
 ) -> list[str]:
     problems = _id_problems("target", target, spec.vocab)
-    is_ended = add_eos and (len(target) == 0 or target[-1] != spec.tokens.eos)
+    ends = bool(target) and _is_id(target[-1], spec.vocab) and target[-1] == spec.tokens.eos
+    is_ended = add_eos and not ends
     length = len(target) + is_ended
     if not length:
         problems.append("the target is empty, expected one token or more")
@@ -242,14 +267,15 @@ def _room_problems(spec: ModelSpec, limits: Limits, prefix_len: int, config: Dec
     return []
 
 
-def _list_problems(**lists: object) -> list[str]:
-    """Say what is no list of anything; whether it is one of token ids is asked next."""
-    return [
-        f"{name} is {shortened(value)}, expected a list of token ids"
-        for name, value in lists.items()
-        if isinstance(value, str | bytes | bytearray)
-        or not (isinstance(value, Sequence) or (isinstance(value, np.ndarray) and value.ndim == 1))
+def _lists(**given: object) -> tuple[list[list[Any]], list[str]]:
+    """Take lists of token ids, and say what is none; whether they hold ids is asked next."""
+    found = {name: as_list(value) for name, value in given.items()}
+    problems = [
+        f"{name} is {shortened(given[name])}, expected a list of token ids"
+        for name, ids in found.items()
+        if ids is None
     ]
+    return [ids or [] for ids in found.values()], problems
 
 
 def _id_problems(name: str, ids: Sequence[int], vocab: int) -> list[str]:
@@ -257,8 +283,8 @@ def _id_problems(name: str, ids: Sequence[int], vocab: int) -> list[str]:
     if len(ids) == 0 or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab):
         return []
     wrong = [token for token in ids if not _is_id(token, vocab)]
-    return [f"{name} has {wrong[0]}, expected ids 0 to {vocab - 1}"] if wrong else []
+    return [f"{name} has {shortened(wrong[0])}, expected ids 0 to {vocab - 1}"] if wrong else []
 
 
 def _is_id(token: object, vocab: int) -> bool:
-    return isinstance(token, int | np.integer) and not isinstance(token, bool) and bool(0 <= token < vocab)
+    return is_whole(token) and bool(0 <= token < vocab)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +13,7 @@ from tfexport.decode.cancel import check_cancelled
 from tfexport.decode.pairs import Pair, batches, checked_pairs
 from tfexport.decode.search import is_broken, log_probs_of
 from tfexport.errors import BackendError, InputError
+from tfexport.given import check_call
 from tfexport.runtime.session import Batch, Candidates, Ids, ScoresTokens, Session, close_up, pad_right
 
 
@@ -33,10 +34,10 @@ class Score:
 
 def score(
     session: Session,
-    sources: Sequence[Sequence[int]],
-    targets: Sequence[Sequence[int]],
+    sources: Iterable[Iterable[int]],
+    targets: Iterable[Iterable[int]],
     *,
-    prefixes: Sequence[Sequence[int]] | None = None,
+    prefixes: Iterable[Iterable[int]] | None = None,
     start: int | None = None,
     add_eos: bool = True,
     batch_size: int = 32,
@@ -61,8 +62,7 @@ def score(
         BackendError: the backend failed, or the model gave numbers that are none.
         Cancelled: the event was set, which is seen before the next step.
     """
-    if batch_size < 1:
-        raise InputError(f"batch_size is {batch_size}, expected 1 or more")
+    check_call("score", batch_size=batch_size, on_progress=on_progress, cancel=cancel, add_eos=add_eos)
     pairs = checked_pairs(session, sources, targets, prefixes, start, add_eos=add_eos, subject="score")
     limits, vocab, batch = session.limits, session.spec.vocab, session.batch()
     if not isinstance(batch, ScoresTokens) and limits.candidates.is_below(vocab):
@@ -100,8 +100,8 @@ def _score_batch(session: Session, pairs: Sequence[Pair], cancel: threading.Even
         for number, log_prob in zip(live, _log_probs(session, batch, newest, following), strict=True):
             if math.isnan(log_prob):
                 raise BackendError(
-                    f"score: the model gave NaN or infinite logits for pair {pairs[number].number + 1} at token "
-                    f"{step + 1}; check its weights, or export with --precision fp32",
+                    f"score: the model gave NaN or infinite logits for {pairs[number].name} at token {step + 1}; "
+                    "check its weights, or export with --precision fp32",
                     indices=[pairs[number].number],
                 )
             found[number].append(log_prob)

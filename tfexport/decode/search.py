@@ -91,6 +91,7 @@ _OWN = {
     "forced_bos_token_id",
     "decoder_start_token_id",
     "seed",
+    "replace_unknowns",
 }
 _SHARED = tuple(field.name for field in dataclasses.fields(DecodeConfig) if field.name not in _OWN)
 
@@ -124,7 +125,7 @@ def repaired(found: Candidates, broken: Mask) -> Candidates:
 def not_a_number(request: Request, num_new: int) -> BackendError:
     """Say that the model gave no numbers for a text."""
     return BackendError(
-        f"decode: the model gave NaN or infinite logits for text {request.text + 1} at new token {num_new + 1}; "
+        f"decode: the model gave NaN or infinite logits for {request.name} at new token {num_new + 1}; "
         "check its weights, or export with --precision fp32",
         indices=[request.text],
     )
@@ -133,20 +134,39 @@ def not_a_number(request: Request, num_new: int) -> BackendError:
 def nothing_left(request: Request, num_new: int) -> InputError:
     """Say that every token is banned for a text."""
     return InputError(
-        f"decode: text {request.text + 1} has no token to choose from after {num_new} new ones; "
+        f"decode: {request.name} has no token to choose from after {num_new} new ones; "
         "relax suppress_tokens, bad_words_ids, the sizes of n-grams, min_new_tokens or min_length",
         indices=[request.text],
     )
 
 
-def forced_alone(request: Request, spec: ModelSpec) -> Hypothesis:
-    """Return the only hypothesis of a text that its forced tokens are all of."""
+def is_stopped(stops: Stops, request: Request, token_ids: Sequence[int]) -> bool:
+    """Say whether the last token of a text, the start token left out, has completed a stop string.
+
+    Raises:
+        BackendError: what decodes the tokens has failed, which is a matter of this text alone.
+    """
+    try:
+        return stops.are_said(token_ids, request.text_of)
+    except Exception as error:  # of a tokenizer, or of a function of the caller
+        raise BackendError(
+            f"decode: {request.name} could not be put into words to look for stop strings: {error!r}; "
+            "check the tokenizer, or leave stop_strings out",
+            indices=[request.text],
+        ) from error
+
+
+def forced_alone(request: Request, spec: ModelSpec) -> Outcome:
+    """Return what comes of a text that its forced tokens are all of."""
     ends = Ends(request.config.ends(spec.tokens.eos))
     ids = request.prompt[1:]
-    is_stopped = Stops(request.config).are_said(ids, request.text_of)
-    reason = finish_reason(ids[-1], ends, is_stopped=is_stopped, is_full=True)
+    try:
+        at_stop = is_stopped(Stops(request.config), request, ids)
+    except BackendError as error:
+        return error
+    reason = finish_reason(ids[-1], ends, is_stopped=at_stop, is_full=True)
     score = request.log_prob / request.num_forced**request.config.length_penalty
-    return Hypothesis(token_ids=ids, score=score, log_prob=request.log_prob, finish_reason=reason)
+    return [Hypothesis(token_ids=ids, score=score, log_prob=request.log_prob, finish_reason=reason)]
 
 
 def log_probs_of(found: Candidates) -> Floats:

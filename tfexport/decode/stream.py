@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 
 from tfexport.decode.cancel import updates
 from tfexport.decode.loop import Loop
@@ -12,15 +12,16 @@ from tfexport.decode.request import Request, check_requests
 from tfexport.decode.stops import TextOf
 from tfexport.errors import InputError, TfexportError, raise_all
 from tfexport.generation import DecodeConfig
+from tfexport.given import check_call
 from tfexport.runtime.session import Session
 
 
 def stream(
     session: Session,
-    source: Sequence[int],
+    source: Iterable[int],
     config: DecodeConfig,
     *,
-    prefix: Sequence[int] = (),
+    prefix: Iterable[int] = (),
     text_of: TextOf | None = None,
     num_fixed: int = 0,
     defaults: Collection[str] = (),
@@ -49,6 +50,7 @@ def stream(
         InputError: beams or several sequences are asked for, or something that
             the model cannot take.
     """
+    check_call("stream", cancel=cancel)
     whose = dict.fromkeys(defaults, " by the model's own default")
     problems = [
         f"{name} is {getattr(config, name)}{whose.get(name, '')}, but tokens can only be handed out as they "

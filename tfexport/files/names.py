@@ -12,5 +12,15 @@ TARGET_TOKENIZER = "target_tokenizer.json"
 TEXT = "text.json"
 # A model directory that was imported.
 CERTIFICATE = "certificate.json"
+LAYOUT = "layout.yaml"
 # A bundle; the weights that its graphs share are part of the graph contract, see `tfexport.spec`.
 MANIFEST = "manifest.json"
+# An engine of a bundle; the folder of its kernels has a folder for each GPU, in which files are named by the plan.
+ENGINE_MANIFEST = "engine.json"
+BUILD_LOG = "build.log"
+KERNELS = "kernels"
+KERNELS_INDEX = "kernels.json"
+KERNELS_SUFFIX = ".kernels"
+# Beside a manifest, see `tfexport.files.signature`.
+SIGNATURE = "manifest.json.sig"
+ENGINE_SIGNATURE = "engine.json.sig"

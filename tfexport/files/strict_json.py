@@ -1,16 +1,19 @@
-"""Strict JSON: read more strictly than Python does by itself, and from plain files up to a limit."""
+"""JSON as tfexport reads it: strictly, and from plain files up to a limit."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tfexport.errors import ConfigError
+from tfexport.errors import ConfigError, shortened
 
 MAX_CONFIG_BYTES = 1024 * 1024
+# Lists and objects inside one another; below what recursion can take wherever a value is read, compared or written.
+MAX_DEPTH = 100
 _MAX_LISTED = 8
 
 
@@ -18,8 +21,9 @@ def parse_json(raw: bytes) -> Any:
     """Read JSON in UTF-8 without a byte order mark.
 
     Raises:
-        ValueError: says why it is none; also for NaN and Infinity, for what is nested too deeply, and for keys given
-            twice, where Python would keep the last.
+        ValueError: says why it is none; also for what Python lets through: NaN, Infinity and numbers such as 1e999,
+            more than MAX_DEPTH levels, texts with half of a surrogate pair, and keys given twice, where Python would
+            keep the last.
     """
     twice: list[str] = []
 
@@ -30,16 +34,44 @@ def parse_json(raw: bytes) -> Any:
         return data
 
     try:
-        data = json.loads(raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=_refuse_constant)
+        data = json.loads(
+            raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=_refuse_constant, parse_float=_finite
+        )
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     if twice:
         raise ValueError("; ".join(f"key {key[:80]} is given twice, expected once" for key in twice[:_MAX_LISTED]))
+    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH:
+        _check_depth(data)
+    if rb"\u" in raw:  # the only way to write one: it is not UTF-8
+        _check_unicode(data)
     return data
 
 
 def _refuse_constant(constant: str) -> None:
     raise ValueError(f"{constant} is no JSON number")
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{shortened(text)} is too large for a number")
+    return number
+
+
+def _check_depth(data: object) -> None:
+    level = [data]
+    for _ in range(MAX_DEPTH + 1):
+        if not (level := [one for one in level if isinstance(one, dict | list)]):
+            return
+        level = [part for one in level for part in (one.values() if isinstance(one, dict) else one)]
+    raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
+
+
+def _check_unicode(data: object) -> None:
+    try:
+        json.dumps(data, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("a text has half of a surrogate pair, expected whole characters") from error
 
 
 def plain_problem(path: Path) -> str | None:

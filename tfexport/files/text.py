@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
 from tfexport.errors import InputError, raise_all
+from tfexport.files.atomic import whole_file
 from tfexport.files.strict_json import parse_json
 
 # Bounds what a device or an endless pipe can take.
@@ -117,6 +118,7 @@ def write_whole(path: Path) -> Iterator[list[str]]:
 
     Raises:
         InputError: the file cannot be written; what was there is untouched.
+        BundleError: another process is writing it.
     """
     lines: list[str] = []
     if stream := _STREAM.fullmatch(str(path)):
@@ -125,20 +127,27 @@ def write_whole(path: Path) -> Iterator[list[str]]:
         with _wrapped(path), open({"out": 1, "err": 2}.get(stream[1]) or int(stream[1]), "wb", closefd=False) as out:
             out.write(_encode(lines))
         return
-    path = path.resolve()
-    direct = path.exists() and not path.is_file()
-    draft = path if direct else path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with _wrapped(path), draft.open("ab"):
-        pass
-    try:
+    with _wrapped(path):
+        path = Path(os.path.realpath(path))
+        is_direct = path.exists() and not path.is_file()
+    if is_direct:
+        with _wrapped(path):
+            out = path.open("ab")  # once: who reads a pipe takes its closing for the end
+        try:
+            yield lines
+        except BaseException:
+            out.close()
+            raise
+        with _wrapped(path), out:
+            out.write(_encode(lines))
+        return
+    with ExitStack() as stack:
+        with _wrapped(path):
+            draft = stack.enter_context(whole_file(path))
         yield lines
         with _wrapped(path):
             draft.write_bytes(_encode(lines))
-            if not direct:
-                os.replace(draft, path)
-    finally:
-        if not direct:
-            draft.unlink(missing_ok=True)
+            stack.close()
 
 
 def _encode(lines: Sequence[str]) -> bytes:

@@ -8,8 +8,9 @@ from typing import cast
 import onnx
 
 from tfexport.errors import GraphError, raise_all
+from tfexport.files.utf8_path import utf8_path
 from tfexport.graph.passes.attention_check import attention_problems
-from tfexport.spec import DType, GraphSpec, TensorSpec
+from tfexport.spec import DType, GraphSpec, TensorSpec, contract_problems
 
 
 def check_graph(path: Path, contract: GraphSpec, *, portable: bool = True) -> None:
@@ -24,22 +25,13 @@ def check_graph(path: Path, contract: GraphSpec, *, portable: bool = True) -> No
         GraphError: lists every difference.
     """
     try:
-        onnx.checker.check_model(str(path), full_check=True)
+        with utf8_path(path) as given:
+            onnx.checker.check_model(given, full_check=True)
         model = onnx.load(str(path), load_external_data=False)
     except Exception as error:
         raise GraphError(f"{path.name}: not valid ONNX: {str(error).strip().splitlines()[0]}") from error
-    problems: list[str] = []
-    for kind, found, wanted in (
-        ("input", model.graph.input, contract.inputs),
-        ("output", model.graph.output, contract.outputs),
-    ):
-        spelled = [_spell(_read(value)) for value in found]
-        expected = [_spell(tensor) for tensor in wanted]
-        problems += [f"{kind} {text} is not in the contract" for text in spelled if text not in expected]
-        problems += [f"{kind} {text} is missing" for text in expected if text not in spelled]
-        if not problems and spelled != expected:
-            problems.append(f"{kind}s are out of order")
-    problems += attention_problems(model) if portable else []
+    found = GraphSpec(tuple(map(_read, model.graph.input)), tuple(map(_read, model.graph.output)))
+    problems = contract_problems(found, contract) + (attention_problems(model) if portable else [])
     raise_all(GraphError, path.name, problems)
 
 
@@ -49,7 +41,3 @@ def _read(value: onnx.ValueInfoProto) -> TensorSpec:
     dtype = {"float": "float32"}.get(name, name)
     shape = tuple(dim.dim_param if dim.HasField("dim_param") else dim.dim_value for dim in tensor.shape.dim)
     return TensorSpec(value.name, cast(DType, dtype), shape)
-
-
-def _spell(tensor: TensorSpec) -> str:
-    return f"{tensor.name} {tensor.dtype} [{', '.join(map(str, tensor.shape))}]"

@@ -8,18 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from tfexport.bundle.bundle import Bundle
 from tfexport.bundle.manifest import GraphEntry
 from tfexport.errors import BundleError, GraphError, raise_all
 from tfexport.graph.write import write_graphs
 from tfexport.models.directory import load_weights
-from tfexport.models.transformer import Transformer
 from tfexport.spec import ENCODER, FLOAT, REORDER, WEIGHTS, AlignmentHeads, Form, ModelSpec, Precision
 
 
 def write_cast(
-    model: Transformer,
+    model: nn.Module,
     spec: ModelSpec,
     directory: Path,
     *,

@@ -13,11 +13,13 @@ from tfexport.errors import GraphError
 from tfexport.graph.contract import check_graph
 from tfexport.graph.forms import FORMS
 from tfexport.graph.forms.contrib import joint_weights
+from tfexport.graph.forms.form import Seam
 from tfexport.graph.passes.topk import append_selection
 from tfexport.graph.reorder import reorder_graph
+from tfexport.graph.seam import traits_of
 from tfexport.graph.trace import trace_alignment, trace_decoder, trace_encoder
 from tfexport.graph.weights import write_weights
-from tfexport.models.transformer import Transformer
+from tfexport.models.config import TransformerConfig
 from tfexport.spec import (
     ALIGNMENT,
     CONCAT_OPSETS,
@@ -65,7 +67,7 @@ def write_graphs(
     Raises:
         GraphError: the model does not trace, has no form that was asked for, or a graph breaks the contract.
     """
-    possible = _possible(forms, model, spec, report)
+    possible = _possible(forms, traits_of(model, spec), spec, report)
     report("tracing the encoder")
     traced: dict[str, tuple[ir.Model, GraphSpec, int]] = {
         ENCODER: (trace_encoder(model, spec, opset), encoder_graph(spec), opset)
@@ -105,17 +107,18 @@ def _write_reorder(spec: ModelSpec, directory: Path) -> GraphEntry:
     return GraphEntry(file=path.name, opset=CONCAT_OPSETS[0], spec=contract)
 
 
-def _possible(forms: Sequence[Form], model: nn.Module, spec: ModelSpec, report: Callable[[str], None]) -> list[Form]:
+def _possible(
+    forms: Sequence[Form], traits: TransformerConfig | Seam, spec: ModelSpec, report: Callable[[str], None]
+) -> list[Form]:
     """Leave out a form that cannot do the model, with the reason; refuse where none is left.
 
     An encoder alone has no form, but its graph is of the same trace as that of the concat form.
     """
-    config = model.config if isinstance(model, Transformer) else None
     if not spec.has_decoder:
-        if unknown := FORMS["concat"].supports(config, spec.precision):
+        if unknown := FORMS["concat"].supports(traits, spec.precision):
             raise GraphError(f"encoder: {' and '.join(unknown)}; {_TEACH}")
         return []
-    problems = {form: FORMS[form].supports(config, spec.precision) for form in FORMS}
+    problems = {form: FORMS[form].supports(traits, spec.precision) for form in FORMS}
     reasons = [f"no {form} form of this model: {' and '.join(problems[form])}" for form in forms if problems[form]]
     possible = [form for form in forms if not problems[form]]
     if not possible:

@@ -1,13 +1,14 @@
-"""The reference backend: the canonical transformer itself, in PyTorch."""
+"""The reference backend: the model itself, in PyTorch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tfexport.bundle.bundle import Bundle
@@ -16,6 +17,7 @@ from tfexport.models.alignment import align
 from tfexport.models.cache import KeyValue
 from tfexport.models.config import model_spec
 from tfexport.models.directory import load_weights
+from tfexport.models.eager import EagerModel
 from tfexport.models.row_cache import RowCache
 from tfexport.models.source import CrossCache, PaddedSource
 from tfexport.models.transformer import Transformer
@@ -46,7 +48,7 @@ FIRST_CAPACITY = 32
 
 
 class EagerSession:
-    """A `Transformer` in PyTorch, on whatever device its weights are.
+    """A model in PyTorch, on whatever device its weights are.
 
     It holds the model and no state of its own, so threads may share it. The
     model is put into eval mode and must not be changed while the session lives.
@@ -62,20 +64,20 @@ class EagerSession:
     backend = "eager"
 
     def __init__(
-        self, model: Transformer, spec: ModelSpec | None = None, *, alignment: AlignmentHeads | None = None
+        self, model: nn.Module, spec: ModelSpec | None = None, *, alignment: AlignmentHeads | None = None
     ) -> None:
         """Take a model.
 
         Args:
-            model: in any mode; it is put into eval mode.
-            spec: None means that of its configuration in fp32.
+            model: a `Transformer` or what has its methods, in any mode; it is put into eval mode.
+            spec: None means that of a `Transformer`'s configuration in fp32.
             alignment: layer and heads, as `AlignmentHeads.within` returns them; None for no alignment.
         """
         self.has_alignment, self._alignment = alignment is not None, alignment
-        self.spec = spec or model_spec(model.config, "fp32")
+        self.spec = spec or model_spec(cast(Transformer, model).config, "fp32")
         self.accuracy: Accuracy = self.spec.precision
         self.limits = Limits.of(self.spec)
-        self._model: Transformer | None = model.eval()
+        self._model: nn.Module | None = model.eval()
 
     def batch(self, width: int = 1) -> EagerBatch:
         """Return an empty batch; see `Session.batch`."""
@@ -119,8 +121,8 @@ class EagerSession:
         """Let go of the model; the session and its batches cannot be used afterwards."""
         self._model = None
 
-    def open_model(self) -> Transformer:
-        """Return the model.
+    def open_model(self) -> Any:
+        """Return the module.
 
         Raises:
             BackendError: the session is closed.
@@ -272,21 +274,21 @@ def _joined(cache: KeyValue, added: KeyValue, length: int) -> KeyValue:
 
 
 @torch.inference_mode()
-def full_logits(model: Transformer, source_ids: Ids, source_mask: Mask, target_ids: Ids) -> Floats:
+def full_outputs(model: EagerModel, source_ids: Ids, source_mask: Mask, target_ids: Ids | None = None) -> Floats:
     """Compute every position at once, without a cache: what the model was trained as.
 
     Args:
         model: on the CPU, in eval mode.
         source_ids: int64 [batch, source_len].
         source_mask: bool [batch, source_len].
-        target_ids: int64 [batch, target_len].
+        target_ids: int64 [batch, target_len]; None for an encoder alone.
 
     Returns:
-        Logits, float32 [batch, target_len, vocab].
+        float32: logits [batch, target_len, vocab], or states [batch, source_len, d_model] of an encoder alone.
     """
-    inputs = (torch.from_numpy(array) for array in (source_ids, source_mask, target_ids))
-    logits: Floats = model(*inputs).float().numpy()
-    return logits
+    inputs = (torch.from_numpy(array) for array in (source_ids, source_mask, target_ids) if array is not None)
+    outputs: Floats = model(*inputs).float().numpy()
+    return outputs
 
 
 def open_bundle(bundle: Bundle, options: OpenOptions) -> EagerSession:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, Protocol, cast
 
-from tfexport.errors import BackendError, ConfigError
+from tfexport.errors import BackendError, ConfigError, shortened
+from tfexport.given import is_one_of
 from tfexport.install import install_command
 from tfexport.runtime.threads import Threads
 from tfexport.spec import AlignmentHeads, Device, Form, ModelSpec, WeightType
@@ -205,8 +206,8 @@ def get(name: str) -> Backend:
     Raises:
         ConfigError: there is none of that name; lists those that there are.
     """
-    if name not in _BACKENDS:
-        raise ConfigError(f"backend is {name!r}, expected one of {', '.join(map(repr, names()))}")
+    if not is_one_of(name, _BACKENDS):
+        raise ConfigError(f"backend is {shortened(name)}, expected one of {', '.join(map(repr, names()))}")
     return _BACKENDS[name]
 
 

@@ -8,6 +8,7 @@ from typing import Literal
 from tfexport.bundle.bundle import Bundle
 from tfexport.bundle.step_weights import step_weight_bytes
 from tfexport.cores import available_cores
+from tfexport.given import is_whole
 from tfexport.spec import QUANTIZED_WEIGHTS, WEIGHTS
 
 # Decoders that read fewer bytes of weights a step take one thread. The products of such a step are so small that ONNX
@@ -43,8 +44,8 @@ def choose_threads(threads: int | Literal["auto"] | None, bundle: Bundle) -> Thr
     """
     if threads is None:
         return None
-    if isinstance(threads, int):
-        return Threads(threads, threads)
+    if is_whole(threads):
+        return Threads(int(threads), int(threads))
     cores = available_cores()
     is_small = bundle.manifest.spec.has_decoder and _step_bytes(bundle) < ONE_THREAD_BELOW
     return Threads(cores, 1 if is_small else cores)

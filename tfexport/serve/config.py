@@ -24,6 +24,8 @@ class ServingConfig(Config, subject="serving"):
         timeout_s: seconds that a request takes at most, and takes unless it asks for less; None for no limit.
         stream_buffer: tokens that a reader may be behind before its request is cancelled.
         stall_s: seconds without a sign of life of the engine's thread after which it is not ready.
+        hang_s: seconds after which such a thread is given up: the engine does not live any more, and whoever drains or
+            replaces it waits no longer.
     """
 
     slots: int = 32
@@ -34,6 +36,7 @@ class ServingConfig(Config, subject="serving"):
     timeout_s: float | None = None
     stream_buffer: int = 256
     stall_s: float = 4.0
+    hang_s: float = 60.0
 
     def _problems(self) -> list[str]:
         between = {
@@ -44,12 +47,17 @@ class ServingConfig(Config, subject="serving"):
             "max_num_beams": (1, 64),
             "stream_buffer": (1, 1_000_000),
             "stall_s": (0.1, 3600),
+            "hang_s": (0.1, 86_400),
         }
         problems = [
             f"{name} is {value}, expected {low} to {high}"
             for name, (low, high) in between.items()
             if not low <= (value := getattr(self, name)) <= high
         ]
+        if self.hang_s < self.stall_s:
+            problems.append(
+                f"hang_s is {self.hang_s}, below stall_s {self.stall_s}; a thread is silent before it is given up"
+            )
         if self.timeout_s is not None and not 0 < self.timeout_s <= MAX_S:
             problems.append(f"timeout_s is {self.timeout_s}, expected above 0 and up to {MAX_S}")
         return problems

@@ -4,63 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
-import dataclasses
 import logging
 import math
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterable, Sequence
+from functools import partial
 from os import PathLike
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self
 
+from tfexport.decode.align import Alignment
 from tfexport.decode.pieces import Pieces
-from tfexport.decode.request import Request, check_requests
 from tfexport.decode.result import Hypothesis
-from tfexport.errors import (
-    BackendError,
-    Cancelled,
-    ConfigError,
-    DeadlineExceeded,
-    Draining,
-    EngineFailed,
-    InputError,
-    QueueFull,
-    TfexportError,
-    raise_all,
-    shortened,
-)
+from tfexport.errors import DeadlineExceeded, Draining, EngineFailed, InputError, TfexportError
 from tfexport.generation import DecodeConfig
-from tfexport.model import Model, Result, load, result_of
-from tfexport.serve.config import MAX_S, ServingConfig
+from tfexport.model import NO_COPIES_IN_STREAMS, Model, Result, check_copies, load, result_of, with_copies
+from tfexport.serve.alignments import MAX_WAITING, Alignments
+from tfexport.serve.config import ServingConfig
 from tfexport.serve.generation import Answer, Generation, Ids, Item, Texts
-from tfexport.serve.job import Event, Job, num_rows
-from tfexport.serve.observer import Guarded, Observer, Outcome
+from tfexport.serve.in_flight import InFlight, on_loop
+from tfexport.serve.observer import Guarded, Observer
 from tfexport.serve.prepare import prepare
+from tfexport.serve.requests import allowed_s, new_job, new_request
+from tfexport.serve.served import Served
 from tfexport.serve.worker import Worker
 
 logger = logging.getLogger(__name__)
-Told = TypeVar("Told")
 State = Literal["starting", "ready", "draining", "failed", "stopped"]
-_OUTCOMES: dict[type[TfexportError], Outcome] = {
-    QueueFull: "queue_full",
-    Draining: "draining",
-    DeadlineExceeded: "deadline",
-    Cancelled: "cancelled",
-    InputError: "invalid",
-    ConfigError: "invalid",
-}
-
-
-@dataclass(eq=False)
-class _Served:
-    """A model, the thread that decodes it, and whether all that it accepted was answered."""
-
-    model: Model
-    worker: Worker
-    is_answered: bool = True
 
 
 class Engine:
@@ -83,16 +54,16 @@ class Engine:
             bundle: path of the bundle.
             config: slots, queue and limits; None for the defaults.
             observer: told of everything, for metrics.
-            options: of `tfexport.load`: backend, form, threads, device, engine.
+            options: of `tfexport.load`: backend, form, threads, device, engine, trusted_keys.
         """
         self.config = config or ServingConfig()
         self._bundle, self._options = bundle, options
         self._observer = Guarded(observer) if observer else Observer()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._served: _Served | None = None
+        self._served: Served | None = None
         self._state: State = "starting"
-        self._open_jobs: dict[int, tuple[Generation[Any, Any], _Served]] = {}
-        self._retiring: list[_Served] = []
+        self._in_flight = InFlight(self._observer)
+        self._retiring: list[Served] = []
         self._replacing = asyncio.Lock()
 
     @property
@@ -106,6 +77,12 @@ class Engine:
     def is_ready(self) -> bool:
         """Whether it takes requests and its thread gives signs of life."""
         return self.state == "ready" and self._current.worker.silent_s < self.config.stall_s
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it may still answer, or be about to: its thread has neither failed nor hung for `hang_s`."""
+        is_hung = self._served is not None and self._served.worker.silent_s >= self.config.hang_s
+        return self.state != "failed" and not is_hung
 
     @property
     def model(self) -> Model:
@@ -124,7 +101,7 @@ class Engine:
     @property
     def num_running(self) -> int:
         """Requests that are decoded."""
-        return len(self._open_jobs) - self.num_waiting
+        return len(self._in_flight) - self.num_waiting
 
     @property
     def slots(self) -> int:
@@ -159,6 +136,8 @@ class Engine:
     async def replace(self, bundle: str | PathLike[str] | None = None) -> None:
         """Serve another bundle, and no request is lost: what was accepted is answered by the old one.
 
+        Where the thread of the old one hangs, its requests get `Draining` after `hang_s`, and it is left behind.
+
         Args:
             bundle: path; None for the one that is served, whose files have changed.
 
@@ -184,7 +163,7 @@ class Engine:
         """Take no more requests, finish those that were accepted, and stop.
 
         Args:
-            timeout_s: after which those that are left get `Draining`; None for as long as it takes.
+            timeout_s: after which those that are left get `Draining`; None for as long as there are signs of life.
 
         Returns:
             Whether all were answered.
@@ -200,17 +179,18 @@ class Engine:
         self._state = "stopped"
         return are_answered
 
-    async def _stop(self, served: _Served, reason: Draining, timeout_s: float | None) -> bool:
+    async def _stop(self, served: Served, reason: Draining, timeout_s: float | None) -> bool:
         """Let a model finish what it has accepted, then close it; answer the rest with the reason after the time."""
-        worker = served.worker
-        worker.close(reason)
-        has_ended = await asyncio.to_thread(worker.join, timeout_s)
+        has_ended = await served.finish(reason, timeout_s, self.config.hang_s)
         if not has_ended:
-            worker.abort(reason)
-            self._end_all(served, reason)
-            has_ended = await asyncio.to_thread(worker.join, self.config.stall_s)
-        if has_ended:  # else the thread hangs, and needs its model
+            served.abort(reason)
+            self._in_flight.end_all(served, reason)
+            has_ended = await asyncio.to_thread(served.worker.join, self.config.stall_s)
+        served.alignments.close(reason)
+        if has_ended:
             served.model.close()
+        else:  # it needs its model
+            logger.warning("the thread of a model hangs and is left behind; its memory is free when it goes on")
         return served.is_answered
 
     async def __aenter__(self) -> Self:
@@ -248,33 +228,37 @@ class Engine:
         Raises:
             ConfigError: options that are unknown, out of range or contradictory.
             InputError: the model, or this engine, cannot take the request.
-            QueueFull: too many requests wait; it says when to come again.
+            QueueFull: too many requests, or alignments, wait; it says when to come again.
             Draining: the engine is about to stop.
             EngineFailed: the engine has failed.
         """
-        with self._refusals():
+        with self._in_flight.refusals():
             model = self.model
             if model.tokenizer is None:
                 raise InputError("this bundle has no tokenizer; ask with token ids")
             tokenizer, decoding = model.tokenizer, model.decoding(config, **options)
             if decoding.replace_unknowns:
-                raise InputError("request: replace_unknowns is not served; set it to false, or use Model.generate")
+                self._check_copies(stream)
             (source,) = tokenizer.encode([text])
             begin, fixed = tokenizer.begin_target(prefix), len(tokenizer.text.target_prefix)
-            request = self._check(model, source, begin, decoding, num_fixed=fixed, stream=stream)
+            request = new_request(
+                model, source, begin, decoding, self.config, self.slots, num_fixed=fixed, stream=stream
+            )
             given = fixed if decoding.prefix_bias_beta else len(begin)
             tokens = Texts(Pieces(tokenizer.decode, given, decoding.strings)) if stream else None
-            job = self._job(request, priority, timeout_s)
-            generation = Generation(
-                job, lambda found: result_of(tokenizer, found, decoding), tokens, self.config.stream_buffer, self._end
-            )
-            return self._begin(generation)
+
+            def answers(found: Sequence[Hypothesis]) -> list[Result]:
+                results = [result_of(tokenizer, one, decoding) for one in found]
+                return with_copies(model, [text], [source], results, decoding) if decoding.replace_unknowns else results
+
+            job = new_job(request, self.config, priority, timeout_s)
+            return self._begin(Generation(job, answers, tokens, self.config.stream_buffer, self._end))
 
     def submit_ids(
         self,
-        source: Sequence[int],
+        source: Iterable[int],
         *,
-        prefix: Sequence[int] = (),
+        prefix: Iterable[int] = (),
         stream: bool = False,
         priority: float = 0.0,
         timeout_s: float | None = None,
@@ -295,12 +279,13 @@ class Engine:
         Raises:
             TfexportError: those of `submit`.
         """
-        with self._refusals():
+        with self._in_flight.refusals():
             model = self.model
-            request = self._check(model, source, prefix, model.decoding(config, **options), stream=stream)
-            job = self._job(request, priority, timeout_s)
+            decoding = model.decoding(config, **options)
+            request = new_request(model, source, prefix, decoding, self.config, self.slots, stream=stream)
+            job = new_job(request, self.config, priority, timeout_s)
             tokens = Ids() if stream else None
-            return self._begin(Generation(job, lambda found: found, tokens, self.config.stream_buffer, self._end))
+            return self._begin(Generation(job, list, tokens, self.config.stream_buffer, self._end))
 
     async def generate(self, text: str, **options: Any) -> list[Result]:
         """Return the answers to a text, best first; `submit` has the arguments.
@@ -311,7 +296,7 @@ class Engine:
         """
         return await self.submit(text, **options)
 
-    async def generate_ids(self, source: Sequence[int], **options: Any) -> list[Hypothesis]:
+    async def generate_ids(self, source: Iterable[int], **options: Any) -> list[Hypothesis]:
         """Return the answers to token ids, best first; `submit_ids` has the arguments."""
         return await self.submit_ids(source, **options)
 
@@ -319,9 +304,44 @@ class Engine:
         """Return the answer to a text in pieces as they come; `submit` has the arguments."""
         return aiter(self.submit(text, stream=True, **options))
 
-    def stream_ids(self, source: Sequence[int], **options: Any) -> AsyncIterator[int]:
+    def stream_ids(self, source: Iterable[int], **options: Any) -> AsyncIterator[int]:
         """Return the answer to token ids one by one as they come; `submit_ids` has the arguments."""
         return aiter(self.submit_ids(source, stream=True, **options))
+
+    async def align(
+        self, source: str | Iterable[int], target: str | Iterable[int], *, timeout_s: float | None = None
+    ) -> Alignment:
+        """Say which source tokens those of a given target were read from, as `Model.align` does.
+
+        Pairs are read one after the other, beside the running batches.
+
+        Args:
+            source: text, or token ids with special tokens.
+            target: text where the source is one, or token ids without the start token.
+            timeout_s: seconds that it may take; None, or more than the engine allows, for what that allows.
+
+        Raises:
+            ConfigError: the bundle was exported without alignment, or the backend has none.
+            InputError: the model cannot take the pair.
+            QueueFull: too many alignments wait.
+            DeadlineExceeded: it took too long.
+            TfexportError: those of `submit`.
+        """
+        start = time.monotonic()
+        with self._in_flight.refusals():
+            self._check_loop()
+            served, most_s = self._current, allowed_s(self.config, timeout_s)
+            served.worker.waiting.check_open()
+            served.alignments.check_room(MAX_WAITING)
+            try:
+                async with asyncio.timeout(None if most_s == math.inf else most_s):
+                    found = await served.alignments.submit(partial(_aligned, served.model, source, target))
+            except TimeoutError:
+                raise DeadlineExceeded(
+                    f"the {most_s:.3g} s of the request were over before it was aligned; come again later"
+                ) from None
+        self._observer.aligned(time.monotonic() - start)
+        return found
 
     @property
     def _workers(self) -> list[Worker]:
@@ -341,7 +361,7 @@ class Engine:
             raise Draining("the engine is about to stop and takes no other bundle")
 
     @property
-    def _current(self) -> _Served:
+    def _current(self) -> Served:
         if self._served is None:
             raise EngineFailed("the engine was not started; use async with, or await start()")
         return self._served
@@ -358,145 +378,43 @@ class Engine:
 
         return await asyncio.to_thread(opened)
 
-    def _serve(self, model: Model) -> _Served:
+    def _serve(self, model: Model) -> Served:
         assert self._loop
-        deliver, fail = _on_loop(self._loop, self._deliver), _on_loop(self._loop, self._fail)
+        deliver, fail = on_loop(self._loop, self._in_flight.deliver), on_loop(self._loop, self._fail)
         worker = Worker(model.session, self.config, self._observer, deliver, fail)
         weakref.finalize(self, worker.abort, Draining("the engine is gone")).atexit = False
-        return _Served(model, worker)
+        return Served(model, worker, Alignments(self._loop))
 
-    def _check(
-        self,
-        model: Model,
-        source: Sequence[int],
-        prefix: Sequence[int],
-        decoding: DecodeConfig,
-        *,
-        num_fixed: int = 0,
-        stream: bool,
-    ) -> Request:
-        problems = []
-        if decoding.num_beams > self.config.max_num_beams:
-            problems.append(f"num_beams is {decoding.num_beams}, the limit is {self.config.max_num_beams}; lower it")
-        if (rows := num_rows(decoding)) > self.slots:
-            problems.append(f"the request takes {rows} slots of {self.slots}; lower num_beams or num_return_sequences")
+    def _check_copies(self, stream: bool) -> None:
+        """Refuse to replace unknown tokens where nobody can say by what, or not in time."""
         if stream:
-            problems += [
-                f"{name} is {getattr(decoding, name)}, but a stream hands out one answer as it comes; set it to 1"
-                for name in ("num_beams", "num_return_sequences")
-                if getattr(decoding, name) > 1
-            ]
-        raise_all(InputError, "request", problems)
-        text_of = model.tokenizer.decode if model.tokenizer else None
-        (request,) = check_requests(model.session, [source], decoding, [prefix], text_of, num_fixed)
-        return dataclasses.replace(request, stream=stream)
-
-    def _job(self, request: Request, priority: float, timeout_s: float | None) -> Job:
-        problems = []
-        if not (_is_number(priority) and abs(priority) <= MAX_S):
-            problems.append(f"priority is {shortened(priority)}, expected seconds from -{MAX_S} to {MAX_S}")
-        if timeout_s is not None and not (_is_number(timeout_s) and 0 < timeout_s <= MAX_S):
-            problems.append(f"timeout_s is {shortened(timeout_s)}, expected None or above 0 and up to {MAX_S}")
-        raise_all(InputError, "request", problems)
-        now = time.monotonic()
-        allowed = [limit for limit in (timeout_s, self.config.timeout_s) if limit is not None]
-        return Job(request, now, priority, deadline=now + min(allowed, default=math.inf))
+            raise InputError(f"stream: {NO_COPIES_IN_STREAMS}")
+        check_copies(self.model)
+        self._current.alignments.check_room(self.config.max_waiting)
 
     def _begin(self, generation: Generation[Item, Answer]) -> Generation[Item, Answer]:
         self._check_loop()
-        served = self._current
-        served.worker.submit(generation.job)
-        self._open_jobs[id(generation.job)] = generation, served
-        with self._own_errors(generation):
-            generation.begin()
+        self._in_flight.begin(generation, self._current)
         return generation
 
     def _end(self, generation: Generation[Any, Any], reason: TfexportError) -> None:
-        """End a generation from this side."""
-        _, served = self._open_jobs.pop(id(generation.job))
-        served.worker.cancel(generation.job)
-        generation.finish(reason)
-        self._tell(generation.job, "slow_reader" if generation.is_behind else _outcome(reason))
-
-    def _end_all(self, served: _Served, reason: TfexportError) -> None:
-        """End all generations that a model has accepted."""
-        for generation, its in list(self._open_jobs.values()):
-            if its is served:
-                served.is_answered = False
-                self._end(generation, copy.copy(reason))
+        """End a generation; it is told here, so that whoever holds a generation holds its engine."""
+        self._in_flight.end(generation, reason)
 
     def _fail(self, failed: EngineFailed) -> None:
         """End what was accepted by a thread that has failed."""
         for served in (*self._retiring, self._current):
             if served.worker.failure is not None:
-                self._end_all(served, failed)
-
-    def _deliver(self, events: list[Event]) -> None:
-        for event in events:
-            generation, _ = self._open_jobs.get(id(event.job), (None, None))
-            if generation is not None:  # else it was cancelled meanwhile
-                with self._own_errors(generation):
-                    self._hand_over(generation, event)
-
-    def _hand_over(self, generation: Generation[Any, Any], event: Event) -> None:
-        if event.token_ids:
-            generation.receive(event.token_ids)
-        if event.outcome is not None:
-            generation.finish(event.outcome)
-            del self._open_jobs[id(event.job)]
-            self._tell_outcome(event.job, event.outcome)
-        elif generation.is_behind:
-            self._end(generation, Cancelled("the stream was read too slowly; read it as it comes"))
-
-    @contextlib.contextmanager
-    def _own_errors(self, generation: Generation[Any, Any]) -> Iterator[None]:
-        """Let an error, such as of the tokenizer, end this generation alone."""
-        try:
-            yield
-        except Exception as error:
-            logger.exception("an answer could not be put into words")
-            self._end(generation, BackendError(f"the answer could not be put into words: {error!r}"))
-
-    def _tell_outcome(self, job: Job, outcome: list[Hypothesis] | TfexportError) -> None:
-        if isinstance(outcome, TfexportError):
-            self._tell(job, _outcome(outcome))
-            return
-        prefix_len = len(job.request.prompt) - 1 - job.request.num_forced
-        lengths = [len(one.token_ids) - prefix_len for one in outcome]
-        per_token = (time.monotonic() - job.began) / (lengths[0] - 1) if lengths[0] > 1 else None
-        self._tell(job, "ok", outcome[0].finish_reason, sum(lengths), per_token)
-
-    def _tell(
-        self, job: Job, outcome: Outcome, reason: str = "", num_tokens: int = 0, per_token_s: float | None = None
-    ) -> None:
-        self._observer.ended(outcome, reason, time.monotonic() - job.arrived, num_tokens, per_token_s)
-
-    @contextlib.contextmanager
-    def _refusals(self) -> Iterator[None]:
-        """Tell the observer of requests that are refused at once."""
-        start = time.monotonic()
-        try:
-            yield
-        except TfexportError as error:
-            self._observer.ended(_outcome(error), "", time.monotonic() - start, 0, None)
-            raise
+                self._in_flight.end_all(served, failed)
 
 
-def _on_loop(loop: asyncio.AbstractEventLoop, method: Callable[[Told], None]) -> Callable[[Told], None]:
-    """Return what has a method called on an event loop, from any thread, as long as there are both."""
-    weak = weakref.WeakMethod(method)
-
-    def call(told: Told) -> None:
-        if (found := weak()) is not None:
-            with contextlib.suppress(RuntimeError):  # nobody listens once the event loop is closed
-                loop.call_soon_threadsafe(found, told)
-
-    return call
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _outcome(error: TfexportError) -> Outcome:
-    return next((outcome for kind, outcome in _OUTCOMES.items() if isinstance(error, kind)), "error")
+def _aligned(model: Model, source: str | Iterable[int], target: str | Iterable[int]) -> Alignment:
+    """Align a pair of texts, of token ids, or of a text and the token ids of its target."""
+    if isinstance(source, str) and isinstance(target, str):
+        return model.align([source], [target])[0]
+    if isinstance(target, str):
+        raise InputError("align: the source is token ids and the target a text; give token ids of both")
+    if isinstance(source, str) and model.tokenizer is None:
+        raise InputError("align: this bundle has no tokenizer; give token ids")
+    source_ids = model.tokenizer.encode([source])[0] if model.tokenizer and isinstance(source, str) else source
+    return model.align_ids([source_ids], [target])[0]  # type: ignore[list-item]

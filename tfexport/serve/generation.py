@@ -64,12 +64,13 @@ class Generation(Generic[Item, Answer]):
 
     Attributes:
         job: that the engine decodes.
+        answers: makes the answers of all hypotheses.
     """
 
     def __init__(
         self,
         job: Job,
-        answer: Callable[[Hypothesis], Answer],
+        answers: Callable[[Sequence[Hypothesis]], list[Answer]],
         tokens: Tokens[Item] | None,
         buffer: int,
         leave: Callable[[Generation[Item, Answer], TfexportError], None],
@@ -78,13 +79,13 @@ class Generation(Generic[Item, Answer]):
 
         Args:
             job: that the engine decodes.
-            answer: makes an answer of a hypothesis.
+            answers: makes the answers of all hypotheses; it may be called on another thread.
             tokens: of a stream; None where nothing is handed out before the end.
             buffer: items that the reader may be behind.
             leave: ends the generation and tells the engine.
         """
         self.job = job
-        self._answer, self._tokens, self._buffer, self._leave = answer, tokens, buffer, leave
+        self.answers, self._tokens, self._buffer, self._leave = answers, tokens, buffer, leave
         self._unread: deque[Item] = deque()
         self._outcome: list[Answer] | TfexportError | None = None
         self._changed = asyncio.Event()
@@ -136,15 +137,11 @@ class Generation(Generic[Item, Answer]):
         self._unread.extend(item for item in items if item is not None)
         self._changed.set()
 
-    def finish(self, outcome: Sequence[Hypothesis] | TfexportError) -> None:
-        """Take the end from the engine."""
-        if isinstance(outcome, TfexportError):
-            self._outcome = outcome
-        else:
-            answers = [self._answer(one) for one in outcome]
-            if self._tokens and (rest := self._tokens.rest()) is not None:
-                self._unread.append(rest)
-            self._outcome = answers
+    def finish(self, outcome: list[Answer] | TfexportError) -> None:
+        """Take the end from the engine: answers, or what was wrong."""
+        if not isinstance(outcome, TfexportError) and self._tokens and (rest := self._tokens.rest()) is not None:
+            self._unread.append(rest)
+        self._outcome = outcome
         self._changed.set()
 
     async def _wait(self) -> list[Answer]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from tfexport.decode.alternatives import alternatives
 from tfexport.decode.request import Request
 from tfexport.decode.result import Hypothesis
-from tfexport.errors import TfexportError
+from tfexport.errors import DeadlineExceeded, TfexportError
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.session import Session
 
@@ -25,7 +25,7 @@ class Job:
         arrived: when it was submitted.
         priority: seconds that it counts as older than it is; what waits is served in the order of age.
         deadline: when it has to be answered; inf for never.
-        is_cancelled: set by its caller; it leaves before the next step.
+        is_cancelled: set by its caller, or where its deadline is over; it leaves before the next step.
         parts: requests that are decoded for it, one a sample or alternative.
         found: hypotheses of each part that is done, by its number.
         joined: when it left the queue.
@@ -61,6 +61,12 @@ class Job:
     def source_length(self) -> int:
         """Tokens of the source."""
         return len(self.request.source_ids)
+
+    def late(self) -> DeadlineExceeded:
+        """Return the error for a job whose deadline has passed."""
+        when = "before it began" if math.isnan(self.joined) else "while it was decoded"
+        allowed = self.deadline - self.arrived
+        return DeadlineExceeded(f"the {allowed:.3g} s of the request were over {when}; allow more, or come again later")
 
     def expand(self, session: Session) -> None:
         """Fill `parts`.

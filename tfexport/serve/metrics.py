@@ -23,6 +23,7 @@ _TIMES = {
     "time_to_first_token": "From arrival to the first token.",
     "time_per_output_token": "For each token after the first, of a request.",
     "request": "From arrival to the answer, of requests that were answered.",
+    "align": "From arrival to the answer, of alignments that were asked for.",
 }
 
 
@@ -38,7 +39,7 @@ class Metrics:
         registry = self.registry = CollectorRegistry()
         self._requests = Counter(
             "tfexport_requests",
-            "Requests that are over, by what became of them; finish_reason where they were answered.",
+            "Requests that are over, by what became of them; finish_reason where a text was generated.",
             ("model", "outcome", "finish_reason"),
             registry=registry,
         )
@@ -63,7 +64,7 @@ class Metrics:
             requests = {
                 (outcome, reason): self._requests.labels(model, outcome, reason)
                 for outcome in get_args(Outcome)
-                for reason in (get_args(FinishReason) if outcome == "ok" else ("",))
+                for reason in (*(get_args(FinishReason) if outcome == "ok" else ()), "")
             }
             self._observers[model] = PrometheusObserver(requests, times, self._rows.labels(model), tokens)
         return self._observers[model]
@@ -134,6 +135,11 @@ class PrometheusObserver(Observer):
             self.failed_s += took_s
         if per_token_s is not None:
             self._times["time_per_output_token"].observe(per_token_s)
+
+    def aligned(self, took_s: float) -> None:
+        """Count an alignment, which has no finish reason."""
+        self._requests["ok", ""].inc()
+        self._times["align"].observe(took_s)
 
 
 class _Gauges(Collector):

@@ -31,7 +31,7 @@ class Observer:
         """Hear that a request has its first token, so long after it arrived."""
 
     def ended(self, outcome: Outcome, reason: str, took_s: float, num_tokens: int, per_token_s: float | None) -> None:
-        """Hear that a request is over; every request is, once.
+        """Hear that a request is over; every request is, once, here or in `aligned`.
 
         Args:
             outcome: what became of it.
@@ -40,6 +40,9 @@ class Observer:
             num_tokens: generated, of all its hypotheses.
             per_token_s: from its first token to its last, for each of the best hypothesis; None for one token.
         """
+
+    def aligned(self, took_s: float) -> None:
+        """Hear that an alignment was asked for and is given, so long after that; `ended` tells of others."""
 
 
 class Guarded(Observer):
@@ -68,6 +71,10 @@ class Guarded(Observer):
     def ended(self, outcome: Outcome, reason: str, took_s: float, num_tokens: int, per_token_s: float | None) -> None:
         """Pass it on."""
         self._tell(self._observer.ended, outcome, reason, took_s, num_tokens, per_token_s)
+
+    def aligned(self, took_s: float) -> None:
+        """Pass it on."""
+        self._tell(self._observer.aligned, took_s)
 
     def _tell(self, tell: Callable[..., None], *values: object) -> None:
         try:

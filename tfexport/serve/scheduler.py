@@ -9,7 +9,7 @@ from collections import deque
 
 from tfexport.decode.loop import JOIN_SHARE, Loop, Update
 from tfexport.decode.request import Request
-from tfexport.errors import BackendError, DeadlineExceeded, InputError, TfexportError
+from tfexport.errors import BackendError, InputError, TfexportError
 from tfexport.runtime.session import Session
 from tfexport.serve.config import ServingConfig
 from tfexport.serve.job import Event, Job
@@ -67,7 +67,7 @@ class Scheduler:
             BackendError: the backend failed; then nothing that runs can go on.
         """
         now = time.monotonic()
-        events = [Event(job, outcome=_late(job, "before it began")) for job in self._waiting.take_late(now)]
+        events = [Event(job, outcome=job.late()) for job in self._waiting.take_late(now)]
         events += self._leave(now)
         events += self._join()
         if self._loop.is_busy:
@@ -81,7 +81,7 @@ class Scheduler:
         gone = [job for job in running if job.is_cancelled or job.deadline <= now]
         if gone:
             self._forget(gone)
-        return [Event(job, outcome=_late(job, "while it was decoded")) for job in gone if not job.is_cancelled]
+        return [Event(job, outcome=job.late()) for job in gone if not job.is_cancelled]
 
     def _join(self) -> list[Event]:
         """Let jobs depart from the queue, and encode sources as far as the budget reaches."""
@@ -191,8 +191,3 @@ class Scheduler:
 
     def _count_rows(self) -> int:
         return sum(job.width for job, _ in self._running.values())
-
-
-def _late(job: Job, when: str) -> DeadlineExceeded:
-    allowed = job.deadline - job.arrived
-    return DeadlineExceeded(f"the {allowed:.3g} s of the request were over {when}; allow more, or come again later")

@@ -57,8 +57,7 @@ class WaitingQueue:
             ServingError: what `close` was given.
         """
         with self._changed:
-            if self._closed:
-                raise copy.copy(self._closed)  # one that is raised again and again keeps what raised it, each time
+            self.check_open()
             if not self._jobs:
                 self._departed.clear()  # what left before anybody had to wait says nothing of how long one waits
             tokens = self._num_tokens + job.source_length * job.num_sources
@@ -71,6 +70,15 @@ class WaitingQueue:
             insort(self._jobs, job, key=_age)
             self._count(job, 1)
             self._changed.notify()
+
+    def check_open(self) -> None:
+        """Refuse who comes when nobody may join any more.
+
+        Raises:
+            ServingError: what `close` was given.
+        """
+        if self._closed:
+            raise copy.copy(self._closed)  # one that is raised again and again keeps what raised it, each time
 
     def remove(self, job: Job) -> bool:
         """Take a job out; say whether it was there."""

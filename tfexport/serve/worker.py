@@ -16,7 +16,7 @@ from tfexport.serve.scheduler import Scheduler
 from tfexport.serve.waiting import WaitingQueue
 
 logger = logging.getLogger(__name__)
-# Seconds after which the thread gives a sign of life when there is nothing to do.
+# Seconds after which the thread gives a sign of life at most when there is nothing to do.
 IDLE_S = 0.5
 
 
@@ -47,6 +47,7 @@ class Worker:
         self.waiting = WaitingQueue(config.max_waiting, config.max_waiting_tokens)
         self._scheduler = Scheduler(session, self.waiting, config, observer)
         self._publish, self._fail = publish, fail
+        self._idle_s = min(IDLE_S, config.stall_s / 2)
         self._is_aborted = False
         self._failure: BaseException | None = None
         self._alive_at = time.monotonic()
@@ -65,8 +66,8 @@ class Worker:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the thread gave a sign of life."""
-        return time.monotonic() - self._alive_at
+        """Seconds since the thread gave a sign of life; 0 once it has ended."""
+        return time.monotonic() - self._alive_at if self._thread.is_alive() else 0.0
 
     @property
     def failure(self) -> BaseException | None:
@@ -111,7 +112,7 @@ class Worker:
                 elif self.waiting.is_closed:
                     return
                 else:
-                    self.waiting.wait(IDLE_S)
+                    self.waiting.wait(self._idle_s)
         except BaseException as error:  # also what is no Exception: whoever waits must hear of it
             logger.exception("the engine's thread has failed")
             self._failure = error

@@ -61,8 +61,8 @@ def check_texts(tokenizer: Tokenizer) -> None:
         if said != sample.output:
             raise ParityError(
                 f"text {number} of {len(samples)}: your code makes {_quoted(sample.output)} of the ids "
-                f"{list(sample.target_ids)[:8]}, the tokenizer {_quoted(said)}; give the target's own tokenizer, with "
-                "the decoder of your code, and leave special tokens out of the text"
+                f"{list(sample.target_ids)[:8]}, the tokenizer {_quoted(said)}; "
+                f"{_STRIPPED if said.strip() == sample.output else _OTHER_TARGET}"
             )
 
 
@@ -117,6 +117,13 @@ def _cause(tokenizer: Tokenizer, sample: TextSample, found: Ids | None) -> str:
 
 
 _OTHER = "give the tokenizer that the model was trained with"
+_OTHER_TARGET = (
+    "give the target's own tokenizer, with the decoder of your code, and leave special tokens out of the text"
+)
+_STRIPPED = (
+    "they agree but for the space around: leave strip() out of to_text, or end the tokenizer's decoder with "
+    "tokenizers.decoders.Strip"
+)
 _CHANGES: dict[str, Callable[[str], str]] = {
     "in lower case": str.lower,
     "in Unicode's form NFC": functools.partial(unicodedata.normalize, "NFC"),

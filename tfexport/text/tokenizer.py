@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from tfexport.errors import BundleError, InputError, raise_all
+from tfexport.errors import BundleError, InputError, nth, raise_all, shortened
+from tfexport.given import as_list
 from tfexport.spec import ModelSpec
 from tfexport.text.config import TextConfig
-from tfexport.text.vocabulary import Vocabulary
+from tfexport.text.vocabulary import Vocabulary, need_library, read_plain
 
 MIN_CHARACTER_LIMIT = 10_000
 CHARACTERS_PER_TOKEN = 100
+MAX_DECODED = 256 * 1024 * 1024
 
 
 class Tokenizer:
@@ -33,7 +35,7 @@ class Tokenizer:
     def load(
         cls, path: Path, spec: ModelSpec, *, target: Path | None = None, text: TextConfig | None = None
     ) -> Tokenizer:
-        """Read the tokenizer of the model that `spec` describes.
+        """Read the tokenizer of the model that `spec` describes; see `parse`.
 
         Args:
             path: a tokenizer.json, of the source or of both.
@@ -43,20 +45,45 @@ class Tokenizer:
 
         Raises:
             BackendError: the package `tokenizers` is not installed.
-            BundleError: a file is missing, damaged or has more tokens than the model; or ids around a text that it
-                does not have.
+            BundleError: a file is missing, or refused by `parse`.
         """
+        need_library()  # it is missed before a file is
+        return cls.parse([(str(file), read_plain(file)) for file in (path, target) if file], spec, text=text)
+
+    @classmethod
+    def parse(cls, files: Sequence[tuple[str, bytes]], spec: ModelSpec, *, text: TextConfig | None = None) -> Tokenizer:
+        """Read the bytes of the tokenizer of the model that `spec` describes.
+
+        Args:
+            files: a tokenizer.json of both sides, or that of the source and that of the target; each with its name for
+                errors.
+            spec: of the model.
+            text: what surrounds the ids; None for nothing.
+
+        Raises:
+            BackendError: the package `tokenizers` is not installed.
+            BundleError: a file is damaged or has more tokens than the model; or ids around a text that it does not
+                have.
+        """
+        (name, raw), *others = files
         text, tokens = text or TextConfig(), spec.tokens
         around = {*text.source_prefix, *text.source_suffix}
         ends = {tokens.pad, tokens.start, tokens.eos}
         # Where the target has its own ids, start and end of a target are ordinary words of the source.
-        source = Vocabulary.load(path, {tokens.pad, *around} if target else ends | around, tokens.unk)
-        theirs = Vocabulary.load(target, ends, tokens.unk) if target else source
-        sides = [(path, source, "source_vocab", spec.source_vocab)]
+        source = Vocabulary.parse(raw, name, {tokens.pad, *around} if others else ends | around, tokens.unk)
+        target, theirs = name, source
+        for target, own in others:
+            theirs = Vocabulary.parse(own, target, ends, tokens.unk)
+        sides = [(name, source, "source_vocab", spec.source_vocab)]
         if spec.has_decoder:
-            sides.append((target or path, theirs, "target_vocab", spec.vocab))
+            sides.append((target, theirs, "target_vocab", spec.vocab))
         _check_vocabularies(sides)
         _check_around(text, spec)
+        if spec.has_decoder and (most := theirs.decoded_bytes * spec.max_target_length) > MAX_DECODED:
+            raise BundleError(
+                f"{target}: {spec.max_target_length} tokens may become {most} bytes, the limit is "
+                f"{MAX_DECODED}; use the tokenizer that the model was trained with"
+            )
         return cls(source, theirs, spec, text)
 
     @property
@@ -70,7 +97,7 @@ class Tokenizer:
         behind = (*self._source.added_ids, *self.text.source_suffix)
         return bool(behind) and behind[-1] == self.eos
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode(self, texts: Iterable[str]) -> list[list[int]]:
         """Encode sources, with all that stands around them.
 
         Args:
@@ -80,21 +107,23 @@ class Tokenizer:
             Token ids of each text, 1 … max_source_length of them.
 
         Raises:
-            InputError: lists every text, counted from 1, that is empty, too long or
+            InputError: lists every text, counted from 1 where there are several, that is empty, too long or
                 that the vocabulary cannot say; `indices` has their places.
         """
-        if isinstance(texts, str):
-            raise InputError("texts is one text, expected a list of texts; put it in a list")
-        if not texts:
+        given = as_list(texts)
+        if given is None:
+            got = "one text" if isinstance(texts, str) else shortened(texts)
+            raise InputError(f"texts is {got}, expected a list of texts; put it in a list")
+        if not given:
             raise InputError("there is no text; give at least one")
         encoded, problems, indices = [], [], []
-        for index, text in enumerate(texts):
+        for index, text in enumerate(given):
             try:
                 encoded.append(self._encode_source(text))
             except InputError as error:
-                problems.append(f"text {index + 1} {error}")
+                problems.append(f"{nth('text', index, len(given))} {error}")
                 indices.append(index)
-        subject = f"input of {len(texts)} texts" if len(texts) > 1 else "input"
+        subject = f"input of {len(given)} texts" if len(given) > 1 else "input"
         raise_all(InputError, subject, problems, indices=indices)
         return encoded
 
@@ -115,7 +144,8 @@ class Tokenizer:
         Raises:
             InputError: see `encode_target`.
         """
-        return [*self.text.target_prefix, *(self.encode_target(prefix) if prefix else ())]
+        is_empty = type(prefix) is str and not prefix
+        return [*self.text.target_prefix, *(() if is_empty else self.encode_target(prefix))]
 
     def begin_targets(self, prefixes: Sequence[str]) -> list[list[int]]:
         """Return the ids that each target begins with; see `begin_target`.
@@ -150,18 +180,19 @@ class Tokenizer:
             subject: named at the start of the error.
 
         Raises:
-            InputError: lists every pair, counted from 1, of which a text is empty, too long or more than the
-                vocabulary can say; `indices` has their places.
+            InputError: lists every pair, counted from 1 where there are several, of which a text is empty, too long
+                or more than the vocabulary can say; `indices` has their places.
         """
         pairs: tuple[list[list[int]], list[list[int]]] = ([], [])
         problems, indices = [], []
         for index, texts in enumerate(zip(sources, targets, strict=True)):
+            pair = f"pair {index + 1}: " if len(sources) > 1 else ""
             sides = zip(("source", "target"), (self._encode_source, self._encode_target), texts, pairs, strict=True)
             for side, encode, text, encoded in sides:
                 try:
                     encoded.append(encode(text))
                 except InputError as error:
-                    problems.append(f"pair {index + 1}: {side} {error}")
+                    problems.append(f"{pair}{side} {error}")
                     indices.append(index)
         raise_all(InputError, subject, problems, indices=indices)
         return pairs
@@ -227,14 +258,14 @@ def _check_length(ids: Sequence[int], limit: int) -> None:
         raise InputError(f"has {len(ids)} tokens, the limit is {limit}; shorten it")
 
 
-def _check_vocabularies(sides: Sequence[tuple[Path, Vocabulary, str, int]]) -> None:
-    problems: dict[Path, list[str]] = {}
-    for path, vocabulary, name, size in sides:
+def _check_vocabularies(sides: Sequence[tuple[str, Vocabulary, str, int]]) -> None:
+    problems: dict[str, list[str]] = {}
+    for file, vocabulary, name, size in sides:
         if vocabulary.largest_id >= size:
             said = f"ids reach to {vocabulary.largest_id}, but the model's {name} is {size}"
-            problems.setdefault(path, []).append(said)
+            problems.setdefault(file, []).append(said)
     if problems:
-        listed = "; ".join(f"{path}: {'; '.join(said)}" for path, said in problems.items())
+        listed = "; ".join(f"{file}: {'; '.join(said)}" for file, said in problems.items())
         raise BundleError(f"{listed}; use the tokenizer that the model was trained with")
 
 

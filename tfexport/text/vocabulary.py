@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import stat
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tfexport.errors import BackendError, BundleError, InputError
 from tfexport.install import extra_command
+from tfexport.text.border import border
+from tfexport.text.parts import Parts, num_bytes, read_parts
 
 if TYPE_CHECKING:
     import tokenizers
 
 MAX_BYTES = 256 * 1024 * 1024
+# Bytes that a text may have when it comes to the model of the tokenizer, and within a step of its normalizer. Of the
+# first each takes up to 450 bytes where all characters are split, of the second some 40.
+MAX_NORMALIZED, MAX_STEP = 2 * 1024 * 1024, 4 * 1024 * 1024
 # A token of this name, which no text becomes, is the first of those that split texts and that the model has no id for.
 BEYOND = " beyond the model's vocabulary"
 
@@ -31,17 +36,23 @@ class Vocabulary:
     """
 
     def __init__(
-        self, inner: tokenizers.Tokenizer, model: dict[str, Any], special: Collection[int], unknown: int | None
+        self,
+        inner: tokenizers.Tokenizer,
+        model: dict[str, Any],
+        parts: Parts,
+        special: Collection[int],
+        unknown: int | None,
     ) -> None:
-        """Wrap `inner`; use `load`.
+        """Wrap `inner`; use `parse`.
 
         Args:
             inner: the library's tokenizer.
             model: "model" of its tokenizer.json.
+            parts: of the file.
             special: ids that no text becomes and that no text shows, besides those that the file names.
             unknown: id of what is not known where the file names none; None where there is none.
         """
-        self._inner = inner
+        self._inner, self._parts = inner, parts
         own_unknown = _unknown_id(inner, model)
         self._unknown = unknown if own_unknown is None else own_unknown
         added = inner.get_added_tokens_decoder()
@@ -49,35 +60,39 @@ class Vocabulary:
         self._special = frozenset({*special, *(i for i, t in added.items() if t.special)} - {self._unknown})
         self._unseen = self._special | {i for i, t in added.items() if t.special}
         self._plain_added = [token.content for token in added.values() if not token.special]
-        drops_unknown = model.get("type") == "BPE" and own_unknown is None and not model.get("byte_fallback")
+        drops_unknown = parts.model == "BPE" and own_unknown is None and not model.get("byte_fallback")
         self._bpe = model if drops_unknown else None
 
     @classmethod
-    def load(cls, path: Path, special: Collection[int], unknown: int | None) -> Vocabulary:
-        """Read a tokenizer.json; see the constructor for the rest.
+    def parse(cls, raw: bytes, name: str, special: Collection[int], unknown: int | None) -> Vocabulary:
+        """Read the bytes of a tokenizer.json; see the constructor for the rest.
+
+        Args:
+            raw: the file.
+            name: of it, for errors.
+            special: see the constructor.
+            unknown: likewise.
 
         Raises:
             BackendError: the package `tokenizers` is not installed.
-            BundleError: the file is missing or damaged.
+            BundleError: it is damaged, or has parts that `read_parts` refuses.
         """
-        try:
-            import tokenizers
-        except ImportError as error:
-            raise BackendError(f"the package tokenizers is not installed; {extra_command('')}") from error
-        raw = _read(path)
-        try:
+        library = need_library()
+
+        def refused(reason: str) -> BundleError:
+            return BundleError(f"{name} is no tokenizer.json ({reason}); save the tokenizer again")
+
+        with border(refused):
             text = raw.decode("utf-8")
-            inner = tokenizers.Tokenizer.from_str(text)
-            model = json.loads(text)["model"]
-        except Exception as error:  # the library raises nothing more special
-            reason = " ".join(str(error).split())
-            raise BundleError(f"{path} is no tokenizer.json ({reason}); save the tokenizer again") from error
-        inner.no_padding()
-        inner.no_truncation()
-        inner.encode_special_tokens = True
-        if model.get("dropout"):
-            inner.model.dropout = None
-        return cls(inner, model, special, unknown)
+            data = json.loads(text)
+            parts = read_parts(data)
+            inner = library.Tokenizer.from_str(text)
+            inner.no_padding()
+            inner.no_truncation()
+            inner.encode_special_tokens = True
+            if data["model"].get("dropout"):
+                inner.model.dropout = None
+            return cls(inner, data["model"], parts, special, unknown)
 
     @property
     def largest_id(self) -> int:
@@ -89,8 +104,14 @@ class Vocabulary:
     @property
     def added_ids(self) -> list[int]:
         """The ids that the file puts around a text, in order."""
-        ids: list[int] = self._inner.encode("", add_special_tokens=True).ids
+        with border(_not_encoded):
+            ids: list[int] = self._inner.encode("", add_special_tokens=True).ids
         return ids
+
+    @property
+    def decoded_bytes(self) -> int:
+        """Bytes of text that a token may become."""
+        return self._parts.longest * self._parts.decoded
 
     def id_of(self, token: str) -> int | None:
         """Return the id of a token by its name, such as a language; None where there is none."""
@@ -103,12 +124,13 @@ class Vocabulary:
         Raises:
             InputError: the vocabulary cannot say it; the error has no subject.
         """
-        if lost := self._lost_characters(text):
+        with border(_not_encoded):
+            self._check_growth(text)
+            lost = self._lost_characters(text)
+        if lost:
             raise InputError(f"has {lost}, which the vocabulary lacks and would drop; leave that out")
-        try:
+        with border(_not_encoded):
             encoding = self._inner.encode(text, add_special_tokens=special)
-        except Exception as error:  # the library raises nothing more special
-            raise InputError(f"cannot be encoded ({error}); leave out what the vocabulary lacks") from error
         from_text = [not added for added in encoding.special_tokens_mask]
         ids = [
             self._as_text(i) if is_text and self._is_none_of_text(i) else i
@@ -120,7 +142,8 @@ class Vocabulary:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Turn token ids into text, leaving out special tokens and ids that have no token."""
-        return self._inner.decode([int(i) for i in ids if i not in self._special], skip_special_tokens=True)
+        with border(_not_decoded):
+            return self._inner.decode([int(i) for i in ids if i not in self._special], skip_special_tokens=True)
 
     @property
     def unknown(self) -> int | None:
@@ -143,7 +166,8 @@ class Vocabulary:
             tokens.get(place, "" if token in self._unseen else self.token(token)) for place, token in enumerate(ids)
         ]
         seen = [token for token in spelled if token]
-        text: str = self._inner.decoder.decode(seen) if self._inner.decoder else " ".join(seen)
+        with border(_not_decoded):
+            text: str = self._inner.decoder.decode(seen) if self._inner.decoder else " ".join(seen)
         return text
 
     def pieces(self, text: str, *, spelled: bool) -> list[str | None]:
@@ -154,7 +178,8 @@ class Vocabulary:
             spelled: give tokens as the vocabulary spells them, and only of unknown ones what stands in the text; else
                 what stands in the text of all.
         """
-        encoding = self._inner.encode(text, add_special_tokens=True)
+        with border(_not_encoded):
+            encoding = self._inner.encode(text, add_special_tokens=True)
         found: list[str | None] = []
         rows = zip(encoding.ids, encoding.tokens, encoding.offsets, encoding.special_tokens_mask, strict=True)
         for token_id, token, (first, last), is_added in rows:
@@ -175,6 +200,28 @@ class Vocabulary:
         if self._unknown is None:
             raise InputError(f"has {self._inner.id_to_token(special)!r}, which has a special meaning; leave it out")
         return self._unknown
+
+    def _check_growth(self, text: str) -> None:
+        """Refuse a text that becomes too large, before it does.
+
+        What the parts of the tokenizer can make of any text is known; where that is too much, the normalizer is tried
+        step by step, each only as far as it cannot make too much.
+        """
+        size = num_bytes(text)
+        if size * self._parts.growth <= MAX_NORMALIZED:
+            return
+        for step, normalizer in zip(self._parts.steps, _normalizers(self._inner.normalizer), strict=True):
+            size = step.most(text)
+            if size <= MAX_STEP:
+                text = normalizer.normalize_str(text)
+                size = num_bytes(text)
+            if size * self._parts.unseen > MAX_NORMALIZED:
+                break
+        if size * self._parts.unseen > MAX_NORMALIZED:
+            raise InputError(
+                f"may become {size * self._parts.unseen} bytes before it is split into tokens, the limit is "
+                f"{MAX_NORMALIZED}; split it"
+            )
 
     def _lost_characters(self, text: str) -> str:
         """Name the characters of `text` that byte-pair encoding without an unknown token would drop.
@@ -205,13 +252,50 @@ class Vocabulary:
         return [word for word, _ in self._inner.pre_tokenizer.pre_tokenize_str(text)]
 
 
+def need_library() -> Any:
+    """Import `tokenizers`.
+
+    Raises:
+        BackendError: it is not installed.
+    """
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise BackendError(f"the package tokenizers is not installed; {extra_command('')}") from error
+    return tokenizers
+
+
+def _normalizers(normalizer: Any) -> Iterator[Any]:
+    """Return the parts of a normalizer one after the other, in the order of `Parts.steps`."""
+    from tokenizers.normalizers import Sequence as Chain
+
+    if isinstance(normalizer, Chain):
+        for place in range(len(normalizer)):
+            yield from _normalizers(normalizer[place])
+    elif normalizer is not None:
+        yield normalizer
+
+
+def _not_encoded(reason: str) -> InputError:
+    return InputError(f"cannot be encoded ({reason}); leave out what the vocabulary lacks")
+
+
+def _not_decoded(reason: str) -> InputError:
+    return InputError(f"token ids cannot be decoded ({reason}); give the tokenizer that the model was trained with")
+
+
 def _unknown_id(inner: tokenizers.Tokenizer, model: dict[str, Any]) -> int | None:
     """Return the id that the tokenizer gives to what it does not know, None when it has none."""
     token, unknown = model.get("unk_token"), model.get("unk_id")
     return unknown if token is None else inner.token_to_id(token)
 
 
-def _read(path: Path) -> bytes:
+def read_plain(path: Path) -> bytes:
+    """Read a tokenizer.json.
+
+    Raises:
+        BundleError: it is no plain file, too large, or cannot be read.
+    """
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):

@@ -13,7 +13,7 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
-from tfexport.errors import BackendError, EngineError
+from tfexport.errors import BackendError, EngineError, first_line
 from tfexport.install import install_command
 from tfexport.spec import DType
 from tfexport.trt.config import Target
@@ -170,8 +170,7 @@ def _import(target: Target) -> Library:
     try:
         module = importlib.import_module(name)
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise BackendError(f"{target}: its library cannot be loaded ({reason}); {repair}") from error
+        raise BackendError(f"{target}: its library cannot be loaded ({first_line(error)}); {repair}") from error
     parts = ("Builder", "Runtime", "OnnxParser", "ILogger", "__version__")
     missing = [part for part in parts if not hasattr(module, part)]
     if missing:

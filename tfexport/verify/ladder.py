@@ -5,9 +5,9 @@ Its foot is float64: what float32 itself loses on a model bounds what a stage ma
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ from typing import Self, cast
 
 import numpy as np
 
-from tfexport.bundle.bundle import Bundle, open_bundle
-from tfexport.errors import BundleError, ConfigError, raise_all
+from tfexport.bundle.bundle import open_bundle
+from tfexport.errors import ConfigError
 from tfexport.fields import Config
+from tfexport.files.signature import TrustedKeys
 from tfexport.model import load_tokenizer
-from tfexport.models.directory import load_model
-from tfexport.models.transformer import Transformer
+from tfexport.models.eager import EagerModel
 from tfexport.runtime import registry
-from tfexport.runtime.eager import EagerSession, full_logits, load_eager_model
+from tfexport.runtime.eager import EagerSession, full_outputs
 from tfexport.runtime.registry import Backend, Graphs, OpenOptions
 from tfexport.runtime.session import Aligns, Floats, Session
 from tfexport.spec import Device, ModelSpec
@@ -31,6 +31,7 @@ from tfexport.text.tokenizer import Tokenizer
 from tfexport.verify.divergence import measure_divergence
 from tfexport.verify.numbers import Batch, compare, random_batches, random_sources, step_logits
 from tfexport.verify.recorded import recorded_texts
+from tfexport.verify.reference import reference_of
 from tfexport.verify.report import TOLERANCE, Decodes, Numbers, Report
 from tfexport.verify.texts import METHODS, batch_invariance, compare_decodes, decode_best
 
@@ -65,13 +66,13 @@ class Stages:
     """What is compared.
 
     Attributes:
-        model: the eager reference, float32.
+        model: the eager reference.
         graphs: of a bundle, written or still being made.
         reference: the eager model in words.
         tokenizer: with the texts that were recorded; None where there is none.
     """
 
-    model: Transformer
+    model: EagerModel
     graphs: Graphs
     reference: str = "the eager model"
     tokenizer: Tokenizer | None = None
@@ -80,41 +81,37 @@ class Stages:
 def verify_bundle(
     path: Path,
     *,
-    against: Path | None = None,
+    against: str | Path | None = None,
     config: VerifyConfig | None = None,
     backend: str | None = None,
     device: Device = "cpu",
     engine: str | None = None,
+    trusted_keys: Sequence[str | os.PathLike[str]] | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> Report:
     """Climb the ladder for a bundle.
 
     Args:
         path: of the bundle.
-        against: model directory of the reference; None takes the bundle's own
-            weights, which for fp16 and bf16 are the rounded ones.
+        against: model directory of the reference, or PACKAGE.MODULE:FACTORY of a module of the user's own, whose code
+            is imported and run; None takes the bundle's own weights, which for fp16 and bf16 are the rounded ones.
         config: how much is tried.
         backend: "ort" compares every form of the graphs that the device takes, "trt" an engine; None for the first,
             which exports are verified on.
         device: where graphs are computed.
         engine: name of the engine; None for the only one that may be used here.
+        trusted_keys: files of public keys, one of which must have signed bundle and engine; None compares whosever.
         report: told what happens, a line at a time.
 
     Raises:
         BackendError: the backend cannot be used here, has no such device or engine, or failed.
         EngineError: the bundle has no such engine, or it may not be used here.
         BundleError: the bundle is damaged, carries no eager model and `against` is None, or has no form for the device.
-        ConfigError: `against` is another model, or the backend is none that is compared.
+        ConfigError: `against` is another model, the backend is none that is compared, or a key is none.
     """
     compared = comparable(backend)
-    bundle = open_bundle(path)
-    quantization = bundle.manifest.quantization
-    if against is None and quantization is not None:
-        raise BundleError(
-            f"{path}: holds {quantization.weights} weights and no model to compare with; "
-            "give the model directory that it was made from with --against"
-        )
-    model = load_eager_model(bundle) if against is None else _reference(bundle, against)
+    bundle = open_bundle(path, trusted_keys=None if trusted_keys is None else TrustedKeys.read(trusted_keys))
+    model = reference_of(bundle, None if against is None else str(against))
     rounded = against is None and bundle.manifest.spec.precision != "fp32"
     words = "the eager model" + (f" with the bundle's {bundle.manifest.spec.precision} weights" if rounded else "")
     stages = Stages(model, Graphs.of(bundle), words, load_tokenizer(bundle))
@@ -153,20 +150,20 @@ def comparable(name: str | None = None) -> Backend:
 def _climb(stages: Stages, sessions: Sequence[Named], config: VerifyConfig, report: Callable[[str], None]) -> Report:
     spec, rng = _shortest(stages.graphs.spec, sessions), np.random.default_rng(config.seed)
     alignment = stages.graphs.alignment
-    eager = EagerSession(stages.model, dataclasses.replace(spec, precision="fp32"), alignment=alignment)
+    eager = EagerSession(stages.model.module, dataclasses.replace(spec, precision="fp32"), alignment=alignment)
     most_rows = min((s.limits.rows.most for _, s in sessions if s.limits.rows.most), default=None)
     batches = random_batches(spec, min(config.samples, 64), rng, most_rows)
     sources = random_sources(spec, config.samples, rng)
     if not spec.has_decoder:
-        found = (_hidden_states(eager, sessions[0], batches, report),)
+        found = (_hidden_states(stages.model, sessions[0], batches, report),)
         texts = _recorded(stages.tokenizer, eager, [("eager", eager, 0.0)], report)
         return Report(stages.reference, config.samples, config.seed, found, tuple(texts))
-    numbers = _numbers(stages.model, eager, sessions, batches, report)
+    rounding, stepped = _numbers(stages.model, eager, sessions, batches, report)
     # Nothing can be decoded from NaN, and the rung that gave it has failed already.
-    pairs = [pair for pair in zip(sessions, numbers[2:], strict=True) if math.isfinite(pair[1].error)]
-    numbers += _alignment(eager, sessions, batches, numbers[0], report)
+    pairs = [pair for pair in zip(sessions, stepped[1:], strict=True) if math.isfinite(pair[1].error)]
+    numbers = [*rounding, *stepped, *_alignment(eager, sessions, batches, rounding, report)]
     decodes = _decodes(eager, pairs, sources, report) if pairs else []
-    rungs = [("eager", cast(Session, eager), numbers[0].worst)]
+    rungs = [("eager", cast(Session, eager), max((number.worst for number in rounding), default=0.0))]
     rungs += [(stage, session, number.worst) for (stage, session), number in pairs]
     decodes += _recorded(stages.tokenizer, eager, rungs, report)
     return Report(stages.reference, config.samples, config.seed, tuple(numbers), tuple(decodes))
@@ -194,23 +191,6 @@ def _shortest(spec: ModelSpec, sessions: Sequence[Named]) -> ModelSpec:
     return dataclasses.replace(spec, **{name: min(getattr(s.spec, name) for _, s in sessions) for name in names})
 
 
-def _reference(bundle: Bundle, against: Path) -> Transformer:
-    model, theirs = load_model(against), bundle.manifest.config
-    if theirs is None:
-        raise BundleError(f"{bundle.path}: holds no canonical model, so {against} cannot be its reference")
-    ours, expected = model.config.to_dict(), theirs.to_dict()
-    lengths = ("max_source_length", "max_target_length")
-    differing = [key for key in expected if key not in lengths and ours[key] != expected[key]]
-    if theirs.positions == "table":  # a bundle may take less than its model, not more
-        differing += [key for key in lengths if (ours[key] or 0) < (expected[key] or 0)]
-    raise_all(
-        ConfigError,
-        f"{against} is not the model of this bundle",
-        [f"{key} is {ours[key]}, the bundle has {expected[key]}" for key in differing],
-    )
-    return model
-
-
 @contextmanager
 def _closing(opening: Iterator[Named]) -> Iterator[list[Named]]:
     """Open sessions one after the other; close those that were opened, also when the next cannot be."""
@@ -223,48 +203,61 @@ def _closing(opening: Iterator[Named]) -> Iterator[list[Named]]:
             session.close()
 
 
-def _hidden_states(
-    eager: EagerSession, named: Named, batches: Sequence[Batch], report: Callable[[str], None]
-) -> Numbers:
+def _hidden_states(model: EagerModel, named: Named, batches: Sequence[Batch], report: Callable[[str], None]) -> Numbers:
     stage, session = named
     report(f"comparing hidden states: {stage}")
 
     def valid(array: Floats, batch: Batch) -> Floats:
         return array * batch.source_mask[:, :, None]
 
-    expected = [valid(eager.hidden_states(b.source_ids, b.source_mask), b) for b in batches]
+    expected = [valid(full_outputs(model, b.source_ids, b.source_mask), b) for b in batches]
     got = [valid(session.hidden_states(b.source_ids, b.source_mask), b) for b in batches]
     return compare(stage, expected, got, TOLERANCE[session.accuracy])
 
 
 def _numbers(
-    model: Transformer,
+    model: EagerModel,
     eager: EagerSession,
     sessions: Sequence[Named],
     batches: Sequence[Batch],
     report: Callable[[str], None],
-) -> list[Numbers]:
-    def full(model: Transformer, batches: Sequence[Batch]) -> list[Floats]:
-        return [full_logits(model, b.source_ids, b.source_mask, b.target_ids)[:, b.prefill - 1 :] for b in batches]
-
+) -> tuple[list[Numbers], list[Numbers]]:
+    """Compare all positions at once in float64, where the model runs in it, and every stage step by step."""
     report("comparing logits: eager full and cached")
-    expected = full(model, batches)
-    rounding = compare("eager float64", full(copy.deepcopy(model).double(), batches[:1]), expected[:1], 1e-3)
-    rungs = [rounding]
+    expected = [_all_positions(model, batch) for batch in batches]
+    rounding, rungs = _rounding(model, batches[0], expected[0], report), []
     stages = [("eager cached", cast(Session, eager)), *sessions]
     for stage, session in stages:
         report(f"comparing logits: {stage}")
-        tolerance = max(TOLERANCE[session.accuracy], 10 * rounding.error)
+        tolerance = _tolerance(session, rounding)
         got = [step_logits(session, batch, logits) for batch, logits in zip(batches, expected, strict=True)]
         rungs.append(compare(stage, expected, got, tolerance))
-    return rungs
+    return rounding, rungs
+
+
+def _all_positions(model: EagerModel, batch: Batch) -> Floats:
+    return full_outputs(model, batch.source_ids, batch.source_mask, batch.target_ids)[:, batch.prefill - 1 :]
+
+
+def _rounding(model: EagerModel, batch: Batch, expected: Floats, report: Callable[[str], None]) -> list[Numbers]:
+    """Measure what float32 itself loses; nothing where code of the user's own does not run in float64."""
+    try:
+        wide = _all_positions(model.double(), batch)
+    except Exception as error:  # noqa: BLE001 - of the user's own code
+        report(f"the reference does not run in float64, so nothing is allowed for rounding ({type(error).__name__})")
+        return []
+    return [compare("eager float64", [wide], [expected], 1e-3)]
+
+
+def _tolerance(session: Session, rounding: Sequence[Numbers]) -> float:
+    return max(TOLERANCE[session.accuracy], *(10 * number.error for number in rounding), 0.0)
 
 
 def _alignment(
     eager: EagerSession,
     sessions: Sequence[Named],
     batches: Sequence[Batch],
-    rounding: Numbers,
+    rounding: Sequence[Numbers],
     report: Callable[[str], None],
 ) -> list[Numbers]:
     """Compare the weights of the alignment, and with 1 their sums over what is no padding; all forms have one graph."""
@@ -283,7 +276,7 @@ def _alignment(
     for array, batch in zip(expected, batches, strict=True):
         array[:, :, :-1] *= batch.source_mask[:, None]
         array[:, :, -1] = 1
-    tolerance = max(TOLERANCE[session.accuracy], 10 * rounding.error)
+    tolerance = _tolerance(session, rounding)
     found = compare(stage, expected, [weights(session, batch) for batch in batches], tolerance)
     return [dataclasses.replace(found, quantity="alignment")]
 

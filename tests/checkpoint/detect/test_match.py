@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tests.checkpoint.selfmade import HEADS, SELFMADE, SOURCE, TARGET, HeadLists, Mixed, NumberedBlocks
+from tfexport.checkpoint.detect.budget import Budget
 from tfexport.checkpoint.detect.compress import compress
 from tfexport.checkpoint.detect.detect import Detection, detect
 from tfexport.checkpoint.detect.match import proposals
 from tfexport.checkpoint.detect.words import attention_role, field, natural, side, words
-from tfexport.checkpoint.layout.apply import apply_layout
+from tfexport.checkpoint.layout.apply import apply_layout, possible_heads
 from tfexport.checkpoint.layout.layout import Layout, builtin_layouts, parse_layout, parse_line, render_layout
 from tfexport.checkpoint.reference.compare import compare
 from tfexport.checkpoint.reference.golden import Golden, read_golden, record
@@ -28,8 +29,15 @@ from tfexport.errors import CheckpointError
 
 RECORDS = Path(__file__).resolve().parents[4] / "shared" / "goldens"
 NAMES = sorted(path.name.split(".")[0] for path in RECORDS.glob("*.golden.safetensors"))
-PATIENCE = 600.0  # the machine that tests may be slow; what is proven is that the search arrives
+# Candidates that every model here is found with: three tenths of what an import has.
+ENOUGH = 6_000
+# Whose searches take longest.
+LONG = ("Misleading", "FusedGates", "fairseq_post", "hf_bart")
 TOKENS: dict[str, Any] = {"tokens.pad": 0, "tokens.start": 1, "tokens.eos": 2}
+
+
+def each(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in names]
 
 
 def made(name: str, path: Path, **options: Any) -> Golden:
@@ -56,30 +64,30 @@ def check(found: Detection, tensors: dict[str, Tensor], golden: Golden) -> float
     return error
 
 
-@pytest.mark.parametrize("name", SELFMADE)
+@pytest.mark.parametrize("name", each(SELFMADE))
 def test_selfmade_models_are_found(name: str, golden_of: Callable[[str], Golden]) -> None:
-    golden = golden_of(name)
-    assert check(detect(golden.state, golden, [], seconds=PATIENCE), dict(golden.state), golden) < 1e-12
+    golden, budget = golden_of(name), Budget(ENOUGH)
+    assert check(detect(golden.state, golden, [], budget=budget), dict(golden.state), golden) < 1e-12
 
 
 @pytest.mark.skipif(not NAMES, reason="recorded outputs of other implementations are not here")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", each(NAMES))
 def test_other_implementations_are_found_without_their_layouts(name: str) -> None:
     tensors = load_file(RECORDS / f"{name}.safetensors")
     golden = read_golden(RECORDS / f"{name}.golden.safetensors")
-    assert check(detect(tensors, golden, [], seconds=PATIENCE), tensors, golden) < 1e-6
+    assert check(detect(tensors, golden, [], budget=Budget(ENOUGH)), tensors, golden) < 1e-6
 
 
 def test_heads_are_found_where_nobody_tells(tmp_path: Path) -> None:
     golden = made("Square", tmp_path / "g", heads=None)
-    found = detect(golden.state, golden, [], seconds=PATIENCE)
+    found = detect(golden.state, golden, [])
     assert check(found, dict(golden.state), golden) < 1e-12
     assert found.layout.arch["num_heads"] == HEADS
 
 
 def test_what_is_given_is_not_searched(golden_of: Callable[[str], Golden]) -> None:
     golden = golden_of("Mixed")
-    found = detect(golden.state, golden, [], settings={"norm": "std"}, seconds=3)
+    found = detect(golden.state, golden, [], settings={"norm": "std"}, budget=Budget(400))
     assert found.search is not None
     assert not found.search.accepted
     assert found.layout.arch["norm"] == "std"
@@ -87,7 +95,7 @@ def test_what_is_given_is_not_searched(golden_of: Callable[[str], Golden]) -> No
 
 def test_wrong_heads_are_not_accepted(golden_of: Callable[[str], Golden]) -> None:
     golden = golden_of("NumberedBlocks")
-    found = detect(golden.state, golden, [], heads=2, seconds=3)
+    found = detect(golden.state, golden, [], heads=2, budget=Budget(400))
     assert found.search is not None
     assert not found.search.accepted
 
@@ -104,20 +112,23 @@ def test_a_failed_search_says_how_near_it_came(golden_of: Callable[[str], Golden
         Odd(), lambda m, *inputs: m(*inputs), tmp_path / "g", source_vocab=SOURCE, target_vocab=TARGET, heads=HEADS
     )
     said: list[str] = []
-    found = detect(golden.state, golden, [], seconds=2, report=said.append)
+    budget = Budget(200, said.append)
+    found = detect(golden.state, golden, [], budget=budget, report=said.append)
     assert found.search is not None
     assert not found.search.accepted
     assert found.search.best is not None
     assert found.search.best.error > 1e-3
     assert found.search.proposals >= 1
-    assert found.search.combinations > 50
+    assert found.search.is_cut
+    assert 200 <= budget.spent <= 201  # what comes near is run on the whole batch too
+    assert "searching: 180 of 200 candidates" in said
     assert any("error" in line for line in said)
     parse_layout(render_layout(found.layout), "started")
 
 
 def test_the_encoder_is_named_where_the_golden_knows(golden_of: Callable[[str], Golden]) -> None:
     golden = golden_of("Alternating")
-    layout = detect(golden.state, golden, [], seconds=PATIENCE).layout
+    layout = detect(golden.state, golden, []).layout
     states = torch.zeros(*golden.source_ids.shape, 24, dtype=torch.float64)
     canonical = apply_layout(layout, golden.state, settings=TOKENS)
     knowing = Golden(
@@ -164,12 +175,20 @@ def test_layers_without_a_network_are_refused() -> None:
         next(proposals(layers.state_dict()))
 
 
-def test_heads_that_share_keys_are_refused_by_name() -> None:
+def test_heads_that_share_keys_are_as_many_as_rows_of_keys_allow() -> None:
     shapes = {"q": (8, 8), "k": (4, 8), "v": (4, 8), "o": (8, 8), "ff.0": (16, 8), "ff.2": (8, 16)}
     tensors = {f"layers.{i}.{name}.weight": torch.randn(shape) for i in range(2) for name, shape in shapes.items()}
+    tensors |= {f"layers.{i}.norm{n}.weight": torch.ones(8) for i in range(2) for n in (1, 2)}
     tensors["embed.weight"] = torch.randn(9, 8)
-    with pytest.raises(CheckpointError, match=r"q has 8 rows of queries, but there are 4 of keys: grouped.*own module"):
-        next(proposals(tensors))
+    layout = next(proposals(tensors)).layout
+    assert layout.arch["positions"] == "rotary"
+    assert possible_heads(layout, tensors) == [2, 4]
+    not_turned = replace(layout, arch={**layout.arch, "positions": "none"})
+    assert possible_heads(not_turned, tensors) == [2, 4, 8]
+    normed = {**tensors, **{f"layers.{i}.{n}_norm.weight": torch.ones(2) for i in range(2) for n in "qk"}}
+    layout = next(proposals(normed)).layout
+    assert layout.arch["qk_norm"] == "head"
+    assert possible_heads(layout, normed) == [4]
 
 
 def test_the_first_proposal_reads_names() -> None:
@@ -248,7 +267,6 @@ def test_compressed_lines_mean_the_same(modules: list[tuple[list[str], bool]]) -
 
 
 def test_a_recorded_golden_of_another_model_is_not_accepted(golden_of: Callable[[str], Golden]) -> None:
-    found = detect(golden_of("NumberedBlocks").state, golden_of("HeadAxes"), [], seconds=2)
+    found = detect(golden_of("NumberedBlocks").state, golden_of("HeadAxes"), [], budget=Budget(200))
     assert found.search is not None
     assert not found.search.accepted
-    assert math.isfinite(found.search.seconds)

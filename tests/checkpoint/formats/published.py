@@ -28,6 +28,7 @@ CLASSES = {
     "mt5": "MT5ForConditionalGeneration",
     "t5": "T5ForConditionalGeneration",
     "umt5": "UMT5ForConditionalGeneration",
+    "t5gemma": "T5GemmaForConditionalGeneration",
 }
 
 

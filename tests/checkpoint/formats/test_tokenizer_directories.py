@@ -18,7 +18,8 @@ from tests import tiny
 from tests.checkpoint.formats.odd_texts import LINES, odd_texts
 from tfexport.checkpoint.text import Tokenizers, import_text
 from tfexport.errors import CheckpointError, InputError
-from tfexport.models.config import TransformerConfig, model_spec
+from tfexport.models.config import model_spec
+from tfexport.spec import ModelSpec
 from tfexport.text.config import TextConfig
 from tfexport.text.tokenizer import Tokenizer
 
@@ -45,12 +46,12 @@ def write(folder: Path, **files: Any) -> None:
         (folder / f"{name}.json").write_text(json.dumps(data))
 
 
-def config(size: int, **tokens: int) -> TransformerConfig:
+def spec(size: int, **tokens: int) -> ModelSpec:
     made = replace(tiny.config(), source_vocab=size, target_vocab=size, max_source_length=2000, max_target_length=2000)
-    return replace(made, tokens=replace(made.tokens, **tokens))
+    return model_spec(replace(made, tokens=replace(made.tokens, **tokens)), "fp32")
 
 
-def marian(folder: Path, *, kind: str = "unigram", separate: bool = False) -> tuple[Any, TransformerConfig]:
+def marian(folder: Path, *, kind: str = "unigram", separate: bool = False) -> tuple[Any, ModelSpec]:
     """A shared vocabulary has the pieces of both sides, but those that are rare, as Marian's vocabularies have."""
     source = train(folder / "source.spm", kind)
     target = train(folder / "target.spm", kind, [line.upper().replace("A", "Ä") for line in LINES])
@@ -63,9 +64,9 @@ def marian(folder: Path, *, kind: str = "unigram", separate: bool = False) -> tu
     write(folder, vocab=ids[0], config={"model_type": "marian"}, tokenizer_config={"separate_vocabs": separate})
     if separate:
         write(folder, target_vocab=ids[1])
-    found = config(len(ids[0]), pad=len(ids[0]) - 1, eos=0, unk=1, start=len(ids[0]) - 1)
+    found = spec(len(ids[0]), pad=len(ids[0]) - 1, eos=0, unk=1, start=len(ids[0]) - 1)
     if separate:
-        found = replace(found, target_vocab=len(ids[1]))
+        found = replace(found, vocab=len(ids[1]))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         files = [str(folder / name) for name in ("source.spm", "target.spm", "vocab.json")]
@@ -73,23 +74,23 @@ def marian(folder: Path, *, kind: str = "unigram", separate: bool = False) -> tu
         return transformers.MarianTokenizer(*files, **more), found
 
 
-def bart(folder: Path) -> tuple[Any, TransformerConfig]:
+def bart(folder: Path) -> tuple[Any, ModelSpec]:
     trained = ByteLevelBPETokenizer()
     trained.train_from_iterator(
         LINES, 400, special_tokens=["<s>", "<pad>", "</s>", "<unk>", "<mask>"], show_progress=False
     )
     trained.save_model(str(folder))
     write(folder, config={"model_type": "bart"})
-    return transformers.BartTokenizer.from_pretrained(folder), config(400, pad=1, start=2, eos=2, unk=3)
+    return transformers.BartTokenizer.from_pretrained(folder), spec(400, pad=1, start=2, eos=2, unk=3)
 
 
-def t5(folder: Path) -> tuple[Any, TransformerConfig]:
+def t5(folder: Path) -> tuple[Any, ModelSpec]:
     count = len(train(folder / "spiece.model", pad_id=0, eos_id=1, unk_id=2, bos_id=-1))
     write(folder, config={"model_type": "t5"})
-    return transformers.T5Tokenizer.from_pretrained(folder), config(count + 128, pad=0, start=0, eos=1, unk=2)
+    return transformers.T5Tokenizer.from_pretrained(folder), spec(count + 128, pad=0, start=0, eos=1, unk=2)
 
 
-def m2m100(folder: Path) -> tuple[Any, TransformerConfig]:
+def m2m100(folder: Path) -> tuple[Any, ModelSpec]:
     pieces = train(folder / "sentencepiece.bpe.model", "bpe")
     ids = {piece: i for i, piece in enumerate(["<s>", "<pad>", "</s>", "<unk>", *pieces[:40:-1]])}
     write(folder, vocab=ids, config={"model_type": "m2m_100"}, tokenizer_config={"src_lang": "de"})
@@ -101,10 +102,10 @@ def m2m100(folder: Path) -> tuple[Any, TransformerConfig]:
         tgt_lang="fr",
         additional_special_tokens=languages,
     )
-    return theirs, config(len(ids) + 108, pad=1, start=2, eos=2, unk=3)
+    return theirs, spec(len(ids) + 108, pad=1, start=2, eos=2, unk=3)
 
 
-FAMILIES: dict[str, Callable[[Path], tuple[Any, TransformerConfig]]] = {
+FAMILIES: dict[str, Callable[[Path], tuple[Any, ModelSpec]]] = {
     "marian": marian,
     "marian of BPE": lambda folder: marian(folder, kind="bpe"),
     "marian, separate": lambda folder: marian(folder, separate=True),
@@ -114,7 +115,7 @@ FAMILIES: dict[str, Callable[[Path], tuple[Any, TransformerConfig]]] = {
 }
 
 
-def imported(folder: Path, found: TransformerConfig, output: Path) -> Tokenizer:
+def imported(folder: Path, found: ModelSpec, output: Path) -> Tokenizer:
     text = import_text(Tokenizers(folder), TextConfig(), None, found, has_own_weights=False)
     output.mkdir()
     for name, raw in text.files.items():
@@ -122,7 +123,7 @@ def imported(folder: Path, found: TransformerConfig, output: Path) -> Tokenizer:
     target = output / "target_tokenizer.json"
     return Tokenizer.load(
         output / "tokenizer.json",
-        model_spec(found, "fp32"),
+        found,
         target=target if target.exists() else None,
         text=TextConfig.from_dict(json.loads(text.files["text.json"])),
     )
@@ -182,7 +183,7 @@ def test_languages_of_mbart(tmp_path: Path) -> None:
     write(folder, config={"model_type": "mbart"}, tokenizer_config={"src_lang": "de_DE"})
     german = count + 1 + 2
     for size, prefix, suffix in ((count + 27, [], [2, german]), (count + 54, [german], [2])):
-        ours = imported(folder, config(size, pad=1, start=2, eos=2, unk=3), tmp_path / str(size))
+        ours = imported(folder, spec(size, pad=1, start=2, eos=2, unk=3), tmp_path / str(size))
         for text in odd_texts():
             if (ids := encoded(ours, text)) is not None:
                 assert ids == [*prefix, *(i + 1 if i else 3 for i in spm.encode(text)), *suffix], text
@@ -195,10 +196,28 @@ def test_ids_of_pegasus(tmp_path: Path) -> None:
     count = len(train(folder / "spiece.model", pad_id=0, eos_id=1, unk_id=2, bos_id=-1))
     spm = sentencepiece.SentencePieceProcessor(model_file=str(folder / "spiece.model"))
     write(folder, config={"model_type": "pegasus"})
-    ours = imported(folder, config(count + 103, pad=0, start=0, eos=1, unk=105), tmp_path / "ours")
+    ours = imported(folder, spec(count + 103, pad=0, start=0, eos=1, unk=105), tmp_path / "ours")
     for text in odd_texts():
         if (ids := encoded(ours, text)) is not None:
             assert ids == [*(i + 103 for i in spm.encode(text)), 1], text
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "problem"),
+    [
+        ("xlm-roberta", {}, "ids of sentencepiece.bpe.model for xlm-roberta are not known"),
+        ("mbart", {"tokenizer_class": "OddTokenizer"}, "ids of sentencepiece.bpe.model for odd are not known"),
+        ("mbart", {"src_lang": ["de_DE"]}, r"src_lang is \['de_DE'\], expected one of ar_AR, cs_CZ"),
+        ("mbart", {"src_lang": "de"}, "src_lang is 'de', expected one of ar_AR, cs_CZ"),
+    ],
+)
+def test_a_family_or_language_that_is_not_known(
+    model_type: str, settings: dict[str, object], problem: str, tmp_path: Path
+) -> None:
+    train(tmp_path / "sentencepiece.bpe.model")
+    write(tmp_path, config={"model_type": model_type}, tokenizer_config=settings)
+    with pytest.raises(CheckpointError, match=problem):
+        imported(tmp_path, spec(300, pad=1, start=2, eos=2, unk=3), tmp_path / "ours")
 
 
 @pytest.mark.parametrize(
@@ -216,4 +235,4 @@ def test_a_directory_that_is_none(files: list[str], problem: str, tmp_path: Path
     for name in files:
         (tmp_path / name).write_text(json.dumps({"<unk>": 0, "a": 1}))
     with pytest.raises(CheckpointError, match=problem):
-        imported(tmp_path, config(300), tmp_path / "ours")
+        imported(tmp_path, spec(300), tmp_path / "ours")

@@ -15,17 +15,19 @@ from tfexport.checkpoint.formats.coverage import check_coverage
 from tfexport.checkpoint.formats.vocabulary import Side, tokenizer_json
 from tfexport.checkpoint.text import Tokenizers, import_text
 from tfexport.errors import CheckpointError
-from tfexport.models.config import TransformerConfig
+from tfexport.models.config import model_spec
+from tfexport.spec import ModelSpec
 from tfexport.text.config import TextConfig
 
 
-def config(size: int, eos: int = 2, unk: int = 3) -> TransformerConfig:
-    return replace(
+def spec(size: int, eos: int = 2, unk: int = 3) -> ModelSpec:
+    made = replace(
         tiny.config(),
         source_vocab=size,
         target_vocab=size,
         tokens=replace(tiny.config().tokens, pad=0, start=1, eos=eos, unk=unk),
     )
+    return model_spec(made, "fp32")
 
 
 @pytest.mark.parametrize(
@@ -42,7 +44,7 @@ def config(size: int, eos: int = 2, unk: int = 3) -> TransformerConfig:
 def test_a_part_of_a_tokenizer_alone(name: str, content: str, problem: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(CheckpointError, match=problem):
-        import_text(Tokenizers(tmp_path / name), TextConfig(), None, config(10), has_own_weights=False)
+        import_text(Tokenizers(tmp_path / name), TextConfig(), None, spec(10), has_own_weights=False)
 
 
 def spm(folder: Path, name: str = "source.spm") -> Path:
@@ -69,15 +71,15 @@ def spm(folder: Path, name: str = "source.spm") -> Path:
 def test_a_sentencepiece_model_whose_ids_are_not_the_models(eos: int, unk: int, problem: str, tmp_path: Path) -> None:
     path = spm(tmp_path)
     with pytest.raises(CheckpointError, match=f"its ids are not the model's: .*{problem}"):
-        tokenizer_json(path, config(300, eos, unk))
+        tokenizer_json(path, spec(300, eos, unk))
     (tmp_path / "vocab.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"vocab\.json beside it maps its pieces: give the directory"):
-        tokenizer_json(path, config(300, eos, unk))
-    tokenizer_json(path, config(300, 2, 0))
+        tokenizer_json(path, spec(300, eos, unk))
+    tokenizer_json(path, spec(300, 2, 0))
 
 
 def test_the_end_of_a_target_may_be_a_piece_of_a_source(tmp_path: Path) -> None:
-    tokenizer_json(spm(tmp_path), config(300, eos=7, unk=0), "source")
+    tokenizer_json(spm(tmp_path), spec(300, eos=7, unk=0), "source")
 
 
 @pytest.mark.parametrize(
@@ -95,14 +97,14 @@ def test_too_few_ids(count: int, size: int, said: str | None, side: Side | None)
     raw = Inner(models.WordLevel({f"w{i}": i for i in range(count)}, unk_token="w3")).to_str().encode()
     if said == "refused":
         with pytest.raises(CheckpointError, match=f"has {count} ids, the model's {side or 'source'}_vocab is {size}"):
-            check_coverage(raw, Path("t"), config(size), side)
+            check_coverage(raw, Path("t"), spec(size), side)
         return
-    found = check_coverage(raw, Path("t"), config(size), side)
+    found = check_coverage(raw, Path("t"), spec(size), side)
     assert found.startswith("warning: tokenizer t: has") == (said == "warning")
     assert bool(found) == (said is not None)
 
 
 def test_an_import_passes_the_warning_on(tmp_path: Path) -> None:
     Inner(models.WordLevel({f"w{i}": i for i in range(800)}, unk_token="w3")).save(str(tmp_path / "t.json"))
-    found = import_text(Tokenizers(tmp_path / "t.json"), TextConfig(), None, config(1200), has_own_weights=False)
+    found = import_text(Tokenizers(tmp_path / "t.json"), TextConfig(), None, spec(1200), has_own_weights=False)
     assert any("has 800 ids, the model's source_vocab is 1200" in note for note in found.notes)

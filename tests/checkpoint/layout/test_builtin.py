@@ -23,7 +23,7 @@ from tests.models.notebooks import Notebook000, Notebook002, Notebook004
 from tfexport.checkpoint.config import ImportConfig
 from tfexport.checkpoint.formats.container import read_checkpoint
 from tfexport.checkpoint.importer import import_checkpoint
-from tfexport.checkpoint.layout.apply import Canonical, apply_layout, unmatched
+from tfexport.checkpoint.layout.apply import Canonical, apply_layout, fits_names
 from tfexport.checkpoint.layout.layout import Layout, Value, builtin_layouts
 from tfexport.checkpoint.reference.certificate import certify
 from tfexport.checkpoint.reference.compare import Comparator, compare, tolerance
@@ -92,7 +92,7 @@ def test_a_recorded_model_is_reproduced(name: str) -> None:
 @recorded
 @pytest.mark.parametrize("name", NAMES)
 def test_its_names_fit_no_other_layout(name: str) -> None:
-    fitting = [layout.name for layout in builtin_layouts().values() if not unmatched(layout, list(state(name)))]
+    fitting = [layout.name for layout in builtin_layouts().values() if fits_names(layout, state(name))]
     # UMT5 has the names of T5 v1.1, and a bias in every layer, which applying asks for.
     more = ["hf_umt5"] if name == "hf_t5_v1_1" else []
     assert fitting == [LAYOUTS[name], *more]
@@ -161,6 +161,14 @@ def placed(side: str) -> Mistake:
         stack: StackConfig = getattr(canonical.config, side)
         other = "pre" if stack.norm_place == "post" else "post"
         return replace(canonical, config=replace(canonical.config, **{side: replace(stack, norm_place=other)}))
+
+    return make
+
+
+def rescaled(side: str) -> Mistake:
+    def make(canonical: Canonical) -> Canonical:
+        stack: StackConfig = getattr(canonical.config, side)
+        return replace(canonical, config=replace(canonical.config, **{side: replace(stack, residual_scale=0.99)}))
 
     return make
 
@@ -247,7 +255,8 @@ MISTAKES: dict[str, Mistake] = {
     "embedding scale": scaled,
     "attention scale": attention_scaled,
     "logit scale": switched(logit_scale=0.5),
-    "residual scale": switched(residual_scale=0.99),
+    "encoder residual scale": rescaled("encoder"),
+    "decoder residual scale": rescaled("decoder"),
     "position table": other_table,
     "positions off by one": changed(".pos", lambda table: table.roll(1, 0)),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from tfexport.cli import main
 from tfexport.files.names import CERTIFICATE
 from tfexport.inspect import inspect_path
 from tfexport.models.directory import save_model
+from tfexport.models.switches import SWITCHES
 from tfexport.models.transformer import Transformer
 
 ENCODER_ALONE = replace(tiny.VARIANTS["post"], decoder=None, target_vocab=None, max_target_length=None)
@@ -59,18 +61,30 @@ def test_what_cannot_matter_is_all_that_is_unverified(name: str) -> None:
     assert certificate.proven
     assert certificate.error is not None
     assert certificate.error < 1e-14
-    # Adding the same number to all scores of a row changes no softmax.
+    # Adding the same number to all scores of a row changes no softmax. Behind a norm, it is the norm that adds it.
+    config = canonical.config
+    added = {name if config.qk_norm == "none" else name.replace("k.bias", "k_norm.bias") for name in K_BIASES}
     assert about(certificate) == (
-        K_BIASES if canonical.config.attention_bias else {"relative_max_distance"} & about(certificate)
+        added & {re.sub(r"\d+", "*", name) for name in canonical.tensors}
+        or {"relative_max_distance"} & about(certificate)
     )
     assert len(certificate.lines) == len(canonical.tensors)
     assert {"norm", "activation", "norm_eps", "source mask", "attention_scale"} <= set(certificate.switches)
+    # Whatever is not as it mostly is was dropped.
+    plain = {name: (None, "none", SWITCHES[name.rpartition(".")[2]].default) for name in config.switches()}
+    assert {name for name, value in config.switches().items() if value not in plain[name]} <= set(certificate.switches)
 
 
-@pytest.mark.parametrize("name", options(tiny.VARIANTS["post"]))
-def test_a_switch_that_is_set_is_as_good_as_a_model_that_is_built(name: str) -> None:
+@pytest.mark.parametrize(
+    ("variant", "name"),
+    [
+        *(("post", name) for name in options(tiny.VARIANTS["post"])),
+        *(("modern", name) for name in sorted({*options(tiny.VARIANTS["modern"])} - {*options(tiny.VARIANTS["post"])})),
+    ],
+)
+def test_a_switch_that_is_set_is_as_good_as_a_model_that_is_built(variant: str, name: str) -> None:
     """A search sets the switches of one built model: one that it forgot would seem to make no difference."""
-    canonical, golden = made(tiny.VARIANTS["post"])
+    canonical, golden = made(tiny.VARIANTS[variant])
     built = Comparator(canonical, golden)
     seen = set()
     for value in options(canonical.config)[name]:
@@ -175,6 +189,60 @@ def test_a_mistake_is_not_proven(name: str) -> None:
     assert not certificate.proven
     assert certificate.error is not None
     assert certificate.error > 100 * 1e-9
+
+
+def without(**changes: Any) -> Callable[[Canonical], Canonical]:
+    """Leave a part out, with its tensors; encoder and decoder take changes of their own."""
+
+    def mutate(canonical: Canonical) -> Canonical:
+        of_sides = {
+            side: replace(getattr(canonical.config, side), **changes[side])
+            for side in ("encoder", "decoder")
+            if side in changes
+        }
+        config = replace(canonical.config, **{**changes, **of_sides})
+        names = set(Transformer(config).state_dict())
+        return replace(canonical, config=config, tensors={n: canonical.tensors[n] for n in names})
+
+    return mutate
+
+
+def shared_in_turn(canonical: Canonical) -> Canonical:
+    """Give every head keys and values of its own: those of the next head of them, instead of some side by side."""
+    tensors = {
+        name: tensor.unflatten(0, (2, 8)).repeat(2, 1, 1).flatten(0, 1)
+        if name.startswith("enc.") and name.endswith(("k.weight", "v.weight"))
+        else tensor
+        for name, tensor in canonical.tensors.items()
+    }
+    encoder = replace(canonical.config.encoder, num_kv_heads=None)
+    return replace(canonical, config=replace(canonical.config, encoder=encoder), tensors=tensors)
+
+
+DROPPED: dict[str, tuple[str, Callable[[Canonical], Canonical]]] = {
+    "rotary positions": ("modern", without(positions="none")),
+    "rotary base": ("modern", without(rotary_base=10000.0)),
+    "rotary dim": ("modern", without(rotary_dim=None)),
+    "rotary pairs": ("modern", without(rotary_pairs="halves")),
+    "rotary of cross-attention": ("modern", without(rotary_cross=False)),
+    "norms of each head": ("modern", without(qk_norm="none")),
+    "second norms": ("modern", without(encoder={"norm_place": "pre"})),
+    "logits level off": ("modern", without(logit_softcap=0.0)),
+    "heads share side by side": ("modern", shared_in_turn),
+    "norms of all heads": ("mixed", without(qk_norm="none")),
+    "alibi": ("mixed", without(relative_bias="none")),
+    "relu squared": ("mixed", without(activation="relu")),
+    "scores level off": ("t5", without(attention_softcap=0.0)),
+    "relative bias": ("t5", without(relative_bias="none")),
+}
+
+
+@pytest.mark.parametrize("name", DROPPED)
+def test_a_part_that_is_dropped_is_not_proven(name: str) -> None:
+    variant, mutate = DROPPED[name]
+    canonical, golden = made(tiny.VARIANTS[variant])
+    comparator = Comparator(mutated := mutate(canonical), golden)
+    assert comparator.compare(mutated.config).worst > 100 * 1e-9
 
 
 def test_what_cannot_matter_is_proven_and_listed() -> None:

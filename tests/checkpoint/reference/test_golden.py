@@ -23,6 +23,7 @@ from tfexport.checkpoint.layout.apply import Canonical
 from tfexport.checkpoint.reference.compare import compare, tolerance
 from tfexport.checkpoint.reference.golden import Golden, read_golden, record
 from tfexport.checkpoint.reference.randomise import is_position_table, randomise
+from tfexport.checkpoint.reference.sums import tensor_sums
 from tfexport.errors import CheckpointError, ParityError
 from tfexport.models.positions import sinusoid_table
 from tfexport.models.transformer import Transformer
@@ -218,7 +219,7 @@ def test_a_golden_with_the_former_names_of_masks_is_read(tmp_path: Path) -> None
     recorded(NumberedBlocks(), tmp_path / "g")
     golden, tensors = read_golden(tmp_path / "g"), load_file(tmp_path / "g")
     with safe_open(tmp_path / "g", "pt") as file:
-        metadata = file.metadata()
+        metadata = {name: value for name, value in file.metadata().items() if name != "sha256"}
     former = {name: tensors[name.replace("_keep", "_mask")].clone() for name in ("source_keep", "target_keep")}
     others = {name: tensor for name, tensor in tensors.items() if name not in ("source_mask", "target_mask")}
     save_file(others | former, tmp_path / "former", metadata)
@@ -239,6 +240,36 @@ def test_a_damaged_golden_is_refused(name: str, golden_file: Path, tmp_path: Pat
     with pytest.raises(CheckpointError, match=message) as caught:
         read_golden(tmp_path / "g")
     assert str(tmp_path / "g") in str(caught.value)
+
+
+def test_a_golden_that_was_changed_anywhere_is_refused(golden_file: Path, tmp_path: Path) -> None:
+    """Also where no number would show it: in rows of a table that the recorded batch is too short for."""
+    whole = golden_file.read_bytes()
+    golden = read_golden(golden_file)
+    tensors = {"state": golden.state["positions"], "logits": golden.logits, "real": golden.real["logits"]}
+    path = tmp_path / "g"
+    for name, tensor in tensors.items():
+        assert tensor is not None
+        raw = tensor.numpy().tobytes()
+        place = whole.index(raw) + len(raw) - tensor.itemsize
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(CheckpointError, match=r"was changed since it was recorded \(its sum differs\)"):
+            read_golden(path)
+        assert name
+    path.write_bytes(whole.replace(b'"heads":"4"', b'"heads":"2"'))
+    with pytest.raises(CheckpointError, match="its sum differs"):
+        read_golden(path)
+
+
+def test_a_golden_names_the_weights_of_the_model_itself(golden_file: Path) -> None:
+    """And not of the random copy; whatever type holds them."""
+    torch.manual_seed(0)
+    state = NumberedBlocks().state_dict()
+    golden = read_golden(golden_file)
+    assert golden.weights == tensor_sums(state) != tensor_sums(golden.state)
+    assert tensor_sums({name: tensor.double() for name, tensor in state.items()}) == golden.weights
+    turned = {name: tensor.T.contiguous() for name, tensor in state.items() if tensor.dim() == 2}
+    assert all(golden.weights[name] != found for name, found in tensor_sums(turned).items())
 
 
 @pytest.mark.parametrize(

@@ -19,30 +19,30 @@ from tfexport.cli import main
 from tfexport.errors import GraphError
 from tfexport.graph import write
 from tfexport.graph.forms.contrib import CONTRIB, joint_weights
+from tfexport.graph.seam import traits_of
 from tfexport.graph.write import write_graphs
 from tfexport.models.config import model_spec
 from tfexport.models.directory import save_model
 from tfexport.spec import ModelSpec, Precision
 
 WIDTH = "keys and values are not equally wide, or 8 does not divide that"
-RELATIVE = tiny.config(relative_bias="t5", relative_buckets=8, relative_max_distance=16)
+CAPPED = tiny.config(attention_softcap=2.0)
 UNFIT: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
-    "relative bias": (lambda: tiny.model(RELATIVE, dtype=torch.float32), ["relative_bias is t5"]),
+    "soft cap": (lambda: tiny.model(CAPPED, dtype=torch.float32), ["attention_softcap is 2.0"]),
     "heads of 12": (lambda: tiny.model(tiny.config(decoder={"d_k": 12, "d_v": 12}), dtype=torch.float32), [WIDTH]),
     "wider values": (lambda: tiny.model(tiny.config(decoder={"d_k": 8, "d_v": 16}), dtype=torch.float32), [WIDTH]),
     "half precision": (lambda: tiny.model(tiny.config(), dtype=torch.float16), ["it is fp16"]),
-    "its own module": (lambda: made("rotary"), ["it is a module of its own"]),
+    "its own module": (lambda: made("capped"), ["a layer attends in its own way, not through cache.attend"]),
     "an encoder alone": (lambda: tiny.model(ENCODER_ALONE, dtype=torch.float32), ["it is an encoder alone"]),
     "everything": (
         lambda: tiny.model(tiny.VARIANTS["t5"], dtype=torch.float16),
-        [WIDTH, "relative_bias is t5", "it is fp16"],
+        [WIDTH, "attention_softcap is 2.0", "it is fp16"],
     ),
 }
 
 
 def problems_of(model: nn.Module) -> list[str]:
-    config = model.config if isinstance(model, tiny.Transformer) else None
-    return CONTRIB.supports(config, precision_of(model))
+    return CONTRIB.supports(traits_of(model, PROTOCOL_SPEC), precision_of(model))
 
 
 def precision_of(model: nn.Module) -> Precision:
@@ -55,9 +55,14 @@ def test_models_that_have_no_contrib_form_are_told_why(name: str) -> None:
     assert problems_of(make()) == problems
 
 
-@pytest.mark.parametrize("name", ["post", "pre-std", "mixed"])
+@pytest.mark.parametrize("name", ["post", "pre-std", "umt5", "mixed", "modern"])
 def test_models_that_have_one(name: str) -> None:
     assert CONTRIB.supports(tiny.VARIANTS[name], "fp32") == []
+
+
+@pytest.mark.parametrize("kind", ["rotary", "alibi"])
+def test_modules_that_attend_through_the_seam_have_one(kind: str) -> None:
+    assert problems_of(made(kind)) == []
 
 
 def test_what_lies_side_by_side_is_query_key_and_value() -> None:
@@ -84,7 +89,7 @@ def untraced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return traced
 
 
-@pytest.mark.parametrize("name", ["relative bias", "half precision", "its own module"])
+@pytest.mark.parametrize("name", ["soft cap", "half precision", "its own module"])
 def test_other_forms_are_exported_and_the_report_says_why(name: str, untraced: list[str], tmp_path: Path) -> None:
     make, problems = UNFIT[name]
     model, told = make(), list[str]()
@@ -101,7 +106,7 @@ def test_contrib_alone_is_refused_where_there_is_none(untraced: list[str], tmp_p
     with pytest.raises(GraphError) as caught:
         write_graphs(model, spec, tmp_path, forms=("contrib",), opset=18, report=lambda line: None)
     assert str(caught.value) == (
-        f"decoder: no contrib form of this model: {WIDTH} and relative_bias is t5 and it is fp16; "
+        f"decoder: no contrib form of this model: {WIDTH} and attention_softcap is 2.0 and it is fp16; "
         "export it with --forms concat,static"
     )
     assert not untraced
@@ -109,12 +114,12 @@ def test_contrib_alone_is_refused_where_there_is_none(untraced: list[str], tmp_p
 
 
 def test_the_command_line_refuses_in_one_line_and_writes_nothing(tmp_path: Path) -> None:
-    save_model(tiny.model(RELATIVE, dtype=torch.float32), tmp_path / "m")
+    save_model(tiny.model(CAPPED, dtype=torch.float32), tmp_path / "m")
     result = CliRunner().invoke(
         main, ["onnx", str(tmp_path / "m"), "--output", str(tmp_path / "b"), "--forms", "contrib"]
     )
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr.splitlines()[-1] == (
-        "error: decoder: no contrib form of this model: relative_bias is t5; export it with --forms concat,static"
+        "error: decoder: no contrib form of this model: attention_softcap is 2.0; export it with --forms concat,static"
     )
     assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == ["m"]

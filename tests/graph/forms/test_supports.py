@@ -45,7 +45,7 @@ def with_new_value(name: str, value: str) -> TransformerConfig:
 
 
 @EVERY
-@pytest.mark.parametrize("name", ["post", "pre-std", "mixed"])
+@pytest.mark.parametrize("name", ["post", "pre-std", "mixed", "modern"])
 def test_every_form_knows_the_plain_variants(form: Form, name: str) -> None:
     assert FORMS[form].supports(tiny.VARIANTS[name], "fp32") == []
 
@@ -66,7 +66,7 @@ def test_a_field_of_one_side_is_refused_with_the_side(form: Form) -> None:
 
 @EVERY
 @pytest.mark.parametrize(
-    ("name", "value"), [("positions", "rotary"), ("relative_bias", "alibi"), ("norm", "batch"), ("activation", "tanh")]
+    ("name", "value"), [("positions", "shaw"), ("relative_bias", "kerple"), ("norm", "batch"), ("activation", "tanh")]
 )
 def test_a_value_that_a_form_does_not_list_is_refused(form: Form, name: str, value: str) -> None:
     assert FORMS[form].supports(with_new_value(name, value), "fp32") == [f"{name} is {value}"]
@@ -76,12 +76,12 @@ def test_an_export_is_refused_where_no_form_is_left(tmp_path: Path) -> None:
     """`write_graphs` verifies nothing: the forms are asked before anything is traced."""
     model = tiny.model(tiny.config(), dtype=torch.float32)
     spec = model_spec(model.config, "fp32")
-    model.config = with_new_value("positions", "rotary")
+    model.config = with_new_value("positions", "shaw")
     with pytest.raises(GraphError) as caught:
         write_graphs(model, spec, tmp_path, forms=("concat", "static"), opset=18, report=lambda line: None)
     assert str(caught.value) == (
-        "decoder: no concat form of this model: positions is rotary; "
-        "no static form of this model: positions is rotary; list what is new in tfexport/graph/forms"
+        "decoder: no concat form of this model: positions is shaw; "
+        "no static form of this model: positions is shaw; list what is new in tfexport/graph/forms"
     )
     assert not list(tmp_path.iterdir())
 
@@ -90,6 +90,6 @@ def test_an_encoder_alone_is_asked_too(tmp_path: Path) -> None:
     config = replace(tiny.config(), decoder=None, target_vocab=None, max_target_length=None)
     model = tiny.model(config, dtype=torch.float32)
     spec = model_spec(config, "fp32")
-    object.__setattr__(model.config, "relative_bias", "alibi")
-    with pytest.raises(GraphError, match=r"^encoder: relative_bias is alibi; list what is new in"):
+    object.__setattr__(model.config, "relative_bias", "kerple")
+    with pytest.raises(GraphError, match=r"^encoder: relative_bias is kerple; list what is new in"):
         write_graphs(model, spec, tmp_path, forms=("concat",), opset=18, report=lambda line: None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -88,12 +89,9 @@ def test_positions_beyond_the_table_are_refused(dates_bundle: Path, capacity: in
     )
 
 
-def test_relative_positions_have_no_table_to_leave(tmp_path: Path) -> None:
+def test_relative_positions_have_no_table_to_leave(variant: Callable[[str], Path]) -> None:
     """A bias table is read by bucket: that it has 8 rows limits nothing."""
-    model = tiny.model(tiny.VARIANTS["t5"], dtype=torch.float32)
-    spec = model_spec(model.config, "fp32")
-    write_graphs(model, spec, tmp_path, forms=("static",), opset=18, report=lambda line: None)
-    assert dims(fix_capacity(tmp_path / "decoder_static.onnx", 500))["past_key.0"][2] == 500
+    assert dims(fix_capacity(variant("t5") / "decoder_static.onnx", 500))["past_key.0"][2] == 500
 
 
 def test_another_graph_is_refused(dates_bundle: Path, tmp_path: Path) -> None:
@@ -121,7 +119,7 @@ def test_tensorrt_takes_the_cache_only_with_a_number(dates_bundle: Path) -> None
     assert not parse(path.read_bytes())[0]
 
 
-@pytest.mark.parametrize(("precision", "width"), [("fp16", 12), ("bf16", 140)])
+@pytest.mark.parametrize(("precision", "width"), [("fp16", 12), pytest.param("bf16", 140, marks=pytest.mark.slow)])
 def test_attention_is_fused_whatever_the_width_of_a_head(precision: Precision, width: int, tmp_path: Path) -> None:
     """With a mask of bool TensorRT-RTX 1.7.1 cannot build where 8 does not divide the width."""
     pytest.importorskip("tensorrt_rtx")

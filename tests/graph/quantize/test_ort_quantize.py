@@ -22,7 +22,8 @@ from tfexport.errors import GraphError
 from tfexport.graph.quantize.ort_quantize import write_integer_graphs
 from tfexport.model import Model
 from tfexport.models.directory import load_weights
-from tfexport.runtime.eager import full_logits
+from tfexport.models.eager import EagerModel
+from tfexport.runtime.eager import full_outputs
 from tfexport.runtime.ort.backend import open_graphs
 from tfexport.runtime.session import Candidates, Session, pad_right
 from tfexport.spec import WEIGHTS, Form, GraphSpec, Quantization, TensorSpec
@@ -217,7 +218,9 @@ def test_the_graphs_are_the_model_with_the_weights_of_the_file(
                 changed += 1
     assert changed == 38 + 1  # linear maps, and the one table
     batches = random_batches(spec, 12, np.random.default_rng(0))
-    expected = [full_logits(model, b.source_ids, b.source_mask, b.target_ids)[:, b.prefill - 1 :] for b in batches]
+    expected = [
+        full_outputs(EagerModel(model), b.source_ids, b.source_mask, b.target_ids)[:, b.prefill - 1 :] for b in batches
+    ]
     graphs = session(dates_bundle, folder, form)
     got = [step_logits(graphs, batch, logits) for batch, logits in zip(batches, expected, strict=True)]
     assert 0 < compare("graphs", expected, got, 0.0).error < 0.03

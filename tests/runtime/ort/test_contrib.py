@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import tiny
-from tests.runtime.exported import exported, sources
+from tests.runtime.exported import LONG, exported, sources
 from tests.runtime.joining import alone, differing, joining, random_requests
 from tests.runtime.test_contract import assert_candidates, begun, contrib_session, targets
 from tfexport.decode.offline import decode
@@ -36,7 +36,7 @@ LIMIT = 3 * FIRST_CAPACITY
 
 @pytest.fixture(scope="session")
 def model() -> Transformer:
-    return tiny.model(tiny.config(max_target_length=LIMIT), dtype=torch.float32)
+    return tiny.model(LONG, dtype=torch.float32)
 
 
 @pytest.fixture(scope="session")
@@ -86,11 +86,11 @@ def ids_of(pair: Pair, seed: int) -> Ids:
     return np.random.default_rng(seed).integers(0, tiny.VOCAB, pair.rows)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data(), width=st.integers(1, 4))
 def test_any_sequence_of_changes_says_what_eager_says(data: st.DataObject, width: int, session: ContribSession) -> None:
     """Sources join and leave, beams change places, branch and die, between steps."""
-    model = tiny.model(tiny.config(max_target_length=LIMIT), dtype=torch.float32)
+    model = tiny.model(LONG, dtype=torch.float32)
     pair = Pair(session, model, width)
     for number in range(data.draw(st.integers(2, 10))):
         rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))

@@ -18,7 +18,7 @@ from onnx import TensorProto, helper
 
 from tests import tiny
 from tests.conftest import ROOT
-from tests.runtime.exported import Once, ort_session, sources
+from tests.runtime.exported import LONG, Once, ort_session, sources
 from tfexport.cli import main
 from tfexport.errors import BackendError
 from tfexport.graph.reorder import reorder_graph
@@ -137,7 +137,7 @@ def test_an_upload_is_a_copy() -> None:
 
 @pytest.mark.parametrize("host_caches", [True, False])
 def test_a_step_writes_in_place_and_reserves_nothing(once: Once, host_caches: bool) -> None:
-    model = tiny.model(tiny.config(max_target_length=3 * FIRST_CAPACITY), dtype=torch.float32)
+    model = tiny.model(LONG, dtype=torch.float32)
     batch = ort_session(model, "static", once, host_caches=host_caches).batch()
     assert isinstance(batch, StaticBatch)
     batch.add(*sources(model.config), [[1]] * 4)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import tiny
-from tests.runtime.exported import Once, exported, ort_session, sources
+from tests.runtime.exported import LONG, Once, exported, ort_session, sources
 from tfexport.decode.offline import decode
 from tfexport.generation import DecodeConfig
 from tfexport.models.transformer import Transformer
@@ -23,7 +23,7 @@ from tfexport.runtime.ort.static import StaticBatch
 from tfexport.runtime.session import Ids, Mask
 from tfexport.spec import Form
 
-LONGEST = 200
+LONGEST = LONG.max_source_length
 MIXED = (13, 180, 20, 9, 200, 2, 31, 1, 150)
 
 
@@ -48,7 +48,7 @@ def test_equal_sources_stay_together() -> None:
 
 @pytest.fixture(scope="module")
 def model() -> Transformer:
-    return tiny.model(tiny.config(max_source_length=LONGEST), dtype=torch.float32)
+    return tiny.model(LONG, dtype=torch.float32)
 
 
 def test_each_source_is_encoded_as_if_alone(model: Transformer, once: Once, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,15 +22,19 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def serve(dates_bundle: Path) -> Callable[..., None]:
-    """Return a function that serves the bundle while a coroutine function uses it, for a minute at most."""
+    """Return a function that serves a bundle while a coroutine function uses it, for a minute at most."""
 
     from tests.serve.http.served import serving
 
     def run(
-        use: Callable[[Served], Awaitable[None]], http: HttpConfig | None = None, timeout: float = 60, **config: Any
+        use: Callable[[Served], Awaitable[None]],
+        http: HttpConfig | None = None,
+        timeout: float = 60,
+        bundle: Path = dates_bundle,
+        **config: Any,
     ) -> None:
         async def within() -> None:
-            async with asyncio.timeout(timeout), serving(dates_bundle, http, **config) as served:
+            async with asyncio.timeout(timeout), serving(bundle, http, **config) as served:
                 await use(served)
 
         asyncio.run(within())

@@ -12,7 +12,8 @@ import pytest
 
 from tests.serve.http.served import Served, serving
 from tfexport.model import Model, load
-from tfexport.serve.http import align
+from tfexport.serve.alignments import MAX_WAITING
+from tfexport.serve.http.config import HttpConfig
 
 SOURCE, TARGET = "Dienstag, 3. März 2026", "2026-03-03"
 
@@ -112,7 +113,7 @@ def test_one_is_computed_few_wait_and_the_event_loop_goes_on(
 
     async def use(served: Served) -> None:
         data = {"text_input": SOURCE, "target_text": TARGET}
-        tasks = [asyncio.create_task(served.post("align", data)) for _ in range(align.MAX_WAITING + 3)]
+        tasks = [asyncio.create_task(served.post("align", data)) for _ in range(MAX_WAITING + 3)]
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         refused = [one.result() for one in done]
         assert {one.status_code for one in refused} == {429}
@@ -124,7 +125,7 @@ def test_one_is_computed_few_wait_and_the_event_loop_goes_on(
         assert threads[0] is not threading.current_thread()
         go_on.set()
         codes = [one.status_code for one in await asyncio.gather(*tasks)]
-        assert (codes.count(200), codes.count(429)) == (align.MAX_WAITING + 1, 2)
+        assert (codes.count(200), codes.count(429)) == (MAX_WAITING + 1, 2)
 
     aligned(use)
 
@@ -134,5 +135,76 @@ def test_who_drains_aligns_nothing(aligned: Callable[..., None]) -> None:
         await served.engine.drain()
         found = await served.post("align", {"text_input": SOURCE, "target_text": TARGET})
         assert (found.status_code, found.headers["retry-after"]) == (503, "1")
+
+    aligned(use)
+
+
+def test_every_alignment_is_counted_as_what_became_of_it(
+    aligned: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = {"text_input": SOURCE, "target_text": TARGET}
+    go_on, compute = threading.Event(), Model.align
+
+    def slow(self: Model, *arguments: Any) -> Any:
+        assert go_on.wait(30)
+        return compute(self, *arguments)
+
+    async def use(served: Served) -> None:
+        def counted(outcome: str) -> float:
+            found = [
+                sample.value
+                for family in served.metrics.registry.collect()
+                for sample in family.samples
+                if sample.name == "tfexport_requests_total" and sample.labels["outcome"] == outcome
+            ]
+            return sum(found)
+
+        assert (await served.post("align", pair)).status_code == 200
+        assert (await served.post("align", pair | {"x": 1})).status_code == 400
+        assert (await served.post("align", pair | {"text_input": ""})).status_code == 400
+        with monkeypatch.context() as patch:
+            patch.setattr(Model, "align", slow)
+            asked = [asyncio.create_task(served.post("align", pair)) for _ in range(MAX_WAITING + 2)]
+            (refused,), rest = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+            assert refused.result().status_code == 429
+            rest.pop().cancel()
+            go_on.set()
+            await asyncio.wait(rest)
+        assert (await served.post("generate", {"text_input": SOURCE})).status_code == 200
+        await served.engine.drain()
+        assert (await served.post("align", pair)).status_code == 503
+        expected = {"ok": MAX_WAITING + 2, "invalid": 2, "queue_full": 1, "cancelled": 1, "draining": 1}
+        assert {outcome: counted(outcome) for outcome in expected} == expected
+        assert served.metrics.total("tfexport_requests_total", "dates") == sum(expected.values())
+        assert served.metrics.total("tfexport_align_seconds_count", "dates") == MAX_WAITING + 1
+        assert served.metrics.total("tfexport_request_seconds_count", "dates") == 1
+        (statistics,) = (await served.client.get("/v2/models/dates/stats")).json()["model_stats"]
+        assert statistics["inference_stats"]["success"]["count"] == MAX_WAITING + 2
+        assert statistics["inference_stats"]["fail"]["count"] == 5
+
+    aligned(use)
+
+
+def test_an_alignment_that_takes_too_long_is_504(dates_aligned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    monkeypatch.setattr(Model, "align", lambda *_: go_on.wait(30))
+
+    async def use() -> None:
+        async with asyncio.timeout(60), serving(dates_aligned, HttpConfig(max_timeout_s=0.1)) as served:
+            found = await served.post("align", {"text_input": SOURCE, "target_text": TARGET})
+            assert found.status_code == 504
+            assert "the 0.1 s of the request were over before it was aligned" in found.json()["error"]
+            go_on.set()
+
+    asyncio.run(use())
+
+
+def test_a_pair_that_its_model_cannot_take_is_called_by_no_number(aligned: Callable[..., None]) -> None:
+    async def use(served: Served) -> None:
+        for data, why in (
+            ({"text_input": "", "target_text": TARGET}, "align: source is empty"),
+            ({"input_ids": [5], "target_ids": []}, "align: the target is empty"),
+        ):
+            assert (await served.post("align", data)).json()["error"].startswith(why)
 
     aligned(use)

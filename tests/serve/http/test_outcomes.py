@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,10 @@ from tests.serve.http.test_generate import KINDS
 from tfexport.model import Model
 
 AT_ONCE = 80
-SENT = ("ok", "ok", "stream", "stream", "invalid", "malformed", "deadline", "leaves", "leaves_stream", "half")
+SENT = (
+    *("ok", "ok", "stream", "stream", "invalid", "malformed", "deadline", "leaves", "leaves_stream", "half"),
+    *("align", "align_nothing"),
+)
 STATUS = {200: "ok", 400: "invalid", 413: "invalid", 429: "queue_full", 499: "cancelled", 504: "deadline"}
 
 
@@ -30,6 +34,9 @@ def request(kind: str, text: str, number: int) -> Exchange:
     if kind == "malformed":
         content = content[:-1] if number % 2 else b" " * 2_000_000
     path = "generate_stream" if "stream" in kind else "generate"
+    if "align" in kind:
+        path = "align"
+        content = json.dumps({"text_input": text} | ({"target_text": "2026-03-03"} if kind == "align" else {})).encode()
     return Exchange(f"/v2/models/dates/{path}", content)
 
 
@@ -41,7 +48,9 @@ def became(one: Exchange) -> str:
 
 
 @pytest.mark.parametrize("number", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_outcomes_sum_to_the_requests(serve: Callable[..., None], model: Model, texts: list[str], number: int) -> None:
+def test_outcomes_sum_to_the_requests(
+    serve: Callable[..., None], dates_aligned: Path, model: Model, texts: list[str], number: int
+) -> None:
     rng = np.random.default_rng(0)
     seen: Counter[str] = Counter()
     expected = {text: model.generate([text])[0].text for text in texts}
@@ -69,7 +78,7 @@ def test_outcomes_sum_to_the_requests(serve: Callable[..., None], model: Model, 
         await asyncio.gather(*(client() for _ in range(AT_ONCE)))
         check(served, seen, number)
 
-    serve(use, max_waiting=32, timeout=300)
+    serve(use, bundle=dates_aligned, max_waiting=32, timeout=300)
 
 
 def check(served: Served, seen: Counter[str], number: int) -> None:

@@ -31,7 +31,7 @@ def test_what_is_refused(serve: Callable[..., None]) -> None:
             ("/tokenize", {}, 400, "expected prompt"),
             ("/tokenize", {"tokens": []}, 400, "expected prompt"),
             ("/tokenize", {"prompt": 5}, 400, "expected a text"),
-            ("/tokenize", {"prompt": "a" * 100_000}, 400, "text 1"),
+            ("/tokenize", {"prompt": "a" * 100_000}, 400, "the text has 100000 characters"),
             ("/detokenize", {"tokens": "a"}, 400, "expected a list of token ids"),
             ("/detokenize", {"tokens": [-1]}, 400, "tokens has -1"),
             ("/detokenize", {"tokens": [10**6]}, 400, "tokens has 1000000"),

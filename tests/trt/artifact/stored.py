@@ -12,6 +12,7 @@ from typing import Any
 from tests.bundle.made import make
 from tfexport.bundle.bundle import Bundle
 from tfexport.bundle.manifest import FileEntry
+from tfexport.files.signature import SigningKey
 from tfexport.spec import ModelSpec, decoder_graph, encoder_graph, key_value_names, reorder_spec
 from tfexport.trt.artifact.compatibility import Machine
 from tfexport.trt.artifact.manifest import BuildMachine, EngineManifest, PlanEntry
@@ -21,6 +22,7 @@ from tfexport.trt.config import EngineConfig, EngineLimits, engine_key
 from tfexport.trt.cuda import Gpu
 
 PLANS = {"encoder": b"encoder plan", "decoder_static": b"decoder plan", "reorder": b"reorder plan"}
+LOG = b"INFO built\n"
 RTX = EngineConfig(
     target="tensorrt-rtx",
     form="static",
@@ -79,18 +81,26 @@ def manifest(bundle: Bundle, config: EngineConfig = RTX, **changes: Any) -> Engi
         },
         "plans": {name: entry(name, bundle.manifest.spec, data) for name, data in PLANS.items()},
         "versions": {"tfexport": "0.1.0", "onnx": "1.21.0"},
+        "log": FileEntry(bytes=len(LOG), sha256=hashlib.sha256(LOG).hexdigest()),
     }
     return EngineManifest(**facts | changes)
 
 
-def store(bundle: Bundle, engine: EngineManifest, plans: Mapping[str, bytes] = PLANS, *, force: bool = False) -> Path:
+def store(
+    bundle: Bundle,
+    engine: EngineManifest,
+    plans: Mapping[str, bytes] = PLANS,
+    *,
+    force: bool = False,
+    key: SigningKey | None = None,
+) -> Path:
     """Put an engine into a bundle and return its folder."""
     name = engine_key(engine.config)
-    with add_engine(bundle.path, name, force=force) as folder:
+    with add_engine(bundle.path, name, force=force, key=key) as folder:
         for plan, data in plans.items():
             (folder / f"{plan}.plan").write_bytes(data)
         (folder / "engine.json").write_bytes(engine.to_bytes())
-        (folder / "build.log").write_text("INFO built\n")
+        (folder / "build.log").write_bytes(LOG)
     return bundle.path / "engines" / name
 
 

@@ -106,9 +106,9 @@ def test_what_does_not_fit_is_one_line_with_both_values(
 
 @pytest.mark.parametrize("name", ["encoder.onnx", "decoder_static.onnx", "weights.safetensors"])
 def test_an_engine_of_other_files_is_refused(bundle: Bundle, tmp_path: Path, name: str) -> None:
-    from tests.bundle.made import CONTENT
+    from tests.bundle.made import CONTENT, another
 
-    other = stored.make(tmp_path / "other", {**CONTENT, name: b"something else"})
+    other = stored.make(tmp_path / "other", {**CONTENT, name: another(name)})
     (found,) = incompatibilities(stored.manifest(bundle), other, MACHINE)
     built, here = (each.manifest.files[name].sha256[:12] for each in (bundle, other))
     assert str(found) == f"{name}: built with sha256 {built}…, here is sha256 {here}…"
@@ -134,9 +134,10 @@ def test_a_file_that_is_gone_is_refused(bundle: Bundle, tmp_path: Path) -> None:
 
 
 def test_every_reason_is_given_at_once_and_every_remedy_once(bundle: Bundle, tmp_path: Path) -> None:
-    from tests.bundle.made import CONTENT
+    from tests.bundle.made import CONTENT, another
 
-    other = stored.make(tmp_path / "other", {**CONTENT, "encoder.onnx": b"x", "weights.safetensors": b"y"})
+    changed = {name: another(name) for name in ("encoder.onnx", "weights.safetensors")}
+    other = stored.make(tmp_path / "other", CONTENT | changed)
     machine = replace(libraries("10.1.0.27"), system="Windows", gpu=T4)
     text = explain(incompatibilities(stored.manifest(bundle, TENSORRT), other, machine))
     for field in ("encoder.onnx: ", "weights.safetensors: ", "tensorrt version: ", "system: ", "GPU: "):
@@ -171,6 +172,7 @@ def test_the_command_that_rebuilds_says_the_same_again(config: EngineConfig, tmp
     parameters = main.commands["trt"].make_context("trt", words[2:]).params
     assert parameters.pop("bundle") == bundle
     assert parameters.pop("force") is True
+    assert (parameters.pop("sign_key"), parameters.pop("trusted_keys")) == (None, ())
     assert (parameters.pop("dry_run"), parameters.pop("as_json")) == (False, False)
     assert EngineConfig(**parameters) == config
 

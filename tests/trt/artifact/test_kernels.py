@@ -278,3 +278,13 @@ def test_kernels_are_a_folder(bundle: Bundle, make: Callable[[Path], object]) ->
 def test_a_copied_bundle_brings_its_kernels(engine: Path, tmp_path: Path) -> None:
     copied = shutil.copytree(engine / "kernels", tmp_path / "elsewhere" / "kernels").parent
     assert kept(store(copied)) == COMPILED
+
+
+def test_what_is_no_kernel_is_not_deleted(engine: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (engine / "kernels" / HERE / "notes.txt").write_text("mine")
+    with caplog.at_level(logging.DEBUG):
+        store(engine).write({"encoder": b"more"})
+    assert (engine / "kernels" / HERE / "notes.txt").read_text() == "mine"
+    assert kept(store(engine)) == COMPILED
+    assert "holds more than kernels: 'notes.txt'" in caplog.text
+    assert [path.name for path in (engine / "kernels").iterdir()] == [HERE]

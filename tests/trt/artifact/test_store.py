@@ -93,10 +93,33 @@ def test_force_replaces_engines_only(bundle: Bundle, engine: Path) -> None:
 
 
 def test_a_damaged_engine_can_be_replaced(bundle: Bundle, engine: Path) -> None:
-    (engine / "engine.json").write_text("{")
+    (engine / "decoder_static.plan").write_bytes(b"damaged")
     (engine / "encoder.plan").unlink()
     stored.store(bundle, stored.manifest(bundle), force=True)
     open_engine(bundle.path, NAME).check_plans()
+
+
+def test_what_its_manifest_does_not_name_is_not_replaced(bundle: Bundle, engine: Path) -> None:
+    (engine / "mine.plan").write_bytes(b"mine")
+    with pytest.raises(EngineError, match=r"holds more than an engine: 'mine\.plan'; remove that yourself"):
+        stored.store(bundle, stored.manifest(bundle), force=True)
+    (engine / "engine.json").write_text("{")
+    with pytest.raises(EngineError, match=r"is no engine \(engine\.json is not JSON .*--force replaces engines only"):
+        stored.store(bundle, stored.manifest(bundle), force=True)
+    assert (engine / "mine.plan").read_bytes() == b"mine"
+
+
+def test_a_file_that_comes_during_a_build_is_not_lost(bundle: Bundle, engine: Path) -> None:
+    before = contents(engine)
+    with (
+        pytest.raises(EngineError, match="holds more than an engine: 'notes'"),
+        add_engine(bundle.path, NAME, force=True) as folder,
+    ):
+        for name, data in before.items():
+            (folder / name).write_bytes(data)
+        (engine / "notes").write_text("mine")
+    assert contents(engine) == before | {"notes": b"mine"}
+    assert [path.name for path in engine.parent.iterdir()] == [NAME]
 
 
 @pytest.mark.parametrize("is_new", [True, False])

@@ -14,6 +14,7 @@ from tests.trt.artifact import stored
 from tests.trt.artifact.stored import L4
 from tfexport.bundle.bundle import Bundle, create_bundle
 from tfexport.errors import ConfigError, EngineError
+from tfexport.spec import graph_contract
 from tfexport.trt.build.resolve import resolve
 from tfexport.trt.config import EngineConfig
 from tfexport.trt.library import Library, load_library
@@ -102,7 +103,10 @@ def test_the_form_is_one_that_bundle_and_library_have(
 def test_keys_and_values_of_two_widths_need_the_concat_form(bundle: Bundle, rtx: Library, tmp_path: Path) -> None:
     def narrow(bundle: Bundle) -> Bundle:
         spec = replace(bundle.manifest.spec, head_dim=2)
-        return replace(bundle, manifest=replace(bundle.manifest, spec=spec, config=None))
+        graphs = {
+            name: replace(entry, spec=graph_contract(spec, name)) for name, entry in bundle.manifest.graphs.items()
+        }
+        return replace(bundle, manifest=replace(bundle.manifest, spec=spec, graphs=graphs, config=None))
 
     why = "static, whose attention takes keys and values of one width, and a head has 2 and 4"
     chosen = resolve(narrow(bundle), EngineConfig(), rtx, None)

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from tfexport.checkpoint.detect.budget import CANDIDATES, Budget
 from tfexport.checkpoint.detect.match import Proposal, proposals
 from tfexport.checkpoint.detect.search import Search, Searcher
-from tfexport.checkpoint.layout.apply import apply_layout, unmatched
+from tfexport.checkpoint.layout.apply import apply_layout, fits_names
 from tfexport.checkpoint.layout.layout import Layout
 from tfexport.checkpoint.reference.certificate import GROWTH, certify
 from tfexport.checkpoint.reference.golden import Golden
@@ -19,7 +20,9 @@ from tfexport.models.switches import SWITCHES, Value
 
 FOUND = "found"
 # What no rounding hides, of all that is searched. Two values of eps may be too close to tell.
-_DECIDING = {"num_heads", *(name for name, switch in SWITCHES.items() if switch.search)} - {"norm_eps"}
+_DECIDING = {"num_heads", *(name for name, switch in SWITCHES.items() if switch.search and not switch.rare)} - {
+    "norm_eps"
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +43,9 @@ def detect(
     golden: Golden | None,
     builtin: Sequence[Layout],
     *,
+    budget: Budget | None = None,
     heads: int | None = None,
     settings: Mapping[str, Value] | None = None,
-    seconds: float = 50.0,
     report: Callable[[str], None] = lambda _: None,
 ) -> Detection:
     """Find the layout of a checkpoint.
@@ -52,33 +55,33 @@ def detect(
     where none is near enough, see `Search.accepted`.
 
     Args:
-        tensors: the state dict; with a golden that has its own, that one.
+        tensors: the state dict; with a golden that has its own, that one, best in float64.
         golden: what the original computed, or None.
         builtin: layouts to propose first.
+        budget: how many candidates may be run; None for as many as an import has.
         heads: attention heads, where known.
         settings: switches and tokens that are given.
-        seconds: after which the search stops.
         report: receives a line for each step.
 
     Raises:
         CheckpointError: no layers are recognised, or, without a golden, two known layouts fit by name.
     """
-    known = [layout for layout in builtin if not unmatched(layout, list(tensors))]
+    known = [layout for layout in builtin if fits_names(layout, tensors)]
     if known:
         report(f"names fit the layout {' and '.join(layout.name for layout in known)}")
     if golden is None:
         return _unproven(tensors, known)
+    budget = budget or Budget(CANDIDATES)
+    searcher = Searcher(tensors, golden, budget=budget, heads=heads, settings=settings)
     search = None
     if known:
         # A model whose names are those of a known layout may have other switches: as an option of its code, in a fork.
         known_ones = [Proposal(layout, 0) for layout in known]
         for as_written in (True, False):
-            searcher = Searcher(tensors, golden, heads=heads, settings=settings, seconds=seconds)
             search = searcher.run(known_ones, report, as_written=as_written)
-            if search.best is not None and search.accepted:
+            if search.best is not None and (search.accepted or search.is_cut):
                 return Detection(layout=search.best.layout, is_builtin=True, search=search)
         report("no known layout reproduces the golden; matching names, indices and shapes")
-    searcher = Searcher(tensors, golden, heads=heads, settings=settings, seconds=seconds)
     matched = searcher.run(_proposed(tensors, golden), report)
     if matched.best is not None and matched.accepted and matched.is_float32:
         matched = _if_clear(matched, matched.best.layout, tensors, golden, report)

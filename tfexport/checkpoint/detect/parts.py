@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from tfexport.checkpoint.detect import words
 
 Shape = tuple[int, ...]
-_INDEX = re.compile(r"\d+")
+# Those of a list by number, each with its shapes by what stands behind the number.
+Elements = dict[int, dict[str, Shape]]
+# As in the patterns of layouts: at most four digits, the first of them no 0.
+_INDEX = re.compile(r"(?<![0-9])(?:0|[1-9][0-9]{0,3})(?![0-9])")
 # An attention has at least two matrices, fused, and so has a feed-forward network.
 _LEAST_MATRICES = 4
+# A side that shares its list with the other one has as many layers; one would be no list.
+_LEAST_LAYERS = 2
 # A layer may have a key that its siblings lack, such as the first, which holds a relative bias for all.
 _MOST_EXTRAS = 2
+# Numbers that one key is looked through for; of layers, sublayers and heads.
+_MOST_NUMBERS = 8
 
 
 @dataclass(frozen=True)
@@ -35,12 +44,12 @@ class Part:
     bias_size: int | None = None
     place: int = 0
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The path as one text."""
         return ".".join(self.path)
 
-    @property
+    @cached_property
     def words(self) -> tuple[str, ...]:
         """The words of the path; indices of layers say nothing."""
         return words.words(re.sub(r"\{.*?\}", "", self.name))
@@ -86,18 +95,47 @@ def split(shapes: Mapping[str, Shape], *, scattered: bool = False) -> tuple[list
     Returns:
         The lists, and the keys that are in none.
     """
-    rest, found = dict(shapes), list[Layers]()
-    for prefix in () if scattered else _prefixes(rest):
-        layers = _layers(prefix, [prefix], rest)
-        if layers is not None and len(layers.matrices) >= _LEAST_MATRICES:
-            found.append(layers)
-            rest = _without(rest, [prefix])
-    for prefixes in _scattered(rest) if scattered else ():
-        layers = _layers(_parent(prefixes), prefixes, rest)
-        if layers is not None and len(layers.matrices) >= _LEAST_MATRICES:
-            found.append(layers)
-            rest = _without(rest, prefixes)
-    return found, rest
+    keys, found = _Numbered(shapes), list[Layers]()
+    for prefixes in _scattered(shapes) if scattered else ([prefix] for prefix in keys.prefixes()):
+        layers = _layers(_parent(prefixes) if scattered else prefixes[0], prefixes, keys)
+        lists = [layers] if layers is not None else [] if scattered else _halves(prefixes[0], keys)
+        if lists and all(len(one.matrices) >= _LEAST_MATRICES for one in lists):
+            found += lists
+            keys.take(prefixes)
+    return found, keys.rest
+
+
+class _Numbered:
+    """Keys by what stands before a number in them, so that each list is looked up and not searched for."""
+
+    def __init__(self, shapes: Mapping[str, Shape]) -> None:
+        """Sort the keys; `rest` are those that no list has taken, `order` is that of the state dict."""
+        self.rest = dict(shapes)
+        self.order = {key: place for place, key in enumerate(shapes)}
+        self._elements: dict[str, Elements] = {}
+        for key, shape in shapes.items():
+            for match in itertools.islice(_INDEX.finditer(key), _MOST_NUMBERS):
+                elements = self._elements.setdefault(key[: match.start()], {})
+                elements.setdefault(int(match[0]), {})[key[match.end() :]] = shape
+
+    def prefixes(self) -> list[str]:
+        """List everything that stands before a number, the shortest first."""
+        return sorted(self._elements, key=lambda prefix: (len(prefix), prefix))
+
+    def elements(self, prefix: str) -> Elements:
+        """Return what is left of a list."""
+        left: Elements = {}
+        for index, element in self._elements[prefix].items():
+            if kept := {end: shape for end, shape in element.items() if f"{prefix}{index}{end}" in self.rest}:
+                left[index] = kept
+        return left
+
+    def take(self, prefixes: Iterable[str]) -> None:
+        """Take whole lists out of the rest."""
+        for prefix in prefixes:
+            for index, element in self._elements[prefix].items():
+                for end in element:
+                    self.rest.pop(f"{prefix}{index}{end}", None)
 
 
 def parts_of(shapes: Mapping[str, Shape], prefix: str = "") -> list[Part]:
@@ -135,56 +173,32 @@ def _modules(keys: Iterable[str]) -> dict[tuple[str, str], list[tuple[str, str]]
     return modules
 
 
-def _prefixes(keys: Iterable[str]) -> list[str]:
-    """List everything that stands before a number, the shortest first."""
-    found = {key[: match.start()] for key in keys for match in _INDEX.finditer(key)}
-    return sorted(found, key=lambda prefix: (len(prefix), prefix))
-
-
-def _without(shapes: Mapping[str, Shape], prefixes: Iterable[str]) -> dict[str, Shape]:
-    return {key: shape for key, shape in shapes.items() if not any(_is_below(key, prefix) for prefix in prefixes)}
-
-
-def _is_below(key: str, prefix: str) -> bool:
-    return key.startswith(prefix) and key[len(prefix) : len(prefix) + 1].isdigit()
-
-
 def _parent(prefixes: Sequence[str]) -> str:
     """Return the components that all prefixes begin with, with their dot."""
     components = [prefix.split(".")[:-1] for prefix in prefixes]
     return "".join(f"{component}." for component in components[0][: words.common(components)])
 
 
-def _elements(prefix: str, shapes: Mapping[str, Shape]) -> dict[int, dict[str, Shape]]:
-    elements: dict[int, dict[str, Shape]] = defaultdict(dict)
-    for key, shape in shapes.items():
-        match = _INDEX.match(key, len(prefix)) if key.startswith(prefix) else None
-        if match:
-            elements[int(match[0])][key[match.end() :]] = shape
-    return elements
-
-
-def _layers(parent: str, prefixes: list[str], shapes: Mapping[str, Shape]) -> Layers | None:
+def _layers(parent: str, prefixes: Sequence[str], keys: _Numbered) -> Layers | None:
     """Read lists that count the same layers; None when their elements differ or numbers are missing."""
-    order = {key: place for place, key in enumerate(shapes)}
     every: dict[str, Shape] = {}
     places: dict[str, int] = {}
     extras: list[str] = []
     counts = set()
     for prefix in prefixes:
-        elements = _elements(prefix, shapes)
+        elements = keys.elements(prefix)
         start, number = min(elements, default=0), len(elements)
-        if not elements or start > 1 or sorted(elements) != list(range(start, start + number)):
+        if not elements or start > 1 or max(elements) != start + number - 1:
             return None
-        period = _period(elements, start)
-        if period is None:
+        commons = _period(elements, start)
+        if not commons:
             return None
+        period = len(commons)
         counts.add(number // period)
-        for residue in range(period):
-            common = _common(elements, start + residue, period)
+        for residue, common in enumerate(commons):
             for rest, shape in common.items():
                 template = f"{prefix}{_affine(period, start + residue)}{rest}"
-                every[template], places[template] = shape, order[f"{prefix}{start + residue}{rest}"]
+                every[template], places[template] = shape, keys.order[f"{prefix}{start + residue}{rest}"]
             extras += [
                 f"{prefix}{index}{rest}"
                 for index in range(start + residue, start + number, period)
@@ -197,22 +211,53 @@ def _layers(parent: str, prefixes: list[str], shapes: Mapping[str, Shape]) -> La
     return Layers(parent, counts.pop(), tuple(parts_of(ordered, parent)), tuple(extras))
 
 
-def _period(elements: Mapping[int, Mapping[str, Shape]], start: int) -> int | None:
-    """Return after how many elements the same one comes again: 2 where attention and feed-forward alternate."""
+def _halves(prefix: str, keys: _Numbered) -> list[Layers]:
+    """Read a list that holds the layers of both sides, one side behind the other; nothing where it does not.
+
+    The keys of the first side count up to a layer, `{i<6}`, those of the second from it, `{i+6}`.
+    """
+    elements = keys.elements(prefix)
+    number = len(elements)
+    if sorted(elements) != list(range(number)):
+        return []
+    cut = next((i for i in range(number) if elements[i].keys() != elements[0].keys()), number)
+    if cut < _LEAST_LAYERS or number - cut < _LEAST_LAYERS:
+        return []
+    sides = (range(cut), f"{{i<{cut}}}"), (range(cut, number), _affine(1, cut))
+    if any(elements[i] != elements[side[0]] for side, _ in sides for i in side):
+        return []
+    found = []
+    for side, index in sides:
+        places = {f"{prefix}{index}{rest}": keys.order[f"{prefix}{side[0]}{rest}"] for rest in elements[side[0]]}
+        shapes = {f"{prefix}{index}{rest}": shape for rest, shape in elements[side[0]].items()}
+        ordered = {template: shapes[template] for template in sorted(shapes, key=places.__getitem__)}
+        found.append(Layers(prefix, len(side), tuple(parts_of(ordered, prefix)), ()))
+    return found
+
+
+def _period(elements: Elements, start: int) -> list[dict[str, Shape]]:
+    """Find after how many elements the same one comes again: 2 where attention and feed-forward alternate.
+
+    Returns:
+        What the elements of each turn have in common; nothing where none comes again.
+    """
     number = len(elements)
     for period in range(1, number // 2 + 1) if number > 1 else (1,):
-        if number % period == 0 and all(
-            len(elements[i]) <= len(_common(elements, start + (i - start) % period, period)) + _MOST_EXTRAS
-            and _common(elements, start + (i - start) % period, period)
-            for i in elements
+        if number % period:
+            continue
+        turns = [[elements[i] for i in range(start + residue, start + number, period)] for residue in range(period)]
+        commons = [_common(turn) for turn in turns]
+        if all(
+            common and all(len(element) <= len(common) + _MOST_EXTRAS for element in turn)
+            for turn, common in zip(turns, commons, strict=True)
         ):
-            return period
-    return None
+            return commons
+    return []
 
 
-def _common(elements: Mapping[int, Mapping[str, Shape]], first: int, period: int) -> dict[str, Shape]:
-    others = [elements[index] for index in range(first, first + len(elements), period) if index in elements]
-    return {rest: shape for rest, shape in others[0].items() if all(o.get(rest) == shape for o in others)}
+def _common(elements: Sequence[Mapping[str, Shape]]) -> dict[str, Shape]:
+    """Return what all elements have."""
+    return {end: shape for end, shape in elements[0].items() if all(other.get(end) == shape for other in elements)}
 
 
 def _affine(factor: int, offset: int) -> str:
@@ -222,11 +267,11 @@ def _affine(factor: int, offset: int) -> str:
 def _scattered(shapes: Mapping[str, Shape]) -> list[list[str]]:
     """Group lists that count the same layers of one side: attentions.{i}, norms.{i}, ffns.{i}."""
     groups: dict[tuple[str | None, int], list[str]] = defaultdict(list)
-    rest = dict(shapes)
+    keys = _Numbered(shapes)
     # A number that is a whole component counts more likely than one in a name.
-    for prefix in sorted(_prefixes(shapes), key=lambda prefix: not prefix.endswith(".")):
-        layers = _layers(prefix, [prefix], rest)
+    for prefix in sorted(keys.prefixes(), key=lambda prefix: not prefix.endswith(".")):
+        layers = _layers(prefix, [prefix], keys)
         if layers is not None:
             groups[words.side(prefix), layers.count].append(prefix)
-            rest = _without(rest, [prefix])
+            keys.take([prefix])
     return list(groups.values())

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tfexport.checkpoint.detect import words
 from tfexport.checkpoint.detect.parts import Part
-from tfexport.errors import CheckpointError
+from tfexport.models.switches import QkNorm, Value
 
 _NUMBER = re.compile(r"\d+")
 _INDEX = re.compile(r"\{.*?\}")
@@ -18,15 +18,18 @@ _INDEX = re.compile(r"\{.*?\}")
 LIKELY, POSSIBLE, FAR = 0, 1, 3
 # More norms than sublayers: some are never used. Above this many nobody could tell which.
 _MOST_DEAD_NORMS = 2
+# A layer of so many modules, heads joined, is none.
+_MOST_PARTS = 100
 
 
 @dataclass(frozen=True)
 class Reading:
-    """One way to read some parts: lines of a layout, keys that it leaves out, and how far-fetched it is."""
+    """One way to read some parts: lines of a layout, keys that it leaves out, switches, and how far-fetched it is."""
 
     lines: tuple[str, ...]
     cost: int = LIKELY
     ignored: tuple[str, ...] = ()
+    arch: tuple[tuple[str, Value], ...] = ()
 
 
 Choice = tuple[Reading, ...]
@@ -73,7 +76,7 @@ class Layer:
     """The readings of a layer, a choice for each group of parts.
 
     `unread` fit nothing; `readings` counts the ways to tell its projections
-    apart, `is_fused` says whether some of them are one matrix.
+    apart, `is_fused` says whether some of them are one matrix. `qk_norm` is the switch of that name.
     """
 
     choices: tuple[Choice, ...]
@@ -81,6 +84,24 @@ class Layer:
     readings: int
     is_fused: bool
     has_gate: bool
+    qk_norm: QkNorm
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The matrices of one attention, and the norms of its queries and keys by role; none, or both."""
+
+    maps: tuple[Matrix, ...]
+    norms: Mapping[str, Part]
+
+    @property
+    def qk_norm(self) -> QkNorm:
+        """What the norms normalise: each head, or all of them together."""
+        if not self.norms:
+            return "none"
+        rows = {_named(m): m.out for m in self.maps}
+        is_all = all(max(part.shape) == rows.get(role) for role, part in self.norms.items())
+        return "all" if is_all else "head"
 
 
 def matrix(part: Part, d_model: int, *, bare_is_in_out: bool) -> Matrix:
@@ -125,11 +146,10 @@ def read_layer(parts: Sequence[Part], d_model: int, side: str, style: Style) -> 
 
     Returns:
         The readings; None when it has no attention and feed-forward network.
-
-    Raises:
-        CheckpointError: heads share keys and values, which no layout expresses.
     """
     parts = _joined_heads(parts)
+    if len(parts) > _MOST_PARTS:
+        return None
     index = "{i}" if any("{i" in key or "i}" in key or "i+" in key for part in parts for key in part.keys) else "0"
     layer = f"{side}.layers.{index}"
     maps = [matrix(part, d_model, bare_is_in_out=style.bare_is_in_out) for part in parts if part.is_matrix]
@@ -137,13 +157,31 @@ def read_layer(parts: Sequence[Part], d_model: int, side: str, style: Style) -> 
     groups = _grouped([found for found in maps if found not in network])
     if not network or not groups:
         return None
-    choices = [_network_choice(network, d_model, f"{layer}.ffn"), *_attention_choices(groups, d_model, layer, style)]
-    _check_heads(groups, side)
-    sublayers = [*groups, network]
-    norms, unread = _norm_choice([part for part in parts if part.is_vector], sublayers, layer)
+    attentions, vectors = _attentions(groups, [part for part in parts if part.is_vector])
+    choices = [
+        _network_choice(network, d_model, f"{layer}.ffn"),
+        *_attention_choices(attentions, d_model, layer, style),
+    ]
+    norms, unread = _norm_choice(vectors, [*groups, network], layer)
     readings = max(len(_roles(group)) for group in groups)
     is_fused = any(len(group) < 4 for group in groups)
-    return Layer((*choices, *norms), tuple(unread), readings, is_fused, _has_gate(network))
+    qk_norm = attentions[0].qk_norm
+    return Layer((*choices, *norms), tuple(unread), readings, is_fused, _has_gate(network), qk_norm)
+
+
+def _attentions(groups: Sequence[Sequence[Matrix]], vectors: Sequence[Part]) -> tuple[list[Attention], list[Part]]:
+    """Give each attention the norms of its queries and keys; returns the vectors that are left too."""
+    found: list[dict[str, Part]] = [{} for _ in groups]
+    for part in vectors:
+        role = words.attention_role(part.words)
+        place = 0 if len(groups) == 1 else _place(part, groups)
+        if part.weight is not None and set(part.words) & words.NORM and role in ("q", "k") and place is not None:
+            found[place].setdefault(role, part)
+    # A norm of queries alone is that of a sublayer, in front of them.
+    pairs = [norms if len(norms) == 2 else {} for norms in found]
+    taken = {part for norms in pairs for part in norms.values()}
+    attentions = [Attention(tuple(group), norms) for group, norms in zip(groups, pairs, strict=True)]
+    return attentions, [part for part in vectors if part not in taken]
 
 
 def _joined_heads(parts: Sequence[Part]) -> list[Part]:
@@ -153,13 +191,13 @@ def _joined_heads(parts: Sequence[Part]) -> list[Part]:
         hidden = _INDEX.sub(lambda found: "#" * len(found[0]), part.name)
         for match in _NUMBER.finditer(hidden):
             groups[part.name[: match.start()] + "{h}" + part.name[match.end() :], part.shape].append(part)
-    joined = list(parts)
+    left = {part: part for part in parts}
     for (name, shape), heads in groups.items():
         role = words.attention_role(words.words(_INDEX.sub("", name)))
         is_heads = len(heads) > 1 and len(shape) == 2 and role in ("q", "k", "v") and shape[0] < shape[1]
-        if is_heads and all(head in joined for head in heads):
+        if is_heads and all(left.get(head) is head for head in heads):
             weight, bias = (_with_head([getattr(head, kind) for head in heads[:2]]) for kind in ("weight", "bias"))
-            whole = Part(
+            left[heads[0]] = Part(
                 tuple(name.split(".")),
                 (shape[0] * len(heads), shape[1]),
                 weight,
@@ -167,8 +205,9 @@ def _joined_heads(parts: Sequence[Part]) -> list[Part]:
                 heads[0].bias_size,
                 heads[0].place,
             )
-            joined = [whole if part is heads[0] else part for part in joined if part not in heads[1:]]
-    return joined
+            for head in heads[1:]:
+                del left[head]
+    return list(left.values())
 
 
 def _with_head(keys: Sequence[str | None]) -> str | None:
@@ -326,24 +365,10 @@ def _shapes_fit(maps: Sequence[Matrix], roles: Sequence[str | None]) -> bool:
     return q.out == k.out and q.width == k.width and (out.width == v.out or is_shared)
 
 
-def _check_heads(groups: Sequence[Sequence[Matrix]], side: str) -> None:
-    """Refuse attention with fewer heads for keys and values than for queries."""
-    for group in groups:
-        by_role = {_named(m): m for m in group}
-        q, narrow = by_role.get("q"), by_role.get("k") or by_role.get("kv")
-        rows = narrow.out // (1 if "k" in by_role else 2) if narrow is not None else 0
-        if q is not None and 0 < rows < q.out and q.out % rows == 0 and q.width == (narrow.width if narrow else 0):
-            raise CheckpointError(
-                f"{side} layers: {q.part.name} has {q.out} rows of queries, but there are {rows} of keys: grouped or "
-                "multi-query attention, which no layout expresses; export the model as your own module, "
-                "see docs/your-own-module.md"
-            )
-
-
-def _attention_choices(groups: Sequence[Sequence[Matrix]], d_model: int, layer: str, style: Style) -> list[Choice]:
-    if len(groups) == 1:
-        return [(Reading(_projection_lines(groups[0], d_model, f"{layer}.self", style)),)]
-    first, second = ({word for m in group for word in m.part.words} for group in groups)
+def _attention_choices(attentions: Sequence[Attention], d_model: int, layer: str, style: Style) -> list[Choice]:
+    if len(attentions) == 1:
+        return [(Reading(_projection_lines(attentions[0], d_model, f"{layer}.self", style)),)]
+    first, second = ({word for m in one.maps for word in m.part.words} for one in attentions)
     by_name = [_is_cross(first - second), _is_cross(second - first)]
     if by_name[0] == by_name[1]:
         # Both name the other side, or none does; "self" is said of one alone.
@@ -351,14 +376,14 @@ def _attention_choices(groups: Sequence[Sequence[Matrix]], d_model: int, layer: 
     if by_name[0] != by_name[1]:
         orders = [("cross", "self") if by_name[0] else ("self", "cross")]
     else:
-        is_first = groups[0][0].part.place < groups[1][0].part.place
+        is_first = attentions[0].maps[0].part.place < attentions[1].maps[0].part.place
         orders = [("self", "cross"), ("cross", "self")][:: 1 if is_first else -1]
     return [
         tuple(
             Reading(
                 (
-                    *_projection_lines(groups[0], d_model, f"{layer}.{a}", style),
-                    *_projection_lines(groups[1], d_model, f"{layer}.{b}", style),
+                    *_projection_lines(attentions[0], d_model, f"{layer}.{a}", style),
+                    *_projection_lines(attentions[1], d_model, f"{layer}.{b}", style),
                 ),
                 cost,
             )
@@ -367,11 +392,11 @@ def _attention_choices(groups: Sequence[Sequence[Matrix]], d_model: int, layer: 
     ]
 
 
-def _projection_lines(group: Sequence[Matrix], d_model: int, target: str, style: Style) -> tuple[str, ...]:
+def _projection_lines(attention: Attention, d_model: int, target: str, style: Style) -> tuple[str, ...]:
     """Write the lines of one attention."""
     lines: list[str] = []
-    found = _roles(group)
-    for m, role in zip(group, found[min(style.reading, len(found) - 1)], strict=True):
+    found = _roles(attention.maps)
+    for m, role in zip(attention.maps, found[min(style.reading, len(found) - 1)], strict=True):
         if role in ("qkv", "kv"):
             order = "/".join(part for part in style.order if part in role)
             lines += m.lines(f"{target}.[{order}]", style.cut)
@@ -379,16 +404,20 @@ def _projection_lines(group: Sequence[Matrix], d_model: int, target: str, style:
             # A projection narrower than the model serves every head.
             shared = role != "o" and m.width < d_model
             lines += m.lines(f"{target}.{role}", *(["block_diag"] if shared else []))
+    for role, part in attention.norms.items():
+        lines += norm_lines(part, f"{target}.{role}_norm")
     return tuple(lines)
 
 
 def _norm_choice(
     norms: Sequence[Part], sublayers: Sequence[Sequence[Matrix]], layer: str
 ) -> tuple[list[Choice], list[Part]]:
-    """Give each sublayer its norm."""
+    """Give each sublayer its norm; without any parameters of norms, one that has none."""
     slots = len(sublayers)
     gains = [part for part in norms if part.weight is not None]
     unread = [part for part in norms if part.weight is None]
+    if not norms:
+        return [(Reading(tuple(f"derive {layer}.norm{place + 1}.weight = ones" for place in range(slots))),)], []
     if not slots <= len(gains) <= slots + _MOST_DEAD_NORMS:
         return [], [*gains, *unread]
     placed = {part: place for part in gains if (place := _place(part, sublayers)) is not None}

@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterable, Sequence
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
-_NUMBER = re.compile(r"(\d+)")
+# Python reads no longer numbers than a few thousand digits.
+_NUMBER = re.compile(r"(\d{1,18})")
 _INDEX = re.compile(r"\{\d*i\+?(\d*)\}")
 
 ENCODER = frozenset("enc encoder encoders encode encoding src source input inputs inp".split())
@@ -22,6 +23,7 @@ FEED_FORWARD = frozenset(
 )
 EMBEDDING = frozenset("emb embs embed embeds embedding embeddings embedder lut wte shared".split())
 POSITION = frozenset("pos position positions positional pe wpe posenc posemb postional".split())
+ROTARY = frozenset("rotary rope freqs freq inv".split())
 OUTPUT = frozenset("out output generator proj projection head lm logits classifier prj unembed fc linear dense".split())
 NORM = frozenset("norm norms ln layernorm rms rmsnorm lnorm normalization normalisation".split())
 FINAL = frozenset("final last f post top".split())

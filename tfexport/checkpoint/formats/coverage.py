@@ -8,7 +8,8 @@ from tokenizers import Tokenizer as Inner
 
 from tfexport.checkpoint.formats.vocabulary import Side, vocabulary_size
 from tfexport.errors import CheckpointError
-from tfexport.models.config import TransformerConfig
+from tfexport.spec import ModelSpec
+from tfexport.text.border import border
 from tfexport.text.vocabulary import BEYOND
 
 # Vocabularies are padded to multiples, and have languages and sentinels that no text becomes: that is neither.
@@ -16,13 +17,13 @@ _PADDING = 256
 _REFUSED, _WARNED = 0.5, 0.9
 
 
-def check_coverage(raw: bytes, path: Path, config: TransformerConfig, side: Side | None) -> str:
+def check_coverage(raw: bytes, path: Path, spec: ModelSpec, side: Side | None) -> str:
     """Compare the number of a tokenizer's ids with the model's vocabulary.
 
     Args:
         raw: the tokenizer.json.
         path: where it came from, for messages.
-        config: of the model.
+        spec: of the model.
         side: of the model that it is for; None for both.
 
     Returns:
@@ -31,13 +32,14 @@ def check_coverage(raw: bytes, path: Path, config: TransformerConfig, side: Side
     Raises:
         CheckpointError: no tokenizer.json, or it has less than half of the ids.
     """
-    try:
+
+    def refused(reason: str) -> CheckpointError:
+        return CheckpointError(f"tokenizer {path}: is no tokenizer.json ({reason}); save the tokenizer again")
+
+    with border(refused):
         vocab = Inner.from_str(raw.decode("utf-8")).get_vocab(with_added_tokens=True)
-    except Exception as error:  # the library raises nothing more special
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"tokenizer {path}: is no tokenizer.json ({reason}); save the tokenizer again") from error
     ids = {i for i in vocab.values() if i < vocab.get(BEYOND, i + 1)}
-    name, size = vocabulary_size(config, side)
+    name, size = vocabulary_size(spec, side)
     if size - len(ids) <= _PADDING or len(ids) >= _WARNED * size:
         return ""
     said = f"tokenizer {path}: has {len(ids)} ids, the model's {name} is {size}"

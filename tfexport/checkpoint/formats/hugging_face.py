@@ -26,6 +26,7 @@ _FAMILIES = {
     # mT5 is T5 v1.1 by another name.
     "mt5": "hf_t5",
     "umt5": "hf_umt5",
+    "t5gemma": "hf_t5gemma",
 }
 _TOKENS = {"pad": "pad_token_id", "start": "decoder_start_token_id", "eos": "eos_token_id"}
 LAYOUTS = (*dict.fromkeys(_FAMILIES.values()), "hf_t5_v1_1")
@@ -41,13 +42,25 @@ _UNREAD = (
     "normalize_embedding",
     "static_position_embeddings",
 )
+# What T5Gemma says for each side, and the canonical model has once.
+_T5GEMMA_SHARED = (
+    "attn_logit_softcapping",
+    "hidden_activation",
+    "hidden_size",
+    "query_pre_attn_scalar",
+    "rms_norm_eps",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+)
 # T5 takes texts of any length; this is what it was trained for.
 _T5_LENGTH = 512
 
 
 def is_known(config: Mapping[str, Any]) -> bool:
     """Say whether there is a layout for the family of a config.json."""
-    return config.get("model_type") in _FAMILIES
+    model_type = config.get("model_type")
+    return isinstance(model_type, str) and model_type in _FAMILIES
 
 
 def family(config: Mapping[str, Any]) -> str:
@@ -86,7 +99,10 @@ def settings(
         CheckpointError: lists every value that is missing or that the canonical model has no place for.
     """
     reader = _Reader(config)
-    found = _t5(reader) if "num_heads" in config else _marian_like(reader, keys)
+    if config["model_type"] == "t5gemma":
+        found = _t5gemma(reader)
+    else:
+        found = _t5(reader) if "num_heads" in config else _marian_like(reader, keys)
     found |= _tokens(reader, generation, given)
     raise_all(CheckpointError, "config.json", reader.problems)
     return found
@@ -100,26 +116,35 @@ def tokens(config: Mapping[str, Any], generation: Mapping[str, Any]) -> dict[str
 class _Reader:
     """Reads keys of config.json and keeps every problem."""
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        self.config = config
+    def __init__(self, config: Mapping[str, Any], prefix: str = "") -> None:
+        self.config, self.prefix = config, prefix
         self.problems: list[str] = []
+
+    def side(self, name: str) -> Mapping[str, Any]:
+        value = self.config.get(name)
+        if isinstance(value, dict):
+            return value
+        self.problems.append(f"{name} is {shortened(value)}, expected its configuration")
+        return {}
 
     def whole(self, name: str) -> int:
         value = self.config.get(name)
         if isinstance(value, int) and _is_whole(value):
             return value
-        self.problems.append(f"{name} is {shortened(value)}, expected a whole number")
+        self.problems.append(f"{self.prefix}{name} is {shortened(value)}, expected a whole number")
         return 0
 
-    def activation(self, name: str, value: str) -> dict[str, Value]:
-        if value in _ACTIVATIONS:
+    def activation(self, name: str, value: object) -> dict[str, Value]:
+        if isinstance(value, str) and value in _ACTIVATIONS:
             return {"activation": _ACTIVATIONS[value]}
-        self.problems.append(f"{name} is {shortened(value)}, expected one of {', '.join(_ACTIVATIONS)}")
+        self.problems.append(f"{self.prefix}{name} is {shortened(value)}, expected one of {', '.join(_ACTIVATIONS)}")
         return {}
 
 
 def _tokens(reader: _Reader, generation: Mapping[str, Any], given: Collection[str]) -> dict[str, Value]:
-    said = {**reader.config, **{name: value for name, value in generation.items() if value is not None}}
+    decoder = reader.config.get("decoder")
+    of_decoder = {"decoder_start_token_id": None, **decoder} if isinstance(decoder, dict) else {}
+    said = {**of_decoder, **reader.config, **{name: value for name, value in generation.items() if value is not None}}
     if (
         "decoder_start_token_id" in said
         and said["decoder_start_token_id"] is None
@@ -172,6 +197,55 @@ def _t5(reader: _Reader) -> dict[str, Value]:
         "logit_scale": "d_model ** -0.5" if scaled else 1.0,
         "max_length": reader.whole("n_positions") if "n_positions" in config else _T5_LENGTH,
     }
+
+
+def _t5gemma(reader: _Reader) -> dict[str, Value]:
+    """Read both sides, which agree in all that the canonical model has once; a window is the longest text."""
+    sides = {name: _Reader(reader.side(name), f"{name}.") for name in ("encoder", "decoder")}
+    encoder, decoder = sides.values()
+    problems = reader.problems
+    problems += [
+        f"encoder.{name} is {shortened(encoder.config.get(name))} and decoder.{name} is "
+        f"{shortened(decoder.config.get(name))}, expected the same"
+        for name in _T5GEMMA_SHARED
+        if encoder.config.get(name) != decoder.config.get(name)
+    ]
+    if reader.config.get("is_encoder_decoder") is False:
+        problems.append("is_encoder_decoder is False, expected a decoder too")
+    found: dict[str, Value] = {
+        **encoder.activation("hidden_activation", encoder.config.get("hidden_activation")),
+        "num_heads": encoder.whole("num_attention_heads"),
+        "dec.num_heads": decoder.whole("num_attention_heads"),
+        "norm_eps": encoder.config.get("rms_norm_eps", 1e-6),
+        "rotary_base": _rotary_base(encoder),
+        "attention_scale": max(encoder.whole("query_pre_attn_scalar"), 1) ** -0.5,
+        "attention_softcap": encoder.config.get("attn_logit_softcapping") or 0.0,
+        "logit_softcap": decoder.config.get("final_logit_softcapping") or 0.0,
+        "max_length": min(_longest(side) for side in sides.values()),
+    }
+    for side in sides.values():
+        problems += side.problems
+    return found
+
+
+def _rotary_base(reader: _Reader) -> float:
+    """Return the base of what is turned by position and nothing else."""
+    said = reader.config.get("rope_parameters") or reader.config.get("rope_scaling") or {}
+    kind = said.get("rope_type", said.get("type", "default")) if isinstance(said, dict) else said
+    if kind != "default":
+        reader.problems.append(f"{reader.prefix}rope_parameters has {shortened(kind)}, expected rope_type default")
+        return 1.0
+    base = said.get("rope_theta", reader.config.get("rope_theta", 10000.0))
+    if isinstance(base, int | float) and base > 0:
+        return float(base)
+    reader.problems.append(f"{reader.prefix}rope_theta is {shortened(base)}, expected a number above 0")
+    return 1.0
+
+
+def _longest(reader: _Reader) -> int:
+    """Return how long a text may be before a layer that attends in a window would no longer see all of it."""
+    longest, kinds = reader.whole("max_position_embeddings"), reader.config.get("layer_types") or ["sliding_attention"]
+    return min(longest, reader.whole("sliding_window")) if "sliding_attention" in kinds else longest
 
 
 def _is_whole(value: object) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,18 @@ from tfexport.checkpoint.formats.tokenizer_parts import TokenizerFiles, as_json,
 from tfexport.checkpoint.formats.vocabulary import read_vocabulary, tokenizer_json
 from tfexport.errors import CheckpointError
 from tfexport.files.names import TARGET_TOKENIZER, TOKENIZER
-from tfexport.models.config import TransformerConfig
+from tfexport.spec import ModelSpec
+from tfexport.text.border import border
 
 _BYTE_SPACE = "Ġ"  # how byte-level vocabularies write a space
 
 
-def tokenizer_files(directory: Path, config: TransformerConfig) -> TokenizerFiles | None:
+def tokenizer_files(directory: Path, spec: ModelSpec) -> TokenizerFiles | None:
     """Read the tokenizer of a directory as transformers reads it.
 
     Args:
         directory: with a tokenizer.json, or the files of Marian, M2M100, mBART, NLLB, T5, PEGASUS, BART or Blenderbot.
-        config: of the model.
+        spec: of the model.
 
     Returns:
         One or two tokenizers; None where there is no file of any.
@@ -37,7 +39,8 @@ def tokenizer_files(directory: Path, config: TransformerConfig) -> TokenizerFile
     """
     for names, read in _FORMATS.items():
         if all((directory / name).is_file() for name in names):
-            return read(directory, config)
+            with border(partial(_unreadable, directory)):
+                return read(directory, spec)
     parts = [name for name in _PARTS if (directory / name).is_file()]
     if not parts:
         return None
@@ -45,11 +48,15 @@ def tokenizer_files(directory: Path, config: TransformerConfig) -> TokenizerFile
     raise CheckpointError(f"tokenizer {directory}: has {', '.join(parts)} alone, expected one of {whole}")
 
 
-def _own(directory: Path, config: TransformerConfig) -> TokenizerFiles:
-    return TokenizerFiles({TOKENIZER: tokenizer_json(directory / TOKENIZER, config)}, (TOKENIZER,))
+def _unreadable(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError(f"tokenizer {path}: cannot be read ({reason}); download or save it again")
 
 
-def _marian(directory: Path, config: TransformerConfig) -> TokenizerFiles:
+def _own(directory: Path, spec: ModelSpec) -> TokenizerFiles:
+    return TokenizerFiles({TOKENIZER: tokenizer_json(directory / TOKENIZER, spec)}, (TOKENIZER,))
+
+
+def _marian(directory: Path, spec: ModelSpec) -> TokenizerFiles:
     """Two SentencePiece models whose pieces have the ids of vocab.json."""
     names = ["source.spm", "target.spm", "vocab.json"]
     ids = read_ids(directory / "vocab.json")
@@ -65,14 +72,14 @@ def _marian(directory: Path, config: TransformerConfig) -> TokenizerFiles:
         proto = read_sentencepiece(read_vocabulary(path), path)
         inner = with_ids(proto, own, ("<pad>", "</s>"), "<unk>", whole=languages)
         files[name] = as_json(inner)
-    return TokenizerFiles(files, tuple(names), source_suffix=(config.tokens.eos,))
+    return TokenizerFiles(files, tuple(names), source_suffix=(spec.tokens.eos,))
 
 
-def _spiece(directory: Path, config: TransformerConfig) -> TokenizerFiles:
+def _spiece(directory: Path, spec: ModelSpec) -> TokenizerFiles:
     """The SentencePiece model of T5, or that of PEGASUS, whose ids are 103 larger in the model."""
-    path, kind, suffix = directory / _SPIECE, family_of(directory), (config.tokens.eos,)
+    path, kind, suffix = directory / _SPIECE, family_of(directory), (spec.tokens.eos,)
     if kind in T5_FAMILIES:
-        return TokenizerFiles({TOKENIZER: tokenizer_json(path, config)}, (_SPIECE,), source_suffix=suffix)
+        return TokenizerFiles({TOKENIZER: tokenizer_json(path, spec)}, (_SPIECE,), source_suffix=suffix)
     if kind != "pegasus":
         raise CheckpointError(
             f"tokenizer {path}: the ids of {kind or 'an unknown family'} are not known; give {TOKENIZER}"
@@ -85,7 +92,7 @@ def _spiece(directory: Path, config: TransformerConfig) -> TokenizerFiles:
     )
 
 
-def _byte_level(directory: Path, config: TransformerConfig) -> TokenizerFiles:
+def _byte_level(directory: Path, spec: ModelSpec) -> TokenizerFiles:
     """Byte-pair encoding of bytes, as GPT-2, BART and Blenderbot have it."""
     ids, kind = read_ids(directory / "vocab.json"), family_of(directory)
     if not any(token.startswith(_BYTE_SPACE) for token in ids):
@@ -93,12 +100,11 @@ def _byte_level(directory: Path, config: TransformerConfig) -> TokenizerFiles:
             f"tokenizer {directory}: vocab.json has no byte-level tokens, which begin with {_BYTE_SPACE!r} behind a "
             f"space; give the {TOKENIZER} of this model"
         )
-    lines = read_vocabulary(directory / "merges.txt").decode("utf-8").split("\n")
+    merges = directory / "merges.txt"
+    lines = read_vocabulary(merges).decode("utf-8").split("\n")
     pairs: list[Any] = [tuple(line.split(" ")) for line in lines if line.strip() and not line.startswith("#version")]
-    try:
+    with border(lambda reason: CheckpointError(f"tokenizer {merges}: does not fit vocab.json ({reason})")):
         inner = Inner(models.BPE(ids, pairs))
-    except Exception as error:  # the library raises nothing more special
-        raise CheckpointError(f"tokenizer {directory / 'merges.txt'}: does not fit vocab.json ({error})") from error
     spaced = read_settings(directory).get("add_prefix_space", kind == "blenderbot")
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=bool(spaced))
     inner.decoder = decoders.ByteLevel()
@@ -108,13 +114,13 @@ def _byte_level(directory: Path, config: TransformerConfig) -> TokenizerFiles:
         {TOKENIZER: as_json(inner)},
         ("vocab.json", "merges.txt"),
         source_prefix=prefix,
-        source_suffix=(config.tokens.eos,),
+        source_suffix=(spec.tokens.eos,),
     )
 
 
 _SPIECE = "spiece.model"
 # The files of each format, the first that are all there are read.
-_FORMATS: dict[tuple[str, ...], Callable[[Path, TransformerConfig], TokenizerFiles]] = {
+_FORMATS: dict[tuple[str, ...], Callable[[Path, ModelSpec], TokenizerFiles]] = {
     (TOKENIZER,): _own,
     ("source.spm", "target.spm", "vocab.json"): _marian,
     (SPM_BPE, "vocab.json"): m2m100,

@@ -19,6 +19,7 @@ _UNUSED = (
 )
 _BASE = "model."
 _HEAD, _BIAS = "lm_head.weight", "final_logits_bias"
+_T5GEMMA_HEAD = "lm_head.out_proj.weight"
 _LISTED = 8
 T5_FAMILIES = ("t5", "mt5", "umt5")
 
@@ -34,20 +35,21 @@ def as_loaded(config: Mapping[str, Any], tensors: Mapping[str, Tensor], notes: l
     Raises:
         CheckpointError: the output projection is missing and not tied.
     """
-    base = "" if config.get("model_type") in T5_FAMILIES else _BASE
+    kind = config.get("model_type")
+    base, head = "" if kind in T5_FAMILIES else _BASE, _T5GEMMA_HEAD if kind == "t5gemma" else _HEAD
     if not any(key.startswith(base) for key in tensors):
         notes.append(f"has the names of the model without its head; put {base!r} before them")
-        tensors = {key if key in (_HEAD, _BIAS) else base + key: tensor for key, tensor in tensors.items()}
+        tensors = {key if key in (head, _BIAS) else base + key: tensor for key, tensor in tensors.items()}
     found = dict(tensors)
     unused = [key for key in found if any(fnmatchcase(key, pattern) for pattern in _UNUSED)]
     shared = f"{base}shared.weight"
     tables = [f"{base}{side}.embed_tokens.weight" for side in ("encoder", "decoder")]
-    if _HEAD not in found:
-        _check_tied(config, is_t5=not base)
+    if head not in found:
+        _check_tied(config, head, is_t5=not base)
     if shared in found and all(table in found for table in tables):
         # Each side has a table of its own, mostly the same.
-        if _HEAD not in found and config.get("share_encoder_decoder_embeddings", True):
-            found[_HEAD] = found[shared]
+        if head not in found and config.get("share_encoder_decoder_embeddings", True):
+            found[head] = found[shared]
         elif not all(torch.equal(found[shared], found[table]) for table in tables):
             unused.append(shared)
         del found[shared]
@@ -57,8 +59,8 @@ def as_loaded(config: Mapping[str, Any], tensors: Mapping[str, Tensor], notes: l
     return {key: tensor for key, tensor in found.items() if key not in unused}
 
 
-def _check_tied(config: Mapping[str, Any], *, is_t5: bool) -> None:
+def _check_tied(config: Mapping[str, Any], head: str, *, is_t5: bool) -> None:
     if not is_t5 and config.get("tie_word_embeddings", True) is False:
         raise CheckpointError(
-            f"the weights have no {_HEAD}, and config.json says tie_word_embeddings false; save the whole model"
+            f"the weights have no {head}, and config.json says tie_word_embeddings false; save the whole model"
         )

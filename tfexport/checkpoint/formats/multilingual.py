@@ -17,16 +17,16 @@ from tfexport.checkpoint.formats.tokenizer_parts import (
     tokenizer_class,
 )
 from tfexport.checkpoint.formats.vocabulary import read_vocabulary
-from tfexport.errors import CheckpointError
+from tfexport.errors import CheckpointError, shortened
 from tfexport.files.names import TOKENIZER
-from tfexport.models.config import TransformerConfig
+from tfexport.spec import ModelSpec
 
 SPM_BPE = "sentencepiece.bpe.model"
 # Tokenizers of transformers whose ids are those of fairseq; without a name the family tells.
 _FAIRSEQ = ("", "mbart", "mbart50", "nllb", "tokenizersbackend", "pretrained")
 
 
-def m2m100(directory: Path, config: TransformerConfig) -> TokenizerFiles:
+def m2m100(directory: Path, spec: ModelSpec) -> TokenizerFiles:
     """A SentencePiece model whose pieces have the ids of vocab.json, and languages behind them."""
     ids = read_ids(directory / "vocab.json")
     if (codes := read_settings(directory).get("language_codes", "m2m100")) != "m2m100":
@@ -37,30 +37,30 @@ def m2m100(directory: Path, config: TransformerConfig) -> TokenizerFiles:
     files = _multilingual(directory, {**ids, **languages}, tuple(languages))
     language = read_settings(directory).get("src_lang") or "en"
     own = _language(directory, f"__{language}__", languages)
-    return TokenizerFiles(files, (SPM_BPE, "vocab.json"), source_prefix=(own,), source_suffix=(config.tokens.eos,))
+    return TokenizerFiles(files, (SPM_BPE, "vocab.json"), source_prefix=(own,), source_suffix=(spec.tokens.eos,))
 
 
-def fairseq(directory: Path, config: TransformerConfig) -> TokenizerFiles:
+def fairseq(directory: Path, spec: ModelSpec) -> TokenizerFiles:
     """A SentencePiece model whose ids are one larger in the model, languages behind them, and what was added later."""
-    family = family_of(directory)
-    if family not in ("mbart", "m2m_100", "nllb") or (kind := tokenizer_class(directory)) not in _FAIRSEQ:
+    family, kind = family_of(directory), tokenizer_class(directory)
+    if family not in ("mbart", "m2m_100", "nllb") or kind not in _FAIRSEQ:
         raise CheckpointError(
-            f"tokenizer {directory}: the ids of {SPM_BPE} for {kind if family else 'an unknown family'} are not known; "
+            f"tokenizer {directory}: the ids of {SPM_BPE} for {kind or family or 'an unknown family'} are not known; "
             f"give the {TOKENIZER} that AutoTokenizer.from_pretrained(…).save_pretrained(…) writes"
         )
     proto = read_sentencepiece(read_vocabulary(directory / SPM_BPE), directory / SPM_BPE)
     count = len(proto.pieces)
     is_mbart = family == "mbart"
-    is_later = config.source_vocab >= count + 2 + len(MBART_50)
+    is_later = spec.source_vocab >= count + 2 + len(MBART_50)
     known: Sequence[str] = NLLB if not is_mbart else MBART_50 if is_later else MBART
     languages = {language: count + 1 + i for i, language in enumerate(known)}
-    added = {**languages, "<mask>": count + 1 + len(known), **_added(directory, count + 1, config.source_vocab)}
+    added = {**languages, "<mask>": count + 1 + len(known), **_added(directory, count + 1, spec.source_vocab)}
     ids = {piece.piece: i + 1 for i, piece in enumerate(proto.pieces) if i > 2}
     ids |= {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, **added}
     settings = read_settings(directory)
     own = _language(directory, settings.get("src_lang") or ("en_XX" if is_mbart else "eng_Latn"), added)
     is_behind = not is_later if is_mbart else bool(settings.get("legacy_behaviour"))
-    prefix, suffix = _around(own, config.tokens.eos, is_behind=is_behind)
+    prefix, suffix = _around(own, spec.tokens.eos, is_behind=is_behind)
     return TokenizerFiles(
         _multilingual(directory, ids, tuple(added)), (SPM_BPE,), source_prefix=prefix, source_suffix=suffix
     )
@@ -89,7 +89,10 @@ def _multilingual(directory: Path, ids: Mapping[str, int], special: tuple[str, .
     return {TOKENIZER: as_json(with_ids(proto, ids, ("<s>", "<pad>", "</s>", *special), "<unk>"))}
 
 
-def _language(directory: Path, token: str, ids: Mapping[str, int]) -> int:
-    if token not in ids:
-        raise CheckpointError(f"tokenizer {directory}: src_lang {token} is none of {', '.join(ids)}")
-    return ids[token]
+def _language(directory: Path, token: object, ids: Mapping[str, int]) -> int:
+    found = ids.get(token) if isinstance(token, str) else None
+    if found is None:
+        raise CheckpointError(
+            f"tokenizer {directory}: src_lang is {shortened(token)}, expected one of {', '.join(ids)}"
+        )
+    return found

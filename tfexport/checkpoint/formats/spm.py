@@ -11,11 +11,14 @@ from tokenizers import Tokenizer as Inner
 
 from tfexport.errors import BackendError, CheckpointError
 from tfexport.install import install_command
+from tfexport.text.parts import charsmap_growth
 from tfexport.text.vocabulary import BEYOND
 
 SPACE = "▁"
 # The types of SentencePiece's trainer and pieces, from its model format.
 _UNIGRAM, _BPE = 1, 2
+# SentencePiece makes pieces of at most 16 characters unless told otherwise.
+MAX_PIECE = 256
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 # Before a token that no text shall become: white space is replaced before texts are split.
 _HIDDEN = " "
@@ -49,6 +52,13 @@ def read_sentencepiece(raw: bytes, path: Path) -> Any:
         raise CheckpointError(f"tokenizer {path}: is no SentencePiece model ({error}); give the .model file") from error
     if proto.trainer_spec.model_type not in (_UNIGRAM, _BPE) or not proto.pieces:
         raise CheckpointError(f"tokenizer {path}: is neither a unigram nor a BPE model; give a tokenizer.json")
+    if (longest := max(len(piece.piece) for piece in proto.pieces)) > MAX_PIECE:
+        raise CheckpointError(f"tokenizer {path}: has a piece of {longest} characters, expected at most {MAX_PIECE}")
+    if proto.normalizer_spec.precompiled_charsmap:
+        try:
+            charsmap_growth(proto.normalizer_spec.precompiled_charsmap)
+        except ValueError as error:
+            raise CheckpointError(f"tokenizer {path}: {error}; download or save it again") from error
     return proto
 
 

@@ -14,6 +14,8 @@ from tfexport.errors import CheckpointError, ConfigError
 from tfexport.files.strict_json import parse_json, read_json
 
 Ids = tuple[int, ...]
+# Twice as many as any vocabulary has; a token is made for each id that is left out.
+MAX_ID = 2**21
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,8 @@ def read_ids(path: Path) -> dict[str, int]:
     whole = isinstance(ids, dict) and all(type(i) is int and i >= 0 for i in ids.values())
     if not whole or len(set(ids.values())) < len(ids) or not ids:
         raise CheckpointError(f"tokenizer {path}: expected tokens with an id of its own each")
+    if max(ids.values()) > MAX_ID:
+        raise CheckpointError(f"tokenizer {path}: has id {max(ids.values())}, expected at most {MAX_ID}")
     if "<unk>" not in ids:
         raise CheckpointError(f"tokenizer {path}: has no token <unk>")
     return dict(ids)

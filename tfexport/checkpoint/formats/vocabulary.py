@@ -16,14 +16,15 @@ from tfexport.checkpoint.formats.token_list import read_tokens
 from tfexport.errors import CheckpointError, raise_all
 from tfexport.files.strict_json import plain_problem
 from tfexport.files.text import MAX_BYTES
-from tfexport.models.config import TransformerConfig
+from tfexport.spec import ModelSpec
+from tfexport.text.border import border
 
 Side = Literal["source", "target"]
 # What fairseq calls the SentencePiece model whose pieces a list has.
 SPM_BESIDE = "sentencepiece.bpe.model"
 
 
-def tokenizer_json(path: Path, config: TransformerConfig, side: Side | None = None) -> bytes:
+def tokenizer_json(path: Path, spec: ModelSpec, side: Side | None = None) -> bytes:
     """Read a vocabulary and return it as tokenizer.json.
 
     Args:
@@ -31,7 +32,7 @@ def tokenizer_json(path: Path, config: TransformerConfig, side: Side | None = No
             model; or a list of tokens, which splits texts at white space, and
             words by the codes that lie beside it where its tokens are pieces,
             or texts by the SentencePiece model beside it.
-        config: says which tokens are special and how many ids there are.
+        spec: says which tokens are special and how many ids there are.
         side: of the model that it is for; None for both.
 
     Raises:
@@ -42,8 +43,9 @@ def tokenizer_json(path: Path, config: TransformerConfig, side: Side | None = No
     if raw.lstrip()[:1] == b"{":
         _check_json(raw, path)
         return raw
-    inner = _from_list(raw, path, config, side) if _is_text(raw) else _from_spm(raw, path, config, side)
-    return inner.to_str(pretty=True).encode()
+    with border(lambda reason: CheckpointError(f"tokenizer {path}: cannot be read ({reason}); save it again")):
+        inner = _from_list(raw, path, spec, side) if _is_text(raw) else _from_spm(raw, path, spec, side)
+        return inner.to_str(pretty=True).encode()
 
 
 def read_vocabulary(path: Path) -> bytes:
@@ -68,7 +70,7 @@ def _check_json(raw: bytes, path: Path) -> None:
     """Refuse a JSON that is no tokenizer.json."""
     try:
         found = json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"tokenizer {path}: is no JSON ({error}); save the tokenizer again") from error
     if "model" in found and isinstance(found["model"], dict):
         return
@@ -87,11 +89,11 @@ def _is_text(raw: bytes) -> bool:
         return False
 
 
-def vocabulary_size(config: TransformerConfig, side: Side | None) -> tuple[str, int]:
+def vocabulary_size(spec: ModelSpec, side: Side | None) -> tuple[str, int]:
     """Return how many ids a vocabulary may have, and what it is called."""
-    if side == "target" and config.target_vocab is not None:
-        return "target_vocab", config.target_vocab
-    return "source_vocab", config.source_vocab
+    if side == "target" and spec.has_decoder:
+        return "target_vocab", spec.vocab
+    return "source_vocab", spec.source_vocab
 
 
 def is_merges(lines: Sequence[str]) -> bool:
@@ -101,7 +103,7 @@ def is_merges(lines: Sequence[str]) -> bool:
     return bool(lines) and all(len(pair := line.split(" ")) == 2 and all(pair) for line in lines)
 
 
-def _from_list(raw: bytes, path: Path, config: TransformerConfig, side: Side | None) -> Inner:
+def _from_list(raw: bytes, path: Path, spec: ModelSpec, side: Side | None) -> Inner:
     """Read a list of tokens, and the codes or the SentencePiece model beside it where its tokens are pieces."""
     tokens, before = read_tokens(raw.decode("utf-8").removeprefix("\ufeff"))
     if is_merges(tokens):
@@ -109,7 +111,7 @@ def _from_list(raw: bytes, path: Path, config: TransformerConfig, side: Side | N
             f"tokenizer {path}: has merges alone, as a merges.txt, and no ids; "
             "give the directory that has its vocab.json too"
         )
-    name, limit = vocabulary_size(config, side)
+    name, limit = vocabulary_size(spec, side)
     codes = codes_beside(path) if goes_on(tokens) else None
     problems = [f"line {i} is empty" for i, token in enumerate(tokens, 1 - before) if not token]
     places: dict[str, int] = {}
@@ -119,10 +121,10 @@ def _from_list(raw: bytes, path: Path, config: TransformerConfig, side: Side | N
             problems.append(f"line {number} repeats {first}")
     if len(tokens) > limit:
         problems.append(f"has {len(tokens)} tokens, the model's {name} is {limit}")
-    if config.tokens.unk is None:
+    if spec.tokens.unk is None:
         problems.append("needs to know the id of unknown words; give --set tokens.unk=ID")
-    elif config.tokens.unk >= len(tokens):
-        problems.append(f"has {len(tokens)} tokens, tokens.unk is {config.tokens.unk}")
+    elif spec.tokens.unk >= len(tokens):
+        problems.append(f"has {len(tokens)} tokens, tokens.unk is {spec.tokens.unk}")
     if before and goes_on(tokens) and codes is None:
         problems.append(f"has pieces of words, and no codes lie beside it; call them {CODES[0]}")
     spm = path.with_name(SPM_BESIDE)
@@ -131,7 +133,7 @@ def _from_list(raw: bytes, path: Path, config: TransformerConfig, side: Side | N
     if has_pieces and is_fairseq and not spm.is_file():
         problems.append(f"has pieces of SentencePiece, and no model lies beside it; call it {SPM_BESIDE}")
     raise_all(CheckpointError, f"tokenizer {path}", problems)
-    ids = config.tokens
+    ids = spec.tokens
     assert ids.unk is not None
     if has_pieces and spm.is_file():
         proto = read_sentencepiece(read_vocabulary(spm), spm)
@@ -148,18 +150,18 @@ def _from_list(raw: bytes, path: Path, config: TransformerConfig, side: Side | N
     return inner
 
 
-def _from_spm(raw: bytes, path: Path, config: TransformerConfig, side: Side | None) -> Inner:
+def _from_spm(raw: bytes, path: Path, spec: ModelSpec, side: Side | None) -> Inner:
     proto = read_sentencepiece(raw, path)
-    name, limit = vocabulary_size(config, side)
+    name, limit = vocabulary_size(spec, side)
     if len(proto.pieces) > limit:
         raise CheckpointError(f"tokenizer {path}: has {len(proto.pieces)} tokens, the model's {name} is {limit}")
-    _check_ids(proto, path, config, side)
+    _check_ids(proto, path, spec, side)
     return from_sentencepiece(proto)
 
 
-def _check_ids(proto: Any, path: Path, config: TransformerConfig, side: Side | None) -> None:
+def _check_ids(proto: Any, path: Path, spec: ModelSpec, side: Side | None) -> None:
     """Refuse a model whose ids are not those of the weights, where its special pieces show that."""
-    tokens, problems = config.tokens, []
+    tokens, problems = spec.tokens, []
     unk = proto.trainer_spec.unk_id
     if tokens.unk is not None and tokens.unk != unk:
         problems.append(f"the unknown token is {unk}, of the model {tokens.unk}")

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
-from tfexport.checkpoint.layout.execute import Execution, LineUse, Pair, pair_names, same
+from tfexport.checkpoint.layout.execute import Execution, LineUse, Pair, fits_names, pair_names, same
 from tfexport.checkpoint.layout.layout import SIDES, Layout, override
 from tfexport.checkpoint.layout.sizes import (
     bias_table,
@@ -22,10 +21,13 @@ from tfexport.checkpoint.layout.unsupported import unsupported
 from tfexport.errors import CheckpointError, raise_all
 from tfexport.fields import MAX_SIZE
 from tfexport.models.config import TransformerConfig
+from tfexport.models.meta import on_meta
 from tfexport.models.switches import Value
 from tfexport.models.transformer import Transformer
 
-__all__ = ["Canonical", "LineUse", "apply_layout", "unmatched"]
+__all__ = ["Canonical", "LineUse", "apply_layout", "fits_names", "possible_heads"]
+
+_MOST_HEADS = 64
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Canonical:
 
     def model(self) -> Transformer:
         """Make the model, in eval mode; it shares the tensors and keeps their dtypes."""
-        with torch.device("meta"):
+        with on_meta():
             model = Transformer(self.config)
         model.load_state_dict(self.tensors, assign=True)
         model._tie()
@@ -92,13 +94,6 @@ def apply_layout(
     return Canonical(_with_ties(config, complete), complete, tuple(execution.uses), notes)
 
 
-def unmatched(layout: Layout, keys: Sequence[str]) -> list[str]:
-    """Say why a layout does not fit the names of a state dict: lines without a key, keys without a line or with two."""
-    problems: list[str] = []
-    pair_names(layout, keys, problems)
-    return problems
-
-
 def _source_problems(layout: Layout, tensors: Mapping[str, Tensor], pairs: Sequence[Pair]) -> list[str]:
     used = {key for pair in pairs for key in pair.sources}
     problems = [
@@ -124,13 +119,9 @@ def _sizes(
     Returns:
         Sizes by name for each side, the configuration, and the biases to fill.
     """
-    meta = {key: tensor.to("meta") for key, tensor in tensors.items()}
-    names: dict[str, float] = {"d_model": 1.0, "num_heads": 1.0, "d_k": 1.0, **read_tokens(layout)}
-    width = execution.width(meta, names, problems)
-    if width is None:
+    sizes, made = _made(layout, tensors, execution, problems)
+    if not made:
         return {}, None, {}
-    sizes = {side: {**names, "d_model": float(width), "num_heads": _said_heads(layout, side)} for side in SIDES}
-    made = execution.run(meta, sizes, _said_length(layout), problems)
     shapes = {name: tuple(tensor.shape) for name, tensor in made.items()}
     for side in SIDES:
         query = made.get(f"{side}.layers.0.self.q.weight")
@@ -142,6 +133,50 @@ def _sizes(
     config = read_config(layout, shapes, sizes, problems)
     filled = check_shapes(config, shapes, problems) if config is not None else {}
     return sizes, config, filled
+
+
+def _made(
+    layout: Layout, tensors: Mapping[str, Tensor], execution: Execution, problems: list[str]
+) -> tuple[dict[str, dict[str, float]], dict[str, Tensor]]:
+    """Make the canonical tensors without values; returns what is known of the sizes of each side too."""
+    meta = {key: tensor.to("meta") for key, tensor in tensors.items()}
+    names: dict[str, float] = {"d_model": 1.0, "num_heads": 1.0, "d_k": 1.0, **read_tokens(layout)}
+    width = execution.width(meta, names, problems)
+    if width is None:
+        return {}, {}
+    sizes = {side: {**names, "d_model": float(width), "num_heads": _said_heads(layout, side)} for side in SIDES}
+    return sizes, execution.run(meta, sizes, _said_length(layout), problems)
+
+
+def possible_heads(
+    layout: Layout, tensors: Mapping[str, Tensor], attributes: Mapping[str, Tensor] | None = None
+) -> list[int]:
+    """Return the numbers of heads that the shapes leave open; none where the names do not fit."""
+    problems: list[str] = []
+    execution = Execution(layout, pair_names(layout, list(tensors), problems), attributes or {})
+    _, made = _made(override(layout, {"num_heads": 1}), tensors, execution, problems)
+    rows = {name: tensor.shape[0] for name, tensor in made.items() if tensor.dim()}
+    attentions = [
+        name.removesuffix("q.weight") for name in rows if name.endswith((".self.q.weight", ".cross.q.weight"))
+    ]
+    is_turned = layout.switch("positions") == "rotary"
+    return [
+        heads
+        for heads in range(1, _MOST_HEADS + 1 if attentions else 1)
+        if all(_are_heads(heads, rows, attention, is_turned=is_turned) for attention in attentions)
+    ]
+
+
+def _are_heads(heads: int, rows: Mapping[str, int], attention: str, *, is_turned: bool) -> bool:
+    """Say whether so many heads cut the rows of queries, keys and values of one attention into equal parts."""
+    query = rows[f"{attention}q.weight"]
+    key, value = (rows.get(f"{attention}{part}.weight", query) for part in "kv")
+    if query % heads or (is_turned and query // heads % 2):
+        return False
+    width = query // heads
+    if key % width or heads % (key // width) or value % (key // width):
+        return False
+    return rows.get(f"{attention}q_norm.weight", query) in (query, width)
 
 
 def _said_heads(layout: Layout, side: str) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import math
 import operator
 from collections.abc import Callable, Mapping
@@ -50,6 +51,7 @@ def evaluate(text: str, names: Mapping[str, float]) -> float:
     return value
 
 
+@functools.lru_cache(maxsize=1024)
 def _parse(text: str) -> ast.expr:
     if len(text) > _MAX_LENGTH:
         raise ConfigError(f"{shortened(text)} has {len(text)} characters, the limit is {_MAX_LENGTH}")

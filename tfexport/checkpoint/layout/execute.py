@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -50,13 +50,33 @@ def pair_names(layout: Layout, keys: Sequence[str], problems: list[str]) -> list
                 if used.setdefault(key, number) != number
             ]
             pairs.append(Pair(number, sources, targets))
+    is_ignored = _ignored(layout)
     for key in keys:
-        ignored = any(fnmatchcase(key, pattern) for pattern in layout.ignore)
+        ignored = is_ignored(key)
         if key not in used and not ignored:
             problems.append(f"key {key[:120]} is not used; map or ignore it")
         elif key in used and ignored:
             problems.append(f"key {key[:120]} is both used and ignored")
     return pairs
+
+
+def fits_names(layout: Layout, keys: Iterable[str]) -> bool:
+    """Say whether `pair_names` would find no problem; the first key that does not fit ends it."""
+    lines = [parse_line(text) for text in layout.map]
+    is_ignored, used = _ignored(layout), set[int]()
+    for key in keys:
+        taking = [number for number, line in enumerate(lines) if line.rule.match(key)]
+        if len(taking) + is_ignored(key) != 1:
+            return False
+        used.update(taking)
+    return all(line.optional or number in used for number, line in enumerate(lines))
+
+
+def _ignored(layout: Layout) -> Callable[[str], bool]:
+    """Return what says whether a layout ignores a key; those that it names whole are looked up."""
+    whole = frozenset(layout.ignore)
+    patterns = [pattern for pattern in layout.ignore if set("*?[") & set(pattern)]
+    return lambda key: key in whole or any(fnmatchcase(key, pattern) for pattern in patterns)
 
 
 def same(one: Tensor, other: Tensor) -> bool:
@@ -115,9 +135,11 @@ class Execution:
                 made.setdefault(name, tensor)
                 origin.setdefault(name, pair.sources[0])
         self.uses = self._map_uses()
-        for name, text in self.layout.derive.items():
-            if name not in made:
-                self._derive(name, text, made, names, length, problems)
+        for target, text in self.layout.derive.items():
+            derived = [name for name in _of_layers(target, made) if name not in made]
+            given = [name for name in derived if self._derive(name, text, made, names, length, problems)]
+            if given:
+                self.uses.append(LineUse(f"derive {target}: {text}", (), tuple(given)))
         for number, text in enumerate(self.layout.post, 1):
             self._post(f"post {number}", text, made, names, problems)
         return made
@@ -158,20 +180,20 @@ class Execution:
         names: Mapping[str, Names],
         length: int,
         problems: list[str],
-    ) -> None:
+    ) -> bool:
         derived = parse_derived(text)
         sizes = names[side_of(name)]
         start = self._start(derived, made, sizes, length)
         if isinstance(start, str):
             problems.append(f"derive {name}: {start}")
-            return
+            return False
         like = next(iter(made.values()), None)
         if like is not None and like.is_meta:
             start = start.to("meta")
         folded = _folded(f"derive {name}", derived.steps, [start], Context(sizes, 1, _no_sibling), problems)
         if folded:
             made[name] = folded[0]
-            self.uses.append(LineUse(f"derive {name}: {text}", (), (name,)))
+        return bool(folded)
 
     def _start(self, derived: Derived, made: Mapping[str, Tensor], sizes: Names, length: int) -> Tensor | str:
         match derived.kind:
@@ -181,6 +203,8 @@ class Execution:
                 known = ", ".join(self.attributes) or "none"
                 missing = f"no tensor {derived.argument} outside of the state dict (there: {known}); record a golden"
                 return self.attributes.get(derived.argument, missing)
+            case "ones":
+                return next(iter(made.values())).new_ones(int(sizes["d_model"]))
         if not length:
             return "the table is computed and its length not known; give --set max_length=N"
         cut = [Context(sizes, 1, _no_sibling).whole(s.argument) for s in derived.steps if s.name == "slice"]
@@ -207,6 +231,15 @@ class Execution:
                 changed[name] = folded[0]
         made.update(changed)
         self.uses.append(LineUse(f"post {text}", (), tuple(changed)))
+
+
+def _of_layers(target: str, made: Iterable[str]) -> list[str]:
+    """Return the names that a target of `derive` stands for: with {i} one for each layer that the map has made."""
+    if "{i}" not in target:
+        return [target]
+    before, after = target.split("{i}")
+    indices = {name.removeprefix(before).split(".")[0] for name in made if name.startswith(before)}
+    return [f"{before}{index}{after}" for index in sorted(indices, key=int)]
 
 
 def _folded(

@@ -27,13 +27,15 @@ from tfexport.models.switches import SWITCHES, Switch, Value
 
 VERSION = 1
 SIDES = ("enc", "dec")
-SINUSOIDS = ("interleaved", "interleaved_exp", "halves_t2t", "halves_paper")
+SINUSOIDS = ("interleaved", "interleaved_exp", "halves_t2t", "halves_paper", "columns")
 _MAX_LINES = 1_000
+# Brackets in one another, of which a layout has two; finding out that they are too many takes time in their square.
+_MAX_DEPTH = 20
 _MAX_SETTING = 200
 _CANONICAL = re.compile(
     r"(enc|dec)\.(embed\.weight|pos|rel_bias\.weight|(emb_norm|norm)\.(weight|bias)"
-    r"|layers\.\d+\.((self\.[qkvo]|norm[123]|ffn\.(fc1|fc2|gate))\.(weight|bias)|rel_bias\.weight))"
-    r"|dec\.layers\.\d+\.cross\.[qkvo]\.(weight|bias)|out\.(weight|bias)"
+    r"|layers\.\d+\.((self\.([qkvo]|[qk]_norm)|(post_)?norm[123]|ffn\.(fc1|fc2|gate))\.(weight|bias)|rel_bias\.weight))"
+    r"|dec\.layers\.\d+\.cross\.([qkvo]|[qk]_norm)\.(weight|bias)|out\.(weight|bias)"
 )
 _TOKENS = ("unk", "pad", "bos", "eos", "start")
 
@@ -70,7 +72,7 @@ class Line(NamedTuple):
 
 
 class Derived(NamedTuple):
-    """A parsed line of `derive`: "tie", "sinusoid" or "attr", its argument, and folds."""
+    """A parsed line of `derive`: "tie", "sinusoid", "attr" or "ones", its argument, and folds."""
 
     kind: str
     argument: str
@@ -151,9 +153,11 @@ def parse_derived(text: str) -> Derived:
         "tie": _CANONICAL.fullmatch,
         "sinusoid": SINUSOIDS.__contains__,
         "attr": re.compile(r"\w+(\.\w+)*").fullmatch,
+        "ones": "".__eq__,
     }
     if kind not in fits or not fits[kind](argument):
-        raise ConfigError(f"{first.strip()!r} is none of tie NAME, sinusoid {' or '.join(SINUSOIDS)}, attr path.to.it")
+        kinds = f"tie NAME, sinusoid {' or '.join(SINUSOIDS)}, attr path.to.it, ones"
+        raise ConfigError(f"{first.strip()!r} is none of {kinds}")
     return Derived(kind, argument, tuple(parse_step(step) for step in rest))
 
 
@@ -184,7 +188,7 @@ def _problems(layout: Layout) -> list[str]:
     problems += _line_problems("map", layout.map, parse_line)
     problems += _line_problems("post", layout.post, parse_post)
     for target, text in layout.derive.items():
-        if not _CANONICAL.fullmatch(target):
+        if not _CANONICAL.fullmatch(target.replace("{i}", "0", 1)):
             problems.append(f"derive {target}: no canonical name")
         problems += _line_problems(f"derive {target}", [text], parse_derived)
     problems += [p for name, value in layout.arch.items() if (p := _switch_problem(name, value))]
@@ -282,7 +286,12 @@ def override(layout: Layout, settings: Mapping[str, Value]) -> Layout:
 
 
 class _Loader(yaml.SafeLoader):
-    """Plain data only: no tags that make objects, no references, which can blow up, no key twice."""
+    """Plain data only: no tags that make objects, no references, which can blow up, no key twice, little depth."""
+
+    def fetch_flow_collection_start(self, TokenClass: type[yaml.Token]) -> None:  # noqa: N803, as it is called there
+        if self.flow_level == _MAX_DEPTH:
+            raise yaml.YAMLError("it is nested too deeply")
+        super().fetch_flow_collection_start(TokenClass)
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):

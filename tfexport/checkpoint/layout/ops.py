@@ -71,24 +71,33 @@ def expand(x: Tensor, _argument: str, context: Context) -> Tensor:
 
 def add(x: Tensor, argument: str, context: Context) -> Tensor:
     """Add a number."""
-    return _rounded(_wide(x) + context.number(argument), x)
+    number = context.number(argument)
+    return _computed(x, lambda wide: wide + number)
 
 
 def mul(x: Tensor, argument: str, context: Context) -> Tensor:
     """Multiply by a number."""
-    return _rounded(_wide(x) * context.number(argument), x)
+    number = context.number(argument)
+    return _computed(x, lambda wide: wide * number)
 
 
 def add_scaled(x: Tensor, argument: str, context: Context) -> Tensor:
     """Add a number times the tensor beside it: `add_scaled 1e-5 weight` on a bias."""
-    number, name = argument.rsplit(maxsplit=1)
-    return _rounded(_wide(x) + context.number(number) * _wide(context.sibling(name)), x)
+    factor, name = argument.rsplit(maxsplit=1)
+    number, other = context.number(factor), context.sibling(name)
+    return _computed(x, lambda wide: wide + number * other.double())
 
 
 def block_diag(x: Tensor, _argument: str, context: Context) -> Tensor:
     """Give each head its copy of a projection that all heads share."""
-    copies = [x] * int(context.names["num_heads"])
-    return torch.block_diag(*copies) if x.dim() == 2 else torch.cat(copies)  # type: ignore[no-untyped-call]
+    heads = int(context.names["num_heads"])
+    if x.dim() != 2:
+        return _joined([x] * heads, 0)
+    height, width = x.shape
+    whole = x.new_zeros(heads * height, heads * width)
+    for head in range(heads):
+        whole[head * height : (head + 1) * height, head * width : (head + 1) * width] = x
+    return whole
 
 
 def heads_last(x: Tensor, _argument: str, context: Context) -> Tensor:
@@ -127,7 +136,7 @@ def zero_row(x: Tensor, argument: str, context: Context) -> Tensor:
 
 def append_zero_row(x: Tensor, _argument: str, _context: Context) -> Tensor:
     """Put a row of 0 behind the last."""
-    return torch.cat((x, torch.zeros_like(x[:1])))
+    return _joined((x, torch.zeros_like(x[:1])), 0)
 
 
 def split_rows(x: Tensor, argument: str, context: Context) -> Sequence[Tensor]:
@@ -151,13 +160,24 @@ def split_heads(x: Tensor, _argument: str, context: Context) -> Sequence[Tensor]
     return [part.flatten(0, 1) for part in x.reshape(heads, parts, -1, *x.shape[1:]).unbind(1)]
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x.double()
+def _computed(x: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+    """Compute in float64 and return to the dtype of `x`, to float32 from float16 and bfloat16, which could not hold it.
+
+    On "meta" nothing is computed: even a sum has PyTorch load its compiler there.
+    """
+    wide = x if x.is_meta else compute(x.double())
+    return wide.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _rounded(x: Tensor, like: Tensor) -> Tensor:
-    """Return to the dtype of `like`, but to float32 from float16 and bfloat16, which could not hold the result."""
-    return x.to(torch.promote_types(like.dtype, torch.float32))
+def _joined(tensors: Sequence[Tensor], axis: int) -> Tensor:
+    """Put tensors behind each other, as torch.cat does, which on "meta" loads the compiler."""
+    shape = list(tensors[0].shape)
+    shape[axis] = sum(tensor.shape[axis] for tensor in tensors)
+    whole, start = tensors[0].new_empty(shape), 0
+    for tensor in tensors:
+        whole.narrow(axis, start, tensor.shape[axis]).copy_(tensor)
+        start += tensor.shape[axis]
+    return whole
 
 
 class Operation(NamedTuple):
@@ -258,4 +278,4 @@ def _join(tensors: Sequence[Tensor], axis: int) -> Tensor:
         raise CheckpointError(f"has heads of shapes {', '.join(str(list(s)) for s in sorted(shapes))}, expected one")
     if tensors[0].dim() <= axis:
         raise CheckpointError(f"has {tensors[0].dim()} axes, expected {axis + 1} to join columns")
-    return torch.cat(list(tensors), axis)
+    return _joined(tensors, axis)

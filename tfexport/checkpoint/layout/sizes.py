@@ -9,12 +9,11 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-import torch
-
 from tfexport.checkpoint.layout.arithmetic import evaluate
 from tfexport.checkpoint.layout.layout import Layout, parse_derived
 from tfexport.errors import ConfigError
 from tfexport.models.config import StackConfig, TransformerConfig
+from tfexport.models.meta import on_meta
 from tfexport.models.switches import SWITCHES, Value
 from tfexport.models.transformer import Transformer
 from tfexport.spec import TokenIds
@@ -114,8 +113,10 @@ def _switches(layout: Layout, sizes: Mapping[str, float], problems: list[str]) -
             found[name] = switch.values(_number(name, value, sizes, problems))
         else:
             found[name] = value
-    if found.get("attention_scale") == sizes["d_k"] ** -0.5:
-        found["attention_scale"] = None
+    # Arithmetic in d_k is that of each side; a number is the same for both, whose heads may be of two widths.
+    for name, usual in (("attention_scale", sizes["d_k"] ** -0.5), ("rotary_dim", sizes["d_k"])):
+        if isinstance(layout.switch(name), str) and found[name] == usual:
+            found[name] = None
     return found
 
 
@@ -132,7 +133,7 @@ def _stack(
 ) -> StackConfig | None:
     layers = {int(found[2]) for name in shapes if (found := _LAYER.match(name)) and found[1] == side}
     first = f"{side}.layers.0"
-    needed = {f"{first}.self.q.weight": 0, f"{first}.self.v.weight": 0, f"{first}.ffn.fc1.weight": 0}
+    needed = (*(f"{first}.self.{part}.weight" for part in "qkv"), f"{first}.ffn.fc1.weight")
     missing = [name for name in needed if len(shapes.get(name, ())) != 2]
     place = layout.switch("norm_place", side)
     if place is None:
@@ -143,7 +144,12 @@ def _stack(
     if place is None:
         return None
     heads, d_model = int(sizes["num_heads"]), int(sizes["d_model"])
-    d_k, d_v = (shapes[f"{first}.self.{part}.weight"][0] // heads for part in "qv")
+    query, key, value = (shapes[f"{first}.self.{part}.weight"][0] for part in "qkv")
+    d_k = query // heads
+    if key % d_k or heads % (kv_heads := key // d_k):
+        problems.append(f"{side}: {key} rows of keys are no heads as wide as the {heads} of {query} rows of queries")
+        return None
+    d_v = value // kv_heads
     is_plain = d_k == d_v == d_model / heads
     return StackConfig(
         layers=max(layers) + 1,
@@ -151,8 +157,10 @@ def _stack(
         d_ff=shapes[f"{first}.ffn.fc1.weight"][0],
         norm_place=place,  # type: ignore[arg-type]  # the layout has checked it
         final_norm=bool(layout.switch("final_norm", side)),
+        residual_scale=_number("residual_scale", layout.switch("residual_scale", side), sizes, problems),
         d_k=None if is_plain else d_k,
         d_v=None if is_plain else d_v,
+        num_kv_heads=None if kv_heads == heads else kv_heads,
     )
 
 
@@ -168,7 +176,7 @@ def _length(layout: Layout, side: str, shapes: Mapping[str, Shape], problems: li
         return shapes[f"{side}.pos"][0]
     if isinstance(limit, int) and limit > 0:
         return limit
-    if layout.switch("positions") == "none":
+    if layout.switch("positions") != "table":
         problems.append(f"{side} has no position table and so no longest text; give --set max_length=N")
     return 1
 
@@ -187,7 +195,7 @@ def _token_ids(layout: Layout, has_decoder: bool, problems: list[str]) -> TokenI
 @functools.lru_cache(maxsize=32)
 def expected_shapes(config: TransformerConfig) -> Mapping[str, Shape]:
     """Return the shape of every canonical tensor of a configuration, tied ones under each of their names."""
-    with torch.device("meta"):
+    with on_meta():
         model = Transformer(replace(config, tie_embeddings=False, tie_output=False))
     return MappingProxyType({name: tuple(parameter.shape) for name, parameter in model.named_parameters()})
 

@@ -16,12 +16,17 @@ Switches = Mapping[str, Value]
 
 def options(config: TransformerConfig) -> dict[str, tuple[Value, ...]]:
     """Return the values to try for each switch of a model with these tensors, those of a side as `enc.NAME`."""
-    switches = {name: SWITCHES[name.rpartition(".")[2]] for name in config.switches()}
-    found = {
-        name: switch.search
-        for name, switch in switches.items()
-        if switch.search and (config.decoder or switch.acts != "output")
-    }
+    bases = {name: name.rpartition(".")[2] for name in config.switches()}
+    found = {name: SWITCHES[base].search for name, base in bases.items() if SWITCHES[base].search and config.uses(base)}
+    # What no tensor shows, where none shows another.
+    is_free = config.positions != "table" and config.relative_bias in ("none", "alibi")
+    if is_free:
+        found["positions"] = ("none", "rotary")
+    if is_free or config.relative_bias == "alibi":
+        found["relative_bias"] = ("none", "alibi")
+    for name, place in config.switches().items():
+        if place == "sandwich":
+            found[name] = ("sandwich", "pre")
     # A norm with a bias is no rms; one without may be any.
     centred = tuple(kind for kind in found["norm"] if kind != "rms")
     found["norm"] = centred if config.norm_bias else ("rms", *centred)
@@ -53,7 +58,7 @@ def configured(config: TransformerConfig, switches: Switches) -> TransformerConf
             for one in (side,) if side else tuple(stacks):
                 stacks[one] = stacks[one] and replace(stacks[one], **{base: value})
         elif isinstance(value, str) and switch.values in (int, float):
-            changes[base] = evaluate(value, names)
+            changes[base] = switch.values(evaluate(value, names))
         else:
             changes[base] = value
     return replace(config, encoder=stacks["enc"], decoder=stacks["dec"], **changes)
@@ -62,7 +67,8 @@ def configured(config: TransformerConfig, switches: Switches) -> TransformerConf
 def _with_heads(stack: StackConfig, heads: int, d_model: int) -> StackConfig:
     """Cut the same rows of queries into another number of heads."""
     d_k, d_v = ((width or d_model // stack.num_heads) * stack.num_heads // heads for width in (stack.d_k, stack.d_v))
-    return replace(stack, num_heads=heads, d_k=d_k, d_v=d_v)
+    kv_heads = stack.num_kv_heads and stack.num_kv_heads * heads // stack.num_heads
+    return replace(stack, num_heads=heads, num_kv_heads=kv_heads, d_k=d_k, d_v=d_v)
 
 
 def with_switches(layout: Layout, switches: Switches) -> Layout:

@@ -6,12 +6,9 @@ import re
 from collections.abc import Iterable
 
 _SIGNS = {
-    "rotary positions": r"rotary|inv_freq|\brope\b|freqs_cis",
-    "ALiBi": r"alibi|(^|\.)slopes$",
     "relative positions by Shaw": r"rel(ative)?_(pos(itions?)?_?)?(keys?|values?|k|v)(_emb\w*)?\b",
     "a mixture of experts": r"experts?\b|\brouter\b",
     "a copy mechanism": r"copy_?(attn|gen)|pointer_?gen|\bp_gen\b",
-    "norms on queries and keys": r"\b(q|k|query|key|qk)_?norm\b",
     "talking heads": r"talking",
     "an adaptive softmax": r"adaptive_softmax|out_layers\.\d+",
     "memory tokens": r"mem(ory)?_(kv|tokens?|keys?)\b",

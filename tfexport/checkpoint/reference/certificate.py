@@ -9,20 +9,25 @@ blind, and the certificate says so.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tfexport.checkpoint.formats.snapshot import FileSum
 from tfexport.checkpoint.layout.apply import Canonical
 from tfexport.checkpoint.layout.switches import configured, options
-from tfexport.checkpoint.reference.compare import Comparator, check_fits, tolerance
+from tfexport.checkpoint.reference.compare import Comparator, Comparison, check_fits, tolerance
 from tfexport.checkpoint.reference.golden import Golden
+from tfexport.errors import ConfigError
 from tfexport.models.config import TransformerConfig
+from tfexport.models.meta import on_meta
 from tfexport.models.switches import SWITCHES, Value
 from tfexport.models.transformer import Transformer
 
@@ -52,7 +57,9 @@ class Certificate:
     `switches` has the error under the next best value of each, `lines` the
     error that a hundredth of noise on any one tensor of a line makes, the
     smallest of its tensors. `texts` is how many recorded texts the tokenizer was
-    compared with. `unverified` is what could be wrong unseen.
+    compared with. `unverified` is what could be wrong unseen. `checkpoint` has
+    the sums of the files that the weights were read from, by name, `golden` that
+    of the golden.
     """
 
     layout: str
@@ -64,6 +71,8 @@ class Certificate:
     lines: Mapping[str, float] = field(default_factory=dict)
     texts: int = 0
     unverified: tuple[str, ...] = ()
+    checkpoint: Mapping[str, FileSum] = field(default_factory=dict)
+    golden: FileSum | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the certificate as JSON values, figures in two digits."""
@@ -80,7 +89,14 @@ def unproven(layout: str) -> Certificate:
     return Certificate(layout=layout, proven=False, unverified=("everything: there was no golden to compare with",))
 
 
-def certify(canonical: Canonical, golden: Golden, layout: str, *, baseline: float = 0.0) -> Certificate:
+def certify(
+    canonical: Canonical,
+    golden: Golden,
+    layout: str,
+    *,
+    baseline: float = 0.0,
+    on_progress: Callable[[float], None] = lambda done: None,
+) -> Certificate:
     """Compare an import with its golden, then change everything in turn.
 
     Args:
@@ -88,6 +104,7 @@ def certify(canonical: Canonical, golden: Golden, layout: str, *, baseline: floa
         golden: inputs and expected outputs.
         layout: its name.
         baseline: the error that the layout documents for its family.
+        on_progress: told the share of the changes that were tried, from 0 to 1, after each.
 
     Returns:
         The certificate; `proven` is False where the error is above the tolerance.
@@ -100,9 +117,13 @@ def certify(canonical: Canonical, golden: Golden, layout: str, *, baseline: floa
     wanted = tolerance(golden, baseline)
     error = comparator.compare(canonical.config).worst
     blind = GROWTH * max(error, _FLOOR)
+    changes, kinds = list(_switch_changes(canonical, golden, comparator)), _kinds(comparator.model)
+    done, every = itertools.count(1), len(changes) + len(kinds)
     switches: dict[str, Changed] = {}
     unverified = []
-    for name, value, nearest, found in _switch_changes(canonical, golden, comparator):
+    for name, value, nearest, run in changes:
+        found = run().worst
+        on_progress(next(done) / every)
         if name not in switches or found < switches[name].error:
             switches[name] = Changed(value=value, nearest=nearest, error=found)
     unverified += [
@@ -110,7 +131,10 @@ def certify(canonical: Canonical, golden: Golden, layout: str, *, baseline: floa
         for name, changed in switches.items()
         if not changed.error >= blind
     ]
-    tensors = _tensor_errors(canonical, comparator)
+    tensors: dict[str, float] = {}
+    for kind, members in kinds.items():
+        tensors[kind] = _disturbed(members, comparator, canonical.config)
+        on_progress(next(done) / every)
     unverified += [f"{name}: makes no difference" for name, found in tensors.items() if not found >= blind]
     lines = {
         use.line: _weakest([tensors.get(_kind(name), 0.0) for name in use.targets], blind) for use in canonical.lines
@@ -129,26 +153,37 @@ def certify(canonical: Canonical, golden: Golden, layout: str, *, baseline: floa
 
 def _switch_changes(
     canonical: Canonical, golden: Golden, comparator: Comparator
-) -> Iterator[tuple[str, Value, Value, float]]:
-    """Yield each switch, its value, another value and the error under that."""
+) -> Iterator[tuple[str, Value, Value, Callable[[], Comparison]]]:
+    """Yield each switch, its value, another value, and what compares under that."""
     config = canonical.config
+
+    def compare(other: Canonical, *, mask_source: bool = True) -> Comparison:
+        return Comparator(other, golden, mask_source=mask_source).compare(other.config)
+
     for name, values in {**options(config), "num_heads": _heads(config)}.items():
         current = _values(config)[name]
         for value in values:
-            changed = configured(config, {name: value})
+            try:
+                changed = configured(config, {name: value})
+            except ConfigError:  # it does not go with the sizes
+                continue
             if _values(changed)[name] != current:
-                yield name, current, value, comparator.compare(changed).worst
-    yield "source mask", "kept", "dropped", Comparator(canonical, golden, mask_source=False).compare(config).worst
-    for name in (name for name, value in config.switches().items() if value is True):
-        without = configured(config, {name: False})
+                yield name, current, value, partial(comparator.compare, changed)
+    yield "source mask", "kept", "dropped", partial(compare, canonical, mask_source=False)
+    for name, value, without in _dropped(config):
         names = _parameter_names(without)
-        smaller = replace(canonical, config=without, tensors={n: t for n, t in canonical.tensors.items() if n in names})
-        yield name, True, False, Comparator(smaller, golden).compare(without).worst
+        if names <= canonical.tensors.keys():
+            smaller = replace(canonical, config=without, tensors={n: canonical.tensors[n] for n in names})
+            yield name, value, without.switches()[name], partial(compare, smaller)
     for name, value, twice in _doubled(config):
-        changed = configured(config, {name: twice})
-        yield name, value, twice, Comparator(replace(canonical, config=changed), golden).compare(changed).worst
+        yield name, value, twice, partial(compare, replace(canonical, config=configured(config, {name: twice})))
     if config.feed_forward == "glu":
-        yield "gate", "linear", "activated", Comparator(_gates_swapped(canonical), golden).compare(config).worst
+        yield "gate", "linear", "activated", partial(compare, _gates_swapped(canonical))
+
+
+def _base(name: str) -> str:
+    """Return the name of a switch without its side."""
+    return name.rpartition(".")[2]
 
 
 def _weakest(errors: Sequence[float], blind: float) -> float:
@@ -159,30 +194,43 @@ def _weakest(errors: Sequence[float], blind: float) -> float:
 def _values(config: TransformerConfig) -> dict[str, Value]:
     """Return what a configuration says, in numbers that tensors have."""
     scale = config.attention_scale or config.d_k("encoder") ** -0.5
-    return {**config.switches(), "attention_scale": scale, "num_heads": config.encoder.num_heads}
+    turned = config.rotary_dim or config.d_k("encoder")
+    heads = config.encoder.num_heads
+    return {**config.switches(), "attention_scale": scale, "rotary_dim": turned, "num_heads": heads}
 
 
 def _heads(config: TransformerConfig) -> tuple[int, ...]:
-    """Return other numbers of heads for the same tensors; a relative bias leaves one only."""
+    """Return other numbers of heads for the same tensors; a relative bias or a norm of each head leaves one only."""
     stacks = [stack for stack in (config.encoder, config.decoder) if stack is not None]
-    if config.relative_bias != "none" or len({stack.num_heads for stack in stacks}) > 1:
+    has_tensor = config.relative_bias not in ("none", "alibi") or config.qk_norm == "head"
+    if has_tensor or len({stack.num_heads for stack in stacks}) > 1:
         return ()
     widths = [n * stack.num_heads for stack in stacks for n in (stack.d_k, stack.d_v) if n] or [config.d_model]
     common = math.gcd(*widths)
-    return tuple(n for n in range(1, min(common, 64) + 1) if common % n == 0)
+    shared = [stack.num_heads // stack.num_kv_heads for stack in stacks if stack.num_kv_heads] or [1]
+    return tuple(n for n in range(1, min(common, 64) + 1) if common % n == 0 and n % math.lcm(*shared) == 0)
+
+
+def _dropped(config: TransformerConfig) -> Iterator[tuple[str, Value, TransformerConfig]]:
+    """Yield what no search goes through and is not as it mostly is, and the configuration without it."""
+    for name, value in config.switches().items():
+        switch = SWITCHES[_base(name)]
+        is_word = switch.values is bool or isinstance(switch.values, tuple)
+        if is_word and switch.default not in (None, value) and not switch.search and config.uses(_base(name)):
+            yield name, value, configured(config, {name: switch.default})
 
 
 def _doubled(config: TransformerConfig) -> Iterator[tuple[str, float, float]]:
     """Yield the numbers that no search goes through, and twice as much of each."""
-    for name, switch in SWITCHES.items():
-        acts = config.relative_bias != "none" or name != "relative_max_distance"
-        if switch.values in (int, float) and not switch.search and acts:
-            value = getattr(config, name)
+    for name, value in config.switches().items():
+        switch = SWITCHES[_base(name)]
+        if switch.values in (int, float) and not switch.search and config.uses(_base(name)):
+            assert isinstance(value, int | float)
             yield name, value, 2 * value
 
 
 def _parameter_names(config: TransformerConfig) -> set[str]:
-    with torch.device("meta"):
+    with on_meta():
         return set(Transformer(config).state_dict())
 
 
@@ -195,26 +243,28 @@ def _gates_swapped(canonical: Canonical) -> Canonical:
     return replace(canonical, tensors=swapped)
 
 
-def _tensor_errors(canonical: Canonical, comparator: Comparator) -> dict[str, float]:
-    """Disturb each kind of tensor, of all layers at once; returns the error by name with * for the layer."""
-    parameters = dict(comparator.model.named_parameters())
+def _kinds(model: Transformer) -> dict[str, list[Tensor]]:
+    """Sort the parameters by name, with * for the layer."""
     kinds: dict[str, list[Tensor]] = {}
-    for name, parameter in parameters.items():
+    for name, parameter in model.named_parameters():
         kinds.setdefault(_kind(name), []).append(parameter)
-    errors = {}
-    for kind, members in kinds.items():
-        kept = [member.detach().clone() for member in members]
-        generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for member in members:
-                size = float(member.std(correction=0)) or 1.0
-                noise = torch.randn(member.shape, generator=generator, dtype=member.dtype)
-                member.add_(noise, alpha=_NOISE * size)
-        errors[kind] = comparator.compare(canonical.config).worst
-        with torch.no_grad():
-            for member, before in zip(members, kept, strict=True):
-                member.copy_(before)
-    return errors
+    return kinds
+
+
+def _disturbed(members: Sequence[Tensor], comparator: Comparator, config: TransformerConfig) -> float:
+    """Disturb tensors of the comparator's model, of all layers at once, and return the error that this makes."""
+    kept = [member.detach().clone() for member in members]
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for member in members:
+            size = float(member.std(correction=0)) or 1.0
+            noise = torch.randn(member.shape, generator=generator, dtype=member.dtype)
+            member.add_(noise, alpha=_NOISE * size)
+    error = comparator.compare(config).worst
+    with torch.no_grad():
+        for member, before in zip(members, kept, strict=True):
+            member.copy_(before)
+    return error
 
 
 def _kind(name: str) -> str:

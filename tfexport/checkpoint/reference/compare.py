@@ -13,9 +13,10 @@ from torch import Tensor
 
 from tfexport.checkpoint.reference.golden import Golden
 from tfexport.errors import ParityError
-from tfexport.models.config import TransformerConfig
+from tfexport.models.config import Side, TransformerConfig
 from tfexport.models.layers import LayerNorm
-from tfexport.models.transformer import Block, Side, Stack, Transformer
+from tfexport.models.meta import on_meta
+from tfexport.models.transformer import Block, Stack, Transformer
 
 # Relative to the largest log-probability. Float64 leaves about 2e-15.
 TOLERANCE = 1e-9
@@ -184,7 +185,7 @@ def _errors(found: Tensor, expected: Tensor, keep: Tensor) -> Tensor:
 
 def build(config: TransformerConfig, tensors: Mapping[str, Tensor]) -> Transformer:
     """Make a float64 model in eval mode of canonical tensors."""
-    with torch.device("meta"):
+    with on_meta():
         model = Transformer(config)
     wide = {name: tensor.double() for name, tensor in tensors.items()}
     shared = ["enc.embed.weight"] * config.tie_embeddings + ["dec.embed.weight"] + ["out.weight"] * config.tie_output
@@ -202,6 +203,7 @@ def set_switches(model: Transformer, config: TransformerConfig) -> None:
     for side, stack in sides:
         if stack is not None:
             stack.embedding_scale = config.embedding_scale
+            stack.set_positions(config, side)
             for block in stack.blocks:
                 _set_block_switches(block, config, side)
     for module in model.modules():
@@ -212,9 +214,10 @@ def set_switches(model: Transformer, config: TransformerConfig) -> None:
 def _set_block_switches(block: Block, config: TransformerConfig, side: Side) -> None:
     sizes = config.encoder if side == "encoder" else config.decoder
     assert sizes is not None
-    block.pre_norm = sizes.norm_place == "pre"
-    block.residual_scale = config.residual_scale
+    block.norm_place = sizes.norm_place
+    block.residual_scale = sizes.residual_scale
     block.ffn.kind = config.activation
     for attention in (block.self, block.cross) if side == "decoder" else (block.self,):
-        attention.num_heads = sizes.num_heads
+        attention.num_heads, attention.num_kv_heads = sizes.num_heads, config.num_kv_heads(side)
+        attention.softcap, attention.qk_norm = config.attention_softcap, config.qk_norm
         attention.scale = config.d_k(side) ** -0.5 if config.attention_scale is None else config.attention_scale

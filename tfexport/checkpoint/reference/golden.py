@@ -6,12 +6,15 @@ alone `hidden_states`, which a model with a decoder may have too. `state.NAME`
 is the state dict that computed them, `attribute.NAME` a tensor that the
 original keeps outside of it, and `real.…` the same outputs with the weights of
 the checkpoint itself. Its metadata `text` has texts, as JSON: the ids that the
-user's code makes of each, what the checkpoint's weights say, and that in words.
+user's code makes of each, what the checkpoint's weights say, and that in words;
+`weights` the sum of each tensor of the model itself, by name, as JSON; and
+`sha256` the sum of all that the file holds, which the format itself lacks.
 """
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -24,9 +27,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from tfexport.checkpoint.formats import kinds
+from tfexport.checkpoint.formats.snapshot import FileSum, snapshot
 from tfexport.checkpoint.reference.randomise import randomise
+from tfexport.checkpoint.reference.sums import tensor_sums
 from tfexport.checkpoint.reference.texts import Texts, record_texts
 from tfexport.errors import CheckpointError, ConfigError, raise_all, shortened
+from tfexport.files.atomic import whole_file
 from tfexport.files.strict_json import parse_json, plain_problem
 from tfexport.text.config import TextConfig
 
@@ -34,6 +41,7 @@ Outputs = Literal["logits", "log_probs", "hidden_states"]
 
 STATE, ATTRIBUTE, REAL = "state.", "attribute.", "real."
 TEXT = "text"
+_WEIGHTS, _SUM = "weights", "sha256"
 _INPUTS = ("source_ids", "source_mask", "target_ids", "target_mask")
 _RESULTS = ("logits", "hidden_states")
 # Names that goldens were once recorded with, still read.
@@ -55,7 +63,9 @@ class Golden:
     vocab], log-probabilities where `outputs` says so; `hidden_states` float64
     [batch, source_len, d_model], the encoder's. `baseline` is the relative
     error that the original makes itself by computing parts in float32. `text`
-    has the recorded texts; None where there are none.
+    has the recorded texts; None where there are none. `weights` are the sums of
+    the model's own tensors, by name, see `tensor_sum`; goldens from before there
+    were such have none. `file` is the sum of the file that it was read from.
     """
 
     source_ids: Tensor
@@ -73,6 +83,8 @@ class Golden:
     attributes: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     real: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     text: TextConfig | None = None
+    weights: Mapping[str, str] = field(default_factory=dict, repr=False)
+    file: FileSum | None = None
 
     def __post_init__(self) -> None:
         """Check dtypes, shapes, padding and values.
@@ -111,23 +123,31 @@ def read_golden(path: Path | str) -> Golden:
         The golden; the tensors of its state dict are those of the file, in their dtype.
 
     Raises:
-        CheckpointError: no plain file, damaged, too large, tensors that are
-            missing, unknown, wrongly shaped, not finite or padded on the left; all listed.
+        CheckpointError: no plain file, damaged, changed, too large, tensors that are
+            missing, unknown, of a kind that nothing can be read of, wrongly shaped,
+            not finite or padded on the left; all listed.
     """
     path = Path(path)
     try:
         if problem := plain_problem(path):
             raise CheckpointError(f"{path}: {problem}; record one with tfexport.checkpoint.reference.golden.record")
-        path.open("rb").close()  # the library calls a file missing that it may not read
-        with safe_open(path, "pt") as file:
+        with snapshot(path) as private, safe_open(private.path, "pt") as file:
             metadata = dict(file.metadata() or {})
             names = list(file.keys())
             _check_names(path, names, {name: file.get_slice(name) for name in names if not name.startswith(STATE)})
-            tensors = {_FORMER.get(name, name): file.get_tensor(name) for name in names}
+            stored = {name: file.get_tensor(name) for name in names}
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from error
-    except SafetensorError as error:
+    except CheckpointError:
+        raise
+    except Exception as error:  # of the library, and of PyTorch where it lacks a kind
         raise CheckpointError(f"{path}: is no safetensors file or cut short ({error}); record it again") from error
+    raise_all(CheckpointError, str(path), kinds.problems(stored, private.sum.bytes))
+    if metadata.pop(_SUM, None) not in (None, _contents_sum(stored, metadata)):
+        raise CheckpointError(
+            f"{path}: was changed since it was recorded (its sum differs); copy it or record it again"
+        )
+    tensors = {_FORMER.get(name, name): tensor for name, tensor in stored.items()}
     numbers = _metadata(path, metadata)
     given: dict[str, Any] = {name: tensors.get(name) for name in (*_INPUTS, *_RESULTS)}
     try:
@@ -139,6 +159,8 @@ def read_golden(path: Path | str) -> Golden:
             attributes=_under(ATTRIBUTE, tensors),
             real=_under(REAL, tensors),
             text=_text(metadata.get(TEXT)),
+            weights=_weights(metadata.get(_WEIGHTS)),
+            file=private.sum,
         )
     except (CheckpointError, ConfigError) as error:
         raise CheckpointError(f"{path}: {error}") from error
@@ -172,7 +194,10 @@ def record(
             with int64 [batch, source_len], bool likewise (True = token) and int64
             [batch, target_len], padded on the right; returns logits or
             log-probabilities [batch, target_len, target_vocab]. Makes the masks
-            as the training does. For an encoder alone called without
+            as the training does. The targets are the inputs of the decoder, the
+            start token first; a decoder that starts from a vector of its own
+            and no token leaves the first id out, which the golden then has as
+            `pad_target`. For an encoder alone called without
             target_ids; returns states [batch, source_len, d_model].
         path: file to write.
         source_vocab: number of source ids.
@@ -215,6 +240,7 @@ def record(
     _to_float64(randomised)
     results = original.run(randomised)
     original.check(randomised, results)
+    original.settle_start(randomised, results, pad_target)
     own = _copied(model)
     _to_float64(own)
     golden = Golden(
@@ -229,6 +255,8 @@ def record(
         attributes=attributes,
         real=original.run(own),
         text=None if texts is None else record_texts(own, forward, texts, source_vocab, target_vocab),
+        weights=tensor_sums(model.state_dict()),
+        file=None,
     )
     write_golden(golden, path)
     return golden
@@ -239,6 +267,7 @@ def write_golden(golden: Golden, path: Path) -> None:
 
     Raises:
         CheckpointError: it cannot be written.
+        BundleError: another process is writing it.
     """
     own = {name: getattr(golden, name) for name in (*_INPUTS, *_RESULTS)}
     tensors = {name: tensor for name, tensor in own.items() if tensor is not None}
@@ -247,17 +276,22 @@ def write_golden(golden: Golden, path: Path) -> None:
     metadata = {name: str(value) for name in _NUMBERS if (value := getattr(golden, name)) is not None}
     metadata |= {"state_order": "\n".join(golden.state)} if golden.state else {}
     metadata |= {TEXT: json.dumps(golden.text.to_dict(), ensure_ascii=False)} if golden.text else {}
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    metadata |= {_WEIGHTS: json.dumps(dict(golden.weights))} if golden.weights else {}
+    metadata |= {"compute_dtype": "float64", "outputs": golden.outputs}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # One tensor under two names may not share its memory in the file.
         stored = {name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()}
-        save_file(stored, temporary, metadata={**metadata, "compute_dtype": "float64", "outputs": golden.outputs})
-        os.replace(temporary, path)
+        with whole_file(path) as draft:
+            save_file(stored, draft, metadata={**metadata, _SUM: _contents_sum(stored, metadata)})
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: cannot be written ({getattr(error, 'strerror', None) or error})") from error
-    finally:
-        temporary.unlink(missing_ok=True)
+
+
+def _contents_sum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    """Return the sum of all that a golden holds but that sum."""
+    listed = json.dumps([tensor_sums(tensors), dict(metadata)], sort_keys=True)
+    return hashlib.sha256(listed.encode()).hexdigest()
 
 
 class _Original:
@@ -317,6 +351,16 @@ class _Original:
                 "golden: the outputs of earlier positions change with the last target token; "
                 "give the decoder its causal mask in your forward"
             )
+
+    def settle_start(self, model: nn.Module, results: Mapping[str, Tensor], pad: int) -> None:
+        """Give every target `pad` for its first id where that id counts for nothing: the decoder starts by itself."""
+        if self.target_vocab is None:
+            return
+        target, keep = self.inputs["target_ids"], self.inputs["target_mask"]
+        changed = target.clone()
+        changed[:, 0] = (changed[:, 0] + 1) % self.target_vocab
+        if torch.equal(self.run(model, changed)["logits"][keep], results["logits"][keep]):
+            target[:, 0] = pad
 
     def baseline(self, model: nn.Module, results: Mapping[str, Tensor]) -> float:
         """Measure the steps that float32 inside the original leaves in its float64 outputs.
@@ -409,6 +453,18 @@ def _text(raw: str | None) -> TextConfig | None:
         return TextConfig.from_dict(parse_json(raw.encode()), subject=TEXT)
     except ValueError as error:
         raise CheckpointError(f"{TEXT} is not JSON ({error}); record it again") from error
+
+
+def _weights(raw: str | None) -> dict[str, str]:
+    if raw is None:
+        return {}
+    try:
+        found = parse_json(raw.encode())
+    except ValueError as error:
+        raise CheckpointError(f"{_WEIGHTS} is not JSON ({error}); record it again") from error
+    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+        raise CheckpointError(f"{_WEIGHTS} is {shortened(found)}, expected sums by name; record it again")
+    return found
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

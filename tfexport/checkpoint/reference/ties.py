@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Hashable, Mapping
 
 import torch
 from torch import Tensor
 
 from tfexport.checkpoint.reference.randomise import is_position_table
+
+# Values that a tensor is looked up by.
+_FIRST = 8
 
 
 def completed(tensors: Mapping[str, Tensor], state: Mapping[str, Tensor], notes: list[str]) -> Mapping[str, Tensor]:
@@ -26,11 +29,14 @@ def completed(tensors: Mapping[str, Tensor], state: Mapping[str, Tensor], notes:
     """
     prefix = _prefix(tensors, state)
     found = {prefix + key: tensor for key, tensor in tensors.items()}
-    stored = [name for name in state if name in found]
+    stored: dict[Hashable, list[str]] = {}
+    for name in (name for name in state if name in found):
+        stored.setdefault(_look(state[name]), []).append(name)
     tied: dict[str, list[str]] = {}
     tables = []
     for name in (name for name in state if name not in found):
-        other = next((other for other in stored if _equal(state[name], state[other])), None)
+        alike = stored.get(_look(state[name]), [])
+        other = next((other for other in alike if torch.equal(state[name], state[other])), None)
         if other is not None:
             tied.setdefault(other, []).append(name)
             found[name] = found[other]
@@ -51,5 +57,6 @@ def _prefix(keys: Collection[str], names: Collection[str]) -> str:
     return ""
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+def _look(tensor: Tensor) -> Hashable:
+    """Return what equal tensors have in common and others hardly ever, so that few are compared whole."""
+    return tuple(tensor.shape), tensor.dtype, tuple(tensor.reshape(-1)[:_FIRST].tolist())

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from tfexport.graph.forms.form import OUTSIDE_ATTENTION, DecoderForm, Supported, unsupported
+from tfexport.graph.forms.form import OUTSIDE_ATTENTION, DecoderForm, Seam, Supported, unsupported
 from tfexport.graph.passes.joint_products import join_products
 from tfexport.models.attention import MultiHeadAttention
 from tfexport.models.cache import KeyValue
@@ -27,26 +27,36 @@ _HEAD_DIM_STEP = 8
 
 SUPPORTED: Supported = {
     **OUTSIDE_ATTENTION,
-    "positions": ("table", "none"),
-    "relative_bias": ("none",),
-    **dict.fromkeys(("num_heads", "d_k", "d_v", "attention_bias", "attention_scale")),
+    "positions": ("table", "none", "rotary"),
+    "relative_bias": ("none", "t5", "t5_per_layer", "alibi"),
+    "attention_softcap": (0.0,),
+    **dict.fromkeys(("num_heads", "num_kv_heads", "d_k", "d_v", "attention_bias", "attention_scale")),
     **dict.fromkeys(("relative_buckets", "relative_max_distance")),
+    **dict.fromkeys(("rotary_base", "rotary_dim", "rotary_pairs", "rotary_cross")),
 }
 
 
-def supports(config: TransformerConfig | None, precision: Precision) -> list[str]:
+def supports(config: TransformerConfig | Seam, precision: Precision) -> list[str]:
     """Say what of a model the operators cannot do; the other forms can."""
-    if config is None:
-        return ["it is a module of its own"]
-    if config.decoder is None:
+    if isinstance(config, Seam):
+        has_decoder, width, value_width, others = config.has_decoder, config.head_dim, config.value_dim, _asked(config)
+    else:
+        has_decoder, others = config.decoder is not None, unsupported(config, SUPPORTED)
+        width, value_width = (config.d_k("decoder"), config.d_v("decoder")) if has_decoder else (0, 0)
+    if not has_decoder:
         return ["it is an encoder alone"]
     problems = []
-    if config.d_k("decoder") != config.d_v("decoder") or config.d_k("decoder") % _HEAD_DIM_STEP:
+    if width != value_width or width % _HEAD_DIM_STEP:
         problems.append(f"keys and values are not equally wide, or {_HEAD_DIM_STEP} does not divide that")
-    problems += unsupported(config, SUPPORTED)
+    problems += others
     if precision != "fp32":
         problems.append(f"it is {precision}")
     return problems
+
+
+def _asked(seam: Seam) -> list[str]:
+    asked = {"a layer attends in its own way, not through cache.attend": seam.by_hand, "scores level off": seam.softcap}
+    return [problem for problem, is_so in asked.items() if is_so]
 
 
 def joint_weights(model: nn.Module) -> Iterator[tuple[str, ...]]:
@@ -63,7 +73,7 @@ class ContribCache:
     It exists only in a trace: `GroupQueryAttention` has no PyTorch twin. It is causal by itself.
 
     Attributes:
-        past: one `KeyValue` a layer, [rows, heads, capacity, head_dim].
+        past: one `KeyValue` a layer, [rows, kv_heads, capacity, head_dim].
         present: filled by `attend`, of the same shapes.
         positions: int64 [rows, target_len].
         key_len: the capacity.
@@ -92,7 +102,15 @@ class ContribCache:
         self.key_len = past[0].key.shape[2]
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None, *, scale: float
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor | None = None,
+        *,
+        scale: float,
+        softcap: float = 0.0,
     ) -> Tensor:
         """Write the new tokens of `layer` and attend; see `tfexport.models.cache.SelfAttention`."""
         past = self.past[layer]
@@ -101,7 +119,7 @@ class ContribCache:
         width = query.shape[1] * value.shape[2]
         context, present_key, present_value = torch.onnx.ops.symbolic_multi_out(
             f"{_DOMAIN}::GroupQueryAttention",
-            (packed, None, None, past.key, past.value, self._last_position, self._total_length),
+            (packed, None, None, past.key, past.value, self._last_position, self._total_length, *self._bias(bias)),
             {"num_heads": query.shape[1], "kv_num_heads": key.shape[1], "scale": scale},
             dtypes=[packed.dtype] * 3,
             shapes=[(*packed.shape[:2], width), past.key.shape, past.value.shape],
@@ -110,19 +128,33 @@ class ContribCache:
         self.present.append(KeyValue(present_key, present_value))
         return context.flatten(0, 1)
 
+    def _bias(self, bias: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return a bias [rows or 1, heads, len, capacity] as the operator wants it: for as many keys as there are."""
+        if bias is None:
+            return ()
+        bounds = (torch.tensor([0], dtype=torch.int32), self._total_length, torch.tensor([3], dtype=torch.int32))
+        shorter = torch.onnx.ops.symbolic("Slice", (bias, *bounds), dtype=bias.dtype, shape=bias.shape, version=18)
+        return (None, None, None, shorter)  # behind the tables of rotary positions, which are turned in already
+
 
 class ContribCross:
     """Keys and values of the source: the beams of a source are query positions, so that no key is repeated."""
 
     def __init__(self, key_values: Sequence[KeyValue], mask: Tensor) -> None:
-        """Take each layer's [batch, heads, source_len, …] and the mask, bool [batch, source_len]."""
+        """Take each layer's [batch, kv_heads, source_len, …] and the mask, bool [batch, source_len]."""
         self.key_values, self.mask = key_values, mask
 
-    def attend(self, layer: int, query: Tensor, *, scale: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, *, scale: float, softcap: float = 0.0) -> Tensor:
         """Attend to the source; see `tfexport.models.cache.Cross`."""
         kept = self.key_values[layer]
-        width = query.shape[1] * kept.value.shape[3]
-        return _attention(query, kept.key, kept.value, self.mask, width, scale)
+        heads, width = kept.key.shape[1], kept.value.shape[3]
+        shared = query.shape[1] // heads
+        if shared == 1:
+            return _attention(query, kept.key, kept.value, self.mask, heads * width, scale)
+        # The operator knows no shared keys: the heads that share one are more query positions of it.
+        queries = query.unflatten(1, (heads, shared)).transpose(1, 2).flatten(0, 1)  # type: ignore[no-untyped-call]
+        context = _attention(queries, kept.key, kept.value, self.mask, heads * width, scale)
+        return context.unflatten(1, (heads, width)).unflatten(0, (-1, shared)).transpose(1, 2).flatten(1)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class ContribSource:
@@ -133,19 +165,31 @@ class ContribSource:
         self.mask = mask
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None, *, scale: float
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor | None = None,
+        *,
+        scale: float,
+        softcap: float = 0.0,
     ) -> Tensor:
         """Attend from every token to every token; see `tfexport.models.cache.SelfAttention`."""
-        width = value.shape[1] * value.shape[2]
-        return _attention(query, _by_rows(key, self.mask), _by_rows(value, self.mask), self.mask, width, scale)
+        width, shared = query.shape[1] * value.shape[2], query.shape[1] // key.shape[1]
+        # The operator knows no shared keys, and here they are read once.
+        key, value = (part if shared == 1 else part.repeat_interleave(shared, 1) for part in (key, value))
+        return _attention(query, _by_rows(key, self.mask), _by_rows(value, self.mask), self.mask, width, scale, bias)
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, width: int, scale: float) -> Tensor:
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, width: int, scale: float, bias: Tensor | None = None
+) -> Tensor:
     """Attend from `query` [batch · len, heads, head_dim] to the tokens that `mask` [batch, source_len] leaves."""
     packed = _by_rows(query, mask)
     context = torch.onnx.ops.symbolic(
         f"{_DOMAIN}::MultiHeadAttention",
-        (packed, key, value, None, mask.to(torch.int32)),
+        (packed, key, value, None, mask.to(torch.int32), *(() if bias is None else (bias,))),
         {"num_heads": query.shape[1], "scale": scale, "mask_filter_value": MASK_FILL},
         dtype=query.dtype,
         shape=(*packed.shape[:2], width),

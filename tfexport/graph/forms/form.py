@@ -24,12 +24,31 @@ OUTSIDE_ATTENTION: Supported = {
     **{
         name: switch.values if isinstance(switch.values, tuple) else None
         for name, switch in SWITCHES.items()
-        if switch.acts not in ("attention", "positions")
+        if switch.acts not in ("attention", "cross-attention", "positions")
     },
     **dict.fromkeys(("d_model", "d_ff", "layers", "source_vocab", "target_vocab", "tokens", "dropout")),
     **dict.fromkeys(("max_source_length", "max_target_length", "tie_embeddings", "tie_output")),
     **dict.fromkeys(("feed_forward_bias", "norm_bias", "output_bias")),
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seam:
+    """What a module of the user's own asks of attention, as far as a form may not have it.
+
+    Attributes:
+        has_decoder: False for an encoder alone.
+        by_hand: a layer of the decoder attends in its own way to what the cache keeps.
+        softcap: scores level off somewhere.
+        head_dim: width of one head's keys.
+        value_dim: width of one head's values.
+    """
+
+    has_decoder: bool = True
+    by_hand: bool = False
+    softcap: bool = False
+    head_dim: int = 0
+    value_dim: int = 0
 
 
 class TracedCache(Cache, Protocol):
@@ -48,7 +67,7 @@ class DecoderForm:
 
     Attributes:
         supports: says what of a model the form cannot do, given the
-            configuration, None for a module of its own, and the precision.
+            configuration, or what a module of the user's own asks for, and the precision.
         cache: of the decoder's self-attention, from the past of every layer, the new tokens and, by its name in the
             contract, what else the form has for an input.
         cross: of its attention to the source, from what the encoder returned and the mask.
@@ -59,7 +78,7 @@ class DecoderForm:
         passes: over the traced decoder, which they change in place.
     """
 
-    supports: Callable[[TransformerConfig | None, Precision], list[str]]
+    supports: Callable[[TransformerConfig | Seam, Precision], list[str]]
     cache: Callable[..., TracedCache]
     cross: Callable[[Sequence[KeyValue], Tensor], Cross] = CrossCache
     source: Callable[[Tensor], Source] = PaddedSource

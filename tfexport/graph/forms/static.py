@@ -8,24 +8,27 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tfexport.graph.forms.form import OUTSIDE_ATTENTION, DecoderForm, Supported, unsupported
+from tfexport.graph.forms.form import OUTSIDE_ATTENTION, DecoderForm, Seam, Supported, unsupported
 from tfexport.models.cache import KeyValue, merge_rows, split_rows
 from tfexport.models.config import TransformerConfig
-from tfexport.models.dot_product import MASK_FILL
+from tfexport.models.dot_product import MASK_FILL, dot_product_attention
 from tfexport.spec import STATIC_OPSET, Precision
 
 SUPPORTED: Supported = {
     **OUTSIDE_ATTENTION,
-    "positions": ("table", "none"),
-    "relative_bias": ("none", "t5", "t5_per_layer"),
-    **dict.fromkeys(("num_heads", "d_k", "d_v", "attention_bias", "attention_scale")),
+    "positions": ("table", "none", "rotary"),
+    "relative_bias": ("none", "t5", "t5_per_layer", "alibi"),
+    **dict.fromkeys(
+        ("num_heads", "num_kv_heads", "d_k", "d_v", "attention_bias", "attention_scale", "attention_softcap")
+    ),
     **dict.fromkeys(("relative_buckets", "relative_max_distance")),
+    **dict.fromkeys(("rotary_base", "rotary_dim", "rotary_pairs", "rotary_cross")),
 }
 
 
-def supports(config: TransformerConfig | None, precision: Precision) -> list[str]:
+def supports(config: TransformerConfig | Seam, precision: Precision) -> list[str]:
     """Say what of a model this form cannot do; a module of its own calls the same `attend`."""
-    return [] if config is None else unsupported(config, SUPPORTED)
+    return [] if isinstance(config, Seam) else unsupported(config, SUPPORTED)
 
 
 class StaticCache:
@@ -35,7 +38,7 @@ class StaticCache:
     `tfexport.models.row_cache.RowCache` does the same in PyTorch.
 
     Attributes:
-        past: one `KeyValue` a layer, [rows, heads, capacity, …].
+        past: one `KeyValue` a layer, [rows, kv_heads, capacity, …].
         present: filled by `attend`, of the same shapes.
         positions: int64 [rows, target_len].
         key_len: the capacity.
@@ -51,15 +54,23 @@ class StaticCache:
         self.mask = torch.arange(self.key_len) <= self.positions[:, None, :, None]
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None, *, scale: float
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor | None = None,
+        *,
+        scale: float,
+        softcap: float = 0.0,
     ) -> Tensor:
         """Write the new tokens of `layer` and attend; see `tfexport.models.cache.SelfAttention`."""
         rows = self.past[layer].key.shape[0]
         kept = self.update(layer, KeyValue(split_rows(key, rows), split_rows(value, rows)))
-        return _attention(split_rows(query, rows), kept, self.mask, bias, scale)
+        return _attention(split_rows(query, rows), kept, self.mask, bias, scale, softcap)
 
     def update(self, layer: int, new: KeyValue) -> KeyValue:
-        """Write new keys and values [rows, heads, target_len, …] into the buffers of `layer` and return them."""
+        """Write new keys and values [rows, kv_heads, target_len, …] into the buffers of `layer` and return them."""
         past = self.past[layer]
         self.present.append(KeyValue(self._scatter(past.key, new.key), self._scatter(past.value, new.value)))
         return self.present[-1]
@@ -79,24 +90,35 @@ class StaticCross:
     """Keys and values of the source, read by one `Attention`."""
 
     def __init__(self, key_values: Sequence[KeyValue], mask: Tensor) -> None:
-        """Take each layer's [batch, heads, source_len, …] and the mask, bool [batch, source_len]."""
+        """Take each layer's [batch, kv_heads, source_len, …] and the mask, bool [batch, source_len]."""
         self.key_values, self.mask = key_values, mask
 
-    def attend(self, layer: int, query: Tensor, *, scale: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, *, scale: float, softcap: float = 0.0) -> Tensor:
         """Attend to the source; see `tfexport.models.cache.Cross`."""
         kept = self.key_values[layer]
-        return _attention(split_rows(query, kept.key.shape[0]), kept, self.mask[:, None, None, :], None, scale)
+        query, mask = split_rows(query, kept.key.shape[0]), self.mask[:, None, None, :]
+        return _attention(query, kept, mask, None, scale, softcap)
 
 
-def _attention(query: Tensor, kept: KeyValue, mask: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+def _attention(
+    query: Tensor, kept: KeyValue, mask: Tensor, bias: Tensor | None, scale: float, softcap: float
+) -> Tensor:
     """Do what `dot_product_attention` does in one operator, which becomes ONNX `Attention`.
 
     The mask is expanded to every query: some runtimes refuse or misread a broadcast one. It is added to the scores:
     from one of bool TensorRT-RTX first works out which keys are left, and fails where 8 does not divide head_dim.
+
+    What levels off the scores is spelled out: runtimes do not agree whether `softcap` of the operator comes before the
+    mask or behind it.
     """
+    if softcap:
+        return merge_rows(dot_product_attention(query, kept.key, kept.value, mask, bias, scale=scale, softcap=softcap))
     mask = torch.where(mask, 0.0 if bias is None else bias, MASK_FILL).to(query.dtype)
     mask = mask.expand(query.shape[0], -1, query.shape[2], kept.key.shape[2])
-    return merge_rows(F.scaled_dot_product_attention(query, kept.key, kept.value, attn_mask=mask, scale=scale))
+    is_grouped = query.shape[1] != kept.key.shape[1]
+    return merge_rows(
+        F.scaled_dot_product_attention(query, kept.key, kept.value, attn_mask=mask, scale=scale, enable_gqa=is_grouped)
+    )
 
 
 STATIC = DecoderForm(supports=supports, cache=StaticCache, cross=StaticCross, opset=STATIC_OPSET)

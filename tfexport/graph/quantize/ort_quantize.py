@@ -24,6 +24,7 @@ from tfexport.errors import BundleError, GraphError, raise_all
 from tfexport.graph.contract import check_graph
 from tfexport.graph.external_data import Span, external_weights, read_weight, span, tensor_spans
 from tfexport.graph.forms import FORMS
+from tfexport.graph.forms.form import Seam
 from tfexport.graph.quantize.linear import Product, lookups, products
 from tfexport.graph.quantize.weight_quantize import round_blocks, round_matrix
 from tfexport.models.config import TransformerConfig
@@ -79,10 +80,10 @@ class _Store:
         return _Part(tensor, tensor, self.tensors[tensor].shape)
 
 
-def fastest_form(forms: Sequence[Form], config: TransformerConfig) -> tuple[Form, ...]:
+def fastest_form(forms: Sequence[Form], traits: TransformerConfig | Seam) -> tuple[Form, ...]:
     """Choose the only form worth quantising: graphs for one runtime need no other than its fastest."""
     fastest: tuple[Form, ...] = ("contrib", "static", "concat")
-    able = [form for form in fastest if form in forms and not FORMS[form].supports(config, "fp32")]
+    able = [form for form in fastest if form in forms and not FORMS[form].supports(traits, "fp32")]
     return tuple(able[:1] or forms)
 
 

@@ -18,7 +18,7 @@ from onnx import helper, numpy_helper, version_converter
 from onnx.external_data_helper import set_external_data
 
 from tfexport.bundle.manifest import GraphEntry
-from tfexport.errors import GraphError, raise_all
+from tfexport.errors import GraphError, first_line, raise_all
 from tfexport.graph.contract import check_graph
 from tfexport.graph.external_data import Span, external_weights, read_weight, span
 from tfexport.graph.quantize.linear import linear_maps
@@ -98,8 +98,9 @@ def _load(path: Path, opset: int) -> onnx.ModelProto:
         if _opset(model) < opset:
             model = version_converter.convert_version(model, opset)
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise GraphError(f"{path.name}: cannot be raised to opset {opset} ({reason}); export it again") from error
+        raise GraphError(
+            f"{path.name}: cannot be raised to opset {opset} ({first_line(error)}); export it again"
+        ) from error
     model.ir_version = max(model.ir_version, _IR_VERSION)
     return model
 

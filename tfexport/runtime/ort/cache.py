@@ -71,7 +71,7 @@ class HostBuffers:
         self._arrays = self._zeros()
 
     def _zeros(self) -> list[NDArray[Any]]:
-        heads, dtype = self._spec.heads, FLOAT[self._spec.precision]
+        heads, dtype = self._spec.cache_heads, FLOAT[self._spec.precision]
         return [np.zeros((self.rows, heads, self.length, width), dtype) for width in _widths(self._spec)]
 
     def resize(self, rows: int, length: int, live: int) -> None:
@@ -175,19 +175,20 @@ class DeviceBuffers:
         return list(zip(key_value_names(prefix, self._spec.layers), _widths(self._spec), strict=True))
 
     def _place(self, name: str, width: int, rows: int) -> tuple[str, str, int, int, list[int]]:
-        shape = [rows, self._spec.heads, self.length, width]
+        shape = [rows, self._spec.cache_heads, self.length, width]
         return name, self._gather.device.type, 0, ELEMENT_TYPE[self._gather.dtype], shape
 
     def _address(self, index: int, row: int) -> int:
         """Return where a row of one key or value begins."""
         widths = _widths(self._spec)
-        items = (self.rows * sum(widths[:index]) + row * widths[index]) * self._spec.heads * self.length
+        items = (self.rows * sum(widths[:index]) + row * widths[index]) * self._spec.cache_heads * self.length
         address: int = self._memory.data_ptr() + items * self._item
         return address
 
     def _shapes(self, rows: int, length: int, places: int) -> list[tuple[int, int, int]]:
         """Count the units of each key and value: [rows, heads, units]."""
-        return [(rows, self._spec.heads, length // places * (width // self._divisor)) for width in _widths(self._spec)]
+        heads = self._spec.cache_heads
+        return [(rows, heads, length // places * (width // self._divisor)) for width in _widths(self._spec)]
 
     def _units(self, places: int) -> tuple[list[Ids], int]:
         """Number the units of so many places, those of each key and value, and the one of zeros."""

@@ -68,7 +68,7 @@ class ConcatBatch:
         self._graphs.run_encoder(io)
         self._cross, self._source_mask = list(io.get_outputs()), source_mask.copy()
         self._past = [
-            self._graphs.device.empty((new, spec.heads, 0, width), FLOAT[spec.precision])
+            self._graphs.device.empty((new, spec.cache_heads, 0, width), FLOAT[spec.precision])
             for width in [spec.head_dim, spec.value_dim] * spec.layers
         ]
         read: Ids = np.array([prompt[:-1] for prompt in prompts], np.int64)

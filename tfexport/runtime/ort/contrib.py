@@ -348,7 +348,7 @@ class ContribBatch:
             sources = max(sources, 2 * places)
         held, some = self._num_sources, min(length, longest)
         spec = self._spec
-        shape = (max(sources, places), spec.heads, longest, spec.head_dim)
+        shape = (max(sources, places), spec.cache_heads, longest, spec.head_dim)
         grown: list[Array] = [np.zeros(shape, np.float32) for _ in range(2 * spec.layers)]
         for new, old in zip(grown, self._cross, strict=False):
             new[:held, :, :some] = old[:held, :, :some]
@@ -383,7 +383,7 @@ class ContribBatch:
     def _new_cache(self, rows: int, capacity: int) -> Floats:
         # Not zeroed: the operator reads no further than a row is filled.
         spec = self._spec
-        return np.empty((2 * spec.layers, rows, spec.heads, capacity, spec.head_dim), np.float32)
+        return np.empty((2 * spec.layers, rows, spec.cache_heads, capacity, spec.head_dim), np.float32)
 
     def _read(self, first: int, prompts: Prompts) -> None:
         """Read the prompts of the sources from `first` on, but for their last tokens; equally long ones together."""

@@ -14,7 +14,8 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from tfexport.errors import BackendError
+from tfexport.errors import BackendError, first_line
+from tfexport.files.utf8_path import utf8_path
 from tfexport.install import extra_command, replacing_command
 from tfexport.runtime.ort.libraries import load_libraries, needed, where_looked
 from tfexport.spec import Device, DType
@@ -93,12 +94,10 @@ class OrtDevice:
             options.add_session_config_entry("session.force_spinning_stop", "1")
         options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
         try:
-            session = ort.InferenceSession(
-                str(graph),
-                options,
-                providers=[(PROVIDER[self.type], _OPTIONS[self.type])],
-                enable_fallback=0,
-            )
+            with utf8_path(graph) as path:
+                session = ort.InferenceSession(
+                    path, options, providers=[(PROVIDER[self.type], _OPTIONS[self.type])], enable_fallback=0
+                )
         except Exception as error:
             raise BackendError(
                 f"ort: {name} does not load in onnxruntime {ort.__version__}, which must be {MINIMUM[self.type]} or "
@@ -157,11 +156,6 @@ def still_open(session: ort.InferenceSession | None) -> ort.InferenceSession:
     if session is None:
         raise BackendError("ort: this session is closed; load the bundle again")
     return session
-
-
-def first_line(error: Exception) -> str:
-    """Return what an error of the runtime says, without its trace."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def prepare_cuda() -> None:

@@ -130,7 +130,7 @@ class Caches:
             if old == new:
                 continue
             device.memory.reserve({SCRATCH: rows * max(old.values()) * self._item_bytes})
-            pieces = rows * device.engines.spec.heads
+            pieces = rows * device.engines.spec.cache_heads
             for name in names:
                 address, scratch = device.memory[name], device.memory[SCRATCH]
                 was, now = (rows * numbers[name] * self._item_bytes for numbers in (old, new))

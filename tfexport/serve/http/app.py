@@ -57,7 +57,7 @@ def _routes(config: HttpConfig, metrics: Metrics | None) -> Iterator[BaseRoute]:
     yield from metadata.ROUTES
     yield from infer.ROUTES
     yield from generate.ROUTES
-    yield from align.routes()
+    yield from align.ROUTES
     yield from tokens.ROUTES
     yield from openapi.ROUTES
     if config.completions:

@@ -44,10 +44,14 @@ def text(value: object, name: str) -> str:
 
 def ids(value: object, name: str) -> list[int]:
     """Return token ids, checked; the engine knows which ones there are."""
-    is_list = isinstance(value, list) and all(type(one) is int and abs(one) <= MAX_ID for one in value)
-    if not is_list:
+    # All at once: one after the other takes ten times as long.
+    if (
+        not isinstance(value, list)
+        or not set(map(type, value)) <= {int}
+        or not -MAX_ID <= min(value, default=0) <= max(value, default=0) <= MAX_ID
+    ):
         raise RequestError(400, f"{name} is {shortened(value)}, expected a list of token ids")
-    return list(value)  # type: ignore[call-overload,no-any-return]
+    return value
 
 
 def submit(engine: Engine, source: Source, arguments: Mapping[str, Any], *, stream: bool = False) -> Asked:

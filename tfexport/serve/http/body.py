@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from starlette.requests import Request
@@ -11,8 +10,8 @@ from tfexport.errors import shortened
 from tfexport.files.strict_json import parse_json
 from tfexport.serve.http.errors import RequestError
 from tfexport.serve.http.service import service_of
+from tfexport.serve.http.structure import check_structure, strings_and_rest
 
-MAX_DEPTH = 100
 # Parts that a body may come in: each costs a turn of the event loop.
 MAX_CHUNKS = 65_536
 
@@ -75,37 +74,19 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     """Read a JSON object strictly.
 
     Raises:
-        RequestError: it is not JSON, not an object, nested too deeply, or has text that is not Unicode.
+        RequestError: it is not JSON, see `parse_json`, not an object, or has too many parts or too deep ones.
     """
+    strings, rest = strings_and_rest(raw)
+    check_structure(strings, rest)
     try:
         data = parse_json(raw)
     except ValueError as error:
         raise RequestError(400, f"the body is not JSON: {error}") from error
     if not isinstance(data, dict):
         raise RequestError(400, f"the body is {shortened(data)[:100]}, expected a JSON object")
-    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and _depth(data) > MAX_DEPTH:
-        raise RequestError(400, f"the body is nested more than {MAX_DEPTH} deep")
-    if rb"\u" in raw:
-        _check_unicode(data)
     return data
 
 
 def _left(status: int, message: str) -> RequestError:
     """Return an error that leaves the rest of the body unread, so that the connection is of no more use."""
     return RequestError(status, message, {"Connection": "close"})
-
-
-def _depth(data: object) -> int:
-    """Count the levels of lists and objects."""
-    level, depth = [data], 0
-    while level := [one for one in level if isinstance(one, dict | list)]:
-        depth += 1
-        level = [part for one in level for part in (one.values() if isinstance(one, dict) else one)]
-    return depth
-
-
-def _check_unicode(data: object) -> None:
-    try:
-        json.dumps(data, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(400, "the body has half of a surrogate pair, expected whole characters") from error

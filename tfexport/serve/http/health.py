@@ -11,7 +11,9 @@ from tfexport.serve.http.service import service_of
 
 
 async def live(request: Request) -> Response:
-    """Say that the event loop answers."""
+    """Say that the event loop answers; 503 once an engine has failed for good, which a new process mends."""
+    if not service_of(request).is_alive:
+        raise unavailable("an engine has failed, and the log says why; restart the process")
     return JSONResponse({"live": True})
 
 

@@ -49,7 +49,7 @@ def _statistics(metrics: Metrics, name: str) -> dict[str, Any]:
         seconds = sum(metrics.total(f"tfexport_{one}_seconds_sum", name) for one in names)
         return duration(sum(count(f"{one}_seconds_count") for one in names), seconds)
 
-    success, steps = timed("request"), count("decode_step_seconds_count")
+    success, steps = timed("request", "align"), count("decode_step_seconds_count")
     failures = duration(count("requests_total") - success["count"], metrics.observer(name).failed_s)
     return {
         "name": name,

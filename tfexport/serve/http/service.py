@@ -35,6 +35,11 @@ class Service:
         self.is_leaving = False
 
     @property
+    def is_alive(self) -> bool:
+        """Whether no engine has failed for good."""
+        return all(engine.is_alive for engine in self.engines.values())
+
+    @property
     def is_ready(self) -> bool:
         """Whether every model takes requests, and goes on taking them."""
         return not self.is_leaving and all(engine.is_ready for engine in self.engines.values())

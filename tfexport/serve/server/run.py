@@ -201,7 +201,7 @@ def serve_bundles(
         http: endpoints and limits of requests.
         report: called with each line for whoever has started the server.
         access_log: whether every request is logged.
-        options: of `tfexport.load`: backend, form, threads, device, engine.
+        options: of `tfexport.load`: backend, form, threads, device, engine, trusted_keys.
 
     Returns:
         Whether every request that was accepted was answered.

@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from tfexport.bundle.bundle import Bundle
-from tfexport.files.names import TOKENIZER
+from tfexport.bundle.contents import stale_sources
 from tfexport.trt.artifact.manifest import EngineManifest
 from tfexport.trt.config import EngineConfig, Target
 from tfexport.trt.cuda import Gpu, find_gpus
@@ -125,13 +125,10 @@ def _rebuild(bundle: Path, config: EngineConfig) -> str:
 
 
 def _source_problems(manifest: EngineManifest, bundle: Bundle) -> Iterator[Incompatibility]:
-    for name, built in sorted(manifest.sources.items()):
-        if name == TOKENIZER:  # named by engines of before; they read ids, and it may be replaced
-            continue
+    for name in stale_sources(manifest.sources, bundle.manifest.files):
         entry = bundle.manifest.files.get(name)
-        if entry is None or entry.sha256 != built:
-            now = f"sha256 {entry.sha256[:12]}…" if entry else "no such file"
-            yield Incompatibility(name, f"sha256 {built[:12]}…", now, _rebuild(bundle.path, manifest.config))
+        built, now = manifest.sources[name], f"sha256 {entry.sha256[:12]}…" if entry else "no such file"
+        yield Incompatibility(name, f"sha256 {built[:12]}…", now, _rebuild(bundle.path, manifest.config))
 
 
 def _library_problems(manifest: EngineManifest, bundle: Path, machine: Machine) -> Iterator[Incompatibility]:

@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tfexport.bundle.bundle import MAX_MANIFEST_BYTES, plain_problem
-from tfexport.bundle.manifest import FileEntry
+from tfexport.bundle.bundle import plain_problem
+from tfexport.bundle.manifest import MAX_MANIFEST_BYTES, FileEntry
 from tfexport.errors import BundleError
 from tfexport.files import atomic
+from tfexport.files.names import KERNELS, KERNELS_INDEX, KERNELS_SUFFIX
 from tfexport.files.sealed_json import read_fields, read_map, read_text, seal, unseal
 from tfexport.trt.cuda import Gpu
 
-KERNELS, _INDEX, _SUFFIX = "kernels", "kernels.json", ".kernels"
 _FORMAT_VERSION = 1
 # Kernels hold no weights, so those of a plan are far below; more would fill the memory of the host.
 MAX_BYTES = 1024 * 1024 * 1024
@@ -68,7 +68,7 @@ class KernelStore:
         try:
             with _opened(self._folder) as folder:
                 entry = self._entries(folder).get(plan)
-                return None if entry is None else _read_entry(folder, plan + _SUFFIX, entry)
+                return None if entry is None else _read_entry(folder, plan + KERNELS_SUFFIX, entry)
         except FileNotFoundError:
             return None
         except (OSError, BundleError) as error:
@@ -102,31 +102,27 @@ class KernelStore:
         with atomic.temporary(self._folder) as draft:
             entries = {}
             for plan, raw in kernels.items():
-                (draft / f"{plan}{_SUFFIX}").write_bytes(raw)
+                (draft / f"{plan}{KERNELS_SUFFIX}").write_bytes(raw)
                 digest = hashlib.sha256(raw).hexdigest()
                 entries[plan] = _Entry(bytes=len(raw), sha256=digest, plan_sha256=self._plans[plan]).to_dict()
             index = {"format_version": _FORMAT_VERSION, **self._bound, "plans": entries}
-            (draft / _INDEX).write_bytes(seal(index))
-            atomic.publish(draft, self._folder)
+            (draft / KERNELS_INDEX).write_bytes(seal(index))
+            atomic.publish(draft, self._folder, self._check_own)
+
+    def _check_own(self, folder: Path) -> None:
+        """Refuse to delete what no writing of kernels has made."""
+        own = {KERNELS_INDEX, *(f"{plan}{KERNELS_SUFFIX}" for plan in self._plans)}
+        if foreign := sorted({entry.name for entry in folder.iterdir()} - own):
+            raise BundleError(f"{self._folder} holds more than kernels: {', '.join(map(repr, foreign[:10]))}")
 
     def _entries(self, folder: int) -> dict[str, _Entry]:
         """Read what an open folder has for the plans as they are."""
-        raw = _read_plain(folder, _INDEX, MAX_MANIFEST_BYTES)
-        index = unseal(raw, _read_index, name=_INDEX, format_version=_FORMAT_VERSION, remedy="remove the folder")
+        raw = _read_plain(folder, KERNELS_INDEX, MAX_MANIFEST_BYTES)
+        index = unseal(raw, _read_index, name=KERNELS_INDEX, format_version=_FORMAT_VERSION, remedy="remove the folder")
         if {name: index[name] for name in self._bound} != self._bound:
             return {}
         entries: dict[str, _Entry] = index["plans"]
         return {plan: entry for plan, entry in entries.items() if self._plans.get(plan) == entry.plan_sha256}
-
-
-def foreign_files(folder: Path) -> list[str]:
-    """List what lies in the folder of an engine's kernels and was not written by a `KernelStore`."""
-    return [
-        str(Path(at, name).relative_to(folder.parent))
-        for at, _, names in os.walk(folder)
-        for name in sorted(names)
-        if name != _INDEX and not name.endswith((_SUFFIX, ".lock"))
-    ]
 
 
 @contextmanager
@@ -166,7 +162,7 @@ def _read_plain(folder: int, name: str, limit: int) -> bytes:
 
 
 def _read_index(data: Mapping[str, Any]) -> Any:
-    return read_fields(data, _READERS, _INDEX)
+    return read_fields(data, _READERS, KERNELS_INDEX)
 
 
 _READERS: dict[str, Callable[[Any], object]] = {

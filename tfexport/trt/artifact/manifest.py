@@ -8,16 +8,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tfexport.bundle.contents import ENGINE_FORMAT_VERSION
 from tfexport.bundle.manifest import FileEntry, read_tensors
 from tfexport.errors import ConfigError, raise_all, shortened
 from tfexport.fields import Config
+from tfexport.files.names import ENGINE_MANIFEST
 from tfexport.files.sealed_json import collect, read_fields, read_list, read_map, read_object, read_text, seal, unseal
 from tfexport.spec import ENCODER, REORDER, TensorSpec
 from tfexport.trt.config import EngineConfig, EngineLimits, decoder_plans
 from tfexport.trt.profile import Profile, ShapeRange
-
-ENGINE_MANIFEST = "engine.json"
-ENGINE_FORMAT_VERSION = 1
 
 _SHA256 = re.compile("[0-9a-f]{64}")
 _VERSION = re.compile(r"\d+(\.\d+)+\S*")
@@ -85,6 +84,7 @@ class EngineManifest:
         sources: sha256 of every file of the bundle that it was made from, by name.
         plans: by name: encoder, those of `decoder_plans`, reorder.
         versions: of the tools that made it, by name.
+        log: what the library said while it built; None in engines of before, whose log nothing names.
     """
 
     format_version: int
@@ -96,6 +96,7 @@ class EngineManifest:
     sources: Mapping[str, str]
     plans: Mapping[str, PlanEntry]
     versions: Mapping[str, str]
+    log: FileEntry | None = None
 
     def __post_init__(self) -> None:
         """Check how the parts fit together.
@@ -157,6 +158,7 @@ class EngineManifest:
             "sources": dict(self.sources),
             "plans": {name: plan.to_dict() for name, plan in self.plans.items()},
             "versions": dict(self.versions),
+            "log": self.log.to_dict() if self.log else None,
         }
 
     def to_bytes(self) -> bytes:
@@ -170,7 +172,7 @@ class EngineManifest:
         Raises:
             ConfigError: lists every unknown, missing, wrongly typed and contradictory value.
         """
-        return cls(**read_fields(data, _READERS, ENGINE_MANIFEST))
+        return cls(**read_fields({"log": None, **data}, _READERS, ENGINE_MANIFEST))
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> EngineManifest:
@@ -273,4 +275,5 @@ _READERS: dict[str, Callable[[Any], object]] = {
     "sources": lambda value: read_map(value, "sources", read_text),
     "plans": lambda value: read_map(value, "plans", _read_plan),
     "versions": lambda value: read_map(value, "versions", read_text),
+    "log": lambda value: None if value is None else FileEntry.from_dict(value, subject="log"),
 }

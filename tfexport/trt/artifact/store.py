@@ -2,6 +2,7 @@
 
     engines/tensorrt-rtx-static-fp16/
         engine.json            what the engine is and what it is bound to
+        engine.json.sig        optional, the signature of that
         encoder.plan           one plan for each graph, with size and sha256 in engine.json
         build.log              what the library said while it built
         kernels/               what TensorRT-RTX compiled of it, see `tfexport.trt.artifact.kernels`
@@ -20,15 +21,15 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tfexport.bundle.bundle import MAX_MANIFEST_BYTES, Bundle, plain_problem, write_errors
-from tfexport.bundle.manifest import ENGINES
+from tfexport.bundle.bundle import Bundle, plain_problem, write_errors
+from tfexport.bundle.contents import EngineFiles, recover_kernels, walk
+from tfexport.bundle.manifest import ENGINES, MAX_MANIFEST_BYTES
 from tfexport.errors import BundleError, EngineError
 from tfexport.files import atomic
+from tfexport.files.names import BUILD_LOG, ENGINE_MANIFEST, ENGINE_SIGNATURE, KERNELS
+from tfexport.files.signature import SIGNATURE_BYTES, SigningKey, TrustedKeys
 from tfexport.trt.artifact.compatibility import Machine, explain, incompatibilities
-from tfexport.trt.artifact.kernels import KERNELS, foreign_files
-from tfexport.trt.artifact.manifest import ENGINE_MANIFEST, EngineManifest
-
-BUILD_LOG = "build.log"
+from tfexport.trt.artifact.manifest import EngineManifest
 
 
 @dataclass(frozen=True)
@@ -62,20 +63,23 @@ class StoredEngine:
         return raw
 
     def check_plans(self) -> None:
-        """Check every byte of every plan without keeping them.
+        """Check every byte of every plan, and of the log, without keeping them.
 
         Raises:
-            EngineError: names every plan that was changed, or one that cannot be read.
+            EngineError: names every file that was changed, or one that cannot be read.
         """
         problems = []
-        for plan in self.manifest.plans.values():
+        files = {plan.file: plan.content for plan in self.manifest.plans.values()}
+        if self.manifest.log is not None:
+            files[BUILD_LOG] = self.manifest.log
+        for name, content in files.items():
             try:
-                with open(self.path / plan.file, "rb", opener=_open_plain) as file:
+                with open(self.path / name, "rb", opener=_open_plain) as file:
                     digest = hashlib.file_digest(file, "sha256").hexdigest()
             except OSError as error:
-                raise EngineError(f"engine {self.path}: {plan.file} cannot be read ({error.strerror})") from error
-            if digest != plan.content.sha256:
-                problems.append(_changed(plan.file))
+                raise EngineError(f"engine {self.path}: {name} cannot be read ({error.strerror})") from error
+            if digest != content.sha256:
+                problems.append(_changed(name))
         if problems:
             raise EngineError(f"engine {self.path}: {'; '.join(problems)}; {_REMEDY}")
 
@@ -100,7 +104,7 @@ def engine_names(bundle: Path) -> list[str]:
         raise EngineError(f"{folder}: cannot be read ({error.strerror}); check its permissions") from error
 
 
-def open_engine(bundle: Path, name: str) -> StoredEngine:
+def open_engine(bundle: Path, name: str, trusted_keys: TrustedKeys | None = None) -> StoredEngine:
     """Read an engine's manifest and check that its files are there, plain, in the right size and no others.
 
     The sums of the plans are checked when they are read.
@@ -108,6 +112,7 @@ def open_engine(bundle: Path, name: str) -> StoredEngine:
     Args:
         bundle: its directory.
         name: of the engine's folder.
+        trusted_keys: one of which must have signed the engine's manifest; None opens whosever engine.
 
     Raises:
         EngineError: there is none of this name, or it lists all that is damaged, missing or too much.
@@ -115,7 +120,7 @@ def open_engine(bundle: Path, name: str) -> StoredEngine:
     names = engine_names(bundle)
     if name not in names:
         raise EngineError(f"{bundle}: has no engine {name[:80]!r}, it has {', '.join(names) or 'none'}")
-    return _read(bundle / ENGINES / name)
+    return _read(bundle / ENGINES / name, trusted_keys)
 
 
 def choose_engine(bundle: Bundle, name: str | None, machine: Machine) -> StoredEngine:
@@ -130,7 +135,7 @@ def choose_engine(bundle: Bundle, name: str | None, machine: Machine) -> StoredE
         EngineError: it may not be used, with every reason and the remedy; or none may, or several.
     """
     if name is not None:
-        engine = open_engine(bundle.path, name)
+        engine = open_engine(bundle.path, name, bundle.trusted_keys)
         if found := incompatibilities(engine.manifest, bundle, machine):
             raise EngineError(f"engine {name}: {explain(found)}")
         return engine
@@ -151,7 +156,7 @@ def choose_engine(bundle: Bundle, name: str | None, machine: Machine) -> StoredE
 
 
 @contextmanager
-def add_engine(bundle: Path, name: str, *, force: bool) -> Iterator[Path]:
+def add_engine(bundle: Path, name: str, *, force: bool, key: SigningKey | None = None) -> Iterator[Path]:
     """Write an engine that appears in a bundle whole when the block ends, or not at all.
 
     Nothing else of the bundle is touched.
@@ -160,6 +165,7 @@ def add_engine(bundle: Path, name: str, *, force: bool) -> Iterator[Path]:
         bundle: its directory, without symbolic links.
         name: of the engine's folder.
         force: replace an engine of this name; it stays until the new one is whole.
+        key: signs the engine's manifest; None leaves it unsigned.
 
     Yields:
         An empty folder on the same disk, to be filled.
@@ -182,16 +188,21 @@ def add_engine(bundle: Path, name: str, *, force: bool) -> Iterator[Path]:
         with write_errors(what, draft, remedy):
             yield draft
         with write_errors(what, remedy=remedy):
+            if key:
+                (draft / ENGINE_SIGNATURE).write_bytes(key.sign(_read_manifest(draft)))
             _read(draft)
-            atomic.publish(draft, target)
+            atomic.publish(draft, target, lambda former: _check_taken(former, target, force))
 
 
-def _read(path: Path) -> StoredEngine:
+def _read(path: Path, trusted_keys: TrustedKeys | None = None) -> StoredEngine:
     """Read the engine in the folder `path`."""
     try:
         if not stat.S_ISDIR(os.lstat(path).st_mode):
             raise EngineError(f"engine {path}: is no directory; remove it")
-        manifest = EngineManifest.from_bytes(_read_manifest(path))
+        raw = _read_manifest(path)
+        if trusted_keys is not None and (problem := trusted_keys.problem(path / ENGINE_MANIFEST, raw)):
+            raise EngineError(f"engine {path}: {problem}")
+        manifest = EngineManifest.from_bytes(raw)
         problems = _file_problems(path, manifest)
     except BundleError as error:
         raise EngineError(f"engine {path}: {error}") from error
@@ -217,6 +228,9 @@ def _read_manifest(path: Path) -> bytes:
 
 def _file_problems(path: Path, manifest: EngineManifest) -> list[str]:
     expected = {plan.file: plan.content.bytes for plan in manifest.plans.values()}
+    if manifest.log is not None:
+        expected[BUILD_LOG] = manifest.log.bytes
+    others = {ENGINE_MANIFEST, ENGINE_SIGNATURE, BUILD_LOG}  # which no engine must have
     found = {entry.name: entry.stat(follow_symlinks=False) for entry in os.scandir(path)}
     problems = []
     for name, status in sorted(found.items()):
@@ -227,7 +241,9 @@ def _file_problems(path: Path, manifest: EngineManifest) -> list[str]:
             problems.append(problem)
         elif name in expected and status.st_size != expected[name]:
             problems.append(f"{name} has {status.st_size} bytes, expected {expected[name]}")
-        elif name not in expected and name not in (ENGINE_MANIFEST, BUILD_LOG):
+        elif name == ENGINE_SIGNATURE and status.st_size != SIGNATURE_BYTES:
+            problems.append(f"{name} has {status.st_size} bytes, expected {SIGNATURE_BYTES}")
+        elif name not in expected and name not in others:
             problems.append(f"{name!r} is not in {ENGINE_MANIFEST}")
     return problems + [f"{name} is missing" for name in sorted(expected) if name not in found]
 
@@ -236,21 +252,27 @@ def _check_target(target: Path, force: bool) -> None:
     """Refuse a name that is taken, or a folder that holds anything but an engine."""
     if not os.path.lexists(target):
         return
+    if force:
+        recover_kernels(target)
+    _check_taken(target, target, force)
+
+
+def _check_taken(folder: Path, target: Path, force: bool) -> None:
+    """Refuse to replace what lies in `folder`, which is called `target`, unless all of it is an engine's."""
     if not force:
         raise EngineError(f"engine {target} exists; replace it with --force")
-    if not stat.S_ISDIR(os.lstat(target).st_mode):
+    if not stat.S_ISDIR(os.lstat(folder).st_mode):
         raise EngineError(f"{target} is no directory; --force replaces engines only, remove it yourself")
-    foreign = [name for entry in sorted(target.iterdir()) for name in _foreign(entry)]
+    try:
+        own = EngineFiles.read(folder).names(folder)
+    except BundleError as error:
+        raise EngineError(
+            f"{target} is no engine ({error}); --force replaces engines only, remove it yourself"
+        ) from error
+    foreign = sorted({name for name, _ in walk(folder)} - own)
     if foreign:
-        listed = ", ".join(repr(name) for name in foreign[:10])
+        listed = ", ".join(map(repr, foreign[:10]))
         raise EngineError(f"{target} holds more than an engine: {listed}; remove that yourself")
-
-
-def _foreign(entry: Path) -> list[str]:
-    """Name what is no part of an engine in what lies in its folder."""
-    if entry.is_dir():
-        return foreign_files(entry) if entry.name == KERNELS else [entry.name]
-    return [] if entry.suffix == ".plan" or entry.name in (ENGINE_MANIFEST, BUILD_LOG) else [entry.name]
 
 
 def _remove_if_empty(folder: Path) -> None:

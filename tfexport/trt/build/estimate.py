@@ -131,10 +131,10 @@ def cache_bytes(spec: ModelSpec, limits: EngineLimits) -> int:
         spec: of the model, in the precision of the engine.
         limits: of the engine.
     """
-    token = spec.layers * spec.heads * (spec.head_dim + spec.value_dim) * _ITEM_BYTES[spec.precision]
+    token = spec.layers * spec.cache_heads * (spec.head_dim + spec.value_dim) * _ITEM_BYTES[spec.precision]
     longest = 2 * limits.max_target_length + limits.max_source_length
     # One cache at a time becomes longer, in a buffer of its own.
-    one = spec.heads * max(spec.head_dim, spec.value_dim) * _ITEM_BYTES[spec.precision]
+    one = spec.cache_heads * max(spec.head_dim, spec.value_dim) * _ITEM_BYTES[spec.precision]
     return limits.max_batch * (token * longest + one * max(limits.max_target_length, limits.max_source_length))
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tfexport.errors import EngineError, raise_all
+from tfexport.files.utf8_path import utf8_path
 from tfexport.install import install_command
 from tfexport.spec import GraphSpec
 from tfexport.trt.library import Library
@@ -101,7 +102,8 @@ def parse_graph(library: Library, graph: Graph) -> Network:
     builder = library.builder(log)
     definition = _made(builder.create_network(library.strongly_typed()), subject, "network", log)
     parser = _made(library.trt.OnnxParser(definition, library.logger), subject, "parser", log)
-    is_parsed = parser.parse(graph.data, str(graph.path))
+    with utf8_path(graph.path) as path:
+        is_parsed = parser.parse(graph.data, path)
     errors = [parser.get_error(i) for i in range(parser.num_errors)]
     if errors or not is_parsed:
         problems = [_describe(error) for error in errors] or [log.reason()]

@@ -168,7 +168,7 @@ def _ranges(spec: ModelSpec, form: Form, limits: EngineLimits) -> dict[str, Rang
 
 def _widths(spec: ModelSpec, capacity: int, ranges: Mapping[str, Range]) -> Range:
     """Size one row of one cache tensor, viewed flat: the target's of `capacity` tokens, or the source's."""
-    narrow, wide = sorted((spec.heads * spec.head_dim, spec.heads * spec.value_dim))
+    narrow, wide = sorted((spec.cache_heads * spec.head_dim, spec.cache_heads * spec.value_dim))
     longest = max(capacity, ranges["source_len"].max, ranges["past_len"].max if "past_len" in ranges else 0)
     return Range(narrow, wide * capacity, wide * longest)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import Any
 
 from tfexport.errors import EngineError
+from tfexport.files.atomic import whole_file
 from tfexport.trt.cuda import need_gpu
 from tfexport.trt.library import Library
 
@@ -59,6 +59,7 @@ def save_timing_cache(config: Any, path: Path | None) -> None:
 
     Raises:
         EngineError: the cache cannot be had or written.
+        BundleError: another process is writing it.
     """
     if path is None:
         return
@@ -68,8 +69,7 @@ def save_timing_cache(config: Any, path: Path | None) -> None:
         raise EngineError(f"timing cache {path}: the library gives none back; build without --timing-cache")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        temporary.write_bytes(bytes(memory))
-        os.replace(temporary, path)
+        with whole_file(path) as draft:
+            draft.write_bytes(bytes(memory))
     except OSError as error:
         raise EngineError(f"timing cache {path}: cannot be written ({error.strerror}); choose another place") from error

@@ -47,7 +47,7 @@ def dates_bf16(once: Once) -> Path:
     return once("dates-bf16", lambda path: export_bundle(str(DATES), path, config, verify=False))
 
 
-@pytest.fixture(scope="session", params=["fp32", "fp16", "bf16"])
+@pytest.fixture(scope="session", params=["fp32", "fp16", pytest.param("bf16", marks=pytest.mark.slow)])
 def bundle(request: pytest.FixtureRequest) -> tuple[Precision, Path]:
     names = {"fp32": "dates_bundle", "fp16": "dates_fp16", "bf16": "dates_bf16"}
     return request.param, request.getfixturevalue(names[request.param])

@@ -1,0 +1,371 @@
+"""Signatures: made with --sign-key or by openssl, and asked for where keys are trusted."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+)
+
+import tfexport
+from tests import tiny
+from tests.bundle.made import CONTENT, edit, fill, reseal
+from tfexport.bench.config import BenchConfig, resolve
+from tfexport.bench.processes import run_process
+from tfexport.bundle.bundle import create_bundle, open_bundle
+from tfexport.cli import main
+from tfexport.errors import BundleError, ConfigError
+from tfexport.files.signature import SigningKey, TrustedKeys
+from tfexport.inspect import inspect_path
+from tfexport.models.directory import save_model
+
+OPENSSL = shutil.which("openssl")
+SIGNATURE = "manifest.json.sig"
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+class Keys:
+    """A private key and its public one, as files."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        key = Ed25519PrivateKey.generate()
+        self.key, self.sign, self.trust = key, folder / f"{name}.pem", folder / f"{name}.pub"
+        self.sign.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+        self.trust.write_bytes(key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
+
+    def put(self, bundle: Path) -> None:
+        """Sign a bundle that is there, without the code under test."""
+        (bundle / SIGNATURE).write_bytes(self.key.sign((bundle / "manifest.json").read_bytes()))
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
+    return Keys(tmp_path_factory.mktemp("keys"), "mine")
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> Keys:
+    return Keys(tmp_path_factory.mktemp("others"), "theirs")
+
+
+@pytest.fixture
+def signed(tmp_path: Path, keys: Keys) -> Path:
+    with create_bundle(tmp_path / "bundle", key=SigningKey.read(keys.sign)) as builder:
+        fill(builder)
+    return tmp_path / "bundle"
+
+
+def trusted(*keys: Keys) -> TrustedKeys:
+    return TrustedKeys.read([key.trust for key in keys])
+
+
+def refuses(bundle: Path, keys: Keys, message: str) -> None:
+    """Expect one line of `load`, before anything of the bundle was read but its manifest."""
+    with pytest.raises(BundleError) as caught:
+        tfexport.load(bundle, trusted_keys=[keys.trust])
+    assert message in str(caught.value)
+    assert str(caught.value).startswith(f"bundle {bundle}: manifest.json")
+    assert "\n" not in str(caught.value)
+
+
+# ---- what is trusted
+
+
+def test_a_signed_bundle_opens_with_its_key_and_without(signed: Path, keys: Keys, others: Keys) -> None:
+    for found in (trusted(keys), trusted(others, keys), None):
+        opened = open_bundle(signed, trusted_keys=found)
+        assert opened.is_signed
+        assert sorted(opened.manifest.files) == sorted(CONTENT)
+
+
+def test_several_keys_may_stand_in_one_file(signed: Path, keys: Keys, others: Keys, tmp_path: Path) -> None:
+    both = tmp_path / "both.pub"
+    both.write_bytes(b"# of the team\n" + others.trust.read_bytes() + b"\n" + keys.trust.read_bytes())
+    open_bundle(signed, trusted_keys=TrustedKeys.read([both]))
+
+
+def test_the_same_bundle_has_the_same_signature(signed: Path, keys: Keys) -> None:
+    assert (signed / SIGNATURE).read_bytes() == keys.key.sign((signed / "manifest.json").read_bytes())
+
+
+def test_whose_signature_does_not_fit_is_refused(signed: Path, keys: Keys, others: Keys) -> None:
+    refuses(signed, others, "manifest.json is signed by none of the trusted keys, or was changed")
+    edit(signed, lambda data: data["versions"].update(tfexport="0.2.0"))
+    open_bundle(signed)
+    refuses(signed, keys, "manifest.json is signed by none of the trusted keys, or was changed")
+
+
+def test_a_file_that_was_changed_and_sealed_again_is_refused(signed: Path, keys: Keys) -> None:
+    (signed / "weights.safetensors").write_bytes(b"other numbers")
+    (signed / SIGNATURE).rename(signed.parent / "kept")
+    reseal(signed)
+    (signed.parent / "kept").rename(signed / SIGNATURE)
+    open_bundle(signed)
+    refuses(signed, keys, "manifest.json is signed by none")
+
+
+def test_an_unsigned_bundle_is_refused(bundle: Path, keys: Keys) -> None:
+    refuses(bundle, keys, "manifest.json is not signed, and only those of trusted keys are loaded; sign it with --sign")
+
+
+def test_the_signature_is_looked_at_before_the_manifest_is_read(signed: Path, keys: Keys) -> None:
+    (signed / "manifest.json").write_bytes(b"[" * 1000)
+    refuses(signed, keys, "manifest.json is signed by none")
+
+
+@pytest.mark.parametrize("raw", [b"", b"x", bytes(63), bytes(65), b"x" * 10_000])
+def test_what_is_no_signature_is_refused_with_keys_and_without(signed: Path, keys: Keys, raw: bytes) -> None:
+    (signed / SIGNATURE).write_bytes(raw)
+    refuses(signed, keys, "manifest.json.sig is no signature, expected 64 bytes")
+    with pytest.raises(BundleError, match=rf"manifest\.json\.sig has {len(raw)} bytes, expected 64"):
+        open_bundle(signed)
+
+
+def test_a_signature_is_a_plain_file(signed: Path, keys: Keys) -> None:
+    (signed / SIGNATURE).rename(signed.parent / "elsewhere")
+    (signed / SIGNATURE).symlink_to(signed.parent / "elsewhere")
+    for opens in (lambda: open_bundle(signed), lambda: open_bundle(signed, trusted_keys=trusted(keys))):
+        with pytest.raises(BundleError, match=r"symbolic link"):
+            opens()
+    (signed / SIGNATURE).unlink()
+    os.mkfifo(signed / SIGNATURE)
+    refuses(signed, keys, "manifest.json.sig is no signature")
+
+
+def test_no_file_of_a_bundle_is_called_like_the_signature(signed: Path) -> None:
+    edit(signed, lambda data: data["files"].update({SIGNATURE: data["files"]["parity.json"]}))
+    with pytest.raises(BundleError, match=r"files has 'manifest\.json\.sig', expected a plain relative path"):
+        open_bundle(signed)
+
+
+# ---- keys
+
+
+def spoiled(folder: Path) -> dict[str, Path]:
+    """Make files that are no keys, by what is wrong with them."""
+    other = X25519PrivateKey.generate()
+    files = {
+        "other": other.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()),
+        "other.pub": other.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo),
+        "locked": Ed25519PrivateKey.generate().private_bytes(
+            Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret")
+        ),
+        "text": b"no key",
+        "empty": b"",
+        "huge": b"x" * 70_000,
+        "broken": b"-----BEGIN PUBLIC KEY-----\nMCow\n-----END PUBLIC KEY-----\n",
+    }
+    for name, raw in files.items():
+        (folder / name).write_bytes(raw)
+    (folder / "folder").mkdir()
+    return {name: folder / name for name in (*files, "folder", "none")}
+
+
+def test_what_is_no_key_is_one_line(tmp_path: Path, keys: Keys, bundle: Path) -> None:
+    files = spoiled(tmp_path)
+    expected = {
+        "other": ("key of another kind, expected Ed25519", "no public key in PEM"),
+        "other.pub": ("no private key in PEM", "key of another kind, expected Ed25519"),
+        "locked": ("has a passphrase", "no public key in PEM"),
+        "text": ("no private key in PEM", "no public key in PEM"),
+        "empty": ("no private key in PEM", "no public key in PEM"),
+        "huge": ("more than 65536 bytes", "more than 65536 bytes"),
+        "broken": ("no private key in PEM", "has a damaged key"),
+        "folder": ("not there, or no plain file", "not there, or no plain file"),
+        "none": ("not there, or no plain file", "not there, or no plain file"),
+    }
+    assert files.keys() == expected.keys()
+    for name, (sign, trust) in expected.items():
+        with pytest.raises(ConfigError, match=f"^sign_key: .*{sign}"):
+            SigningKey.read(files[name])
+        with pytest.raises(ConfigError, match=f"^trusted_keys: .*{trust}") as caught:
+            tfexport.load(bundle, trusted_keys=[files[name]])
+        assert str(caught.value).isprintable()
+    with pytest.raises(ConfigError, match=r"no public key in PEM; make it with: openssl pkey -in sign\.pem -pubout"):
+        TrustedKeys.read([keys.sign])
+    with pytest.raises(ConfigError, match="no private key in PEM"):
+        SigningKey.read(keys.trust)
+
+
+@pytest.mark.parametrize("given", [[], (), "key.pub", b"key.pub", Path("key.pub"), 5, [None], ["a\0b"]])
+def test_trusted_keys_are_a_list_of_paths(bundle: Path, given: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^trusted_keys is "):
+        tfexport.load(bundle, trusted_keys=given)
+
+
+def test_without_the_package_it_says_what_to_install(bundle: Path, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    for use in (lambda: SigningKey.read(keys.sign), lambda: tfexport.load(bundle, trusted_keys=[keys.trust])):
+        with pytest.raises(ConfigError, match=r"signatures need cryptography; pip install 'tfexport\[sign\]'"):
+            use()
+
+
+# ---- openssl
+
+
+@pytest.mark.skipif(OPENSSL is None, reason="there is no openssl")
+def test_openssl_makes_keys_checks_signatures_and_makes_them(tmp_path: Path, bundle: Path) -> None:
+    """The commands of the docs, as they stand there."""
+
+    def openssl(line: str) -> None:
+        words = line.split()
+        done = subprocess.run([str(OPENSSL), *words[1:]], cwd=tmp_path, capture_output=True, text=True)
+        if "-rawin" in words and "Ed25519" in done.stderr:
+            pytest.skip(f"this openssl cannot sign with Ed25519: {done.stderr}")
+        assert done.returncode == 0, done.stderr
+
+    openssl("openssl genpkey -algorithm ed25519 -out sign.pem")
+    openssl("openssl pkey -in sign.pem -pubout -out sign.pub")
+    with create_bundle(tmp_path / "mine", key=SigningKey.read(tmp_path / "sign.pem")) as builder:
+        fill(builder)
+    manifest = f"-in mine/manifest.json -sigfile mine/{SIGNATURE}"
+    openssl(f"openssl pkeyutl -verify -rawin -pubin -inkey sign.pub {manifest}")
+    openssl(f"openssl pkeyutl -sign -rawin -inkey sign.pem -in bundle/manifest.json -out bundle/{SIGNATURE}")
+    opened = open_bundle(bundle, trusted_keys=TrustedKeys.read([tmp_path / "sign.pub"]))
+    assert opened.is_signed
+
+
+# ---- commands
+
+
+@pytest.fixture(scope="module")
+def dates(dates_bundle: Path, keys: Keys, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a signed copy of models/dates; not to be changed."""
+    copy = tmp_path_factory.mktemp("signed") / "dates"
+    shutil.copytree(dates_bundle, copy)
+    keys.put(copy)
+    return copy
+
+
+TEXT, ISO = "le 14 juillet 1989", "1989-07-14"
+
+
+def test_load_and_generate_take_what_is_signed(dates: Path, dates_bundle: Path, keys: Keys, others: Keys) -> None:
+    with tfexport.load(dates, trusted_keys=[others.trust, keys.trust]) as model:
+        assert model.generate([TEXT])[0].text == ISO
+    done = run("generate", dates, TEXT, "--trusted-keys", keys.trust, "--trusted-keys", others.trust)
+    assert (done.exit_code, done.stdout) == (0, f"{ISO}\n")
+    for command in (("generate", TEXT), ("embed", TEXT), ("score", f"{TEXT}\t{ISO}"), ("align", f"{TEXT}\t{ISO}")):
+        done = run(command[0], dates_bundle, *command[1:], "--trusted-keys", keys.trust)
+        assert (done.exit_code, done.stdout) == (1, "")
+        assert done.stderr.startswith(f"error: bundle {dates_bundle}: manifest.json is not signed")
+        assert done.stderr.count("\n") == 1
+
+
+def test_whatever_opens_a_bundle_takes_only_what_is_signed(signed: Path, others: Keys) -> None:
+    before = (signed / "manifest.json").read_bytes()
+    for problem in ("is signed by none of the trusted keys", "is not signed, and"):
+        for command in ("verify", "bench", "trt", "trt --dry-run", "tokenizer --source-prefix 3"):
+            name, *options = command.split()
+            done = run(name, signed, *options, "--trusted-keys", others.trust)
+            assert (done.exit_code, done.stdout) == (1, "")
+            assert done.stderr.startswith(f"error: bundle {signed}: manifest.json {problem}")
+            assert done.stderr.count("\n") == 1
+        (signed / SIGNATURE).unlink(missing_ok=True)
+    assert (signed / "manifest.json").read_bytes() == before
+
+
+def test_what_is_signed_is_measured(dates: Path, keys: Keys, tmp_path: Path) -> None:
+    """The processes that measure ask for a signature too."""
+    report = tmp_path / "report.json"
+    short = ("--processes", "1", "--duration", "0.2", "--backend", "ort", "--json", report, "--no-verify")
+    for more in ((), ("--scenario", "server", "--rate", "20")):
+        done = run("bench", dates, "--trusted-keys", keys.trust, *short, *more)
+        assert done.exit_code == 0, done.output
+        assert "trusted_keys" not in report.read_text()
+    config = BenchConfig(trusted_keys=(str(tmp_path / "none.pub"),), processes=1)
+    with pytest.raises(ConfigError, match=r"trusted_keys: .*none\.pub is not there"):
+        run_process(dates, resolve(config, open_bundle(dates).manifest.spec, has_texts=False), None, 0)
+
+
+def test_inspect_says_whether_there_is_a_signature(dates: Path, dates_bundle: Path, keys: Keys, others: Keys) -> None:
+    assert (inspect_path(dates)["signature"], inspect_path(dates_bundle)["signature"]) == ("unchecked", None)
+    assert inspect_path(dates, trusted_keys=[keys.trust])["signature"] == "trusted"
+    assert "\n  not signed\n" in run("inspect", dates_bundle).stdout
+    assert "\n  signed, by whom was not checked: give --trusted-keys\n" in run("inspect", dates).stdout
+    assert "\n  signed with a trusted key\n" in run("inspect", dates, "--trusted-keys", keys.trust).stdout
+    done = run("inspect", dates, "--trusted-keys", others.trust)
+    assert (done.exit_code, done.stderr.count("\n")) == (1, 1)
+    assert "signed by none of the trusted keys" in done.stderr
+
+
+def test_a_server_serves_only_what_is_signed(dates: Path, dates_bundle: Path, keys: Keys) -> None:
+    engine = pytest.importorskip("tfexport.serve.engine")
+
+    async def serve(bundle: Path) -> str:
+        async with engine.Engine(bundle, trusted_keys=[keys.trust]) as served:
+            with pytest.raises(BundleError, match="is not signed"):
+                await served.replace(dates_bundle)
+            return str((await served.generate(TEXT))[0].text)
+
+    assert asyncio.run(serve(dates)) == ISO
+    with pytest.raises(BundleError, match="is not signed"):
+        asyncio.run(serve(dates_bundle))
+    done = run("serve", dates_bundle, "--port", "0", "--trusted-keys", keys.trust)
+    assert done.exit_code == 1
+    assert done.stderr.splitlines()[-1].startswith(f"error: bundle {dates_bundle}: manifest.json is not signed")
+
+
+def test_commands_sign_what_they_write(dates: Path, tmp_path: Path, keys: Keys, others: Keys) -> None:
+    encoder = replace(tiny.config(encoder={"layers": 1}), decoder=None, target_vocab=None, max_target_length=None)
+    save_model(tiny.model(encoder, dtype=torch.float32), tmp_path / "model")
+    export = ("onnx", tmp_path / "model", "--output", tmp_path / "out", "--forms", "concat", "--no-verify")
+    done = run(*export, "--sign-key", keys.sign)
+    assert done.exit_code == 0, done.output
+    assert "signed" not in done.stderr
+    open_bundle(tmp_path / "out", trusted_keys=trusted(keys))
+    done = run(*export, "--force")
+    assert done.exit_code == 0, done.output
+    assert "the bundle was signed and will not be; sign it with --sign-key\n" in done.stderr
+    assert not open_bundle(tmp_path / "out").is_signed
+    copy = tmp_path / "dates"
+    shutil.copytree(dates, copy)
+    edit(copy, lambda data: data["text"].update(samples=[]))  # which have no prefix
+    changed = run("tokenizer", copy, "--target-prefix", "4", "--sign-key", others.sign)
+    assert changed.exit_code == 0, changed.output
+    assert "signed" not in changed.stderr
+    assert open_bundle(copy, trusted_keys=trusted(others)).manifest.text.target_prefix == (4,)
+    changed = run("tokenizer", copy, "--target-prefix", "", "--trusted-keys", others.trust)
+    assert changed.exit_code == 0, changed.output
+    assert "the bundle was signed and will not be; sign it with --sign-key\n" in changed.stderr
+    assert not open_bundle(copy).is_signed
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        lambda path, key: ("onnx", "preset:tiny", "--output", path / "out", "--sign-key", key),
+        lambda path, key: ("tokenizer", path / "bundle", "--source-prefix", "3", "--sign-key", key),
+        lambda path, key: ("trt", path / "bundle", "--sign-key", key),
+    ],
+)
+def test_a_key_that_is_none_is_found_before_the_work(
+    command: Callable[[Path, Path], tuple[object, ...]], tmp_path: Path, bundle: Path
+) -> None:
+    before = (bundle / "manifest.json").read_bytes()
+    done = run(*command(tmp_path, tmp_path / "none.pem"))
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"error: sign_key: {tmp_path / 'none.pem'} is not there, or no plain file; make one")
+    assert (bundle / "manifest.json").read_bytes() == before
+    assert not (tmp_path / "out").exists()

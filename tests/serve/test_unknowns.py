@@ -1,0 +1,203 @@
+"""Unknown tokens of served answers become the source's own words, beside the running batches."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.meetings import SAID, TEXTS
+from tests.serve.served import ENGINE_THREAD, Outcomes, is_idle, serving, text_of, until
+from tfexport.errors import BackendError, Cancelled, ConfigError, DeadlineExceeded, QueueFull
+from tfexport.model import Model, load
+from tfexport.runtime.ort.contrib import ContribSession
+from tfexport.serve.engine import Engine
+
+pytestmark = pytest.mark.usefixtures("no_thread_is_left")
+
+KINDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"num_beams": 2, "num_return_sequences": 2},
+    {"do_sample": True, "num_return_sequences": 3, "seed": 1},
+    {"stop_strings": "and Be"},
+    {"prefix": "Monday"},
+)
+COPY = {"replace_unknowns": True}
+
+
+@pytest.fixture(scope="module")
+def aligning(meetings: Path) -> Model:
+    return load(meetings, threads=1)
+
+
+class Blocked:
+    """Holds alignments up until it is told to let them go, or to fail."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.threads: list[str] = []
+        self.error: Exception | None = None
+        self.go_on = threading.Event()
+        align = ContribSession.align
+
+        def blocked(session: ContribSession, *arguments: Any) -> Any:
+            self.threads.append(threading.current_thread().name)
+            assert self.go_on.wait(60)
+            if self.error:
+                raise self.error
+            return align(session, *arguments)
+
+        monkeypatch.setattr(ContribSession, "align", blocked)
+
+    def have_begun(self) -> bool:
+        return bool(self.threads)
+
+
+@pytest.fixture
+def blocked(monkeypatch: pytest.MonkeyPatch) -> Blocked:
+    return Blocked(monkeypatch)
+
+
+def test_answers_are_those_of_generate(meetings: Path, aligning: Model) -> None:
+    def alone(text: str, prefix: str = "", **options: Any) -> list[Any]:
+        return aligning.generate([text], prefixes=[prefix], **options)
+
+    asked = [(text, kind | copy) for text in TEXTS for kind in KINDS for copy in ({}, COPY)]
+
+    async def use(engine: Engine) -> None:
+        found = await asyncio.gather(*(engine.generate(text, **kind) for text, kind in asked))
+        for (text, kind), mine in zip(asked, found, strict=True):
+            expected = alone(text, **kind)
+            assert [(one.text, one.token_ids, one.finish_reason, one.index) for one in mine] == [
+                (one.text, one.token_ids, one.finish_reason, one.index) for one in expected
+            ]
+            assert [one.score for one in mine] == pytest.approx([one.score for one in expected], abs=1e-4)
+        copied = [text_of(await engine.generate(text, **COPY)) for text in TEXTS]
+        assert copied == [[said] for said in SAID]
+        assert text_of(await engine.generate(TEXTS[0])) == ["Friday : and Ben"]
+        ids = await engine.generate_ids(
+            [3, 13, 5, 14, 12, 2], **COPY
+        )  # as in the library, which leaves ids as they are
+        assert 3 in ids[0].token_ids
+
+    observer = Outcomes()
+    serving(meetings, use, observer)
+    assert set(observer.counts) == {"ok"}
+
+
+def test_running_rows_go_on_meanwhile(meetings: Path, blocked: Blocked) -> None:
+    async def use(engine: Engine) -> None:
+        aligned = engine.submit(TEXTS[0], **COPY)
+        await until(blocked.have_begun)
+        for _ in range(3):
+            assert text_of(await engine.generate(TEXTS[0])) == ["Friday : and Ben"]
+        assert not aligned.is_done
+        assert (engine.num_running, engine.num_slots_used) == (1, 0)
+        assert ENGINE_THREAD not in blocked.threads
+        blocked.go_on.set()
+        assert text_of(await aligned) == SAID[:1]
+
+    serving(meetings, use)
+
+
+def test_whoever_leaves_or_is_late_is_ended_while_it_is_aligned(meetings: Path, blocked: Blocked) -> None:
+    observer = Outcomes()
+
+    async def use(engine: Engine) -> None:
+        late, gone, stays = (engine.submit(TEXTS[0], timeout_s=limit, **COPY) for limit in (0.3, None, None))
+        await until(blocked.have_begun)
+        gone.cancel()
+        for generation, error in ((gone, Cancelled), (late, DeadlineExceeded)):
+            with pytest.raises(error):
+                await generation
+        blocked.go_on.set()
+        assert text_of(await stays) == SAID[:1]
+        await until(lambda: is_idle(engine))
+        assert len(blocked.threads) == 2  # for whoever has left nothing is computed
+
+    serving(meetings, use, observer)
+    assert observer.counts == {"cancelled": 1, "deadline": 1, "ok": 1}
+
+
+@pytest.mark.parametrize(("error", "says"), [(BackendError("align: NaN"), "^align: NaN"), (ValueError("x"), "Value")])
+def test_an_alignment_that_fails_ends_its_own_request(
+    meetings: Path, blocked: Blocked, error: Exception, says: str
+) -> None:
+    observer = Outcomes()
+
+    async def use(engine: Engine) -> None:
+        blocked.error = error
+        blocked.go_on.set()
+        failing, other = engine.submit(TEXTS[0], **COPY), engine.submit(TEXTS[1])
+        with pytest.raises(BackendError, match=says):
+            await failing
+        assert await other
+        blocked.error = None
+        assert text_of(await engine.generate(TEXTS[0], **COPY)) == SAID[:1]
+        assert engine.is_ready
+
+    serving(meetings, use, observer)
+    assert observer.counts == {"error": 1, "ok": 2}
+
+
+@pytest.mark.parametrize("stop", [Engine.replace, Engine.drain])
+def test_what_was_accepted_is_aligned_before_its_model_is_closed(
+    meetings: Path, blocked: Blocked, stop: Callable[[Engine], Awaitable[object]]
+) -> None:
+    async def use(engine: Engine) -> None:
+        asked = [engine.submit(text, **COPY) for text in TEXTS]
+        await until(blocked.have_begun)
+        first = engine.model
+        stopping = asyncio.ensure_future(stop(engine))
+        await until(lambda: engine.state == "draining" or engine.model is not first)
+        done, _ = await asyncio.wait([stopping], timeout=0.1)
+        assert not done
+        blocked.go_on.set()
+        assert [text_of(await one) for one in asked] == [[said] for said in SAID]
+        await stopping
+
+    serving(meetings, use)
+
+
+def test_a_drain_does_not_wait_for_an_alignment_that_hangs(meetings: Path, blocked: Blocked) -> None:
+    observer = Outcomes()
+
+    async def use(engine: Engine) -> None:
+        asked, pair = engine.submit(TEXTS[0], **COPY), asyncio.ensure_future(engine.align(TEXTS[0], SAID[0]))
+        await until(blocked.have_begun)
+        assert not await engine.drain(0.1)
+        found = await asyncio.gather(asked, pair, return_exceptions=True)
+        assert [str(one) for one in found] == ["the engine is about to stop; ask another one"] * 2
+        blocked.go_on.set()
+
+    serving(meetings, use, observer)
+    assert observer.counts == {"draining": 2}
+
+
+def test_no_more_wait_to_be_aligned_than_may_wait(meetings: Path, blocked: Blocked) -> None:
+    async def use(engine: Engine) -> None:
+        asked = []
+        with pytest.raises(QueueFull, match="2 alignments wait, which is the limit; come again later"):
+            while True:
+                asked.append(engine.submit(TEXTS[0], **COPY))
+                await until(lambda: engine.num_waiting == 0)
+        assert await engine.generate(TEXTS[0])
+        blocked.go_on.set()
+        await asyncio.gather(*asked)
+
+    serving(meetings, use, max_waiting=2)
+
+
+def test_a_bundle_without_alignment_says_what_generate_says(dates_bundle: Path, model: Model) -> None:
+    with pytest.raises(ConfigError) as of_the_library:
+        model.generate(["le 3"], **COPY)
+
+    async def use(engine: Engine) -> None:
+        with pytest.raises(ConfigError) as served:
+            engine.submit("le 3", **COPY)
+        assert str(served.value) == str(of_the_library.value)
+
+    serving(dates_bundle, use)

@@ -1,0 +1,1 @@
+"""Models as strangers write them, each with what its export needs: PACKAGE.MODULE:FACTORY of the tests."""

@@ -1,0 +1,58 @@
+"""What a tokenizer says of recorded texts, and the cause where it differs."""
+
+from __future__ import annotations
+
+import pytest
+from tokenizers import Tokenizer as Inner
+from tokenizers import decoders, models, pre_tokenizers
+
+from tfexport.errors import ParityError
+from tfexport.spec import ModelSpec, TokenIds
+from tfexport.text.compare import check_texts
+from tfexport.text.config import TextConfig, TextSample
+from tfexport.text.tokenizer import Tokenizer
+
+SPEC = ModelSpec(
+    d_model=4,
+    source_vocab=7,
+    max_source_length=9,
+    tokens=TokenIds(pad=0, start=1, eos=2),
+    precision="fp32",
+    vocab=7,
+    layers=1,
+    heads=1,
+    head_dim=4,
+    value_dim=4,
+    max_target_length=9,
+)
+
+
+def compared(output: str, *, strips: bool) -> None:
+    """Compare a tokenizer whose words bring their space along."""
+    words = ["<pad>", "<s>", "</s>", "<unk>", "▁one", "▁two", "▁three"]
+    inner = Inner(models.WordLevel(dict(zip(words, range(7), strict=True)), unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace()
+    inner.add_special_tokens(words[:4])
+    spaces = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse()])
+    inner.decoder = decoders.Sequence([spaces, decoders.Strip(" ", 1, 0)]) if strips else spaces
+    sample = TextSample(text="one two", source_ids=(4, 5, 2), target_ids=(1, 5, 6, 2), output=output)
+    text = TextConfig(source_suffix=(2,), samples=(sample,))
+    check_texts(Tokenizer.parse([("words.json", inner.to_str().encode())], SPEC, text=text))
+
+
+def test_the_same_text_is_accepted() -> None:
+    compared(" two three", strips=False)
+    compared("two three", strips=True)
+
+
+@pytest.mark.parametrize(
+    ("output", "remedy"),
+    [
+        ("two three", r"leave strip\(\) out of to_text, or end the tokenizer's decoder with tokenizers.decoders.Strip"),
+        (" two three </s>", "leave special tokens out of the text"),
+        (" drei", "give the target's own tokenizer"),
+    ],
+)
+def test_another_text_is_refused_with_its_cause(output: str, remedy: str) -> None:
+    with pytest.raises(ParityError, match=rf"text 1 of 1: your code makes .* of the ids \[1, 5, 6, 2\], .*{remedy}"):
+        compared(output, strips=False)

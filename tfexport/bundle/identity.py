@@ -1,0 +1,75 @@
+"""What a bundle is called, and where its weights come from."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tfexport.errors import shortened
+from tfexport.fields import Config
+
+_MAX_CHARACTERS = 200
+_SHA256 = re.compile("[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity(Config, subject="identity"):
+    """What whoever made a bundle calls it; None where nobody said.
+
+    Attributes:
+        name: of the model.
+        version: of the model, in the maker's own numbers.
+        license: of the weights, such as an SPDX identifier.
+        date: YYYY-MM-DD, of the maker's choice: the same input gives the same bytes on every day.
+    """
+
+    name: str | None = None
+    version: str | None = None
+    license: str | None = None
+    date: str | None = None
+
+    def _problems(self) -> Iterator[str]:
+        for name, value in self.given().items():
+            if not (value.strip() == value and value.isprintable() and 0 < len(value) <= _MAX_CHARACTERS):
+                yield f"{name} is {shortened(value)}, expected 1 to {_MAX_CHARACTERS} characters of one line"
+        if self.date is not None and not _is_date(self.date):
+            yield f"date is {shortened(self.date)}, expected YYYY-MM-DD, such as 2026-01-31"
+
+    def given(self) -> dict[str, str]:
+        """Return what somebody said, by name."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Provenance(Config, subject="provenance"):
+    """How the weights were imported.
+
+    Attributes:
+        layout: name of what told which tensor is which.
+        layout_sha256: of the model directory's layout.yaml; None where there is none.
+        proven: whether the outputs of the original were reproduced.
+        certificate_sha256: of the model directory's certificate.json.
+    """
+
+    layout: str
+    layout_sha256: str | None = None
+    proven: bool
+    certificate_sha256: str
+
+    def _problems(self) -> Iterator[str]:
+        if not self.layout.isprintable():
+            yield f"layout is {shortened(self.layout)}, expected a name in one line"
+        for name in ("layout_sha256", "certificate_sha256"):
+            value = getattr(self, name)
+            if value is not None and not _SHA256.fullmatch(value):
+                yield f"{name} is {shortened(value)}, expected 64 hexadecimal digits"
+
+
+def _is_date(text: str) -> bool:
+    try:
+        return datetime.date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False

@@ -1,0 +1,43 @@
+"""Ctrl-C and SIGTERM where they may not come: held back, and taken where they can be."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+
+@contextmanager
+def interrupts_held() -> Iterator[Callable[[], None]]:
+    """Hold Ctrl-C and SIGTERM back within the block, and raise them where they can be taken.
+
+    A signal that no handler of Python answers is left alone: it ends the process, or nobody wants it.
+
+    Yields:
+        A function that calls the handler of the signal that has come; the end of the block does so too.
+        Outside of the main thread, which alone gets signals, it does nothing.
+    """
+    pressed: list[int] = []
+    former: dict[int, Callable[[int, FrameType | None], Any]] = {}
+
+    def check() -> None:
+        if pressed:
+            number = pressed[0]
+            pressed.clear()
+            former[number](number, None)
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            handler = signal.getsignal(number)
+            if callable(handler):
+                former[number] = handler
+                signal.signal(number, lambda came, _frame: pressed.append(came))
+    try:
+        yield check
+    finally:
+        for held, handler in former.items():
+            signal.signal(held, handler)
+    check()
