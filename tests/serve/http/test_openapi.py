@@ -12,10 +12,10 @@ from tests.serve.http.served import Served
 from tfexport.serve.http.app import build_app
 from tfexport.serve.http.config import HttpConfig
 from tfexport.serve.http.openapi import document
-from tfexport.serve.http.options import DECODING
-from tfexport.serve.http.outputs import OUTPUTS
-from tfexport.serve.http.sources import INPUTS
 from tfexport.serve.metrics import Metrics
+from tfexport.serve.protocol.options import DECODING
+from tfexport.serve.protocol.outputs import OUTPUTS
+from tfexport.serve.protocol.sources import INPUTS
 
 METHODS = {"get", "post", "put", "delete", "patch"}
 

@@ -14,8 +14,9 @@ import pytest
 from tests.serve.http.served import Served
 from tfexport.generation import DecodeConfig
 from tfexport.serve.http.body import MAX_CHUNKS
-from tfexport.serve.http.config import MAX_BODY_BYTES, HttpConfig
-from tfexport.serve.http.options import DECODING
+from tfexport.serve.http.config import HttpConfig
+from tfexport.serve.protocol.limits import MAX_BODY_BYTES
+from tfexport.serve.protocol.options import DECODING
 
 GENERATE = "/v2/models/dates/generate"
 TEXT = "3 May 1999"

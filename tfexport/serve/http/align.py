@@ -13,10 +13,10 @@ from starlette.routing import Route
 from tfexport.decode.align import Alignment, need_alignment
 from tfexport.errors import ConfigError
 from tfexport.model import Model
-from tfexport.serve.http.asking import Source, ids, source_of, text
 from tfexport.serve.http.body import read_object
 from tfexport.serve.http.errors import RequestError
 from tfexport.serve.http.service import VERSION, service_of
+from tfexport.serve.protocol.asking import Source, ids, source_of, text
 
 _KEYS = {"text_input", "input_ids", "target_text", "target_ids"}
 

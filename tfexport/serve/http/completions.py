@@ -14,12 +14,13 @@ from starlette.routing import Route
 from tfexport.decode.result import FinishReason
 from tfexport.errors import shortened
 from tfexport.model import Result
-from tfexport.serve.http.asking import Asked, submit, submit_all, text, while_heard
 from tfexport.serve.http.body import read_object
 from tfexport.serve.http.errors import RequestError
 from tfexport.serve.http.event_stream import EventStream, event
-from tfexport.serve.http.options import DECODING, arguments
+from tfexport.serve.http.leaving import while_heard
 from tfexport.serve.http.service import Service, service_of
+from tfexport.serve.protocol.asking import Asked, submit, submit_all, text
+from tfexport.serve.protocol.options import DECODING, arguments
 
 # What OpenAI and vLLM call options of decoding.
 _NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "n": "num_return_sequences"}

@@ -12,8 +12,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tfexport.errors import TfexportError
-from tfexport.serve.http.asking import Asked, while_heard
 from tfexport.serve.http.errors import message_of
+from tfexport.serve.http.leaving import while_heard
+from tfexport.serve.protocol.asking import Asked
 
 
 def event(data: dict[str, Any], kind: str = "") -> bytes:

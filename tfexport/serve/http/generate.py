@@ -11,12 +11,13 @@ from starlette.routing import Route
 
 from tfexport.decode.result import Hypothesis
 from tfexport.model import Result
-from tfexport.serve.http.asking import Asked, source_of, submit, text, while_heard
 from tfexport.serve.http.body import read_object
 from tfexport.serve.http.errors import RequestError
 from tfexport.serve.http.event_stream import EventStream, event
-from tfexport.serve.http.options import arguments
+from tfexport.serve.http.leaving import while_heard
 from tfexport.serve.http.service import VERSION, service_of
+from tfexport.serve.protocol.asking import Asked, source_of, submit, text
+from tfexport.serve.protocol.options import arguments
 
 _KEYS = {"id", "text_input", "input_ids", "parameters"}
 

@@ -11,13 +11,15 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tfexport.errors import shortened
-from tfexport.serve.http.asking import Answer, submit_all, text, while_heard
 from tfexport.serve.http.body import check_kind, parse_object, read_body
 from tfexport.serve.http.errors import RequestError
-from tfexport.serve.http.outputs import OUTPUTS, outputs_of
+from tfexport.serve.http.leaving import while_heard
 from tfexport.serve.http.service import VERSION, service_of
-from tfexport.serve.http.sources import asked_for
-from tfexport.serve.http.tensors import Tensor, read_tensors, write_tensor
+from tfexport.serve.http.tensors import read_tensors, write_tensor
+from tfexport.serve.protocol.asking import Answer, submit_all, text
+from tfexport.serve.protocol.outputs import OUTPUTS, outputs_of
+from tfexport.serve.protocol.sources import asked_for
+from tfexport.serve.protocol.tensors import Tensor
 
 # The header that says how much of a body is JSON, where tensors follow it as bytes.
 JSON_LENGTH = "Inference-Header-Content-Length"

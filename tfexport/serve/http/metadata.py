@@ -11,8 +11,8 @@ from starlette.routing import Route
 
 from tfexport.model import Model
 from tfexport.serve.http.errors import unavailable
-from tfexport.serve.http.outputs import OUTPUTS
 from tfexport.serve.http.service import VERSION, service_of
+from tfexport.serve.protocol.outputs import OUTPUTS
 
 
 async def server(request: Request) -> Response:

@@ -12,10 +12,10 @@ from starlette.routing import Route
 from tfexport.model import Model
 from tfexport.runtime.session import Aligns
 from tfexport.serve.engine import Engine
-from tfexport.serve.http.asking import ids, source_of
 from tfexport.serve.http.body import read_object
 from tfexport.serve.http.errors import RequestError
 from tfexport.serve.http.service import service_of
+from tfexport.serve.protocol.asking import ids, source_of
 from tfexport.spec import QUANTIZED_WEIGHTS, WEIGHTS
 from tfexport.text.tokenizer import Tokenizer
 

@@ -14,6 +14,7 @@ from tfexport.serve.http.config import HttpConfig
 from tfexport.serve.http.errors import RequestError, unavailable
 from tfexport.serve.metrics import Metrics
 from tfexport.serve.observer import Outcome
+from tfexport.serve.protocol.errors import InvalidRequestError
 
 # A bundle has no versions; clients that ask for one ask for this.
 VERSION = "1"
@@ -85,16 +86,16 @@ class Service:
         start = time.monotonic()
         try:
             yield
-        except (RequestError, ClientDisconnect) as error:
+        except (RequestError, InvalidRequestError, ClientDisconnect) as error:
             if self.metrics:
                 self.metrics.observer(name).ended(_outcome(error), "", time.monotonic() - start, 0, None)
             raise
 
 
-def _outcome(error: RequestError | ClientDisconnect) -> Outcome:
+def _outcome(error: RequestError | InvalidRequestError | ClientDisconnect) -> Outcome:
     if isinstance(error, ClientDisconnect):
         return "cancelled"
-    return "not_ready" if error.status_code == 503 else "invalid"
+    return "not_ready" if isinstance(error, RequestError) and error.status_code == 503 else "invalid"
 
 
 def service_of(request: Request) -> Service:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from tfexport.errors import shortened
 from tfexport.serve.http.errors import RequestError
+from tfexport.serve.protocol.tensors import Tensor, check_finite, texts
 
 # How `struct` spells a datatype; BYTES, a length and as many bytes for each value, is written by hand.
 FORMATS = {
@@ -28,23 +27,6 @@ FORMATS = {
 }
 _KEYS = {"name", "datatype", "shape", "data", "parameters"}
 _PYTHON = {"BYTES": str, "BOOL": bool, "FP16": float, "FP32": float, "FP64": float}
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """One tensor.
-
-    Attributes:
-        name: of the input or output.
-        datatype: as the protocol calls it.
-        shape: of it.
-        values: of all places, the last dimension fastest; BYTES are texts in UTF-8.
-    """
-
-    name: str
-    datatype: str
-    shape: tuple[int, ...]
-    values: Sequence[Any]
 
 
 def read_tensors(inputs: object, binary: bytes) -> dict[str, Tensor]:
@@ -152,28 +134,24 @@ def _fit(values: list[Any], datatype: str) -> bool:
 
 def _from_bytes(name: str, datatype: str, binary: memoryview) -> list[Any]:
     if datatype == "BYTES":
-        return _texts(name, binary)
+        return texts(name, _parts(name, binary))
     code = FORMATS[datatype]
     number, rest = divmod(len(binary), struct.calcsize("<" + code))
     if rest:
         raise RequestError(400, f"input {name}: {len(binary)} bytes are no whole number of {datatype}")
     values = list(struct.unpack(f"<{number}{code}", binary))
-    if any(isinstance(value, float) and not math.isfinite(value) for value in values):
-        raise RequestError(400, f"input {name} has a value that is not finite")
+    check_finite(name, values)
     return values
 
 
-def _texts(name: str, binary: memoryview) -> list[str]:
-    texts: list[str] = []
+def _parts(name: str, binary: memoryview) -> list[bytes]:
+    parts: list[bytes] = []
     start = 0
     while start < len(binary):
         end = start + 4
         size = int.from_bytes(binary[start:end], "little")
         if end + size > len(binary):
-            raise RequestError(400, f"input {name}: text {len(texts) + 1} ends behind the tensor")
-        try:
-            texts.append(str(binary[end : end + size], "utf-8"))
-        except UnicodeDecodeError as error:
-            raise RequestError(400, f"input {name}: text {len(texts) + 1} is not UTF-8") from error
+            raise RequestError(400, f"input {name}: text {len(parts) + 1} ends behind the tensor")
+        parts.append(bytes(binary[end : end + size]))
         start = end + size
-    return texts
+    return parts

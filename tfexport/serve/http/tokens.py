@@ -9,10 +9,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tfexport.model import Model
-from tfexport.serve.http.asking import ids, text
 from tfexport.serve.http.body import read_object
 from tfexport.serve.http.errors import RequestError
 from tfexport.serve.http.service import service_of
+from tfexport.serve.protocol.asking import ids, text
 from tfexport.text.tokenizer import Tokenizer
 
 

@@ -12,11 +12,12 @@ from starlette.routing import Route
 
 from tfexport.errors import shortened
 from tfexport.model import Result
-from tfexport.serve.http.asking import submit_all, text, while_heard
 from tfexport.serve.http.body import check_kind, kind_of, read_body, read_object
 from tfexport.serve.http.errors import RequestError
-from tfexport.serve.http.options import arguments
+from tfexport.serve.http.leaving import while_heard
 from tfexport.serve.http.service import Service, service_of
+from tfexport.serve.protocol.asking import submit_all, text
+from tfexport.serve.protocol.options import arguments
 
 FORM = "application/x-www-form-urlencoded"
 _KEYS = {"q", "source", "target", "format", "alternatives", "api_key"}

@@ -1,20 +1,17 @@
-"""Asking an engine: a text or token ids, for as long as the client listens."""
+"""Asking an engine: a text or token ids."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
-
-from starlette.types import Receive
 
 from tfexport.decode.result import Hypothesis
 from tfexport.errors import ConfigError, InputError, shortened
 from tfexport.model import Result
 from tfexport.serve.engine import Engine
 from tfexport.serve.generation import Generation
-from tfexport.serve.http.errors import RequestError
+from tfexport.serve.protocol.errors import InvalidRequestError
 
 Source: TypeAlias = str | list[int]
 Answer: TypeAlias = Result | Hypothesis
@@ -27,18 +24,18 @@ def source_of(data: Mapping[str, Any]) -> Source:
     """Return what a request is about: `text_input`, or `input_ids`.
 
     Raises:
-        RequestError: neither or both are given, or it is none.
+        InvalidRequestError: neither or both are given, or it is none.
     """
     given = [name for name in ("text_input", "input_ids") if name in data]
     if len(given) != 1:
-        raise RequestError(400, f"{' and '.join(given) or 'nothing'} is given, expected text_input or input_ids")
+        raise InvalidRequestError(f"{' and '.join(given) or 'nothing'} is given, expected text_input or input_ids")
     return text(data["text_input"], "text_input") if given == ["text_input"] else ids(data["input_ids"], "input_ids")
 
 
 def text(value: object, name: str) -> str:
     """Return a text, checked."""
     if not isinstance(value, str):
-        raise RequestError(400, f"{name} is {shortened(value)}, expected a text")
+        raise InvalidRequestError(f"{name} is {shortened(value)}, expected a text")
     return value
 
 
@@ -50,7 +47,7 @@ def ids(value: object, name: str) -> list[int]:
         or not set(map(type, value)) <= {int}
         or not -MAX_ID <= min(value, default=0) <= max(value, default=0) <= MAX_ID
     ):
-        raise RequestError(400, f"{name} is {shortened(value)}, expected a list of token ids")
+        raise InvalidRequestError(f"{name} is {shortened(value)}, expected a list of token ids")
     return value
 
 
@@ -64,7 +61,7 @@ def submit(engine: Engine, source: Source, arguments: Mapping[str, Any], *, stre
         stream: hand out what comes.
 
     Raises:
-        RequestError: the prefix is none.
+        InvalidRequestError: the prefix is none.
         TfexportError: those of `Engine.submit`.
     """
     given = dict(arguments)
@@ -79,7 +76,7 @@ def submit_all(engine: Engine, sources: Sequence[Source], arguments: Sequence[Ma
     """Ask an engine for several sources; when one is refused, none is asked for. See `submit`.
 
     Raises:
-        RequestError: a prefix is none.
+        InvalidRequestError: a prefix is none.
         TfexportError: those of `Engine.submit`; says which source.
     """
     with contextlib.ExitStack() as refused:
@@ -93,22 +90,3 @@ def submit_all(engine: Engine, sources: Sequence[Source], arguments: Sequence[Ma
             refused.callback(asked[-1].cancel)
         refused.pop_all()
         return asked
-
-
-@contextlib.asynccontextmanager
-async def while_heard(receive: Receive, *asked: Asked) -> AsyncIterator[None]:
-    """Cancel generations when the client goes away, or when this is left; the body has been read."""
-    watcher = asyncio.create_task(_cancel_unheard(receive, asked))
-    try:
-        yield
-    finally:
-        watcher.cancel()
-        for one in asked:
-            one.cancel()
-
-
-async def _cancel_unheard(receive: Receive, asked: tuple[Asked, ...]) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    for one in asked:
-        one.cancel()

@@ -9,7 +9,7 @@ from typing import Any
 
 from tfexport.errors import shortened
 from tfexport.generation import DecodeConfig
-from tfexport.serve.http.errors import RequestError
+from tfexport.serve.protocol.errors import InvalidRequestError
 
 DECODING = {field.name for field in dataclasses.fields(DecodeConfig)}
 # Triton's clients say `timeout` in microseconds.
@@ -25,13 +25,15 @@ def arguments(parameters: object, max_timeout_s: float) -> dict[str, Any]:
         max_timeout_s: what a request may take; one that asks for more gets that.
 
     Raises:
-        RequestError: no object, or unknown names, or values that are none; the engine checks the options' own.
+        InvalidRequestError: no object, or unknown names, or values that are none; the engine checks the options' own.
     """
     if not isinstance(parameters, Mapping):
-        raise RequestError(400, f"parameters is {shortened(parameters)}, expected an object")
+        raise InvalidRequestError(f"parameters is {shortened(parameters)}, expected an object")
     unknown = [shortened(name) for name in parameters if name not in DECODING and name not in _OTHERS]
     if unknown:
-        raise RequestError(400, f"unknown parameter {', '.join(unknown[:8])}; openapi.json lists them")
+        raise InvalidRequestError(
+            f"unknown parameter {', '.join(unknown[:8])}, expected options of generation or timeout_ms"
+        )
     given = {name: value for name, value in parameters.items() if name in DECODING}
     if "prefix" in parameters:
         given["prefix"] = parameters["prefix"]
@@ -43,11 +45,11 @@ def arguments(parameters: object, max_timeout_s: float) -> dict[str, Any]:
 def _timeout_s(parameters: Mapping[str, Any], most: float) -> float:
     times = [_number(name, parameters[name]) / unit for name, unit in _TIMES.items() if name in parameters]
     if any(time <= 0 for time in times):
-        raise RequestError(400, "timeout_ms is 0 or less, expected more")
+        raise InvalidRequestError("timeout_ms is 0 or less, expected more")
     return min([*times, most])
 
 
 def _number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise RequestError(400, f"{name} is {shortened(value)}, expected a number")
+        raise InvalidRequestError(f"{name} is {shortened(value)}, expected a number")
     return float(value)

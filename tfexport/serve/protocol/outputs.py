@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tfexport.model import Result
-from tfexport.serve.http.asking import Answer
-from tfexport.serve.http.errors import RequestError
-from tfexport.serve.http.tensors import Tensor
+from tfexport.serve.protocol.asking import Answer
+from tfexport.serve.protocol.errors import InvalidRequestError
+from tfexport.serve.protocol.tensors import Tensor
 
 # Each output with its datatype and rank: [sources, answers], ids with a third dimension.
 OUTPUTS = {
@@ -27,10 +27,10 @@ def outputs_of(found: Sequence[Sequence[Answer]], pad: int) -> dict[str, Tensor]
         pad: id that fills short rows of ids.
 
     Raises:
-        RequestError: the sources have unequally many answers, which is no tensor.
+        InvalidRequestError: the sources have unequally many answers, which is no tensor.
     """
     if len(numbers := {len(one) for one in found}) > 1:
-        raise RequestError(400, f"the sources have {min(numbers)} to {max(numbers)} alternatives; ask for each alone")
+        raise InvalidRequestError(f"the sources have {min(numbers)} to {max(numbers)} alternatives; ask for each alone")
     answers = [answer for one in found for answer in one]
     shape, lengths = (len(found), len(found[0])), [len(one.token_ids) for one in answers]
     longest = max(lengths)
