@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tfexport.bundle.bundle import SIGNATURE_DROPPED, Builder, Bundle, create_bundle, open_bundle
+from tfexport.bundle.bundle import SIGNATURE_DROPPED, Builder, Bundle, create_bundle, open_bundle, write_errors
 from tfexport.checkpoint.formats.language_pair import AS_IT_IS, LanguagePair, with_languages
 from tfexport.checkpoint.formats.tokenizer import read_tokenizer
 from tfexport.checkpoint.formats.tokenizer_parts import TokenizerFiles
@@ -69,7 +69,8 @@ def replace_tokenizer(
     key = None if sign_key is None else SigningKey.read(sign_key)
     trusted = None if trusted_keys is None else TrustedKeys.read(trusted_keys)
     root = open_bundle(path, weights=False, trusted_keys=trusted).path
-    with create_bundle(root, force=True, key=key) as builder:
+    rewriting = write_errors(f"bundle {path}", remedy="check the disk that it lies on")
+    with create_bundle(root, force=True, key=key) as builder, rewriting:
         bundle = open_bundle(root, trusted_keys=trusted)  # which nobody else replaces now
         files, around = _files(bundle, builder.path, tokenizer, target_tokenizer, language, report)
         text = replace(bundle.manifest.text, **{**around, **changes})

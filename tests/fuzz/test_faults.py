@@ -89,7 +89,10 @@ SCENARIOS = {
     ),
     "import": Scenario(
         "out/model",
-        ("import", "{}/weights", "--layout", "{}/identity.yaml", "--heads", "4", "--output", "{}/out/model", "--force"),
+        (
+            *("import", "{}/weights", "--layout", "{}/identity.yaml", "--heads", "4", "--tokenizer", "{}/words.json"),
+            *("--output", "{}/out/model", "--force"),
+        ),
         model_content,
     ),
     "tokenizer": Scenario("out/bundle", ("tokenizer", "{}/out/bundle", "--source-suffix", "2"), bundle_content),
@@ -248,11 +251,13 @@ def test_a_signal_after_publishing_says_that_it_is_written(trial: Trial, action:
 
 
 def test_some_places_of_the_shortest_command(trial: Trial) -> None:
-    """The calls that change names, and some others, each with the next of the actions."""
+    """The calls that change names, and some others, each with the next of the actions; and the copy of a file."""
     names = [at for at, call in enumerate(trial.calls, 1) if call in ("rename", "mkdir", "flock")]
     others = list(range(1, len(trial.calls), len(trial.calls) // 10))
     actions = (*OFTEN, *SELDOM)
+    _, copying, *_ = (at for at, call in enumerate(trial.calls, 1) if call.startswith("sendfile"))
     places = [(at, actions[index % len(actions)]) for index, at in enumerate(sorted({*names, *others}))]
+    places.append((copying, "EIO"))  # the end of a file's copy, whose error names the file that is read
     assert len(places) >= 15
     assert not failures(trial, places)
 
