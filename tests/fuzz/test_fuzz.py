@@ -118,8 +118,9 @@ def test_mutations_reach_values_keys_and_places() -> None:
     document = {"a": {"b": [1, 2, {"c": "text"}]}, "d": None}
     found: set[bytes] = set()
 
+    # So many, because what is drawn depends on which modules the process has loaded, in spite of derandomize.
     @given(mutated_json(document))
-    @settings(max_examples=400, deadline=None, database=None, derandomize=True)
+    @settings(max_examples=2000, deadline=None, database=None, derandomize=True)
     def draw(raw: bytes) -> None:
         found.add(raw)
 
