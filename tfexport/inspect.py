@@ -30,7 +30,7 @@ from tfexport.files.strict_json import plain_problem, read_json
 from tfexport.generation import GenerationDefaults
 from tfexport.install import install_command
 from tfexport.models.config import TransformerConfig
-from tfexport.spec import ALIGNMENT
+from tfexport.spec import ALIGNMENT, LOOP
 from tfexport.trt.artifact.compatibility import explain, incompatibilities, this_machine
 from tfexport.trt.artifact.store import engine_names, open_engine
 
@@ -205,6 +205,7 @@ def _bundle_lines(found: Mapping[str, Any]) -> list[str]:
     lines += _generation_lines(found)
     for name, graph in found["graphs"].items():
         what = _alignment_text(found["alignment"]) if name == ALIGNMENT else ""
+        what = _loop_text(found["loop"]) if name == LOOP else what
         lines += ["", f"Graph {name}: {graph['file']}, opset {graph['opset']}{what}", *_tensor_table(graph)]
     lines += ["", "Text", *_text_lines(found["text"], found["tokenizers"])]
     lines += ["", "Files", *_file_table(found["files"])]
@@ -226,6 +227,12 @@ def _module_lines(module: Mapping[str, Any] | None) -> list[str]:
 
 def _alignment_text(named: Mapping[str, Any]) -> str:
     return f", attention of layer {named['layer']}, heads {', '.join(map(str, named['heads']))}"
+
+
+def _loop_text(settings: Mapping[str, Any]) -> str:
+    """Say what the greedy search in the graph does, but for what is not set."""
+    said = {name: value for name, value in settings.items() if value not in (None, [], (), 0)}
+    return ", greedy: " + ", ".join(f"{name} {json.dumps(value)}" for name, value in said.items())
 
 
 def _tokenizers(bundle: Bundle) -> dict[str, Any]:

@@ -146,4 +146,5 @@ def _finish(builder: Builder, bundle: Bundle, files: dict[str, Path], text: Text
         provenance=manifest.provenance,
         identity=manifest.identity,
         module=manifest.module,
+        loop=manifest.loop,
     )

@@ -55,7 +55,7 @@ from tfexport.files.names import MANIFEST, SIGNATURE
 from tfexport.files.paths import checked_path
 from tfexport.files.signature import SIGNATURE_BYTES, SigningKey, TrustedKeys
 from tfexport.models.config import TransformerConfig
-from tfexport.spec import AlignmentHeads, ModelSpec, Quantization
+from tfexport.spec import AlignmentHeads, LoopSettings, ModelSpec, Quantization
 from tfexport.text.config import TextConfig
 
 PARITY = "parity.json"
@@ -134,6 +134,7 @@ class Builder:
         provenance: Provenance | None = None,
         identity: Identity | None = None,
         module: ModuleEntry | None = None,
+        loop: LoopSettings | None = None,
     ) -> None:
         """Take stock of all files, write the manifest and sign it where there is a key.
 
@@ -163,6 +164,7 @@ class Builder:
                 provenance=provenance,
                 identity=identity or Identity(),
                 module=module,
+                loop=loop,
             )
         except ConfigError as error:
             raise BundleError(f"bundle: {error}") from error

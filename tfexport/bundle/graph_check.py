@@ -8,7 +8,7 @@ from pathlib import Path
 from tfexport.bundle.graph_file import ExternalWeight, GraphFile, read_graph
 from tfexport.bundle.manifest import GraphEntry, Manifest
 from tfexport.errors import shortened
-from tfexport.spec import QUANTIZED_WEIGHTS, WEIGHTS, contract_problems
+from tfexport.spec import LOOP, QUANTIZED_WEIGHTS, WEIGHTS, contract_problems
 
 WEIGHT_FILES = (WEIGHTS, QUANTIZED_WEIGHTS)
 # ONNX Runtime's own domain, and the operators of it that the contrib form and quantised graphs are written with. It has
@@ -38,13 +38,15 @@ def graph_problems(root: Path, manifest: Manifest) -> list[str]:
     """
     sizes = {name: manifest.files[name].bytes for name in WEIGHT_FILES if name in manifest.files}
     problems = []
-    for entry in manifest.graphs.values():
+    for name, entry in manifest.graphs.items():
         try:
-            graph = read_graph((root / entry.file).read_bytes())
+            graph = read_graph((root / entry.file).read_bytes(), has_loop=name == LOOP)
         except ValueError as error:
             problems.append(f"{entry.file} is no graph of tfexport ({error})")
         else:
             problems += [f"{entry.file}: {problem}" for problem in _problems(graph, entry, sizes)]
+            if graph.max_trips is not None and graph.max_trips > (most := manifest.spec.max_target_length):
+                problems.append(f"{entry.file}: its loop takes {graph.max_trips} steps, expected {most} at most")
     return problems
 
 

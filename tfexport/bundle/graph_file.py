@@ -3,6 +3,7 @@
 Fields are numbered as in https://github.com/onnx/onnx/blob/main/onnx/onnx.proto. What no graph of tfexport has is
 refused by the reader itself, so that nothing that computes stays unread: functions of a model's own, graphs inside
 operators (Loop, If, Scan), sparse tensors, fields of later versions, and whatever stands twice where it may stand once.
+The loop graph alone has one `Loop`, whose body is read in the same way and has neither weights nor graphs of its own.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import cast
 
+from tfexport.bundle.loop_file import read_loop
+from tfexport.bundle.onnx_message import NODE, TENSOR, Kind, Message
 from tfexport.errors import shortened
-from tfexport.files.protobuf import Value, fields, read_varint
 from tfexport.spec import Dim, DType, GraphSpec, TensorSpec
 
 # TensorProto.DataType, and bits of each value.
@@ -39,36 +41,26 @@ _MAX_RANK = 32
 _NUMBER = re.compile("[0-9]{1,18}")
 
 
-class _Kind(NamedTuple):
-    """A message of ONNX: its name, the fields that are taken, and in words some that are not."""
-
-    name: str
-    taken: frozenset[int]
-    refused: Mapping[int, str] = {}
-
-
-_MODEL = _Kind(
+_MODEL = Kind(
     "the model",
     frozenset({1, 2, 3, 4, 5, 6, 7, 8, 14}),
     {20: "training steps", 25: "functions of its own", 26: "devices"},
 )
-_OPSET = _Kind("an opset", frozenset({1, 2}))
-_GRAPH = _Kind("the graph", frozenset({1, 2, 5, 10, 11, 12, 13, 14, 16}), {15: "sparse weights"})
+_OPSET = Kind("an opset", frozenset({1, 2}))
+_GRAPH = Kind("the graph", frozenset({1, 2, 5, 10, 11, 12, 13, 14, 16}), {15: "sparse weights"})
 _INNER = "a graph inside, as Loop, If and Scan have"
 _SPARSE = "a sparse tensor"
-_NODE = _Kind("an operator", frozenset({1, 2, 3, 4, 5, 6, 7, 9}), {8: "an overload", 10: "devices"})
-_ATTRIBUTE = _Kind(
+_ATTRIBUTE = Kind(
     "an attribute",
     frozenset({1, 2, 3, 4, 5, 7, 8, 9, 10, 13, 20}),
     {6: _INNER, 11: _INNER, 21: "a reference into a function", 22: _SPARSE, 23: _SPARSE},
 )
-_TENSOR = _Kind("a tensor", frozenset({1, 2, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 16}), {3: "segments"})
-_ENTRY = _Kind("an entry", frozenset({1, 2}))
-_VALUE = _Kind("an input or output", frozenset({1, 2, 3, 4}))
-_TYPE = _Kind("a type", frozenset({1, 6}), dict.fromkeys((4, 5, 7, 8, 9), "another type than a tensor's"))
-_TENSOR_TYPE = _Kind("a tensor's type", frozenset({1, 2}))
-_SHAPE = _Kind("a shape", frozenset({1}))
-_DIM = _Kind("a dimension", frozenset({1, 2, 3}))
+_ENTRY = Kind("an entry", frozenset({1, 2}))
+_VALUE = Kind("an input or output", frozenset({1, 2, 3, 4}))
+_TYPE = Kind("a type", frozenset({1, 6}), dict.fromkeys((4, 5, 7, 8, 9), "another type than a tensor's"))
+_TENSOR_TYPE = Kind("a tensor's type", frozenset({1, 2}))
+_SHAPE = Kind("a shape", frozenset({1}))
+_DIM = Kind("a dimension", frozenset({1, 2, 3}))
 
 
 @dataclass(frozen=True)
@@ -97,106 +89,50 @@ class GraphFile:
     Attributes:
         spec: inputs and outputs, in order; a dimension without name and number is "?".
         opsets: version of each domain; "" is ONNX's own.
-        operators: those of other domains as DOMAIN.NAME.
+        operators: those of other domains as DOMAIN.NAME; those of a loop's body among them.
         weights: that lie in files.
+        max_trips: steps that the loop can take at most; None where there is no loop.
     """
 
     spec: GraphSpec
     opsets: Mapping[str, int]
     operators: frozenset[str]
     weights: tuple[ExternalWeight, ...]
+    max_trips: int | None = None
 
 
-def read_graph(raw: bytes) -> GraphFile:
+def read_graph(raw: bytes, *, has_loop: bool = False) -> GraphFile:
     """Read an ONNX file.
+
+    Args:
+        raw: its bytes.
+        has_loop: whether it has to have a loop, which any other graph may not.
 
     Raises:
         ValueError: says why it is none, or what it has that no graph of tfexport has.
     """
-    model = _Message(memoryview(raw), _MODEL)
-    graph = _Message(model.message(7), _GRAPH)
-    entries = [_Message(entry, _OPSET) for entry in model.messages(8)]
+    model = Message(memoryview(raw), _MODEL)
+    graph = Message(model.message(7), _GRAPH)
+    entries = [Message(entry, _OPSET) for entry in model.messages(8)]
     opsets = [(_domain(entry.text(1)), entry.number(2)) for entry in entries]
     if len(dict(opsets)) < len(opsets):
         raise ValueError("a domain has two opsets")
     tensors = [_read_tensor(tensor) for tensor in graph.messages(5)]
+    operators, max_trips = graph.messages(1), None
+    if has_loop:
+        operators, max_trips = read_loop(graph)
     return GraphFile(
         spec=GraphSpec(*(tuple(map(_read_value, graph.messages(side))) for side in (11, 12))),
         opsets=dict(opsets),
-        operators=frozenset(map(_read_operator, graph.messages(1))),
+        operators=frozenset(map(_read_operator, operators)),
         weights=tuple(tensor for tensor in tensors if tensor is not None),
+        max_trips=max_trips,
     )
 
 
-class _Message:
-    """A message of a known kind, with no other fields than those that are taken."""
-
-    def __init__(self, raw: memoryview, kind: _Kind) -> None:
-        """Read all fields.
-
-        Raises:
-            ValueError: it is no message, or has a field that is not taken.
-        """
-        self._kind = kind
-        self._fields: dict[int, list[Value]] = {}
-        for number, value in fields(raw):
-            if number not in kind.taken:
-                what = kind.refused.get(number, f"the field {number}")
-                raise ValueError(f"{kind.name} has {what}, which no graph of tfexport has")
-            self._fields.setdefault(number, []).append(value)
-
-    def messages(self, number: int) -> list[memoryview]:
-        """Return a field that may stand any number of times."""
-        found = self._fields.get(number)
-        if found is None:
-            return []
-        if not all(isinstance(value, memoryview) for value in found):
-            raise self._wrong(number)
-        return cast(list[memoryview], found)
-
-    def message(self, number: int) -> memoryview:
-        """Return a field that may stand once, empty where it does not."""
-        found = self.messages(number)
-        if len(found) > 1:  # protobuf would join them
-            raise ValueError(f"{self._kind.name} has its field {number} twice")
-        return found[0] if found else memoryview(b"")
-
-    def text(self, number: int) -> str:
-        """Return a text that may stand once, empty where it does not."""
-        return str(self.message(number), "utf-8")
-
-    def numbers(self, number: int) -> list[int]:
-        """Return whole numbers, one by one or side by side."""
-        found: list[int] = []
-        for value in self._fields.get(number, []):
-            if isinstance(value, int):
-                found.append(value)
-                continue
-            if isinstance(value, bytes):
-                raise self._wrong(number)
-            place = 0
-            while place < len(value):
-                one, place = read_varint(value, place)
-                found.append(one)
-        return [one - 2**64 if one >= 2**63 else one for one in found]
-
-    def number(self, number: int) -> int:
-        """Return a whole number that may stand once, 0 where it does not."""
-        found = self._fields.get(number, [0])
-        if len(found) != 1 or not isinstance(found[0], int):
-            raise self._wrong(number)
-        return self.numbers(number)[0] if number in self._fields else 0
-
-    def __contains__(self, number: int) -> bool:
-        return number in self._fields
-
-    def _wrong(self, number: int) -> ValueError:
-        return ValueError(f"field {number} of {self._kind.name} is not what it must be")
-
-
 def _read_operator(raw: memoryview) -> str:
-    node = _Message(raw, _NODE)
-    for attribute in (_Message(one, _ATTRIBUTE) for one in node.messages(5)):
+    node = Message(raw, NODE)
+    for attribute in (Message(one, _ATTRIBUTE) for one in node.messages(5)):
         for tensor in (*attribute.messages(5), *attribute.messages(10)):
             if _read_tensor(tensor) is not None:
                 raise ValueError("a value of an operator lies in another file")
@@ -211,7 +147,7 @@ def _domain(text: str) -> str:
 
 def _read_tensor(raw: memoryview) -> ExternalWeight | None:
     """Read a tensor; None for one whose values stand in the graph itself."""
-    tensor = _Message(raw, _TENSOR)
+    tensor = Message(raw, TENSOR)
     name, dims = tensor.text(8), tensor.numbers(1)
     if len(dims) > _MAX_RANK or min(dims, default=0) < 0:
         raise ValueError(f"{shortened(name)} has the shape {shortened(dims)}")
@@ -231,7 +167,7 @@ def _read_tensor(raw: memoryview) -> ExternalWeight | None:
 
 def _read_place(entries: list[memoryview], name: str) -> tuple[str, int, int]:
     """Read file, offset and length of an external tensor."""
-    pairs = [(entry.text(1), entry.text(2)) for entry in (_Message(one, _ENTRY) for one in entries)]
+    pairs = [(entry.text(1), entry.text(2)) for entry in (Message(one, _ENTRY) for one in entries)]
     keys, found = Counter(key for key, _ in pairs), {"offset": "0", **dict(pairs)}
     if max(keys.values(), default=0) > 1 or found.keys() != {"location", "offset", "length"}:
         raise ValueError(f"{shortened(name)} says {shortened(pairs)} of its file, expected location, offset and length")
@@ -242,15 +178,15 @@ def _read_place(entries: list[memoryview], name: str) -> tuple[str, int, int]:
 
 
 def _read_value(raw: memoryview) -> TensorSpec:
-    value = _Message(raw, _VALUE)
-    kind = _Message(_Message(value.message(2), _TYPE).message(1), _TENSOR_TYPE)
-    dims = _Message(kind.message(2), _SHAPE).messages(1)
+    value = Message(raw, _VALUE)
+    kind = Message(Message(value.message(2), _TYPE).message(1), _TENSOR_TYPE)
+    dims = Message(kind.message(2), _SHAPE).messages(1)
     dtype, _ = _type(kind.number(1))
     return TensorSpec(value.text(1), cast(DType, dtype), tuple(map(_read_dim, dims)))
 
 
 def _read_dim(raw: memoryview) -> Dim:
-    dim = _Message(raw, _DIM)
+    dim = Message(raw, _DIM)
     if 1 in dim and 2 in dim:  # protobuf would take the last
         raise ValueError("a dimension has a name and a number")
     return dim.number(1) if 1 in dim else dim.text(2) or "?"

@@ -20,12 +20,14 @@ from tfexport.spec import (
     DECODER,
     ENCODER,
     ENCODER_CONTRIB,
+    LOOP,
     REORDER,
     Accuracy,
     AlignmentHeads,
     Dim,
     DType,
     GraphSpec,
+    LoopSettings,
     ModelSpec,
     Quantization,
     TensorSpec,
@@ -46,7 +48,7 @@ Kind = Literal["encoder-decoder", "encoder"]
 _PLAIN_PART = "[A-Za-z0-9_][A-Za-z0-9._-]*"
 _PLAIN_PATH = re.compile(f"{_PLAIN_PART}(/{_PLAIN_PART})*")
 _SHA256 = re.compile("[0-9a-f]{64}")
-_GRAPHS = frozenset({*DECODER.values(), ENCODER, ENCODER_CONTRIB, REORDER, ALIGNMENT})
+_GRAPHS = frozenset({*DECODER.values(), ENCODER, ENCODER_CONTRIB, REORDER, ALIGNMENT, LOOP})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +112,7 @@ class Manifest:
             imported, and in bundles of before.
         provenance: how they were imported; None where nothing was, and in bundles of before.
         identity: what whoever made the bundle calls it.
+        loop: what the graph of that name generates; None where there is none.
         module: the user's own that was exported; None for the canonical model, and in bundles of before.
     """
 
@@ -128,6 +131,7 @@ class Manifest:
     provenance: Provenance | None = None
     identity: Identity = field(default_factory=Identity)
     module: ModuleEntry | None = None
+    loop: LoopSettings | None = None
 
     def __post_init__(self) -> None:
         """Check how the parts fit together.
@@ -154,6 +158,8 @@ class Manifest:
                     problems.append("alignment: layer and heads are not counted from 0 and all named")
             except ConfigError as error:
                 problems.append(str(error))
+        if self.loop is not None:
+            problems += self.loop.problems_of(self.spec)
         if self.parity is not None and not isinstance(self.parity.get("passed"), bool):
             problems.append(f"parity.passed is {shortened(self.parity.get('passed'))}, expected true or false")
         return problems
@@ -165,7 +171,9 @@ class Manifest:
         for index, sample in enumerate(text.samples):
             sides.append((f"samples[{index}].source_ids", sample.source_ids, source))
             sides.append((f"samples[{index}].target_ids", sample.target_ids, target))
-        return [
+        begun = self.loop is None or self.loop.prompt[1:] == text.target_prefix
+        problems = [] if begun else ["the loop graph begins with another text.target_prefix; export without loop"]
+        return problems + [
             f"text.{name} has {shortened(max(ids))}, expected below the vocabulary of {vocab}"
             for name, ids, vocab in sides
             if max(ids, default=-1) >= vocab
@@ -188,6 +196,8 @@ class Manifest:
             )
         if (ALIGNMENT in self.graphs) != (self.alignment is not None):
             problems.append(f"of alignment and the graph {ALIGNMENT!r} there is only one, expected both or none")
+        if (LOOP in self.graphs) != (self.loop is not None):
+            problems.append(f"of loop and the graph {LOOP!r} there is only one, expected both or none")
         if self.spec.has_decoder != bool(decoders & set(self.graphs)):
             graphs = ", ".join(sorted(self.graphs))[:200] or "none"
             problems.append(f"kind is {self.kind!r}, but the graphs are {graphs}")
@@ -248,6 +258,7 @@ class Manifest:
             "provenance": self.provenance.to_dict() if self.provenance else None,
             "identity": self.identity.to_dict(),
             "module": self.module.to_dict() if self.module else None,
+            "loop": self.loop.to_dict() if self.loop else None,
         }
 
     def to_bytes(self) -> bytes:
@@ -341,6 +352,7 @@ _FORMER: dict[str, Any] = {
     "provenance": None,
     "module": None,
     "identity": {},
+    "loop": None,
 }
 # The form in ONNX Runtime's own operators was called "fused" once; such bundles are read as they are.
 _OLD_NAMES = {"encoder_fused": ENCODER_CONTRIB, "decoder_fused": DECODER["contrib"]}
@@ -361,5 +373,6 @@ _READERS: dict[str, Callable[[Any], object]] = {
     "provenance": lambda value: None if value is None else Provenance.from_dict(value, subject="provenance"),
     "identity": lambda value: Identity.from_dict(value, subject="identity"),
     "module": lambda value: None if value is None else ModuleEntry.from_dict(value, subject="module"),
+    "loop": lambda value: None if value is None else LoopSettings.from_dict(value, subject="loop"),
     "text": lambda value: TextConfig.from_dict(value, subject="text"),
 }

@@ -67,6 +67,7 @@ class HeadsOption(click.ParamType):  # type: ignore[type-arg]  # not generic bef
     help="Write cross-attention as alignment too: of this decoder layer, from 0 or -1 for the last, the mean of these "
     "heads, or of all when none is named.",
 )
+@click.option("--loop", is_flag=True, help="Write one graph too that decodes greedily by itself: ids in, ids out.")
 @click.option("--seed", default=ExportConfig.seed, help="Of a preset's random weights.")
 @click.option("--verify/--no-verify", default=True, help="Compare every stage with PyTorch before writing.")
 @click.option("--name", help="Of the model, for the manifest.")

@@ -27,7 +27,8 @@ class ExportConfig(Config, subject="export"):
     `forms` are those of the decoder; contrib is left out of several where ONNX Runtime's operators cannot do the model.
     `opset` is that of the encoder and of all forms but the static one, which needs 24.
     The two lengths limit what the bundle takes, at most what the model can;
-    None means as much as it can. `alignment` names the cross-attention of which there is a graph of its own.
+    None means as much as it can. `alignment` names the cross-attention of which there is a graph of its own; `loop`
+    adds one that holds the whole greedy search, by the defaults of the model.
     `seed` draws the weights of a preset.
     """
 
@@ -38,6 +39,7 @@ class ExportConfig(Config, subject="export"):
     max_source_length: int | None = None
     max_target_length: int | None = None
     alignment: AlignmentHeads | None = None
+    loop: bool = False
     seed: int = 0
 
     def _problems(self) -> list[str]:
@@ -46,6 +48,8 @@ class ExportConfig(Config, subject="export"):
             problems.append(f"opset is {self.opset}, expected {CONCAT_OPSETS[0]} to {CONCAT_OPSETS[-1]}")
         if not self.forms or len(set(self.forms)) != len(self.forms):
             problems.append(f"forms is {', '.join(self.forms) or 'empty'}, expected concat, static, contrib, once each")
+        if self.loop and self.forms == ("static",):
+            problems.append("loop is made of the concat or the contrib form, and forms is static; add one of them")
         if self.seed < 0:
             problems.append(f"seed is {self.seed}, expected 0 or more")
         return [*problems, *self._quantization_problems()]

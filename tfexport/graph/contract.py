@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import cast
 
 import onnx
+from onnx import helper
 
 from tfexport.errors import GraphError, raise_all
 from tfexport.files.utf8_path import utf8_path
@@ -33,6 +34,12 @@ def check_graph(path: Path, contract: GraphSpec, *, portable: bool = True) -> No
     found = GraphSpec(tuple(map(_read, model.graph.input)), tuple(map(_read, model.graph.output)))
     problems = contract_problems(found, contract) + (attention_problems(model) if portable else [])
     raise_all(GraphError, path.name, problems)
+
+
+def value_info(tensor: TensorSpec) -> onnx.ValueInfoProto:
+    """Write an input or output of a graph as ONNX has it."""
+    dtype = {"float32": "float"}.get(tensor.dtype, tensor.dtype)
+    return helper.make_tensor_value_info(tensor.name, onnx.TensorProto.DataType.Value(dtype.upper()), tensor.shape)
 
 
 def _read(value: onnx.ValueInfoProto) -> TensorSpec:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,9 @@ def describe_graph(path: Path) -> dict[str, Any]:
         raise GraphError(f"{path}: is not an ONNX model (it names no opset); export it again")
     # Up to IR version 3 weights count among the inputs.
     weights = {initializer.name for initializer in model.graph.initializer}
-    operators = Counter(f"{node.domain}.{node.op_type}" if node.domain else node.op_type for node in model.graph.node)
+    operators = Counter(
+        f"{node.domain}.{node.op_type}" if node.domain else node.op_type for node in _nodes(model.graph)
+    )
     return {
         "ir_version": model.ir_version,
         "opsets": {entry.domain or "ai.onnx": entry.version for entry in model.opset_import},
@@ -67,6 +70,15 @@ def weight_bytes(graph: bytes) -> int:
         else:
             inside += tensor.ByteSize()
     return sum(outside.values()) + inside
+
+
+def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    """Walk over the operators of a graph and of those inside of them."""
+    for node in graph.node:
+        yield node
+        for attribute in node.attribute:
+            for inner in (attribute.g, *attribute.graphs):
+                yield from _nodes(inner)
 
 
 def _tensor(value: onnx.ValueInfoProto) -> dict[str, Any]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import onnx
 from onnx import helper
 
-from tfexport.spec import CACHE, CONCAT_OPSETS, ORDER, REORDER, REORDERED, Precision, TensorSpec, reorder_spec
+from tfexport.graph.contract import value_info
+from tfexport.spec import CACHE, CONCAT_OPSETS, ORDER, REORDER, REORDERED, Precision, reorder_spec
 
 # Those of the concat form: what takes that form takes this graph. IR 8 came with opset 18.
 _OPSET, _IR_VERSION = CONCAT_OPSETS[0], 8
@@ -24,16 +24,11 @@ def reorder_graph(precision: Precision) -> bytes:
     graph = helper.make_graph(
         [helper.make_node("Gather", [CACHE, ORDER], [REORDERED], name=REORDER, axis=0)],
         REORDER,
-        [_value(tensor) for tensor in contract.inputs],
-        [_value(tensor) for tensor in contract.outputs],
+        [value_info(tensor) for tensor in contract.inputs],
+        [value_info(tensor) for tensor in contract.outputs],
     )
     model = helper.make_model(
         graph, opset_imports=[helper.make_opsetid("", _OPSET)], ir_version=_IR_VERSION, producer_name="tfexport"
     )
     raw: bytes = model.SerializeToString(deterministic=True)
     return raw
-
-
-def _value(tensor: TensorSpec) -> onnx.ValueInfoProto:
-    dtype = {"float32": "float"}.get(tensor.dtype, tensor.dtype)
-    return helper.make_tensor_value_info(tensor.name, onnx.TensorProto.DataType.Value(dtype.upper()), tensor.shape)

@@ -14,7 +14,7 @@ from tfexport.errors import BackendError, ConfigError, shortened
 from tfexport.given import is_one_of
 from tfexport.install import install_command
 from tfexport.runtime.threads import Threads
-from tfexport.spec import AlignmentHeads, Device, Form, ModelSpec, WeightType
+from tfexport.spec import AlignmentHeads, Device, Form, LoopSettings, ModelSpec, WeightType
 
 if TYPE_CHECKING:
     from tfexport.bundle.bundle import Bundle
@@ -50,6 +50,7 @@ class Graphs:
         weights: type of the graphs' weights where it is narrower than `spec` says.
         bundle: that they lie in; None while it is being made.
         alignment: layer and heads of the graph of that name; None where there is none.
+        loop: what the graph of that name generates; None where there is none.
     """
 
     paths: Mapping[str, Path]
@@ -57,6 +58,7 @@ class Graphs:
     weights: WeightType | None = None
     bundle: Bundle | None = None
     alignment: AlignmentHeads | None = None
+    loop: LoopSettings | None = None
 
     @classmethod
     def of(cls, bundle: Bundle) -> Graphs:
@@ -64,7 +66,7 @@ class Graphs:
         manifest = bundle.manifest
         paths = {name: bundle.file(graph.file) for name, graph in manifest.graphs.items()}
         weights = manifest.quantization.weights if manifest.quantization else None
-        return cls(paths, manifest.spec, weights, bundle, manifest.alignment)
+        return cls(paths, manifest.spec, weights, bundle, manifest.alignment, manifest.loop)
 
 
 class Home(Protocol):

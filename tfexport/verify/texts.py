@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,12 @@ METHODS = {"greedy": 1, "beam 4": 4}
 PERTURBATIONS = 32
 Sources = Sequence[Sequence[int]]
 Tokens = tuple[int, ...]
+# Decodes sources with a session, so many at a time.
+Decode = Callable[[Session, Sources, int], list[Hypothesis]]
+
+
+def _decode_best(session: Session, sources: Sources, batch_size: int, *, num_beams: int) -> list[Hypothesis]:
+    return decode_best(session, sources, num_beams, batch_size)
 
 
 def decode_best(session: Session, sources: Sources, num_beams: int, batch_size: int) -> list[Hypothesis]:
@@ -42,6 +49,7 @@ def compare_decodes(
     noise: float,
     must_be_exact: bool,
     divergence: Divergence | None = None,
+    decode_as: Decode | None = None,
 ) -> Decodes:
     """Count equal, tied and different decodes.
 
@@ -56,13 +64,15 @@ def compare_decodes(
         noise: worst error of a logit that was measured for the stage.
         must_be_exact: whether a difference fails.
         divergence: where they part, for the result.
+        decode_as: how both were decoded; None for greedy or beam search with everybody's defaults.
     """
     differing = [
         number
         for number, (left, right) in enumerate(zip(expected, got, strict=True))
         if left.token_ids != right.token_ids
     ]
-    tied = {n for n in differing if _might_say(eager, sources[n], got[n].token_ids, num_beams, noise)}
+    again = decode_as or functools.partial(_decode_best, num_beams=num_beams)
+    tied = {n for n in differing if _might_say(eager, sources[n], got[n].token_ids, again, noise)}
     shown = [n for n in differing if n not in tied] or differing
     first = None
     if shown:
@@ -72,12 +82,10 @@ def compare_decodes(
     return Decodes(stage, method, len(sources), exact, len(tied), first, must_be_exact, divergence)
 
 
-def _might_say(eager: Session, source: Sequence[int], tokens: Tokens, num_beams: int, noise: float) -> bool:
+def _might_say(eager: Session, source: Sequence[int], tokens: Tokens, decode_as: Decode, noise: float) -> bool:
     """Say whether the eager model decodes to `tokens` when its logits are perturbed by twice `noise`."""
     perturbed = PerturbedSession(eager, 2 * noise, np.random.default_rng(0))
-    return any(
-        best.token_ids == tokens for best in decode_best(perturbed, [source] * PERTURBATIONS, num_beams, PERTURBATIONS)
-    )
+    return any(best.token_ids == tokens for best in decode_as(perturbed, [source] * PERTURBATIONS, PERTURBATIONS))
 
 
 def _margin(eager: Session, source: Sequence[int], left: Tokens, right: Tokens, *, greedy: bool) -> float:

@@ -1,0 +1,1 @@
+"""One graph that holds the whole greedy search: ids in, ids out."""
