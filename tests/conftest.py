@@ -96,6 +96,14 @@ def dates_aligned(once: Callable[[str, Callable[[Path], object]], Path]) -> Path
 
 
 @pytest.fixture(scope="session")
+def dates_loop(dates_bundle: Path, once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
+    """Return the bundle of models/dates in fp32 with a loop graph of the concat form; not to be changed."""
+    from tests.graph.looped import add_loop
+
+    return once("dates-loop", lambda path: add_loop(dates_bundle, path))
+
+
+@pytest.fixture(scope="session")
 def random_bundle(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
     """Export the preset tiny, of random weights, for the CPU alone: it ends texts late; not to be changed."""
     from tfexport.export import export_bundle
