@@ -127,3 +127,19 @@ def meetings(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
     from tests.meetings import HEAD, made, trained
 
     return once("meetings", lambda path: made(path, trained(), HEAD))
+
+
+@pytest.fixture
+def workplace(
+    dates_bundle: Path, dates_aligned: Path, dates_loop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """Stand where a reader does who has run the first commands of the README, with some texts of their own."""
+    (tmp_path / "build").mkdir()
+    bundles = {"dates": dates_bundle, "larger": dates_bundle, "aligned": dates_aligned, "loop": dates_loop}
+    for name, bundle in bundles.items():
+        (tmp_path / "build" / name).symlink_to(bundle)
+    (tmp_path / "models").symlink_to(ROOT / "models")
+    (tmp_path / "texts.txt").write_text("Dienstag, 3. März 2026\nle 14 juillet 1989\n", encoding="utf-8")
+    (tmp_path / "pairs.tsv").write_text("le 14 juillet 1989\t1989-07-14\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
