@@ -40,6 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "runtime": {*STORE, "models", "trt"},
     "decode": {*CONTRACT, "runtime.session"},
     "model": {*STORE, "runtime", "decode", "text"},
+    "bulk": {*CONTRACT, "files", "decode.request", "model", "text"},
     "own_module": {*STORE, "models", "text", "checkpoint"},
     "verify": {*STORE, "models", "runtime", "decode", "text", "model", "own_module"},
     "source": {*STORE, "models", "text", "checkpoint", "graph.config", "own_module"},
@@ -80,6 +81,7 @@ ALLOWED: dict[str, set[str]] = {
         "model",
         "verify",
         "bench",
+        "bulk",
         "serve",
         "boxed",
         "inspect",
@@ -92,7 +94,7 @@ ALLOWED: dict[str, set[str]] = {
 ORDER: tuple[set[str], ...] = (
     {"cli"},
     {"bench"},
-    {"export", "build", "retokenize", "serve"},
+    {"export", "build", "retokenize", "serve", "bulk"},
     {"source", "verify"},
     {"model"},
     {"decode"},
@@ -125,6 +127,7 @@ FENCES: dict[str, set[str]] = {
     "h11": {"serve.server.connection"},
     "prometheus_client": {"serve.metrics"},
     "cryptography": {"files.signature"},
+    "pyarrow": {"bulk.formats", "bulk.places.remote"},
 }
 HEAVY = (
     "torch",

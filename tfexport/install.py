@@ -17,6 +17,7 @@ _EXTRAS = {
     "uvicorn": "serve",
     "prometheus_client": "serve",
     "cryptography": "sign",
+    "pyarrow": "bulk",
 }
 # Packages for a module that no extra brings by itself.
 _PACKAGES = {"cuda": "'cuda-python>=12.6'", "sentencepiece": "sentencepiece protobuf"}
