@@ -86,7 +86,7 @@ def main(bundle: Path, rows: int, rounds: int) -> None:
                     raise SystemExit(f"{name}: other texts than {ONE_CALL}")
     print(HEAD)
     for name in timed:
-        ratios = sorted(a / b for a, b in zip(rates[name], rates[ONE_CALL], strict=True))
+        ratios = sorted(a / b for a, b in zip(processor[name], processor[ONE_CALL], strict=True))
         print(
             f"| {name} | {np.median(rates[name]):,.0f} | {np.median(processor[name]):.1f} "
             f"| {np.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) |"

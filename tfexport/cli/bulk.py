@@ -12,12 +12,13 @@ import click
 
 from tfexport.cli.process import Terminated
 from tfexport.cli.terminal import report_line
-from tfexport.errors import InputError
 
 if TYPE_CHECKING:
     from tfexport.bulk.run import Progress
     from tfexport.model import Model
 
+# The output is there, and rows of it have an error; apart from what a supervisor would try again.
+EXIT_ROWS = 3
 # Seconds between two lines of progress, on a terminal, where the one takes the place of the other, and in a log.
 _ON_TERMINAL_S, _IN_LOG_S = 0.2, 30.0
 
@@ -32,11 +33,7 @@ def generate_in_bulk(
     batch_size: int,
     options: dict[str, Any],
 ) -> None:
-    """Generate for a file, with progress on standard error.
-
-    Raises:
-        InputError: also where single rows have errors; the output is there then, and says which.
-    """
+    """Generate for a file, with progress on standard error; exits with 3 where rows have errors."""
     from tfexport.bulk.config import BulkConfig
     from tfexport.bulk.run import generate_file
 
@@ -53,10 +50,11 @@ def generate_in_bulk(
         f" at {summary.rows_per_s:,.0f} rows a second"
     )
     if summary.num_errors:
-        raise InputError(
+        report_line(
             f"{summary.num_errors:,} of {summary.num_rows:,} rows could not be decoded; "
             f"{output} has the reason of each in column {config.output_column}_error"
         )
+        click.get_current_context().exit(EXIT_ROWS)
 
 
 @contextmanager

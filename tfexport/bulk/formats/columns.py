@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, BinaryIO
 
 import pyarrow
@@ -83,7 +83,8 @@ class ColumnSource:
         """Close the file."""
         self._reader = self._file = None
         if self._stream is not None:
-            self._stream.close()
+            with suppress(OSError):  # all that was wanted is read
+                self._stream.close()
 
     def _opened(self) -> parquet.ParquetFile:
         if self._file is None:

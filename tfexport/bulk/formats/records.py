@@ -7,6 +7,7 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from typing import Any, BinaryIO, Generic, NamedTuple, TypeVar
 
@@ -116,7 +117,8 @@ class RecordSource(ABC, Generic[T]):
     def close(self) -> None:
         """Close the file."""
         if self._stream is not None:
-            self._stream.close()
+            with suppress(OSError):  # all that was wanted is read
+                self._stream.close()
 
 
 class DictRows:
