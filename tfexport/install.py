@@ -16,6 +16,7 @@ _EXTRAS = {
     "starlette": "serve",
     "uvicorn": "serve",
     "prometheus_client": "serve",
+    "ray": "ray",
     "cryptography": "sign",
     "pyarrow": "bulk",
 }

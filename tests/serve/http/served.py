@@ -18,7 +18,6 @@ from tfexport.serve.http.app import build_app
 from tfexport.serve.http.config import HttpConfig
 from tfexport.serve.metrics import Metrics
 
-
 # What a server that is asked over the network offers besides the usual.
 OFFERS = HttpConfig(completions=True, translate=True)
 
