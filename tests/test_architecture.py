@@ -57,6 +57,13 @@ ALLOWED: dict[str, set[str]] = {
         "serve.observer",
     },
     "serve": {*STORE, "runtime.session", "decode", "text", "model"},
+    "triton": {
+        *STORE,
+        "model",
+        "serve.config",
+        "serve.engine",
+        "serve.protocol",
+    },
     "export": {*STORE, "runtime.registry", "graph", "verify", "own_module", "source"},
     "build": {*STORE, "trt"},
     "retokenize": {*STORE, "text", "checkpoint.formats"},
@@ -83,6 +90,7 @@ ALLOWED: dict[str, set[str]] = {
         "bench",
         "bulk",
         "serve",
+        "triton",
         "boxed",
         "inspect",
         "diff",
@@ -93,7 +101,7 @@ ALLOWED: dict[str, set[str]] = {
 # The way through the house, from the top down: no room imports one beside it or above it.
 ORDER: tuple[set[str], ...] = (
     {"cli"},
-    {"bench"},
+    {"bench", "triton"},
     {"export", "build", "retokenize", "serve", "bulk"},
     {"source", "verify"},
     {"model"},
@@ -108,7 +116,18 @@ ORDER: tuple[set[str], ...] = (
 )
 # Each library that is not the standard one and where it may be imported, late or not.
 FENCES: dict[str, set[str]] = {
-    "numpy": {"bench", "checkpoint", "decode", "graph", "model", "models", "runtime", "tokenizer", "trt", "verify"},
+    "numpy": {
+        "bench",
+        "checkpoint",
+        "decode",
+        "graph",
+        "model",
+        "models",
+        "runtime",
+        "triton",
+        "trt",
+        "verify",
+    },
     "torch": {"models", "graph", "checkpoint", "own_module", "runtime.eager"},
     "onnx": {"graph"},
     "onnx_ir": {"graph"},
@@ -127,6 +146,7 @@ FENCES: dict[str, set[str]] = {
     "h11": {"serve.server.connection"},
     "ray": {"serve.ray"},
     "prometheus_client": {"serve.metrics"},
+    "triton_python_backend_utils": {"triton.backend"},
     "cryptography": {"files.signature"},
     "pyarrow": {"bulk.formats", "bulk.places.remote"},
 }
