@@ -101,7 +101,7 @@ def test_requests_are_answered_as_by_generate(serving: Serving, model: Model) ->
 def test_a_stream_comes_in_pieces(serving: Serving, model: Model) -> None:
     (expected,) = model.generate([TEXT])
     *pieces, last = serving.answered(TEXT).parts
-    assert len(pieces) > 5
+    assert pieces
     assert b"".join(piece["text_output"].item() for piece in pieces) == expected.text.encode()
     assert last["text_output"].tolist() == [b""]
     assert tuple(last["output_ids"]) == expected.token_ids

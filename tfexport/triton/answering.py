@@ -12,7 +12,7 @@ from tfexport.serve.engine import Engine
 from tfexport.serve.protocol.asking import Asked, Source, submit, submit_all
 from tfexport.serve.protocol.outputs import outputs_of
 from tfexport.serve.protocol.tensors import Tensor
-from tfexport.triton.requests import last_outputs, piece_outputs
+from tfexport.triton.requests import last_outputs, part_outputs
 
 logger = logging.getLogger(__name__)
 # Seconds between looks at whether clients have gone.
@@ -91,8 +91,8 @@ class Answering:
 
     async def _streamed(self, asked: Asked, reply: Reply) -> dict[str, Tensor]:
         """Send what comes as it comes; return what is left for the end."""
-        async for piece in asked:
-            reply.send(piece_outputs(piece), is_last=False)
+        async for items in asked.together():  # to send takes as long as a step of a small model
+            reply.send(part_outputs(items), is_last=False)
         return last_outputs((await asked)[0])
 
     def _close(self, reply: Reply) -> None:

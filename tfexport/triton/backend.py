@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -32,6 +33,7 @@ from tfexport.triton.engine_thread import EngineThread
 from tfexport.triton.requests import as_array, read_request
 from tfexport.triton.settings import BUNDLE, Settings
 
+MAX_STREAM_BUFFER = 1_000_000
 logger = logging.getLogger(__name__)
 # By name: Triton adds the class to its module after this one is imported.
 _CODES: dict[type[TfexportError], str] = {
@@ -116,7 +118,9 @@ def _serve(bundle: Path, settings: Settings) -> EngineThread:
             f"bundle {bundle} has the sha256 {found}, config.pbtxt names {settings.bundle_sha256}; "
             "write the repository anew"
         )
-    return EngineThread(bundle, settings.serving, **settings.loading)
+    # Who reads slowly is not seen here: Triton takes all, and keeps it for its client.
+    serving = dataclasses.replace(settings.serving, stream_buffer=MAX_STREAM_BUFFER)
+    return EngineThread(bundle, serving, **settings.loading)
 
 
 async def _answering(thread: EngineThread, stream: bool) -> Answering:

@@ -46,11 +46,11 @@ def read_request(request: Any, limits: Limits, *, stream: bool) -> tuple[list[So
     return sources, [_with_ids(source, given) for source, given in zip(sources, options, strict=True)]
 
 
-def piece_outputs(piece: str | int) -> dict[str, Tensor]:
-    """Return what a stream says of a piece of the text, or of a token."""
-    if isinstance(piece, str):
-        return {"text_output": Tensor("text_output", "BYTES", (1,), [piece])}
-    return {"output_ids": Tensor("output_ids", "INT64", (1,), [piece])}
+def part_outputs(items: Sequence[str] | Sequence[int]) -> dict[str, Tensor]:
+    """Return what a stream says of pieces of the text, or of tokens, that have come together."""
+    if isinstance(items[0], str):
+        return {"text_output": Tensor("text_output", "BYTES", (1,), ["".join(map(str, items))])}
+    return {"output_ids": Tensor("output_ids", "INT64", (len(items),), items)}
 
 
 def last_outputs(answer: Answer) -> dict[str, Tensor]:
