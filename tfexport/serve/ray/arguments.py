@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Self, get_type_hints
 
 from tfexport.errors import ConfigError
+from tfexport.serve.bundles import named_bundles
 from tfexport.serve.config import ServingConfig
 from tfexport.serve.http.config import HttpConfig
-from tfexport.serve.server.bundles import named_bundles
 from tfexport.spec import Device, Form
 
 SUBJECT = "application"
