@@ -19,9 +19,10 @@ from tfexport.errors import (
     TfexportError,
     printable,
 )
-from tfexport.serve.protocol.errors import bounded
 
 logger = logging.getLogger(__name__)
+# Characters of a message; what a client has sent may be spelled in it.
+MAX_MESSAGE = 1000
 # Seconds after which a client should ask again where nothing better is known.
 RETRY_AFTER_S = 1
 # Nobody reads it, for the client has gone; nginx counts such requests under it.
@@ -52,7 +53,8 @@ def unavailable(message: str) -> RequestError:
 
 def message_of(error: Exception) -> str:
     """Return the line that a client is told, of bounded length."""
-    return bounded(error.detail if isinstance(error, HTTPException) else str(error))
+    text = error.detail if isinstance(error, HTTPException) else str(error)
+    return text if len(text) <= MAX_MESSAGE else text[:MAX_MESSAGE] + "…"
 
 
 def status_of(error: TfexportError) -> int:
