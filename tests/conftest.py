@@ -32,6 +32,11 @@ class SkipWithout(MetaPathFinder):
 sys.meta_path.append(SkipWithout())
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let the tests of the HTTP app ask a server that runs already; see `tests/serve/http/remote.py`."""
+    parser.addoption("--server", metavar="URL", help="server that tests/serve/http asks in place of its own")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Let what is marked slow take its time."""
     if config.pluginmanager.hasplugin("timeout"):

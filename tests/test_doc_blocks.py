@@ -24,6 +24,7 @@ from tfexport.generation import GenerationDefaults
 ALL = [*EVERY, *(block for path in OTHERS for block in blocks(path))]
 NEEDS = {
     "a GPU",
+    "a bucket",  # of a store of objects
     "a package index",
     "a container engine",
     "namespaces of its own",  # of the kernel; containers that run tests seldom may make them

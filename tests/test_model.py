@@ -164,3 +164,15 @@ def test_pairs_that_are_none_are_refused(model: Model) -> None:
         model.score([TEXT, TEXT], ["1989"])
     with pytest.raises(InputError, match="targets is one text, expected a list of texts"):
         model.score([TEXT], "1989")
+
+
+def test_some_texts_of_a_longer_call_are_drawn_as_in_it(model: Model) -> None:
+    texts = [TEXT, "1.1.2000", "3 Mar 2026", "31.12.1999"]
+    options = {"do_sample": True, "temperature": 5.0, "num_return_sequences": 2}
+    every = model.generate(texts, **options)
+    some = model.generate(texts[2:], indices=[2, 3], **options)
+    assert [(one.index, one.text) for one in some] == [(one.index, one.text) for one in every[4:]]
+    assert [one.text for one in model.generate(texts[2:], **options)] != [one.text for one in some]
+    for wrong in ([1], [0, -1], [0, 1.5], "01"):
+        with pytest.raises(InputError, match="expected a whole number from 0 for each of 2 texts"):
+            model.generate(texts[2:], indices=wrong)  # type: ignore[arg-type]

@@ -16,7 +16,9 @@ _EXTRAS = {
     "starlette": "serve",
     "uvicorn": "serve",
     "prometheus_client": "serve",
+    "ray": "ray",
     "cryptography": "sign",
+    "pyarrow": "bulk",
 }
 # Packages for a module that no extra brings by itself.
 _PACKAGES = {"cuda": "'cuda-python>=12.6'", "sentencepiece": "sentencepiece protobuf"}

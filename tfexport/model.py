@@ -210,6 +210,7 @@ class Model:
         texts: Iterable[str],
         *,
         prefixes: Iterable[str] | None = None,
+        indices: Iterable[int] | None = None,
         batch_size: int = 32,
         on_progress: Callable[[int], None] | None = None,
         cancel: threading.Event | None = None,
@@ -221,6 +222,8 @@ class Model:
         Args:
             texts: at least one; no result depends on the others.
             prefixes: what each result begins with, or with `prefix_bias_beta` is drawn towards; empty for nothing.
+            indices: of the texts, where they are some of a longer call: results are named and seeds counted by them;
+                None for 0, 1, ….
             batch_size: texts decoded at once.
             on_progress: called with the number of texts that a step has finished, and not where it finished none.
             cancel: set by another thread to give the call up; None for a call that nobody cancels.
@@ -242,6 +245,7 @@ class Model:
         if decoding.replace_unknowns:
             check_copies(self)
         texts = _texts("texts", texts)
+        places = _indices(indices, len(texts))
         sources = tokenizer.encode(texts)
         starts = tokenizer.begin_targets([""] * len(texts) if prefixes is None else _texts("prefixes", prefixes))
         found = decode(
@@ -254,13 +258,16 @@ class Model:
             cancel=cancel,
             text_of=tokenizer.decode,
             num_fixed=len(tokenizer.text.target_prefix),
+            places=places,
         )
         results = [
             result_of(tokenizer, best, decoding, index) for index, hypotheses in enumerate(found) for best in hypotheses
         ]
         if decoding.replace_unknowns:
-            return with_copies(self, texts, sources, results, decoding, batch_size=batch_size, cancel=cancel)
-        return results
+            results = with_copies(self, texts, sources, results, decoding, batch_size=batch_size, cancel=cancel)
+        if indices is None:
+            return results
+        return [dataclasses.replace(result, index=places[result.index]) for result in results]
 
     def generate_ids(
         self,
@@ -643,6 +650,16 @@ def _texts(name: str, given: Iterable[str]) -> list[str]:
     if not texts:
         raise InputError(f"{name} is empty, expected at least one text")
     return texts
+
+
+def _indices(given: Iterable[int] | None, count: int) -> Sequence[int]:
+    """Take what each text of a call is numbered by."""
+    if given is None:
+        return range(count)
+    indices = as_list(given)
+    if indices is None or len(indices) != count or not all(is_whole(index) and index >= 0 for index in indices):
+        raise InputError(f"indices is {shortened(given)}, expected a whole number from 0 for each of {count} texts")
+    return indices
 
 
 def result_of(tokenizer: Tokenizer, found: Hypothesis, config: DecodeConfig, index: int = 0) -> Result:

@@ -270,3 +270,4 @@ def test_generate_and_embed_name_one_another(encoder_bundle: Path, dates_bundle:
     refused = run("serve", encoder_bundle, "--port", "0")
     assert refused.exit_code == 1
     assert "an encoder alone and generates no text; use tfexport embed" in refused.stderr
+    says(run("triton", encoder_bundle, "--output", "build/models"), "an encoder alone and generates no text")

@@ -16,6 +16,7 @@ from tfexport.cli.inspect import doctor, inspect
 from tfexport.cli.score import score
 from tfexport.cli.serve import serve
 from tfexport.cli.tokenizer import tokenizer
+from tfexport.cli.triton import triton
 from tfexport.cli.verify import verify
 
 
@@ -36,6 +37,7 @@ for command in (
     embed,
     verify,
     serve,
+    triton,
     bench,
     bench_compare,
     inspect,

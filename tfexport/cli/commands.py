@@ -25,7 +25,8 @@ class Commands(click.Group):
     def main(self, *args: Any, **kwargs: Any) -> Any:
         """Run a command and exit.
 
-        The code is 0, 1 for an error, 2 when what was compared differs and for nothing else, 130 on Ctrl-C and 143 on
+        The code is 0, 1 for an error, 2 when what was compared differs and for nothing else, 3 when rows of a file
+        that was written have errors, 130 on Ctrl-C and 143 on
         SIGTERM.
         """
         try:

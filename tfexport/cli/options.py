@@ -98,6 +98,14 @@ class NumberOrAuto(click.ParamType):  # type: ignore[type-arg]
         return value if value == AUTO else click.IntRange(min=1).convert(value, param, ctx)
 
 
+class PathOrUri(click.Path):
+    """A path, or a URI such as s3://bucket/file, which stays a text."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return a path, checked, or the text of a URI."""
+        return value if isinstance(value, str) and "://" in value else super().convert(value, param, ctx)
+
+
 PATH = click.Path(path_type=Path)
 IDS = CommaList(click.IntRange(min=0))
 INPUT = click.Path(exists=True, dir_okay=False, readable=True, allow_dash=True, path_type=Path)
@@ -188,6 +196,39 @@ def _early_stopping(_context: click.Context, _parameter: click.Parameter, value:
 
 def text_options(command: F) -> F:
     """Add what every command takes that reads texts and runs a bundle."""
+    return _text_options(
+        command,
+        click.option("--input", "source", type=INPUT, help="File with one text a line; - is standard input."),
+        click.option("--output", type=PATH, help="File to write, whole or not at all; standard output when not given."),
+    )
+
+
+def bulk_options(command: F) -> F:
+    """Add the same, for files of any size and format too."""
+    for add in (
+        click.option(
+            "--output-column", help="Name of the answers in bulk; more columns begin with it.  [default: output]"
+        ),
+        click.option("--input-column", help="That has the texts in bulk; the only one, or the one called text."),
+    ):
+        command = add(command)
+    return _text_options(
+        command,
+        click.option(
+            "--input",
+            "source",
+            type=PathOrUri(exists=True, dir_okay=False, readable=True, allow_dash=True, path_type=Path),
+            help="File with one text a line; - is standard input. In bulk .parquet, .jsonl, .csv or .txt, also s3://….",
+        ),
+        click.option(
+            "--output",
+            type=PathOrUri(path_type=Path),
+            help="File to write, whole or not at all; standard output when not given. In bulk as --input.",
+        ),
+    )
+
+
+def _text_options(command: F, source: Callable[[F], F], output: Callable[[F], F]) -> F:
     for add in (
         click.option("--batch-size", type=click.IntRange(min=1), default=32, help="Texts to run together."),
         backend_option,
@@ -195,8 +236,8 @@ def text_options(command: F) -> F:
         device_option,
         threads_option,
         trusted_keys_option,
-        click.option("--output", type=PATH, help="File to write, whole or not at all; standard output when not given."),
-        click.option("--input", "source", type=INPUT, help="File with one text a line; - is standard input."),
+        output,
+        source,
         click.argument("texts", nargs=-1, metavar="[TEXT]..."),
         click.argument("bundle", type=PATH),
     ):

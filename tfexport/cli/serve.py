@@ -88,7 +88,7 @@ def serve(
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=log_level.upper())
     if log_level != "debug":  # uvicorn tells of each start, stop and malformed request
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-    from tfexport.serve.server.bundles import named_bundles
+    from tfexport.serve.bundles import named_bundles
     from tfexport.serve.server.run import serve_bundles
 
     done = serve_bundles(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from tfexport.decode.alternatives import alternatives
 from tfexport.decode.cancel import updates
@@ -30,6 +30,7 @@ def decode(
     text_of: TextOf | None = None,
     num_fixed: int = 0,
     cancel: threading.Event | None = None,
+    places: Sequence[int] | None = None,
 ) -> list[list[Hypothesis]]:
     """Generate for every source; no result depends on the others or on `batch_size`.
 
@@ -45,6 +46,7 @@ def decode(
         text_of: decodes token ids; stop strings need it.
         num_fixed: tokens that hypotheses begin with even where they are biased towards the rest of their prefix.
         cancel: set by another thread to give the call up; None for a call that nobody cancels.
+        places: that seeds are counted by, one a source; None for 0, 1, ….
 
     Returns:
         For each source its hypotheses: one, the num_return_sequences best beams,
@@ -58,6 +60,8 @@ def decode(
     check_call("decode", batch_size=batch_size, on_progress=on_progress, cancel=cancel)
     sources = listed_ids("decode", "sources", sources)
     requests = check_requests(session, sources, config, prefixes, text_of, num_fixed)
+    if places is not None:
+        requests = [dataclasses.replace(one, place=place) for one, place in zip(requests, places, strict=True)]
     samples = config.num_return_sequences if config.do_sample or config.return_alternatives else 1
     loop = Loop(session, batch_size * samples)
     if config.return_alternatives:

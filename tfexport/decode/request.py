@@ -33,6 +33,7 @@ class Request:
         stream: whether each token is told as it comes; it has one row then.
         biased_prefix: start token and what the text is drawn towards, where `prefix_bias_beta` says so.
         num_texts: of the call.
+        place: that seeds are counted by; None for `text`.
     """
 
     text: int
@@ -48,6 +49,7 @@ class Request:
     stream: bool = False
     biased_prefix: tuple[int, ...] = ()
     num_texts: int = 1
+    place: int | None = None
 
     @property
     def name(self) -> str:

@@ -17,7 +17,7 @@ Probabilities = NDArray[np.float64]
 class Sampler:
     """Draws from the distribution that temperature, top_k and top_p leave.
 
-    Each row has a generator of its own, seeded with (seed, text, sample), and
+    Each row has a generator of its own, seeded with (seed, place of the text, sample), and
     takes one number a token: what is drawn depends on no other row.
 
     Attributes:
@@ -32,8 +32,10 @@ class Sampler:
 
     def add(self, requests: Sequence[Request]) -> None:
         """Seed a row for each request."""
+        places = [request.text if request.place is None else request.place for request in requests]
         self._generators += [
-            np.random.default_rng((request.config.seed, request.text, request.sample)) for request in requests
+            np.random.default_rng((request.config.seed, place, request.sample))
+            for request, place in zip(requests, places, strict=True)
         ]
 
     def keep(self, rows: Ids) -> None:

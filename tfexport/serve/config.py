@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tfexport.fields import Config
@@ -38,7 +39,7 @@ class ServingConfig(Config, subject="serving"):
     stall_s: float = 4.0
     hang_s: float = 60.0
 
-    def _problems(self) -> list[str]:
+    def _problems(self) -> Iterator[str]:
         between = {
             "slots": (1, 4096),
             "encoder_budget": (1, 1_000_000),
@@ -49,15 +50,10 @@ class ServingConfig(Config, subject="serving"):
             "stall_s": (0.1, 3600),
             "hang_s": (0.1, 86_400),
         }
-        problems = [
-            f"{name} is {value}, expected {low} to {high}"
-            for name, (low, high) in between.items()
-            if not low <= (value := getattr(self, name)) <= high
-        ]
+        for name, (low, high) in between.items():
+            if not low <= (value := getattr(self, name)) <= high:
+                yield f"{name} is {value}, expected {low} to {high}"
         if self.hang_s < self.stall_s:
-            problems.append(
-                f"hang_s is {self.hang_s}, below stall_s {self.stall_s}; a thread is silent before it is given up"
-            )
+            yield f"hang_s is {self.hang_s}, below stall_s {self.stall_s}; a thread is silent before it is given up"
         if self.timeout_s is not None and not 0 < self.timeout_s <= MAX_S:
-            problems.append(f"timeout_s is {self.timeout_s}, expected above 0 and up to {MAX_S}")
-        return problems
+            yield f"timeout_s is {self.timeout_s}, expected above 0 and up to {MAX_S}"

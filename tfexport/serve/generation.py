@@ -112,15 +112,18 @@ class Generation(Generic[Item, Answer]):
     async def __aiter__(self) -> AsyncIterator[Item]:
         """Hand out what comes; the request is cancelled where the reader leaves early."""
         try:
-            while True:
-                while self._unread:
-                    yield self._unread.popleft()
-                if isinstance(self._outcome, TfexportError):
-                    raise self._outcome
-                if self.is_done:
-                    return
-                self._changed.clear()
-                await self._changed.wait()
+            while await self._has_more():
+                yield self._unread.popleft()
+        finally:
+            self.cancel()
+
+    async def together(self) -> AsyncIterator[list[Item]]:
+        """Hand out what comes, all that is unread at once; the request is cancelled where the reader leaves early."""
+        try:
+            while await self._has_more():
+                items = list(self._unread)
+                self._unread.clear()
+                yield items
         finally:
             self.cancel()
 
@@ -143,6 +146,17 @@ class Generation(Generic[Item, Answer]):
             self._unread.append(rest)
         self._outcome = outcome
         self._changed.set()
+
+    async def _has_more(self) -> bool:
+        """Wait until something is unread, or all was read; raise what was wrong once all was read."""
+        while not self._unread:
+            if isinstance(self._outcome, TfexportError):
+                raise self._outcome
+            if self.is_done:
+                return False
+            self._changed.clear()
+            await self._changed.wait()
+        return True
 
     async def _wait(self) -> list[Answer]:
         try:

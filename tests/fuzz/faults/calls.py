@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,22 @@ def command(arguments: list[str]) -> None:
     from tfexport.cli import main
 
     main(args=arguments, prog_name="tfexport")
+
+
+def bulk(arguments: list[str]) -> None:
+    """Generate for a file in parts of three rows, with a bundle, an input and an output; exits as the command does."""
+    import tfexport
+    from tfexport.bulk.config import BulkConfig
+    from tfexport.bulk.run import generate_file
+    from tfexport.cli.process import terminable
+
+    bundle, source, target = arguments
+    with terminable(), tfexport.load(bundle, threads=1) as model:
+        try:
+            generate_file(model, source, target, BulkConfig(rows_per_part=3), report=print)
+        except tfexport.TfexportError as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise SystemExit(1) from error
 
 
 def load(arguments: list[str]) -> None:

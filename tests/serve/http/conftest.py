@@ -1,4 +1,4 @@
-"""Fixtures: the app in process, and behind a real server on a port of its own.
+"""Fixtures: the app in process, behind a real server on a port of its own, or that of `--server URL` in place of both.
 
 What they need is imported late: these tests are skipped where the packages of `tfexport[serve]` are not installed.
 """
@@ -20,10 +20,25 @@ if TYPE_CHECKING:
     from tfexport.serve.http.config import HttpConfig
 
 
+@pytest.fixture(scope="session")
+def url(request: pytest.FixtureRequest) -> str | None:
+    """Return where the server is that was asked for; None for one of our own."""
+    return request.config.getoption("--server")
+
+
+@pytest.fixture(autouse=True)
+def _can_be_asked_elsewhere(request: pytest.FixtureRequest, url: str | None) -> None:
+    if url and not {"serve", "address"} & set(request.fixturenames):
+        pytest.skip("asks no server, or one that it makes itself")
+    if url and "monkeypatch" in request.fixturenames:
+        pytest.skip("plants a fault in the process of a server, which is elsewhere")
+
+
 @pytest.fixture
-def serve(dates_bundle: Path) -> Callable[..., None]:
+def serve(dates_bundle: Path, url: str | None) -> Callable[..., None]:
     """Return a function that serves a bundle while a coroutine function uses it, for a minute at most."""
 
+    from tests.serve.http.remote import elsewhere
     from tests.serve.http.served import serving
 
     def run(
@@ -34,7 +49,8 @@ def serve(dates_bundle: Path) -> Callable[..., None]:
         **config: Any,
     ) -> None:
         async def within() -> None:
-            async with asyncio.timeout(timeout), serving(bundle, http, **config) as served:
+            found = elsewhere(url, http, bundle, **config) if url else serving(bundle, http, **config)
+            async with asyncio.timeout(timeout), found as served:
                 await use(served)
 
         asyncio.run(within())
@@ -54,20 +70,21 @@ def texts(model: Model) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def address(dates_bundle: Path) -> Iterator[str]:
+def address(dates_bundle: Path, url: str | None) -> Iterator[str]:
     """Serve the bundle by uvicorn on loopback; return host and port."""
+    if url:
+        yield url.partition("://")[2]
+        return
     import uvicorn
 
-    from tests.serve.http.served import serving
-    from tfexport.serve.http.config import HttpConfig
+    from tests.serve.http.served import OFFERS, serving
 
-    config = HttpConfig(completions=True, translate=True)
     started, loop = threading.Event(), asyncio.new_event_loop()
     ports: list[int] = []
     leave = asyncio.Event()
 
     async def run() -> None:
-        async with serving(dates_bundle, config) as served:
+        async with serving(dates_bundle, OFFERS) as served:
             server = uvicorn.Server(uvicorn.Config(served.app, port=0, lifespan="off", log_level="error"))
             task = asyncio.create_task(server.serve())
             while not server.started:

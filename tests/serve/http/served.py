@@ -18,9 +18,25 @@ from tfexport.serve.http.app import build_app
 from tfexport.serve.http.config import HttpConfig
 from tfexport.serve.metrics import Metrics
 
+# What a server that is asked over the network offers besides the usual.
+OFFERS = HttpConfig(completions=True, translate=True)
+
+
+class Asking:
+    """What asks for the model `dates`.
+
+    Attributes:
+        client: that it asks with.
+    """
+
+    client: httpx.AsyncClient
+
+    async def post(self, path: str, data: Any, **options: Any) -> httpx.Response:
+        return await self.client.post(f"/v2/models/dates/{path}", json=data, **options)
+
 
 @dataclass(frozen=True)
-class Served:
+class Served(Asking):
     """An app in process.
 
     Attributes:
@@ -34,9 +50,6 @@ class Served:
     engine: Engine
     metrics: Metrics
     app: Starlette
-
-    async def post(self, path: str, data: Any, **options: Any) -> httpx.Response:
-        return await self.client.post(f"/v2/models/dates/{path}", json=data, **options)
 
 
 @asynccontextmanager

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.serve.http.served import Served
+from tests.serve.http.served import OFFERS, Served
 from tests.serve.http.test_refusals import check
 from tfexport.model import Model
 from tfexport.serve.engine import Engine
@@ -19,15 +19,13 @@ from tfexport.serve.http.app import build_app
 from tfexport.serve.http.config import HttpConfig
 from tfexport.serve.metrics import Metrics
 
-HTTP = HttpConfig(completions=True, translate=True)
-
 
 def test_they_are_off_unless_asked_for(serve: Callable[..., None]) -> None:
     async def use(served: Served) -> None:
         for path in ("/v1/completions", "/translate"):
             assert (await served.client.post(path, json={})).status_code == 404
 
-    serve(use)
+    serve(use, HttpConfig())
 
 
 def test_completions(serve: Callable[..., None], model: Model, texts: list[str]) -> None:
@@ -55,7 +53,7 @@ def test_completions(serve: Callable[..., None], model: Model, texts: list[str])
             assert reason == {"eos": "stop", "stop": "stop", "length": "length"}[expected[0].finish_reason]
         assert (await served.client.get("/v1/models")).json()["data"][0]["id"] == "dates"
 
-    serve(use, HTTP)
+    serve(use, OFFERS)
 
 
 def test_completions_in_events(serve: Callable[..., None], model: Model, texts: list[str]) -> None:
@@ -71,7 +69,7 @@ def test_completions_in_events(serve: Callable[..., None], model: Model, texts: 
         assert usage["choices"] == []
         assert usage["usage"]["completion_tokens"] == len(chunks) + 1
 
-    serve(use, HTTP)
+    serve(use, OFFERS)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +100,7 @@ def test_completions_that_are_refused(serve: Callable[..., None], data: dict[str
         assert len(answer.content) < 2000
         assert served.metrics.total("tfexport_requests_total", "dates") == 1
 
-    serve(use, HTTP)
+    serve(use, OFFERS)
 
 
 def test_translate(serve: Callable[..., None], model: Model, texts: list[str]) -> None:
@@ -131,7 +129,7 @@ def test_translate(serve: Callable[..., None], model: Model, texts: list[str]) -
         ):
             check(await served.client.post("/translate", json=languages | data), 400, why)
 
-    serve(use, HTTP)
+    serve(use, OFFERS)
 
 
 def test_translate_takes_forms(serve: Callable[..., None], model: Model, texts: list[str]) -> None:
@@ -154,13 +152,13 @@ def test_translate_takes_forms(serve: Callable[..., None], model: Model, texts: 
         ):
             check(await served.client.post("/translate", content=body, headers=headers), 400, why)
 
-    serve(use, HTTP)
+    serve(use, OFFERS)
 
 
 def test_with_several_models_languages_choose_one(dates_bundle: Path) -> None:
     async def use() -> None:
         engine = Engine(dates_bundle, threads=1)
-        app = build_app({"en-de": engine, "de-en": engine}, HTTP, Metrics())
+        app = build_app({"en-de": engine, "de-en": engine}, OFFERS, Metrics())
         transport = httpx.ASGITransport(app)
         async with engine, httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             data = {"q": "3 May 1999", "source": "de", "target": "en"}

@@ -162,8 +162,9 @@ def test_a_million_keys_are_bounded_by_the_body_or_refused_by_name(serve: Callab
     body = b"{" + b",".join(b'"%d":1' % number for number in range(1_000_000)) + b"}"
 
     async def use(served: Served) -> None:
+        most = served.app.state.service.config.max_body_bytes
         answer = await served.client.post(GENERATE, content=body, headers={"Content-Type": "application/json"})
-        check(answer, 413 if len(body) > served.app.state.service.config.max_body_bytes else 400, "")
+        check(answer, 413 if len(body) > most else 400, "")
 
     serve(use)
     serve(use, HttpConfig(max_body_bytes=MAX_BODY_BYTES))
@@ -251,11 +252,12 @@ def test_wrong_methods_are_405(serve: Callable[..., None]) -> None:
     serve(use)
 
 
-def say(address: str, request: bytes) -> bytes:
+def say(address: str, request: bytes, *, is_cut_off: bool = False) -> bytes:
     host, port = address.split(":")
     with socket.create_connection((host, int(port)), timeout=20) as connection:
         connection.sendall(request)
-        connection.shutdown(socket.SHUT_WR)
+        if is_cut_off:
+            connection.shutdown(socket.SHUT_WR)
         answer = b""
         while part := connection.recv(65_536):
             answer += part
@@ -286,7 +288,9 @@ def test_broken_framing_is_refused(address: str, request_bytes: bytes, status: i
     assert httpx.get(f"http://{address}/livez").status_code == 200
 
 
-def test_a_body_that_is_cut_off_ends_quietly(address: str) -> None:
+def test_a_body_that_is_cut_off_ends_quietly(address: str, url: str | None) -> None:
+    if url:
+        pytest.skip("a proxy may end it before any server sees it")
     cancelled = 'tfexport_requests_total{finish_reason="",model="dates",outcome="cancelled"}'
 
     def count() -> float:
@@ -294,7 +298,7 @@ def test_a_body_that_is_cut_off_ends_quietly(address: str) -> None:
         return next(float(line.rpartition(" ")[2]) for line in metrics.splitlines() if line.startswith(cancelled))
 
     before = count()
-    say(address, HEAD + b'Content-Length: 500\r\n\r\n{"text_input"')
+    say(address, HEAD + b'Content-Length: 500\r\n\r\n{"text_input"', is_cut_off=True)
     assert count() == before + 1
 
 

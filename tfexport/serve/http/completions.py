@@ -46,12 +46,12 @@ async def completions(request: Request) -> Response:
     head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time()), "model": name}
     with service.counted(name):
         prompts, given = _asked_for(data, service)
+        has_usage = bool(_options(data.get("stream_options")).get("include_usage"))
         engine = service.started(name)
         if data.get("stream"):
             if len(prompts) > 1:
                 raise RequestError(400, f"a stream takes one prompt, {len(prompts)} are given; ask for each alone")
             one = submit(engine, prompts[0], given, stream=True)
-            has_usage = bool(_options(data.get("stream_options")).get("include_usage"))
             return EventStream(one, _events(head, one, has_usage), service.config.max_send_s)
         asked = submit_all(engine, prompts, [given] * len(prompts))
     async with while_heard(request.receive, *asked):

@@ -19,10 +19,9 @@ from tfexport.errors import (
     TfexportError,
     printable,
 )
+from tfexport.serve.protocol.errors import bounded
 
 logger = logging.getLogger(__name__)
-# Characters of a message; what a client has sent may be spelled in it.
-MAX_MESSAGE = 1000
 # Seconds after which a client should ask again where nothing better is known.
 RETRY_AFTER_S = 1
 # Nobody reads it, for the client has gone; nginx counts such requests under it.
@@ -53,8 +52,7 @@ def unavailable(message: str) -> RequestError:
 
 def message_of(error: Exception) -> str:
     """Return the line that a client is told, of bounded length."""
-    text = error.detail if isinstance(error, HTTPException) else str(error)
-    return text if len(text) <= MAX_MESSAGE else text[:MAX_MESSAGE] + "…"
+    return bounded(error.detail if isinstance(error, HTTPException) else str(error))
 
 
 def status_of(error: TfexportError) -> int:

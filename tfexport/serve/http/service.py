@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
@@ -82,18 +83,21 @@ class Service:
 
     @contextlib.contextmanager
     def counted(self, name: str) -> Iterator[None]:
-        """Count what is refused, or left, before the model's engine sees it; the engine counts what it sees."""
+        """Count what is refused, or left, before the model's engine sees it; the engine counts what it sees.
+
+        Some servers tell that a client has left half said by cancelling its task.
+        """
         start = time.monotonic()
         try:
             yield
-        except (RequestError, InvalidRequestError, ClientDisconnect) as error:
+        except (RequestError, InvalidRequestError, ClientDisconnect, asyncio.CancelledError) as error:
             if self.metrics:
                 self.metrics.observer(name).ended(_outcome(error), "", time.monotonic() - start, 0, None)
             raise
 
 
-def _outcome(error: RequestError | InvalidRequestError | ClientDisconnect) -> Outcome:
-    if isinstance(error, ClientDisconnect):
+def _outcome(error: BaseException) -> Outcome:
+    if isinstance(error, ClientDisconnect | asyncio.CancelledError):
         return "cancelled"
     return "not_ready" if isinstance(error, RequestError) and error.status_code == 503 else "invalid"
 

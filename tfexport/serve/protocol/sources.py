@@ -51,7 +51,9 @@ def asked_for(
 
 def _sources(tensors: Mapping[str, Tensor]) -> list[Source]:
     if ("text_input" in tensors) == ("input_ids" in tensors):
-        raise InvalidRequestError(f"the inputs are {', '.join(tensors)[:200]}; expected text_input or input_ids")
+        raise InvalidRequestError(
+            f"the inputs are {', '.join(tensors)[:200] or 'none'}; expected text_input or input_ids"
+        )
     if "text_input" in tensors:
         if "input_lengths" in tensors:
             raise InvalidRequestError("input_lengths is given with text_input, expected with input_ids")

@@ -49,7 +49,7 @@ class BearerTokens:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuse who has no token with 401."""
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._is_known(Headers(scope=scope)):
+        if scope["type"] != "http" or _path(scope) in OPEN_PATHS or self._is_known(Headers(scope=scope)):
             await self._app(scope, receive, send)
             return
         refusal = JSONResponse(
@@ -64,6 +64,12 @@ class BearerTokens:
         scheme, _, given = headers.get("authorization", "").partition(" ")
         found = [hmac.compare_digest(given.strip().encode(), token) for token in self._tokens]
         return scheme.lower() == "bearer" and any(found)
+
+
+def _path(scope: Scope) -> str:
+    """Return the path below the one that the app is mounted at."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
 
 
 def _read(path: Path) -> list[bytes]:

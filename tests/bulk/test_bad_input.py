@@ -1,0 +1,241 @@
+"""What is broken is refused before anything is decoded, all at once; what cannot be decoded says so in its row."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from click.testing import CliRunner
+
+from tests.bulk.corpus import TEXTS, WRITERS, answers, near, no_litter, read, write_jsonl, write_parquet
+from tfexport.bulk.config import BulkConfig
+from tfexport.bulk.run import generate_file
+from tfexport.cli import main
+from tfexport.errors import BundleError, ConfigError, InputError
+from tfexport.files.atomic import locked
+from tfexport.model import Model
+
+SMALL = BulkConfig(rows_per_part=4, batch_size=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("in.txt", b"", "in.txt is empty, expected a row or more"),
+        ("in.jsonl", b"", "in.jsonl is empty, expected a row or more"),
+        ("in.csv", b"", "in.csv is empty, expected a row or more"),
+        ("in.parquet", b"", "in.parquet is no whole Parquet file"),
+        ("in.parquet", b"no Parquet at all", "in.parquet is no whole Parquet file"),
+        ("in.txt", b"1.1.2000\n\xff\n2.1.2000\n\xfe", "in.txt: line 2 is not UTF-8; .*; line 4 is not UTF-8"),
+        ("in.jsonl", b'{"a": "1"}\n{"a": "\xff"}\n', "in.jsonl: line 2 is not UTF-8"),
+        ("in.jsonl", b'{"a": "1"}\n{"a": \n\n[1]', r"line 2 is not JSON .*; line 3 is empty, .*; line 4 is \[1\]"),
+        ("in.jsonl", b'{"a": "1", "a": "2"}\n', "line 1 is not JSON .key a is given twice"),
+        ("in.jsonl", b'{"a": 1}\n{"b": null}\n', "it has no column with texts"),
+        ("in.csv", b'a,b\n1,2\n1,2,3\n1\n', "line 3 has 3 cells, expected 2 as in .*; line 4 has 1 cells"),
+        ("in.csv", b'a,b\n1,"x\n\ny"\n"x"y,\xff\n1,\xff\n', "line 5 is no row of cells .*; line 6 is not UTF-8"),
+        ("in.csv", b'a,b\n1,"never closed\n\n2,3\n', "is no row of cells"),
+        ("in.csv", b'a,a\n1,2\n', "the first line names 'a' twice"),
+        ("in.csv", b'a,b\n1,2\n', "in.csv: its columns with texts are a, b; choose one with --input-column"),
+        ("in.csv", b'text,output\n1,2\n', "in.csv has the column output already, .* with --output-column"),
+        ("in.txt", b"x" * 70_000_000, "in.txt has a line of more than 67108864 bytes"),
+    ],
+    ids=lambda value: str(value)[:30],
+)  # fmt: skip
+def test_a_broken_file_is_refused(name: str, data: bytes, message: str, model: Model, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(InputError, match=message):
+        generate_file(model, tmp_path / name, tmp_path / "out.jsonl", SMALL)
+    no_litter(tmp_path, name)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.99])
+def test_a_parquet_file_that_is_cut_off_is_refused(share: float, model: Model, tmp_path: Path) -> None:
+    raw = write_parquet(tmp_path / "in.parquet").read_bytes()
+    (tmp_path / "in.parquet").write_bytes(raw[: int(len(raw) * share)])
+    with pytest.raises(InputError, match=r"is no whole Parquet file .*; copy it again from its source"):
+        generate_file(model, tmp_path / "in.parquet", tmp_path / "out.jsonl", SMALL)
+    no_litter(tmp_path, "in.parquet")
+
+
+def test_damage_inside_a_parquet_file_is_found(model: Model, tmp_path: Path) -> None:
+    """Its pages have checksums, as Arrow can write them."""
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": TEXTS}), tmp_path / "in.parquet", write_page_checksum=True, compression="none",
+        use_dictionary=False,
+    )  # fmt: skip
+    raw = (tmp_path / "in.parquet").read_bytes()
+    (tmp_path / "in.parquet").write_bytes(raw.replace(b"juillet", b"fevrier"))
+    with pytest.raises(InputError, match=r"is no whole Parquet file \(.*(CRC|checksum).*"):
+        generate_file(model, tmp_path / "in.parquet", tmp_path / "out.jsonl", SMALL)
+
+
+ROWS: list[Any] = ["1.1.2000", None, "", "  ", "2" * 65, "3.1.2000", 7, "x" * 1_000_000, "4.1.2000"]
+WRONG = {
+    1: "the text is null",
+    2: "the text is empty; leave it out",
+    3: "the text is white space only; leave it out",
+    4: "the text has 65 tokens, the limit is 64; shorten it",
+    6: "the text is int, expected a text",
+    7: "the text has 1000000 characters, the limit is 10000; split it",
+}
+
+
+def test_rows_that_cannot_be_decoded_say_why_and_stay(model: Model, tmp_path: Path) -> None:
+    lines = [json.dumps({"id": number, "date": text}) for number, text in enumerate(ROWS)]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    summary = generate_file(model, tmp_path / "in.jsonl", tmp_path / "out.jsonl", SMALL)
+    assert (summary.num_rows, summary.num_errors) == (9, 6)
+    found = read(tmp_path / "out.jsonl")
+    assert [(row["id"], row["date"]) for row in found] == list(enumerate(ROWS))
+    assert {row["id"]: row["output_error"] for row in found if row["output"] is None} == WRONG
+    assert [row["output"] for row in found if row["output_error"] is None] == ["2000-01-01", "2000-01-03", "2000-01-04"]
+    no_litter(tmp_path, "in.jsonl", "out.jsonl")
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+def test_in_tables_too(suffix: str, model: Model, tmp_path: Path) -> None:
+    texts = [text if isinstance(text, str) else None for text in ROWS]
+    pyarrow.parquet.write_table(pyarrow.table({"date": texts}), tmp_path / "in.parquet")
+    generate_file(model, tmp_path / "in.parquet", tmp_path / f"out{suffix}", SMALL)
+    found = read(tmp_path / f"out{suffix}")
+    assert [row["output_error"] or None for row in found] == [
+        WRONG.get(number) if number != 6 else WRONG[1] for number in range(9)
+    ]
+
+
+def test_a_row_that_the_options_leave_no_token_is_one_of_these(model: Model, tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text("1.1.2000\n22.02.2000\n")
+    vocab = model.spec.vocab
+    left = [token for token in range(vocab) if model.tokenizer and model.tokenizer.decode([token]) in tuple("120-")]
+    banned = tuple(token for token in range(vocab) if token not in left)
+    options = {"suppress_tokens": banned, "no_repeat_ngram_size": 1, "max_new_tokens": 6}
+    generate_file(model, tmp_path / "in.txt", tmp_path / "out.jsonl", SMALL, **options)
+    assert {row["output"] for row in read(tmp_path / "out.jsonl")} == {None}
+    assert all("has no token to choose from" in row["output_error"] for row in read(tmp_path / "out.jsonl"))
+
+
+def test_lines_have_no_place_for_errors(model: Model, tmp_path: Path) -> None:
+    """So an input that has some is refused before anything is decoded, as without bulk."""
+    (tmp_path / "in.txt").write_bytes(b"1.1.2000\n\n" + b"2" * 65 + b"\n")
+    (tmp_path / "out.txt").write_text("old")
+    with pytest.raises(InputError, match=r"line 2: the text is empty.*; line 3: the text has 65 .* or write \.jsonl"):
+        generate_file(model, tmp_path / "in.txt", tmp_path / "out.txt", BulkConfig(rows_per_part=1))
+    assert (tmp_path / "out.txt").read_text() == "old"
+    no_litter(tmp_path, "in.txt", "out.txt")
+
+
+def test_the_column_is_chosen_or_asked_for(model: Model, tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "in.jsonl")
+    table = pyarrow.table({"a": TEXTS, "b": TEXTS[::-1], "n": range(len(TEXTS))})
+    pyarrow.parquet.write_table(table, tmp_path / "in.parquet")
+    for column, message in [
+        (None, "in.parquet: its columns with texts are a, b; choose one with --input-column"),
+        ("c", "in.parquet has no column c, its columns with texts are a, b"),
+        ("n", "in.parquet: column n has no texts, its columns with texts are a, b"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            config = BulkConfig(input_column=column)
+            generate_file(model, tmp_path / "in.parquet", tmp_path / "out.jsonl", config)
+    generate_file(model, tmp_path / "in.parquet", tmp_path / "out.jsonl", BulkConfig(input_column="b"))
+    wanted = [(result.text, result.score, "eos", None) for result in model.generate(TEXTS[::-1])]
+    near(answers(tmp_path / "out.jsonl"), wanted)
+
+
+def test_bytes_are_for_parquet_alone(model: Model, tmp_path: Path) -> None:
+    table = pyarrow.table({"text": TEXTS, "image": [[b"\xff"]] * len(TEXTS)})
+    pyarrow.parquet.write_table(table, tmp_path / "in.parquet")
+    with pytest.raises(InputError, match=r"column image has bytes, which \.jsonl cannot hold; write \.parquet"):
+        generate_file(model, tmp_path / "in.parquet", tmp_path / "out.jsonl", SMALL)
+    generate_file(model, tmp_path / "in.parquet", tmp_path / "out.parquet", SMALL)
+    assert read(tmp_path / "out.parquet")[3]["image"] == [b"\xff"]
+
+
+def test_places_that_cannot_be(model: Model, tmp_path: Path) -> None:
+    source = WRITERS[".txt"](tmp_path / "in.txt")
+    (tmp_path / "folder.txt").mkdir()
+    for target, message in [
+        (tmp_path / "nowhere" / "out.txt", r"out.txt: cannot be written \(No such file or directory\)"),
+        (tmp_path / "folder.txt", "folder.txt: is a directory"),
+        (tmp_path / "out.xlsx", r"its suffix says no format, expected \.parquet, \.jsonl, \.csv, \.txt"),
+        (source, "in.txt is the input too"),
+        (f"{'x' * 250}.txt", "File name too long"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            generate_file(model, source, target, SMALL)
+    with pytest.raises(InputError, match=r"missing\.txt: cannot be read \(No such file or directory\)"):
+        generate_file(model, tmp_path / "missing.txt", tmp_path / "out.txt", SMALL)
+    for wrong in ({"rows_per_part": 0}, {"batch_size": 0}, {"output_column": ""}, {"input_column": ""}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            BulkConfig(**wrong)  # type: ignore[arg-type]
+    no_litter(tmp_path, "in.txt", "folder.txt")
+
+
+def test_settings_that_no_row_could_have_are_refused_once(model: Model, tmp_path: Path) -> None:
+    source = WRITERS[".txt"](tmp_path / "in.txt")
+    for options, config in [
+        ({"max_new_tokens": 99}, SMALL),
+        ({"num_beams": 0}, SMALL),
+        ({"nothing": 1}, SMALL),
+        ({}, BulkConfig(prefix="1" * 99)),
+        ({"replace_unknowns": True}, SMALL),
+    ]:
+        with pytest.raises((InputError, ConfigError)):
+            generate_file(model, source, tmp_path / "out.jsonl", config, **options)
+    no_litter(tmp_path, "in.txt")
+
+
+def test_two_runs_at_once_are_refused(model: Model, tmp_path: Path) -> None:
+    source = WRITERS[".txt"](tmp_path / "in.txt")
+    with (
+        locked(tmp_path / "out.jsonl"),
+        pytest.raises(BundleError, match=r"out\.jsonl is being written by another process"),
+    ):
+        generate_file(model, source, tmp_path / "out.jsonl", SMALL)
+    no_litter(tmp_path, "in.txt")
+
+
+def test_an_output_is_replaced_through_its_link(model: Model, tmp_path: Path) -> None:
+    (tmp_path / "real.txt").write_text("old")
+    (tmp_path / "out.txt").symlink_to("real.txt")
+    generate_file(model, WRITERS[".txt"](tmp_path / "in.txt"), tmp_path / "out.txt", SMALL)
+    assert (tmp_path / "out.txt").is_symlink()
+    assert len((tmp_path / "real.txt").read_text().splitlines()) == len(TEXTS)
+    no_litter(tmp_path, "in.txt", "out.txt", "real.txt")
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def test_the_command_line_says_how_many_rows_are_wrong(dates_bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text("day,other\n1.1.2000,x\n,y\n")
+    options = ["--input", tmp_path / "in.csv", "--output", tmp_path / "out.csv"]
+    done = run("generate", dates_bundle, *options, "--input-column", "day", "--output-column", "iso")
+    assert (done.exit_code, done.stdout) == (3, "")
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("1 of 2 rows could not be decoded; ")
+    assert last.endswith("out.csv has the reason of each in column iso_error")
+    assert [(row["iso"], row["iso_error"]) for row in read(tmp_path / "out.csv")] == [
+        ("2000-01-01", ""), ("", "the text is empty; leave it out")
+    ]  # fmt: skip
+
+
+def test_what_works_in_bulk_alone_says_what_it_needs(dates_bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text("day\n1.1.2000\n")
+    for arguments in (
+        ["--input", tmp_path / "in.csv", "--input-column", "day"],
+        ["1.1.2000", "--output-column", "iso"],
+        ["--input", "s3://bucket/in.csv"],
+        ["--input", "s3://bucket/in.csv", "--output", tmp_path / "out"],
+        ["--input", tmp_path / "in.csv", "--output", "s3://bucket/out.jsonl", "--json"],
+    ):
+        done = run("generate", dates_bundle, *arguments)
+        assert (done.exit_code, done.stdout) == (1, "")
+        assert "needs --input and --output with names that end with .parquet, .jsonl, .csv or .txt" in done.stderr
+    missing = run("generate", dates_bundle, "--input", tmp_path / "no.csv", "--output", tmp_path / "out.csv")
+    assert missing.exit_code == 1
+    assert "does not exist" in missing.stderr

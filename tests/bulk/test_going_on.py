@@ -1,0 +1,221 @@
+"""A run that ends anywhere is gone on with: nothing is decoded twice, lost, or mixed with another run's."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.bulk.corpus import TEXTS, answers, expected, near, no_litter, write_csv, write_jsonl
+from tests.fuzz.faults.inject import Injector
+from tfexport.bulk.config import BulkConfig
+from tfexport.bulk.run import Summary, generate_file
+from tfexport.errors import BundleError, InputError
+from tfexport.model import Model
+
+SMALL = BulkConfig(rows_per_part=3, batch_size=3)
+CALL = "tests.fuzz.faults.calls:bulk"
+
+
+class StopHere(Exception):  # noqa: N818 - it is no error
+    """Ends a run from within."""
+
+
+def begin(model: Model, source: Path, target: Path, parts: int, config: BulkConfig = SMALL, **options: Any) -> None:
+    """Run until so many parts are kept, and end as Ctrl-C does."""
+
+    def stop(_progress: object) -> None:
+        if len(list(target.with_name(f"{target.name}.parts").glob("part-*"))) == parts:
+            raise StopHere
+
+    with pytest.raises(StopHere):
+        generate_file(model, source, target, config, on_progress=stop, **options)
+    assert not target.exists()
+
+
+def go_on(model: Model, source: Path, target: Path, config: BulkConfig = SMALL, **options: Any) -> Summary:
+    return generate_file(model, source, target, config, **options)
+
+
+def test_what_is_done_is_not_done_again(model: Model, tmp_path: Path) -> None:
+    source, target = write_jsonl(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+    begin(model, source, target, 2)
+    no_litter(tmp_path, "in.jsonl", "out.jsonl.parts")
+    no_litter(tmp_path / "out.jsonl.parts", "job.json", "part-00000000.jsonl", "part-00000001.jsonl")
+    told: list[str] = []
+    summary = go_on(model, source, target, report=told.append)
+    assert (summary.num_rows, summary.num_decoded) == (len(TEXTS), len(TEXTS) - 6)
+    assert "going on behind a former run: 6 of 11 rows are done" in told
+    near(answers(target), expected(model))
+    no_litter(tmp_path, "in.jsonl", "out.jsonl")
+
+
+def test_parts_that_are_missing_in_between_are_made(model: Model, tmp_path: Path) -> None:
+    source, target = write_csv(tmp_path / "in.csv"), tmp_path / "out.parquet"
+    begin(model, source, target, 3)
+    (tmp_path / "out.parquet.parts" / "part-00000001.jsonl").unlink()
+    assert go_on(model, source, target).num_decoded == 5
+    near(answers(target), expected(model))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"num_beams": 2}, "num_beams is 2 and was 1"),
+        ({"max_new_tokens": 5}, "max_new_tokens is 5 and was None"),
+        ({"config": {"output_column": "iso"}}, "output_column is 'iso' and was 'output'"),
+        ({"config": {"prefix": "1999-"}}, "prefix is '1999-' and was None"),
+        ({"config": {"rows_per_part": 4}}, "rows_per_part is 4 and was 3"),
+        ({"input": b'{"text": "1.1.2000"}\n'}, "the input was changed"),
+    ],
+    ids=str,
+)
+def test_a_run_of_something_else_is_refused(change: dict[str, Any], said: str, model: Model, tmp_path: Path) -> None:
+    source, target = write_jsonl(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+    begin(model, source, target, 2)
+    config = BulkConfig(**{"rows_per_part": 3, **change.pop("config", {})})
+    source.write_bytes(change.pop("input", source.read_bytes()))
+    with pytest.raises(InputError) as caught:
+        go_on(model, source, target, config, **change)
+    assert said in str(caught.value)
+    assert str(caught.value).endswith(f"or remove {target}.parts to begin anew")
+    assert len(list((tmp_path / "out.jsonl.parts").iterdir())) == 3
+
+
+def test_another_bundle_is_refused(model: Model, dates_bundle: Path, dates_fp16: Path, tmp_path: Path) -> None:
+    import tfexport
+
+    source, target = write_jsonl(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+    begin(model, source, target, 1)
+    with tfexport.load(dates_fp16) as other, pytest.raises(InputError, match="the bundle is another one"):
+        go_on(other, source, target)
+    shutil.copytree(dates_bundle, tmp_path / "copy")  # the same, wherever it lies
+    with tfexport.load(tmp_path / "copy") as same:
+        assert go_on(same, source, target, BulkConfig(rows_per_part=3, batch_size=7)).num_decoded == 8
+
+
+def test_an_input_that_changes_during_the_run_is_refused(model: Model, tmp_path: Path) -> None:
+    source, target = write_jsonl(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+
+    def change(_progress: object) -> None:
+        write_jsonl(source, TEXTS[::-1])
+
+    with pytest.raises(InputError, match=r"in\.jsonl was changed during the run; put back .* remove .*parts"):
+        generate_file(model, source, target, SMALL, on_progress=change)
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("where", ["part-00000001.jsonl", "job.json"])
+def test_damage_of_what_was_kept_is_found(where: str, model: Model, tmp_path: Path) -> None:
+    source, target = write_jsonl(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+    begin(model, source, target, 3)
+    path = tmp_path / "out.jsonl.parts" / where
+    raw = bytearray(path.read_bytes())
+    raw[-10] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises((InputError, BundleError), match=rf"{where} (is damaged; remove it|was changed|is not JSON)"):
+        go_on(model, source, target)
+    assert not target.exists()
+    path.unlink()
+    summary = go_on(model, source, target)
+    assert summary.num_decoded == (len(TEXTS) if where == "job.json" else 3)
+    near(answers(target), expected(model))
+    no_litter(tmp_path, "in.jsonl", "out.jsonl")
+
+
+def test_files_of_others_in_the_folder_of_parts_stay(model: Model, tmp_path: Path) -> None:
+    (tmp_path / "out.jsonl.parts").mkdir()
+    (tmp_path / "out.jsonl.parts" / "notes").write_text("mine")
+    with pytest.raises(InputError, match=r"out\.jsonl\.parts has notes, which is no part of a run; move it away"):
+        go_on(model, write_jsonl(tmp_path / "in.jsonl"), tmp_path / "out.jsonl")
+    no_litter(tmp_path / "out.jsonl.parts", "notes")
+
+
+@pytest.fixture(scope="module")
+def injector(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Injector]:
+    injector = Injector(tmp_path_factory.mktemp("injector"))
+    injector.warm("tests.fuzz.faults.calls:load", "tfexport.bulk.run", "tfexport.bulk.formats.columns", "onnxruntime")
+    yield injector
+    injector.close()
+
+
+@pytest.fixture(scope="module")
+def attempt(
+    injector: Injector, dates_bundle: Path, model: Model, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., list[str]]:
+    """Return a function that runs once with a fault and once without, checks both, and returns the calls of one."""
+    work = tmp_path_factory.mktemp("work").resolve()
+    wanted = expected(model)
+
+    def try_it(suffix: str, at: int = 0, action: str = "SIGKILL") -> list[str]:
+        folder = work / f"{suffix[1:]}-{at}-{action}"
+        folder.mkdir()
+        source, target = write_csv(folder / "in.csv"), folder / f"out{suffix}"
+        former = '{"text": "1.1.2000", "output": "old"}\n'
+        target.write_text(former)
+        first = injector.run(folder, dates_bundle, source, target, at=at, action=action, call=CALL)
+        assert "Traceback" not in first.said, first.said
+        is_old = target.read_bytes() == former.encode()
+        if not is_old:
+            near(answers(target), wanted)
+        if at and action not in ("SIGKILL", "SIGTERM"):
+            assert first.status == (0 if first.status == 0 and not is_old else 1), first.said
+        kept = len(list(folder.glob("out*.parts/part-*")))
+        second = injector.run(folder, dates_bundle, source, target, call=CALL)
+        assert second.status == 0, second.said
+        if kept and list(folder.glob("out*.parts/job.json")):
+            assert "going on behind a former run" in second.out
+        near(answers(target), wanted)
+        no_litter(folder, "in.csv", target.name)
+        shutil.rmtree(folder)
+        return first.calls
+
+    return try_it
+
+
+def test_a_kill_at_some_calls_of_the_file_system_loses_nothing(attempt: Callable[..., list[str]]) -> None:
+    """Those that change names, for each is a stage."""
+    calls = attempt(".jsonl")
+    renames = [at for at, call in enumerate(calls, 1) if call == "rename"]
+    assert len(renames) == 1 + 4 + 1  # job, parts, output
+    for at in renames[::2]:
+        attempt(".jsonl", at)
+    removals = [at for at, call in enumerate(calls, 1) if call in ("unlink", "rmdir") and at > renames[-1]]
+    assert len(removals) >= 1 + 4 + 1
+    attempt(".jsonl", removals[0])
+    attempt(".jsonl", removals[2])
+    attempt(".jsonl", renames[3], "ENOSPC")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("action", ["SIGKILL", "EIO", "ENOSPC", "SIGTERM"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_every_call_of_the_file_system(suffix: str, action: str, attempt: Callable[..., list[str]]) -> None:
+    calls = attempt(suffix)
+    wrong = []
+    for at in range(1, len(calls) + 1):
+        try:
+            attempt(suffix, at, action)
+        except Exception as error:  # noqa: BLE001 - all places are tried
+            wrong.append(f"call {at} ({calls[at - 1]}): {error}")
+    print(f"\n{suffix}, {action}: {len(calls)} calls, {len(wrong)} wrong")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_disk_that_is_full_says_what_is_kept(injector: Injector, dates_bundle: Path, tmp_path: Path) -> None:
+    folder = tmp_path.resolve()
+    source, target = write_csv(folder / "in.csv"), folder / "out.jsonl"
+    calls = injector.run(folder, dates_bundle, source, target, call=CALL).calls
+    target.unlink()
+    third = [at for at, call in enumerate(calls, 1) if call == "rename"][3]
+    done = injector.run(folder, dates_bundle, source, target, at=third, action="ENOSPC", call=CALL)
+    assert done.status == 1
+    assert done.said == (
+        f"error: {target}.parts: cannot be written (No space left on device); repair that and run the same command "
+        f"again, what is done is kept in {target}.parts\n"
+    )
+    assert json.loads((folder / "out.jsonl.parts" / "job.json").read_text())["rows_per_part"] == 3

@@ -1,0 +1,66 @@
+"""A server elsewhere, which the tests of this folder ask over the network: `pytest tests/serve/http --server URL`.
+
+It serves the bundle of `models/dates` as `dates`, with `OFFERS` and every other setting as it is by default. Tests that
+want other settings, or that look into the process of the server, are skipped.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import httpx
+import pytest
+
+from tests.serve.http.served import OFFERS, Asking
+from tfexport.serve.http.config import HttpConfig
+
+PATIENCE_S = 60.0
+
+
+class Scraped:
+    """The metrics of a server since this was made."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._before = self._samples()
+
+    def total(self, metric: str, model: str) -> float:
+        """Return what `Metrics.total` does."""
+
+        def sum_of(samples: list[tuple[str, str, str]]) -> float:
+            own = f'model="{model}"'
+            return sum(float(value) for name, labels, value in samples if name == metric and own in labels)
+
+        return sum_of(self._samples()) - sum_of(self._before)
+
+    def _samples(self) -> list[tuple[str, str, str]]:
+        text = httpx.get(f"{self._url}/metrics", timeout=PATIENCE_S).raise_for_status().text
+        return re.findall(r"^(\w+)\{(.*)\} (\S+)$", text, re.MULTILINE)
+
+
+class Remote(Asking):
+    """A server elsewhere, in place of `Served`.
+
+    Attributes:
+        client: that asks it.
+        metrics: that it exposes.
+    """
+
+    def __init__(self, url: str, client: httpx.AsyncClient) -> None:
+        self.client, self.metrics = client, Scraped(url)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        pytest.skip(f"looks at the {name} of a server, which is elsewhere")
+
+
+@asynccontextmanager
+async def elsewhere(url: str, http: HttpConfig | None, bundle: Path, **config: Any) -> AsyncIterator[Remote]:
+    """Ask the server elsewhere, where its settings will do; skip the test else."""
+    if config or bundle.name != "dates" or http not in (None, OFFERS):
+        pytest.skip("wants a server with other settings")
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
+        yield Remote(url, client)

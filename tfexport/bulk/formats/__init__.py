@@ -1,0 +1,1 @@
+"""The formats of files: one sibling each, told by the suffix."""

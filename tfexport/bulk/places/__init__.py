@@ -1,0 +1,1 @@
+"""Where files lie: on this machine, or where pyarrow finds them."""

@@ -1,0 +1,116 @@
+"""What an application is built from: the bundles, how they are served, and what each replica takes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, get_type_hints
+
+from tfexport.errors import ConfigError
+from tfexport.serve.bundles import named_bundles
+from tfexport.serve.config import ServingConfig
+from tfexport.serve.http.config import HttpConfig
+from tfexport.spec import Device, Form
+
+SUBJECT = "application"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments(ServingConfig, HttpConfig, subject=SUBJECT):
+    """Arguments of the application: these, those of `ServingConfig`, and those of `HttpConfig`.
+
+    Paths are those of the nodes that replicas run on.
+
+    Attributes:
+        bundle: `[NAME=]BUNDLE`, or a list of them; a replica serves them all, each with an engine of its own.
+        backend: of `tfexport.load`.
+        form: of `tfexport.load`.
+        device: "cpu" or "cuda"; None is "cuda" where a replica has a GPU or a part of one.
+        engine: of `tfexport.load`.
+        threads: of the CPU, for each model; None for what Ray has given to the replica, shared between its models.
+        trusted_keys: path of a file of public keys, or a list of them, one of which must have signed each bundle.
+        token_file: file with one bearer token a line; None lets everybody ask.
+        min_replicas: that there are however little is asked.
+        max_replicas: that there are at most; above `min_replicas`, Ray scales between them.
+        num_cpus: cores that Ray sets aside for a replica.
+        num_gpus: GPUs that Ray sets aside for a replica; 0.5 lets two share one, whose memory Ray does not divide.
+        shutdown_timeout_s: seconds in which a replica that has to go finishes what it has accepted.
+    """
+
+    bundle: str | tuple[str, ...]
+    backend: str = "auto"
+    form: Form | None = None
+    device: Device | None = None
+    engine: str | None = None
+    threads: int | None = None
+    trusted_keys: str | tuple[str, ...] | None = None
+    token_file: str | None = None
+    timeout_s: float | None = HttpConfig.max_timeout_s
+    min_replicas: int = 1
+    max_replicas: int = 1
+    num_cpus: float = 1.0
+    num_gpus: float = 0.0
+    shutdown_timeout_s: float = 30.0
+
+    @classmethod
+    def read(cls, arguments: Mapping[str, Any]) -> Self:
+        """Read arguments strictly; texts stand for numbers and the like, as a command line gives them.
+
+        Raises:
+            ConfigError: lists every one that is unknown, missing or wrong.
+        """
+        kinds = get_type_hints(cls)
+        return cls.from_dict(
+            {name: _parsed(value, kinds.get(name)) for name, value in arguments.items()}, subject=SUBJECT
+        )
+
+    @property
+    def bundles(self) -> dict[str, Path]:
+        """The bundles by the name that they are served under."""
+        return named_bundles(_listed(self.bundle))
+
+    @property
+    def keys(self) -> tuple[str, ...] | None:
+        """The files of public keys; None where no signature is asked for."""
+        return None if self.trusted_keys is None else _listed(self.trusted_keys)
+
+    def _problems(self) -> Iterator[str]:
+        yield from ServingConfig._problems(self)
+        yield from HttpConfig._problems(self)
+        between = {
+            "min_replicas": (1, 10_000),
+            "max_replicas": (1, 10_000),
+            "num_cpus": (0, 1024),
+            "num_gpus": (0, 1024),
+            "shutdown_timeout_s": (0, 86_400),
+        }
+        for name, (low, high) in between.items():
+            if not low <= (value := getattr(self, name)) <= high:
+                yield f"{name} is {value}, expected {low} to {high}"
+        if self.max_replicas < self.min_replicas:
+            yield f"max_replicas is {self.max_replicas}, below min_replicas {self.min_replicas}; raise it too"
+        if self.num_gpus > 1 and self.num_gpus != int(self.num_gpus):
+            yield f"num_gpus is {self.num_gpus}, expected a part of one GPU or whole ones"
+        if self.num_gpus and self.device == "cpu":
+            yield f"num_gpus is {self.num_gpus} and device cpu, which would leave them idle; leave one of them out"
+        if not _listed(self.bundle):
+            yield "bundle is empty, expected one or more"
+        try:
+            named_bundles(_listed(self.bundle))
+        except ConfigError as error:
+            yield str(error).removeprefix("serve: ")
+
+
+def _listed(value: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else value
+
+
+def _parsed(value: object, kind: Any) -> object:
+    """Return what a text stands for where something else than a text is wanted, and any other value as it is."""
+    if isinstance(value, str) and str not in getattr(kind, "__args__", (kind,)):
+        with contextlib.suppress(ValueError):
+            return json.loads(value)
+    return value
