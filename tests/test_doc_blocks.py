@@ -27,6 +27,7 @@ NEEDS = {
     "a bucket",  # of a store of objects
     "a package index",
     "a container engine",
+    "a Ray cluster",
     "namespaces of its own",  # of the kernel; containers that run tests seldom may make them
     "weights of yours",
     "measurements of yours",
