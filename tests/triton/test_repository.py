@@ -104,7 +104,8 @@ def test_settings_are_read_as_they_were_written(dates_bundle: Path, tmp_path: Pa
     loading = {"backend": "ort", "form": None, "device": "cpu", "engine": "12", "threads": 2}
     folder = write({"m": dates_bundle}, tmp_path / "r", serving=serving, limits=Limits(max_timeout_s=2.5), **loading)
     config = read_config(folder / "m" / "config.pbtxt")
-    settings = Settings.read({key: value.string_value for key, value in config.parameters.items()})
+    parameters = {key: value.string_value for key, value in config.parameters.items()}
+    settings = Settings.read(parameters | {"EXECUTION_ENV_PATH": "/env.tar.gz"})  # which Triton reads
     assert (settings.serving, settings.limits) == (serving, Limits(max_timeout_s=2.5))
     assert settings.loading == {name: value for name, value in loading.items() if value is not None}
 

@@ -20,7 +20,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.conftest import ROOT
 from tests.serve.http.test_generate import KINDS
+from tests.test_docs import blocks
 from tests.triton.server import PATIENCE_S, PYTHON, Client, Triton, eventually, triton
 from tfexport.model import Model, load
 from tfexport.serve.config import ServingConfig
@@ -203,6 +205,13 @@ def test_triton_s_generate_endpoints(server: Triton, model: Model) -> None:
     events = [json.loads(line.removeprefix("data: ")) for line in body.splitlines() if line]
     assert "".join(event["text_output"] for event in events) == ISO
     assert events[-1]["finish_reason"] == "eos"
+
+
+def test_the_client_of_the_guide(server: Triton, capsys: pytest.CaptureFixture[str]) -> None:
+    (program,) = (block for block in blocks(ROOT / "docs" / "triton.md") if block.language == "python")
+    assert "127.0.0.1:8000" in program.text
+    exec(compile(program.text.replace("127.0.0.1:8000", server.http), program.name, "exec"), {})
+    assert capsys.readouterr().out == program.prints
 
 
 def test_streams_come_in_pieces(server: Triton, model: Model, texts: list[str]) -> None:

@@ -45,11 +45,12 @@ class Settings:
 
     @classmethod
     def read(cls, parameters: Mapping[str, str]) -> Settings:
-        """Return what the parameters of a config.pbtxt say.
+        """Return what the parameters of a config.pbtxt say; those in capitals are Triton's own.
 
         Raises:
             ConfigError: lists those that are missing, unknown, or out of range.
         """
+        parameters = {name: text for name, text in parameters.items() if not name.isupper()}
         values = {name: _value(text) for name, text in parameters.items()}
         parts = {kind: _part(kind, values) for kind in (ServingConfig, Limits)}
         known = {SHA256, *LOADING, *(name for part in parts.values() for name in part)}
