@@ -24,6 +24,7 @@ from tfexport.graph.capture import capture, lower
 from tfexport.graph.forms import FORMS
 from tfexport.graph.operators import operators_built_once
 from tfexport.graph.passes.reshapes import collapse_reshapes
+from tfexport.graph.shortcuts import shortcuts
 from tfexport.models.alignment import EncoderDecoder, align
 from tfexport.models.cache import KeyValue, Source
 from tfexport.models.source import PaddedSource
@@ -150,7 +151,7 @@ def _trace(module: nn.Module, contract: GraphSpec, opset: int, subject: str) -> 
     try:
         # Without the cache of operators' results, capturing a decoder took two thirds of the time when it was measured.
         uncached = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
-        with _quiet(), torch.no_grad(), uncached, operators_built_once():
+        with _quiet(), torch.no_grad(), uncached, operators_built_once(), shortcuts():
             program = capture(
                 module,
                 {tensor.name: _sample(tensor) for tensor in contract.inputs},
