@@ -40,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "runtime": {*STORE, "models", "trt"},
     "decode": {*CONTRACT, "runtime.session"},
     "model": {*STORE, "runtime", "decode", "text"},
-    "bulk": {*CONTRACT, "files", "decode.request", "model", "text"},
+    "bulk": {*STORE, "decode.request", "model", "text"},
     "own_module": {*STORE, "models", "text", "checkpoint"},
     "verify": {*STORE, "models", "runtime", "decode", "text", "model", "own_module"},
     "source": {*STORE, "models", "text", "checkpoint", "graph.config", "own_module"},
@@ -149,6 +149,7 @@ FENCES: dict[str, set[str]] = {
     "triton_python_backend_utils": {"triton.backend"},
     "cryptography": {"files.signature"},
     "pyarrow": {"bulk.formats", "bulk.places.remote"},
+    "ray": {"bulk.ray"},
 }
 HEAVY = (
     "torch",

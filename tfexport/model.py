@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -639,6 +640,17 @@ class Model:
                 "this bundle has no tokenizer; use generate_ids, or put tokenizer.json into the model directory"
             )
         return self.tokenizer
+
+
+def bundle_sha256(model: Model) -> str:
+    """Return the sha256 of the manifest of a model's bundle, which names all that is in it.
+
+    Raises:
+        InputError: the model is of no bundle.
+    """
+    if model.manifest is None:
+        raise InputError("the model is of no bundle, so that nothing says what it is; use tfexport.load")
+    return hashlib.sha256(model.manifest.to_bytes()).hexdigest()
 
 
 def _texts(name: str, given: Iterable[str]) -> list[str]:

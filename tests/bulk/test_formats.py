@@ -25,7 +25,8 @@ from tests.bulk.corpus import (
     write_parquet,
 )
 from tfexport.bulk.config import BulkConfig
-from tfexport.bulk.run import Progress, generate_file
+from tfexport.bulk.progress import Progress
+from tfexport.bulk.run import generate_file
 from tfexport.errors import InputError
 from tfexport.model import Model
 

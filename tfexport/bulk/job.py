@@ -133,6 +133,7 @@ def open_job(folder: Folder, job: Job) -> PartStore:
             folder.remove(min(names))  # of a run that was killed when its output was there
         folder.clear()
         if _JOB not in names:
+            folder.make()
             folder.write(_JOB, seal(_plain(job)))
     return PartStore(folder)
 

@@ -2,78 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
 from tfexport.bulk.config import BulkConfig
 from tfexport.bulk.decode import Decoder, need_tokenizer
-from tfexport.bulk.task import prepared
-from tfexport.errors import InputError
-from tfexport.model import Model
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a run is.
-
-    Attributes:
-        num_rows: of the input.
-        done: of them, those of former runs too.
-        rows_per_s: of this run; 0 at its beginning.
-        left_s: seconds until the last row is decoded, at this rate; None where there is no rate yet.
-    """
-
-    num_rows: int
-    done: int
-    rows_per_s: float
-    left_s: float | None
-
-
-@dataclass(frozen=True)
-class Summary:
-    """What a run has done.
-
-    Attributes:
-        num_rows: of the output.
-        num_decoded: of them, by this run.
-        num_errors: rows that have an error in place of an answer.
-        rows_per_s: at which this run has decoded.
-    """
-
-    num_rows: int
-    num_decoded: int
-    num_errors: int
-    rows_per_s: float
-
-
-class Meter:
-    """Counts rows and tells how far a run is."""
-
-    def __init__(self, num_rows: int, done: int, on_progress: Callable[[Progress], None] | None) -> None:
-        """Begin to count, and to take the time."""
-        self._num_rows, self._former, self._on_progress = num_rows, done, on_progress
-        self._began, self._decoded = time.perf_counter(), 0
-
-    def add(self, rows: int) -> None:
-        """Count rows that were decoded."""
-        self.tell(self._decoded + rows)
-
-    def tell(self, decoded: int) -> None:
-        """Set the number of rows that were decoded."""
-        self._decoded = decoded
-        if self._on_progress:
-            done = self._former + decoded
-            rate = self.rate()
-            left_s = (self._num_rows - done) / rate if rate else None
-            self._on_progress(Progress(self._num_rows, done, rate, left_s))
-
-    def rate(self) -> float:
-        """Return the rows a second so far."""
-        return self._decoded / max(time.perf_counter() - self._began, 1e-9)
+from tfexport.bulk.progress import Meter, Progress, Summary
+from tfexport.bulk.task import check_unchanged, prepared
+from tfexport.model import Model, bundle_sha256
 
 
 def generate_file(
@@ -107,21 +44,17 @@ def generate_file(
         BackendError: the backend failed; what is done is kept.
     """
     config = config or BulkConfig()
-    if model.manifest is None:
-        raise InputError("generate_file: the model is of no bundle, so that nobody could go on; use tfexport.load")
     tokenizer = need_tokenizer(model)
     decoder = Decoder(model, config, model.decoding(**options))
-    bundle_sha256 = hashlib.sha256(model.manifest.to_bytes()).hexdigest()
-    with prepared(
-        source, target, config, decoder.decoding, tokenizer, bundle_sha256, model.session.backend, report
-    ) as task:
+    sha256, backend = bundle_sha256(model), model.session.backend
+    with prepared(source, target, config, decoder.decoding, tokenizer, sha256, backend, report) as task:
         num_left = sum(part.count for part in task.missing)
         meter = Meter(task.scan.num_rows, task.scan.num_rows - num_left, on_progress)
         decoded = 0
         for part in task.missing:
             texts = task.source.read(part, [task.column]).column(task.column)
             answers = decoder.answers(texts, part.first, meter.add)
-            task.check_unchanged()
+            check_unchanged(task.source.place, task.stamp, task.store.name)
             task.store.write(part, answers)
             meter.tell(decoded := decoded + part.count)
         rate = meter.rate()

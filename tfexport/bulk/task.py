@@ -34,6 +34,7 @@ class Task:
         column: of it that has the texts.
         store: of the parts that are done.
         missing: parts that are to be decoded.
+        stamp: of the source when it was read.
     """
 
     source: Source
@@ -42,22 +43,8 @@ class Task:
     column: str
     store: PartStore
     missing: tuple[Part, ...]
-    _stamp: tuple[int, int]
+    stamp: tuple[int, int]
     _open_sink: Callable[[BinaryIO], Sink]
-
-    def check_unchanged(self) -> None:
-        """Refuse an input that is no more what was checked; called before what was read of it is kept.
-
-        Raises:
-            InputError: it was written since.
-        """
-        name = self.source.place.name
-        with reading(name):
-            if self.source.place.stamp() != self._stamp:
-                raise InputError(
-                    f"{name} was changed during the run; put back what it was and run again to go on, or remove "
-                    f"{self.store.name} to begin anew"
-                )
 
     def finish(self) -> int:
         """Join the input with the answers, put the output in its place and remove the parts.
@@ -72,12 +59,16 @@ class Task:
         with writing(self.target.name, kept=self.store.name):
             with self.target.parts.publish() as stream:
                 sink = self._open_sink(stream)
-                for part in self.scan.parts:
-                    answers = self.store.read(part)
-                    num_errors += sum(answer.error is not None for answer in answers)
-                    sink.write(self.source.read(part), answers)
-                sink.close()
-                self.check_unchanged()
+                try:
+                    for part in self.scan.parts:
+                        answers = self.store.read(part)
+                        num_errors += sum(answer.error is not None for answer in answers)
+                        sink.write(self.source.read(part), answers)
+                    check_unchanged(self.source.place, self.stamp, self.store.name)
+                    sink.close()
+                except BaseException:
+                    sink.abandon()
+                    raise
             close_job(self.target.parts)
         return num_errors
 
@@ -145,6 +136,25 @@ def prepared(
             kept = sum(part.count for part in scan.parts) - sum(part.count for part in missing)
             report(f"going on behind a former run: {kept:,} of {scan.num_rows:,} rows are done")
         yield Task(opened, aim, scan, column, store, missing, stamp, open_sink)
+
+
+def check_unchanged(place: Place, stamp: tuple[int, int], parts: str) -> None:
+    """Refuse an input that is no more what was checked; called before what was read of it is kept.
+
+    Args:
+        place: of the input.
+        stamp: that it had.
+        parts: the folder of the run.
+
+    Raises:
+        InputError: it was written since.
+    """
+    with reading(place.name):
+        if place.stamp() != stamp:
+            raise InputError(
+                f"{place.name} was changed during the run; put back what it was and run again to go on, or remove "
+                f"{parts} to begin anew"
+            )
 
 
 def choose_column(columns: Mapping[str, bool], given: str | None, name: str) -> str:

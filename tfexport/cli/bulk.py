@@ -14,7 +14,7 @@ from tfexport.cli.process import Terminated
 from tfexport.cli.terminal import report_line
 
 if TYPE_CHECKING:
-    from tfexport.bulk.run import Progress
+    from tfexport.bulk.progress import Progress
     from tfexport.model import Model
 
 # The output is there, and rows of it have an error; apart from what a supervisor would try again.

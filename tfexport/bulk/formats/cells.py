@@ -95,6 +95,9 @@ class CellSink:
     def close(self) -> None:
         """Do nothing."""
 
+    def abandon(self) -> None:
+        """Do nothing."""
+
     def _write(self, rows: Sequence[Sequence[str]]) -> None:
         text = io.StringIO(newline="")
         csv.writer(text, lineterminator="\n").writerows(rows)

@@ -200,6 +200,10 @@ class ColumnSink:
         self._flush()
         self._writer.close()
 
+    def abandon(self) -> None:
+        """Write nothing more, for what is there is thrown away."""
+        self._writer.is_open = False  # or it would write its footer when it is freed
+
     def _flush(self) -> None:
         if self._waiting:
             self._writer.write_table(pyarrow.concat_tables(self._waiting))

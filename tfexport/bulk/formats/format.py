@@ -123,6 +123,10 @@ class Sink(Protocol):
         """Write what is left; the stream stays open."""
         ...
 
+    def abandon(self) -> None:
+        """Write nothing more, for what is there is thrown away."""
+        ...
+
 
 def cut(num_rows: int, rows_per_part: int, starts: Sequence[int] = ()) -> tuple[Part, ...]:
     """Divide rows into parts.

@@ -51,6 +51,9 @@ class LineSink:
     def close(self) -> None:
         """Do nothing."""
 
+    def abandon(self) -> None:
+        """Do nothing."""
+
 
 def answer_line(text: str, number: int | None, score: float) -> str:
     """Spell an answer in one line; with the number of its input, from 1, and its score where there is a number."""

@@ -95,3 +95,6 @@ class ObjectSink:
 
     def close(self) -> None:
         """Do nothing."""
+
+    def abandon(self) -> None:
+        """Do nothing."""

@@ -36,9 +36,12 @@ class LocalFolder:
         """Return the bytes of a file."""
         return (self._path / name).read_bytes()
 
-    def write(self, name: str, data: bytes) -> None:
-        """Write a file whole or not at all, and the folder where it is missing."""
+    def make(self) -> None:
+        """Make the folder where it is missing."""
         self._path.mkdir(exist_ok=True)
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a file whole or not at all; the folder is there."""
         with self._draft() as draft:
             draft.write_bytes(data)
             _sync(draft)

@@ -28,8 +28,12 @@ class Folder(Protocol):
         """Return the bytes of a file."""
         ...
 
+    def make(self) -> None:
+        """Make the folder where it is missing."""
+        ...
+
     def write(self, name: str, data: bytes) -> None:
-        """Write a file whole or not at all, and the folder where it is missing."""
+        """Write a file whole or not at all; the folder is there."""
         ...
 
     def clear(self) -> None:

@@ -55,9 +55,12 @@ class RemoteFolder:
         with self._system.open_input_stream(f"{self._path}/{name}") as stream:
             return cast(bytes, stream.read())
 
-    def write(self, name: str, data: bytes) -> None:
-        """Write a file whole or not at all, and the folder where it is missing."""
+    def make(self) -> None:
+        """Make the folder where it is missing."""
         self._system.create_dir(self._path, recursive=True)
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a file whole or not at all; the folder is there."""
         with self._draft() as draft:
             with self._system.open_output_stream(draft) as stream:
                 stream.write(data)
