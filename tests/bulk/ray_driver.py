@@ -13,7 +13,7 @@ from tfexport.errors import TfexportError
 
 def main(address: str, bundle: str, source: str, target: str) -> None:
     """Run; exits with 1 and one line where it is refused."""
-    ray.init(address=address, log_to_driver=False, _node_ip_address="127.0.0.1")
+    ray.init(address=address, log_to_driver=False, _node_ip_address=address.partition(":")[0])
     try:
         summary = generate_file(
             bundle,

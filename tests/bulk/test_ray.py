@@ -6,12 +6,13 @@ import contextlib
 import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,8 @@ with warnings.catch_warnings(action="ignore"), contextlib.suppress(ImportError):
 ray = pytest.importorskip("ray", reason="Ray is not installed; pip install 'tfexport[ray]'")
 
 ROWS = int(os.environ.get("BULK_ROWS", "20000"))
+# Of loopback; not 127.0.0.1, in whose place Ray takes the address of the machine.
+HOST = "127.0.0.2"
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
@@ -40,7 +43,7 @@ def address() -> Iterator[str]:
     """Start a node on loopback."""
     from ray.cluster_utils import Cluster
 
-    arguments = {"num_cpus": 2, "object_store_memory": 100 * 2**20, "node_ip_address": "127.0.0.1"}
+    arguments = {"num_cpus": 2, "object_store_memory": 100 * 2**20, "node_ip_address": HOST}
     cluster = Cluster(initialize_head=True, head_node_args={**arguments, "include_dashboard": False})
     yield str(cluster.address)
     cluster.shutdown()
@@ -71,7 +74,21 @@ class Driver:
 
     def kill(self) -> None:
         self.process.kill()
-        self.end()
+        self.process.communicate()
+
+
+@pytest.fixture
+def start(address: str, dates_bundle: Path) -> Iterator[Callable[..., Driver]]:
+    """Return a function that starts a driver; it is ended with the test."""
+    drivers = []
+
+    def start_one(source: Path, target: Path, bundle: Path = dates_bundle) -> Driver:
+        drivers.append(Driver(address, bundle, source, target))
+        return drivers[-1]
+
+    yield start_one
+    for driver in drivers:
+        driver.kill()
 
 
 def workers() -> list[int]:
@@ -84,13 +101,11 @@ def workers() -> list[int]:
     return found
 
 
-def test_each_row_is_there_once_whoever_is_killed(
-    model: Model, dates_bundle: Path, address: str, tmp_path: Path
-) -> None:
+def test_each_row_is_there_once_whoever_is_killed(model: Model, start: Callable[..., Driver], tmp_path: Path) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     texts = [TEXTS[row % len(TEXTS)] for row in range(ROWS)]
     source.write_text("".join(json.dumps({"id": row, "text": text}) + "\n" for row, text in enumerate(texts)))
-    first = Driver(address, dates_bundle, source, target)
+    first = start(source, target)
     done = first.until(ROWS // 10)
     os.kill(workers()[0], signal.SIGKILL)
     done = first.until(max(done + 2048, ROWS * 4 // 10))
@@ -99,7 +114,7 @@ def test_each_row_is_there_once_whoever_is_killed(
     assert not target.exists()
     kept = sum(json.loads(path.open().readline())["rows"] for path in (tmp_path / "out.jsonl.parts").glob("part-*"))
     assert kept >= done
-    second = Driver(address, dates_bundle, source, target)
+    second = start(source, target)
     second.until(kept + 1024)
     os.kill(workers()[0], signal.SIGKILL)
     assert second.end() == 0, second.said
@@ -117,7 +132,7 @@ def test_each_row_is_there_once_whoever_is_killed(
     no_litter(tmp_path, "in.jsonl", "out.jsonl")
 
 
-def test_a_run_of_one_machine_is_gone_on_with(model: Model, dates_bundle: Path, address: str, tmp_path: Path) -> None:
+def test_a_run_of_one_machine_is_gone_on_with(model: Model, start: Callable[..., Driver], tmp_path: Path) -> None:
     from tests.bulk.test_going_on import begin
     from tfexport.bulk.config import BulkConfig
 
@@ -125,7 +140,7 @@ def test_a_run_of_one_machine_is_gone_on_with(model: Model, dates_bundle: Path, 
     texts = [TEXTS[row % len(TEXTS)] for row in range(2000)]
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     begin(model, source, target, 1, BulkConfig(rows_per_part=512))
-    driver = Driver(address, dates_bundle, source, target)
+    driver = start(source, target)
     assert driver.end() == 0, driver.said
     assert driver.said[-1] == "decoded 1488 of 2000"
     assert len(target.read_text().splitlines()) == 2000
@@ -138,21 +153,17 @@ def test_a_run_of_one_machine_is_gone_on_with(model: Model, dates_bundle: Path, 
         (b"", "InputError: .* is empty"),
     ],
 )
-def test_what_is_refused_is_one_line(
-    data: bytes, message: str, dates_bundle: Path, address: str, tmp_path: Path
-) -> None:
-    import re
-
+def test_what_is_refused_is_one_line(data: bytes, message: str, start: Callable[..., Driver], tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_bytes(data)
-    driver = Driver(address, dates_bundle, tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+    driver = start(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
     assert driver.end() == 1
     assert re.search(message, driver.said[-1])
     no_litter(tmp_path, "in.jsonl")
 
 
-def test_what_a_worker_refuses_is_one_line(address: str, tmp_path: Path) -> None:
+def test_what_a_worker_refuses_is_one_line(start: Callable[..., Driver], tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"text": "1.1.2000"}\n')
-    driver = Driver(address, tmp_path / "nothing", tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+    driver = start(tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "nothing")
     assert driver.end() == 1
     assert driver.said[-1].startswith("BundleError: ")
     assert "tfexport onnx SOURCE --output" in driver.said[-1]
