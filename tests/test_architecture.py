@@ -144,12 +144,11 @@ FENCES: dict[str, set[str]] = {
     "starlette": {"serve.http", "serve.ray", "serve.server"},
     "uvicorn": {"serve.server"},
     "h11": {"serve.server.connection"},
-    "ray": {"serve.ray"},
+    "ray": {"bulk.ray", "serve.ray"},
     "prometheus_client": {"serve.metrics"},
     "triton_python_backend_utils": {"triton.backend"},
     "cryptography": {"files.signature"},
     "pyarrow": {"bulk.formats", "bulk.places.remote"},
-    "ray": {"bulk.ray"},
 }
 HEAVY = (
     "torch",
