@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import socket
 import time
@@ -135,7 +136,7 @@ class Asked:
     Attributes:
         start: when it was sent, by `time.monotonic`.
         end: when it was answered, or broke.
-        status: of the answer; 0 where the connection broke.
+        status: of the answer; 0 where the connection, or its stream, broke.
         said: the text that was generated, or what went wrong.
     """
 
@@ -146,7 +147,7 @@ class Asked:
 
 
 class Load:
-    """Clients that ask again as soon as they are answered, for as long as this is entered.
+    """Clients that ask again as soon as they are answered, every other time for a stream, while this is entered.
 
     Attributes:
         asked: the requests that are over.
@@ -155,7 +156,7 @@ class Load:
     def __init__(self, url: str, texts: Sequence[str], num_clients: int) -> None:
         self.asked: list[Asked] = []
         self._url, self._texts, self._num_clients = url, texts, num_clients
-        self._goes_on = True
+        self._goes_on, self._num_asked = True, 0
 
     async def __aenter__(self) -> Self:
         limits = httpx.Limits(max_connections=None)
@@ -189,11 +190,25 @@ class Load:
     async def _ask(self, index: int) -> None:
         while self._goes_on:
             text, start = self._texts[index % len(self._texts)], time.monotonic()
+            ask = self._generate if self._num_asked % 2 else self._stream
+            self._num_asked += 1
             try:
-                answer = await self._client.post("/v2/models/dates/generate", json={"text_input": text})
-                is_answered = answer.status_code == 200
-                status, said = answer.status_code, answer.json()["text_output"] if is_answered else answer.text
+                status, said = await ask({"text_input": text})
             except httpx.HTTPError as error:
                 status, said = 0, repr(error)
             self.asked.append(Asked(start, time.monotonic(), status, said))
             index += self._num_clients
+
+    async def _generate(self, data: dict[str, Any]) -> tuple[int, str]:
+        answer = await self._client.post("/v2/models/dates/generate", json=data)
+        return answer.status_code, answer.json()["text_output"] if answer.status_code == 200 else answer.text
+
+    async def _stream(self, data: dict[str, Any]) -> tuple[int, str]:
+        """Read a stream to its end; one that ends without a reason was cut off."""
+        async with self._client.stream("POST", "/v2/models/dates/generate_stream", json=data) as answer:
+            if answer.status_code != 200:
+                return answer.status_code, (await answer.aread()).decode()
+            events = [json.loads(line[6:]) async for line in answer.aiter_lines() if line.startswith("data: ")]
+        if not events or "finish_reason" not in events[-1]:
+            return 0, f"the stream ends after {len(events)} events"
+        return 200, "".join(event["text_output"] for event in events)

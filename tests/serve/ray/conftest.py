@@ -19,12 +19,14 @@ if TYPE_CHECKING:
     from tests.serve.ray.cluster import Machines
 
 # Ray reads its environment when it is imported, and would keep its token in the home of whoever runs the tests.
-_WORK = Path(tempfile.mkdtemp(prefix="tfexport-ray-"))
-_TOKEN = _WORK / "auth_token"
-_TOKEN.touch(0o600)
-_TOKEN.write_text(os.urandom(32).hex())
-atexit.register(shutil.rmtree, _WORK, ignore_errors=True)
-os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(_TOKEN), "RAY_USAGE_STATS_ENABLED": "0"}
+if "RAY_AUTH_TOKEN_PATH" not in os.environ:
+    _WORK = Path(tempfile.mkdtemp(prefix="tfexport-ray-"))
+    _TOKEN = _WORK / "auth_token"
+    _TOKEN.touch(0o600)
+    _TOKEN.write_text(os.urandom(32).hex())
+    atexit.register(shutil.rmtree, _WORK, ignore_errors=True)
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(_TOKEN), "RAY_USAGE_STATS_ENABLED": "0"}
+
 # It warns of itself while it is imported.
 with warnings.catch_warnings(action="ignore"), contextlib.suppress(ImportError):
     importlib.import_module("ray.serve")

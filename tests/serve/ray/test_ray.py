@@ -80,7 +80,7 @@ def test_a_replica_that_is_killed_loses_what_it_had_and_comes_back(
             back_s=round(back_s, 1),
             lost=len(load.lost),
             answered=len(load.asked) - len(load.lost),
-            statuses=dict(Counter(one.status for one in load.lost)),
+            how=dict(Counter((one.status, one.said[:40]) for one in load.lost)),
             last_lost_began_s=round(max((one.start for one in load.lost), default=killed) - killed, 3),
         )
         checked(load, model, texts)
@@ -112,7 +112,7 @@ def test_a_node_that_is_killed_is_left_and_its_replicas_start_elsewhere(
             back_s=round(back_s, 1),
             lost=len(load.lost),
             answered=len(load.asked) - len(load.lost),
-            statuses=dict(Counter(one.status for one in load.lost)),
+            how=dict(Counter((one.status, one.said[:40]) for one in load.lost)),
             last_lost_began_s=round(max((one.start for one in load.lost), default=killed) - killed, 3),
         )
         checked(load, model, texts)
