@@ -63,7 +63,7 @@ class Machines:
         eventually(lambda: self.status() and self.status().status in ("RUNNING", "DEPLOY_FAILED"), PATIENCE_S)
         if self.status().status == "DEPLOY_FAILED":
             return self.status().message + "".join(one.message for one in self.status().deployments.values())
-        eventually(lambda: httpx.get(f"{self.url}/livez").status_code in (200, 401), PATIENCE_S)
+        eventually(lambda: self._is_alive(""), PATIENCE_S)
         return ""
 
     def submit(self, path: str = OURS, deployment: dict[str, Any] | None = None, **args: Any) -> None:
@@ -81,7 +81,11 @@ class Machines:
         found = [_application(prefix[1:], prefix, path, args, None) for prefix, args in applications.items()]
         _get_global_client().deploy_apps(ServeDeploySchema.model_validate({"applications": found}))
         for prefix in applications:
-            eventually(lambda prefix=prefix: httpx.get(f"{self.url}{prefix}/livez").status_code == 200, PATIENCE_S)
+            eventually(lambda prefix=prefix: self._is_alive(prefix), PATIENCE_S)
+
+    def _is_alive(self, prefix: str) -> bool:
+        """Say whether a replica answers; while none runs, the proxy lets who asks wait."""
+        return httpx.get(f"{self.url}{prefix}/livez", timeout=PATIENCE_S).status_code == 200
 
     def status(self) -> Any:
         """Return what Serve says of the application; None where it knows none."""
