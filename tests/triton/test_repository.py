@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from importlib.metadata import distribution
 from pathlib import Path
@@ -12,8 +15,8 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from google.protobuf import text_format
 
+import tfexport
 from tfexport.bundle.bundle import open_bundle
 from tfexport.cli import main
 from tfexport.errors import BundleError, ConfigError
@@ -37,6 +40,8 @@ def repository(dates_bundle: Path, tmp_path: Path) -> Path:
 
 def read_config(path: Path) -> Any:
     """Read a config.pbtxt by the messages of Triton's own client."""
+    pytest.importorskip("tritonclient", reason="tritonclient is not installed")
+    text_format = pytest.importorskip("google.protobuf.text_format", reason="protobuf is not installed")
     # By its path: the package beside it wants gRPC.
     file = distribution("tritonclient").locate_file("tritonclient/grpc/model_config_pb2.py")
     spec = importlib.util.spec_from_file_location("model_config_pb2", str(file))
@@ -190,6 +195,30 @@ def test_nothing_is_left_where_a_bundle_cannot_be_served(dates_bundle: Path, tmp
     with pytest.raises(ConfigError, match="two models are called a_stream"):
         write({"a": dates_bundle, "a_stream": dates_bundle}, tmp_path / "models")
     assert [path.name for path in tmp_path.iterdir()] == ["damaged"]
+
+
+def test_a_full_disk_leaves_what_was_there(
+    repository: Path, dates_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, copy = (repository / SEAL).read_bytes(), shutil.copyfile
+
+    def full(source: Path, target: Path) -> object:
+        if "other_stream" in str(target):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
+        return copy(source, target)
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    with pytest.raises(BundleError, match=r"No space left on device .*; free some space"):
+        write({"other": dates_bundle}, repository, force=True)
+    assert (repository / SEAL).read_bytes() == before
+    assert [path.name for path in repository.parent.iterdir()] == ["models"]
+
+
+def test_a_model_without_tfexport_says_how_to_install_it(repository: Path) -> None:
+    command = [sys.executable, "-I", "-S", repository / "dates" / "1" / "model.py"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert "No module named 'tfexport'; install it where Triton's Python backend runs" in done.stderr
+    assert f"pip install 'tfexport[cpu]=={tfexport.__version__}'" in done.stderr
 
 
 def test_the_command_says_what_it_wrote(dates_bundle: Path, tmp_path: Path) -> None:
