@@ -120,7 +120,10 @@ def test_forty_dates_are_read_as_the_command_line_does(
 def test_an_example_is_answered_with_threads_where_the_page_is_isolated(
     page: Page, serve: Callable[..., str], folder: Path
 ) -> None:
+    page.add_init_script("Object.defineProperty(navigator, 'hardwareConcurrency', {get: () => 4})")
     page.goto(serve(folder, ISOLATED))
+    page.locator("#text:enabled").wait_for()
+    assert page.inner_text("#state").endswith(" 2 threads")
     page.get_by_role("button", name="Dienstag").click()
     page.wait_for_function("document.querySelector('#answer').value === '2026-03-03'")
     assert page.evaluate("crossOriginIsolated")
