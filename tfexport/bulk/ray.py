@@ -25,7 +25,7 @@ from tfexport.bulk.formats.registry import need_format, open_source
 from tfexport.bulk.job import PartStore
 from tfexport.bulk.places.find import find_place
 from tfexport.bulk.progress import Meter, Progress, Summary
-from tfexport.bulk.task import Task, check_unchanged, prepared
+from tfexport.bulk.task import Task, check_unchanged, prepared, read_texts
 from tfexport.bundle.bundle import open_bundle
 from tfexport.errors import BackendError, ConfigError, TfexportError, raised_by
 from tfexport.fields import Config
@@ -159,7 +159,7 @@ class _Worker:
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
         part = Part(**{field.name: int(row[field.name]) for field in dataclasses.fields(Part)})
-        answers = self._decoder.answers(self._source.read(part, [self._column]).column(self._column), part.first)
+        answers = self._decoder.answers(read_texts(self._source, part, self._column), part.first)
         check_unchanged(self._source.place, self._stamp, self._store.name)
         self._store.write(part, answers)
         return {"count": part.count}

@@ -9,7 +9,7 @@ from typing import Any
 from tfexport.bulk.config import BulkConfig
 from tfexport.bulk.decode import Decoder, need_tokenizer
 from tfexport.bulk.progress import Meter, Progress, Summary
-from tfexport.bulk.task import check_unchanged, prepared
+from tfexport.bulk.task import check_unchanged, prepared, read_texts
 from tfexport.model import Model, bundle_sha256
 
 
@@ -52,7 +52,7 @@ def generate_file(
         meter = Meter(task.scan.num_rows, task.scan.num_rows - num_left, on_progress)
         decoded = 0
         for part in task.missing:
-            texts = task.source.read(part, [task.column]).column(task.column)
+            texts = read_texts(task.source, part, task.column)
             answers = decoder.answers(texts, part.first, meter.add)
             check_unchanged(task.source.place, task.stamp, task.store.name)
             task.store.write(part, answers)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from os import PathLike
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from tfexport.bulk.config import BulkConfig
 from tfexport.bulk.decode import text_problems
@@ -63,7 +64,9 @@ class Task:
                     for part in self.scan.parts:
                         answers = self.store.read(part)
                         num_errors += sum(answer.error is not None for answer in answers)
-                        sink.write(self.source.read(part), answers)
+                        left = iter(answers)
+                        for rows in self.source.read(part):
+                            sink.write(rows, list(islice(left, len(rows))))
                     check_unchanged(self.source.place, self.stamp, self.store.name)
                     sink.close()
                 except BaseException:
@@ -157,6 +160,11 @@ def check_unchanged(place: Place, stamp: tuple[int, int], parts: str) -> None:
             )
 
 
+def read_texts(source: Source, part: Part, column: str) -> list[Any]:
+    """Return what the rows of a part have in the column with the texts."""
+    return [text for rows in source.read(part, [column]) for text in rows.column(column)]
+
+
 def choose_column(columns: Mapping[str, bool], given: str | None, name: str) -> str:
     """Return the column with the texts: the one that is given, the only one, or the one called "text".
 
@@ -187,7 +195,7 @@ def _check_texts(source: Source, scan: Scan, column: str, tokenizer: Tokenizer) 
     """Refuse an input whose answers lines alone cannot hold, before anything is decoded."""
     problems: list[str] = []
     for part in scan.parts:
-        for place, problem in text_problems(tokenizer, source.read(part, [column]).column(column)):
+        for place, problem in text_problems(tokenizer, read_texts(source, part, column)):
             problems.append(f"{source.row_name.format(part.first + place + 1)}: {problem}")
         if len(problems) > MAX_PROBLEMS:
             problems[MAX_PROBLEMS:] = ["and perhaps more"]

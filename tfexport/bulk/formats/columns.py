@@ -16,7 +16,7 @@ import pyarrow
 from pyarrow import compute, parquet
 
 from tfexport.bulk.formats.answer import Answer, AnswerColumns
-from tfexport.bulk.formats.format import Part, Rows, Scan, Source, cut
+from tfexport.bulk.formats.format import PIECE_BYTES, Part, Rows, Scan, Source, cut
 from tfexport.bulk.formats.records import DictRows
 from tfexport.bulk.places.place import Place, reading
 from tfexport.errors import InputError, first_line, raise_all
@@ -55,13 +55,16 @@ class ColumnSource:
             raise InputError(f"{self.place.name} has two columns of one name; rename them")
         return Scan(sha.hexdigest(), metadata.num_rows, columns, cut(metadata.num_rows, rows_per_part))
 
-    def read(self, part: Part, columns: Sequence[str] | None = None) -> Rows:
-        """Read rows, all of their columns or some; cheapest in the order of the parts."""
-        chosen = None if columns is None else tuple(columns)
-        with self._damage():
-            if self._reader is None or not self._reader.reaches(part.first, chosen):
-                self._reader = _Reader(self._opened(), part.first, chosen)
-            return ColumnRows(self._reader.take(part.first, part.count))
+    def read(self, part: Part, columns: Sequence[str] | None = None) -> Iterator[Rows]:
+        """Yield the rows of a part in pieces, all of their columns or some; cheapest in the order of the parts."""
+        chosen, row, end = None if columns is None else tuple(columns), part.first, part.first + part.count
+        while row < end:
+            with self._damage():
+                if self._reader is None or not self._reader.reaches(row, chosen):
+                    self._reader = _Reader(self._opened(), row, chosen)
+                table = self._reader.take(row, end - row)
+            row += table.num_rows
+            yield ColumnRows(table)
 
     def check_spelled(self, form: str) -> None:
         """Refuse columns that have bytes, which a text format cannot hold.
@@ -113,33 +116,30 @@ class _Reader:
 
     def __init__(self, file: parquet.ParquetFile, first: int, columns: tuple[str, ...] | None) -> None:
         self._columns, self._place = columns, 0
-        groups = list(range(file.num_row_groups))
+        sizes = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
+        groups = list(range(len(sizes)))
         # What lies before the row is not read, as far as whole row groups go.
-        while groups and self._place + (rows := file.metadata.row_group(groups[0]).num_rows) <= first:
-            self._place += rows
-            groups.pop(0)
-        self._schema = file.schema_arrow if columns is None else pyarrow.schema(map(file.schema_arrow.field, columns))
-        self._batches = file.iter_batches(1024, row_groups=groups, columns=columns, use_threads=False)
-        self._left = self._schema.empty_table()
+        while groups and self._place + sizes[groups[0]].num_rows <= first:
+            self._place += sizes[groups.pop(0)].num_rows
+        row_bytes = max(
+            (sizes[number].total_byte_size // max(sizes[number].num_rows, 1) for number in groups), default=0
+        )
+        at_once = 1024 if columns is not None else min(max(PIECE_BYTES // max(row_bytes, 1), 1), 1024)
+        self._batches = file.iter_batches(at_once, row_groups=groups, columns=columns, use_threads=False)
+        self._left: pyarrow.Table | None = None
 
     def reaches(self, row: int, columns: tuple[str, ...] | None) -> bool:
         return self._place <= row and self._columns == columns
 
-    def take(self, first: int, count: int) -> pyarrow.Table:
-        """Return rows, and leave what is before them out."""
-        while (skipped := first - self._place) > self._left.num_rows:
-            self._place += self._left.num_rows
-            self._left = self._next()
-        taken, found = [self._left.slice(skipped)], self._left.num_rows - skipped
-        while found < count:
-            taken.append(self._next())
-            found += taken[-1].num_rows
-        table = pyarrow.concat_tables(taken)
-        self._place, self._left = first + count, table.slice(count)
-        return table.slice(0, count)
-
-    def _next(self) -> pyarrow.Table:
-        return pyarrow.Table.from_batches([next(self._batches)])
+    def take(self, first: int, most: int) -> pyarrow.Table:
+        """Return one row or more, and leave what is before them out."""
+        while self._left is None or self._place + self._left.num_rows <= first:
+            self._place += self._left.num_rows if self._left is not None else 0
+            self._left = pyarrow.Table.from_batches([next(self._batches)])
+        found = self._left.slice(first - self._place, most)
+        self._left = self._left.slice(first - self._place + found.num_rows)
+        self._place = first + found.num_rows
+        return found
 
 
 class ColumnRows:
@@ -148,6 +148,9 @@ class ColumnRows:
     def __init__(self, table: pyarrow.Table) -> None:
         """Take them."""
         self._table = table
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
 
     def column(self, name: str) -> list[Any]:
         """Return what each row has in a column, None for nothing."""
@@ -228,8 +231,7 @@ def common_schema(source: Source, scan: Scan) -> pyarrow.Schema:
     """
     types: dict[str, pyarrow.DataType] = dict.fromkeys(scan.columns, pyarrow.null())
     problems: dict[str, str] = {}
-    for part in scan.parts:
-        rows = source.read(part)
+    for rows in (rows for part in scan.parts for rows in source.read(part)):
         for name in types.keys() - problems.keys():
             try:
                 found = pyarrow.array(rows.column(name)).type

@@ -10,6 +10,8 @@ from tfexport.bulk.formats.answer import Answer
 from tfexport.bulk.places.place import Place
 
 Format = Literal[".parquet", ".jsonl", ".csv", ".txt"]
+# Of rows that are in memory at once, where nothing else asks for more.
+PIECE_BYTES = 8 * 2**20
 # Of files with one text a line, which has no name there.
 TEXT_COLUMN = "text"
 
@@ -50,6 +52,8 @@ class Scan:
 
 class Rows(Protocol):
     """Some rows of an input, in order."""
+
+    def __len__(self) -> int: ...
 
     def column(self, name: str) -> list[Any]:
         """Return what each row has in a column, None for nothing."""
@@ -95,8 +99,11 @@ class Source(Protocol):
         """
         ...
 
-    def read(self, part: Part, columns: Sequence[str] | None = None) -> Rows:
-        """Read rows, all of their columns or some; cheapest in the order of the parts."""
+    def read(self, part: Part, columns: Sequence[str] | None = None) -> Iterator[Rows]:
+        """Yield the rows of a part in pieces, all of their columns or some; cheapest in the order of the parts.
+
+        A piece has about `PIECE_BYTES`, or one row where that has more.
+        """
         ...
 
     def schema(self, scan: Scan) -> Any:

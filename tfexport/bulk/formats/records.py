@@ -11,7 +11,7 @@ from contextlib import suppress
 from itertools import islice
 from typing import Any, BinaryIO, Generic, NamedTuple, TypeVar
 
-from tfexport.bulk.formats.format import Part, Rows, Scan, cut
+from tfexport.bulk.formats.format import PIECE_BYTES, Part, Rows, Scan, cut
 from tfexport.bulk.places.place import Place, reading
 from tfexport.errors import MAX_PROBLEMS, InputError, raise_all
 
@@ -91,19 +91,29 @@ class RecordSource(ABC, Generic[T]):
             raise InputError(f"{self.place.name} is empty, expected a row or more; check the file")
         return Scan(sha.hexdigest(), count, columns, cut(count, rows_per_part, starts))
 
-    def read(self, part: Part, columns: Sequence[str] | None = None) -> Rows:
-        """Read rows, all of their columns whatever is asked for."""
+    def read(self, part: Part, columns: Sequence[str] | None = None) -> Iterator[Rows]:
+        """Yield the rows of a part in pieces, all of their columns whatever is asked for."""
         with reading(self.place.name):
             if self._stream is None:
                 self._stream = self.place.open()
                 _skip_bom(self._stream)
                 self._begin(_lines(self._stream, self.place.name), {})
             self._stream.seek(part.start)
-            records = islice(self._records(_lines(self._stream, self.place.name)), part.count)
-            values = [record.value for record in records if record.value is not None]
-        if len(values) != part.count:
+        num_rows, values, size = 0, list[T](), 0
+        records = islice(self._records(_lines(self._stream, self.place.name)), part.count)
+        while True:
+            with reading(self.place.name):
+                record = next(records, None)
+            if values and (record is None or size + record.size > PIECE_BYTES):
+                yield self._rows(values)
+                values, size = [], 0
+            if record is None:
+                break
+            if record.value is not None:
+                values.append(record.value)
+                num_rows, size = num_rows + 1, size + record.size
+        if num_rows != part.count:
             raise InputError(f"{self.place.name} was changed while it was read; leave it alone, and run again")
-        return self._rows(values)
 
     def check_spelled(self, form: str) -> None:
         """Do nothing: a text holds what a text says."""
@@ -127,6 +137,9 @@ class DictRows:
     def __init__(self, rows: Sequence[dict[str, Any]]) -> None:
         """Take them."""
         self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
 
     def column(self, name: str) -> list[Any]:
         """Return what each row has in a column, None for nothing."""
