@@ -26,6 +26,7 @@ FILES = ROOT / "docs" / "serving"
 ALERTS = yaml.safe_load((FILES / "alerts.yml").read_text(encoding="utf-8"))["groups"][0]["rules"]
 DASHBOARD = json.loads((FILES / "grafana.json").read_text(encoding="utf-8"))
 POD, SERVICE, BUDGET = yaml.safe_load_all((FILES / "kubernetes.yaml").read_text(encoding="utf-8"))
+EXEC_FORMS = {"HEALTHCHECK", "ENTRYPOINT", "CMD"}
 # Beyond the drain itself: an engine that gives up, answers that are sent, interpreters that end.
 MARGIN_S = 3
 
@@ -135,22 +136,35 @@ def test_systemd_takes_the_unit(tmp_path: Path) -> None:
     assert tool("systemd-analyze", "verify", tmp_path / "tfexport.service", directory=tmp_path) == ""
 
 
-def test_the_image_starts_the_server_on_all_addresses() -> None:
-    text = (FILES / "Containerfile").read_text(encoding="utf-8")
-    program, command, *arguments = (
-        word
-        for name in ("ENTRYPOINT", "CMD")
-        for word in json.loads(re.search(rf"^{name} (.+)$", text, re.M)[1])  # type: ignore[index]
-    )
+def instructions(path: Path) -> list[tuple[str, str]]:
+    """Return the instructions of a Containerfile with what they are given, lines that go on joined."""
+    lines = re.sub(r"^#.*\n", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE).replace("\\\n", " ")
+    return [(name, rest.strip()) for name, _, rest in (line.partition(" ") for line in lines.splitlines() if line)]
+
+
+@pytest.mark.parametrize(
+    ("name", "extra", "device"), [("Containerfile", "cpu", "cpu"), ("Containerfile.gpu", "gpu", "cuda")]
+)
+def test_an_image_starts_the_server_on_all_addresses(name: str, extra: str, device: str) -> None:
+    found = instructions(FILES / name)
+    assert {kind for kind, _ in found} <= {*"ARG FROM WORKDIR COPY RUN ENV USER EXPOSE STOPSIGNAL".split(), *EXEC_FORMS}
+    last = dict(found)  # of each instruction the last
+    program, command, *arguments = json.loads(last["ENTRYPOINT"]) + json.loads(last["CMD"])
     given = served(arguments)
-    assert (program, command, given["host"]) == ("tfexport", "serve", "0.0.0.0")
-    assert f"EXPOSE {given['port']}\n" in text
-    assert int(re.search(r"--time (\d+)", text)[1]) >= given["shutdown_timeout_s"] + MARGIN_S  # type: ignore[index]
-    assert "USER 65534" in text
-    extras = re.search(r'"\.\[(.+)\]"', text)[1]  # type: ignore[index]
-    assert extras.split(",") == ["cpu", "serve", "sign"]  # so that --trusted-keys works
-    for line in re.findall(r"^COPY ([^-].+)$", text, re.MULTILINE):
-        assert all((ROOT / source).exists() for source in line.split()[:-1])
+    assert (program, command, given["host"], given["device"]) == ("tfexport", "serve", "0.0.0.0", device)
+    assert last["EXPOSE"] == str(given["port"])
+    assert last["STOPSIGNAL"] == "SIGTERM"
+    assert last["USER"] == "65534:65534"
+    (wait,) = re.findall(r"--time (\d+)", (FILES / name).read_text(encoding="utf-8"))
+    assert int(wait) >= given["shutdown_timeout_s"] + MARGIN_S
+    check = json.loads(last["HEALTHCHECK"].partition(" CMD ")[2])
+    (url,) = re.findall(r"http://[^']+", check[-1])
+    assert url.removeprefix(f"http://127.0.0.1:{given['port']}") in {route.path for route in ROUTES}
+    (extras,) = re.findall(r'"\.\[(.+)\]"', last["RUN"])
+    assert extras.split(",") == [extra, "serve", "sign"]  # no PyTorch; sign, so that --trusted-keys works
+    for kind, rest in found:
+        if kind == "COPY" and not rest.startswith("--from"):
+            assert all((ROOT / source).exists() for source in rest.split()[:-1])
 
 
 def test_the_pod_is_probed_where_the_server_answers_and_has_time_to_drain() -> None:
