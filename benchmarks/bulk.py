@@ -26,7 +26,8 @@ from tfexport.bulk.run import generate_file
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 from dates_corpus import draw, formats
 
-HEAD = "| way | rows a second | processor seconds | of those, beside one call (lowest to highest round) |\n| --- | --- | --- | --- |"
+HEAD = """| way | rows a second | processor seconds | of those, beside one call (lowest to highest round) |
+| --- | --- | --- | --- |"""
 ONE_CALL = "one call over a list of all"
 
 
