@@ -40,9 +40,10 @@ def older_cuda_command(major: int) -> str:
     return f"pip install 'cuda-python<{major}'" if major > 12 else ""
 
 
-def extra_command(extra: str) -> str:
-    """Return the command that installs an extra of tfexport; "" is the core."""
-    return f"pip install 'tfexport[{extra}]'" if extra else "pip install --upgrade tfexport"
+def extra_command(extra: str, version: str = "") -> str:
+    """Return the command that installs an extra of tfexport, of any version or of one; "" is the core."""
+    pin = f"=={version}" if version else ""
+    return f"pip install 'tfexport[{extra}]{pin}'" if extra else "pip install --upgrade tfexport"
 
 
 def replacing_command(extra: str) -> str:

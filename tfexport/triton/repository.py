@@ -26,6 +26,7 @@ from tfexport.files import atomic
 from tfexport.files.paths import checked_path
 from tfexport.files.sealed_json import read_map, read_text, seal, unseal
 from tfexport.files.signature import TrustedKeys
+from tfexport.install import extra_command
 from tfexport.serve.config import ServingConfig
 from tfexport.serve.protocol.limits import Limits
 from tfexport.triton.description import describe
@@ -44,7 +45,7 @@ try:
     from tfexport.triton.backend import TritonPythonModel
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"{{error}}; install it where Triton's Python backend runs: pip install 'tfexport[cpu]=={version}'"
+        f"{{error}}; install it where Triton's Python backend runs: {install}"
     ) from error
 
 __all__ = ["TritonPythonModel"]
@@ -125,7 +126,9 @@ def _write_model(folder: Path, told: str, bundle: Bundle) -> None:
     copy = folder / VERSION / BUNDLE
     copy.mkdir(parents=True)
     (folder / "config.pbtxt").write_text(told, encoding="utf-8")
-    (folder / VERSION / "model.py").write_text(_MODEL.format(version=version("tfexport")), encoding="utf-8")
+    own = version("tfexport")
+    program = _MODEL.format(version=own, install=extra_command("cpu", own))
+    (folder / VERSION / "model.py").write_text(program, encoding="utf-8")
     for name in sorted(own_names(bundle.path, bundle.manifest.files)):
         if (bundle.path / name).exists():  # a signature and logs of engines need not be there
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
