@@ -27,6 +27,7 @@ from tfexport.model import Model
 from tfexport.models.presets import build_preset
 from tfexport.runtime.ort import contrib
 from tfexport.runtime.ort.contrib import ContribBatch
+from tfexport.runtime.ort.device import OrtDevice
 from tfexport.runtime.session import Candidates, Ids
 
 BATCH, NEW_TOKENS, BEAMS = 8, 60, 4
@@ -66,6 +67,29 @@ def test_kernels_of_a_step(bundle: Path, tmp_path: Path) -> None:
     assert len(nodes) <= 58, calls
 
 
+def test_weights_that_loading_keeps_twice(bundle: Path) -> None:
+    """ONNX Runtime packs what it multiplies with, and keeps the original too where rows are looked up in it."""
+    nodes = onnx.load(str(bundle / "decoder_contrib.onnx"), load_external_data=False).graph.node
+    looked_up = {node.input[0] for node in nodes if node.op_type == "Gather"}
+    multiplied = {node.input[1] for node in nodes if node.op_type in ("Gemm", "MatMul")}
+    assert len(multiplied) > 2
+    assert not looked_up & multiplied
+
+
+def test_order_of_loading(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The larger graph loads while the other holds nothing: what it packs lies in memory twice for a moment."""
+    loaded: list[str] = []
+    load = OrtDevice.load
+
+    def noted_load(device: OrtDevice, graph: Path, *arguments: Any, **options: Any) -> ort.InferenceSession:
+        loaded.append(graph.stem)
+        return load(device, graph, *arguments, **options)
+
+    monkeypatch.setattr(OrtDevice, "load", noted_load)
+    tfexport.load(bundle, backend="ort").close()
+    assert loaded == ["decoder_contrib", "encoder_contrib"]
+
+
 def test_runs_and_bindings_of_a_call(model: Model, sources: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """A greedy call runs the encoder once and the decoder once for each token, bound once while shapes stay."""
     runs: Counter[str] = Counter()
@@ -75,9 +99,9 @@ def test_runs_and_bindings_of_a_call(model: Model, sources: list[list[int]], mon
         runs["bind"] += 1
         return bind(batch, *arguments)
 
-    def counted_run(graph: Any, binding: Any) -> None:
+    def counted_run(graph: Any, binding: Any, **options: bool) -> None:
         runs["decoder" if graph is model.session.graphs().decoder else "encoder"] += 1  # type: ignore[attr-defined]
-        run(graph, binding)
+        run(graph, binding, **options)
 
     monkeypatch.setattr(ContribBatch, "_bind", counted_bind)
     monkeypatch.setattr(contrib, "run", counted_run)

@@ -26,6 +26,7 @@ def write_cast(
     forms: Sequence[Form],
     opset: int,
     alignment: AlignmentHeads | None = None,
+    speculation: bool = False,
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, GraphEntry]:
     """Write the graphs of a model in the precision that `spec` names; the model stays as it is.
@@ -33,7 +34,16 @@ def write_cast(
     See `write_graphs` for the rest.
     """
     cast = copy.deepcopy(model).to(getattr(torch, FLOAT[spec.precision]))
-    return write_graphs(cast, spec, directory, forms=forms, opset=opset, alignment=alignment, report=report)
+    return write_graphs(
+        cast,
+        spec,
+        directory,
+        forms=forms,
+        opset=opset,
+        alignment=alignment,
+        speculation=speculation,
+        report=report,
+    )
 
 
 def write_precision(

@@ -125,9 +125,11 @@ def test_every_way_to_write_a_linear_map(way: str, kind: str, tmp_path: Path) ->
     original = run(tmp_path / "source" / "g.onnx", x=x)
     assert np.abs(found - original).std() < (0.12 if way == "int4" else 0.015) * original.std()
     graph = onnx.load(str(tmp_path / "out" / "g.onnx"), load_external_data=False).graph
-    operator = "DynamicQuantizeMatMul" if way == "int8 throughput" else "MatMulNBits"
-    assert [node.op_type for node in graph.node] == [operator, *(["Relu"] if kind == "contrib" else [])]
-    assert {weight.name for weight in graph.initializer} == set(load_file(tmp_path / "out" / WEIGHTS))
+    operator = "MatMulIntegerToFloat" if way == "int8 throughput" else "MatMulNBits"
+    assert [node.op_type for node in graph.node if "MatMul" in node.op_type] == [operator]
+    assert (graph.node[-1].op_type == "Relu") == (kind == "contrib")
+    outside = {weight.name for weight in graph.initializer if weight.data_location == TensorProto.EXTERNAL}
+    assert outside == set(load_file(tmp_path / "out" / WEIGHTS))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -223,7 +225,7 @@ def test_the_graphs_are_the_model_with_the_weights_of_the_file(
     ]
     graphs = session(dates_bundle, folder, form)
     got = [step_logits(graphs, batch, logits) for batch, logits in zip(batches, expected, strict=True)]
-    assert 0 < compare("graphs", expected, got, 0.0).error < 0.03
+    assert 0 < compare("graphs", expected, got, 0.0).error < 0.04
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -259,11 +261,23 @@ def mate_effect(session: Session) -> float:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_a_text_becomes_depends_on_its_batch_for_throughput_only(
-    form: Form, dates_bundle: Path, once: Once
-) -> None:
-    effects = {way: mate_effect(session(dates_bundle, narrow(dates_bundle, once, way), form)) for way in WAYS}
-    assert max(effects["int8"], effects["int4"]) < 1e-3 < 1e-2 < effects["int8 throughput"]
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_text_becomes_does_not_depend_on_its_batch(way: str, form: Form, dates_bundle: Path, once: Once) -> None:
+    assert mate_effect(session(dates_bundle, narrow(dates_bundle, once, way), form)) < 1e-3
+
+
+def test_an_encoder_has_many_rows_and_a_step_of_the_decoder_few(dates_bundle: Path, once: Once) -> None:
+    """So they multiply with operators of their own, and no weight is there for both."""
+    for way, of_decoder in (("int8", "MatMulNBits"), ("int8 throughput", "MatMulIntegerToFloat")):
+        folder = narrow(dates_bundle, once, way)
+        for name, operator in (("encoder_contrib", "MatMulIntegerToFloat"), ("decoder_contrib", of_decoder)):
+            nodes = onnx.load(str(folder / f"{name}.onnx"), load_external_data=False).graph.node
+            assert {node.op_type for node in nodes if node.op_type.startswith("MatMul")} == {operator}
+    kinds: dict[str, set[str]] = {}
+    for name in load_file(narrow(dates_bundle, once, "int8") / WEIGHTS):
+        weight, _, kind = name.rpartition(".")[0].rpartition(".")
+        kinds.setdefault(weight, set()).add(kind)
+    assert all(len(found) == 1 for weight, found in kinds.items() if "int8_columns" in found)
 
 
 @pytest.mark.parametrize(("way", "share"), [("int8", 0.30), ("int8 throughput", 0.31), ("int4", 0.21)])

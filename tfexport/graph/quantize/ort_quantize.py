@@ -1,8 +1,9 @@
 """Let graphs compute in integers: linear maps and embeddings as operators of ONNX Runtime's CPU for 8 and 4 bits.
 
-Weight-only, MatMulNBits rounds the activations of every row by themselves: a text does not depend on those beside it.
-DynamicQuantizeMatMul rounds them with one scale for the whole batch, and is faster where a batch is large. Both are
-described in https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md.
+MatMulNBits reads weights in blocks, and is the fastest for the few rows of a decoder's step. Products of integers, as
+`row_product` writes them, are faster where rows are many, as in an encoder. Both round the activations of every row by
+themselves: a text does not depend on those beside it.
+https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md describes the operators.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from tfexport.graph.external_data import Span, external_weights, read_weight, sp
 from tfexport.graph.forms import FORMS
 from tfexport.graph.forms.form import Seam
 from tfexport.graph.quantize.linear import Product, lookups, products
+from tfexport.graph.quantize.row_product import RowProducts
 from tfexport.graph.quantize.weight_quantize import round_blocks, round_matrix
 from tfexport.models.config import TransformerConfig
-from tfexport.spec import REORDER, WEIGHTS, Form, Quantization
+from tfexport.spec import ENCODER, ENCODER_CONTRIB, REORDER, WEIGHTS, Form, Quantization
 
 # How a weight is stored: as it was, in blocks of 8 or 4 bits, or in 8 bits with a scale for each output.
 _Kind = Literal["plain", "int8_blocks", "int4_blocks", "int8_columns"]
@@ -55,10 +57,17 @@ class _Part:
 
 @dataclass
 class _Store:
-    """The tensors of the new file; a weight is there once in each kind, whatever graphs read it."""
+    """The tensors of the new file; a weight is there once in each kind, whatever graphs read it.
+
+    Attributes:
+        source: directory of the old file.
+        names: of the tensors in it.
+        many_rows: those that are multiplied with all tokens of the sources at once.
+    """
 
     source: Path
     names: Mapping[Span, str]
+    many_rows: frozenset[Span]
     tensors: dict[str, NDArray[Any]] = field(default_factory=dict)
     _made: dict[tuple[Span, _Kind, int], list[str]] = field(default_factory=dict)
 
@@ -117,8 +126,10 @@ def write_integer_graphs(
         BundleError: the disk is full.
     """
     graphs = {name: entry for name, entry in graphs.items() if name != REORDER}
-    store = _Store(source, {place: name for name, place in tensor_spans(source / WEIGHTS).items()})
     models = {name: onnx.load(str(source / entry.file), load_external_data=False) for name, entry in graphs.items()}
+    names = {place: name for name, place in tensor_spans(source / WEIGHTS).items()}
+    many_rows = frozenset().union(*(_multiplied(models[name]) for name in (ENCODER, ENCODER_CONTRIB) if name in models))
+    store = _Store(source, names, many_rows)
     _check_weights(source, models.values(), quantization.weights)
     parts = {name: _rewrite(model, store, quantization) for name, model in models.items()}
     spans = _save(store.tensors, directory / WEIGHTS)
@@ -143,6 +154,11 @@ def _check_weights(source: Path, models: Iterable[onnx.ModelProto], subject: str
     raise_all(GraphError, subject, problems)
 
 
+def _multiplied(model: onnx.ModelProto) -> frozenset[Span]:
+    weights = external_weights(model.graph)
+    return frozenset(span(weights[product.weight]) for product in products(model.graph, least=_LEAST_WEIGHTS))
+
+
 def _rewrite(model: onnx.ModelProto, store: _Store, quantization: Quantization) -> list[_Part]:
     """Put the narrow operators in place of the others, and take out the initializers that lie in a file.
 
@@ -152,8 +168,9 @@ def _rewrite(model: onnx.ModelProto, store: _Store, quantization: Quantization) 
     graph, weights = model.graph, external_weights(model.graph)
     replaced: dict[str, list[onnx.NodeProto]] = {}
     parts: list[_Part] = []
+    row_products = RowProducts(graph)
     for product in products(graph, least=_LEAST_WEIGHTS):
-        new, used = _multiply(product, weights[product.weight], store, quantization)
+        new, used = _multiply(product, weights[product.weight], store, quantization, row_products)
         replaced[product.node.output[0]] = new
         parts += used
     if not replaced:
@@ -168,24 +185,32 @@ def _rewrite(model: onnx.ModelProto, store: _Store, quantization: Quantization) 
     inside = [weight for weight in graph.initializer if weight.name not in weights]
     del graph.node[:], graph.initializer[:]
     graph.node.extend(nodes)
-    graph.initializer.extend(inside)
+    graph.initializer.extend([*inside, *row_products.constants()])
     if all(entry.domain != _DOMAIN for entry in model.opset_import):
         model.opset_import.append(helper.make_opsetid(_DOMAIN, 1))
     return list({part.name: part for part in parts}.values())
 
 
 def _multiply(
-    product: Product, weight: onnx.TensorProto, store: _Store, quantization: Quantization
+    product: Product,
+    weight: onnx.TensorProto,
+    store: _Store,
+    quantization: Quantization,
+    row_products: RowProducts,
 ) -> tuple[list[onnx.NodeProto], list[_Part]]:
     """Write a linear map with narrow weights."""
     node = product.node
-    inputs, outputs = weight.dims[1 - product.outputs], weight.dims[product.outputs]
-    kind = _kind(product, quantization)
+    kind = _kind(product, span(weight) in store.many_rows, quantization)
     tensors = store.put(weight, kind, product.outputs)
     target = f"{node.output[0]}_sum" if product.activation else node.output[0]
     if kind == "int8_columns":
-        operator, names, attributes = "DynamicQuantizeMatMul", [node.input[0], *tensors, "", product.bias], {}
+        values, scales = tensors
+        scaled = f"{target}_product" if product.bias else target
+        new = row_products.multiply(node.input[0], values, scales, scaled, node.name)
+        if product.bias:
+            new.append(helper.make_node("Add", [scaled, product.bias], [target]))
     else:
+        inputs, outputs = weight.dims[1 - product.outputs], weight.dims[product.outputs]
         bits = 4 if kind == "int4_blocks" else 8
         attributes = {
             "K": inputs,
@@ -194,19 +219,17 @@ def _multiply(
             "block_size": _block(inputs, bits),
             "accuracy_level": _ACCURACY_LEVEL,
         }
-        operator, names = "MatMulNBits", [node.input[0], *tensors, "", product.bias]
-    while not names[-1]:
-        names.pop()
-    new = [helper.make_node(operator, names, [target], domain=_DOMAIN, name=node.name, **attributes)]
+        names = [node.input[0], *tensors, *(["", product.bias] if product.bias else [])]
+        new = [helper.make_node("MatMulNBits", names, [target], domain=_DOMAIN, name=node.name, **attributes)]
     if product.activation:
         new.append(helper.make_node(product.activation, [target], [node.output[0]]))
     return new, [store.part(tensor) for tensor in tensors]
 
 
-def _kind(product: Product, quantization: Quantization) -> _Kind:
-    if quantization.optimize_for == "throughput":
-        return "int8_columns"
-    return "int4_blocks" if quantization.weights == "int4" and not product.is_projection else "int8_blocks"
+def _kind(product: Product, has_many_rows: bool, quantization: Quantization) -> _Kind:
+    if quantization.weights == "int4":
+        return "int8_blocks" if product.is_projection else "int4_blocks"
+    return "int8_columns" if has_many_rows or quantization.optimize_for == "throughput" else "int8_blocks"
 
 
 def _look_up(node: onnx.NodeProto, weight: onnx.TensorProto, store: _Store) -> tuple[list[onnx.NodeProto], list[_Part]]:
