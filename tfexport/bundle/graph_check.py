@@ -17,9 +17,10 @@ _DOMAIN, _DOMAIN_VERSION = "com.microsoft", 1
 _OPERATORS = frozenset(
     f"{_DOMAIN}.{name}"
     for name in (
-        "DynamicQuantizeMatMul",
+        "DynamicQuantizeMatMul",  # in bundles from before tokens had scales of their own
         "GatherBlockQuantized",
         "GroupQueryAttention",
+        "MatMulIntegerToFloat",
         "MatMulNBits",
         "MultiHeadAttention",
     )

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from tfexport.bundle.loop_file import read_loop
-from tfexport.bundle.onnx_message import NODE, TENSOR, Kind, Message
+from tfexport.bundle.onnx_message import GRAPH, MODEL, NODE, TENSOR, Kind, Message
 from tfexport.errors import shortened
 from tfexport.spec import Dim, DType, GraphSpec, TensorSpec
 
@@ -41,13 +41,7 @@ _MAX_RANK = 32
 _NUMBER = re.compile("[0-9]{1,18}")
 
 
-_MODEL = Kind(
-    "the model",
-    frozenset({1, 2, 3, 4, 5, 6, 7, 8, 14}),
-    {20: "training steps", 25: "functions of its own", 26: "devices"},
-)
 _OPSET = Kind("an opset", frozenset({1, 2}))
-_GRAPH = Kind("the graph", frozenset({1, 2, 5, 10, 11, 12, 13, 14, 16}), {15: "sparse weights"})
 _INNER = "a graph inside, as Loop, If and Scan have"
 _SPARSE = "a sparse tensor"
 _ATTRIBUTE = Kind(
@@ -111,8 +105,8 @@ def read_graph(raw: bytes, *, has_loop: bool = False) -> GraphFile:
     Raises:
         ValueError: says why it is none, or what it has that no graph of tfexport has.
     """
-    model = Message(memoryview(raw), _MODEL)
-    graph = Message(model.message(7), _GRAPH)
+    model = Message(memoryview(raw), MODEL)
+    graph = Message(model.message(7), GRAPH)
     entries = [Message(entry, _OPSET) for entry in model.messages(8)]
     opsets = [(_domain(entry.text(1)), entry.number(2)) for entry in entries]
     if len(dict(opsets)) < len(opsets):
@@ -161,12 +155,20 @@ def _read_tensor(raw: memoryview) -> ExternalWeight | None:
     dtype, bits = _type(tensor.number(2))
     if not bits:
         raise ValueError(f"{shortened(name)} has the {dtype}")
-    location, offset, length = _read_place(tensor.messages(13), name)
+    location, offset, length = read_place(tensor.messages(13), name)
     return ExternalWeight(name, location, offset, length, count * bits // 8)
 
 
-def _read_place(entries: list[memoryview], name: str) -> tuple[str, int, int]:
-    """Read file, offset and length of an external tensor."""
+def read_place(entries: list[memoryview], name: str) -> tuple[str, int, int]:
+    """Read file, offset and length of an external tensor.
+
+    Args:
+        entries: of its field `external_data`.
+        name: of the tensor.
+
+    Raises:
+        ValueError: they say something else or more.
+    """
     pairs = [(entry.text(1), entry.text(2)) for entry in (Message(one, _ENTRY) for one in entries)]
     keys, found = Counter(key for key, _ in pairs), {"offset": "0", **dict(pairs)}
     if max(keys.values(), default=0) > 1 or found.keys() != {"location", "offset", "length"}:

@@ -33,6 +33,7 @@ from tfexport.spec import (
     TensorSpec,
     contract_problems,
     graph_contract,
+    has_speculation,
 )
 from tfexport.text.config import TextConfig
 
@@ -213,7 +214,9 @@ class Manifest:
         return problems + [
             f"graphs.{name}: {problem}"
             for name, graph in graphs.items()
-            for problem in contract_problems(graph.spec, graph_contract(self.spec, name))
+            for problem in contract_problems(
+                graph.spec, graph_contract(self.spec, name, speculation=has_speculation(graph.spec))
+            )
         ]
 
     def _path_problems(self) -> list[str]:

@@ -16,6 +16,12 @@ class Kind(NamedTuple):
     refused: Mapping[int, str] = {}
 
 
+MODEL = Kind(
+    "the model",
+    frozenset({1, 2, 3, 4, 5, 6, 7, 8, 14}),
+    {20: "training steps", 25: "functions of its own", 26: "devices"},
+)
+GRAPH = Kind("the graph", frozenset({1, 2, 5, 10, 11, 12, 13, 14, 16}), {15: "sparse weights"})
 NODE = Kind("an operator", frozenset({1, 2, 3, 4, 5, 6, 7, 9}), {8: "an overload", 10: "devices"})
 TENSOR = Kind("a tensor", frozenset({1, 2, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 16}), {3: "segments"})
 

@@ -23,6 +23,7 @@ from tfexport.errors import GraphError, first_line
 from tfexport.graph.capture import capture, lower
 from tfexport.graph.forms import FORMS
 from tfexport.graph.operators import operators_built_once
+from tfexport.graph.passes.logits_to_keep import keep_logits
 from tfexport.graph.passes.reshapes import collapse_reshapes
 from tfexport.graph.shortcuts import shortcuts
 from tfexport.models.alignment import EncoderDecoder, align
@@ -111,7 +112,7 @@ def trace_encoder(
     return _trace(_Encoder(model, spec, source), encoder_graph(spec), opset, "encoder")
 
 
-def trace_decoder(model: nn.Module, spec: ModelSpec, form: Form, opset: int) -> ir.Model:
+def trace_decoder(model: nn.Module, spec: ModelSpec, form: Form, opset: int, *, speculation: bool = False) -> ir.Model:
     """Trace one step of the decoder, without the selection of tokens.
 
     Args:
@@ -119,9 +120,10 @@ def trace_decoder(model: nn.Module, spec: ModelSpec, form: Form, opset: int) -> 
         spec: of the model.
         form: how the cache is kept.
         opset: of the ONNX standard; the static form needs 24.
+        speculation: give the logits of as many of the last positions as are asked for.
 
     Raises:
-        GraphError: the model does not trace, or not for every size.
+        GraphError: the model does not trace, or not for every size; or its last position is not found.
     """
     contract, present = decoder_graph(spec, form), key_value_names("present", spec.layers)
     inputs = tuple(tensor for tensor in contract.inputs if tensor.name != NUM_CANDIDATES)
@@ -129,6 +131,8 @@ def trace_decoder(model: nn.Module, spec: ModelSpec, form: Form, opset: int) -> 
     traced = _trace(_Decoder(model, spec, form), GraphSpec(inputs, outputs), opset, f"decoder, {form} form")
     for change in FORMS[form].passes:
         change(traced)
+    if speculation:
+        keep_logits(traced)
     return traced
 
 

@@ -14,6 +14,7 @@ from tfexport.graph.contract import check_graph
 from tfexport.graph.forms import FORMS
 from tfexport.graph.forms.contrib import joint_weights
 from tfexport.graph.forms.form import Seam
+from tfexport.graph.passes.lookups import separate_lookups
 from tfexport.graph.passes.topk import append_selection
 from tfexport.graph.reorder import reorder_graph
 from tfexport.graph.seam import traits_of
@@ -48,6 +49,7 @@ def write_graphs(
     forms: Sequence[Form],
     opset: int,
     alignment: AlignmentHeads | None = None,
+    speculation: bool = False,
     report: Callable[[str], None],
 ) -> dict[str, GraphEntry]:
     """Trace, append selection, share weights, write and check.
@@ -59,6 +61,7 @@ def write_graphs(
         forms: of the decoder; not used for an encoder alone, and contrib not where the operators cannot do the model.
         opset: of the encoder and the concat form.
         alignment: layer and heads, as `AlignmentHeads.within` returns them; None for no such graph.
+        speculation: let the decoder of the contrib form give the logits of several positions.
         report: told what happens, a line at a time.
 
     Returns:
@@ -68,6 +71,8 @@ def write_graphs(
         GraphError: the model does not trace, has no form that was asked for, or a graph breaks the contract.
     """
     possible = _possible(forms, traits_of(model, spec), spec, report)
+    if speculation and "contrib" not in possible:
+        raise GraphError("speculation: it is made of the contrib form, which this export has not; leave it out")
     report("tracing the encoder")
     traced: dict[str, tuple[ir.Model, GraphSpec, int]] = {
         ENCODER: (trace_encoder(model, spec, opset), encoder_graph(spec), opset)
@@ -78,9 +83,10 @@ def write_graphs(
         kind = FORMS[form]
         if kind.encoder not in traced:
             traced[kind.encoder] = (trace_encoder(model, spec, opset, kind.source), encoder_graph(spec), opset)
-        decoder = trace_decoder(model, spec, form, kind.opset or opset)
+        keeps = speculation and form == "contrib"
+        decoder = trace_decoder(model, spec, form, kind.opset or opset, speculation=keeps)
         append_selection(decoder)
-        traced[DECODER[form]] = (decoder, decoder_graph(spec, form), kind.opset or opset)
+        traced[DECODER[form]] = (decoder, decoder_graph(spec, form, speculation=keeps), kind.opset or opset)
         portable |= {DECODER[form]} if kind.portable else set()
     if alignment is not None:
         report("tracing the alignment")
@@ -89,6 +95,8 @@ def write_graphs(
     report("writing graphs and weights")
     graphs = [graph for graph, *_ in traced.values()]
     write_weights(directory / WEIGHTS, dict(model.named_parameters()), graphs, joint=list(joint_weights(model)))
+    if "contrib" in possible:
+        separate_lookups(traced[DECODER["contrib"]][0])
     written = {}
     for name, (graph, contract, graph_opset) in traced.items():
         path = directory / f"{name}.onnx"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 from itertools import combinations
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,10 +18,12 @@ from tests.runtime.exported import LONG, Once, exported, ort_session, sources
 from tfexport.decode.offline import decode
 from tfexport.generation import DecodeConfig
 from tfexport.models.transformer import Transformer
+from tfexport.runtime.heap import trim_heap
+from tfexport.runtime.ort import contrib
 from tfexport.runtime.ort.backend import open_graphs
 from tfexport.runtime.ort.cache import HostBuffers, RowBuffers
 from tfexport.runtime.ort.concat import ConcatBatch
-from tfexport.runtime.ort.lengths import RUN_TOKENS, runs
+from tfexport.runtime.ort.lengths import MAX_SCORES, RUN_TOKENS, runs
 from tfexport.runtime.ort.static import StaticBatch
 from tfexport.runtime.session import Ids, Mask
 from tfexport.spec import Form
@@ -44,6 +49,20 @@ def test_no_division_costs_less(drawn: list[int]) -> None:
 
 def test_equal_sources_stay_together() -> None:
     assert [rows.tolist() for rows in runs(np.full(40, 128))] == [list(range(40))]
+
+
+@given(st.lists(st.integers(1, 4096), min_size=1, max_size=40))
+def test_no_run_has_many_scores(drawn: list[int]) -> None:
+    """What a run keeps in memory is bounded, however many long sources come together; a source is never cut."""
+    lengths = np.array(drawn)
+    divided = runs(lengths)
+    assert sorted(np.concatenate(divided).tolist()) == list(range(lengths.size))
+    assert all(rows.size == 1 or rows.size * int(lengths[rows].max()) ** 2 <= MAX_SCORES for rows in divided)
+
+
+def test_where_runs_are_cut() -> None:
+    for length, rows in ((256, 32), (257, 31), (512, 8), (1024, 2), (1025, 1), (4096, 1)):
+        assert [some.size for some in runs(np.full(33, length))][:-1] == [rows] * (32 // rows)
 
 
 @pytest.fixture(scope="module")
@@ -90,3 +109,22 @@ def test_texts_do_not_depend_on_the_division(num_beams: int, form: Form, model: 
     assert [[best.token_ids for best in found] for found in together] == [
         [best.token_ids for best in found] for found in single
     ]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_scores_do_not_stay(is_cut: bool, model: Transformer, once: Once, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of 400 sources of 200 tokens are 256 MB a layer: they are never there at once, or they are given back."""
+    graphs, spec = exported(model, once)
+    session = open_graphs(graphs, spec, "contrib", threads=1)
+    ids, mask = sources(model.config, (200,) * 400)
+    if not is_cut:
+        monkeypatch.setattr(contrib, "runs", lambda lengths: [np.arange(lengths.size)])
+    batch, before = session.batch(), resident_mb()
+    batch.add(ids, mask, [[1]] * len(ids))
+    assert resident_mb() - before < 180
+
+
+def resident_mb() -> float:
+    trim_heap()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 1e6

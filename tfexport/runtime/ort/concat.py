@@ -65,7 +65,7 @@ class ConcatBatch:
         io = self._graphs.bind_encoder(source_ids, source_mask)
         for name in key_value_names("cross", spec.layers):
             self._graphs.device.bind_output(io, name)
-        self._graphs.run_encoder(io)
+        self._graphs.run_encoder(io, *source_ids.shape)
         self._cross, self._source_mask = list(io.get_outputs()), source_mask.copy()
         self._past = [
             self._graphs.device.empty((new, spec.cache_heads, 0, width), FLOAT[spec.precision])

@@ -24,7 +24,8 @@ from tfexport.errors import BackendError
 from tfexport.runtime.ort.alignment import OrtAligner
 from tfexport.runtime.ort.cache import FIRST_CAPACITY
 from tfexport.runtime.ort.device import STEP_SPIN_US, OrtDevice, host_value, run
-from tfexport.runtime.ort.lengths import runs
+from tfexport.runtime.ort.lengths import has_many_scores, runs
+from tfexport.runtime.ort.tables import shared_tables
 from tfexport.runtime.session import (
     Candidates,
     Floats,
@@ -33,11 +34,13 @@ from tfexport.runtime.session import (
     Mask,
     Prompts,
     check_prompts,
+    check_rewind,
     check_rows,
     check_score_step,
     check_source,
     check_sources,
     check_step,
+    check_verify,
     close_up,
     given_candidates,
 )
@@ -50,6 +53,7 @@ from tfexport.spec import (
     LAST_POSITION,
     LOG_NORMALIZER,
     LOGITS,
+    LOGITS_TO_KEEP,
     NUM_CANDIDATES,
     POSITIONS,
     SOURCE_IDS,
@@ -94,6 +98,7 @@ class Graphs:
     spec: ModelSpec
     cross: list[str]
     caches: list[tuple[str, str]]
+    keeps_logits: bool
 
 
 class ContribSession:
@@ -106,6 +111,7 @@ class ContribSession:
         accuracy: type of the weights where it is narrower than that of the graphs.
         limits: those of the model.
         has_alignment: whether the bundle has that graph.
+        can_verify: whether its decoder gives logits of several positions.
     """
 
     backend = "ort"
@@ -137,12 +143,14 @@ class ContribSession:
         self._aligner = OrtAligner(graphs, spec, device, encoder_threads)
         self.has_alignment = self._aligner.is_there
         name = DECODER["contrib"]
-        # One after the other: while a graph loads, the whole weight file may lie in memory beside what it becomes.
-        encoder = device.load(graphs[ENCODER_CONTRIB], ENCODER_CONTRIB, encoder_threads)
-        decoder = device.load(graphs[name], name, decoder_threads, spin_us=STEP_SPIN_US)
+        encoder_tables, decoder_tables = shared_tables(graphs[ENCODER_CONTRIB], graphs[name])
+        # One after the other, the larger one first: while a weight is packed, it lies in memory twice.
+        decoder = device.load(graphs[name], name, decoder_threads, spin_us=STEP_SPIN_US, initializers=decoder_tables)
+        encoder = device.load(graphs[ENCODER_CONTRIB], ENCODER_CONTRIB, encoder_threads, initializers=encoder_tables)
         caches = zip(key_value_names("past", spec.layers), key_value_names("present", spec.layers), strict=True)
+        self.can_verify = any(tensor.name == LOGITS_TO_KEEP for tensor in decoder.get_inputs())
         self._graphs: Graphs | None = Graphs(
-            encoder, decoder, spec, key_value_names("cross", spec.layers), list(caches)
+            encoder, decoder, spec, key_value_names("cross", spec.layers), list(caches), self.can_verify
         )
 
     def batch(self, width: int = 1) -> ContribBatch:
@@ -175,7 +183,7 @@ class ContribSession:
 
 
 class ContribBatch:
-    """Sources being decoded in buffers of numpy; see `Batch` and `MultiStep`.
+    """Sources being decoded in buffers of numpy; see `Batch`, `MultiStep` and `Verifies`.
 
     Source s has place s in the buffers of the encoder's keys and values and rows s · width … of the cache.
 
@@ -183,6 +191,7 @@ class ContribBatch:
         width: rows of each source.
         can_join: True.
         lengths: tokens in the cache of every row, int64 [rows].
+        can_verify: whether the bundle was exported for it.
     """
 
     can_join = True
@@ -192,6 +201,7 @@ class ContribBatch:
         self.width = width
         self.lengths: Ids = np.empty(0, np.int64)
         self._session, self._spec = session, session.spec
+        self.can_verify = session.can_verify
         self._measure()
         self._num_sources = 0
         self._source_lengths: Ids = np.empty(0, np.int64)
@@ -211,12 +221,10 @@ class ContribBatch:
         lengths, first = source_mask.sum(1), self._num_sources
         divided = runs(lengths)
         if first or len(divided) > 1:
-            encoded = [
-                self._encode(source_ids[some, :longest], source_mask[some, :longest])
-                for some, longest in ((some, lengths[some[0]]) for some in divided)
-            ]
             self._reserve_sources(first + len(lengths), int(lengths.max()))
-            for some, parts in zip(divided, encoded, strict=True):
+            for some in divided:
+                longest = lengths[some[0]]
+                parts = self._encode(source_ids[some, :longest], source_mask[some, :longest])
                 self._write_sources(first + some, lengths[some], parts)
         else:
             self._adopt(self._encode(source_ids, source_mask), source_mask)
@@ -285,6 +293,24 @@ class ContribBatch:
         every = np.s_[:taken, rows]
         return Candidates(token_ids[every], logits[every], log_normalizer[every])
 
+    def verify(self, target_ids: Ids, num_candidates: int) -> Candidates:
+        """Read tokens of the only row; see `Verifies.verify`."""
+        check_verify(self._spec, self.lengths, target_ids, num_candidates)
+        count, begin = target_ids.size, self._longest
+        bound = self._bound(num_candidates, count)
+        bound.target_ids[0] = target_ids
+        bound.positions[0] = np.arange(begin, begin + count)
+        bound.last_and_total[:] = begin + count - 1, begin + count
+        run(self._session.graphs().decoder, bound.io)
+        self.lengths += count
+        self._longest += count
+        return Candidates(bound.token_ids.copy(), bound.logits.copy(), bound.log_normalizer[:, 0].copy())
+
+    def rewind(self, length: int) -> None:
+        """Forget the last tokens of the only row; see `Verifies.rewind`."""
+        check_rewind(self.lengths, length)
+        self.lengths[0] = self._longest = length  # what lies behind is not read, and written anew
+
     def reorder(self, rows: Ids) -> None:
         """Let row r continue what row rows[r] was; see `Batch.reorder`."""
         check_rows(self.lengths, self.width, rows)
@@ -326,10 +352,17 @@ class ContribBatch:
         source = {SOURCE_IDS: host_value(source_ids), SOURCE_MASK: host_value(source_mask)}
         for name, value in source.items():
             io.bind_ortvalue_input(name, value)
+        gives_back = has_many_scores(*source_ids.shape)
+        own: list[Array] = []
         for name in graphs.cross:
-            io.bind_output(name)
-        run(graphs.encoder, io)
-        return [value.numpy() for value in io.get_outputs()]
+            if gives_back:  # memory of ONNX Runtime's that lies around something it needs cannot be given back
+                shape = (len(source_ids), self._spec.cache_heads, source_ids.shape[1], self._spec.head_dim)
+                own.append(np.empty(shape, np.float32))
+                io.bind_ortvalue_output(name, host_value(own[-1]))
+            else:
+                io.bind_output(name)
+        run(graphs.encoder, io, gives_back=gives_back)
+        return own or [value.numpy() for value in io.get_outputs()]
 
     def _adopt(self, encoded: list[Array], source_mask: Mask) -> None:
         """Take what the encoder returned as the buffers of an empty batch."""
@@ -433,17 +466,17 @@ class ContribBatch:
         self.lengths += 1
         self._longest += 1
 
-    def _bound(self, num_candidates: int) -> _Binding:
+    def _bound(self, num_candidates: int, target_len: int = 1) -> _Binding:
         """Return what the next step of all rows is bound to, with room for its tokens."""
-        if self._longest == self._cache.shape[3]:
-            self._reserve_rows(0, self._longest + 1)
-        key = (self._num_sources, num_candidates)
+        if self._longest + target_len > self._cache.shape[3]:
+            self._reserve_rows(0, self._longest + target_len)
+        key = (self._num_sources, num_candidates, target_len)
         bound = self._bindings.get(key)
         if bound is None:
             if len(self._bindings) == MAX_BINDINGS:
                 del self._bindings[next(iter(self._bindings))]
             bound = self._bindings[key] = self._bind(
-                slice(self._num_sources), slice(self.lengths.size), 1, num_candidates
+                slice(self._num_sources), slice(self.lengths.size), target_len, num_candidates, target_len
             )
         return bound
 
@@ -457,8 +490,8 @@ class ContribBatch:
             bound.last_and_total[:-1] = self.lengths
         bound.last_and_total[-1] = self._longest + 1
 
-    def _bind(self, sources: slice, rows: slice, target_len: int, num_candidates: int) -> _Binding:
-        """Bind some rows of the cache and the places of their sources."""
+    def _bind(self, sources: slice, rows: slice, target_len: int, num_candidates: int, keeps: int = 1) -> _Binding:
+        """Bind some rows of the cache and the places of their sources; `keeps` is of how many positions logits are."""
         graphs = self._session.graphs()
         io = graphs.decoder.io_binding()
         num_rows = rows.stop - (rows.start or 0)
@@ -472,15 +505,18 @@ class ContribBatch:
             NUM_CANDIDATES: np.array([num_candidates]),
             **{name: array[sources] for name, array in zip(graphs.cross, self._cross, strict=True)},
         }
+        if graphs.keeps_logits:
+            inputs[LOGITS_TO_KEEP] = np.array([keeps])
+        found = num_rows * keeps
         bound = _Binding(
             io,
             inputs,
             target_ids=inputs[TARGET_IDS],
             positions=inputs[POSITIONS],
             last_and_total=last_and_total,
-            token_ids=np.empty((num_rows, num_candidates), np.int64),
-            logits=np.empty((num_rows, num_candidates), np.float32),
-            log_normalizer=np.empty((num_rows, 1), np.float32),
+            token_ids=np.empty((found, num_candidates), np.int64),
+            logits=np.empty((found, num_candidates), np.float32),
+            log_normalizer=np.empty((found, 1), np.float32),
         )
         for name, array in inputs.items():
             io.bind_ortvalue_input(name, host_value(array))

@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from tfexport.errors import BackendError, first_line
 from tfexport.files.utf8_path import utf8_path
 from tfexport.install import extra_command, replacing_command
 from tfexport.runtime.ort.libraries import load_libraries, needed, where_looked
+from tfexport.runtime.ort.vnni import multiplies_exactly
 from tfexport.spec import Device, DType
 
 Array = NDArray[Any]
@@ -71,7 +72,15 @@ class OrtDevice:
             prepare_cuda()
         self.type = device
 
-    def load(self, graph: Path, name: str, threads: int | None, *, spin_us: int = 0) -> ort.InferenceSession:
+    def load(
+        self,
+        graph: Path,
+        name: str,
+        threads: int | None,
+        *,
+        spin_us: int = 0,
+        initializers: Mapping[str, ort.OrtValue] | None = None,
+    ) -> ort.InferenceSession:
         """Load a graph onto the device.
 
         Args:
@@ -79,6 +88,7 @@ class OrtDevice:
             name: used in errors.
             threads: of the CPU for one call; None for as many as ONNX Runtime finds cores.
             spin_us: how long its threads wait awake for the next run, in microseconds.
+            initializers: of the graph, by name, in place of those that it refers to; the session keeps them alive.
 
         Raises:
             BackendError: the graph does not load.
@@ -92,7 +102,11 @@ class OrtDevice:
             options.add_session_config_entry("session.intra_op.spin_duration_us", str(spin_us))
         else:
             options.add_session_config_entry("session.force_spinning_stop", "1")
+        for weight, value in (initializers or {}).items():
+            options.add_initializer(weight, value)
         options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+        if not multiplies_exactly():  # then with another instruction, which takes longer
+            options.add_session_config_entry("session.x64quantprecision", "1")
         try:
             with utf8_path(graph) as path:
                 session = ort.InferenceSession(
@@ -103,6 +117,7 @@ class OrtDevice:
                 f"ort: {name} does not load in onnxruntime {ort.__version__}, which must be {MINIMUM[self.type]} or "
                 f"newer on {self.type}: {first_line(error)}"
             ) from error
+        session.initializers = initializers  # of which ONNX Runtime keeps addresses alone
         if self.type != "cpu":
             _check_placement(session, name, PROVIDER[self.type])
         return session
@@ -135,14 +150,23 @@ def host_value(array: Array) -> ort.OrtValue:
     return ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array))
 
 
-def run(session: ort.InferenceSession, binding: ort.IOBinding) -> None:
+def run(session: ort.InferenceSession, binding: ort.IOBinding, *, gives_back: bool = False) -> None:
     """Run a graph on what is bound, and wait for it.
+
+    Args:
+        session: the graph.
+        binding: its inputs and outputs.
+        gives_back: return what the run took of the host's memory; else ONNX Runtime keeps it for the next run.
 
     Raises:
         BackendError: it failed.
     """
+    options = None
+    if gives_back:
+        options = ort.RunOptions()
+        options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
     try:
-        session.run_with_iobinding(binding)
+        session.run_with_iobinding(binding, options)
     except Exception as error:
         raise BackendError(f"ort: the graph failed while running: {first_line(error)}") from error
 

@@ -10,6 +10,7 @@ import onnxruntime as ort
 from tfexport.runtime.ort.cache import DeviceBuffers, HostBuffers, RowBuffers
 from tfexport.runtime.ort.device import OrtDevice, host_value, run, still_open
 from tfexport.runtime.ort.gather import RowGather
+from tfexport.runtime.ort.lengths import has_many_scores
 from tfexport.runtime.session import Candidates, Ids, Mask, given_candidates, in_order_of_id
 from tfexport.spec import (
     CACHE_LENGTHS,
@@ -56,9 +57,9 @@ class OrtGraphs:
             io.bind_ortvalue_input(name, self.device.upload(array))
         return io
 
-    def run_encoder(self, io: ort.IOBinding) -> None:
-        """Run the encoder and wait for it; see `device.run`."""
-        run(still_open(self.encoder), io)
+    def run_encoder(self, io: ort.IOBinding, batch: int, longest: int) -> None:
+        """Run the encoder on what is bound, sources [batch, longest], and wait for it; see `device.run`."""
+        run(still_open(self.encoder), io, gives_back=self.device.type == "cpu" and has_many_scores(batch, longest))
 
 
 class Step:

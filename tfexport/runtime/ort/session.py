@@ -83,8 +83,9 @@ class OrtSession:
         self._graphs = OrtGraphs(
             spec=spec,
             device=opened,
-            encoder=opened.load(graphs[ENCODER], graphs[ENCODER].name, encoder_threads),
+            # The larger one first: while a weight is packed, it lies in memory twice.
             decoder=None if form is None else _load_decoder(opened, graphs[DECODER[form]], decoder_threads),
+            encoder=opened.load(graphs[ENCODER], graphs[ENCODER].name, encoder_threads),
             gather=None if form is None or on_host else _load_gather(graphs, spec, opened),
         )
 
@@ -102,7 +103,7 @@ class OrtSession:
         check_source(self.spec, source_ids, source_mask)
         io = self._graphs.bind_encoder(source_ids, source_mask)
         self._graphs.device.bind_output(io, HIDDEN_STATES)
-        self._graphs.run_encoder(io)
+        self._graphs.run_encoder(io, *source_ids.shape)
         hidden: Floats = io.get_outputs()[0].numpy()
         return hidden
 

@@ -127,7 +127,7 @@ class StaticBatch:
         found = self._graphs.buffers(*source_ids.shape)
         io = self._graphs.bind_encoder(source_ids, source_mask)
         found.bind_output(io, "cross", len(source_ids))
-        self._graphs.run_encoder(io)
+        self._graphs.run_encoder(io, *source_ids.shape)
         return found
 
     def _reserve_cross(self, old: int, lengths: Ids) -> None:

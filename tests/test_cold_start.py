@@ -1,0 +1,50 @@
+"""What a first text costs before it is computed, in a count that no busy machine changes: modules."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+# What no first call of `generate` needs.
+NOT_NEEDED = {
+    "tfexport.bulk",
+    "tfexport.checkpoint",
+    "tfexport.decode.align",
+    "tfexport.decode.pairs",
+    "tfexport.decode.score",
+    "tfexport.decode.unknowns",
+    "tfexport.graph",
+    "tfexport.runtime.eager",
+    "tfexport.runtime.ort.session",
+    "tfexport.serve",
+    "tfexport.trt",
+    "tfexport.verify",
+    # Beside those of NumPy and ONNX Runtime.
+    "asyncio",
+    "email",
+    "secrets",
+    "socket",
+    "tempfile",
+    "uuid",
+}
+GENERATE = """
+import json, sys
+import numpy, onnxruntime
+before = set(sys.modules)
+import tfexport
+with tfexport.load(sys.argv[1], backend="ort", threads=1) as model:
+    model.generate_ids([[4, 5, 6]], max_new_tokens=2)
+print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+
+
+def test_modules_of_a_first_call(random_bundle: Path) -> None:
+    command = [sys.executable, "-P", "-c", GENERATE, str(random_bundle)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    loaded: set[str] = set(json.loads(done.stdout))
+    assert "tfexport.runtime.ort.contrib" in loaded
+    assert not loaded & NOT_NEEDED
+    ours = {name for name in loaded if name.partition(".")[0] == "tfexport"}
+    assert len(ours) <= 79, "each takes a few tenths of a millisecond; import late what generating does not need"
