@@ -180,7 +180,16 @@ def _write(
 
     def write(directory: Path, forms: Sequence[Form]) -> dict[str, GraphEntry]:
         module, opset = source.model.module, config.opset
-        return write_cast(module, source.spec, directory, forms=forms, opset=opset, alignment=alignment, report=report)
+        return write_cast(
+            module,
+            source.spec,
+            directory,
+            forms=forms,
+            opset=opset,
+            alignment=alignment,
+            speculation=config.speculation,
+            report=report,
+        )
 
     if config.quantization is None:
         return write(directory, config.forms)

@@ -29,7 +29,9 @@ class DecodeConfig(Config, subject="decoding"):
     above 0 a text is drawn towards its prefix and may leave it. `eos_token_id` and
     `decoder_start_token_id` None are the model's own. `max_time` counts seconds
     from when a text joins the batch. With `replace_unknowns` what the model has no
-    token for is copied from the source, in texts; ids stay.
+    token for is copied from the source, in texts; ids stay. `prompt_lookup_num_tokens`
+    are drafted at most for one step, where a bundle was exported with speculation;
+    None drafts none.
     """
 
     max_new_tokens: int | None = None
@@ -58,6 +60,7 @@ class DecodeConfig(Config, subject="decoding"):
     max_time: float | None = None
     stop_strings: str | tuple[str, ...] = ()
     replace_unknowns: bool = False
+    prompt_lookup_num_tokens: int | None = None
     seed: int = 0
 
     def ends(self, eos: int) -> tuple[int, ...]:
@@ -112,6 +115,7 @@ class DecodeConfig(Config, subject="decoding"):
             "no_repeat_ngram_size": 0,
             "encoder_no_repeat_ngram_size": 0,
             "top_k": 0,
+            "prompt_lookup_num_tokens": 1,
             "seed": 0,
         }
         between = {

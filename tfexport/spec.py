@@ -43,6 +43,7 @@ POSITIONS = "positions"
 LAST_POSITION = "last_position"
 TOTAL_LENGTH = "total_length"
 NUM_CANDIDATES = "num_candidates"
+LOGITS_TO_KEEP = "logits_to_keep"
 LOGITS = "logits"
 CANDIDATE_IDS = "candidate_ids"
 CANDIDATE_LOGITS = "candidate_logits"
@@ -61,6 +62,9 @@ REORDER = "reorder"
 CACHE = "cache"
 ORDER = "order"
 REORDERED = "reordered"
+
+# Axis of the outputs of a decoder that gives logits of several positions: those of each row side by side.
+KEPT = f"rows * {LOGITS_TO_KEEP}"
 
 DType = Literal["int64", "int32", "bool", "float32", "float16", "bfloat16"]
 Dim = str | int
@@ -283,7 +287,7 @@ def encoder_graph(spec: ModelSpec) -> GraphSpec:
     return GraphSpec(inputs, (TensorSpec(HIDDEN_STATES, "float32", (*source, spec.d_model)),))
 
 
-def decoder_graph(spec: ModelSpec, form: Form) -> GraphSpec:
+def decoder_graph(spec: ModelSpec, form: Form, *, speculation: bool = False) -> GraphSpec:
     """Return the contract of `decoder.onnx` (concat), `decoder_static.onnx` or `decoder_contrib.onnx`.
 
     Caches go in as `past_*` and come out as `present_*`. The concat form returns
@@ -292,7 +296,9 @@ def decoder_graph(spec: ModelSpec, form: Form) -> GraphSpec:
     `cache_lengths`, past_len of each row, and rows may be at different positions.
     So they may in the contrib form, ONNX Runtime's own operators, which takes what
     its operator takes: the `positions` of the new tokens, the last of them, and
-    past_len + target_len of the longest row; every past_len is 0, or target_len 1.
+    past_len + target_len of the longest row; every past_len is 0, or target_len 1,
+    or rows 1. With `speculation`, which this form alone has, `logits_to_keep` says of
+    how many of the last positions there are logits.
     """
     inputs = [
         TensorSpec(TARGET_IDS, "int64", ("rows", "target_len")),
@@ -306,12 +312,15 @@ def decoder_graph(spec: ModelSpec, form: Form) -> GraphSpec:
         inputs.append(TensorSpec(POSITIONS, "int64", ("rows", "target_len")))
         inputs.append(TensorSpec(LAST_POSITION, "int32", ("rows",)))
         inputs.append(TensorSpec(TOTAL_LENGTH, "int32", (1,)))
+    if speculation:
+        inputs.append(TensorSpec(LOGITS_TO_KEEP, "int64", (1,)))
     inputs.append(TensorSpec(NUM_CANDIDATES, "int64", (1,)))
+    kept = KEPT if speculation else "rows"
     outputs = [
-        TensorSpec(LOGITS, "float32", ("rows", spec.vocab)),
-        TensorSpec(CANDIDATE_IDS, "int64", ("rows", "num_candidates")),
-        TensorSpec(CANDIDATE_LOGITS, "float32", ("rows", "num_candidates")),
-        TensorSpec(LOG_NORMALIZER, "float32", ("rows", 1)),
+        TensorSpec(LOGITS, "float32", (kept, spec.vocab)),
+        TensorSpec(CANDIDATE_IDS, "int64", (kept, "num_candidates")),
+        TensorSpec(CANDIDATE_LOGITS, "float32", (kept, "num_candidates")),
+        TensorSpec(LOG_NORMALIZER, "float32", (kept, 1)),
         *_key_values(spec, "present", "rows", "past_len + target_len" if form == "concat" else "capacity"),
     ]
     return GraphSpec(tuple(inputs), tuple(outputs))
@@ -363,11 +372,19 @@ def reorder_spec(precision: Precision) -> GraphSpec:
     return GraphSpec(inputs, (TensorSpec(REORDERED, dtype, ("new_rows", "width")),))
 
 
-def graph_contract(spec: ModelSpec, name: str) -> GraphSpec:
-    """Return the contract of a graph of a bundle by its name, such as "decoder_static"."""
+def has_speculation(decoder: GraphSpec) -> bool:
+    """Say whether a decoder gives logits of as many of the last positions as it is asked for."""
+    return any(tensor.name == LOGITS_TO_KEEP for tensor in decoder.inputs)
+
+
+def graph_contract(spec: ModelSpec, name: str, *, speculation: bool = False) -> GraphSpec:
+    """Return the contract of a graph of a bundle by its name, such as "decoder_static".
+
+    `speculation` is for the decoder of the contrib form.
+    """
     forms = {decoder: form for form, decoder in DECODER.items()}
     if name in forms:
-        return decoder_graph(spec, forms[name])
+        return decoder_graph(spec, forms[name], speculation=speculation and forms[name] == "contrib")
     if name == REORDER:
         return reorder_spec(spec.precision)
     if name == LOOP:

@@ -157,7 +157,7 @@ def all_cells() -> list[Cells]:
 def test_all_options_draw(all_cells: list[Cells]) -> None:
     fields = {field.name for field in dataclasses.fields(DecodeConfig)}
     of_others = {"num_beams", "length_penalty", "early_stopping", "num_return_sequences", "return_alternatives"}
-    of_text = {"max_time", "stop_strings", "prefix_bias_beta", "replace_unknowns", "seed"}
+    of_text = {"max_time", "stop_strings", "prefix_bias_beta", "replace_unknowns", "seed", "prompt_lookup_num_tokens"}
     asked = {name for options in COMBINATIONS.values() for name in options}
     assert asked == fields - of_others - of_text - {"do_sample"} | {"prefix"}
     assert len(COMBINATIONS) == 20

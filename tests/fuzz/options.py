@@ -56,6 +56,7 @@ _LIKELY: dict[str, st.SearchStrategy[Any]] = {
     "max_time": st.floats(1e-9, 1),
     "stop_strings": st.lists(st.text("0123456789-", max_size=3), max_size=3),
     "replace_unknowns": st.booleans(),
+    "prompt_lookup_num_tokens": st.integers(1, 30),
     "seed": st.integers(0, 2**64),
 }
 

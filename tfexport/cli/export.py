@@ -68,6 +68,9 @@ class HeadsOption(click.ParamType):  # type: ignore[type-arg]  # not generic bef
     "heads, or of all when none is named.",
 )
 @click.option("--loop", is_flag=True, help="Write one graph too that decodes greedily by itself: ids in, ids out.")
+@click.option(
+    "--speculation", is_flag=True, help="Let one step verify several tokens of a single text that copies or repeats."
+)
 @click.option("--seed", default=ExportConfig.seed, help="Of a preset's random weights.")
 @click.option("--verify/--no-verify", default=True, help="Compare every stage with PyTorch before writing.")
 @click.option("--name", help="Of the model, for the manifest.")

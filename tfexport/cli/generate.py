@@ -117,9 +117,16 @@ def _plain_files(
     source: Path | str | None, output: Path | str | None, *columns: str | None
 ) -> tuple[Path | None, Path | None]:
     """Refuse what works in bulk alone."""
-    uris = [given for given in (source, output) if isinstance(given, str)]
-    if uris or any(column is not None for column in columns):
-        what = "A URI" if uris else "--input-column and --output-column"
+    from tfexport.bulk.formats.registry import is_table
+
+    what = None
+    if any(isinstance(given, str) for given in (source, output)):
+        what = "A URI"
+    elif any(column is not None for column in columns):
+        what = "--input-column and --output-column"
+    elif source is not None and is_table(source):
+        what = f"--input {source}, whose lines are no texts,"
+    if what:
         raise click.UsageError(
             f"{what} needs --input and --output with names that end with .parquet, .jsonl, .csv or .txt, "
             "without TEXT and --json."

@@ -45,6 +45,7 @@ _DECODE_HELP = {
     "max_time": "Seconds for a text, from when it joins the batch.",
     "stop_strings": "Text that ends a text which says it; give it again for more.",
     "replace_unknowns": "Write the source token that an unknown token was read from; needs a bundle with --alignment.",
+    "prompt_lookup_num_tokens": "Draft so many tokens for one step at most, in a bundle with --speculation.",
     "seed": "Of sampling; the same seed draws the same texts.",
 }
 

@@ -117,6 +117,8 @@ class Finished:
 class BeamSearch:
     """Keeps the num_beams best beams of each source; see `Search`."""
 
+    follows_best = False
+
     def __init__(self, config: DecodeConfig, spec: ModelSpec) -> None:
         """Begin without a source.
 

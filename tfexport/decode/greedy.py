@@ -106,9 +106,14 @@ class GreedySearch:
             ended |= self._is_stopped | self._stops.are_late()
         return Taken(None, self._outcomes(ended))
 
+    @property
+    def follows_best(self) -> bool:
+        """Whether each row goes on with its best token; see `Search`."""
+        return self._sampler is None and not self._bias.is_followed and self._filters.leave_best
+
     def steps_ahead(self) -> int:
         """Say how many steps may be taken at once; see `Search.steps_ahead`."""
-        if self._sampler or self._bias.is_followed or not self._filters.leave_best or self._stops.are_set:
+        if not self.follows_best or self._stops.are_set:
             return 1
         return int((self._limits - self._num_new).min())
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -17,7 +18,10 @@ from tfexport.decode.greedy import GreedySearch
 from tfexport.decode.multi_step import take_steps
 from tfexport.decode.request import Request
 from tfexport.decode.search import Outcome, Search, forced_alone, settings
-from tfexport.runtime.session import Batch, Candidates, Ids, MultiStep, Session, close_up, pad_right
+from tfexport.runtime.session import Batch, Candidates, Ids, MultiStep, Session, Verifies, close_up, pad_right
+
+if TYPE_CHECKING:
+    from tfexport.decode.speculation import Speculation
 
 # Sources join several at a time, an eighth of a full batch: the encoder is run, and buffers are bound, once for all.
 JOIN_SHARE = 8
@@ -160,6 +164,10 @@ def _equally_long(waiting: deque[Request], count: int) -> list[Request]:
     return taken
 
 
+def _steps(found: Candidates, steps: Any) -> Candidates:
+    return Candidates(found.token_ids[steps], found.logits[steps], found.log_normalizer[steps])
+
+
 class _Running:
     """One batch and the searches that share it, kept in step.
 
@@ -173,6 +181,7 @@ class _Running:
         self.width = width
         self.num_sources = self.num_steps = 0
         self._session, self._spec = session, session.spec
+        self._speculation: Speculation | None = None
         self._begin()
         self._parts: dict[tuple[object, ...], _Part] = {}
 
@@ -202,20 +211,67 @@ class _Running:
         self._batch: Batch = self._session.batch(self.width)
         # Asked once, for it takes longer than much of a step, and not for beams, which take one after the other.
         self._together = self._batch if self.width == 1 and isinstance(self._batch, MultiStep) else None
+        is_able = self.width == 1 and isinstance(self._batch, Verifies) and self._batch.can_verify
+        self._verifier = cast(Verifies, self._batch) if is_able else None
         self._is_spent = False
 
     def step(self, most: int | None) -> list[Update]:
         """Take a step of all searches, several at once where that is possible and nobody waits for each token."""
         parts = list(self._parts.values())
         if len(parts) == 1:
-            search = parts[0].search
-            found, self.num_steps = take_steps(self._batch, self._together, search, 1 if parts[0].streams else most)
+            search, most = parts[0].search, 1 if parts[0].streams else most
+            if speculation := self._drafts(search):
+                if draft := speculation.draft(search):
+                    return self._verify(parts[0], speculation, draft)
+                plain = speculation.plain_steps()
+                most = plain if most is None else min(most, plain)
+            found, self.num_steps = take_steps(self._batch, self._together, search, most)
             order, parts[0].done = search.take(found)
         else:
             order, self.num_steps = self._take_each(parts), 1
         if order is not None:
             self._batch.reorder(order)
         updates = [update for part in parts if part.done or part.streams for update in part.updates()]
+        self._remove_done()
+        return updates
+
+    def _drafts(self, search: Search) -> Speculation | None:
+        """Return what drafts the only text; None where there are others, or nobody may draft."""
+        if self._verifier is None or self.num_sources > 1 or not search.follows_best:
+            return None
+        (request,) = search.requests
+        if request.config.prompt_lookup_num_tokens is None:
+            return None
+        if self._speculation is None or self._speculation.request is not request:
+            from tfexport.decode.speculation import Speculation
+
+            self._speculation = Speculation(request, self._spec)
+        return self._speculation
+
+    def _verify(self, part: _Part, speculation: Speculation, draft: list[int]) -> list[Update]:
+        """Read a draft behind the newest token in one step, and let the search take it as far as it says the same."""
+        assert self._verifier is not None
+        search, length, updates = part.search, int(self._batch.lengths[0]), list[Update]()
+        target_ids = np.concatenate((search.history.newest, draft))
+        found = self._verifier.verify(target_ids, search.num_candidates())
+        said = 0
+        if search.steps_ahead() > 1 and not part.streams:  # then nothing but a stop need be looked at one by one
+            for best, token in zip(found.token_ids[:, 0].tolist(), draft, strict=False):
+                if best != token or best in search.stop_ids:
+                    break
+                said += 1
+            if said:
+                search.follow(_steps(found, np.s_[:said, None]))
+        while True:
+            _, part.done = search.take(_steps(found, np.s_[said : said + 1]))
+            if part.done or part.streams:
+                updates += part.updates()
+            if part.done or said == len(draft) or search.history.newest[0] != draft[said]:
+                break
+            said += 1
+        self._verifier.rewind(length + said + 1)
+        speculation.note(len(draft), said, int(search.history.lengths[0]))
+        self.num_steps = 1
         self._remove_done()
         return updates
 

@@ -50,6 +50,11 @@ class Search(Protocol):
     ends: Ends
     stop_ids: frozenset[int]
 
+    @property
+    def follows_best(self) -> bool:
+        """Whether each row goes on with its best token, unless that is one of `stop_ids`."""
+        ...
+
     def add(self, requests: Sequence[Request]) -> None:
         """Begin to search for more, behind those that there are."""
         ...
@@ -90,6 +95,7 @@ _OWN = {
     "num_return_sequences",
     "forced_bos_token_id",
     "decoder_start_token_id",
+    "prompt_lookup_num_tokens",
     "seed",
     "replace_unknowns",
 }

@@ -28,7 +28,8 @@ class ExportConfig(Config, subject="export"):
     `opset` is that of the encoder and of all forms but the static one, which needs 24.
     The two lengths limit what the bundle takes, at most what the model can;
     None means as much as it can. `alignment` names the cross-attention of which there is a graph of its own; `loop`
-    adds one that holds the whole greedy search, by the defaults of the model.
+    adds one that holds the whole greedy search, by the defaults of the model. With `speculation` the contrib form
+    verifies several tokens in one step.
     `seed` draws the weights of a preset.
     """
 
@@ -40,6 +41,7 @@ class ExportConfig(Config, subject="export"):
     max_target_length: int | None = None
     alignment: AlignmentHeads | None = None
     loop: bool = False
+    speculation: bool = False
     seed: int = 0
 
     def _problems(self) -> list[str]:
@@ -50,9 +52,17 @@ class ExportConfig(Config, subject="export"):
             problems.append(f"forms is {', '.join(self.forms) or 'empty'}, expected concat, static, contrib, once each")
         if self.loop and self.forms == ("static",):
             problems.append("loop is made of the concat or the contrib form, and forms is static; add one of them")
+        if self.speculation:
+            problems += self._speculation_problems()
         if self.seed < 0:
             problems.append(f"seed is {self.seed}, expected 0 or more")
         return [*problems, *self._quantization_problems()]
+
+    def _speculation_problems(self) -> Iterator[str]:
+        if "contrib" not in self.forms:
+            yield "speculation is made of the contrib form, which is not among the forms; add it"
+        if self.precision in ("fp16", "bf16"):
+            yield f"speculation is made of the contrib form, which is not there in {self.precision}; leave it out"
 
     def _quantization_problems(self) -> Iterator[str]:
         try:

@@ -54,7 +54,7 @@ class Engine:
             bundle: path of the bundle.
             config: slots, queue and limits; None for the defaults.
             observer: told of everything, for metrics.
-            options: of `tfexport.load`: backend, form, threads, device, engine, trusted_keys.
+            options: of `tfexport.load`: backend, form, threads, device, engine, trusted_keys, warm_up.
         """
         self.config = config or ServingConfig()
         self._bundle, self._options = bundle, options

@@ -80,7 +80,7 @@ def untraced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Note what would be traced; nothing is, for it takes seconds."""
     traced: list[str] = []
 
-    def trace_decoder(model: nn.Module, spec: ModelSpec, form: str, opset: int) -> Any:
+    def trace_decoder(model: nn.Module, spec: ModelSpec, form: str, opset: int, **more: bool) -> Any:
         traced.append(form)
         raise GraphError("stops here")
 

@@ -19,6 +19,7 @@ from tfexport.spec import (
     LOG_NORMALIZER,
     LOG_PROBS,
     LOGITS,
+    LOGITS_TO_KEEP,
     NUM_CANDIDATES,
     POSITIONS,
     TARGET_IDS,
@@ -103,7 +104,7 @@ class LoopStep:
     def _run_decoder(self, given: Mapping[str, str]) -> None:
         """Give the decoder its inputs under its own names for them."""
         one = self._constants([1])
-        fed = {TARGET_IDS: given[TARGET_IDS], NUM_CANDIDATES: one}
+        fed = {TARGET_IDS: given[TARGET_IDS], NUM_CANDIDATES: one, LOGITS_TO_KEEP: one}
         fed |= {name: given[name] for name in key_value_names("past", self._spec.layers)}
         fed |= {name: f"encoder/{name}" for name in key_value_names("cross", self._spec.layers)}
         if self._form == "contrib":

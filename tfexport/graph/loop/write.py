@@ -98,7 +98,7 @@ def _share_weights(graphs: Mapping[str, onnx.GraphProto]) -> list[onnx.TensorPro
             names[weight.name] = name if kept is weight else kept.name
             weight.name = names[weight.name]
         for node in graph.node:
-            node.name = f"{namespace}/{node.name}"
+            node.name = node.name and f"{namespace}/{node.name}"
             node.input[:] = [names.get(name, f"{namespace}/{name}") for name in node.input]
             node.output[:] = [f"{namespace}/{name}" if name else "" for name in node.output]
     return list(found.values())

@@ -47,7 +47,9 @@ def _joins(concat: ir.Node, products: Sequence[ir.Node]) -> bool:
 
 def _join(graph: ir.Graph, concat: ir.Node, products: Sequence[ir.Node]) -> None:
     operands = list(zip(*(node.inputs[1:] for node in products), strict=True))
-    weights = [_side_by_side(graph, values) for values in operands]
+    # Biases that are equal in several layers have been made one, with the name of the first: weights have their own.
+    parent = (operands[0][0].name or "").rsplit(".", 2)[0]
+    weights = [_side_by_side(graph, values, parent) for values in operands]
     first = products[0]
     joint = ir.Node("", "Gemm", [first.inputs[0], *weights], list(first.attributes.values()), num_outputs=1)
     joint.outputs[0].type = first.outputs[0].type
@@ -55,10 +57,9 @@ def _join(graph: ir.Graph, concat: ir.Node, products: Sequence[ir.Node]) -> None
     concat.outputs[0].replace_all_uses_with(joint.outputs[0])
 
 
-def _side_by_side(graph: ir.Graph, values: Sequence[ir.Value]) -> ir.Value:
-    """Join weights [out, in] or biases [out]: a.q.weight, a.k.weight and a.v.weight become a.weight."""
-    parent, _, kind = (values[0].name or "").rsplit(".", 2)
-    name = f"{parent}.{kind}"
+def _side_by_side(graph: ir.Graph, values: Sequence[ir.Value], parent: str) -> ir.Value:
+    """Join weights [out, in] or biases [out]: a.q.weight, a.k.weight and a.v.weight become a.weight, `parent` is a."""
+    name = f"{parent}.{(values[0].name or '').rpartition('.')[2]}"
     array = np.concatenate([value.const_value.numpy() for value in values if value.const_value])
     joint = ir.Value(name=name, const_value=ir.tensor(array, name=name))
     graph.register_initializer(joint)

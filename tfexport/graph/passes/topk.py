@@ -21,6 +21,7 @@ def append_selection(model: ir.Model) -> None:
     graph = model.graph
     logits = graph.outputs[0]
     assert logits.name == LOGITS
+    assert logits.shape is not None
     count = ir.val(NUM_CANDIDATES, ir.DataType.INT64, [1])
     top = ir.Node("", "TopK", [logits, count], [ir.AttrInt64("axis", -1), ir.AttrInt64("sorted", 1)], num_outputs=2)
     # log Σ exp = logit - log_softmax, at the best token, whose probability is at least 1/vocab. Softmax is far faster
@@ -38,7 +39,7 @@ def append_selection(model: ir.Model) -> None:
         (total.outputs[0], LOG_NORMALIZER, ir.DataType.FLOAT, 1),
     ]
     for value, name, dtype, width in named:
-        value.name, value.type, value.shape = name, ir.TensorType(dtype), ir.Shape(["rows", width])
+        value.name, value.type, value.shape = name, ir.TensorType(dtype), ir.Shape([logits.shape[0], width])
     graph.register_initializer(first)
     graph.inputs.append(count)
     graph.extend([top, share, best_id, best_logit, best_share, logarithm, total])

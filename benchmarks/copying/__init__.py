@@ -1,0 +1,1 @@
+"""Small models that copy, for benchmarks/speculation.py."""

@@ -1,0 +1,243 @@
+"""Speculation changes no text: with every option, streamed, stopped and cut short, and on the command line."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+
+import tfexport
+from tests import phrases, tiny
+from tests.phrases import ENDS, EOS, ID, ROUND, ids
+from tfexport.cli import main
+from tfexport.decode.loop import Loop
+from tfexport.decode.request import check_requests
+from tfexport.errors import ConfigError, GraphError
+from tfexport.export import export_bundle
+from tfexport.generation import DecodeConfig
+from tfexport.graph.config import ExportConfig
+from tfexport.model import Model
+from tfexport.models.directory import save_model
+from tfexport.runtime.ort.contrib import ContribBatch
+
+ON: dict[str, Any] = {"prompt_lookup_num_tokens": 15}
+Once = Callable[[str, Callable[[Path], object]], Path]
+
+
+@pytest.fixture(scope="module")
+def bundle(once: Once) -> Path:
+    return once("phrases", phrases.made)
+
+
+@pytest.fixture(scope="module")
+def model(bundle: Path) -> Iterator[Model]:
+    with tfexport.load(bundle, threads=1) as opened:
+        yield opened
+
+
+@pytest.fixture
+def verified(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Count the drafts that are verified."""
+    counts: Counter[str] = Counter()
+    verify = ContribBatch.verify
+
+    def counted(batch: ContribBatch, target_ids: Any, num_candidates: int) -> Any:
+        counts["drafts"] += 1
+        counts["tokens"] += target_ids.size - 1
+        return verify(batch, target_ids, num_candidates)
+
+    monkeypatch.setattr(ContribBatch, "verify", counted)
+    return counts
+
+
+def decoder_runs(model: Model, source: list[int], **options: Any) -> int:
+    loop = Loop(model.session, 32)
+    loop.submit(check_requests(model.session, [source], DecodeConfig(**options)))
+    while loop.is_busy:
+        loop.step()
+    return loop.num_steps
+
+
+@pytest.mark.parametrize("source", [ids(ROUND), ids("other words"), ids([*ROUND[3:], "other", *ROUND[:5]])])
+def test_runs_of_a_text_that_repeats_itself(model: Model, source: list[int]) -> None:
+    """A text of 12 tokens again and again: the first round is read token by token, unless the source has it."""
+    assert decoder_runs(model, source, max_new_tokens=120) == 120
+    assert decoder_runs(model, source, max_new_tokens=120, **ON) <= (12 if source[0] == ID["other"] else 8) + 120 / 8
+
+
+def test_runs_where_every_draft_is_wrong(model: Model, verified: Counter[str]) -> None:
+    """A source that misleads costs a draft now and then; one that has nothing to do with the text costs none."""
+    misleading = [token for word in ROUND for token in (ID[word], ID["other"])]
+    steps = decoder_runs(model, misleading, max_new_tokens=12, **ON)
+    assert steps == 12
+    assert verified["tokens"] == verified["drafts"] <= 4
+    verified.clear()
+    assert decoder_runs(model, ids("other other words"), max_new_tokens=12, **ON) == 12
+    assert not verified
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"max_new_tokens": count} for count in (1, 2, 13, 14, 15, 37)),
+        {"max_length": 30},
+        {"max_new_tokens": 50, "min_new_tokens": 20, "eos_token_id": ID["where"]},
+        {"max_new_tokens": 60, "eos_token_id": [ID["we"], EOS], "min_new_tokens": 13},
+        {"max_new_tokens": 40, "suppress_tokens": (ID["other"],)},
+        {"max_new_tokens": 40, "suppress_tokens": (ID["once"],)},
+        {"max_new_tokens": 40, "bad_words_ids": ((ID["once"],),)},
+        {"max_new_tokens": 40, "forced_eos_token_id": EOS},
+        {"max_new_tokens": 40, "forced_bos_token_id": ID["and"]},
+        {"max_new_tokens": 40, "decoder_start_token_id": ID["come"]},
+        {"decoder_start_token_id": ID["this"]},
+        {"max_new_tokens": 60, "prompt_lookup_num_tokens": 1},
+        {"max_new_tokens": 60, "prompt_lookup_num_tokens": 4},
+        {"max_new_tokens": 60, "max_time": 1000.0},
+        {},
+    ],
+)
+def test_every_option_gives_the_same_text(model: Model, options: dict[str, Any]) -> None:
+    for source in (ids(ROUND), ids([*ROUND[5:], *ENDS, *ROUND]), ids("other")):
+        for prefixes in (None, [ids(ROUND[:3])]):
+            (plain,) = model.generate_ids([source], prefixes=prefixes, **{**options, "prompt_lookup_num_tokens": None})
+            (found,) = model.generate_ids([source], prefixes=prefixes, **{**ON, **options})
+            assert found[0].token_ids == plain[0].token_ids
+            assert found[0].finish_reason == plain[0].finish_reason
+            assert found[0].log_prob == pytest.approx(plain[0].log_prob, abs=1e-4)
+
+
+def test_an_end_within_a_draft(model: Model, verified: Counter[str]) -> None:
+    """The source has more behind the end than the text may say."""
+    source = [*ids(ENDS), EOS, *ids(ROUND)]
+    (found,) = model.generate_ids([source], decoder_start_token_id=ID[ENDS[0]], **ON)
+    assert found[0].token_ids == (*ids(ENDS[1:]), EOS)
+    assert found[0].finish_reason == "eos"
+    assert verified["tokens"] > verified["drafts"]
+
+
+def test_stop_strings_and_streams(model: Model, verified: Counter[str]) -> None:
+    """A text stops in the middle of a draft, and a stream has every token, one after the other."""
+    text, options = " ".join(ROUND), {"max_new_tokens": 70, "stop_strings": "before once more we go"}
+    (plain,) = model.generate([text], **options)
+    assert not verified
+    (found,) = model.generate([text], **options, **ON)
+    assert verified
+    assert (found.text, found.token_ids, found.finish_reason) == (plain.text, plain.token_ids, "stop")
+    for given in ({"max_new_tokens": 70}, options):
+        whole = model.generate([text], **given)[0]
+        pieces = list(model.stream(text, **given, **ON))
+        assert "".join(pieces) == whole.text
+        assert list(model.stream_ids(ids(ROUND), max_new_tokens=70)) == list(
+            model.stream_ids(ids(ROUND), max_new_tokens=70, **ON)
+        )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 3},
+        {"do_sample": True},
+        {"no_repeat_ngram_size": 20},
+        {"repetition_penalty": 1.01},
+        {"return_alternatives": True, "num_return_sequences": 2},
+        {"prompt_lookup_num_tokens": None},
+    ],
+)
+def test_it_is_not_used_where_more_than_the_best_token_counts(
+    model: Model, options: dict[str, Any], verified: Counter[str]
+) -> None:
+    model.generate_ids([ids(ROUND)], max_new_tokens=30, **{**ON, **options})
+    assert not verified
+
+
+def test_several_texts(model: Model, verified: Counter[str]) -> None:
+    """Texts in one batch go step by step; the last one that is left drafts."""
+    sources = [ids(ROUND), ids("other")]
+    limits = [20, 60]
+    plain = [model.generate_ids([s], max_new_tokens=n)[0] for s, n in zip(sources, limits, strict=True)]
+    loop, found = Loop(model.session, 32), {}
+    for number, (source, limit) in enumerate(zip(sources, limits, strict=True)):
+        (request,) = check_requests(model.session, [source], DecodeConfig(max_new_tokens=limit, **ON))
+        loop.submit([request])
+        found[id(request)] = (number, request)
+    outcomes = {}
+    while loop.is_busy:
+        before = loop.num_rows
+        drafts = verified["drafts"]
+        for update in loop.step():
+            if update.outcome is not None:
+                outcomes[found[id(update.request)][0]] = update.outcome
+        assert before < 2 or verified["drafts"] == drafts
+    assert [outcomes[n][0].token_ids for n in range(2)] == [one[0].token_ids for one in plain]
+    assert verified
+
+
+@pytest.mark.parametrize(
+    ("precision", "count"),
+    [("fp32", 40), *(pytest.param(name, 600, marks=pytest.mark.slow) for name in ("fp32", "int8"))],
+)
+def test_random_sequences(once: Once, precision: str, count: int, verified: Counter[str]) -> None:
+    """Random weights, sources that repeat themselves: every text is the same, token for token."""
+    config = ExportConfig(forms=("contrib",), speculation=True, precision=precision)  # type: ignore[arg-type]
+    path = once(f"speculation-{precision}", lambda path: export_bundle("preset:tiny", path, config, verify=False))
+    rng, differ = np.random.default_rng(7), 0
+    with tfexport.load(path, threads=1) as model:
+        for _ in range(count):
+            source = rng.choice(rng.integers(4, 1000, rng.integers(2, 30)), rng.integers(1, 40)).tolist()
+            limit = int(rng.integers(2, 100))
+            (plain,) = model.generate_ids([source], max_new_tokens=limit)
+            (found,) = model.generate_ids([source], max_new_tokens=limit, **ON)
+            differ += (plain[0].token_ids, plain[0].finish_reason) != (found[0].token_ids, found[0].finish_reason)
+            if precision == "fp32":
+                assert found[0].log_prob == pytest.approx(plain[0].log_prob, abs=1e-4)
+    assert verified["drafts"] > count
+    assert differ == 0
+
+
+def test_command_line(bundle: Path, tmp_path: Path) -> None:
+    """An export generates the same with and without, is described with its input, and verified with several tokens."""
+    run, output, directory = CliRunner(), tmp_path / "again", bundle.with_name(f"{bundle.name}-model")
+    settings = ["--forms", "contrib", "--speculation", "--no-verify"]
+    exported = run.invoke(main, ["onnx", str(directory), "--output", str(output), *settings])
+    assert exported.exit_code == 0, exported.output
+    said = [
+        run.invoke(main, ["generate", str(output), " ".join(ROUND), "--max-new-tokens", "50", "--json", *given]).output
+        for given in ([], ["--prompt-lookup-num-tokens", "10"], ["--prompt-lookup-num-tokens", "3"])
+    ]
+    texts = [json.loads(line) for line in said]
+    assert texts[0]["text"].split() == (5 * ROUND)[:50]
+    assert [one["token_ids"] for one in texts] == [texts[0]["token_ids"]] * 3
+    assert "logits_to_keep" in run.invoke(main, ["inspect", str(output)]).output
+    verified = run.invoke(main, ["verify", str(output), "--samples", "10"])
+    assert verified.exit_code == 0, verified.output
+    assert "speculation" in verified.output
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"forms": ("concat", "static")}, "speculation is made of the contrib form, which is not among the forms; add"),
+        ({"precision": "fp16"}, "speculation is made of the contrib form, which is not there in fp16; leave it out"),
+    ],
+)
+def test_exports_that_cannot_speculate(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        ExportConfig(speculation=True, **settings)
+
+
+def test_a_model_without_the_contrib_form(tmp_path: Path) -> None:
+    save_model(tiny.model(tiny.VARIANTS["t5"], dtype=torch.float32), tmp_path / "model")
+    with pytest.raises(GraphError, match="speculation: it is made of the contrib form, which this export has not"):
+        export_bundle(str(tmp_path / "model"), tmp_path / "bundle", ExportConfig(speculation=True), verify=False)
+
+
+def test_bad_options(model: Model) -> None:
+    with pytest.raises(ConfigError, match="prompt_lookup_num_tokens is 0, expected 1 or more"):
+        model.generate_ids([[4]], prompt_lookup_num_tokens=0)
