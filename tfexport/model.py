@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from os import PathLike
 from types import TracebackType
-from typing import Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 import numpy as np
 
@@ -20,15 +20,13 @@ from tfexport.bundle.defaults import read_defaults
 from tfexport.bundle.manifest import Manifest
 from tfexport.bundle.unsealed import check_engines
 from tfexport.cores import MAX_THREADS
-from tfexport.decode.align import Alignment, align, need_alignment
 from tfexport.decode.cancel import check_cancelled
 from tfexport.decode.offline import decode
 from tfexport.decode.pieces import Pieces
 from tfexport.decode.result import FinishReason, Hypothesis
-from tfexport.decode.score import Score, score
 from tfexport.decode.stops import stop_end
 from tfexport.decode.stream import stream
-from tfexport.decode.unknowns import Answer, unknown_sources
+from tfexport.decode.warm_up import warm_up as run_warm_up
 from tfexport.errors import ConfigError, InputError, TfexportError, raise_all, shortened
 from tfexport.files.names import TARGET_TOKENIZER, TOKENIZER
 from tfexport.files.paths import checked_path
@@ -41,6 +39,10 @@ from tfexport.runtime.session import Floats, Session, pad_right
 from tfexport.runtime.threads import Threads, choose_threads
 from tfexport.spec import Device, Form, ModelSpec
 from tfexport.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from tfexport.decode.align import Alignment
+    from tfexport.decode.score import Score
 
 _log = logging.getLogger(__name__)
 
@@ -79,6 +81,7 @@ def load(
     device: Device = "cpu",
     engine: str | None = None,
     trusted_keys: Sequence[str | PathLike[str]] | None = None,
+    warm_up: Sequence[tuple[int, int]] = (),
 ) -> Model:
     """Open a bundle, check every byte of it and load it on a backend.
 
@@ -92,15 +95,19 @@ def load(
         engine: name of the engine for backend "trt"; None for the only one that may be used here.
         trusted_keys: files of public keys, one of which must have signed the bundle, and the engine if one is loaded;
             None loads whosever bundle.
+        warm_up: batches that are run twice before the model is returned, each texts at once and tokens of a source:
+            [(1, 16), (32, 16)]. A GPU compiles kernels and captures steps for each such shape when it first comes.
 
     Raises:
         BundleError: the bundle is missing, damaged, signed by none of the keys, or lacks the form.
         BackendError: the backend is not installed, or cannot run the bundle on the device.
         EngineError: the bundle has no such engine, or it may not be used here.
         ConfigError: an argument is none of those allowed.
+        InputError: the warm-up has longer sources than the model takes.
     """
     folder = checked_path(path, "load: path")
     _check_options(backend, form, threads, device, engine)
+    batches = _warm_up_batches(warm_up)
     keys = None if trusted_keys is None else TrustedKeys.read(trusted_keys)
     bundle = open_bundle(folder, weights=False, trusted_keys=keys)
     check_engines(bundle)
@@ -125,6 +132,13 @@ def load(
     if checked.exception():
         model.close()
     checked.result()
+    try:
+        # The second time a step that is fed by the host is captured too.
+        for rows, source_len in (*batches, *batches):
+            run_warm_up(session, rows, source_len)
+    except BaseException:
+        model.close()
+        raise
     taken = (
         f" with {model.threads.encoder} threads for sources, {model.threads.decoder} for a step"
         if model.threads
@@ -144,6 +158,25 @@ def _check_options(backend: object, form: object, threads: object, device: objec
     if not (engine is None or (isinstance(engine, str) and engine)):
         problems.append(f"engine is {shortened(engine)}, expected the name of an engine, or None")
     raise_all(ConfigError, "load", problems)
+
+
+def _warm_up_batches(given: object) -> list[tuple[int, int]]:
+    """Take the batches of a warm-up as pairs of numbers.
+
+    Raises:
+        ConfigError: lists those that are none.
+    """
+    listed = as_list(given)
+    if listed is None:
+        raise ConfigError(f"load: warm_up is {shortened(given)}, expected a list such as [(32, 16)]")
+    batches = [as_list(batch) or [] for batch in listed]
+    problems = [
+        f"warm_up has {shortened(wrong)}, expected texts at once and tokens of a source, such as (32, 16)"
+        for wrong, batch in zip(listed, batches, strict=True)
+        if len(batch) != 2 or not all(is_whole(size) and size >= 1 for size in batch)
+    ]
+    raise_all(ConfigError, "load", problems)
+    return [(rows, source_len) for rows, source_len in batches]
 
 
 def load_tokenizer(bundle: Bundle) -> Tokenizer | None:
@@ -459,6 +492,8 @@ class Model:
             BackendError: the backend failed.
             Cancelled: the event was set.
         """
+        from tfexport.decode.score import score
+
         return score(
             self.session,
             sources,
@@ -532,6 +567,8 @@ class Model:
             BackendError: the backend failed.
             Cancelled: the event was set.
         """
+        from tfexport.decode.align import align
+
         found = align(
             self.session,
             sources,
@@ -687,6 +724,8 @@ def check_copies(model: Model) -> None:
     Raises:
         ConfigError: its vocabulary has no unknown token, or its bundle or backend no alignment.
     """
+    from tfexport.decode.align import need_alignment
+
     if model.tokenizer is None or not model.spec.has_decoder:
         return  # which is refused for other reasons
     if model.tokenizer.unknown is None:
@@ -719,6 +758,8 @@ def with_copies(
         BackendError: the backend failed.
         Cancelled: the event was set.
     """
+    from tfexport.decode.unknowns import Answer, unknown_sources
+
     tokenizer = model.tokenizer
     assert tokenizer is not None
     assert tokenizer.unknown is not None

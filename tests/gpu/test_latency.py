@@ -125,6 +125,8 @@ def eager_session(precision: Precision, device: str, *, compiled: bool) -> Any:
     model = build_preset(MEASURED).to(device=device, dtype=getattr(torch, FLOAT[precision]))
     if compiled:
         torch.compiler.reset()  # the other precision has been compiled as often as the compiler likes
+        # Else a probability of dropout is a number that may change, whose comparison ends the graph in each attention.
+        torch._dynamo.config.specialize_float = True
         model.decode_step = torch.compile(model.decode_step, dynamic=True)  # type: ignore[method-assign]
     return EagerSession(model, model_spec(model.config, precision))
 

@@ -202,6 +202,40 @@ class ScoresTokens(Protocol):
 
 
 @runtime_checkable
+class Verifies(Protocol):
+    """A batch that reads several tokens of its only row in one step, and takes back those that should not be there.
+
+    Attributes:
+        can_verify: whether the bundle was exported for it.
+    """
+
+    can_verify: bool
+
+    def verify(self, target_ids: Ids, num_candidates: int) -> Candidates:
+        """Read tokens of the only row, which grows by all of them.
+
+        Args:
+            target_ids: int64 [tokens], one or more: as for `step`, and what may follow it.
+            num_candidates: best tokens wanted behind each.
+
+        Returns:
+            The candidates behind each token, [tokens, num_candidates].
+
+        Raises:
+            InputError: ids or numbers that are out of range, several rows, or more tokens than the row has room for.
+        """
+        ...
+
+    def rewind(self, length: int) -> None:
+        """Forget the tokens of the only row from `length` on.
+
+        Raises:
+            InputError: the row has not so many, or there are several rows.
+        """
+        ...
+
+
+@runtime_checkable
 class Aligns(Protocol):
     """A session that says which source tokens each target token was read from.
 
@@ -395,6 +429,27 @@ def check_step(spec: ModelSpec, lengths: Ids, target_ids: Ids, num_candidates: i
         )
     if not 1 <= num_candidates <= spec.vocab:
         raise InputError(f"num_candidates is {num_candidates}, expected 1 … {spec.vocab}")
+
+
+def check_verify(spec: ModelSpec, lengths: Ids, target_ids: Ids, num_candidates: int) -> None:
+    """Refuse tokens of one row that would be read wrongly or not at all.
+
+    Raises:
+        InputError: names the first of shape, length, id or count that is wrong.
+    """
+    if lengths.size != 1 or target_ids.ndim != 1:
+        raise InputError(f"target_ids is {target_ids.shape} for {lengths.size} rows, expected [tokens] of one row")
+    check_step(spec, lengths.repeat(target_ids.size), target_ids, num_candidates, target_ids.size)
+
+
+def check_rewind(lengths: Ids, length: int) -> None:
+    """Refuse a length that the only row has not had.
+
+    Raises:
+        InputError: it is negative or above the row's, or there are several rows.
+    """
+    if lengths.size != 1 or not 0 <= length <= lengths[0]:
+        raise InputError(f"length is {length} for rows of {lengths.tolist()}, expected 0 up to that of one row")
 
 
 def check_score_step(spec: ModelSpec, lengths: Ids, target_ids: Ids, next_ids: Ids) -> None:

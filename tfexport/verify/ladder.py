@@ -25,12 +25,12 @@ from tfexport.models.eager import EagerModel
 from tfexport.runtime import registry
 from tfexport.runtime.eager import EagerSession, full_outputs
 from tfexport.runtime.registry import Backend, Graphs, OpenOptions
-from tfexport.runtime.session import Aligns, Floats, Session
+from tfexport.runtime.session import Aligns, Floats, Session, Verifies
 from tfexport.spec import Device, ModelSpec, loop_form
 from tfexport.text.tokenizer import Tokenizer
 from tfexport.verify.divergence import measure_divergence
 from tfexport.verify.loop import STAGE, loop_decodes
-from tfexport.verify.numbers import Batch, compare, random_batches, random_sources, step_logits
+from tfexport.verify.numbers import Batch, compare, random_batches, random_sources, step_logits, verified_logits
 from tfexport.verify.recorded import recorded_texts
 from tfexport.verify.reference import reference_of
 from tfexport.verify.report import TOLERANCE, Decodes, Numbers, Report
@@ -162,7 +162,8 @@ def _climb(stages: Stages, sessions: Sequence[Named], config: VerifyConfig, repo
     rounding, stepped = _numbers(stages.model, eager, sessions, batches, report)
     # Nothing can be decoded from NaN, and the rung that gave it has failed already.
     pairs = [pair for pair in zip(sessions, stepped[1:], strict=True) if math.isfinite(pair[1].error)]
-    numbers = [*rounding, *stepped, *_alignment(eager, sessions, batches, rounding, report)]
+    speculation = _speculation(stages.model, sessions, batches, rounding, report)
+    numbers = [*rounding, *stepped, *speculation, *_alignment(eager, sessions, batches, rounding, report)]
     decodes = _decodes(eager, pairs, sources, report) if pairs else []
     decodes += _loop(stages.graphs, eager, pairs, sources, report)
     rungs = [("eager", cast(Session, eager), max((number.worst for number in rounding), default=0.0))]
@@ -250,6 +251,26 @@ def _numbers(
         got = [step_logits(session, batch, logits) for batch, logits in zip(batches, expected, strict=True)]
         rungs.append(compare(stage, expected, got, tolerance))
     return rounding, rungs
+
+
+def _speculation(
+    model: EagerModel,
+    sessions: Sequence[Named],
+    batches: Sequence[Batch],
+    rounding: Sequence[Numbers],
+    report: Callable[[str], None],
+) -> list[Numbers]:
+    """Compare several tokens that are read in one step, of one row, where a session can."""
+    rungs = []
+    for stage, session in sessions:
+        running = session.batch()
+        if isinstance(running, Verifies) and running.can_verify:
+            report(f"comparing several tokens in a step: {stage}")
+            expected = [_all_positions(model, batch) for batch in batches]
+            got = [verified_logits(session, batch) for batch in batches]
+            found = compare(stage, expected, got, _tolerance(session, rounding))
+            rungs.append(dataclasses.replace(found, quantity="speculation"))
+    return rungs
 
 
 def _all_positions(model: EagerModel, batch: Batch) -> Floats:

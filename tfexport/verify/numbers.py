@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
-from tfexport.runtime.session import Floats, Ids, Mask, Session, pad_right
+from tfexport.runtime.session import Floats, Ids, Mask, Session, Verifies, pad_right
 from tfexport.spec import ModelSpec
 from tfexport.verify.report import Numbers
 
 LONGEST_SOURCE, LONGEST_TARGET = 48, 24
+# Tokens that are verified in one step; the last piece of a target has fewer.
+PIECE = 5
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,34 @@ def step_logits(session: Session, batch: Batch, expected: Floats) -> Floats:
         np.put_along_axis(logits, candidates.token_ids, candidates.logits, 1)
         steps.append(logits)
     return np.stack(steps, 1)
+
+
+def verified_logits(session: Session, batch: Batch) -> Floats:
+    """Feed the target of each row alone through a session that verifies several tokens in one step.
+
+    Before each piece wrong tokens are read, and taken back: they have to leave nothing behind.
+
+    Args:
+        session: whose batches are `Verifies`.
+        batch: to read.
+
+    Returns:
+        Logits of every position from the prefix's last on, float32 [batch, target_len - prefill + 1, vocab].
+    """
+    first, rows = batch.prefill - 1, len(batch.source_ids)
+    found = np.empty((rows, batch.target_ids.shape[1] - first, session.spec.vocab), np.float32)
+    for row, (source, target) in enumerate(zip(batch.source_ids, batch.target_ids, strict=True)):
+        running, mask = session.batch(), batch.source_mask[row]
+        running.add(source[mask][None], mask[mask][None], [target[: batch.prefill].tolist()])
+        verifier = cast(Verifies, running)
+        for begin in range(first, target.size, PIECE):
+            piece = target[begin : begin + PIECE]
+            verifier.verify(np.roll(piece, 1), 1)
+            verifier.rewind(begin)
+            candidates = verifier.verify(piece, session.spec.vocab)
+            places = found[row, begin - first : begin - first + piece.size]
+            np.put_along_axis(places, candidates.token_ids, candidates.logits, 1)
+    return found
 
 
 def compare(stage: str, expected: Sequence[Floats], got: Sequence[Floats], tolerance: float) -> Numbers:

@@ -145,6 +145,24 @@ def test_a_bundle_generates_with_its_engine(dates: Model, on_doubles: Callable[.
             assert [result.text for result in model.generate(texts, num_beams=2)] == [r.text for r in expected]
 
 
+def test_a_warm_up_leaves_nothing_for_the_first_batch_to_make(on_doubles: Callable[..., tfexport.Model]) -> None:
+    """Of that shape: its kernels are compiled and its steps captured, that of a first step from the host too."""
+    texts = ["Dienstag, 3. März 2026", "le 14 juillet 1989", "May 4, 1977"]
+    made = {}
+    for batches in ((), [(3, 32), (1, 32)]):
+        with on_doubles(backend="trt", warm_up=batches) as model:
+            longest = max(len(ids) for ids in model.tokenizer.encode(texts)) if model.tokenizer else 0
+            assert 16 < longest <= 32
+            counts = model.session._pool._engines.cuda.counts  # type: ignore[attr-defined]
+            before = counts.copy()
+            said = [result.text for result in model.generate(texts)]
+            assert said == ["2026-03-03", "1989-07-14", "1977-05-04"]
+            made[bool(batches)] = {name: counts[name] - before[name] for name in ("capture", "context")}
+    assert made[True] == {"capture": 0, "context": 0}
+    assert made[False]["capture"] > 0
+    assert made[False]["context"] > 0
+
+
 def test_an_engine_goes_with_its_backend_and_its_form(on_doubles: Callable[..., tfexport.Model]) -> None:
     with pytest.raises(BackendError, match="ort: engine fast is for TensorRT; use it with --backend trt"):
         on_doubles(backend="ort", engine="fast")

@@ -460,15 +460,6 @@ def test_engines_that_take_what_the_bundle_takes_ask_for_another_bundle(dates: M
     assert limits.rows.for_more(64) == ", or build engines for more: tfexport trt BUNDLE --max-batch 64 --force"
 
 
-def test_a_prompt_above_its_own_profile_names_shape_and_command(dates: Model) -> None:
-    session = dates.trt(max_shapes=f"target_ids:8x4,num_candidates:{dates.spec.vocab}")
-    dates.add(session.batch(), dates.sources[:1], [[dates.start] * 5])
-    with pytest.raises(
-        BackendError, match=r"refuses the shape 1x5 of target_ids: .*--maxShapes target_ids:1x5 --force"
-    ):
-        dates.add(session.batch(), dates.sources[:1], [[dates.start] * 6])
-
-
 def test_no_step_is_begun_beyond_the_last_position(dates: Model) -> None:
     cuda = CudaDouble(prompt=True)
     session = dates.trt(cuda=cuda, max_target_length=3)

@@ -267,6 +267,10 @@ class FakeEngine:
     def get_device_memory_size_for_profile_v2(self, profile_index: int) -> int:
         return self.activation_bytes[profile_index]
 
+    def get_tensor_profile_shape(self, name: str, profile_index: int) -> list[Shape]:
+        shapes = self.profiles[profile_index][name]
+        return [shapes.min, shapes.opt, shapes.max]
+
     def get_tensor_name(self, index: int) -> str:
         return [*self.inputs, *self.outputs][index]
 

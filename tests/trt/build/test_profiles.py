@@ -148,6 +148,21 @@ def test_a_prefill_begins_where_a_step_ends(shapes: str) -> None:
         assert (step["target_ids"].max, prefill["target_ids"].min) == ((32, 1), (1, most))
 
 
+@pytest.mark.parametrize("form", ["static", "concat"])
+def test_a_prefill_reads_sixteen_tokens_unless_more_is_asked_for(form: Form) -> None:
+    plan = {"static": "decoder_static", "concat": "decoder"}[form]
+
+    def prefill(**shapes: str) -> ShapeRange:
+        return profiles(form, spec=LONG, **shapes).engines[plan][PREFILL]["target_ids"]
+
+    assert prefill() == ShapeRange((1, 2), (16, 8), (32, 16))
+    assert prefill(max_shapes="target_ids:32x4096") == ShapeRange((1, 2), (16, 8), (32, 4096))
+    assert prefill(max_shapes="target_ids:32x5") == ShapeRange((1, 2), (16, 5), (32, 5))
+    assert prefill(opt_shapes="target_ids:32x64") == ShapeRange((1, 2), (32, 64), (32, 64)), "tuned for pieces of 64"
+    assert prefill(opt_shapes="target_ids:32x3") == ShapeRange((1, 2), (32, 3), (32, 16))
+    assert "target_len has min 1, opt 4097, max 4096" in refusal(form, spec=LONG, opt_shapes="target_ids:32x4097")
+
+
 def test_the_limit_alone_is_one_decoder() -> None:
     made = profiles(spec=LONG, capacities=(4096,))
     assert (made.limits.capacities, list(made.engines)) == ((4096,), ["encoder", "decoder_static", "reorder"])

@@ -11,7 +11,7 @@ from tfexport.runtime.trt.graphs import MAX_GRAPHS, LruCache
 from tfexport.runtime.trt.overlap import OverlappedStep
 from tfexport.runtime.trt.resources import PREFILL, STEP, DeviceResources, bytes_of
 from tfexport.runtime.trt.step import FOUND, GIVEN, Sizes, Step, StepIO
-from tfexport.spec import LOGITS, Form, decoder_graph
+from tfexport.spec import LOGITS, TARGET_IDS, Form, decoder_graph
 from tfexport.trt.config import decoder_plan
 
 
@@ -49,13 +49,19 @@ class Decoder:
     def prefill(self, layout: BatchLayout, prompts: Ids) -> None:
         """Read several tokens of rows that begin, those of the first slots, and wait.
 
+        A prefill reads as many at once as its profile takes; what is left for a single token is a step.
+
         Args:
             layout: of the whole batch.
             prompts: int64 [new rows, target_len].
         """
-        rows, target_len = prompts.shape
-        sizes = Sizes(rows // layout.width, rows, layout.source_len, target_len, 1, layout.capacity)
-        self._run_once(self._any_step(sizes), prompts, np.zeros(rows, np.int64))
+        rows, longest = prompts.shape
+        plan = decoder_plan(self._form, layout.capacity, self._device.engines.limits)
+        most = self._device.engines.engines[plan].largest_shape(TARGET_IDS, PREFILL)[1]
+        for past_len in range(0, longest, most):
+            piece = prompts[:, past_len : past_len + most]
+            sizes = Sizes(rows // layout.width, rows, layout.source_len, piece.shape[1], 1, layout.capacity)
+            self._run_once(self._any_step(sizes, past_len), piece, np.full(rows, past_len, np.int64))
 
     def step(self, layout: BatchLayout, target_ids: Ids, lengths: Ids, num_candidates: int) -> Candidates:
         """Run a step and wait for its results.

@@ -88,6 +88,11 @@ class Engine:
         whole = "device_memory_size_v2" if hasattr(self._engine, "device_memory_size_v2") else "device_memory_size"
         return int(getattr(self._engine, whole))
 
+    def largest_shape(self, name: str, profile: int) -> Shape:
+        """Return the largest shape of an input in a profile."""
+        _, _, largest = self._engine.get_tensor_profile_shape(name, profile)
+        return tuple(largest)
+
     def context(self, profile: int, stream: int, use: Use) -> Context:
         """Make a context, which needs memory for its activations before it runs.
 

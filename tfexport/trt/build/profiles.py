@@ -30,6 +30,10 @@ from tfexport.trt.profile import Profile, Shape, ShapeRange
 # What a step returns when nobody says otherwise, and what TensorRT's TopK takes at most.
 MAX_CANDIDATES, TOPK_LIMIT = 256, 3840
 
+# Tokens of a prefix that a decoder reads at once when nobody says otherwise; a session feeds longer ones in pieces. The
+# activations of a prefill grow with it, in fp32 with its square.
+PREFIX_PIECE = 16
+
 # Where ranges may begin; all others at 1. A session needs the least sizes whatever it is asked: it starts with no past,
 # and sources that end leave a batch of one. A prefill of one token is a step.
 _LEAST = {"past_len": (0,), "target_len": (1, 2)}
@@ -78,8 +82,8 @@ def make_profiles(spec: ModelSpec, form: Form, config: EngineConfig) -> Profiles
     limits = _limits(spec, form, config)
     plans = decoder_plans(form, limits) if spec.has_decoder else {}
     graphs = _graphs(spec, form, plans)
-    ranges = _ranges(spec, form, limits)
     bound = {bound: _bind(bound, config, graphs, problems) for bound in _BOUNDS}
+    ranges = _ranges(spec, form, limits, max(PREFIX_PIECE, bound["opt"].get("target_len", 0)))
     _follow(bound)
     given = {name for sizes in bound.values() for name in sizes}
     for name in given & ranges.keys():
@@ -150,15 +154,15 @@ def _fix(tensor: TensorSpec, sizes: Mapping[str, int]) -> TensorSpec:
     return replace(tensor, shape=tuple(sizes.get(dim, dim) if isinstance(dim, str) else dim for dim in tensor.shape))
 
 
-def _ranges(spec: ModelSpec, form: Form, limits: EngineLimits) -> dict[str, Range]:
-    """Return each free dimension; `target_len` is that of the prefill."""
+def _ranges(spec: ModelSpec, form: Form, limits: EngineLimits, piece: int) -> dict[str, Range]:
+    """Return each free dimension; `target_len` is that of the prefill, which reads a `piece` of a prefix at once."""
     ranges = {"batch": _up_to(limits.max_batch), "source_len": _up_to(limits.max_source_length)}
     if spec.has_decoder:
         most = limits.max_target_length
         ranges |= {
             "rows": _up_to(limits.max_batch),
             "new_rows": _up_to(limits.max_batch),
-            "target_len": _up_to(most),
+            "target_len": _up_to(min(most, piece)),
             "num_candidates": Range(1, 1, limits.max_candidates),
         }
         if form == "concat":
