@@ -75,6 +75,10 @@ class Worker:
             raise BenchError(f"{self.name}: {op} failed: {answer['error']}")
         return answer
 
+    def kill(self) -> None:
+        """End the process while another thread may be asking it, which is then told."""
+        self._process.kill()
+
     def close(self) -> None:
         """End the process."""
         self._process.kill()

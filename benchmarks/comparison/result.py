@@ -44,7 +44,7 @@ class Result:
         begun = {
             "schema": SCHEMA,
             "environment": environment(available_cores()),
-            "revision": _revision(),
+            "revision": revision(),
             "options": dict(options),
             "cells": [],
             "loads": [],
@@ -126,7 +126,7 @@ def _check_same(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -
         raise BenchError(f"{path}: cannot be resumed: {'; '.join(problems)}; choose another --output")
 
 
-def _revision() -> str:
+def revision() -> str:
     """Return the commit of the source, with a plus sign when files differ from it; empty outside of a repository."""
 
     def git(*arguments: str) -> str:

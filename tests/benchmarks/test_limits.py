@@ -1,0 +1,73 @@
+"""How near a step is to the machine's limit: the products alone are those of the step, and the table is whole."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from safetensors.numpy import load_file
+
+from tests.conftest import ROOT
+from tfexport.bundle.bundle import open_bundle
+from tfexport.export import export_bundle
+from tfexport.graph.config import ExportConfig
+from tfexport.spec import WEIGHTS
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import limits
+from bounds.products import bare_products
+
+WAYS = {
+    "fp32": ExportConfig(forms=("contrib",)),
+    "int8": ExportConfig(forms=("contrib",), precision="int8"),
+    "int8-throughput": ExportConfig(forms=("contrib",), precision="int8", optimize_for="throughput"),
+}
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("bundles")
+    for name, config in WAYS.items():
+        export_bundle("preset:tiny", folder / name, config, verify=False)
+    return {name: folder / name for name in WAYS}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_products_alone_are_all_that_a_step_multiplies_with(way: str, bundles: dict[str, Path]) -> None:
+    """Two layers of six matrices, query, key and value as one, and the vocabulary."""
+    run = bare_products(bundles[way] / "decoder_contrib.onnx", 5, 1)
+    arrays = [value.numpy() for value in run()]
+    made = arrays[-13:]
+    assert [array.shape for array in made] == [(5, width) for width in [192, 64, 64, 64, 256, 64] * 2 + [1000]]
+    assert all(np.isfinite(array).all() and array.any() for array in made)
+
+
+def test_a_product_alone_is_what_numpy_makes_of_it(bundles: dict[str, Path]) -> None:
+    run = bare_products(bundles["fp32"] / "decoder_contrib.onnx", 5, 1)  # whose arrays live as long as it does
+    *_, logits = arrays = [value.numpy() for value in run()]
+    tensors = load_file(open_bundle(bundles["fp32"]).file(WEIGHTS))
+    rows = next(array for array in arrays if array.shape == (5, 64))
+    np.testing.assert_allclose(logits, rows @ tensors["out.weight"].T + tensors["out.bias"], atol=1e-4)
+
+
+def test_the_command_prints_a_row_for_each_cell_and_numbers_in_it(bundles: dict[str, Path]) -> None:
+    run = ["--batch-size", "1,3", "--num-beams", "1,2", "--source-length", "7", "--rounds", "1", "--threads", "1"]
+    done = CliRunner().invoke(limits.main, [*(str(path) for path in bundles.values()), *run])
+    assert done.exit_code == 0, done.output
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.output.splitlines() if line[:1] == "|"]
+    assert [row[:4] for row in rows[2:]] == [
+        [way, beams, batch, "7"] for way in WAYS for beams in "12" for batch in "13"
+    ]
+    assert all(float(cell.rstrip("%")) >= 0 for row in rows[2:] for cell in row[4:])
+    assert all(float(row[4]) > 0 for row in rows[2:])
+
+
+def test_bad_input_is_one_line(tmp_path: Path) -> None:
+    missing = CliRunner().invoke(limits.main, [str(tmp_path / "none")])
+    assert missing.exit_code == 1
+    assert "does not exist" in missing.output or "no bundle" in missing.output
+    assert "from 1 on" in CliRunner().invoke(limits.main, [str(tmp_path), "--batch-size", "1,0"]).output

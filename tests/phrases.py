@@ -1,0 +1,82 @@
+"""A model that says phrases: what follows a token depends on that token alone, whatever the source says."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import tokenizers
+import torch
+from tokenizers import models, pre_tokenizers
+from torch.nn import functional as F
+
+from tests import tiny
+from tfexport.export import export_bundle
+from tfexport.files.names import TOKENIZER
+from tfexport.graph.config import ExportConfig
+from tfexport.models.directory import save_model
+from tfexport.models.transformer import Transformer
+from tfexport.spec import TokenIds
+
+PAD, START, EOS, UNK = range(4)
+# One phrase that goes round without an end, and one that ends.
+ROUND = "once more we go round and come along where it was before".split()
+ENDS = "this one says its few words".split()
+WORDS = ["<pad>", "<s>", "</s>", "<unk>", *ROUND, *ENDS, "other"]
+ID = {word: number for number, word in enumerate(WORDS)}
+MAX_LENGTH = 150
+
+
+def ids(words: list[str] | str) -> list[int]:
+    """Return the ids of words."""
+    return [ID[word] for word in (words.split() if isinstance(words, str) else words)]
+
+
+def followers() -> dict[int, int]:
+    """Say what follows each token."""
+    goes_round, ends = ids([*ROUND, ROUND[0]]), [*ids(ENDS), EOS]
+    return {START: goes_round[0], **dict(pairwise(goes_round)), **dict(pairwise(ends))}
+
+
+def model() -> Transformer:
+    """Make the model: no layer adds anything to the embedding, and the projection knows what follows it."""
+    torch.manual_seed(0)
+    made = Transformer(
+        tiny.config(
+            source_vocab=len(WORDS),
+            target_vocab=len(WORDS),
+            max_source_length=MAX_LENGTH,
+            max_target_length=MAX_LENGTH,
+            tokens=TokenIds(pad=PAD, start=START, eos=EOS, unk=UNK),
+        )
+    )
+    assert made.dec is not None
+    assert made.dec.pos is not None
+    assert made.out is not None
+    with torch.no_grad():
+        made.dec.pos.zero_()
+        for name, parameter in made.dec.named_parameters():
+            if ".o." in name or ".fc2." in name:
+                parameter.zero_()
+        # Biases that are equal in all layers are made one by the exporter, and have to stay those of each.
+        first, second = (dict(layer.named_parameters()) for layer in made.dec.layers)
+        for name, parameter in second.items():
+            if name.endswith(".bias"):
+                parameter.copy_(first[name])
+        embedded = F.layer_norm(made.dec.embed.weight * made.config.embedding_scale, (made.config.d_model,))
+        for parameter in made.out.parameters():
+            parameter.zero_()
+        for token, after in followers().items():
+            made.out.weight[after] += embedded[token]
+    return made.eval()
+
+
+def made(path: Path) -> None:
+    """Export it with speculation, for the CPU alone; its model directory, NAME-model, lies beside it."""
+    tokenizer = tokenizers.Tokenizer(models.WordLevel(ID, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(WORDS[:4])
+    directory, file = path.with_name(f"{path.name}-model"), path.with_name(f"{path.name}-{TOKENIZER}")
+    tokenizer.save(str(file))
+    save_model(model(), directory, file)
+    export_bundle(str(directory), path, ExportConfig(forms=("contrib",), speculation=True))
