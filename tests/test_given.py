@@ -161,9 +161,24 @@ def test_odd_values_for_any_option_of_load(dates_aligned: Path, odd: str) -> Non
             continue
         if odd == "a number of NumPy" and name == "threads":
             continue
+        if odd in ("an empty list", "an iterator") and name == "warm_up":  # of no batch, and of one pair
+            continue
         with pytest.raises(TfexportError) as refused:
             tfexport.load(**({"path": dates_aligned} | {name: ODD[odd]()}))
         assert "\n" not in str(refused.value)
+
+
+def test_a_warm_up_is_pairs_within_the_model(dates_aligned: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        tfexport.load(dates_aligned, warm_up=[(1, 8), (0, 8), (1, 8, 2), 5])  # type: ignore[list-item]
+    expected = "expected texts at once and tokens of a source, such as (32, 16)"
+    assert str(
+        refused.value
+    ) == f"load: warm_up has (0, 8), {expected}; warm_up has (1, 8, 2), {expected}; warm_up " + (f"has 5, {expected}")
+    with pytest.raises(InputError, match="warm-up: 999 source tokens, the limit is 64; ask for less"):
+        tfexport.load(dates_aligned, warm_up=[(1, 999)])
+    with tfexport.load(dates_aligned, warm_up=[(3, 9)], threads=1) as warm:
+        assert warm.generate([TEXT])[0].text == "1989-07-14"
 
 
 def test_options_of_load_are_refused_together(dates_aligned: Path) -> None:

@@ -228,6 +228,9 @@ def test_what_works_in_bulk_alone_says_what_it_needs(dates_bundle: Path, tmp_pat
     (tmp_path / "in.csv").write_text("day\n1.1.2000\n")
     for arguments in (
         ["--input", tmp_path / "in.csv", "--input-column", "day"],
+        ["--input", tmp_path / "in.csv"],  # whose lines are no texts
+        ["--input", tmp_path / "in.csv", "--output", tmp_path / "out.xlsx"],
+        ["--input", tmp_path / "in.csv", "--output", tmp_path / "out.csv", "--json"],
         ["1.1.2000", "--output-column", "iso"],
         ["--input", "s3://bucket/in.csv"],
         ["--input", "s3://bucket/in.csv", "--output", tmp_path / "out"],
@@ -236,6 +239,7 @@ def test_what_works_in_bulk_alone_says_what_it_needs(dates_bundle: Path, tmp_pat
         done = run("generate", dates_bundle, *arguments)
         assert (done.exit_code, done.stdout) == (1, "")
         assert "needs --input and --output with names that end with .parquet, .jsonl, .csv or .txt" in done.stderr
+        assert not (tmp_path / "out.xlsx").exists()
     missing = run("generate", dates_bundle, "--input", tmp_path / "no.csv", "--output", tmp_path / "out.csv")
     assert missing.exit_code == 1
     assert "does not exist" in missing.stderr

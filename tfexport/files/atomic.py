@@ -18,7 +18,6 @@ import fcntl
 import hashlib
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -227,7 +226,7 @@ def _stem(target: Path) -> str:
 
 
 def _sibling(target: Path, role: str) -> Path:
-    return target.with_name(f".{_stem(target)}.{role}-{secrets.token_hex(8)}")
+    return target.with_name(f".{_stem(target)}.{role}-{os.urandom(8).hex()}")
 
 
 def _siblings(target: Path, role: str) -> list[Path]:

@@ -29,6 +29,11 @@ def is_bulk(*names: str | PathLike[str] | None) -> bool:
     return all(name is not None and format_of(name) is not None and _may_be_file(name) for name in names)
 
 
+def is_table(name: str | PathLike[str]) -> bool:
+    """Say whether a name is that of a file whose lines are no texts."""
+    return format_of(name) not in (None, ".txt") and _may_be_file(name)
+
+
 def _may_be_file(name: str | PathLike[str]) -> bool:
     return "://" in str(name) or not os.path.lexists(name) or Path(name).is_file()
 
