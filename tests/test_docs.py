@@ -23,7 +23,7 @@ from tfexport.cli import main
 from tfexport.decode.result import Hypothesis
 from tfexport.errors import ConfigError
 from tfexport.generation import DecodeConfig
-from tfexport.model import Result
+from tfexport.model.result import Result
 from tfexport.spec import DECODER, ModelSpec, alignment_graph, decoder_graph, encoder_graph, loop_graph
 from tfexport.verify import Decodes, Numbers, Report, VerifyConfig
 from tfexport.verify.report import TOLERANCE

@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from tfexport.errors import ServingError as ServingError
     from tfexport.errors import TfexportError as TfexportError
     from tfexport.generation import DecodeConfig as DecodeConfig
-    from tfexport.model import Model as Model
-    from tfexport.model import Result as Result
-    from tfexport.model import load as load
+    from tfexport.model.load import load as load
+    from tfexport.model.model import Model as Model
+    from tfexport.model.result import Result as Result
 
 _HOME = {
-    "load": "model",
-    "Model": "model",
-    "Result": "model",
+    "load": "model.load",
+    "Model": "model.model",
+    "Result": "model.result",
     "DecodeConfig": "generation",
     "TfexportError": "errors",
     "ServingError": "errors",

@@ -11,7 +11,8 @@ from tfexport.bundle.bundle import Bundle, open_bundle
 from tfexport.bundle.defaults import read_defaults
 from tfexport.errors import InputError, shortened
 from tfexport.files.signature import TrustedKeys
-from tfexport.model import Model, load
+from tfexport.model.load import load
+from tfexport.model.model import Model
 
 # Of texts that differ, on a terminal.
 MAX_SHOWN = 10

@@ -13,7 +13,7 @@ import numpy as np
 from sacrebleu.metrics import CHRF
 
 import tfexport
-from tfexport.model import Result
+from tfexport.model.result import Result
 
 BUNDLES: dict[str, dict[str, Any]] = {
     "fp32": {},

@@ -13,7 +13,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from tfexport.model import Model
+from tfexport.model.model import Model
 
 # Of different lengths, so that the order of decoding is not that of the rows.
 TEXTS = [

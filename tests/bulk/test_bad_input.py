@@ -17,7 +17,7 @@ from tfexport.bulk.run import generate_file
 from tfexport.cli import main
 from tfexport.errors import BundleError, ConfigError, InputError
 from tfexport.files.atomic import locked
-from tfexport.model import Model
+from tfexport.model.model import Model
 
 SMALL = BulkConfig(rows_per_part=4, batch_size=3)
 

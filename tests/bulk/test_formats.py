@@ -28,7 +28,7 @@ from tfexport.bulk.config import BulkConfig
 from tfexport.bulk.progress import Progress
 from tfexport.bulk.run import generate_file
 from tfexport.errors import InputError
-from tfexport.model import Model
+from tfexport.model.model import Model
 
 SMALL = BulkConfig(rows_per_part=4, batch_size=3)
 

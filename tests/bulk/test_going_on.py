@@ -15,7 +15,7 @@ from tests.fuzz.faults.inject import Injector
 from tfexport.bulk.config import BulkConfig
 from tfexport.bulk.run import Summary, generate_file
 from tfexport.errors import BundleError, InputError
-from tfexport.model import Model
+from tfexport.model.model import Model
 
 SMALL = BulkConfig(rows_per_part=3, batch_size=3)
 CALL = "tests.fuzz.faults.calls:bulk"

@@ -19,7 +19,7 @@ import pytest
 
 from tests.bulk.corpus import TEXTS, expected, near, no_litter
 from tests.conftest import ROOT
-from tfexport.model import Model
+from tfexport.model.model import Model
 
 # Ray reads its environment when it is imported, and would keep its token in the home of whoever runs the tests.
 if "RAY_AUTH_TOKEN_PATH" not in os.environ:

@@ -23,7 +23,7 @@ from tfexport.errors import ConfigError, GraphError
 from tfexport.export import export_bundle
 from tfexport.generation import DecodeConfig
 from tfexport.graph.config import ExportConfig
-from tfexport.model import Model
+from tfexport.model.model import Model
 from tfexport.models.directory import save_model
 from tfexport.runtime.ort.contrib import ContribBatch
 

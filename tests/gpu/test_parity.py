@@ -14,7 +14,7 @@ from tests.gpu.job import Job, spell
 from tfexport.bundle.bundle import open_bundle
 from tfexport.bundle.manifest import ENGINES
 from tfexport.errors import EngineError
-from tfexport.model import load
+from tfexport.model.load import load
 from tfexport.spec import SOURCE_IDS, SOURCE_MASK, Form, ModelSpec, Precision
 from tfexport.trt.config import EngineConfig, Target
 from tfexport.verify import Report, VerifyConfig, verify_bundle

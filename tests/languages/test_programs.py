@@ -19,7 +19,7 @@ from tests.languages.conftest import Once, Program, said
 from tfexport.errors import InputError
 from tfexport.export import export_bundle
 from tfexport.graph.config import ExportConfig
-from tfexport.model import load
+from tfexport.model.load import load
 
 pytestmark = pytest.mark.slow
 

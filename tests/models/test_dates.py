@@ -10,7 +10,7 @@ import pytest
 
 import tfexport
 from tests.conftest import DATES
-from tfexport.model import Model
+from tfexport.model.model import Model
 from tfexport.spec import Form
 
 Rows = list[list[str]]

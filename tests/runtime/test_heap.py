@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import tiny
-from tfexport.model import Model
+from tfexport.model.model import Model
 from tfexport.runtime.eager import EagerSession
 
 BLOCK_BYTES, NUM_BLOCKS = 64 * 1024, 1000

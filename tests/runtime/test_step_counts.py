@@ -23,7 +23,7 @@ from tfexport.bundle.step_weights import step_weight_bytes
 from tfexport.decode.loop import Loop
 from tfexport.decode.request import check_requests
 from tfexport.generation import DecodeConfig
-from tfexport.model import Model
+from tfexport.model.model import Model
 from tfexport.models.presets import build_preset
 from tfexport.runtime.ort import contrib
 from tfexport.runtime.ort.contrib import ContribBatch

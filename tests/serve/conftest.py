@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.serve.served import BEFORE, engine_threads
-from tfexport.model import Model, load
+from tfexport.model.load import load
+from tfexport.model.model import Model
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import pytest
 
 from tests.serve.served import Hanging, Outcomes, is_idle, serving, text_of, until
 from tfexport.errors import DeadlineExceeded
-from tfexport.model import Model
+from tfexport.model.model import Model
 from tfexport.serve.engine import Engine
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")

@@ -13,7 +13,7 @@ import pytest
 from tests.serve.served import ENGINE_THREAD, Hanging, Outcomes, engine_threads, is_idle, serving, text_of, until
 from tfexport.decode.loop import Loop
 from tfexport.errors import Draining, TfexportError
-from tfexport.model import Model
+from tfexport.model.model import Model
 from tfexport.serve.engine import Engine
 from tfexport.serve.scheduler import Scheduler
 
@@ -61,7 +61,7 @@ def test_a_drain_that_is_cancelled_is_taken_up_again(random_bundle: Path) -> Non
 
 
 def test_each_answer_is_of_one_bundle(dates_bundle: Path, dates_fp16: Path, model: Model, texts: list[str]) -> None:
-    from tfexport.model import load
+    from tfexport.model.load import load
 
     other = load(dates_fp16, threads=1)
     options = {"num_beams": 4, "num_return_sequences": 4}

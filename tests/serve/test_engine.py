@@ -25,7 +25,7 @@ from tfexport.errors import (
     QueueFull,
     TfexportError,
 )
-from tfexport.model import Model
+from tfexport.model.model import Model
 from tfexport.serve.engine import Engine
 
 KINDS: tuple[dict[str, Any], ...] = (

@@ -14,7 +14,7 @@ import pytest
 
 from tests.serve.served import ENGINE_THREAD, Hanging, Outcomes, engine_threads, is_idle, serving, text_of, until
 from tfexport.errors import BackendError, EngineFailed, InputError, TfexportError
-from tfexport.model import Model
+from tfexport.model.model import Model
 from tfexport.runtime.ort.contrib import ContribBatch
 from tfexport.runtime.session import Candidates, Ids
 from tfexport.serve.config import ServingConfig

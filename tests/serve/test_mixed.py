@@ -16,7 +16,9 @@ from tests.serve.served import Outcomes, is_idle, serving, until
 from tfexport.decode.result import Hypothesis
 from tfexport.export import export_bundle
 from tfexport.graph.config import ExportConfig
-from tfexport.model import Model, Result, load
+from tfexport.model.load import load
+from tfexport.model.model import Model
+from tfexport.model.result import Result
 from tfexport.serve.engine import Engine
 
 KINDS: tuple[dict[str, Any], ...] = (

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.serve.running import Running, eventually, running
-from tfexport.model import load
+from tfexport.model.load import load
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from tests.bundle.made import edit
 from tests.serve.running import PATIENCE_S, Running, eventually, running
 from tfexport.cli import main
-from tfexport.model import load
+from tfexport.model.load import load
 
 TEXTS = ("Dienstag, 3. März 2026", "le 14 juillet 1989", "2088년 9월 17일 금요일", "15 de septiembre de 2001")
 # Each step of the decoder takes a while, as those of a large model do.

@@ -13,7 +13,8 @@ import pytest
 from tests.meetings import SAID, TEXTS
 from tests.serve.served import ENGINE_THREAD, Outcomes, is_idle, serving, text_of, until
 from tfexport.errors import BackendError, Cancelled, ConfigError, DeadlineExceeded, QueueFull
-from tfexport.model import Model, load
+from tfexport.model.load import load
+from tfexport.model.model import Model
 from tfexport.runtime.ort.contrib import ContribSession
 from tfexport.serve.engine import Engine
 

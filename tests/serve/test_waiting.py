@@ -12,7 +12,7 @@ import pytest
 
 from tests.serve.served import Outcomes, is_idle, serving, text_of, until
 from tfexport.errors import Cancelled
-from tfexport.model import Model
+from tfexport.model.model import Model
 from tfexport.serve.engine import Engine
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from tfexport.errors import TfexportError
-from tfexport.model import Model, load
+from tfexport.model.load import load
+from tfexport.model.model import Model
 from tfexport.serve.config import ServingConfig
 from tfexport.serve.protocol.errors import InvalidRequestError
 from tfexport.serve.protocol.limits import Limits

@@ -24,7 +24,8 @@ from tests.conftest import ROOT
 from tests.serve.http.test_generate import KINDS
 from tests.test_docs import blocks
 from tests.triton.server import PATIENCE_S, PYTHON, Client, Triton, eventually, triton
-from tfexport.model import Model, load
+from tfexport.model.load import load
+from tfexport.model.model import Model
 from tfexport.serve.config import ServingConfig
 from tfexport.serve.protocol.limits import Limits
 from tfexport.triton.repository import write_repository

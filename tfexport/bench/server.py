@@ -19,7 +19,8 @@ from tfexport.bench.samples import Samples
 from tfexport.bench.search import LEAST_REQUESTS, Trial, highest_rate, judge
 from tfexport.bench.sources import encoded, random_batches, shuffled
 from tfexport.errors import BenchError, InputError, ParityError
-from tfexport.model import Model, load
+from tfexport.model.load import load
+from tfexport.model.model import Model
 from tfexport.serve.config import ServingConfig
 from tfexport.serve.engine import Engine
 

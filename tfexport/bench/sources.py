@@ -9,7 +9,7 @@ import numpy as np
 
 from tfexport.bench.config import Cell
 from tfexport.errors import InputError
-from tfexport.model import Model
+from tfexport.model.model import Model
 from tfexport.spec import ModelSpec
 
 T = TypeVar("T")

@@ -20,7 +20,8 @@ from tfexport.bundle.bundle import open_bundle
 from tfexport.bundle.step_weights import step_weight_bytes
 from tfexport.cores import available_cores
 from tfexport.errors import TfexportError
-from tfexport.model import Model, load
+from tfexport.model.load import load
+from tfexport.model.model import Model
 from tfexport.runtime.registry import get
 
 # Before the first window; shorter where the measurement itself is short.

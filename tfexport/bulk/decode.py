@@ -10,7 +10,9 @@ from tfexport.bulk.formats.answer import Answer
 from tfexport.decode.request import check_requests
 from tfexport.errors import BackendError, InputError, TfexportError
 from tfexport.generation import DecodeConfig
-from tfexport.model import Model, Result, check_copies
+from tfexport.model.copies import check_copies
+from tfexport.model.model import Model
+from tfexport.model.result import Result
 from tfexport.text.tokenizer import Tokenizer
 
 # What an error of one text begins with, which says nothing of the text.
@@ -35,7 +37,7 @@ class Decoder:
         self._model, self._config = model, config
         tokenizer = need_tokenizer(model)
         if decoding.replace_unknowns:
-            check_copies(model)
+            check_copies(model.session, model.tokenizer)
         begin = tokenizer.begin_target(config.prefix or "")
         check_requests(
             model.session,

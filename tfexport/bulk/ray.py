@@ -30,7 +30,8 @@ from tfexport.bundle.bundle import open_bundle
 from tfexport.errors import BackendError, ConfigError, TfexportError, raised_by
 from tfexport.fields import Config
 from tfexport.generation import DecodeConfig
-from tfexport.model import bundle_sha256, load, load_tokenizer
+from tfexport.model.load import load, load_tokenizer
+from tfexport.model.model import bundle_sha256
 
 # Pieces of work that Ray Data keeps account of; each has a part, or several where there are more.
 _MAX_BLOCKS = 4096

@@ -10,7 +10,7 @@ from tfexport.bulk.config import BulkConfig
 from tfexport.bulk.decode import Decoder, need_tokenizer
 from tfexport.bulk.progress import Meter, Progress, Summary
 from tfexport.bulk.task import check_unchanged, prepared, read_texts
-from tfexport.model import Model, bundle_sha256
+from tfexport.model.model import Model, bundle_sha256
 
 
 def generate_file(

@@ -15,7 +15,7 @@ from tfexport.cli.terminal import report_line
 
 if TYPE_CHECKING:
     from tfexport.bulk.progress import Progress
-    from tfexport.model import Model
+    from tfexport.model.model import Model
 
 # The output is there, and rows of it have an error; apart from what a supervisor would try again.
 EXIT_ROWS = 3

@@ -24,7 +24,7 @@ from tfexport.errors import InputError
 from tfexport.spec import Device, Form
 
 if TYPE_CHECKING:
-    from tfexport.model import Model, Pooling
+    from tfexport.model.model import Model, Pooling
 
 
 @click.command()
@@ -69,7 +69,7 @@ def generate(
     if not in_bulk:
         plain = _plain_files(source, output, input_column, output_column)
         inputs = inputs_of(texts, plain[0])
-    from tfexport.model import load
+    from tfexport.model.load import load
 
     with load(
         bundle,
@@ -156,7 +156,7 @@ def embed(
 ) -> None:
     """Write the vector of each TEXT with an encoder-only bundle, one JSON object a line."""
     inputs = inputs_of(texts, source)
-    from tfexport.model import load
+    from tfexport.model.load import load
 
     with (
         load(

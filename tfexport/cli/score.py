@@ -41,7 +41,7 @@ def score(
     from tfexport.files.text import split_pairs
 
     sources, targets = split_pairs(inputs_of(texts, source))
-    from tfexport.model import load
+    from tfexport.model.load import load
 
     with (
         load(

@@ -19,7 +19,10 @@ from tfexport.decode.pieces import Pieces
 from tfexport.decode.result import Hypothesis
 from tfexport.errors import DeadlineExceeded, Draining, EngineFailed, InputError, TfexportError
 from tfexport.generation import DecodeConfig
-from tfexport.model import NO_COPIES_IN_STREAMS, Model, Result, check_copies, load, result_of, with_copies
+from tfexport.model.copies import NO_COPIES_IN_STREAMS, check_copies, with_copies
+from tfexport.model.load import load
+from tfexport.model.model import Model
+from tfexport.model.result import Result, result_of
 from tfexport.serve.alignments import MAX_WAITING, Alignments
 from tfexport.serve.config import ServingConfig
 from tfexport.serve.generation import Answer, Generation, Ids, Item, Texts
@@ -249,7 +252,9 @@ class Engine:
 
             def answers(found: Sequence[Hypothesis]) -> list[Result]:
                 results = [result_of(tokenizer, one, decoding) for one in found]
-                return with_copies(model, [text], [source], results, decoding) if decoding.replace_unknowns else results
+                if decoding.replace_unknowns:
+                    return with_copies(model.session, tokenizer, [text], [source], results, decoding)
+                return results
 
             job = new_job(request, self.config, priority, timeout_s)
             return self._begin(Generation(job, answers, tokens, self.config.stream_buffer, self._end))
@@ -389,7 +394,7 @@ class Engine:
         """Refuse to replace unknown tokens where nobody can say by what, or not in time."""
         if stream:
             raise InputError(f"stream: {NO_COPIES_IN_STREAMS}")
-        check_copies(self.model)
+        check_copies(self.model.session, self.model.tokenizer)
         self._current.alignments.check_room(self.config.max_waiting)
 
     def _begin(self, generation: Generation[Item, Answer]) -> Generation[Item, Answer]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tfexport.decode.offline import decode
 from tfexport.errors import InputError, ParityError
 from tfexport.generation import DecodeConfig
-from tfexport.model import Model
+from tfexport.model.model import Model
 from tfexport.text.compare import check_texts
 
 # Recorded texts that are tried; verify tries all.

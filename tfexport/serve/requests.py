@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from tfexport.decode.request import Request, check_requests
 from tfexport.errors import InputError, raise_all, shortened
 from tfexport.generation import DecodeConfig
-from tfexport.model import Model
+from tfexport.model.model import Model
 from tfexport.serve.config import MAX_S, ServingConfig
 from tfexport.serve.job import Job, num_rows
 

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 
 from tfexport.errors import ServingError
-from tfexport.model import Model
+from tfexport.model.model import Model
 from tfexport.serve.alignments import Alignments
 from tfexport.serve.worker import Worker
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tfexport.files.strict_json import parse_json
-from tfexport.model import Result
+from tfexport.model.result import Result
 from tfexport.serve.protocol.asking import Answer, Source
 from tfexport.serve.protocol.errors import InvalidRequestError
 from tfexport.serve.protocol.limits import Limits

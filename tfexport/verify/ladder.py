@@ -20,7 +20,7 @@ from tfexport.bundle.bundle import open_bundle
 from tfexport.errors import ConfigError
 from tfexport.fields import Config
 from tfexport.files.signature import TrustedKeys
-from tfexport.model import load_tokenizer
+from tfexport.model.load import load_tokenizer
 from tfexport.models.eager import EagerModel
 from tfexport.runtime import registry
 from tfexport.runtime.eager import EagerSession, full_outputs

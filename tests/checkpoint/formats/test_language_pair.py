@@ -23,7 +23,7 @@ from tfexport.checkpoint.importer import import_checkpoint
 from tfexport.cli import main
 from tfexport.errors import CheckpointError, ConfigError
 from tfexport.generation import GenerationDefaults
-from tfexport.model import Model
+from tfexport.model.model import Model
 from tfexport.models.config import model_spec
 from tfexport.models.directory import load_model
 from tfexport.runtime.eager import EagerSession

@@ -16,7 +16,7 @@ from tests.checkpoint.formats.published import CLASSES
 from tests.checkpoint.formats.test_tokenizer_directories import FAMILIES, encoded, is_of_the_other_side
 from tfexport.checkpoint.importer import import_checkpoint
 from tfexport.generation import GenerationDefaults
-from tfexport.model import Model
+from tfexport.model.model import Model
 from tfexport.models.config import model_spec
 from tfexport.models.directory import load_model
 from tfexport.runtime.eager import EagerSession

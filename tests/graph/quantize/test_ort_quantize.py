@@ -20,7 +20,7 @@ from tfexport.bundle.bundle import open_bundle
 from tfexport.bundle.manifest import GraphEntry
 from tfexport.errors import GraphError
 from tfexport.graph.quantize.ort_quantize import write_integer_graphs
-from tfexport.model import Model
+from tfexport.model.model import Model
 from tfexport.models.directory import load_weights
 from tfexport.models.eager import EagerModel
 from tfexport.runtime.eager import full_outputs

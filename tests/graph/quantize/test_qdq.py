@@ -22,7 +22,7 @@ from tfexport.bundle.manifest import GraphEntry
 from tfexport.errors import GraphError
 from tfexport.graph.passes.capacity import fix_capacity
 from tfexport.graph.quantize.qdq import quantize_graphs
-from tfexport.model import Model
+from tfexport.model.model import Model
 from tfexport.models.directory import load_weights
 from tfexport.runtime.eager import EagerSession
 from tfexport.runtime.ort.session import OrtSession

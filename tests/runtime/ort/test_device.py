@@ -22,7 +22,7 @@ from tests.runtime.exported import LONG, Once, ort_session, sources
 from tfexport.cli import main
 from tfexport.errors import BackendError
 from tfexport.graph.reorder import reorder_graph
-from tfexport.model import load
+from tfexport.model.load import load
 from tfexport.models.config import model_spec
 from tfexport.runtime.ort import device as ort_device
 from tfexport.runtime.ort.cache import FIRST_CAPACITY, DeviceBuffers, HostBuffers

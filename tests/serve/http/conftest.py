@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tfexport.model import Model, load
+from tfexport.model.load import load
+from tfexport.model.model import Model
 
 if TYPE_CHECKING:
     from tests.serve.http.served import Served

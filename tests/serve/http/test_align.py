@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from tests.serve.http.served import Served, serving
-from tfexport.model import Model, load
+from tfexport.model.load import load
+from tfexport.model.model import Model
 from tfexport.serve.alignments import MAX_WAITING
 from tfexport.serve.http.config import HttpConfig
 

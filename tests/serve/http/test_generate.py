@@ -15,7 +15,7 @@ from starlette.routing import Mount
 from tests.serve.http.served import Served
 from tfexport.decode.loop import Loop
 from tfexport.errors import BackendError
-from tfexport.model import Model
+from tfexport.model.model import Model
 
 KINDS: tuple[dict[str, Any], ...] = (
     {},

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.serve.http.served import Served
-from tfexport.model import Model
+from tfexport.model.model import Model
 
 triton = pytest.importorskip("tritonclient.http", reason="tritonclient[http] is not installed")
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.serve.http.served import Exchange, Served
 from tfexport.decode.loop import Loop
-from tfexport.model import Model
+from tfexport.model.model import Model
 from tfexport.serve.http.config import HttpConfig
 
 STEP_S = 0.03

@@ -13,7 +13,7 @@ import pytest
 
 from tests.serve.http.served import OFFERS, Served
 from tests.serve.http.test_refusals import check
-from tfexport.model import Model
+from tfexport.model.model import Model
 from tfexport.serve.engine import Engine
 from tfexport.serve.http.app import build_app
 from tfexport.serve.http.config import HttpConfig

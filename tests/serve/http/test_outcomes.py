@@ -14,7 +14,7 @@ import pytest
 
 from tests.serve.http.served import Exchange, Served
 from tests.serve.http.test_generate import KINDS
-from tfexport.model import Model
+from tfexport.model.model import Model
 
 AT_ONCE = 80
 SENT = (

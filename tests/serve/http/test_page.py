@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.serve.http.served import Served
-from tfexport.model import Model
+from tfexport.model.model import Model
 from tfexport.serve.http import page
 from tfexport.serve.http.config import HttpConfig
 from tfexport.serve.server.access import OPEN_PATHS

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from tests.serve.http.served import Served
 from tests.serve.http.test_refusals import check
-from tfexport.model import Model
+from tfexport.model.model import Model
 
 
 def test_tokens_are_those_of_the_model(serve: Callable[..., None], model: Model, texts: list[str]) -> None:

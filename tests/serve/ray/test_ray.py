@@ -24,7 +24,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.serve.running import eventually
-from tfexport.model import Model
+from tfexport.model.model import Model
 
 pytest.importorskip("ray", reason="Ray is not installed; pip install 'tfexport[ray]'")
 from tests.serve.ray.cluster import PATIENCE_S, Load, Machines

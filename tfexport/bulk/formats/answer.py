@@ -19,7 +19,7 @@ class Answer:
 
     Attributes:
         texts: what was generated, best first; none where the row is wrong.
-        scores: of each, as `tfexport.model.Result` has them.
+        scores: of each, as `tfexport.model.result.Result` has them.
         finish_reasons: of each.
         error: what is wrong with the row; None for nothing.
     """

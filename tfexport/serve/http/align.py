@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from tfexport.decode.align import Alignment, need_alignment
 from tfexport.errors import ConfigError
-from tfexport.model import Model
+from tfexport.model.model import Model
 from tfexport.serve.http.body import read_object
 from tfexport.serve.http.errors import RequestError
 from tfexport.serve.http.service import VERSION, service_of

@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from tfexport.decode.result import FinishReason
 from tfexport.errors import shortened
-from tfexport.model import Result
+from tfexport.model.result import Result
 from tfexport.serve.http.body import read_object
 from tfexport.serve.http.errors import RequestError
 from tfexport.serve.http.event_stream import EventStream, event

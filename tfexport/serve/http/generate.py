@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tfexport.decode.result import Hypothesis
-from tfexport.model import Result
+from tfexport.model.result import Result
 from tfexport.serve.http.body import read_object
 from tfexport.serve.http.errors import RequestError
 from tfexport.serve.http.event_stream import EventStream, event

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from tfexport.model import Model
+from tfexport.model.model import Model
 from tfexport.serve.http.errors import unavailable
 from tfexport.serve.http.service import VERSION, service_of
 from tfexport.serve.protocol.outputs import OUTPUTS

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from tfexport.model import Model
+from tfexport.model.model import Model
 from tfexport.runtime.session import Aligns
 from tfexport.serve.engine import Engine
 from tfexport.serve.http.body import read_object

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from tfexport.model import Model
+from tfexport.model.model import Model
 from tfexport.serve.http.body import read_object
 from tfexport.serve.http.errors import RequestError
 from tfexport.serve.http.service import service_of

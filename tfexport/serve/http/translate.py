@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tfexport.errors import shortened
-from tfexport.model import Result
+from tfexport.model.result import Result
 from tfexport.serve.http.body import check_kind, kind_of, read_body, read_object
 from tfexport.serve.http.errors import RequestError
 from tfexport.serve.http.leaving import while_heard

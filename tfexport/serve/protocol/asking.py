@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from tfexport.decode.result import Hypothesis
 from tfexport.errors import ConfigError, InputError, shortened
-from tfexport.model import Result
+from tfexport.model.result import Result
 from tfexport.serve.engine import Engine
 from tfexport.serve.generation import Generation
 from tfexport.serve.protocol.errors import InvalidRequestError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tfexport.model import Result
+from tfexport.model.result import Result
 from tfexport.serve.protocol.asking import Answer
 from tfexport.serve.protocol.errors import InvalidRequestError
 from tfexport.serve.protocol.tensors import Tensor

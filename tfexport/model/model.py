@@ -1,4 +1,4 @@
-"""A loaded bundle: text in, text out."""
+"""A model on a backend: generate, stream, score, align and embed."""
 
 from __future__ import annotations
 
@@ -7,37 +7,26 @@ import hashlib
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 import numpy as np
 
-from tfexport.bundle.bundle import Bundle, check_weights, open_bundle
-from tfexport.bundle.defaults import read_defaults
 from tfexport.bundle.manifest import Manifest
-from tfexport.bundle.unsealed import check_engines
-from tfexport.cores import MAX_THREADS
 from tfexport.decode.cancel import check_cancelled
 from tfexport.decode.offline import decode
 from tfexport.decode.pieces import Pieces
-from tfexport.decode.result import FinishReason, Hypothesis
-from tfexport.decode.stops import stop_end
+from tfexport.decode.result import Hypothesis
 from tfexport.decode.stream import stream
-from tfexport.decode.warm_up import warm_up as run_warm_up
-from tfexport.errors import ConfigError, InputError, TfexportError, raise_all, shortened
-from tfexport.files.names import TARGET_TOKENIZER, TOKENIZER
-from tfexport.files.paths import checked_path
-from tfexport.files.signature import TrustedKeys
+from tfexport.errors import ConfigError, InputError, raise_all, shortened
 from tfexport.generation import DecodeConfig, GenerationDefaults
-from tfexport.given import as_list, check_call, is_one_of, is_whole, word_problems
+from tfexport.given import as_list, check_call, is_whole, word_problems
+from tfexport.model.copies import NO_COPIES_IN_STREAMS, check_copies, with_copies
+from tfexport.model.result import Result, result_of
 from tfexport.runtime.heap import trim_heap
-from tfexport.runtime.registry import AUTO, OpenOptions, get, names, open_session
 from tfexport.runtime.session import Floats, Session, pad_right
-from tfexport.runtime.threads import Threads, choose_threads
-from tfexport.spec import Device, Form, ModelSpec
+from tfexport.runtime.threads import Threads
+from tfexport.spec import ModelSpec
 from tfexport.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -47,150 +36,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 Pooling = Literal["mean", "cls"]
-NO_COPIES_IN_STREAMS = (
-    "replace_unknowns is true, but the alignment is known when the text is whole; set it to false, or use generate"
-)
-
-
-@dataclass(frozen=True)
-class Result:
-    """One text that was generated.
-
-    Attributes:
-        text: decoded, without special tokens.
-        token_ids: the prefix and what was generated, a final end-of-sequence token included.
-        score: log-probability of the generated tokens over their number to the power of length_penalty.
-        finish_reason: "eos", or what came first: "stop" for a stop string, with which the text ends, "length" for the
-            limit, "time" for the end of the time.
-        index: of the text in the call that this continues.
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    score: float
-    finish_reason: FinishReason
-    index: int
-
-
-def load(
-    path: str | PathLike[str],
-    *,
-    backend: str = AUTO,
-    form: Form | None = None,
-    threads: int | Literal["auto"] | None = AUTO,
-    device: Device = "cpu",
-    engine: str | None = None,
-    trusted_keys: Sequence[str | PathLike[str]] | None = None,
-    warm_up: Sequence[tuple[int, int]] = (),
-) -> Model:
-    """Open a bundle, check every byte of it and load it on a backend.
-
-    Args:
-        path: of the bundle.
-        backend: "ort", "eager" or "trt"; "auto" takes the first of them that is installed and can run the bundle.
-        form: of the decoder graph; None takes contrib on the CPU, else static, or concat where it is the only one.
-        threads: for one call on the CPU in ONNX Runtime; "auto" for all cores that are available to the encoder, and
-            one or all to the decoder's steps, by their size; None for one on each core that ONNX Runtime finds.
-        device: where graphs are computed, "cpu" or "cuda"; never another than the one asked for.
-        engine: name of the engine for backend "trt"; None for the only one that may be used here.
-        trusted_keys: files of public keys, one of which must have signed the bundle, and the engine if one is loaded;
-            None loads whosever bundle.
-        warm_up: batches that are run twice before the model is returned, each texts at once and tokens of a source:
-            [(1, 16), (32, 16)]. A GPU compiles kernels and captures steps for each such shape when it first comes.
-
-    Raises:
-        BundleError: the bundle is missing, damaged, signed by none of the keys, or lacks the form.
-        BackendError: the backend is not installed, or cannot run the bundle on the device.
-        EngineError: the bundle has no such engine, or it may not be used here.
-        ConfigError: an argument is none of those allowed.
-        InputError: the warm-up has longer sources than the model takes.
-    """
-    folder = checked_path(path, "load: path")
-    _check_options(backend, form, threads, device, engine)
-    batches = _warm_up_batches(warm_up)
-    keys = None if trusted_keys is None else TrustedKeys.read(trusted_keys)
-    bundle = open_bundle(folder, weights=False, trusted_keys=keys)
-    check_engines(bundle)
-    tokenizer, defaults = load_tokenizer(bundle), read_defaults(bundle)
-    with ThreadPoolExecutor(1) as pool:  # the sums of the weights take as long as the rest
-        checked = pool.submit(check_weights, bundle)
-        try:
-            chosen = choose_threads(threads, bundle)
-            options = OpenOptions(form=form, threads=chosen, device=device, engine=engine)
-            session = open_session(bundle, backend, options)
-        except TfexportError:
-            checked.result()  # that weights were changed is the better reason
-            raise
-    manifest, runs_graphs = bundle.manifest, get(session.backend).runs == "graphs"
-    model = Model(
-        session,
-        tokenizer,
-        defaults.within(manifest.spec.max_target_length),
-        manifest=manifest,
-        threads=chosen if runs_graphs and device == "cpu" else None,
-    )
-    if checked.exception():
-        model.close()
-    checked.result()
-    try:
-        # The second time a step that is fed by the host is captured too.
-        for rows, source_len in (*batches, *batches):
-            run_warm_up(session, rows, source_len)
-    except BaseException:
-        model.close()
-        raise
-    taken = (
-        f" with {model.threads.encoder} threads for sources, {model.threads.decoder} for a step"
-        if model.threads
-        else ""
-    )
-    _log.info("%s: loaded on %s, %s%s", path, session.backend, device, taken)
-    return model
-
-
-def _check_options(backend: object, form: object, threads: object, device: object, engine: object) -> None:
-    """Check the options of `load` before the bundle is read."""
-    problems = word_problems(
-        backend=(backend, names()), form=(form, (None, *get_args(Form))), device=(device, get_args(Device))
-    )
-    if not (is_one_of(threads, (None, AUTO)) or (is_whole(threads) and 1 <= threads <= MAX_THREADS)):
-        problems.append(f"threads is {shortened(threads)}, expected 1 to {MAX_THREADS}, or {AUTO!r}")
-    if not (engine is None or (isinstance(engine, str) and engine)):
-        problems.append(f"engine is {shortened(engine)}, expected the name of an engine, or None")
-    raise_all(ConfigError, "load", problems)
-
-
-def _warm_up_batches(given: object) -> list[tuple[int, int]]:
-    """Take the batches of a warm-up as pairs of numbers.
-
-    Raises:
-        ConfigError: lists those that are none.
-    """
-    listed = as_list(given)
-    if listed is None:
-        raise ConfigError(f"load: warm_up is {shortened(given)}, expected a list such as [(32, 16)]")
-    batches = [as_list(batch) or [] for batch in listed]
-    problems = [
-        f"warm_up has {shortened(wrong)}, expected texts at once and tokens of a source, such as (32, 16)"
-        for wrong, batch in zip(listed, batches, strict=True)
-        if len(batch) != 2 or not all(is_whole(size) and size >= 1 for size in batch)
-    ]
-    raise_all(ConfigError, "load", problems)
-    return [(rows, source_len) for rows, source_len in batches]
-
-
-def load_tokenizer(bundle: Bundle) -> Tokenizer | None:
-    """Read the tokenizer of a bundle, None where it has none.
-
-    Raises:
-        BundleError: it is damaged, or not of this model.
-        BackendError: the package `tokenizers` is not installed.
-    """
-    manifest = bundle.manifest
-    if not manifest.has_tokenizer:
-        return None
-    target = bundle.file(TARGET_TOKENIZER) if TARGET_TOKENIZER in manifest.files else None
-    return Tokenizer.load(bundle.file(TOKENIZER), manifest.spec, target=target, text=manifest.text)
 
 
 class Model:
@@ -277,7 +122,7 @@ class Model:
         """
         decoding, tokenizer = self.decoding(config, **options), self._need_tokenizer()
         if decoding.replace_unknowns:
-            check_copies(self)
+            check_copies(self.session, self.tokenizer)
         texts = _texts("texts", texts)
         places = _indices(indices, len(texts))
         sources = tokenizer.encode(texts)
@@ -298,7 +143,9 @@ class Model:
             result_of(tokenizer, best, decoding, index) for index, hypotheses in enumerate(found) for best in hypotheses
         ]
         if decoding.replace_unknowns:
-            results = with_copies(self, texts, sources, results, decoding, batch_size=batch_size, cancel=cancel)
+            results = with_copies(
+                self.session, tokenizer, texts, sources, results, decoding, batch_size=batch_size, cancel=cancel
+            )
         if indices is None:
             return results
         return [dataclasses.replace(result, index=places[result.index]) for result in results]
@@ -709,85 +556,6 @@ def _indices(given: Iterable[int] | None, count: int) -> Sequence[int]:
     if indices is None or len(indices) != count or not all(is_whole(index) and index >= 0 for index in indices):
         raise InputError(f"indices is {shortened(given)}, expected a whole number from 0 for each of {count} texts")
     return indices
-
-
-def result_of(tokenizer: Tokenizer, found: Hypothesis, config: DecodeConfig, index: int = 0) -> Result:
-    """Put a hypothesis of the text `index` into words, without what its last token says behind a stop string."""
-    end = stop_end(found.token_ids, config.strings, tokenizer.decode) if found.finish_reason == "stop" else None
-    text = tokenizer.decode(found.token_ids)[:end]
-    return Result(text, found.token_ids, found.score, found.finish_reason, index)
-
-
-def check_copies(model: Model) -> None:
-    """Refuse a model that cannot say what an unknown token was read from, before it decodes.
-
-    Raises:
-        ConfigError: its vocabulary has no unknown token, or its bundle or backend no alignment.
-    """
-    from tfexport.decode.align import need_alignment
-
-    if model.tokenizer is None or not model.spec.has_decoder:
-        return  # which is refused for other reasons
-    if model.tokenizer.unknown is None:
-        raise ConfigError("replace_unknowns: the vocabulary has no unknown token to replace; leave it out")
-    need_alignment(model.session, "replace_unknowns")
-
-
-def with_copies(
-    model: Model,
-    texts: Sequence[str],
-    sources: Sequence[Sequence[int]],
-    results: Sequence[Result],
-    decoding: DecodeConfig,
-    *,
-    batch_size: int = 32,
-    cancel: threading.Event | None = None,
-) -> list[Result]:
-    """Write in each result what its unknown tokens were read from; it may be called on any thread.
-
-    Args:
-        model: that `check_copies` does not refuse.
-        texts: of the sources.
-        sources: token ids of each text.
-        results: of any of them, by their `index`.
-        decoding: that they come from.
-        batch_size: results read at once.
-        cancel: set by another thread to give the call up; None for a call that nobody cancels.
-
-    Raises:
-        BackendError: the backend failed.
-        Cancelled: the event was set.
-    """
-    from tfexport.decode.unknowns import Answer, unknown_sources
-
-    tokenizer = model.tokenizer
-    assert tokenizer is not None
-    assert tokenizer.unknown is not None
-    copies = [tokenizer.copies(text) for text in texts]
-    answers = [
-        Answer(sources[one.index], one.token_ids, [piece is not None for piece in copies[one.index]]) for one in results
-    ]
-    found = unknown_sources(
-        model.session,
-        answers,
-        tokenizer.unknown,
-        start=decoding.decoder_start_token_id,
-        batch_size=batch_size,
-        cancel=cancel,
-    )
-    return [
-        _copied(tokenizer, one, {place: copies[one.index][source] or "" for place, source in places.items()})
-        for one, places in zip(results, found, strict=True)
-    ]
-
-
-def _copied(tokenizer: Tokenizer, result: Result, tokens: Mapping[int, str]) -> Result:
-    """Put tokens of the source into a text, which still ends where a stop string ended it."""
-    if not tokens:
-        return result
-    cut = len(tokenizer.decode(result.token_ids)) - len(result.text)
-    text = tokenizer.decode_with(result.token_ids, tokens)
-    return dataclasses.replace(result, text=text[: len(text) - cut])
 
 
 def _pieces(text: Pieces, tokens: Iterator[int]) -> Iterator[str]:

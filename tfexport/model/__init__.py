@@ -1,0 +1,1 @@
+"""A loaded bundle: text in, text out."""

@@ -1,0 +1,148 @@
+"""Open a bundle, check it, and load it on a backend."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from os import PathLike
+from typing import Literal, get_args
+
+from tfexport.bundle.bundle import Bundle, check_weights, open_bundle
+from tfexport.bundle.defaults import read_defaults
+from tfexport.bundle.unsealed import check_engines
+from tfexport.cores import MAX_THREADS
+from tfexport.decode.warm_up import warm_up as run_warm_up
+from tfexport.errors import ConfigError, TfexportError, raise_all, shortened
+from tfexport.files.names import TARGET_TOKENIZER, TOKENIZER
+from tfexport.files.paths import checked_path
+from tfexport.files.signature import TrustedKeys
+from tfexport.given import as_list, is_one_of, is_whole, word_problems
+from tfexport.model.model import Model
+from tfexport.runtime.registry import AUTO, OpenOptions, get, names, open_session
+from tfexport.runtime.threads import choose_threads
+from tfexport.spec import Device, Form
+from tfexport.text.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
+
+
+def load(
+    path: str | PathLike[str],
+    *,
+    backend: str = AUTO,
+    form: Form | None = None,
+    threads: int | Literal["auto"] | None = AUTO,
+    device: Device = "cpu",
+    engine: str | None = None,
+    trusted_keys: Sequence[str | PathLike[str]] | None = None,
+    warm_up: Sequence[tuple[int, int]] = (),
+) -> Model:
+    """Open a bundle, check every byte of it and load it on a backend.
+
+    Args:
+        path: of the bundle.
+        backend: "ort", "eager" or "trt"; "auto" takes the first of them that is installed and can run the bundle.
+        form: of the decoder graph; None takes contrib on the CPU, else static, or concat where it is the only one.
+        threads: for one call on the CPU in ONNX Runtime; "auto" for all cores that are available to the encoder, and
+            one or all to the decoder's steps, by their size; None for one on each core that ONNX Runtime finds.
+        device: where graphs are computed, "cpu" or "cuda"; never another than the one asked for.
+        engine: name of the engine for backend "trt"; None for the only one that may be used here.
+        trusted_keys: files of public keys, one of which must have signed the bundle, and the engine if one is loaded;
+            None loads whosever bundle.
+        warm_up: batches that are run twice before the model is returned, each texts at once and tokens of a source:
+            [(1, 16), (32, 16)]. A GPU compiles kernels and captures steps for each such shape when it first comes.
+
+    Raises:
+        BundleError: the bundle is missing, damaged, signed by none of the keys, or lacks the form.
+        BackendError: the backend is not installed, or cannot run the bundle on the device.
+        EngineError: the bundle has no such engine, or it may not be used here.
+        ConfigError: an argument is none of those allowed.
+        InputError: the warm-up has longer sources than the model takes.
+    """
+    folder = checked_path(path, "load: path")
+    _check_options(backend, form, threads, device, engine)
+    batches = _warm_up_batches(warm_up)
+    keys = None if trusted_keys is None else TrustedKeys.read(trusted_keys)
+    bundle = open_bundle(folder, weights=False, trusted_keys=keys)
+    check_engines(bundle)
+    tokenizer, defaults = load_tokenizer(bundle), read_defaults(bundle)
+    with ThreadPoolExecutor(1) as pool:  # the sums of the weights take as long as the rest
+        checked = pool.submit(check_weights, bundle)
+        try:
+            chosen = choose_threads(threads, bundle)
+            options = OpenOptions(form=form, threads=chosen, device=device, engine=engine)
+            session = open_session(bundle, backend, options)
+        except TfexportError:
+            checked.result()  # that weights were changed is the better reason
+            raise
+    manifest, runs_graphs = bundle.manifest, get(session.backend).runs == "graphs"
+    model = Model(
+        session,
+        tokenizer,
+        defaults.within(manifest.spec.max_target_length),
+        manifest=manifest,
+        threads=chosen if runs_graphs and device == "cpu" else None,
+    )
+    if checked.exception():
+        model.close()
+    checked.result()
+    try:
+        # The second time a step that is fed by the host is captured too.
+        for rows, source_len in (*batches, *batches):
+            run_warm_up(session, rows, source_len)
+    except BaseException:
+        model.close()
+        raise
+    taken = (
+        f" with {model.threads.encoder} threads for sources, {model.threads.decoder} for a step"
+        if model.threads
+        else ""
+    )
+    _log.info("%s: loaded on %s, %s%s", path, session.backend, device, taken)
+    return model
+
+
+def _check_options(backend: object, form: object, threads: object, device: object, engine: object) -> None:
+    """Check the options of `load` before the bundle is read."""
+    problems = word_problems(
+        backend=(backend, names()), form=(form, (None, *get_args(Form))), device=(device, get_args(Device))
+    )
+    if not (is_one_of(threads, (None, AUTO)) or (is_whole(threads) and 1 <= threads <= MAX_THREADS)):
+        problems.append(f"threads is {shortened(threads)}, expected 1 to {MAX_THREADS}, or {AUTO!r}")
+    if not (engine is None or (isinstance(engine, str) and engine)):
+        problems.append(f"engine is {shortened(engine)}, expected the name of an engine, or None")
+    raise_all(ConfigError, "load", problems)
+
+
+def _warm_up_batches(given: object) -> list[tuple[int, int]]:
+    """Take the batches of a warm-up as pairs of numbers.
+
+    Raises:
+        ConfigError: lists those that are none.
+    """
+    listed = as_list(given)
+    if listed is None:
+        raise ConfigError(f"load: warm_up is {shortened(given)}, expected a list such as [(32, 16)]")
+    batches = [as_list(batch) or [] for batch in listed]
+    problems = [
+        f"warm_up has {shortened(wrong)}, expected texts at once and tokens of a source, such as (32, 16)"
+        for wrong, batch in zip(listed, batches, strict=True)
+        if len(batch) != 2 or not all(is_whole(size) and size >= 1 for size in batch)
+    ]
+    raise_all(ConfigError, "load", problems)
+    return [(rows, source_len) for rows, source_len in batches]
+
+
+def load_tokenizer(bundle: Bundle) -> Tokenizer | None:
+    """Read the tokenizer of a bundle, None where it has none.
+
+    Raises:
+        BundleError: it is damaged, or not of this model.
+        BackendError: the package `tokenizers` is not installed.
+    """
+    manifest = bundle.manifest
+    if not manifest.has_tokenizer:
+        return None
+    target = bundle.file(TARGET_TOKENIZER) if TARGET_TOKENIZER in manifest.files else None
+    return Tokenizer.load(bundle.file(TOKENIZER), manifest.spec, target=target, text=manifest.text)
