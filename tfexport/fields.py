@@ -7,7 +7,7 @@ import functools
 import sys
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Literal, Self
 
 from tfexport.errors import ConfigError, raise_all, shortened
@@ -107,11 +107,10 @@ def _read(cls: Any, data: object, place: str, problems: list[str]) -> Any:
 
 
 def _read_value(value: object, kind: Any, place: str, problems: list[str]) -> object:
-    nested = [option for option in _options(kind) if dataclasses.is_dataclass(option)]
-    if nested and not (value is None and _fits(value, kind)):
-        return _read(nested[0], value, place, problems)
-    item = next((typing.get_args(one)[0] for one in _options(kind) if typing.get_origin(one) is tuple), None)
-    if dataclasses.is_dataclass(item) and isinstance(value, list):
+    nested, item = _nested(kind)
+    if nested and not (value is None and _test(kind)(None)):
+        return _read(nested, value, place, problems)
+    if item and isinstance(value, list):
         return tuple(_read(item, part, f"{place}[{index}]", problems) for index, part in enumerate(value))
     try:
         value = _tupled(value)
@@ -122,13 +121,22 @@ def _read_value(value: object, kind: Any, place: str, problems: list[str]) -> ob
     return value
 
 
+@functools.cache
+def _nested(kind: Any) -> tuple[Any, Any]:
+    """Return the configuration that a type allows, and the one of which it allows several; None for none."""
+    options = _options(kind)
+    items = [typing.get_args(option)[0] for option in options if typing.get_origin(option) is tuple]
+    one, several = (list(filter(dataclasses.is_dataclass, kinds)) for kinds in (options, items))
+    return one[0] if one else None, several[0] if several else None
+
+
 def _tupled(value: object) -> object:
     """Return what may not change: lists, and lists in them, become tuples."""
     return tuple(map(_tupled, value)) if isinstance(value, list | tuple) else value
 
 
 def _type_problems(name: str, value: object, kind: Any) -> list[str]:
-    if _fits(value, kind):
+    if _test(kind)(value):
         return []
     expected = _spelled(kind)
     if isinstance(value, int | float) and not isinstance(value, bool) and float in _options(kind):
@@ -140,23 +148,25 @@ def _type_problems(name: str, value: object, kind: Any) -> list[str]:
     return [f"{name} is {shortened(value)}, expected {expected}"]
 
 
-def _fits(value: object, kind: Any) -> bool:
-    """Say whether a value is of an annotated type; a bool is no number, and a number has to be finite."""
-    if value.__class__ is kind and kind not in (int, float):  # often; configurations are made for every call
-        return True
+@functools.cache
+def _test(kind: Any) -> Callable[[Any], bool]:
+    """Return what says whether a value is of an annotated type; a bool is no number, and a number has to be finite.
+
+    Configurations are made for every call, and taking their types apart takes longer than the tests.
+    """
     if len(options := _options(kind)) > 1:
-        return any(_fits(value, option) for option in options)
+        tests = [_test(option) for option in options]
+        return lambda value: any(test(value) for test in tests)
     if typing.get_origin(kind) is tuple:
-        return isinstance(value, tuple) and all(_fits(item, typing.get_args(kind)[0]) for item in value)
+        item = _test(typing.get_args(kind)[0])
+        return lambda value: isinstance(value, tuple) and all(map(item, value))
     if typing.get_origin(kind) is Literal:
-        fits = any(type(value) is type(one) and value == one for one in typing.get_args(kind))
-    elif kind is int:
-        fits = isinstance(value, int) and -MAX_INT <= value <= MAX_INT
-    elif kind is float:
-        fits = isinstance(value, int | float) and abs(value) <= sys.float_info.max
-    else:
-        fits = isinstance(value, kind)
-    return fits and not isinstance(value, bool)
+        words = typing.get_args(kind)
+        return lambda value: any(value.__class__ is word.__class__ and value == word for word in words)
+    if kind in (int, float):
+        numbers, most = (int, MAX_INT) if kind is int else ((int, float), sys.float_info.max)
+        return lambda value: isinstance(value, numbers) and value.__class__ is not bool and abs(value) <= most
+    return lambda value: isinstance(value, kind)
 
 
 def _options(kind: Any) -> tuple[Any, ...]:

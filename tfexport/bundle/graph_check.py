@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from tfexport.bundle.graph_file import ExternalWeight, GraphFile, read_graph
+from tfexport.bundle.graph_file import ExternalWeight, GraphFile, Known, read_graph
 from tfexport.bundle.manifest import GraphEntry, Manifest
 from tfexport.errors import shortened
 from tfexport.spec import LOOP, QUANTIZED_WEIGHTS, WEIGHTS, contract_problems
@@ -38,10 +38,10 @@ def graph_problems(root: Path, manifest: Manifest) -> list[str]:
         OSError: a graph cannot be read.
     """
     sizes = {name: manifest.files[name].bytes for name in WEIGHT_FILES if name in manifest.files}
-    problems = []
+    problems, known = [], Known()
     for name, entry in manifest.graphs.items():
         try:
-            graph = read_graph((root / entry.file).read_bytes(), has_loop=name == LOOP)
+            graph = read_graph((root / entry.file).read_bytes(), has_loop=name == LOOP, known=known)
         except ValueError as error:
             problems.append(f"{entry.file} is no graph of tfexport ({error})")
         else:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
@@ -95,12 +94,17 @@ class GraphFile:
     max_trips: int | None = None
 
 
-def read_graph(raw: bytes, *, has_loop: bool = False) -> GraphFile:
+Known = dict[bytes, ExternalWeight | None]
+
+
+def read_graph(raw: bytes, *, has_loop: bool = False, known: Known | None = None) -> GraphFile:
     """Read an ONNX file.
 
     Args:
         raw: its bytes.
         has_loop: whether it has to have a loop, which any other graph may not.
+        known: tensors that were read before, by their bytes; those of this graph are added. The graphs of a bundle
+            have most of their weights in common.
 
     Raises:
         ValueError: says why it is none, or what it has that no graph of tfexport has.
@@ -111,27 +115,38 @@ def read_graph(raw: bytes, *, has_loop: bool = False) -> GraphFile:
     opsets = [(_domain(entry.text(1)), entry.number(2)) for entry in entries]
     if len(dict(opsets)) < len(opsets):
         raise ValueError("a domain has two opsets")
-    tensors = [_read_tensor(tensor) for tensor in graph.messages(5)]
+    tensors = list(map(bytes, graph.messages(5)))
+    known = {} if known is None else known
+    known |= {tensor: _read_tensor(memoryview(tensor)) for tensor in tensors if tensor not in known}
     operators, max_trips = graph.messages(1), None
     if has_loop:
         operators, max_trips = read_loop(graph)
     return GraphFile(
         spec=GraphSpec(*(tuple(map(_read_value, graph.messages(side))) for side in (11, 12))),
         opsets=dict(opsets),
-        operators=frozenset(map(_read_operator, operators)),
-        weights=tuple(tensor for tensor in tensors if tensor is not None),
+        operators=_read_operators(operators),
+        weights=tuple(weight for tensor in tensors if (weight := known[tensor]) is not None),
         max_trips=max_trips,
     )
 
 
-def _read_operator(raw: memoryview) -> str:
-    node = Message(raw, NODE)
-    for attribute in (Message(one, _ATTRIBUTE) for one in node.messages(5)):
-        for tensor in (*attribute.messages(5), *attribute.messages(10)):
-            if _read_tensor(tensor) is not None:
-                raise ValueError("a value of an operator lies in another file")
-    domain, name = _domain(node.text(7)), node.text(4)
-    return f"{domain}.{name}" if domain else name
+def _read_operators(raw: list[memoryview]) -> frozenset[str]:
+    nodes = [Message(one, NODE) for one in raw]
+    # Most say what others have said: an attribute is read once, wherever it stands.
+    for attribute in {bytes(one) for node in nodes for one in node.messages(5)}:
+        _check_attribute(Message(memoryview(attribute), _ATTRIBUTE))
+    kinds = {(bytes(node.message(7)), bytes(node.message(4))) for node in nodes}
+    return frozenset(_operator(str(domain, "utf-8"), str(name, "utf-8")) for domain, name in kinds)
+
+
+def _check_attribute(attribute: Message) -> None:
+    for tensor in (*attribute.messages(5), *attribute.messages(10)):
+        if _read_tensor(tensor) is not None:
+            raise ValueError("a value of an operator lies in another file")
+
+
+def _operator(domain: str, name: str) -> str:
+    return f"{domain}.{name}" if (domain := _domain(domain)) else name
 
 
 def _domain(text: str) -> str:
@@ -170,13 +185,14 @@ def read_place(entries: list[memoryview], name: str) -> tuple[str, int, int]:
         ValueError: they say something else or more.
     """
     pairs = [(entry.text(1), entry.text(2)) for entry in (Message(one, _ENTRY) for one in entries)]
-    keys, found = Counter(key for key, _ in pairs), {"offset": "0", **dict(pairs)}
-    if max(keys.values(), default=0) > 1 or found.keys() != {"location", "offset", "length"}:
+    found = dict(pairs)
+    if len(found) < len(pairs) or {"offset", *found} != {"location", "offset", "length"}:
         raise ValueError(f"{shortened(name)} says {shortened(pairs)} of its file, expected location, offset and length")
-    wrong = [key for key in ("offset", "length") if not _NUMBER.fullmatch(found[key])]
-    if wrong:
-        raise ValueError(f"{shortened(name)} has the {wrong[0]} {shortened(found[wrong[0]])}, expected bytes")
-    return found["location"], int(found["offset"]), int(found["length"])
+    offset, length = found.get("offset", "0"), found["length"]
+    for key, number in (("offset", offset), ("length", length)):
+        if not _NUMBER.fullmatch(number):
+            raise ValueError(f"{shortened(name)} has the {key} {shortened(number)}, expected bytes")
+    return found["location"], int(offset), int(length)
 
 
 def _read_value(raw: memoryview) -> TensorSpec:

@@ -38,18 +38,20 @@ class Message:
         self._kind = kind
         self._fields: dict[int, list[Value]] = {}
         for number, value in fields(raw):
-            if number not in kind.taken:
-                what = kind.refused.get(number, f"the field {number}")
-                raise ValueError(f"{kind.name} has {what}, which no graph of tfexport has")
-            self._fields.setdefault(number, []).append(value)
+            if number in self._fields:
+                self._fields[number].append(value)
+            else:
+                self._fields[number] = [value]
+        for number in self._fields.keys() - kind.taken:
+            what = kind.refused.get(number, f"the field {number}")
+            raise ValueError(f"{kind.name} has {what}, which no graph of tfexport has")
 
     def messages(self, number: int) -> list[memoryview]:
         """Return a field that may stand any number of times."""
-        found = self._fields.get(number)
-        if found is None:
-            return []
-        if not all(isinstance(value, memoryview) for value in found):
-            raise self._wrong(number)
+        found = self._fields.get(number, [])
+        for value in found:
+            if not isinstance(value, memoryview):
+                raise self._wrong(number)
         return cast(list[memoryview], found)
 
     def message(self, number: int) -> memoryview:

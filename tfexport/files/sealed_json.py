@@ -42,7 +42,7 @@ def parse(raw: bytes, name: str, remedy: str) -> dict[str, Any]:
 
 def seal(data: dict[str, Any]) -> bytes:
     """Write a JSON object with sorted keys and its own sum as `self_sha256`."""
-    return render(data | {"self_sha256": _sum(data)})
+    return render(data | {"self_sha256": _sum(render(data))})
 
 
 def unseal(raw: bytes, read: Callable[[dict[str, Any]], T], *, name: str, format_version: int, remedy: str) -> T:
@@ -73,7 +73,7 @@ def unseal(raw: bytes, read: Callable[[dict[str, Any]], T], *, name: str, format
         value = read(data)
     except ConfigError as error:
         raise BundleError(f"{error}; {remedy}") from error
-    if claimed != _sum(data) or render(data | {"self_sha256": claimed}) != raw:
+    if render(data | {"self_sha256": claimed}) != raw or claimed != _sum(_without(raw, claimed)):
         raise BundleError(f"{name} was changed; copy it again from its source or {remedy}")
     return value
 
@@ -139,5 +139,11 @@ def read_text(value: object, name: str) -> str:
     return value
 
 
-def _sum(data: dict[str, Any]) -> str:
-    return hashlib.sha256(render(data)).hexdigest()
+def _without(sealed: bytes, claimed: object) -> bytes:
+    """Take the line with its sum out of a sealed object, which is sooner than to write it once more without."""
+    before, _, behind = sealed.partition(f'\n  "self_sha256": "{claimed}"'.encode())
+    return before + behind[1:] if behind.startswith(b",") else before[:-1] + behind
+
+
+def _sum(rendered: bytes) -> str:
+    return hashlib.sha256(rendered).hexdigest()
