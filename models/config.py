@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Literal, Self
 
 from tfexport.errors import ConfigError
@@ -26,7 +25,6 @@ from tfexport.spec import ModelSpec, Precision, TokenIds
 Side = Literal["encoder", "decoder"]
 
 
-@dataclass(frozen=True, kw_only=True)
 class StackConfig(Config, subject="stack"):
     """Sizes and norm placement of one side, encoder or decoder.
 
@@ -54,7 +52,6 @@ class StackConfig(Config, subject="stack"):
         return problems
 
 
-@dataclass(frozen=True, kw_only=True)
 class TransformerConfig(Config, subject="model"):
     """The canonical transformer: free sizes and switches.
 

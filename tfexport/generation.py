@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from tfexport.errors import ConfigError
@@ -16,7 +15,6 @@ _OF_SAMPLES = ("temperature", "top_k", "top_p")
 _OF_BEAMS = ("length_penalty", "early_stopping")
 
 
-@dataclass(frozen=True, kw_only=True)
 class DecodeConfig(Config, subject="decoding"):
     """How text is generated; names, meaning and defaults are those of Hugging Face `generate`.
 
@@ -196,7 +194,6 @@ class DecodeConfig(Config, subject="decoding"):
         return problems
 
 
-@dataclass(frozen=True, kw_only=True)
 class GenerationDefaults(DecodeConfig, subject="generation"):
     """What a model generates with unless told otherwise: the options that a model directory or a bundle brings.
 

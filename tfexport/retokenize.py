@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from tfexport.bundle.bundle import SIGNATURE_DROPPED, Builder, Bundle, create_bundle, open_bundle, write_errors
@@ -21,7 +21,6 @@ from tfexport.text.config import TextConfig
 from tfexport.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True, kw_only=True)
 class TokenizerConfig(Config, subject="tokenizer"):
     """Ids around a text, or the source's language, which stands among them; None leaves what the bundle has."""
 

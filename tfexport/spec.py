@@ -71,7 +71,6 @@ Dim = str | int
 FLOAT: dict[Precision, DType] = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
-@dataclass(frozen=True, kw_only=True)
 class TokenIds(Config, subject="tokens"):
     """Ids that decoding needs to know.
 
@@ -92,7 +91,6 @@ class TokenIds(Config, subject="tokens"):
         ]
 
 
-@dataclass(frozen=True, kw_only=True)
 class Quantization(Config, subject="quantization"):
     """How a bundle stores its matrices narrower than it computes: for ONNX Runtime on the CPU.
 
@@ -111,7 +109,6 @@ class Quantization(Config, subject="quantization"):
             )
 
 
-@dataclass(frozen=True, kw_only=True)
 class ModelSpec(Config, subject="spec"):
     """What every stage behind the graphs needs to know of a model.
 
@@ -160,7 +157,6 @@ class ModelSpec(Config, subject="spec"):
         return self.heads if self.kv_heads is None else self.kv_heads
 
 
-@dataclass(frozen=True, kw_only=True)
 class AlignmentHeads(Config, subject="alignment"):
     """The cross-attention that serves as alignment: a layer of the decoder and the heads that are averaged.
 
@@ -196,7 +192,6 @@ class AlignmentHeads(Config, subject="alignment"):
         return AlignmentHeads(layer=self.layer % spec.layers, heads=self.heads or tuple(range(spec.heads)))
 
 
-@dataclass(frozen=True, kw_only=True)
 class LoopSettings(Config, subject="loop"):
     """What the loop graph generates: the greedy search of a bundle by its own defaults.
 

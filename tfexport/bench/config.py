@@ -46,7 +46,6 @@ class Cell:
     target_length: int | None
 
 
-@dataclass(frozen=True, kw_only=True)
 class BenchConfig(Config, subject="bench"):
     """How a bundle is measured.
 

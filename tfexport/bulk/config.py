@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from tfexport.fields import Config
 
 MAX_ROWS_PER_PART = 1_000_000
 
 
-@dataclass(frozen=True, kw_only=True)
 class BulkConfig(Config, subject="bulk"):
     """What a run in bulk is told besides how to decode.
 

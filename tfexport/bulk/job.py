@@ -7,7 +7,6 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from tfexport.bulk.formats.answer import Answer
@@ -23,7 +22,6 @@ _JOB = "job.json"
 _PART = re.compile(r"part-(\d{8})\.jsonl")
 
 
-@dataclass(frozen=True, kw_only=True)
 class Job(Config, subject=_JOB):
     """Everything that an output depends on; a run goes on only where all of it is as it was.
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,6 @@ from tfexport.model.model import bundle_sha256
 _MAX_BLOCKS = 4096
 
 
-@dataclass(frozen=True, kw_only=True)
 class Workers(Config, subject="workers"):
     """The processes of a cluster that decode.
 

@@ -6,7 +6,6 @@ import dataclasses
 import datetime
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from tfexport.errors import shortened
 from tfexport.fields import Config
@@ -15,7 +14,6 @@ _MAX_CHARACTERS = 200
 _SHA256 = re.compile("[0-9a-f]{64}")
 
 
-@dataclass(frozen=True, kw_only=True)
 class Identity(Config, subject="identity"):
     """What whoever made a bundle calls it; None where nobody said.
 
@@ -43,7 +41,6 @@ class Identity(Config, subject="identity"):
         return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
 
-@dataclass(frozen=True, kw_only=True)
 class Provenance(Config, subject="provenance"):
     """How the weights were imported.
 

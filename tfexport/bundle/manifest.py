@@ -52,7 +52,6 @@ _SHA256 = re.compile("[0-9a-f]{64}")
 _GRAPHS = frozenset({*DECODER.values(), ENCODER, ENCODER_CONTRIB, REORDER, ALIGNMENT, LOOP})
 
 
-@dataclass(frozen=True, kw_only=True)
 class FileEntry(Config, subject="file"):
     """Size and sha256 (lower-case hex) of one file."""
 
@@ -66,7 +65,6 @@ class FileEntry(Config, subject="file"):
             yield f"sha256 is {self.sha256[:80]!r}, expected 64 hexadecimal digits"
 
 
-@dataclass(frozen=True, kw_only=True)
 class ModuleEntry(Config, subject="module"):
     """A module of the user's own that a bundle was made from: the name of its class, which nobody imports, and a sum.
 
@@ -293,14 +291,12 @@ def kind_of(spec: ModelSpec) -> Kind:
     return "encoder-decoder" if spec.has_decoder else "encoder"
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Tensor(Config, subject="tensor"):
     name: str
     dtype: DType
     shape: tuple[Dim, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
 class _GraphHead(Config, subject="graph"):
     file: str
     opset: int

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from tfexport.checkpoint.detect.budget import CANDIDATES
 from tfexport.fields import Config, size_problems
 
 
-@dataclass(frozen=True, kw_only=True)
 class ImportConfig(Config, subject="import"):
     """How a foreign checkpoint becomes a model directory.
 

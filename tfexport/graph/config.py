@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from tfexport.errors import ConfigError
 from tfexport.fields import Config, size_problems
@@ -18,7 +17,6 @@ from tfexport.spec import (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
 class ExportConfig(Config, subject="export"):
     """How a model becomes graphs.
 

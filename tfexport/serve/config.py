@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from tfexport.fields import Config
 
@@ -11,7 +10,6 @@ from tfexport.fields import Config
 MAX_S = 86_400
 
 
-@dataclass(frozen=True, kw_only=True)
 class ServingConfig(Config, subject="serving"):
     """How many requests are decoded at once, how many may wait, and for how long.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from tfexport.fields import Config
 
@@ -11,7 +10,6 @@ from tfexport.fields import Config
 MAX_SAMPLES, MAX_SAMPLE_CHARACTERS = 1000, 2000
 
 
-@dataclass(frozen=True, kw_only=True)
 class TextSample(Config, subject="sample"):
     """One text and what the user's own code and model made of it.
 
@@ -39,7 +37,6 @@ class TextSample(Config, subject="sample"):
             yield f"text and output have over {MAX_SAMPLE_CHARACTERS} characters; record shorter texts"
 
 
-@dataclass(frozen=True, kw_only=True)
 class TextConfig(Config, subject="text"):
     """What surrounds the ids of a text, and texts that were recorded beside the user's own code.
 

@@ -67,7 +67,7 @@ class Settings:
 
 def _changed(config: Config) -> dict[str, Any]:
     """Return the fields that have another value than their default."""
-    fields = dataclasses.fields(config)  # type: ignore[arg-type]  # every configuration is a dataclass
+    fields = dataclasses.fields(config)
     return {one.name: value for one in fields if (value := getattr(config, one.name)) != one.default}
 
 

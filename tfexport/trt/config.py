@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
@@ -15,7 +14,6 @@ Target = Literal["tensorrt", "tensorrt-rtx"]
 HardwareCompatibility = Literal["none", "ampere_plus", "same_compute_capability"]
 
 
-@dataclass(frozen=True, kw_only=True)
 class EngineConfig(Config, subject="engine"):
     """How the graphs of a bundle become TensorRT engines.
 
@@ -65,7 +63,6 @@ class EngineConfig(Config, subject="engine"):
         return problems
 
 
-@dataclass(frozen=True, kw_only=True)
 class EngineLimits(Config, subject="limits"):
     """The most that engines take: the largest shapes of their profiles.
 

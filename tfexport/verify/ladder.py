@@ -39,7 +39,6 @@ from tfexport.verify.texts import METHODS, batch_invariance, compare_decodes, de
 Named = tuple[str, Session]
 
 
-@dataclass(frozen=True, kw_only=True)
 class VerifyConfig(Config, subject="verify"):
     """How much is tried.
 

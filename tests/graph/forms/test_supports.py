@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,14 +18,12 @@ from tfexport.spec import Form
 EVERY = pytest.mark.parametrize("form", FORMS)
 
 
-@dataclass(frozen=True, kw_only=True)
 class WindowStack(StackConfig):
     """A side of tomorrow."""
 
     num_key_value_heads: int = 2
 
 
-@dataclass(frozen=True, kw_only=True)
 class WindowConfig(TransformerConfig):
     """A model of tomorrow."""
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from tfexport.serve.protocol.limits import Limits
 
 
-@dataclass(frozen=True, kw_only=True)
 class HttpConfig(Limits, subject="http"):
     """Limits of a request, and which endpoints there are.
 

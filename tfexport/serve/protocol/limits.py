@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from tfexport.fields import Config
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 
 
-@dataclass(frozen=True, kw_only=True)
 class Limits(Config, subject="limits"):
     """Limits of a request.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, get_type_hints
 
@@ -18,7 +17,6 @@ from tfexport.spec import Device, Form
 SUBJECT = "application"
 
 
-@dataclass(frozen=True, kw_only=True)
 class Arguments(ServingConfig, HttpConfig, subject=SUBJECT):
     """Arguments of the application: these, those of `ServingConfig`, and those of `HttpConfig`.
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from tfexport.fields import Config
 
 
-@dataclass(frozen=True, kw_only=True)
 class ServerConfig(Config, subject="server"):
     """The server's address, how it stops, and who may ask.
 

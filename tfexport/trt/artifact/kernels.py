@@ -16,7 +16,6 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,6 @@ MAX_BYTES = 1024 * 1024 * 1024
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Entry(FileEntry, subject="kernels"):
     """A file of kernels and the plan they belong to."""
 

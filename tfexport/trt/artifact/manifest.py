@@ -22,7 +22,6 @@ _SHA256 = re.compile("[0-9a-f]{64}")
 _VERSION = re.compile(r"\d+(\.\d+)+\S*")
 
 
-@dataclass(frozen=True, kw_only=True)
 class BuildMachine(Config, subject="machine"):
     """Where an engine was built; the GPU and its driver are None where it was built without one."""
 
@@ -207,7 +206,6 @@ def _name_problems(plan: PlanEntry) -> list[str]:
     return problems
 
 
-@dataclass(frozen=True, kw_only=True)
 class _PlanHead(FileEntry, subject="plan"):
     file: str
 
@@ -232,7 +230,6 @@ def _read_plan(value: object, name: str) -> PlanEntry:
     return PlanEntry(file=head.file, content=content, **parts)  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Range(Config, subject="range"):
     min: tuple[int, ...]
     opt: tuple[int, ...]
