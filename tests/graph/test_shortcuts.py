@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import onnx_ir as ir
 import pytest
 import torch
+from onnxscript.rewriter import RewriteRule, RewriteRuleSet
 from torch import Tensor, nn
 
 from tfexport.graph.capture import capture, lower
@@ -15,7 +16,7 @@ from tfexport.graph.shortcuts import shortcuts
 
 
 class Mixed(nn.Module):
-    """Types that meet in the middle, behind it, and a tensor that is split."""
+    """Types that meet in the middle and behind it."""
 
     def forward(self, inputs: Mapping[str, Tensor]) -> list[Tensor]:
         x, ids = inputs["x"], inputs["ids"]
@@ -52,6 +53,20 @@ def test_the_bytes_are_the_same(module: nn.Module) -> None:
     plain = exported(module, inputs, contextlib.nullcontext())
     assert exported(module, inputs, shortcuts()) == plain
     assert len(plain) > 500
+
+
+@pytest.mark.parametrize("around", [contextlib.nullcontext(), shortcuts()])
+def test_a_rule_that_looks_for_several_operators_still_applies(
+    around: contextlib.AbstractContextManager[None],
+) -> None:
+    x = ir.val("x", ir.DataType.FLOAT, [3, 4])
+    nodes = [ir.Node("", operator, [x], num_outputs=1) for operator in ("Abs", "Neg", "Relu")]
+    outputs = [node.outputs[0] for node in nodes]
+    model = ir.Model(ir.Graph([x], outputs, nodes=nodes, opset_imports={"": 18}, name="g"), ir_version=10)
+    rule = RewriteRule(lambda op, x: (op.Relu(x), op.Neg(x)), lambda op, x: (op.Sin(x), op.Cos(x)))
+    with around:
+        RewriteRuleSet([rule]).apply_to_model(model)
+    assert {node.op_type for node in model.graph} == {"Abs", "Sin", "Cos"}
 
 
 def test_nothing_stays_replaced() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -23,7 +24,7 @@ def shortcuts() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if hasattr(torch.fx.config, "do_not_emit_stack_traces"):
             stack.enter_context(mock.patch.object(torch.fx.config, "do_not_emit_stack_traces", True))
-        for replaced in (_promotion(), _rules()):
+        for replaced in (_layouts(), _promotion(), _rules()):
             if replaced is not None:
                 stack.enter_context(replaced)
         yield
@@ -36,6 +37,14 @@ def _found(module: str, *names: str) -> list[Any]:
         return [functools.reduce(getattr, name.split("."), home) for name in names]
     except (ImportError, AttributeError):
         return []
+
+
+def _layouts() -> Any:
+    """Note of every tensor its shape and strides, and not whether they make one of three layouts as well."""
+    module, name = "torch.fx.experimental.proxy_tensor", "_extract_tensor_metadata"
+    if not (found := _found(module, name)) or "include_contiguity" not in inspect.signature(found[0]).parameters:
+        return None
+    return mock.patch(f"{module}.{name}", functools.partial(found[0], include_contiguity=False))
 
 
 def _promotion() -> Any:
@@ -61,13 +70,13 @@ def _promotion() -> Any:
 
 
 def _rules() -> Any:
-    """Try a rule where its last operator is, and nowhere else."""
+    """Try a rule where the operator is that it looks for first, and nowhere else."""
     if not (found := _found("onnxscript.rewriter._rewrite_rule", "RewriteRule", "RewriteRule.try_rewrite")):
         return None
     rules, try_rewrite = found
 
     def try_where_it_fits(self: Any, model: Any, graph: Any, node: Any, **options: Any) -> Any:
-        wanted = _last_operator(self)
+        wanted = _first_looked_for(self)
         if wanted is not None and wanted != node.op_identifier():
             return None
         return try_rewrite(self, model, graph, node, **options)
@@ -76,10 +85,10 @@ def _rules() -> Any:
 
 
 @functools.cache
-def _last_operator(rule: Any) -> Any:
+def _first_looked_for(rule: Any) -> Any:
     """Return domain, name and overload of the operator that a rule begins to look from; None for any."""
     try:
         outputs = rule._target_pattern.output_nodes
     except AttributeError:  # of another version
         return None
-    return outputs[0].op_identifier() if len(outputs) == 1 else None
+    return outputs[0].op_identifier()
