@@ -33,7 +33,9 @@ def write_cast(
 
     See `write_graphs` for the rest.
     """
-    cast = copy.deepcopy(model).to(getattr(torch, FLOAT[spec.precision]))
+    dtype = getattr(torch, FLOAT[spec.precision])
+    shared = {id(parameter): parameter for parameter in model.parameters() if parameter.dtype == dtype}
+    cast = copy.deepcopy(model, shared).to(dtype)
     return write_graphs(
         cast,
         spec,

@@ -56,12 +56,13 @@ def write_weights(
             _digest_torch(torch.cat([tensors[name] for name in group]) if len(group) > 1 else tensors[group[0]]), group
         )
     external: list[tuple[ir.Value, tuple[str, ...]]] = []
+    digests = _Digests()
     for graph in graphs:
-        _unfold_transposes(graph.graph, names)
+        _unfold_transposes(graph.graph, names, digests)
         for value in graph.graph.initializers.values():
             tensor = value.const_value
             assert tensor is not None
-            digest = _digest(tensor)
+            digest = digests(tensor)
             if digest in names:
                 external.append((value, names[digest]))
     order = [name for group in joint for name in group] + [name for name in tensors if name not in together]
@@ -109,11 +110,27 @@ def _save(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[in
     }
 
 
-def _unfold_transposes(graph: ir.Graph, names: Mapping[Digest, tuple[str, ...]]) -> None:
+class _Digests:
+    """What tensors hold, worked out once for each place in memory: the graphs of a model share its parameters."""
+
+    def __init__(self) -> None:
+        self._known: dict[object, tuple[ir.TensorProtocol, Digest]] = {}
+
+    def __call__(self, tensor: ir.TensorProtocol) -> Digest:
+        raw: object = getattr(tensor, "raw", None)
+        place: object = id(tensor)
+        if isinstance(raw, torch.Tensor):
+            place = raw.data_ptr(), raw.dtype, raw.shape, raw.stride()
+        if place not in self._known:  # with the tensor, so that no other takes its place
+            self._known[place] = tensor, _digest(tensor)
+        return self._known[place][1]
+
+
+def _unfold_transposes(graph: ir.Graph, names: Mapping[Digest, tuple[str, ...]], digests: _Digests) -> None:
     """Take back what the exporter does to a linear map over three axes: it stores a transposed copy of the weight."""
     for value in list(graph.initializers.values()):
         folded = value.const_value
-        if folded is None or len(folded.shape) != 2 or _digest(folded) in names:
+        if folded is None or len(folded.shape) != 2 or digests(folded) in names:
             continue
         stored = ir.tensor(np.ascontiguousarray(folded.numpy().T), dtype=folded.dtype)
         if _digest(stored) not in names:
