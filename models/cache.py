@@ -125,7 +125,7 @@ class ConcatCache:
             target_ids: the new tokens, int64 [rows, target_len].
             dropout: probability of dropping an attention weight, in training.
         """
-        self.past, self._dropout = list(past), dropout
+        self.past, self._rows, self._dropout = list(past), target_ids.shape[0], dropout
         self.present: list[KeyValue] = []
         past_len = past[0].key.shape[2]
         self.key_len = past_len + target_ids.shape[1]
@@ -144,9 +144,8 @@ class ConcatCache:
         softcap: float = 0.0,
     ) -> Tensor:
         """Append the new tokens of `layer` and attend; see `SelfAttention.attend`."""
-        rows = self.past[layer].key.shape[0]
-        kept = self.update(layer, KeyValue(split_rows(key, rows), split_rows(value, rows)))
-        query = split_rows(query, rows)
+        query, key, value = (split_rows(part, self._rows) for part in (query, key, value))
+        kept = self.update(layer, KeyValue(key, value))
         return merge_rows(
             dot_product_attention(
                 query, kept.key, kept.value, self.mask, bias, scale=scale, softcap=softcap, dropout=self._dropout

@@ -58,7 +58,7 @@ class CrossCache:
         The beams that share a source lie side by side as its queries, so that no key is repeated.
         """
         kept, mask = self.key_values[layer], self.mask[:, None, None, :]
-        query = split_rows(query, kept.key.shape[0])
+        query = split_rows(query, self.mask.shape[0])
         return merge_rows(
             dot_product_attention(
                 query, kept.key, kept.value, mask, scale=scale, softcap=softcap, dropout=self._dropout

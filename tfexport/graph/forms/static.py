@@ -47,7 +47,7 @@ class StaticCache:
 
     def __init__(self, past: Sequence[KeyValue], target_ids: Tensor, cache_lengths: Tensor) -> None:
         """Begin a pass of `target_ids` [rows, target_len] over buffers filled up to `cache_lengths` int64 [rows]."""
-        self.past, self._cache_lengths = past, cache_lengths
+        self.past, self._cache_lengths, self._rows = past, cache_lengths, target_ids.shape[0]
         self.present: list[KeyValue] = []
         self.key_len = past[0].key.shape[2]
         self.positions = cache_lengths[:, None] + torch.arange(target_ids.shape[1])
@@ -65,9 +65,9 @@ class StaticCache:
         softcap: float = 0.0,
     ) -> Tensor:
         """Write the new tokens of `layer` and attend; see `tfexport.models.cache.SelfAttention`."""
-        rows = self.past[layer].key.shape[0]
-        kept = self.update(layer, KeyValue(split_rows(key, rows), split_rows(value, rows)))
-        return _attention(split_rows(query, rows), kept, self.mask, bias, scale, softcap)
+        query, key, value = (split_rows(part, self._rows) for part in (query, key, value))
+        kept = self.update(layer, KeyValue(key, value))
+        return _attention(query, kept, self.mask, bias, scale, softcap)
 
     def update(self, layer: int, new: KeyValue) -> KeyValue:
         """Write new keys and values [rows, kv_heads, target_len, …] into the buffers of `layer` and return them."""
@@ -96,7 +96,7 @@ class StaticCross:
     def attend(self, layer: int, query: Tensor, *, scale: float, softcap: float = 0.0) -> Tensor:
         """Attend to the source; see `tfexport.models.cache.Cross`."""
         kept = self.key_values[layer]
-        query, mask = split_rows(query, kept.key.shape[0]), self.mask[:, None, None, :]
+        query, mask = split_rows(query, self.mask.shape[0]), self.mask[:, None, None, :]
         return _attention(query, kept, mask, None, scale, softcap)
 
 
