@@ -2,10 +2,12 @@
 """Say how near a step of each bundle is to what this machine can do, and where the rest of its time goes.
 
 A step can be no faster than its matrix products take alone, with the same
-operators, weights and shapes, nor than its weights can be read from memory.
-Both are measured in the same process as the step, and in turns with it. The
-operators' times are those of ONNX Runtime's profile, whose sum is a little more
-than a step. The bundles need the contrib form. The table is Markdown.
+operators, weights and shapes, nor than its weights can be read from memory; and
+its attention reads keys and values between them. The share is that of the
+larger of the first two and of the third in the step. Products are measured in
+turns with the step, memory in the same process. The operators' times are those
+of ONNX Runtime's profile, whose sum is a little more than a step. The bundles
+need the contrib form. The table is Markdown.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from pathlib import Path
 
 import click
 import numpy as np
-from bounds.operators import operator_times
+from bounds.caches import cache_bytes
+from bounds.operators import FILLED, operator_times
 from bounds.products import bare_products
 
 import tfexport
@@ -30,10 +33,21 @@ from tfexport.errors import TfexportError
 from tfexport.runtime.session import Session
 
 TURN = Effort(warm_up=1, least_runs=3, least_s=0.05)
-# So many steps of a turn at most, and turns, that no text grows too long.
-MOST_TOKENS = 200
+# Texts begin anew here, so that on average as many tokens are in the cache as in the profile.
+MOST_TOKENS = 2 * FILLED
 KINDS = ("products", "attention", "selection", "norms", "rounding", "other")
-COLUMNS = ("bundle", "beams", "batch", "source", "step, ms", "products alone, ms", "weights alone, ms", "share", *KINDS)
+COLUMNS = (
+    "bundle",
+    "beams",
+    "batch",
+    "source",
+    "step, ms",
+    "products alone",
+    "weights alone",
+    "caches alone",
+    "share",
+    *KINDS,
+)
 HEAD = f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}"
 
 
@@ -56,14 +70,18 @@ def measure(bundle: Bundle, session: Session, cell: Cell, rounds: int, threads: 
     seconds: dict[str, list[list[float]]] = {name: [] for name in runs}
     for _, name in interleaved(list(runs), rounds):
         seconds[name].append(repeat(stopwatch(runs[name]), TURN))
-    weights = read / memory_bandwidth(read, threads)
+    kept = cache_bytes(
+        entry.spec, sources=cell.sources, beams=cell.beams, source_length=cell.source_length, filled=FILLED
+    )
+    bandwidth = memory_bandwidth(read + kept, threads)
+    weights, caches = read / bandwidth, kept / bandwidth
     step, products = (median(seconds[name]) for name in runs)
     times = operator_times(
         bundle.file(entry.file), entry.spec, sources=cell.sources, beams=cell.beams,
         source_length=cell.source_length, threads=threads,
     )  # fmt: skip
-    numbers = [f"{1000 * time:.2f}" for time in (step, products, weights)]
-    numbers += [f"{max(products, weights) / step:.0%}", *(f"{times[kind]:.2f}" for kind in KINDS)]
+    numbers = [f"{1000 * time:.2f}" for time in (step, products, weights, caches)]
+    numbers += [f"{(max(products, weights) + caches) / step:.0%}", *(f"{times[kind]:.2f}" for kind in KINDS)]
     return f"| {bundle.path.name} | {cell.beams} | {cell.sources} | {cell.source_length} | {' | '.join(numbers)} |"
 
 

@@ -15,7 +15,7 @@ from bounds.products import PRODUCTS
 from tfexport.spec import GraphSpec
 
 _RUNS, _WARM_UP = 12, 4
-_CAPACITY, _FILLED = 64, 31
+_CAPACITY, FILLED = 64, 31
 _KINDS = {
     **dict.fromkeys(PRODUCTS, "products"),
     **dict.fromkeys(("GroupQueryAttention", "MultiHeadAttention"), "attention"),
@@ -52,8 +52,8 @@ def _bind(
     """Bind inputs of a step in the middle of a text, its caches in place."""
     rows = sources * beams
     sizes = {"rows": rows, "batch": sources, "source_len": source_length, "target_len": 1, "capacity": _CAPACITY}
-    filled = {"source_mask": 1, "target_ids": 3, "positions": _FILLED, "last_position": _FILLED}
-    filled |= {"total_length": _FILLED + 1, "num_candidates": 2 * beams if beams > 1 else 1}
+    filled = {"source_mask": 1, "target_ids": 3, "positions": FILLED, "last_position": FILLED}
+    filled |= {"total_length": FILLED + 1, "num_candidates": 2 * beams if beams > 1 else 1}
     binding, values = session.io_binding(), []
     for tensor in contract.inputs:
         shape = [sizes[size] if isinstance(size, str) else size for size in tensor.shape]

@@ -19,6 +19,7 @@ from tfexport.spec import WEIGHTS
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import limits
+from bounds.caches import cache_bytes
 from bounds.products import bare_products
 
 WAYS = {
@@ -52,6 +53,13 @@ def test_a_product_alone_is_what_numpy_makes_of_it(bundles: dict[str, Path]) -> 
     tensors = load_file(open_bundle(bundles["fp32"]).file(WEIGHTS))
     rows = next(array for array in arrays if array.shape == (5, 64))
     np.testing.assert_allclose(logits, rows @ tensors["out.weight"].T + tensors["out.bias"], atol=1e-4)
+
+
+def test_caches_are_as_large_as_the_keys_and_values_of_a_step(bundles: dict[str, Path]) -> None:
+    """Two layers of 64 numbers a token, keys and values: of 6 rows with 5 tokens each, of 3 sources with 7."""
+    contract = open_bundle(bundles["fp32"]).manifest.graphs["decoder_contrib"].spec
+    counted = cache_bytes(contract, sources=3, beams=2, source_length=7, filled=5)
+    assert counted == 2 * 2 * 64 * 4 * (6 * 5 + 3 * 7)
 
 
 def test_the_command_prints_a_row_for_each_cell_and_numbers_in_it(bundles: dict[str, Path]) -> None:
