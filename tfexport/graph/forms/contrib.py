@@ -150,10 +150,10 @@ class ContribCross:
         heads, width = kept.key.shape[1], kept.value.shape[3]
         shared = query.shape[1] // heads
         if shared == 1:
-            return _attention(query, kept.key, kept.value, self.mask, heads * width, scale)
+            return _attention(query, kept.key, kept.value, self.mask, heads * width, scale, scales_query=True)
         # The operator knows no shared keys: the heads that share one are more query positions of it.
         queries = query.unflatten(1, (heads, shared)).transpose(1, 2).flatten(0, 1)  # type: ignore[no-untyped-call]
-        context = _attention(queries, kept.key, kept.value, self.mask, heads * width, scale)
+        context = _attention(queries, kept.key, kept.value, self.mask, heads * width, scale, scales_query=True)
         return context.unflatten(1, (heads, width)).unflatten(0, (-1, shared)).transpose(1, 2).flatten(1)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -183,10 +183,24 @@ class ContribSource:
 
 
 def _attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, width: int, scale: float, bias: Tensor | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    width: int,
+    scale: float,
+    bias: Tensor | None = None,
+    *,
+    scales_query: bool = False,
 ) -> Tensor:
-    """Attend from `query` [batch · len, heads, head_dim] to the tokens that `mask` [batch, source_len] leaves."""
+    """Attend from `query` [batch · len, heads, head_dim] to the tokens that `mask` [batch, source_len] leaves.
+
+    With `scales_query` the operator has nothing to scale: for queries of one token, as in a step, it then takes a
+    kernel that is up to twice as fast.
+    """
     packed = _by_rows(query, mask)
+    if scales_query and scale != 1:
+        packed, scale = packed * scale, 1.0
     context = torch.onnx.ops.symbolic(
         f"{_DOMAIN}::MultiHeadAttention",
         (packed, key, value, None, mask.to(torch.int32), *(() if bias is None else (bias,))),
