@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import sys
 import types
 import typing
@@ -199,8 +200,19 @@ def _options(kind: Any) -> tuple[Any, ...]:
 
 @functools.cache
 def _hints(cls: Any) -> dict[str, Any]:
-    """Return the types of the fields; resolving them is slow."""
-    return {name: kind for name, kind in typing.get_type_hints(cls).items() if not name.startswith("_")}
+    """Return the types of the fields, as `typing.get_type_hints` does, which compiles the annotation of each."""
+    return {
+        name: _evaluated(annotation, base.__module__)
+        for base in reversed(cls.__mro__)
+        for name, annotation in inspect.get_annotations(base).items()
+        if not name.startswith("_")
+    }
+
+
+@functools.cache
+def _evaluated(annotation: str, module: str) -> Any:
+    """Return the type that an annotation of a module says: a few serve most fields."""
+    return eval(annotation, vars(sys.modules[module]))  # noqa: S307 - nobody's words but the project's own
 
 
 @functools.cache
