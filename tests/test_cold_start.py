@@ -25,6 +25,7 @@ NOT_NEEDED = {
     "asyncio",
     "email",
     "secrets",
+    "shutil",
     "socket",
     "tempfile",
     "uuid",

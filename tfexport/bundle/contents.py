@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import stat
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -159,6 +158,8 @@ def engine_state(root: Path) -> dict[str, tuple[int, int, int]]:
 
 def copy_engines(root: Path, target: Path) -> None:
     """Copy the engines of a bundle, and nothing else, into the directory of another."""
+    import shutil
+
     for name, engine in engines_in(root).items():
         for file in sorted(engine.names(root / ENGINES / name)):
             source, copy = (folder / ENGINES / name / file for folder in (root, target))

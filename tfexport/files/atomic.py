@@ -18,7 +18,6 @@ import fcntl
 import hashlib
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -91,7 +90,7 @@ def recover(target: Path) -> None:
         former.pop().rename(target)
     for leftover in former + _siblings(target, "tmp"):
         if leftover.is_dir():
-            shutil.rmtree(leftover)
+            _remove(leftover)
         else:
             leftover.unlink()
 
@@ -142,7 +141,7 @@ def temporary(target: Path) -> Iterator[Path]:
         yield path
     finally:
         with interrupts_held():
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(path, ignore_errors=True)
 
 
 def publish(path: Path, target: Path, check: Callable[[Path], object]) -> None:
@@ -186,11 +185,17 @@ def _swap(path: Path, target: Path, former: Path | None, check: Callable[[Path],
         raise
 
 
+def _remove(folder: Path, *, ignore_errors: bool = False) -> None:
+    import shutil  # and with it three ways to compress, which whoever only reads a bundle does not wait for
+
+    shutil.rmtree(folder, ignore_errors=ignore_errors)
+
+
 def _discard(former: Path, target: Path) -> None:
     """Delete what was replaced; what cannot be deleted now is deleted by the next writer."""
     with suppress(OSError):
         # Under another name first: what is called "old" is whole, whenever a kill comes.
-        shutil.rmtree(former.rename(_sibling(target, "tmp")))
+        _remove(former.rename(_sibling(target, "tmp")))
 
 
 @contextmanager
