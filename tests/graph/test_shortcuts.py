@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Mapping
 
 import onnx_ir as ir
@@ -73,4 +74,6 @@ def test_nothing_stays_replaced() -> None:
     before = torch.fx.config.do_not_emit_stack_traces
     with shortcuts():
         assert torch.fx.config.do_not_emit_stack_traces
+        assert not gc.isenabled()
     assert torch.fx.config.do_not_emit_stack_traces == before
+    assert gc.isenabled()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib
 import inspect
 from collections.abc import Iterator
@@ -24,10 +25,23 @@ def shortcuts() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if hasattr(torch.fx.config, "do_not_emit_stack_traces"):
             stack.enter_context(mock.patch.object(torch.fx.config, "do_not_emit_stack_traces", True))
+        stack.enter_context(_uncollected())
         for replaced in (_layouts(), _promotion(), _rules()):
             if replaced is not None:
                 stack.enter_context(replaced)
         yield
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Let Python look for cycles when a graph is done: it has many objects by then, and little that is garbage."""
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_enabled:
+            gc.enable()
 
 
 def _found(module: str, *names: str) -> list[Any]:
