@@ -13,7 +13,6 @@ import pytest
 import tfexport
 from tests.bundle.made import GRAPHS, make, make_contrib
 from tests.runtime.toy import TOY
-from tfexport import model
 from tfexport.bench.config import BenchConfig, resolve
 from tfexport.bench.run import check_parity
 from tfexport.bench.worker import measure
@@ -220,7 +219,7 @@ def test_the_contrib_form_alone_is_refused_on_a_gpu(tmp_path: Path) -> None:
 
 def test_the_contrib_form_is_refused_on_a_gpu_by_name(dates_bundle: Path) -> None:
     with pytest.raises(BackendError, match="the contrib form runs on the CPU; for device cuda leave the form out"):
-        model.load(dates_bundle, form="contrib", device="cuda")
+        tfexport.load(dates_bundle, form="contrib", device="cuda")
 
 
 @pytest.mark.parametrize(
@@ -237,7 +236,7 @@ def test_the_ladder_has_the_forms_of_the_device(
 
 
 def test_a_bundle_of_the_trained_model_runs_contrib_and_shows_it(dates_bundle: Path) -> None:
-    with model.load(dates_bundle, threads=1) as loaded:
+    with tfexport.load(dates_bundle, threads=1) as loaded:
         assert isinstance(loaded.session, ContribSession)
         assert loaded.generate(["le 14 juillet 1989"])[0].text == "1989-07-14"
     shown = "\n".join(describe(inspect_path(dates_bundle)))
