@@ -59,6 +59,7 @@ def test_the_product_is_that_of_the_rounded_rows(relu: bool, steps: int) -> None
     x = np.random.default_rng(1).standard_normal((3, 7, INPUTS)).astype(np.float32)
     x *= np.geomspace(1e-20, 1e20, 21, dtype=np.float32).reshape(3, 7, 1)
     x[1, 2] = 0
+    x[2, 3] = -np.abs(x[2, 3])  # of which a ReLU leaves zeros
     (found,) = run(model, x)
     read = (x.clip(0) if relu else x).astype(np.float64)
     expected = reference(read, matrix, steps)
@@ -68,6 +69,7 @@ def test_the_product_is_that_of_the_rounded_rows(relu: bool, steps: int) -> None
     assert (np.abs(found - expected) <= 1e-5 * size + step).all()
     assert np.median(np.abs(found - expected) / size) < 1e-6
     assert not found[1, 2].any()
+    assert found[2, 3].any() != relu
 
 
 def test_a_row_is_the_same_to_the_bit_whatever_lies_beside_it() -> None:

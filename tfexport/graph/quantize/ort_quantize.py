@@ -285,9 +285,9 @@ def _round(name: str, array: NDArray[Any], kind: _Kind, outputs: int) -> dict[st
 
 
 def _without_unread(nodes: list[onnx.NodeProto], outputs: set[str]) -> list[onnx.NodeProto]:
-    """Leave out the nodes that turned a matrix which nobody reads any more."""
+    """Leave out what nobody reads any more: nodes that turned a matrix, and ReLUs before a rounding that cuts too."""
     read = outputs.union(*(node.input for node in nodes))
-    return [node for node in nodes if node.op_type != "Transpose" or node.output[0] in read]
+    return [node for node in nodes if node.op_type not in ("Transpose", "Relu") or node.output[0] in read]
 
 
 def _plain(nodes: Iterable[onnx.NodeProto], weights: Mapping[str, onnx.TensorProto], store: _Store) -> list[_Part]:

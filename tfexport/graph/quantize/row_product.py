@@ -25,7 +25,9 @@ class RowProducts:
     """Products of one graph; an activation that several of them read is rounded once."""
 
     def __init__(self, graph: onnx.GraphProto) -> None:
-        self._never_negative = {node.output[0] for node in graph.node if _is_relu(node)}
+        # Rounding from 0 on cuts off what is below, so a ReLU before it has nothing left to do.
+        self._cut = {node.output[0]: node.input[0] for node in graph.node if node.op_type == "Relu"}
+        self._never_negative = {*self._cut, *(node.output[0] for node in graph.node if _ends_in_relu(node))}
         self._rounded: set[str] = set()
         self._constants: dict[str, NDArray[Any]] = {}
 
@@ -47,7 +49,11 @@ class RowProducts:
             unit: np.array(1 / largest, np.float32),
             zero_point: np.array(zero, np.uint8),
         }
-        nodes = [] if rows in self._rounded else _round(rows, unit, zero_point)
+        nodes = []
+        if rows not in self._rounded:
+            nodes = _round(
+                rows, self._cut.get(rows, rows), unit, zero_point, is_signed=rows not in self._never_negative
+            )
         self._rounded.add(rows)
         product = f"{target}_of_unit_rows"
         read = [f"{rows}_rounded", values, unit, scales, zero_point]
@@ -60,19 +66,17 @@ class RowProducts:
         return [numpy_helper.from_array(array, name) for name, array in self._constants.items()]
 
 
-def _is_relu(node: onnx.NodeProto) -> bool:
-    return node.op_type == "Relu" or any(
-        attribute.name == "activation" and attribute.s == b"Relu" for attribute in node.attribute
-    )
+def _ends_in_relu(node: onnx.NodeProto) -> bool:
+    return any(attribute.name == "activation" and attribute.s == b"Relu" for attribute in node.attribute)
 
 
-def _round(rows: str, unit: str, zero_point: str) -> list[onnx.NodeProto]:
-    """Divide each row by its largest magnitude, and round what is then 1 at most."""
+def _round(rows: str, source: str, unit: str, zero_point: str, *, is_signed: bool) -> list[onnx.NodeProto]:
+    """Divide each row of `source` by its largest magnitude, and round what is then 1 at most."""
     steps = [
-        ("Abs", [rows], "magnitudes"),
-        ("ReduceMax", [f"{rows}_magnitudes", _AXIS], "largest"),
+        *([("Abs", [source], "magnitudes")] if is_signed else []),
+        ("ReduceMax", [f"{rows}_magnitudes" if is_signed else source, _AXIS], "largest"),
         ("Max", [f"{rows}_largest", _LEAST], "magnitude"),
-        ("Div", [rows, f"{rows}_magnitude"], "unit"),
+        ("Div", [source, f"{rows}_magnitude"], "unit"),
         ("QuantizeLinear", [f"{rows}_unit", unit, zero_point], "rounded"),
     ]
     return [helper.make_node(operator, read, [f"{rows}_{made}"]) for operator, read, made in steps]
