@@ -45,7 +45,7 @@ class HeadsOption(click.ParamType):  # type: ignore[type-arg]  # not generic bef
     "--optimize-for",
     type=click.Choice(["latency", "throughput"]),
     default=ExportConfig.optimize_for,
-    help="What int8 is fast at: single texts, which then depend on no other, or large batches.",
+    help="What int8 is fast at: up to some 16 texts at once, or large batches.",
 )
 @click.option(
     "--forms",
