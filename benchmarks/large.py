@@ -38,10 +38,10 @@ def make(folder: Path) -> None:
     import torch  # here, so that what is measured has the memory of a process that only decodes
 
     from tfexport.export import export_bundle
-    from tfexport.graph.config import ExportConfig
-    from tfexport.models.directory import save_model
-    from tfexport.models.presets import preset
-    from tfexport.models.transformer import Transformer
+    from tfexport.export.config import ExportConfig
+    from tfexport.nn.directory import save_model
+    from tfexport.nn.presets import preset
+    from tfexport.nn.transformer import Transformer
 
     for vocab in VOCABULARIES:
         sizes = {"source_vocab": vocab, "target_vocab": vocab, "max_source_length": 4096, "max_target_length": 2048}

@@ -20,7 +20,7 @@ from phrases.training import held_out, save, train
 
 import tfexport
 from tfexport.export import export_bundle
-from tfexport.graph.config import ExportConfig
+from tfexport.export.config import ExportConfig
 
 DATES = Path(__file__).resolve().parent.parent / "models" / "dates"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from tfexport.spec import GraphSpec
+from tfexport.contract import GraphSpec
 
 _FLOAT = 4
 

@@ -12,7 +12,7 @@ import numpy as np
 import onnxruntime as ort
 
 from bounds.products import PRODUCTS
-from tfexport.spec import GraphSpec
+from tfexport.contract import GraphSpec
 
 _RUNS, _WARM_UP = 12, 4
 _CAPACITY, FILLED = 64, 31

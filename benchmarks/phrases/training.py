@@ -16,9 +16,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from torch import Tensor
 from torch.nn import functional as F
 
-from tfexport.models.config import StackConfig, TransformerConfig
-from tfexport.models.transformer import Transformer
-from tfexport.spec import TokenIds
+from tfexport.contract import TokenIds
+from tfexport.nn.config import StackConfig, TransformerConfig
+from tfexport.nn.transformer import Transformer
 
 from .corpus import Pair, draw_pair, language_token
 from .templates import LANGUAGES

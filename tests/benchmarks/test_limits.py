@@ -12,9 +12,9 @@ from safetensors.numpy import load_file
 
 from tests.conftest import ROOT
 from tfexport.bundle.bundle import open_bundle
+from tfexport.contract import WEIGHTS
 from tfexport.export import export_bundle
-from tfexport.graph.config import ExportConfig
-from tfexport.spec import WEIGHTS
+from tfexport.export.config import ExportConfig
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 

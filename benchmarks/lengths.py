@@ -1,11 +1,9 @@
-"""A model that ends each text at the length that its source asks for, and a corpus of such sources.
+"""Write the models of the benchmarks: python -m lengths MODEL FOLDER.
 
-With random weights a text ends anywhere or nowhere, so the ends are made by hand. Component 0 of the residual stream is
-kept clean: no layer writes to it but one head. Each source token brings its length there, the first cross-attention
-subtracts it from the position, and the end-of-sequence logit reads what comes out, steeply. All else is as random as in
-the preset, and as large.
-
-As a program it writes the model directory: python -m comparison.lengths MODEL FOLDER.
+MODEL is a preset, `dates`, or a preset with `-lengths` after its name: a model of the same size that ends each text at
+the length that its source asks for. With random weights a text ends anywhere or nowhere, so component 0 of the residual
+stream is reserved: each source token carries its length there, the first cross-attention subtracts it from the
+position, and the end-of-sequence logit reads the difference steeply. All other weights are as random as in the preset.
 """
 
 from __future__ import annotations
@@ -14,32 +12,32 @@ import math
 import random
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from comparison.systems import FIRST_TOKEN
-
 if TYPE_CHECKING:
-    from tfexport.models.transformer import Stack, Transformer
+    from tfexport.nn.transformer import Stack, Transformer
 
-# Behind the name of the preset that a model has its sizes from.
 SUFFIX = "-lengths"
-# Log-normal, as those of sentences are; what falls outside is drawn again.
+# Ids below are special tokens in every preset.
+FIRST_TOKEN = 4
+# Log-normal, like the lengths of sentences, within these bounds.
 MEDIAN, SPREAD, SHORTEST, LONGEST = 28, 0.6, 5, 120
 _LENGTHS = LONGEST - SHORTEST + 1
-# One token more or less: in component 0, small beside the rest of the stream, and in the logit, large beside others.
+# The effect of one token: small in component 0 compared with the rest of the stream, large in the logit.
 _UNIT, _STEEPNESS = 1 / 32, 1000.0
 
 
 @dataclass(frozen=True)
 class Text:
-    """A source, and how many tokens the model generates for it, the end included."""
+    """A source, and the number of tokens that the model generates for it, including the end."""
 
     source: list[int]
     length: int
 
 
 def corpus(count: int, vocab: int) -> list[Text]:
-    """Draw sources; their lengths and those of their texts are independent, and the same on every call and machine."""
+    """Draw sources whose lengths are independent of those of their texts; always the same ones."""
     draw = random.Random(0)
     found = []
     for _ in range(count):
@@ -47,13 +45,6 @@ def corpus(count: int, vocab: int) -> list[Text]:
         tokens = range(FIRST_TOKEN + length - SHORTEST, vocab, _LENGTHS)
         found.append(Text([draw.choice(tokens) for _ in range(_draw(draw))], length))
     return found
-
-
-def equal_lengths(count: int, vocab: int) -> list[Text]:
-    """Draw sources that are all as long as their texts, the median of a corpus."""
-    draw = random.Random(0)
-    tokens = range(FIRST_TOKEN + MEDIAN - SHORTEST, vocab, _LENGTHS)
-    return [Text([draw.choice(tokens) for _ in range(MEDIAN)], MEDIAN) for _ in range(count)]
 
 
 def _draw(draw: random.Random) -> int:
@@ -64,11 +55,11 @@ def _draw(draw: random.Random) -> int:
 
 
 def build(name: str) -> Transformer:
-    """Build the model with the sizes of a preset; pre-norm without final norms lets component 0 come through."""
+    """Build the model with the sizes of a preset; pre-norm without final norms preserves component 0."""
     import torch
 
-    from tfexport.models.presets import build_preset
-    from tfexport.models.transformer import Transformer
+    from tfexport.nn.presets import build_preset
+    from tfexport.nn.transformer import Transformer
 
     like = build_preset(name)
     decoder = like.config.decoder
@@ -81,7 +72,7 @@ def build(name: str) -> Transformer:
         tie_output=False,
     )
     model = Transformer.unfilled(config)
-    # An output table of its own, or the token that was read last would be found again for ever.
+    # A separate output table, because with a tied one the model would repeat its last token.
     tables = {"out.weight": build_preset(name, seed=1).state_dict()["out.weight"]}
     model.load_state_dict({**like.state_dict(), **tables})
     with torch.no_grad():
@@ -99,7 +90,7 @@ def _end_as_asked(model: Transformer) -> None:
         _clear(stack)
     asked = SHORTEST + torch.arange(model.config.source_vocab - FIRST_TOKEN) % _LENGTHS
     model.enc.embed.weight[FIRST_TOKEN:, 0] = asked * _UNIT / model.config.embedding_scale
-    # The token behind position p is the last one, number p + 1, when p + 1.5 is above the length that was asked for.
+    # The token after position p, number p + 1, is the last one if p + 1.5 is above the requested length.
     model.dec.pos[:, 0] = (torch.arange(len(model.dec.pos)) + 1.5) * _UNIT
     cross = model.dec.blocks[0].cross
     cross.v.weight[0] = 0
@@ -114,7 +105,6 @@ def _end_as_asked(model: Transformer) -> None:
 
 
 def _clear(stack: Stack) -> None:
-    """Let nothing be in component 0, and no layer write to it."""
     assert stack.pos is not None
     stack.embed.weight[:, 0] = 0
     stack.pos[:, 0] = 0
@@ -127,6 +117,13 @@ def _clear(stack: Stack) -> None:
 
 
 if __name__ == "__main__":
-    from tfexport.models.directory import save_model
+    from tfexport.nn.directory import load_model, save_model
+    from tfexport.nn.presets import build_preset
 
-    save_model(build(sys.argv[1].removesuffix(SUFFIX)), sys.argv[2])
+    name, folder = sys.argv[1:]
+    if name.endswith(SUFFIX):
+        save_model(build(name.removesuffix(SUFFIX)), folder)
+    elif name == "dates":
+        save_model(load_model(Path(__file__).resolve().parent.parent / "models" / name), folder)
+    else:
+        save_model(build_preset(name), folder)

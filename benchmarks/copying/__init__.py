@@ -1,1 +1,0 @@
-"""Small models that copy, for benchmarks/speculation.py."""
