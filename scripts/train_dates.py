@@ -24,12 +24,12 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from torch import Tensor
 from torch.nn import functional as F
 
+from tfexport.contract import TokenIds
 from tfexport.decode.offline import decode
 from tfexport.generation import DecodeConfig
-from tfexport.models.config import StackConfig, TransformerConfig
-from tfexport.models.transformer import Transformer
+from tfexport.nn.config import StackConfig, TransformerConfig
+from tfexport.nn.transformer import Transformer
 from tfexport.runtime.eager import EagerSession
-from tfexport.spec import TokenIds
 from tfexport.text.config import TextConfig, TextSample
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]

@@ -74,7 +74,7 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[P
 def dates_bundle(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
     """Export models/dates in fp32; not to be changed."""
     from tfexport.export import export_bundle
-    from tfexport.graph.config import ExportConfig
+    from tfexport.export.config import ExportConfig
 
     return once("dates", lambda path: export_bundle(str(DATES), path, ExportConfig(), verify=False))
 
@@ -83,7 +83,7 @@ def dates_bundle(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
 def dates_fp16(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
     """Export models/dates in fp16; not to be changed."""
     from tfexport.export import export_bundle
-    from tfexport.graph.config import ExportConfig
+    from tfexport.export.config import ExportConfig
 
     config = ExportConfig(precision="fp16")
     return once("dates-fp16", lambda path: export_bundle(str(DATES), path, config, verify=False))
@@ -92,9 +92,9 @@ def dates_fp16(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
 @pytest.fixture(scope="session")
 def dates_aligned(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
     """Export models/dates with the last layer's attention as alignment, for the CPU alone; not to be changed."""
+    from tfexport.contract import AlignmentHeads
     from tfexport.export import export_bundle
-    from tfexport.graph.config import ExportConfig
-    from tfexport.spec import AlignmentHeads
+    from tfexport.export.config import ExportConfig
 
     config = ExportConfig(forms=("contrib",), alignment=AlignmentHeads(layer=-1))
     return once("dates-aligned", lambda path: export_bundle(str(DATES), path, config, verify=False))
@@ -103,7 +103,7 @@ def dates_aligned(once: Callable[[str, Callable[[Path], object]], Path]) -> Path
 @pytest.fixture(scope="session")
 def dates_loop(dates_bundle: Path, once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
     """Return the bundle of models/dates in fp32 with a loop graph of the concat form; not to be changed."""
-    from tests.graph.looped import add_loop
+    from tests.export.looped import add_loop
 
     return once("dates-loop", lambda path: add_loop(dates_bundle, path))
 
@@ -112,7 +112,7 @@ def dates_loop(dates_bundle: Path, once: Callable[[str, Callable[[Path], object]
 def random_bundle(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
     """Export the preset tiny, of random weights, for the CPU alone: it ends texts late; not to be changed."""
     from tfexport.export import export_bundle
-    from tfexport.graph.config import ExportConfig
+    from tfexport.export.config import ExportConfig
 
     config = ExportConfig(forms=("contrib",))
     return once("random", lambda path: export_bundle("preset:tiny", path, config, verify=False))

@@ -10,13 +10,13 @@ from tokenizers import models, pre_tokenizers, processors
 from torch.nn import functional as F
 
 from tests import tiny
+from tfexport._io.names import TOKENIZER
+from tfexport.contract import AlignmentHeads, Form, TokenIds
 from tfexport.export import export_bundle
-from tfexport.files.names import TOKENIZER
-from tfexport.graph.config import ExportConfig
-from tfexport.models.alignment import align
-from tfexport.models.directory import save_model
-from tfexport.models.transformer import Transformer
-from tfexport.spec import AlignmentHeads, Form, TokenIds
+from tfexport.export.config import ExportConfig
+from tfexport.nn.alignment import align
+from tfexport.nn.directory import save_model
+from tfexport.nn.transformer import Transformer
 
 PAD, START, EOS, UNK = range(4)
 NAMES = ("Ada", "Ben", "Cleo", "Dov", "Eve", "Finn")

@@ -11,12 +11,12 @@ from tokenizers import models, pre_tokenizers
 from torch.nn import functional as F
 
 from tests import tiny
+from tfexport._io.names import TOKENIZER
+from tfexport.contract import TokenIds
 from tfexport.export import export_bundle
-from tfexport.files.names import TOKENIZER
-from tfexport.graph.config import ExportConfig
-from tfexport.models.directory import save_model
-from tfexport.models.transformer import Transformer
-from tfexport.spec import TokenIds
+from tfexport.export.config import ExportConfig
+from tfexport.nn.directory import save_model
+from tfexport.nn.transformer import Transformer
 
 PAD, START, EOS, UNK = range(4)
 # One phrase that goes round without an end, and one that ends.

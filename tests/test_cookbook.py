@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from tests.integrations.triton.server import PYTHON, Triton, triton
 from tests.test_docs import Block, blocks, same
-from tests.triton.server import PYTHON, Triton, triton
 
 PAGE = ROOT / "docs" / "cookbook.md"
 PATIENCE_S = 600.0

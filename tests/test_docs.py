@@ -20,11 +20,11 @@ import tfexport
 from tests.conftest import DATES, ROOT
 from tfexport.bundle.manifest import Manifest
 from tfexport.cli import main
+from tfexport.contract import DECODER, ModelSpec, alignment_graph, decoder_graph, encoder_graph, loop_graph
 from tfexport.decode.result import Hypothesis
 from tfexport.errors import ConfigError
 from tfexport.generation import DecodeConfig
 from tfexport.model.result import Result
-from tfexport.spec import DECODER, ModelSpec, alignment_graph, decoder_graph, encoder_graph, loop_graph
 from tfexport.verify import Decodes, Numbers, Report, VerifyConfig
 from tfexport.verify.report import TOLERANCE
 

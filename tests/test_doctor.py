@@ -16,10 +16,10 @@ import onnx
 import onnxruntime
 import pytest
 
-from tfexport import doctor, probes
+from tfexport import doctor
 from tfexport.doctor import Backend, Diagnosis, diagnose
-from tfexport.probes import ADD_MODEL
-from tfexport.runtime import registry
+from tfexport.runtime import probes, registry
+from tfexport.runtime.probes import ADD_MODEL
 
 DISTRIBUTION = """\
 Metadata-Version: 2.1

@@ -54,6 +54,26 @@ def test_places_are_told_once_and_in_order() -> None:
     assert TfexportError("x").indices == ()
 
 
+def test_an_error_carries_the_parts_of_its_message() -> None:
+    error = InputError("a is 1, expected 2", "b is missing", subject="x.json", remedy="write it again")
+    assert (error.subject, error.problems) == ("x.json", ("a is 1, expected 2", "b is missing"))
+    assert (error.remedy, error.reason) == ("write it again", "a is 1, expected 2; b is missing")
+    assert str(error) == "x.json: a is 1, expected 2; b is missing; write it again"
+    found = pickle.loads(pickle.dumps(error))
+    assert vars(found) == vars(error)
+    whole = TfexportError("x.json: is missing; write it again")
+    assert (whole.subject, whole.problems, whole.remedy) == ("", (str(whole),), "")
+
+
+def test_the_message_has_twenty_problems_and_the_error_all() -> None:
+    problems = [f"value {index} is wrong" for index in range(23)]
+    with pytest.raises(InputError) as caught:
+        raise_all(InputError, "input", problems)
+    assert caught.value.problems == tuple(problems)
+    assert str(caught.value).endswith("value 19 is wrong; and 3 more")
+    raise_all(InputError, "input", [])
+
+
 @pytest.mark.parametrize(
     "value",
     [

@@ -23,12 +23,6 @@ LOCKED = ("export", "cpu", "serve", "rtx", "dev")
 TEXT, ISO = "Dienstag, 3. März 2026", "2026-03-03"
 
 
-def test_every_folder_of_code_is_packaged() -> None:
-    folders = {path.parent.relative_to(ROOT) for path in (ROOT / "tfexport").rglob("__init__.py")}
-    expected = {".".join(folder.parts) for folder in folders} | {"tfexport.models"}
-    assert set(PROJECT["tool"]["setuptools"]["packages"]) == expected
-
-
 def test_the_core_brings_no_backend() -> None:
     assert not [name for name in PROJECT["project"]["dependencies"] if name.startswith(("onnx", "torch"))]
 
@@ -79,8 +73,7 @@ def wheel(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
 
     def make(path: Path) -> None:
         source = path.with_name("wheel-source")
-        for folder in ("tfexport", "models"):
-            shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / "tfexport", source / "tfexport", ignore=shutil.ignore_patterns("__pycache__"))
         for name in ("pyproject.toml", "README.md", "LICENSE"):
             shutil.copy(ROOT / name, source)
         run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", path, source)
@@ -104,13 +97,13 @@ def test_the_wheel_holds_the_code_and_nothing_else(wheel: Path) -> None:
         found = {name for name in archive.namelist() if ".dist-info/" not in name}
         licensed = any(name.endswith("licenses/LICENSE") for name in archive.namelist())
     own = {str(path.relative_to(ROOT)) for path in (ROOT / "tfexport").rglob("*.py")}
-    models = {f"tfexport/{path.relative_to(ROOT)}" for path in (ROOT / "models").glob("*.py")}
-    layouts = {f"tfexport/{path.relative_to(ROOT)}" for path in (ROOT / "models" / "layouts").glob("*.yaml")}
+    folder = ROOT / "tfexport" / "importing" / "layout" / "layouts"
+    layouts = {str(path.relative_to(ROOT)) for path in folder.glob("*.yaml")}
     page = {str(path.relative_to(ROOT)) for path in (ROOT / "tfexport" / "serve" / "page").iterdir()}
     assert layouts
     assert page
-    data = {"tfexport/py.typed", "tfexport/serve/http/openapi.json"}
-    assert found == own | models | layouts | page | data
+    data = {"py.typed", "serve/http/openapi.json", "bench/page.html", "runtime/ort/int8_products.onnx"}
+    assert found == own | layouts | page | {f"tfexport/{name}" for name in data}
     assert licensed
 
 

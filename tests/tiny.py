@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tfexport.models.config import StackConfig, TransformerConfig
-from tfexport.models.transformer import Transformer
-from tfexport.spec import TokenIds
+from tfexport.contract import TokenIds
+from tfexport.nn.config import StackConfig, TransformerConfig
+from tfexport.nn.transformer import Transformer
 
 VOCAB = 31
 

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from os import PathLike
 from typing import Any
 
+from tfexport._io.signature import TrustedKeys
 from tfexport.bundle.bundle import Bundle, open_bundle
 from tfexport.bundle.defaults import read_defaults
 from tfexport.errors import InputError, shortened
-from tfexport.files.signature import TrustedKeys
 from tfexport.model.load import load
 from tfexport.model.model import Model
 

@@ -9,9 +9,10 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tfexport.install import extra_command, install_command, repair_command, replacing_command
-from tfexport.probes import find_gpus, run_probe
+from tfexport._io.extras import extra_command, install_command, repair_command, replacing_command
 from tfexport.runtime import registry
+from tfexport.runtime.cores import instruction_sets
+from tfexport.runtime.probes import describe_int8, find_gpus, run_probe
 from tfexport.runtime.registry import Requirement
 
 _REQUIREMENT = re.compile(r"([\w.-]+)[^;]*?>=([\d.]+)[^;]*(?:;.*extra == [\"'](\w+)[\"'])?")
@@ -74,6 +75,8 @@ class Diagnosis:
     tfexport: str
     python: str
     system: str
+    instruction_sets: tuple[str, ...]
+    int8_products: str
     libraries: tuple[Library, ...]
     gpus: tuple[dict[str, Any], ...]
     backends: tuple[Backend, ...]
@@ -100,6 +103,8 @@ class Diagnosis:
         problems = [line for p in self.problems for line in (f"  {p.what}", f"    → {p.fix}")]
         return [
             f"tfexport {self.tfexport}, Python {self.python}, {self.system}",
+            f"CPU instruction sets: {' '.join(self.instruction_sets)}",
+            *([f"8-bit products in ONNX Runtime: {self.int8_products}"] if self.int8_products else []),
             # Two extras may want the same library; where it is installed, both say the same.
             *("", "Libraries", *dict.fromkeys(installed)),
             *("", "GPUs", *(gpus or ["  none"])),
@@ -129,6 +134,8 @@ def diagnose() -> Diagnosis:
         tfexport=importlib.metadata.version("tfexport"),
         python=platform.python_version(),
         system=f"{platform.system()} {platform.machine()}",
+        instruction_sets=tuple(instruction_sets()),
+        int8_products=describe_int8() if importlib.util.find_spec("onnxruntime") else "",
         libraries=tuple(libraries),
         gpus=tuple(gpus),
         backends=tuple(backends),

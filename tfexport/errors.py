@@ -17,7 +17,8 @@ TfexportError
 ├── BenchError       a measurement could not be made, read or compared, or it has become worse
 └── ParityError      a stage says something else than the eager model
 
-A message is one line: subject, what was got, what was expected, the remedy.
+A message is one line made of three parts, which are attributes of the error: what was checked (`subject`), what is
+wrong with it (`problems`, each with what was got and what was expected), and what to do (`remedy`).
 """
 
 from __future__ import annotations
@@ -46,14 +47,30 @@ class TfexportError(Exception):
     """Root of the tree; the command line prints it as one line and exits with 1.
 
     Attributes:
-        indices: places of the inputs that were wrong, from 0, in the lists that the call was given: all of them, also
-            those that the message has no room for. Empty where the error is about no input.
+        subject: what was checked, the first words of the message; empty if the message does not name it apart.
+        problems: all of them, also those that the message has no room for; a message given whole is one problem.
+        remedy: the last words of the message; empty if the problems bring their own.
+        indices: positions, from 0, of all inputs of the call that were wrong, also of those that the message has no
+            room for; empty if the error is not about an input.
     """
 
-    def __init__(self, message: str, *, indices: Iterable[int] = ()) -> None:
-        """Keep `message` with what a terminal would not show as it is spelled out, such as a line break in a name."""
-        super().__init__(printable(message))
+    def __init__(self, *problems: str, subject: str = "", remedy: str = "", indices: Iterable[int] = ()) -> None:
+        """Format the message: the first 20 problems, with unprintable characters escaped."""
+        self.subject, self.problems, self.remedy = subject, problems, remedy
         self.indices = tuple(dict.fromkeys(indices))
+        prefix, suffix = f"{subject}: " if subject else "", f"; {remedy}" if remedy else ""
+        super().__init__(printable(f"{prefix}{self.reason}{suffix}"))
+
+    @property
+    def reason(self) -> str:
+        """The problems as one text: the message without its subject and its remedy."""
+        hidden = len(self.problems) - MAX_PROBLEMS
+        more = [f"and {hidden} more"] if hidden > 0 else []
+        return printable("; ".join([*self.problems[:MAX_PROBLEMS], *more]))
+
+    def of(self, subject: str) -> dict[str, Any]:
+        """Return the keyword arguments of an error with the same remedy, about a subject that contains this one's."""
+        return {"subject": f"{subject}: {self.subject}" if self.subject else subject, "remedy": self.remedy}
 
 
 class ConfigError(TfexportError):
@@ -95,9 +112,9 @@ class QueueFull(ServingError):
         retry_after_s: whole seconds after which there may be room.
     """
 
-    def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
+    def __init__(self, *problems: str, retry_after_s: int = 1) -> None:
         """Keep both."""
-        super().__init__(message)
+        super().__init__(*problems)
         self.retry_after_s = retry_after_s
 
 
@@ -188,18 +205,16 @@ def _count(value: Any) -> int:
 def raise_all(
     error: type[TfexportError], subject: str, problems: Sequence[str], *, indices: Iterable[int] = ()
 ) -> None:
-    """Raise one error that lists every problem, the first 20 in words; do nothing when there is none.
+    """Raise one error that lists every problem; do nothing if there is none.
 
     Args:
         error: class to raise.
         subject: what was checked, the first words of the message.
         problems: each "what, got, expected, remedy", without a final stop.
-        indices: places of all wrong inputs, from 0; again and again where one has several problems.
+        indices: positions of all wrong inputs, from 0; repeated for an input with several problems.
 
     Raises:
         TfexportError: of class `error`, when `problems` is not empty.
     """
-    hidden = len(problems) - MAX_PROBLEMS
     if problems:
-        listed = [*problems[:MAX_PROBLEMS], *([f"and {hidden} more"] if hidden > 0 else [])]
-        raise error(f"{subject}: " + "; ".join(listed), indices=indices)
+        raise error(*problems, subject=subject, indices=indices)

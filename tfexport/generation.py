@@ -1,13 +1,11 @@
-"""How text is generated, and what a model generates with unless told otherwise."""
-
-from __future__ import annotations
+"""Decoding options, and the defaults that a model brings."""
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
+from tfexport.config import Config, Count, Ge, Gt, Help, Le, Lt, TokenId
 from tfexport.errors import ConfigError
-from tfexport.fields import Config
 
 # What counts start token and prefix, and the same limit without them.
 LENGTHS = {"max_length": "max_new_tokens", "min_length": "min_new_tokens"}
@@ -18,48 +16,79 @@ _OF_BEAMS = ("length_penalty", "early_stopping")
 class DecodeConfig(Config, subject="decoding"):
     """How text is generated; names, meaning and defaults are those of Hugging Face `generate`.
 
-    `max_new_tokens` and `max_length` None mean as many as the model takes;
-    `max_length` and `min_length` count start token and prefix too. Beams and
-    samples exclude one another. With `do_sample`, `num_return_sequences` samples
-    are drawn independently; `seed`, the place of the text in the call and the
-    number of the sample determine each. With `return_alternatives`, the
-    `num_return_sequences` best next tokens are each continued. With `prefix_bias_beta`
-    above 0 a text is drawn towards its prefix and may leave it. `eos_token_id` and
-    `decoder_start_token_id` None are the model's own. `max_time` counts seconds
-    from when a text joins the batch. With `replace_unknowns` what the model has no
-    token for is copied from the source, in texts; ids stay. `prompt_lookup_num_tokens`
-    are drafted at most for one step, where a bundle was exported with speculation;
-    None drafts none.
+    Beams and samples exclude one another. With `do_sample`, `num_return_sequences` samples are drawn independently;
+    `seed`, the position of the text in the call and the number of the sample determine each. A text is drawn towards
+    its prefix if `prefix_bias_beta` is above 0, and may leave it. `replace_unknowns` changes texts, not their ids.
     """
 
-    max_new_tokens: int | None = None
-    max_length: int | None = None
-    min_new_tokens: int = 0
-    min_length: int = 0
-    num_beams: int = 1
-    length_penalty: float = 1.0
-    early_stopping: bool | Literal["never"] = False
-    no_repeat_ngram_size: int = 0
-    encoder_no_repeat_ngram_size: int = 0
-    repetition_penalty: float = 1.0
-    do_sample: bool = False
-    temperature: float = 1.0
-    top_k: int = 50
-    top_p: float = 1.0
-    num_return_sequences: int = 1
-    return_alternatives: bool = False
-    forced_bos_token_id: int | None = None
-    forced_eos_token_id: int | tuple[int, ...] | None = None
-    suppress_tokens: tuple[int, ...] = ()
-    bad_words_ids: tuple[tuple[int, ...], ...] = ()
-    prefix_bias_beta: float = 0.0
-    eos_token_id: int | tuple[int, ...] | None = None
-    decoder_start_token_id: int | None = None
-    max_time: float | None = None
-    stop_strings: str | tuple[str, ...] = ()
-    replace_unknowns: bool = False
-    prompt_lookup_num_tokens: int | None = None
-    seed: int = 0
+    max_new_tokens: Annotated[
+        int | None, Ge(1), Help("Most tokens to generate; as many as the model takes when not given.")
+    ] = None
+    max_length: Annotated[
+        int | None, Ge(2), Help("The same with start token and prefix; at most as many as the model takes.")
+    ] = None
+    min_new_tokens: Annotated[Count, Help("Fewest tokens before the text may end.")] = 0
+    min_length: Annotated[Count, Help("The same with start token and prefix.")] = 0
+    num_beams: Annotated[int, Ge(1), Le(64), Help("Beams of beam search; 1 is greedy.")] = 1
+    length_penalty: Annotated[
+        float, Ge(-10), Le(10), Help("Exponent of the length in a beam's score; above 0 prefers longer texts.")
+    ] = 1.0
+    early_stopping: Annotated[
+        bool | Literal["never"],
+        Help("End beams at num-beams texts (true), when better is unlikely (false) or impossible (never)."),
+    ] = False
+    no_repeat_ngram_size: Annotated[Count, Help("Never repeat a sequence of this many tokens; 0 allows it.")] = 0
+    encoder_no_repeat_ngram_size: Annotated[
+        Count, Help("Never generate a sequence of this many tokens that the source has; 0 allows it.")
+    ] = 0
+    repetition_penalty: Annotated[
+        float, Ge(0.01), Le(100), Help("Divide the score of tokens that are there already; 1 changes nothing.")
+    ] = 1.0
+    do_sample: Annotated[bool, Help("Draw tokens at random instead of taking the best.")] = False
+    temperature: Annotated[
+        float, Ge(0.01), Le(100), Help("Flatten (above 1) or sharpen (below 1) the distribution that is drawn from.")
+    ] = 1.0
+    top_k: Annotated[Count, Help("Draw from this many best tokens; 0 from all.")] = 50
+    top_p: Annotated[
+        float, Gt(0), Le(1), Help("Draw from the fewest best tokens that have this probability together.")
+    ] = 1.0
+    num_return_sequences: Annotated[int, Ge(1), Le(64), Help("Texts to return for each input, best first.")] = 1
+    return_alternatives: Annotated[bool, Help("Continue each of the num-return-sequences best next tokens.")] = False
+    forced_bos_token_id: Annotated[
+        TokenId | None, Help("Id that every text begins with, or its token, such as fra_Latn.")
+    ] = None
+    forced_eos_token_id: Annotated[
+        TokenId | tuple[TokenId, ...] | None, Help("Id, or several, that a text at its limit ends with.")
+    ] = None
+    suppress_tokens: Annotated[tuple[TokenId, ...], Help("Ids never to generate, such as 3,17.")] = ()
+    bad_words_ids: Annotated[
+        tuple[tuple[TokenId, ...], ...],
+        Help("Ids never to generate one after the other, such as 3,17; give it again for more."),
+    ] = ()
+    prefix_bias_beta: Annotated[
+        float,
+        Ge(0),
+        Lt(1),
+        Help("Draw texts towards --prefix, more the nearer to 1, and let them leave it; 0 forces it."),
+    ] = 0.0
+    eos_token_id: Annotated[
+        TokenId | tuple[TokenId, ...] | None,
+        Help("Ids that end a text, such as 2,17; the model's own when not given."),
+    ] = None
+    decoder_start_token_id: Annotated[
+        TokenId | None, Help("Id that the decoder reads first, or its token; the model's own when not given.")
+    ] = None
+    max_time: Annotated[float | None, Gt(0), Help("Seconds for a text, from when it joins the batch.")] = None
+    stop_strings: Annotated[
+        str | tuple[str, ...], Help("String that ends a text which contains it; give it again for more.")
+    ] = ()
+    replace_unknowns: Annotated[
+        bool, Help("Write the source token that an unknown token was read from; needs a bundle with --alignment.")
+    ] = False
+    prompt_lookup_num_tokens: Annotated[
+        int | None, Ge(1), Help("Most tokens to draft for one step, in a bundle with --speculation.")
+    ] = None
+    seed: Annotated[Count, Help("Of sampling; the same seed draws the same texts.")] = 0
 
     def ends(self, eos: int) -> tuple[int, ...]:
         """Return the tokens that end a text of a model whose own is `eos`."""
@@ -102,53 +131,13 @@ class DecodeConfig(Config, subject="decoding"):
         ]
 
     def _problems(self) -> list[str]:
-        return [*self._range_problems(), *self._contradictions()]
+        return [*self._empty_problems(), *self._contradictions()]
 
-    def _range_problems(self) -> list[str]:
-        lowest = {
-            "max_new_tokens": 1,
-            "max_length": 2,
-            "min_new_tokens": 0,
-            "min_length": 0,
-            "no_repeat_ngram_size": 0,
-            "encoder_no_repeat_ngram_size": 0,
-            "top_k": 0,
-            "prompt_lookup_num_tokens": 1,
-            "seed": 0,
-        }
-        between = {
-            "num_beams": (1, 64),
-            "num_return_sequences": (1, 64),
-            "length_penalty": (-10, 10),
-            "repetition_penalty": (0.01, 100),
-            "temperature": (0.01, 100),
-        }
-        problems = [
-            f"{name} is {value}, expected {low} or more"
-            for name, low in lowest.items()
-            if (value := getattr(self, name)) is not None and value < low
-        ]
-        problems += [
-            f"{name} is {value}, expected {low} to {high}"
-            for name, (low, high) in between.items()
-            if not low <= (value := getattr(self, name)) <= high
-        ]
-        if not 0 < self.top_p <= 1:
-            problems.append(f"top_p is {self.top_p}, expected above 0 and up to 1")
-        if not 0 <= self.prefix_bias_beta < 1:
-            problems.append(f"prefix_bias_beta is {self.prefix_bias_beta}, expected 0 or more and below 1")
-        problems += [
-            f"{name} has {token}, expected 0 or more"
-            for name, tokens in self.tokens.items()
-            for token in tokens
-            if token < 0
-        ]
+    def _empty_problems(self) -> list[str]:
         empty = [name for name in ("eos_token_id", "forced_eos_token_id") if getattr(self, name) == ()]
-        problems += [f"{name} is empty, expected an id or several; leave it out" for name in empty]
-        if self.max_time is not None and self.max_time <= 0:
-            problems.append(f"max_time is {self.max_time}, expected above 0")
+        problems = [f"{name} is empty, expected an id or several; leave it out" for name in empty]
         if "" in self.strings:
-            problems.append("stop_strings has an empty text, which every text says; take it out")
+            problems.append("stop_strings has an empty text, which every text contains; take it out")
         if () in self.bad_words_ids:
             problems.append("bad_words_ids has an empty word, expected one id or more in each; take it out")
         return problems
@@ -195,7 +184,7 @@ class DecodeConfig(Config, subject="decoding"):
 
 
 class GenerationDefaults(DecodeConfig, subject="generation"):
-    """What a model generates with unless told otherwise: the options that a model directory or a bundle brings.
+    """Default decoding options of a model directory or a bundle.
 
     An option may be there that counts only beside another, such as
     `length_penalty` without beams: it waits for a caller who asks for beams.
@@ -209,7 +198,7 @@ class GenerationDefaults(DecodeConfig, subject="generation"):
             if (value := getattr(self, field.name)) != field.default
         }
 
-    def within(self, max_target_length: int) -> GenerationDefaults:
+    def within(self, max_target_length: int) -> Self:
         """Return them for a model that takes no more target tokens than this."""
         limit = self.max_new_tokens and min(self.max_new_tokens, max_target_length)
         return dataclasses.replace(self, max_new_tokens=limit)
@@ -227,9 +216,19 @@ class GenerationDefaults(DecodeConfig, subject="generation"):
         try:
             return DecodeConfig.from_dict({**given, **options}, subject="decoding")
         except ConfigError as error:
-            own = [name for name in given if name in str(error) and name not in options]
-            told = f" ({', '.join(own)}: by the model's own defaults)" if own else ""
-            raise ConfigError(f"{error}{told}") from error
+            own = [name for name in given if name not in options and self._causes(name, given, options, error)]
+            remedy = f"the model's own defaults set {', '.join(own)}" if own else ""
+            raise ConfigError(*error.problems, subject=error.subject, remedy=remedy) from error
+
+    @staticmethod
+    def _causes(name: str, given: Mapping[str, Any], options: Mapping[str, Any], error: ConfigError) -> bool:
+        """Whether any problem goes away without a default."""
+        others = {other: value for other, value in given.items() if other != name}
+        try:
+            DecodeConfig.from_dict({**others, **options}, subject="decoding")
+        except ConfigError as without:
+            return not set(error.problems) <= set(without.problems)
+        return True
 
     def _beside(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the defaults that have an effect beside what a caller gives."""
@@ -248,12 +247,10 @@ class GenerationDefaults(DecodeConfig, subject="generation"):
         return given
 
     def _problems(self) -> list[str]:
-        if problems := self._range_problems():
-            return problems
         try:
             DecodeConfig.from_dict(self._beside({}), subject="decoding")
         except ConfigError as error:
-            return [str(error).removeprefix("decoding: ")]
+            return list(error.problems)
         return []
 
 

@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from tfexport._io.names import MANIFEST, TARGET_TOKENIZER, TOKENIZER
+from tfexport._io.signature import SigningKey, TrustedKeys
 from tfexport.bundle.bundle import SIGNATURE_DROPPED, Builder, Bundle, create_bundle, open_bundle, write_errors
-from tfexport.checkpoint.formats.language_pair import AS_IT_IS, LanguagePair, with_languages
-from tfexport.checkpoint.formats.tokenizer import read_tokenizer
-from tfexport.checkpoint.formats.tokenizer_parts import TokenizerFiles
+from tfexport.config import Config
 from tfexport.errors import ConfigError
-from tfexport.fields import Config
-from tfexport.files.names import MANIFEST, TARGET_TOKENIZER, TOKENIZER
-from tfexport.files.signature import SigningKey, TrustedKeys
+from tfexport.importing.formats.language_pair import AS_IT_IS, LanguagePair, with_languages
+from tfexport.importing.formats.tokenizer import read_tokenizer
+from tfexport.importing.formats.tokenizer_parts import TokenizerFiles
 from tfexport.text.compare import check_texts
 from tfexport.text.config import TextConfig
 from tfexport.text.tokenizer import Tokenizer

@@ -12,14 +12,19 @@ import onnx
 import pytest
 
 from tests.decode.scripted import EOS, ScriptedBatch, ScriptedSession, drawn
-from tfexport.bench.caller import Caller
+from tfexport.bench.calls import (
+    STEPS_TOGETHER,
+    Call,
+    Caller,
+    Samples,
+    TimedSession,
+    closed_loop,
+    random_batches,
+    text_batches,
+)
 from tfexport.bench.config import BenchConfig, Cell, Scenario, resolve
 from tfexport.bench.machine import environment, memory_bandwidth, peak_memory_bytes
-from tfexport.bench.samples import Call, Samples
-from tfexport.bench.scenario import closed_loop
-from tfexport.bench.sources import random_batches, text_batches
-from tfexport.bench.summary import cell_metrics, distribution, histogram, is_stable, step_time_by_position, time_split
-from tfexport.bench.timed import STEPS_TOGETHER, TimedSession
+from tfexport.bench.report import cell_metrics, distribution, histogram, is_stable, step_time_by_position, time_split
 from tfexport.bundle.bundle import open_bundle
 from tfexport.bundle.step_weights import step_weight_bytes
 from tfexport.decode.offline import decode
@@ -158,7 +163,7 @@ def test_samples_survive_the_way_between_processes() -> None:
 def test_a_closed_loop_calls_again_when_the_last_has_returned() -> None:
     clock = Clock()
     slow = Slow(clock, 0.25)
-    found = closed_loop(slow, [[[5]], [[6], [7]]], 10.0, clock=clock)
+    found = closed_loop(slow, [[[5]], [[6], [7]]], 10.0, now=clock)
     assert found.calls == 40
     assert (found.sequences, found.tokens) == (60, 240)
     assert slow.batches == [1, 2] * 20
@@ -169,7 +174,7 @@ def test_a_closed_loop_calls_again_when_the_last_has_returned() -> None:
 
 def test_slow_calls_still_make_three_windows() -> None:
     clock = Clock()
-    found = closed_loop(Slow(clock, 7), [[[5]]], 1.0, clock=clock)
+    found = closed_loop(Slow(clock, 7), [[[5]]], 1.0, now=clock)
     assert (found.calls, len(found.windows)) == (3, 3)
 
 

@@ -20,8 +20,8 @@ from click.testing import CliRunner, Result
 import tfexport.verify
 from tests.bench import test_report as reports
 from tfexport.bench.config import BenchConfig, resolve
-from tfexport.bench.processes import run_process
 from tfexport.bench.run import MAX_TEXTS, bench_bundle
+from tfexport.bench.worker import run_process
 from tfexport.bundle.bundle import open_bundle
 from tfexport.cli import main
 from tfexport.errors import BenchError, InputError
@@ -171,7 +171,7 @@ def test_what_fails_parity_is_not_timed(
     bundle = with_parity(dates_bundle, tmp_path / "bundle", passed)
     result = run("bench", bundle, "--json", tmp_path / "a.json")
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "fast and wrong is not timed" in result.stderr
+    assert "wrong outputs are not timed" in result.stderr
     assert canned == []
     assert not (tmp_path / "a.json").exists()
 
@@ -220,10 +220,13 @@ def test_a_bundle_may_be_called_compare(
         (["--scenario", "server"], "give --rate"),
         (["--scenario", "server", "--rate", "5", "--batch-size", "4"], "use --slots"),
         (["--scenario", "server", "--rate", "5", "--model", "dates"], "give --url"),
-        (["--scenario", "server", "--rate", "5", "--url", "localhost:8000"], "expected such as http://127.0.0.1:8000"),
+        (
+            ["--scenario", "server", "--rate", "5", "--url", "localhost:8000"],
+            "expected an address such as http://127.0.0.1:8000",
+        ),
         (["--scenario", "server", "--rate", "5", "--url", "http://h:1", "--slots", "4"], "has its own; leave it out"),
         (["--scenario", "server", "--goal-p99", "0"], "goal_p99 is 0.0, expected 0.1 to 3600000"),
-        (["--goal-ms", "5"], "goal_ms belongs to the server scenario, not to single"),
+        (["--goal-ms", "5"], "goal_ms is only valid in the server scenario"),
         (["--rate", "nan", "--scenario", "server"], "rate is nan"),
         (["--duration", "inf"], "duration is inf"),
         (["--duration", "1e9"], "duration is 1000000000.0, expected 0.1 to 600"),
@@ -255,7 +258,7 @@ def test_bad_input_is_refused_before_anything_is_measured(
 
 def test_what_is_no_bundle_is_refused(tmp_path: Path, canned: list[int]) -> None:
     refuses(run("bench", tmp_path / "missing"), "there is no bundle")
-    refuses(run("bench", "compare", tmp_path, tmp_path), "is no plain file")
+    refuses(run("bench", "compare", tmp_path, tmp_path), "is not a plain file")
     assert canned == []
 
 
@@ -288,7 +291,7 @@ def test_the_death_of_a_process_is_one_error(
     fake = tmp_path / "python"
     fake.write_text(f"#!/bin/sh\necho no such thing >&2\n{script}\n")
     fake.chmod(0o700)
-    monkeypatch.setattr("tfexport.bench.processes.sys.executable", str(fake))
+    monkeypatch.setattr("tfexport.bench.worker.sys.executable", str(fake))
     with pytest.raises(BenchError, match=f"process 2 .*{message} \\(no such thing\\)"):
         run_process(tmp_path, BenchConfig(), texts, 1)
 

@@ -12,11 +12,11 @@ import pytest
 from click.testing import CliRunner
 
 from tests.bulk.corpus import TEXTS, WRITERS, answers, near, no_litter, read, write_jsonl, write_parquet
+from tfexport._io.atomic import locked
 from tfexport.bulk.config import BulkConfig
 from tfexport.bulk.run import generate_file
 from tfexport.cli import main
 from tfexport.errors import BundleError, ConfigError, InputError
-from tfexport.files.atomic import locked
 from tfexport.model.model import Model
 
 SMALL = BulkConfig(rows_per_part=4, batch_size=3)

@@ -14,9 +14,9 @@ from onnx import helper
 
 from tfexport.bundle.bundle import Builder, Bundle, create_bundle, open_bundle
 from tfexport.bundle.manifest import GraphEntry
+from tfexport.contract import TensorSpec, TokenIds, decoder_graph, encoder_graph
 from tfexport.errors import BundleError
-from tfexport.models.config import StackConfig, TransformerConfig, model_spec
-from tfexport.spec import TensorSpec, TokenIds, decoder_graph, encoder_graph
+from tfexport.nn.config import StackConfig, TransformerConfig, model_spec
 
 CONFIG = TransformerConfig(
     d_model=8,
@@ -30,9 +30,9 @@ CONFIG = TransformerConfig(
 )
 SPEC = model_spec(CONFIG, "fp32")
 GRAPHS = {
-    "encoder": GraphEntry(file="encoder.onnx", opset=18, spec=encoder_graph(SPEC)),
-    "decoder": GraphEntry(file="decoder.onnx", opset=18, spec=decoder_graph(SPEC, "concat")),
-    "decoder_static": GraphEntry(file="decoder_static.onnx", opset=24, spec=decoder_graph(SPEC, "static")),
+    "encoder": GraphEntry.of("encoder.onnx", 18, encoder_graph(SPEC)),
+    "decoder": GraphEntry.of("decoder.onnx", 18, decoder_graph(SPEC, "concat")),
+    "decoder_static": GraphEntry.of("decoder_static.onnx", 24, decoder_graph(SPEC, "static")),
 }
 
 
@@ -77,8 +77,8 @@ def fill(builder: Builder, content: dict[str, bytes] = CONTENT, **facts: Any) ->
 def make_contrib(path: Path, graphs: dict[str, GraphEntry]) -> Bundle:
     """Make a bundle with these graphs and the contrib ones."""
     contrib = {
-        "encoder_contrib": GraphEntry(file="encoder_contrib.onnx", opset=18, spec=encoder_graph(SPEC)),
-        "decoder_contrib": GraphEntry(file="decoder_contrib.onnx", opset=18, spec=decoder_graph(SPEC, "contrib")),
+        "encoder_contrib": GraphEntry.of("encoder_contrib.onnx", 18, encoder_graph(SPEC)),
+        "decoder_contrib": GraphEntry.of("decoder_contrib.onnx", 18, decoder_graph(SPEC, "contrib")),
     }
     with create_bundle(path) as builder:
         fill(builder, CONTENT | {entry.file: graph(entry) for entry in contrib.values()}, graphs=graphs | contrib)

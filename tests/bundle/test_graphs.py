@@ -19,8 +19,8 @@ import tfexport
 from tests.bundle.made import CONTENT, GRAPHS, edit, make, refused, reseal
 from tfexport.bundle.bundle import open_bundle
 from tfexport.bundle.graph_file import read_graph
+from tfexport.contract import WEIGHTS
 from tfexport.errors import BundleError
-from tfexport.spec import WEIGHTS
 
 Change = Callable[[onnx.ModelProto], object]
 FILE = "decoder.onnx"
@@ -413,7 +413,7 @@ def foreign_module(data: dict[str, Any], **tokens: int) -> None:
     [
         (lambda data: ids(data, eos=10), "tokens.eos is 10, expected below target_vocab 10"),
         (lambda data: foreign_module(data, eos=10), "spec: tokens.eos is 10, expected below vocab 10"),
-        (lambda data: foreign_module(data, start=10**30), "spec: tokens.start is 1000000000"),
+        (lambda data: foreign_module(data, start=10**30), "tokens.start is 1000000000"),
         (lambda data: foreign_module(data, pad=11), "spec: tokens.pad is 11, expected below source_vocab 10"),
         (lambda data: foreign_module(data, unk=11), "spec: tokens.unk is 11, expected below source_vocab 10"),
         (lambda data: data["text"].update(source_prefix=[3, 10]), "text.source_prefix has 10, expected below the voc"),

@@ -10,8 +10,8 @@ import pytest
 from tests.bundle.made import edit, fill, refused
 from tfexport.bundle.bundle import create_bundle, open_bundle
 from tfexport.bundle.identity import Identity, Provenance
+from tfexport.describe import describe, inspect_path
 from tfexport.errors import ConfigError
-from tfexport.inspect import describe, inspect_path
 
 NAMED = Identity(name="Dates", version="2.1", license="Apache-2.0", date="2026-01-31")
 IMPORTED = Provenance(layout="hf_marian", proven=True, certificate_sha256="0" * 64, layout_sha256="1" * 64)
@@ -63,7 +63,7 @@ def test_what_names_nothing_is_refused(wrong: dict[str, Any], problem: str) -> N
 
 def test_a_provenance_that_is_none_is_refused(bundle: Path) -> None:
     edit(bundle, lambda data: data["provenance"].update(proven="yes", layout="a\nb", certificate_sha256="x"))
-    refused(bundle, "provenance: proven is 'yes', expected true or false")
+    refused(bundle, "proven is 'yes', expected true or false")
     edit(bundle, lambda data: data["provenance"].update(proven=True))
     refused(
         bundle, "layout is 'a\\nb', expected a name in one line", "certificate_sha256 is 'x', expected 64 hexadecimal"

@@ -15,8 +15,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 import tfexport
 from tests.bundle.made import edit, reseal
+from tfexport.contract import LOOP
 from tfexport.errors import BundleError
-from tfexport.spec import LOOP
 
 Change = Callable[[onnx.GraphProto], object]
 

@@ -15,8 +15,8 @@ import tfexport
 from tests.bundle.made import CONFIG, CONTENT, FACTS, GRAPHS, SPEC, fill, graph, make, siblings
 from tfexport.bundle.bundle import create_bundle, open_bundle
 from tfexport.bundle.manifest import GraphEntry
+from tfexport.contract import encoder_graph
 from tfexport.errors import BundleError
-from tfexport.spec import encoder_graph
 
 
 def test_a_bundle_opens_as_it_was_made(bundle: Path) -> None:
@@ -52,7 +52,7 @@ def test_the_same_content_gives_the_same_bytes(tmp_path: Path) -> None:
 
 def test_an_encoder_alone_and_a_foreign_module(tmp_path: Path) -> None:
     spec = replace(SPEC, vocab=0, layers=0, heads=0, head_dim=0, value_dim=0, max_target_length=0)
-    graphs = {"encoder": GraphEntry(file="encoder.onnx", opset=18, spec=encoder_graph(spec))}
+    graphs = {"encoder": GraphEntry.of("encoder.onnx", 18, encoder_graph(spec))}
     with create_bundle(tmp_path / "bundle") as builder:
         fill(builder, {"encoder.onnx": graph(graphs["encoder"])}, spec=spec, config=None, graphs=graphs, parity=None)
     manifest = open_bundle(tmp_path / "bundle").manifest

@@ -12,13 +12,13 @@ import pytest
 from click.testing import CliRunner
 
 from tests.bundle.made import CONTENT, edit, fill, make, siblings
-from tests.trt.artifact import stored
+from tests.tensorrt.artifact import stored
+from tfexport._io import atomic
+from tfexport._io.sealed_json import seal
 from tfexport.bundle.bundle import create_bundle, open_bundle
 from tfexport.cli import main
 from tfexport.errors import BundleError, EngineError
-from tfexport.files import atomic
-from tfexport.files.sealed_json import seal
-from tfexport.trt.artifact.store import add_engine, choose_engine, open_engine
+from tfexport.tensorrt.artifact.store import add_engine, choose_engine, open_engine
 
 NAME = "tensorrt-rtx-static-fp32"
 NEW = CONTENT | {"weights.safetensors": b"new"}

@@ -28,14 +28,14 @@ from cryptography.hazmat.primitives.serialization import (
 import tfexport
 from tests import tiny
 from tests.bundle.made import CONTENT, edit, fill, reseal
+from tfexport._io.signature import SigningKey, TrustedKeys
 from tfexport.bench.config import BenchConfig, resolve
-from tfexport.bench.processes import run_process
+from tfexport.bench.worker import run_process
 from tfexport.bundle.bundle import create_bundle, open_bundle
 from tfexport.cli import main
+from tfexport.describe import inspect_path
 from tfexport.errors import BundleError, ConfigError
-from tfexport.files.signature import SigningKey, TrustedKeys
-from tfexport.inspect import inspect_path
-from tfexport.models.directory import save_model
+from tfexport.nn.directory import save_model
 
 OPENSSL = shutil.which("openssl")
 SIGNATURE = "manifest.json.sig"

@@ -11,11 +11,11 @@ import onnxruntime
 import pytest
 
 import tfexport
-from tests.trt.artifact import stored
+from tests.tensorrt.artifact import stored
 from tfexport.bundle.bundle import Bundle, open_bundle
 from tfexport.bundle.unsealed import check_engines, unsealed
+from tfexport.describe import describe, inspect_path
 from tfexport.errors import BundleError
-from tfexport.inspect import describe, inspect_path
 
 NAME = "tensorrt-rtx-static-fp32"
 

@@ -19,9 +19,9 @@ from pathlib import Path
 import pytest
 
 from tests.bundle.made import CONTENT, fill, make, refused, siblings
+from tfexport._io import atomic
 from tfexport.bundle.bundle import create_bundle, open_bundle
 from tfexport.errors import BundleError
-from tfexport.files import atomic
 
 
 def test_missing_parents_are_made(tmp_path: Path) -> None:

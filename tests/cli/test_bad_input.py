@@ -25,10 +25,10 @@ from safetensors.torch import load_file, save_file
 from tests import tiny
 from tests.conftest import DATES
 from tests.tiny import VARIANTS
+from tfexport._io.atomic import locked
 from tfexport.bundle.bundle import open_bundle
 from tfexport.cli import main
-from tfexport.files.atomic import locked
-from tfexport.models.directory import save_model
+from tfexport.nn.directory import save_model
 
 TFEXPORT = str(Path(sys.executable).with_name("tfexport"))
 WEIGHTS = "model.safetensors"
@@ -168,7 +168,7 @@ MODELS: dict[str, tuple[Damage, list[str]]] = {
     "heads by the milliard": (encoder(num_heads=10**9, d_k=1, d_v=1), ["num_heads is 1000000000, expected 1 to 1000"]),
     "buckets": (top(relative_bias="t5", relative_buckets=10**12), ["relative_buckets is 1000000000000, expected"]),
     "4,000 digits": (top(d_model=int("9" * 4000)), ["d_model is 9999", "…, expected a whole number of 64 bits"]),
-    "a list of 100,000": (top(d_model=[1] * 100_000), ["d_model is (1, 1, ", "…, expected a whole number"]),
+    "a list of 100,000": (top(d_model=[1] * 100_000), ["d_model is [1, 1, ", "…, expected a whole number"]),
     "10,000 unknown keys": (config(lambda data: data.update(dict.fromkeys(map(str, range(10_000))))), ["9980 more"]),
     "control characters": (top(**{"a\nb\x1b[31m\u202e": 1}), [r"unknown key a\nb\x1b[31m\u202e"]),
     "deep": (write("config.json", "[" * 200_000), ["config.json is not JSON", "save it again"]),

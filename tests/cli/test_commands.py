@@ -22,8 +22,8 @@ import tfexport.errors
 from tests.conftest import DATES, ROOT
 from tfexport.cli import main
 from tfexport.errors import ParityError, TfexportError
+from tfexport.export.config import ExportConfig
 from tfexport.generation import DecodeConfig
-from tfexport.graph.config import ExportConfig
 from tfexport.verify import VerifyConfig
 
 
@@ -104,7 +104,7 @@ def test_verify_passes_on_what_was_exported(verified: Path) -> None:
 
 def test_verify_exits_with_2_when_the_weights_differ(verified: Path, tmp_path: Path) -> None:
     """The same configuration with other weights says something else."""
-    from tfexport.models.directory import save_model
+    from tfexport.nn.directory import save_model
     from tfexport.runtime.eager import load_eager_model
 
     model = load_eager_model(tfexport.bundle.bundle.open_bundle(verified))

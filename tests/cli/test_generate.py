@@ -23,9 +23,9 @@ import tfexport
 from tests import tiny
 from tests.conftest import DATES
 from tfexport.cli import main
-from tfexport.graph.config import ExportConfig
+from tfexport.contract import TokenIds
+from tfexport.export.config import ExportConfig
 from tfexport.runtime.ort import backend as ort_backend
-from tfexport.spec import TokenIds
 
 TFEXPORT = str(Path(sys.executable).with_name("tfexport"))
 VOCAB = json.loads((DATES / "tokenizer.json").read_text())["model"]["vocab"]
@@ -223,7 +223,7 @@ def test_an_interrupt_exits_with_130_and_leaves_nothing(dates_bundle: Path, tmp_
 def encoder_bundle(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
     """Export an encoder alone with the tokenizer of models/dates."""
     from tfexport.export import export_bundle
-    from tfexport.models.directory import save_model
+    from tfexport.nn.directory import save_model
 
     def make(path: Path) -> None:
         model_directory = path.with_name("encoder_model")

@@ -20,12 +20,12 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from torch import Tensor
 
-from tests.checkpoint.layout.test_layout import IDENTITY, state
-from tests.models.notebooks import Notebook000, Notebook004
-from tfexport.checkpoint.layout.layout import read_layout, render_layout
-from tfexport.checkpoint.reference.golden import record
+from tests.importing.layout.test_layout import IDENTITY, state
+from tests.nn.notebooks import Notebook000, Notebook004
 from tfexport.cli import main
-from tfexport.models.directory import load_model
+from tfexport.importing.layout.layout import read_layout, render_layout
+from tfexport.importing.reference.golden import record
+from tfexport.nn.directory import load_model
 
 
 def run(*words: object, code: int = 0) -> Result:
@@ -351,7 +351,7 @@ def test_a_mistake_in_a_layout_file_exits_with_2(old: str, new: str, own: Path, 
 
 
 def read_layout_of(name: str) -> Any:
-    from tfexport.checkpoint.layout.layout import builtin_layouts
+    from tfexport.importing.layout.layout import builtin_layouts
 
     return builtin_layouts()[name]
 
@@ -373,7 +373,7 @@ def test_two_layouts_that_both_fit_by_name(own: Path, tmp_path: Path, monkeypatc
     """Without a golden both are named; with one, numbers decide."""
     from dataclasses import replace
 
-    from tfexport.checkpoint import importer
+    from tfexport.importing import importer
 
     right = read_layout_of("notebook-004")
     wrong = replace(right, name="look-alike", arch={**right.arch, "norm_place": "pre"})
@@ -442,8 +442,8 @@ def test_a_sentencepiece_model_encodes_as_sentencepiece_does(
     from dataclasses import replace
 
     from tests import tiny
-    from tfexport.checkpoint.formats.vocabulary import tokenizer_json
-    from tfexport.models.config import model_spec
+    from tfexport.importing.formats.vocabulary import tokenizer_json
+    from tfexport.nn.config import model_spec
 
     sentencepiece = pytest.importorskip("sentencepiece", reason="sentencepiece is not installed")
     lines = [line for line in Path(__file__).read_text().splitlines() if line.strip()]
@@ -500,5 +500,5 @@ def test_an_import_without_the_export_extra_says_what_to_install(
     def fail(*_: object, **__: object) -> None:
         raise ModuleNotFoundError("No module named 'yaml'", name="yaml")
 
-    monkeypatch.setattr("tfexport.checkpoint.importer.import_checkpoint", fail)
+    monkeypatch.setattr("tfexport.importing.importer.import_checkpoint", fail)
     assert "pip install 'tfexport[export]'" in error(own / "model.pt", "--output", tmp_path / "m")

@@ -22,7 +22,7 @@ from click.testing import CliRunner
 from tests import tiny
 from tfexport.bundle.bundle import open_bundle
 from tfexport.cli import main
-from tfexport.models.directory import save_model
+from tfexport.nn.directory import save_model
 
 TFEXPORT = str(Path(sys.executable).with_name("tfexport"))
 TINY = ("onnx", "preset:tiny", "--forms", "concat", "--max-source-length", "12", "--no-verify")

@@ -23,12 +23,12 @@ from tfexport.bundle.bundle import open_bundle
 from tfexport.cli import main
 from tfexport.errors import EngineError
 from tfexport.export import export_bundle
-from tfexport.graph.config import ExportConfig
-from tfexport.models.directory import save_model
-from tfexport.trt.artifact.load import load_engine, validity_problem
-from tfexport.trt.artifact.store import open_engine
-from tfexport.trt.config import EngineConfig
-from tfexport.trt.cuda import find_gpus
+from tfexport.export.config import ExportConfig
+from tfexport.nn.directory import save_model
+from tfexport.tensorrt.artifact.load import load_engine, validity_problem
+from tfexport.tensorrt.artifact.store import open_engine
+from tfexport.tensorrt.config import EngineConfig
+from tfexport.tensorrt.cuda import find_gpus
 
 trt = pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
 
@@ -66,7 +66,7 @@ def copy(built: Path, tmp_path: Path) -> Path:
 
 def plan_bytes(bundle: Path, name: str) -> int:
     manifest = open_engine(bundle.resolve(), name).manifest
-    return sum(plan.content.bytes for plan in manifest.plans.values())
+    return sum(plan.bytes for plan in manifest.plans.values())
 
 
 def test_a_bundle_gets_an_engine(built: Path) -> None:
@@ -173,7 +173,7 @@ def test_int8_weights_make_smaller_plans(copy: Path) -> None:
     assert manifest.config.weights == "int8"
     assert manifest.plans["encoder"].layers["DEQUANTIZE"] > 0
     for plan in ("encoder", "decoder_static"):
-        assert manifest.plans[plan].content.bytes < whole.plans[plan].content.bytes
+        assert manifest.plans[plan].bytes < whole.plans[plan].bytes
 
 
 def test_an_encoder_alone_gets_one_plan(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from transformers import GenerationConfig, MarianConfig, MarianMTModel, PreTrainedTokenizerFast
 
-from tests.models.foreign import canonical_from_marian
+from tests.nn.foreign import canonical_from_marian
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.eager import EagerSession
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from tfexport.contract import Accuracy, ModelSpec, TokenIds
 from tfexport.runtime.session import (
     Candidates,
     Floats,
@@ -22,7 +23,6 @@ from tfexport.runtime.session import (
     check_step,
     close_up,
 )
-from tfexport.spec import Accuracy, ModelSpec, TokenIds
 
 PAD, START, EOS = 0, 1, 2
 Script = Callable[[tuple[int, ...], tuple[int, ...]], np.ndarray]

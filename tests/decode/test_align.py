@@ -16,16 +16,16 @@ from transformers import MarianConfig, MarianMTModel, T5Config, T5ForConditional
 
 from tests import tiny
 from tests.decode.scripted import ScriptedSession, table
-from tests.models.foreign import canonical_from_marian, canonical_from_t5, canonical_from_torch
+from tests.nn.foreign import canonical_from_marian, canonical_from_t5, canonical_from_torch
+from tfexport.contract import AlignmentHeads, TokenIds
 from tfexport.decode.align import Alignment, align
 from tfexport.errors import BackendError, ConfigError, InputError
-from tfexport.graph.write import write_graphs
-from tfexport.models.config import model_spec
-from tfexport.models.transformer import Transformer
+from tfexport.export.write import write_graphs
+from tfexport.nn.config import model_spec
+from tfexport.nn.transformer import Transformer
 from tfexport.runtime.eager import EagerSession
 from tfexport.runtime.ort.backend import open_graphs
 from tfexport.runtime.session import Session
-from tfexport.spec import AlignmentHeads, TokenIds
 
 LAYERS, HEADS = 3, 4
 LENGTH = 20

@@ -12,12 +12,12 @@ import torch
 from transformers import MarianConfig, MarianMTModel, T5Config, T5ForConditionalGeneration
 
 from tests.decode.scripted import EOS, START, ScriptedSession, drawn, table
-from tests.models.foreign import canonical_from_marian, canonical_from_t5
+from tests.nn.foreign import canonical_from_marian, canonical_from_t5
 from tfexport.decode.offline import decode
 from tfexport.decode.score import score
 from tfexport.errors import BackendError, InputError
 from tfexport.generation import DecodeConfig
-from tfexport.models.transformer import Transformer
+from tfexport.nn.transformer import Transformer
 from tfexport.runtime.eager import EagerSession
 from tfexport.runtime.session import Limit
 

@@ -21,10 +21,10 @@ from tfexport.decode.loop import Loop
 from tfexport.decode.request import check_requests
 from tfexport.errors import ConfigError, GraphError
 from tfexport.export import export_bundle
+from tfexport.export.config import ExportConfig
 from tfexport.generation import DecodeConfig
-from tfexport.graph.config import ExportConfig
 from tfexport.model.model import Model
-from tfexport.models.directory import save_model
+from tfexport.nn.directory import save_model
 from tfexport.runtime.ort.contrib import ContribBatch
 
 ON: dict[str, Any] = {"prompt_lookup_num_tokens": 15}

@@ -11,10 +11,10 @@ from pathlib import Path
 import tfexport
 from tests.fuzz.kind import Kind
 from tests.fuzz.mutations import mutated, mutated_json
+from tfexport._io.names import MANIFEST
+from tfexport._io.sealed_json import seal
 from tfexport.export import export_bundle
-from tfexport.files.names import MANIFEST
-from tfexport.files.sealed_json import seal
-from tfexport.graph.config import ExportConfig
+from tfexport.export.config import ExportConfig
 
 TEXTS = ["3 May 1999", "29 Ekim 1923"]
 

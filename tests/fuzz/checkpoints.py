@@ -13,17 +13,18 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from models.from_scratch.numbered_blocks import NumberedBlocks
+from models.from_scratch.pieces import HEADS, SOURCE, TARGET
 from tests import tiny
-from tests.checkpoint.layout.test_layout import IDENTITY
-from tests.checkpoint.selfmade import HEADS, SOURCE, TARGET, NumberedBlocks
 from tests.fuzz.kind import Kind
 from tests.fuzz.mutations import mutated, mutated_json
-from tfexport.checkpoint.formats.container import read_checkpoint
-from tfexport.checkpoint.layout.apply import apply_layout
-from tfexport.checkpoint.layout.layout import read_layout, render_layout
-from tfexport.checkpoint.reference.golden import read_golden, record
-from tfexport.files.names import CONFIG
-from tfexport.models.directory import load_model, save_model
+from tests.importing.layout.test_layout import IDENTITY
+from tfexport._io.names import CONFIG
+from tfexport.importing.formats.container import read_checkpoint
+from tfexport.importing.layout.apply import apply_layout
+from tfexport.importing.layout.layout import read_layout, render_layout
+from tfexport.importing.reference.golden import read_golden, record
+from tfexport.nn.directory import load_model, save_model
 from tfexport.text.config import TextConfig
 
 
@@ -107,7 +108,7 @@ def directories(folder: Path, scratch: Path) -> Kind:
 def texts(folder: Path, scratch: Path) -> Kind:
     """Return the kind of recorded texts of model directories."""
     from tests.conftest import DATES
-    from tfexport.files.strict_json import read_json
+    from tfexport._io.strict_json import read_json
 
     path = scratch / "text.json"
     document = json.loads((DATES / "text.json").read_bytes())

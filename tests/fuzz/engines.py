@@ -11,9 +11,9 @@ from typing import Any
 
 from tests.fuzz.kind import Kind
 from tests.fuzz.mutations import mutated, mutated_json
-from tests.trt.artifact import stored
-from tfexport.files.sealed_json import seal
-from tfexport.trt.artifact.store import engine_names, open_engine
+from tests.tensorrt.artifact import stored
+from tfexport._io.sealed_json import seal
+from tfexport.tensorrt.artifact.store import engine_names, open_engine
 
 _MANIFEST = "engine.json"
 

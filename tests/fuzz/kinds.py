@@ -12,7 +12,7 @@ from tests import tiny
 from tests.conftest import DATES
 from tests.fuzz import bundles, checkpoints, engines, options, requests, tokenizers
 from tests.fuzz.kind import Kind
-from tfexport.models.directory import save_model
+from tfexport.nn.directory import save_model
 
 # Each takes the folder of originals and an empty one of its own.
 KINDS: dict[str, Callable[[Path, Path], Kind]] = {

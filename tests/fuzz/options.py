@@ -96,7 +96,7 @@ def defaults(folder: Path, scratch: Path) -> Kind:
     everything = {name: field.default for name, field in _FIELDS.items()} | {"num_beams": 4, "max_new_tokens": 5}
 
     def use(raw: bytes) -> Any:
-        from tfexport.files.strict_json import read_json
+        from tfexport._io.strict_json import read_json
 
         (scratch / "generation.json").write_bytes(raw)
         return GenerationDefaults.from_dict(read_json(scratch / "generation.json", "generation.json"))

@@ -22,9 +22,9 @@ from tokenizers import Tokenizer, models
 
 from tests.bundle.made import CONTENT, make
 from tests.fuzz.faults.inject import Injector, Outcome
-from tests.trt.artifact import stored
+from tests.tensorrt.artifact import stored
 from tfexport.bundle.bundle import Bundle, open_bundle
-from tfexport.trt.artifact.store import engine_names
+from tfexport.tensorrt.artifact.store import engine_names
 
 # What a call can do to the disk; a kill before any other is a kill before the next of these.
 CHANGING = (
@@ -57,7 +57,7 @@ def bundle_content(path: Path) -> Content:
 
 
 def model_content(path: Path) -> Content:
-    from tfexport.models.directory import load_model
+    from tfexport.nn.directory import load_model
 
     load_model(path)
     return content(path)
@@ -106,11 +106,11 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from safetensors.torch import save_file
 
     from tests import tiny
-    from tests.checkpoint.layout.test_layout import IDENTITY, state
-    from tfexport.checkpoint.layout.layout import render_layout
+    from tests.importing.layout.test_layout import IDENTITY, state
     from tfexport.export import export_bundle
-    from tfexport.graph.config import ExportConfig
-    from tfexport.models.directory import save_model
+    from tfexport.export.config import ExportConfig
+    from tfexport.importing.layout.layout import render_layout
+    from tfexport.nn.directory import save_model
 
     home = tmp_path_factory.mktemp("home").resolve()
     (home / "words.json").write_bytes(words(tiny.VOCAB))

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from tests import tiny
-from tests.checkpoint.formats.odd_texts import LINES
 from tests.conftest import DATES
 from tests.fuzz.kind import Kind
 from tests.fuzz.mutations import mutated, mutated_json
+from tests.importing.formats.odd_texts import LINES
 from tests.text.test_tokenizer import TOKENS, byte_pairs, spec_of
-from tfexport.checkpoint.formats.spm import from_sentencepiece, read_sentencepiece
-from tfexport.checkpoint.formats.vocabulary import tokenizer_json
 from tfexport.errors import InputError
-from tfexport.models.config import model_spec
+from tfexport.importing.formats.spm import from_sentencepiece, read_sentencepiece
+from tfexport.importing.formats.vocabulary import tokenizer_json
+from tfexport.nn.config import model_spec
 from tfexport.text.tokenizer import Tokenizer
 
 TEXTS = ["the quick brown fox", "3 May 1999", "naïve café 🙂 ٣ مارس", "a" * 300, "e" + "\u0301" * 40]

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from tfexport.bench.timed import TimedSession
+from tfexport.bench.calls import TimedSession
 from tfexport.bench.timing import Effort, repeat, stopwatch
 from tfexport.bundle.bundle import open_bundle
+from tfexport.contract import FLOAT, ModelSpec
 from tfexport.decode.offline import decode
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.registry import OpenOptions, open_session
-from tfexport.runtime.trt.resources import ITEM_BYTES
-from tfexport.spec import FLOAT, ModelSpec
+from tfexport.tensorrt.session.resources import ITEM_BYTES
 
 NEW_TOKENS, SOURCE_LEN = 32, 32
 Setting = tuple[int, int]

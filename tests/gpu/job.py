@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from tfexport.bundle.manifest import ENGINES
+from tfexport.contract import Form, Precision
 from tfexport.errors import TfexportError
-from tfexport.graph.config import ExportConfig
-from tfexport.spec import Form, Precision
-from tfexport.trt.config import EngineConfig, Target
+from tfexport.export.config import ExportConfig
+from tfexport.tensorrt.config import EngineConfig, Target
 
 DATES = Path(__file__).resolve().parents[2] / "models" / "dates"
 
@@ -74,8 +74,8 @@ class Job:
 
         The first part that asks for it builds it. `more` are further fields of its configuration.
         """
-        from tfexport.build import build_engines, resolve_build
-        from tfexport.trt.config import engine_key
+        from tfexport.tensorrt.config import engine_key
+        from tfexport.tensorrt.pipeline import build_engines, resolve_build
 
         what = " ".join(part for part in ("build", bundle.name, form or "encoder", precision, spell(more)) if part)
         if target == "tensorrt":

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from tfexport.install import install_command, replacing_command
-from tfexport.probes import find_gpus, run_probe
+from tfexport._io.extras import install_command, replacing_command
+from tfexport.runtime.probes import find_gpus, run_probe
 from tfexport.runtime.registry import backends
 
 # "rtx-library" is the library alone, "tensorrt-rtx" one that takes the GPU.

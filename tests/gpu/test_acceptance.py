@@ -25,14 +25,14 @@ from tests.gpu import test_sessions as sessions
 from tests.gpu.job import Job
 from tests.gpu.parts import PARTS, Part
 from tests.gpu.torch_engine import TorchEngine
-from tests.runtime.trt.trt_double import trt_session
-from tests.trt.cuda_double import CudaDouble
+from tests.tensorrt.cuda_double import CudaDouble
+from tests.tensorrt.session.trt_double import trt_session
 from tfexport.bundle.bundle import open_bundle
+from tfexport.contract import ModelSpec, TokenIds
 from tfexport.doctor import Diagnosis, Library
-from tfexport.models.directory import load_model
+from tfexport.nn.directory import load_model
 from tfexport.runtime.registry import OpenOptions, open_session
-from tfexport.spec import ModelSpec, TokenIds
-from tfexport.trt.cuda import find_gpus
+from tfexport.tensorrt.cuda import find_gpus
 
 Once = Callable[[str, Callable[[Path], object]], Path]
 PART = PARTS[0]
@@ -41,7 +41,7 @@ SMALL = ((1, 1), (3, 2))
 
 def machine() -> Diagnosis:
     libraries = (Library("numpy", "", "1.26", "2.0", ""),)
-    return Diagnosis("0", "3.11", "Linux x86_64", libraries, (), (), ())
+    return Diagnosis("0", "3.11", "Linux x86_64", (), "", libraries, (), (), ())
 
 
 def checks(path: Path) -> dict[str, dict[str, Any]]:
@@ -100,10 +100,10 @@ import pytest
 sys.exit(pytest.main(sys.argv[1:]))
 """
     options = ["-q", "-rs", "--collect-only", "-m", "gpu", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
-    command = [sys.executable, "-c", program, *options, "tests/runtime/test_ties.py", "tests/trt/test_cuda.py"]
+    command = [sys.executable, "-c", program, *options, "tests/runtime/test_ties.py", "tests/tensorrt/test_cuda.py"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert "error" not in done.stdout.lower(), done.stdout
-    assert "tests/trt/test_cuda.py::test_copies_and_graphs_on_a_gpu" in done.stdout
+    assert "tests/tensorrt/test_cuda.py::test_copies_and_graphs_on_a_gpu" in done.stdout
     assert "hypothesis is not installed" in done.stdout
 
 

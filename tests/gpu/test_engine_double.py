@@ -27,15 +27,15 @@ from tests.gpu.torch_engine import GpuEngine, TorchEngine, WatchedCuda
 from tests.runtime import test_contract as contract
 from tests.runtime.exported import Once, exported
 from tests.runtime.joining import alone, differing, joining, random_requests
-from tests.runtime.trt import test_batch, test_decode, test_session
-from tests.runtime.trt.conftest import Model
-from tests.runtime.trt.trt_double import LIBRARY, DoubleSession, make_engines, trt_session
-from tests.trt.cuda_double import CudaDouble
+from tests.tensorrt.cuda_double import CudaDouble
+from tests.tensorrt.session import test_batch, test_decode, test_session
+from tests.tensorrt.session.conftest import Model
+from tests.tensorrt.session.trt_double import LIBRARY, DoubleSession, make_engines, trt_session
+from tfexport.contract import Form
 from tfexport.decode.offline import decode
 from tfexport.generation import DecodeConfig
-from tfexport.runtime.trt.session import TrtSession
-from tfexport.spec import Form
-from tfexport.trt.config import EngineConfig
+from tfexport.tensorrt.config import EngineConfig
+from tfexport.tensorrt.session.session import TrtSession
 
 FORMS: tuple[Form, ...] = ("static", "concat")
 # What PyTorch and CUDA keep between sessions: code of kernels that ran for the first time.

@@ -13,13 +13,13 @@ from tests.gpu import decodes
 from tests.gpu.decodes import given_to_gpu, hypotheses, launches, measure
 from tests.gpu.job import Job
 from tests.gpu.torch_engine import GpuEngine, TorchEngine, WatchedCuda
-from tests.runtime.trt.trt_double import trt_session
+from tests.tensorrt.session.trt_double import trt_session
 from tfexport.bundle.bundle import open_bundle
 from tfexport.bundle.step_weights import step_weight_bytes
+from tfexport.contract import FLOAT, Device, Precision
 from tfexport.runtime.registry import Graphs, OpenOptions, open_session
-from tfexport.runtime.trt.resources import ITEM_BYTES
-from tfexport.spec import FLOAT, Device, Precision
-from tfexport.trt.config import Target
+from tfexport.tensorrt.config import Target
+from tfexport.tensorrt.session.resources import ITEM_BYTES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 TARGETS: tuple[Target, ...] = ("tensorrt", "tensorrt-rtx")
@@ -48,7 +48,7 @@ def _run(
     bundle: Path, name: str, precision: Precision, graphs: bool, numbers: dict[str, Any]
 ) -> list[list[tuple[int, ...]]]:
     """Decode and measure; without graphs every step is queued anew."""
-    from tfexport.runtime.trt.graphs import CudaGraphRunner
+    from tfexport.tensorrt.session.graphs import CudaGraphRunner
 
     run = CudaGraphRunner.run if graphs else (lambda self, name, queue, can_capture: queue())
     with mock.patch.object(CudaGraphRunner, "run", run):
@@ -118,8 +118,8 @@ def eager_session(precision: Precision, device: str, *, compiled: bool) -> Any:
     """Open the eager model on a device, in a precision, its step compiled or not."""
     import torch
 
-    from tfexport.models.config import model_spec
-    from tfexport.models.presets import build_preset
+    from tfexport.nn.config import model_spec
+    from tfexport.nn.presets import build_preset
     from tfexport.runtime.eager import EagerSession
 
     model = build_preset(MEASURED).to(device=device, dtype=getattr(torch, FLOAT[precision]))

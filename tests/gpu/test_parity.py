@@ -13,10 +13,10 @@ from tests.gpu.decodes import random_sources
 from tests.gpu.job import Job, spell
 from tfexport.bundle.bundle import open_bundle
 from tfexport.bundle.manifest import ENGINES
+from tfexport.contract import SOURCE_IDS, SOURCE_MASK, Form, ModelSpec, Precision
 from tfexport.errors import EngineError
 from tfexport.model.load import load
-from tfexport.spec import SOURCE_IDS, SOURCE_MASK, Form, ModelSpec, Precision
-from tfexport.trt.config import EngineConfig, Target
+from tfexport.tensorrt.config import EngineConfig, Target
 from tfexport.verify import Report, VerifyConfig, verify_bundle
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
@@ -46,10 +46,10 @@ def rtx_accepts(job: Job) -> None:
 
     The library is asked itself, also where tfexport refuses the engine beforehand.
     """
-    from tfexport.build import build_engines
-    from tfexport.trt.artifact.load import load_engine
-    from tfexport.trt.cuda import need_gpu
-    from tfexport.trt.library import PORTABLE
+    from tfexport.tensorrt.artifact.load import load_engine
+    from tfexport.tensorrt.cuda import need_gpu
+    from tfexport.tensorrt.library import PORTABLE
+    from tfexport.tensorrt.pipeline import build_engines
 
     capability = need_gpu().compute_capability
     wanted: tuple[str, ...]
@@ -72,7 +72,7 @@ def library_takes(plan: bytes) -> str:
     Raises:
         EngineError: it refuses, in its own words.
     """
-    from tfexport.trt.library import load_library
+    from tfexport.tensorrt.library import load_library
 
     library = load_library("tensorrt-rtx")
     log = library.listen()

@@ -16,7 +16,7 @@ from tests.gpu.job import Job
 from tfexport.bundle.bundle import open_bundle
 from tfexport.bundle.manifest import ENGINES
 from tfexport.errors import EngineError, InputError
-from tfexport.trt.config import Target
+from tfexport.tensorrt.config import Target
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 TARGETS: tuple[Target, ...] = ("tensorrt", "tensorrt-rtx")
@@ -24,7 +24,7 @@ TARGETS: tuple[Target, ...] = ("tensorrt", "tensorrt-rtx")
 
 def refusals(job: Job, target: Target) -> None:
     """Engines that are damaged or belong elsewhere, then requests beyond a profile."""
-    from tfexport.trt.artifact.load import load_engine
+    from tfexport.tensorrt.artifact.load import load_engine
 
     original = job.bundle("dates")
     name = job.engine(original, target, "static", "fp32")

@@ -11,7 +11,7 @@ import pytest
 from tests.gpu.decodes import hypotheses
 from tests.gpu.job import Job
 from tfexport.bundle.bundle import open_bundle
-from tfexport.trt.config import Target
+from tfexport.tensorrt.config import Target
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 TARGETS: tuple[Target, ...] = ("tensorrt", "tensorrt-rtx")
@@ -19,9 +19,9 @@ TARGETS: tuple[Target, ...] = ("tensorrt", "tensorrt-rtx")
 
 def sessions(job: Job, target: Target) -> None:
     """Two sessions over one loaded engine, from eight threads: everybody gets what one alone gets."""
-    from tfexport.runtime.trt.session import TrtSession
-    from tfexport.trt.artifact.load import load_engine
-    from tfexport.trt.cuda import Cuda
+    from tfexport.tensorrt.artifact.load import load_engine
+    from tfexport.tensorrt.cuda import Cuda
+    from tfexport.tensorrt.session.session import TrtSession
 
     bundle = open_bundle(job.bundle("dates"))
     name = job.engine(bundle.path, target, "static", "fp32")

@@ -18,8 +18,8 @@ COUNTS = (1, 8, 64, 100)
 
 def ties(job: Job) -> None:
     """Both forms in ONNX Runtime CUDA, with a few values for all logits."""
-    from tfexport.graph.write import write_graphs
-    from tfexport.models.config import model_spec
+    from tfexport.export.write import write_graphs
+    from tfexport.nn.config import model_spec
     from tfexport.runtime.ort.session import OrtSession
 
     for vocab in VOCABULARIES:

@@ -17,9 +17,9 @@ import torch
 from tests.gpu import torch_engine
 from tests.gpu.test_engine_double import HOST, Place, PlacedModel, decodes, failed_capture
 from tests.gpu.torch_engine import OWNED, GpuEngine, WatchedCuda
-from tests.trt.cuda_double import MisuseError
+from tests.tensorrt.cuda_double import MisuseError
 from tfexport.errors import BackendError
-from tfexport.trt import cuda
+from tfexport.tensorrt import cuda
 
 DONE, CAPTURE_REFUSED = SimpleNamespace(value=0, name="cudaSuccess"), SimpleNamespace(value=900, name="refused")
 

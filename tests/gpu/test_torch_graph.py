@@ -16,9 +16,9 @@ from tests import tiny
 from tests.gpu.torch_graph import TorchGraph
 from tests.runtime.exported import Once, exported
 from tfexport.bundle.bundle import open_bundle
+from tfexport.contract import DECODER, ENCODER, Form, GraphSpec, ModelSpec, decoder_graph, encoder_graph, reorder_spec
 from tfexport.errors import GraphError
-from tfexport.graph.reorder import reorder_graph
-from tfexport.spec import DECODER, ENCODER, Form, GraphSpec, ModelSpec, decoder_graph, encoder_graph, reorder_spec
+from tfexport.export.reorder import reorder_graph
 
 Arrays = dict[str, np.ndarray]
 Graphs = tuple[dict[str, Path], ModelSpec]

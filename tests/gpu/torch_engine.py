@@ -1,7 +1,7 @@
 """TensorRT engines without TensorRT, on the real CUDA: PyTorch runs the graph, all else is that of the doubles.
 
-Streams, graphs, pinned memory and events are those of `tfexport.trt.cuda.Cuda`. What PyTorch needs beside them keeps to
-what a library keeps to: each context has memory of its own, which its first run fills, so that a captured run allocates
+Streams, graphs, pinned memory and events are those of `tfexport.tensorrt.cuda.Cuda`. What PyTorch needs in addition
+behaves as a library does: each context has its own memory, which its first run fills, so that a captured run allocates
 nothing and its graph shares memory with nobody.
 """
 
@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from tests.gpu.torch_graph import TorchGraph
-from tests.runtime.trt.trt_double import ExecutionContextAllocationStrategy, FakeContext, FakeEngine, Shape
-from tests.trt.cuda_double import MisuseError
-from tfexport.spec import TensorSpec
-from tfexport.trt.cuda import Cuda, Graph
+from tests.tensorrt.cuda_double import MisuseError
+from tests.tensorrt.session.trt_double import ExecutionContextAllocationStrategy, FakeContext, FakeEngine, Shape
+from tfexport.contract import TensorSpec
+from tfexport.tensorrt.cuda import Cuda, Graph
 
 # What the double of CUDA counts, by the function of CUDA that does it.
 COUNTED = {

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import tokenizers
 
-from tests.checkpoint.formats.odd_texts import odd_texts
 from tests.conftest import DATES
+from tests.importing.formats.odd_texts import odd_texts
 from tests.languages.conftest import Once, Program, said
 from tfexport.errors import InputError
 from tfexport.export import export_bundle
-from tfexport.graph.config import ExportConfig
+from tfexport.export.config import ExportConfig
 from tfexport.model.load import load
 
 pytestmark = pytest.mark.slow

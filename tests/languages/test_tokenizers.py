@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from tests.checkpoint.formats.odd_texts import odd_texts
 from tests.conftest import DATES
+from tests.importing.formats.odd_texts import odd_texts
 from tfexport.errors import InputError
 from tfexport.text.vocabulary import Vocabulary
 

@@ -12,18 +12,18 @@ import numpy as np
 import torch
 
 from tests import tiny
+from tfexport.contract import WEIGHTS, AlignmentHeads, Form, ModelSpec
 from tfexport.export import export_bundle
-from tfexport.graph.config import ExportConfig
-from tfexport.graph.forms.contrib import joint_weights
-from tfexport.graph.weights import write_weights
-from tfexport.graph.write import write_graphs
-from tfexport.models.config import TransformerConfig, model_spec
-from tfexport.models.directory import save_model
-from tfexport.models.transformer import Transformer
+from tfexport.export.config import ExportConfig
+from tfexport.export.decoders.contrib import joint_weights
+from tfexport.export.weights import write_weights
+from tfexport.export.write import write_graphs
+from tfexport.nn.config import TransformerConfig, model_spec
+from tfexport.nn.directory import save_model
+from tfexport.nn.transformer import Transformer
 from tfexport.runtime.ort.cache import FIRST_CAPACITY
 from tfexport.runtime.ort.session import OrtSession
 from tfexport.runtime.session import Ids, Mask
-from tfexport.spec import WEIGHTS, AlignmentHeads, Form, ModelSpec
 
 Once = Callable[[str, Callable[[Path], object]], Path]
 # Buffers of the target double twice, the second time up to the limit.

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from tests import tiny
-from tfexport.models.config import TransformerConfig
-from tfexport.models.transformer import Transformer
+from tfexport.nn.config import TransformerConfig
+from tfexport.nn.transformer import Transformer
 
 # Of the sizes that ONNX Runtime's CUDA provider selects from by radix.
 VOCAB = 600

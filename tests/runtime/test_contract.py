@@ -15,18 +15,18 @@ from tests.runtime.exported import Once, exported, ort_session, sources
 from tests.runtime.joining import alone, differing, joining, random_requests
 from tests.runtime.planted import wide
 from tests.runtime.toy import TOY
-from tests.runtime.trt.trt_double import trt_session
-from tests.trt.cuda_double import CudaDouble
+from tests.tensorrt.cuda_double import CudaDouble
+from tests.tensorrt.session.trt_double import trt_session
+from tfexport.contract import DECODER, Form
 from tfexport.decode.score import score
 from tfexport.errors import BackendError, InputError
-from tfexport.graph.forms.contrib import CONTRIB
-from tfexport.models.config import TransformerConfig
-from tfexport.models.transformer import Transformer
+from tfexport.export.decoders.contrib import CONTRIB
+from tfexport.nn.config import TransformerConfig
+from tfexport.nn.transformer import Transformer
 from tfexport.runtime.eager import EagerSession
 from tfexport.runtime.ort.backend import open_graphs
 from tfexport.runtime.registry import Graphs, OpenOptions, get, registered
 from tfexport.runtime.session import Batch, Candidates, Ids, Mask, MultiStep, ScoresTokens, Session, close_up
-from tfexport.spec import DECODER, Form
 
 MakeSession = Callable[[Transformer], Session]
 

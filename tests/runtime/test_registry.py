@@ -17,14 +17,14 @@ from tfexport.bench.config import BenchConfig, resolve
 from tfexport.bench.run import check_parity
 from tfexport.bench.worker import measure
 from tfexport.bundle.bundle import open_bundle as read_bundle
+from tfexport.contract import Device, Form
+from tfexport.describe import describe, inspect_path
 from tfexport.errors import BackendError, BundleError, ConfigError
-from tfexport.inspect import describe, inspect_path
 from tfexport.runtime import registry
 from tfexport.runtime.ort import backend as ort
 from tfexport.runtime.ort.contrib import ContribSession
 from tfexport.runtime.ort.device import PlacementError
 from tfexport.runtime.registry import Backend, Graphs, OpenOptions, get, open_session, registered
-from tfexport.spec import Device, Form
 from tfexport.verify import VerifyConfig, verify_bundle
 
 ENCODER = {"encoder": GRAPHS["encoder"]}

@@ -24,7 +24,7 @@ from tfexport.decode.loop import Loop
 from tfexport.decode.request import check_requests
 from tfexport.generation import DecodeConfig
 from tfexport.model.model import Model
-from tfexport.models.presets import build_preset
+from tfexport.nn.presets import build_preset
 from tfexport.runtime.ort import contrib
 from tfexport.runtime.ort.contrib import ContribBatch
 from tfexport.runtime.ort.device import OrtDevice

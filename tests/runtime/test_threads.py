@@ -12,9 +12,9 @@ import tfexport
 from tfexport import ConfigError
 from tfexport.bundle.bundle import Bundle
 from tfexport.bundle.bundle import open_bundle as read_bundle
-from tfexport.cores import available_cores
+from tfexport.contract import WEIGHTS, Form
+from tfexport.runtime.cores import available_cores
 from tfexport.runtime.threads import ONE_THREAD_BELOW, Threads, choose_threads
-from tfexport.spec import WEIGHTS, Form
 
 CORES = available_cores()
 

@@ -14,12 +14,12 @@ from hypothesis.extra import numpy as arrays
 from tests import tiny
 from tests.runtime.exported import Once, exported, sources
 from tests.runtime.planted import VOCAB, planted, ranked
+from tfexport.contract import Form
 from tfexport.runtime.eager import EagerSession
 from tfexport.runtime.ort.backend import open_graphs
 from tfexport.runtime.ort.device import OrtDevice
 from tfexport.runtime.ort.graphs import OrtGraphs, Step
 from tfexport.runtime.session import Candidates, Session, in_order_of_id
-from tfexport.spec import Form
 
 FORMS: tuple[Form, ...] = ("concat", "static", "contrib")
 

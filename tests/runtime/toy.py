@@ -9,6 +9,7 @@ import numpy as np
 import onnxruntime as ort
 
 from tfexport.bundle.bundle import Bundle
+from tfexport.contract import Accuracy, ModelSpec, key_value_names
 from tfexport.errors import BackendError
 from tfexport.runtime.registry import Backend, Graphs, OpenOptions, Requirement
 from tfexport.runtime.session import (
@@ -25,7 +26,6 @@ from tfexport.runtime.session import (
     check_step,
     close_up,
 )
-from tfexport.spec import Accuracy, ModelSpec, key_value_names
 
 
 class ToySession:

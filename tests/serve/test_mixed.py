@@ -15,7 +15,7 @@ from tests.runtime.exported import Once
 from tests.serve.served import Outcomes, is_idle, serving, until
 from tfexport.decode.result import Hypothesis
 from tfexport.export import export_bundle
-from tfexport.graph.config import ExportConfig
+from tfexport.export.config import ExportConfig
 from tfexport.model.load import load
 from tfexport.model.model import Model
 from tfexport.model.result import Result

@@ -15,17 +15,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.serve.running import Running, eventually, running
-from tfexport.bench.http_caller import HttpCaller
-from tfexport.bench.http_client import HttpClient
+from tfexport.bench.calls import Samples
 from tfexport.bench.open_loop import open_loop, poisson
-from tfexport.bench.samples import Samples
+from tfexport.bench.server import HttpCaller, http_client
 from tfexport.generation import DecodeConfig
 
 pytestmark = pytest.mark.slow
@@ -35,13 +34,13 @@ Disturbance = Callable[[Running, str], AbstractContextManager[None]]
 # Posts to a model without end, over 64 connections, whatever the answers are; it gives way to those who are measured.
 FLOOD = """
 import asyncio, os, sys
-from tfexport.bench.http_client import HttpClient
+from tfexport.bench.server import exchange, http_client
 os.nice(19)
 async def post(client, path, text):
     while True:
-        await client.post(path, {"text_input": text})
+        await exchange(client, "POST", path, {"text_input": text})
 async def flood(url, path, text):
-    client = HttpClient(url)
+    client = http_client(url)
     await asyncio.gather(*(post(client, path, text) for _ in range(64)))
 asyncio.run(flood(*sys.argv[1:]))
 """
@@ -51,7 +50,7 @@ def load_at(server: Running, rate: float, texts: list[str], seed: int, model: st
     """Ask for texts at a rate for some seconds; nobody may be refused."""
 
     async def run() -> Samples:
-        with closing(HttpClient(server.url)) as client:
+        async with http_client(server.url) as client:
             ask = HttpCaller(client, model, DecodeConfig())
             return await open_loop(ask, texts, poisson(rate, SECONDS, seed))
 
@@ -71,7 +70,7 @@ def capacity(server: Running, texts: list[str]) -> float:
         return count
 
     async def run() -> int:
-        with closing(HttpClient(server.url)) as client:
+        async with http_client(server.url) as client:
             ask = HttpCaller(client, "dates", DecodeConfig())
             end = time.monotonic() + SECONDS / 2
             return sum(await asyncio.gather(*(call(ask, end) for _ in range(32))))

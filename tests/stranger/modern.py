@@ -10,11 +10,11 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tfexport.checkpoint.reference.texts import Texts
-from tfexport.checkpoint.text import Tokenizers
-from tfexport.models.cache import Cache, Cross, KeyValue, Source
-from tfexport.own_module import OwnModule
-from tfexport.spec import ModelSpec, TokenIds
+from tfexport.contract import ModelSpec, TokenIds
+from tfexport.importing.own_module import OwnModule
+from tfexport.importing.reference.texts import Texts
+from tfexport.importing.text import Tokenizers
+from tfexport.nn.cache import Cache, Cross, KeyValue, Source
 
 WORDS = Path(__file__).with_name("words.json")
 VOCAB, D, HEADS, KV_HEADS, LAYERS, LENGTH = 48, 64, 4, 2, 2, 32

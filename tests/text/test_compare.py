@@ -6,8 +6,8 @@ import pytest
 from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, models, pre_tokenizers
 
+from tfexport.contract import ModelSpec, TokenIds
 from tfexport.errors import ParityError
-from tfexport.spec import ModelSpec, TokenIds
 from tfexport.text.compare import check_texts
 from tfexport.text.config import TextConfig, TextSample
 from tfexport.text.tokenizer import Tokenizer

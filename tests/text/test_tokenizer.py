@@ -16,8 +16,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from tfexport.contract import ModelSpec, TokenIds
 from tfexport.errors import BackendError, BundleError, InputError
-from tfexport.spec import ModelSpec, TokenIds
 from tfexport.text.config import TextConfig
 from tfexport.text.tokenizer import Tokenizer
 from tfexport.text.vocabulary import Vocabulary
@@ -420,7 +420,7 @@ def test_forking_afterwards_warns_of_nothing(tmp_path: Path) -> None:
     program = f"""
 import os
 from pathlib import Path
-from tfexport.spec import ModelSpec
+from tfexport.contract import ModelSpec
 from tfexport.text.config import TextConfig
 from tfexport.text.tokenizer import Tokenizer
 tokenizer = Tokenizer.load(Path({str(tmp_path / "tokenizer.json")!r}), ModelSpec.from_dict({spec!r}))

@@ -14,21 +14,21 @@ import torch
 from click.testing import CliRunner
 
 from tests import tiny
-from tests.runtime.trt.trt_double import trt_session
+from tests.tensorrt.session.trt_double import trt_session
 from tests.tiny import VARIANTS
 from tfexport.bundle.bundle import Bundle, open_bundle
 from tfexport.cli import main
 from tfexport.errors import BackendError
 from tfexport.export import export_bundle
-from tfexport.graph.config import ExportConfig
-from tfexport.graph.quantize.qdq import quantize_graphs
-from tfexport.models.config import TransformerConfig
-from tfexport.models.directory import save_model
-from tfexport.models.transformer import Transformer
+from tfexport.export.config import ExportConfig
+from tfexport.export.quantize.qdq import quantize_graphs
+from tfexport.nn.config import TransformerConfig
+from tfexport.nn.directory import save_model
+from tfexport.nn.transformer import Transformer
 from tfexport.runtime.eager import EagerBatch, EagerSession, load_eager_model
 from tfexport.runtime.registry import OpenOptions, get, registered
 from tfexport.runtime.session import Batch, Candidates, Floats, Limit, Session
-from tfexport.runtime.trt import backend
+from tfexport.tensorrt.session import backend
 from tfexport.verify import VerifyConfig, verify_bundle
 from tfexport.verify.numbers import compare, random_batches, step_logits
 from tfexport.verify.report import TOLERANCE

@@ -10,7 +10,7 @@ import pytest
 from tests import tiny
 from tests.tiny import VARIANTS
 from tfexport.decode.result import Hypothesis
-from tfexport.models.transformer import Transformer
+from tfexport.nn.transformer import Transformer
 from tfexport.runtime.eager import EagerSession
 from tfexport.verify import Decodes, Divergence, Numbers, Report
 from tfexport.verify.divergence import measure_divergence, parting

@@ -21,10 +21,10 @@ from tests.tiny import VARIANTS
 from tfexport.bundle.bundle import create_bundle, open_bundle
 from tfexport.cli import main
 from tfexport.export import export_bundle
-from tfexport.graph.config import ExportConfig
-from tfexport.models.config import model_spec
-from tfexport.models.directory import load_model, save_model
-from tfexport.models.eager import EagerModel
+from tfexport.export.config import ExportConfig
+from tfexport.nn.config import model_spec
+from tfexport.nn.directory import load_model, save_model
+from tfexport.nn.eager import EagerModel
 from tfexport.runtime.eager import EagerSession
 from tfexport.runtime.ort.backend import open_graphs
 from tfexport.runtime.registry import Graphs

@@ -1,1 +1,1 @@
-"""Measuring: how fast a bundle generates, in what time and memory, as a table, as JSON and as a page."""
+"""Measure how fast a bundle generates, and report it as a table, JSON and an HTML page."""

@@ -1,32 +1,27 @@
-"""Two measurements beside one another: is the second better or worse, and may it be."""
+"""Compare two reports: the change of each metric, and conditions that fail the comparison."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tfexport.bench import words
-from tfexport.bench.result import SCHEMA
-from tfexport.bench.table import grid
+from tfexport._io.strict_json import parse_json
+from tfexport.bench.report import SCHEMA
+from tfexport.bench.table import grid, number
 from tfexport.errors import BenchError, ConfigError, raise_all, shortened
-from tfexport.files.strict_json import parse_json
 
 MAX_BYTES = 16 * 1024 * 1024
-# What has to be equal for two measurements to be about the same thing, and where it stands in a report.
+# Two reports must agree in these fields, unless --vary names them.
 FIELDS = {
     "bundle": ("bundle", "sha256"),
     "scenario": ("scenario",),
-    "backend": ("settings", "backend"),
-    "device": ("settings", "device"),
-    "form": ("settings", "form"),
-    "engine": ("settings", "engine"),
-    "batch_size": ("settings", "batch_size"),
-    "source_length": ("settings", "source_length"),
-    "target_length": ("settings", "target_length"),
+    **{
+        name: ("settings", name)
+        for name in ("backend", "device", "form", "engine", "batch_size", "source_length", "target_length")
+    },
     "num_beams": ("settings", "num_beams"),
     "rate": ("settings", "rate"),
     "input": ("settings", "input"),
@@ -50,13 +45,13 @@ _CONDITION = re.compile(r"([a-z_]{1,64})(?:\.(value|avg|min|max|p50|p90|p95|p99)
 
 @dataclass(frozen=True)
 class Condition:
-    """A change that is not accepted, such as output_token_throughput<-5%.
+    """A change that fails the comparison, such as output_token_throughput<-5%.
 
     Attributes:
         metric: name of the metric.
-        column: which of its numbers; "" for its value, or its p50 when it has no value.
+        column: one of its numbers; "" for its value, or its p50 if it has no value.
         sign: "<" or ">".
-        percent: of change from the first measurement to the second.
+        percent: change from the first report to the second.
     """
 
     metric: str
@@ -69,7 +64,7 @@ class Condition:
         """Read a condition.
 
         Raises:
-            ConfigError: it is none.
+            ConfigError: the text is not a condition.
         """
         match = _CONDITION.fullmatch("".join(text.split()))
         if match is None:
@@ -80,32 +75,27 @@ class Condition:
         return cls(match[1], match[2] or "", match[3], float(match[4]))
 
     def holds(self, change: float) -> bool:
-        """Say whether a change in percent is one that is not accepted."""
+        """Return whether a change in percent fails the comparison."""
         return change < self.percent if self.sign == "<" else change > self.percent
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What came out.
-
-    Attributes:
-        lines: a table for the terminal.
-        failures: the conditions that hold, in words.
-    """
+    """The lines to print, and the conditions that hold."""
 
     lines: tuple[str, ...]
     failures: tuple[str, ...]
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """Read a report and check what comparing needs.
+    """Read a report.
 
     Raises:
-        BenchError: it is missing, too large or no report.
+        BenchError: it is missing, too large or not a report.
     """
     try:
         if not path.is_file():
-            raise BenchError(f"{path}: is no plain file; write one with: tfexport bench BUNDLE --json {path}")
+            raise BenchError(f"{path}: is not a plain file; write a report with: tfexport bench BUNDLE --json {path}")
         if path.stat().st_size > MAX_BYTES:
             raise BenchError(f"{path}: has {path.stat().st_size} bytes, the limit is {MAX_BYTES}; check the file")
         data = parse_json(path.read_bytes())
@@ -116,7 +106,6 @@ def read_result(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         got = shortened(data.get("schema") if isinstance(data, dict) else data)
         raise BenchError(f"{path}: schema is {got}, expected {SCHEMA!r}; measure again with this version")
-    raise_all(BenchError, f"{path} is damaged, measure again", list(_problems(data)))
     return data
 
 
@@ -126,84 +115,53 @@ def compare(
     """Compare two reports.
 
     Args:
-        first: what is compared with.
-        second: what is judged.
-        conditions: changes that are not accepted, in any cell.
-        vary: fields that may differ because they are what is compared.
+        first: the baseline.
+        second: the report to judge.
+        conditions: changes that fail the comparison, in any cell.
+        vary: fields that may differ because their effect is compared.
 
     Raises:
-        BenchError: they measure different things, or lack a metric of a condition.
+        BenchError: the reports measure different things, are damaged, or lack the metric of a condition.
         ConfigError: an unknown field in `vary`.
     """
-    unknown = [f"{name} is no field, expected one of {', '.join(FIELDS)}" for name in vary if name not in FIELDS]
+    unknown = [f"{name} is unknown, expected one of {', '.join(FIELDS)}" for name in vary if name not in FIELDS]
     raise_all(ConfigError, "vary", unknown)
-    differing = [name for name, place in FIELDS.items() if _at(first, place) != _at(second, place)]
-    refused = [name for name in differing if name not in vary]
-    if refused or len(first["cells"]) != len(second["cells"]):
-        raise BenchError(_refusal(first, second, refused))
-    pairs = list(zip(first["cells"], second["cells"], strict=True))
-    lines = [*_head(first, second, differing), *_table(first, second, pairs)]
-    failures = [failure for condition in conditions for failure in _failures(condition, first, second, pairs)]
+    try:
+        differing = [name for name in FIELDS if _field(first, name) != _field(second, name)]
+        _check_comparable(first, second, [name for name in differing if name not in vary])
+        pairs = list(zip(first["cells"], second["cells"], strict=True))
+        lines = [*_head(first, second, differing), *_table(first, second, pairs)]
+        failures = [failure for condition in conditions for failure in _failures(condition, first, second, pairs)]
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise BenchError(f"bench compare: a report is damaged ({error!r}); measure again") from error
     return Comparison(tuple(lines), tuple(failures))
 
 
-def _problems(data: dict[str, Any]) -> Iterator[str]:
-    """Say what is not as a report has it, as far as comparing reads it."""
-    for place in FIELDS.values():
-        if _at(data, place) is _ABSENT:
-            yield f"{'.'.join(place)} is missing"
-    if not isinstance(_at(data, ("validity", "reasons")), list):
-        yield "validity.reasons is no list"
-    cells = data.get("cells")
-    if not isinstance(cells, list) or not cells:
-        yield "cells is no list of measurements"
-        return
-    for name, holder in (("metrics", data), *((f"cells.{index}.metrics", cell) for index, cell in enumerate(cells))):
-        metrics = holder.get("metrics") if isinstance(holder, dict) else None
-        if not isinstance(metrics, dict) or not all(map(_is_metric, metrics.values())):
-            yield f"{name} is no object of metrics"
-        elif not set(_SHOWN_IN_SWEEP) <= set(metrics):
-            yield f"{name} lacks one of {', '.join(_SHOWN_IN_SWEEP)}"
+def _field(report: dict[str, Any], name: str) -> Any:
+    found: Any = report
+    for key in FIELDS[name]:
+        found = found[key]
+    return found
 
 
-def _is_metric(metric: object) -> bool:
-    if not isinstance(metric, dict) or not isinstance(metric.get("unit"), str):
-        return False
-    per_process = metric.get("per_process", [])
-    numbers = [item for key, item in metric.items() if key not in ("unit", "note", "per_process")]
-    return isinstance(per_process, list) and all(
-        item is None or (isinstance(item, int | float) and abs(item) < math.inf) for item in (*numbers, *per_process)
-    )
-
-
-_ABSENT = object()
-
-
-def _at(data: Any, place: Sequence[str]) -> Any:
-    for key in place:
-        data = data.get(key, _ABSENT) if isinstance(data, dict) else _ABSENT
-    return data
-
-
-def _refusal(first: dict[str, Any], second: dict[str, Any], fields: Sequence[str]) -> str:
-    if not fields:
-        return (
+def _check_comparable(first: dict[str, Any], second: dict[str, Any], differing: Sequence[str]) -> None:
+    if differing:
+        shown = "; ".join(
+            f"{name} is {shortened(_field(first, name))} and {shortened(_field(second, name))}" for name in differing
+        )
+        raise BenchError(
+            f"bench compare: the two measure different things: {shown}; measure both alike, or allow the difference "
+            f"with --vary {','.join(differing)}"
+        )
+    if len(first["cells"]) != len(second["cells"]):
+        raise BenchError(
             f"bench compare: the first has {len(first['cells'])} combinations and the second {len(second['cells'])}; "
             "measure both with the same sizes"
         )
-    shown = "; ".join(
-        f"{name} is {shortened(_at(first, FIELDS[name]))} and {shortened(_at(second, FIELDS[name]))}" for name in fields
-    )
-    return (
-        f"bench compare: the two measure different things: {shown}; measure both alike, or, where the difference is "
-        f"what you compare, say --vary {','.join(fields)}"
-    )
 
 
 def _head(first: dict[str, Any], second: dict[str, Any], differing: Sequence[str]) -> list[str]:
-    lines = [
-        f"{name}: {shortened(_at(first, FIELDS[name]))} → {shortened(_at(second, FIELDS[name]))}" for name in differing
-    ]
+    lines = [f"{name}: {shortened(_field(first, name))} → {shortened(_field(second, name))}" for name in differing]
     for name, result in (("first", first), ("second", second)):
         lines += [f"the {name} is not valid: {shortened(reason)}" for reason in result["validity"]["reasons"]]
     return [*lines, ""] if lines else []
@@ -221,17 +179,17 @@ def _table(first: dict[str, Any], second: dict[str, Any], pairs: Sequence[tuple[
 
 def _rows(first: Any, second: Any, shown: dict[str, str], prefix: str) -> Iterator[list[str]]:
     for name, columns in shown.items():
-        a, b = first.get(name, {}), second.get(name, {})
+        a, b = first[name], second[name]
         for column in columns.split():
             change = _change(a.get(column), b.get(column))
             if change is not None:
                 label = f"{prefix}{name}" + ("" if column == "value" else f" {column}")
-                numbers = words.number(a[column]), words.number(b[column])
+                numbers = number(a[column]), number(b[column])
                 yield [label, a["unit"], *numbers, f"{change:+.1f} %", _noise(a, b, column)]
 
 
 def _noise(first: dict[str, Any], second: dict[str, Any], column: str) -> str:
-    """Say when what processes measured overlaps, so that the change may be chance."""
+    """Return a mark if the values of the processes overlap, so that the change may be chance."""
     a, b = first.get("per_process", []), second.get("per_process", [])
     if column not in ("value", "p50") or len(a) < 2 or len(b) < 2:
         return ""
@@ -246,7 +204,7 @@ def _failures(
         metric, other = a["metrics"].get(condition.metric), b["metrics"].get(condition.metric)
         if metric is None or other is None:
             known = ", ".join(sorted(first["metrics"]))
-            raise BenchError(f"fail-if: no metric {condition.metric} in both; there are {known}")
+            raise BenchError(f"fail-if: {condition.metric} is unknown, expected one of {known}")
         column = condition.column or ("value" if "value" in metric else "p50")
         change = _change(metric.get(column), other.get(column))
         if change is None:

@@ -1,23 +1,23 @@
-"""What is measured: scenario, sizes, and for how long."""
+"""Configure a measurement: scenario, sizes and duration."""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from tfexport.cores import MAX_THREADS
+from tfexport.config import Config
+from tfexport.contract import Device, Form, ModelSpec
 from tfexport.errors import ConfigError, raise_all, shortened
-from tfexport.fields import Config
 from tfexport.generation import DecodeConfig
+from tfexport.runtime.cores import MAX_THREADS
 from tfexport.runtime.registry import AUTO, names
 from tfexport.serve.config import ServingConfig
-from tfexport.spec import Device, Form, ModelSpec
 
 Scenario = Literal["single", "offline", "server", "sweep"]
 
-# Every recorded request is kept until the end, so their number is bounded.
+# Every request is recorded until the end, so their number is limited.
 MAX_REQUESTS = 100_000
 MAX_CELLS = 100
 _BATCH_SIZES: dict[Scenario, tuple[int, ...]] = {
@@ -32,13 +32,12 @@ _SOURCE_LENGTH, _TARGET_LENGTH = 32, 64
 
 @dataclass(frozen=True)
 class Cell:
-    """One setting that is measured by itself.
+    """One combination of sizes.
 
     Attributes:
-        batch_size: sources decoded together; in the server scenario rows, the slots of the engine; None for those
-            of a running server.
+        batch_size: sources decoded together, or slots in the server scenario; None if a running server decides.
         source_length: tokens of each random source; None for texts of a file.
-        target_length: new tokens of each source, no more and no fewer; None to go on until the text ends.
+        target_length: new tokens of each source, exactly; None to decode until the text ends.
     """
 
     batch_size: int | None
@@ -47,17 +46,14 @@ class Cell:
 
 
 class BenchConfig(Config, subject="bench"):
-    """How a bundle is measured.
+    """How to measure a bundle.
 
-    Empty sizes and a `duration` of None are filled in by `resolve`. Several sizes make a
-    sweep over all their combinations. `duration` is seconds to measure in each process,
-    for each cell. `device`, `form`, `threads`, `engine` and `trusted_keys` are those of
-    `tfexport.load`; no `trusted_keys` trust every bundle.
+    `resolve` fills in empty sizes and the duration, in seconds per process and cell. Several sizes make a sweep over
+    all combinations. `device`, `form`, `threads`, `engine` and `trusted_keys` are those of `tfexport.load`.
 
-    Of the server scenario: `rate` is requests a second; without it the highest rate is
-    searched whose 99th percentile of latencies is `goal_p99` milliseconds at most. Goodput
-    counts what is answered within `goal_ms`. `slots` are those of the engine; with `url`
-    a running server is measured, its model `model`, with the bearer token in `token_file`.
+    Server scenario: without a `rate` in requests per second, the highest rate is searched at which the 99th percentile
+    of the latencies is at most `goal_p99` milliseconds. Goodput counts answers within `goal_ms`. With `url`, a running
+    server and its `model` are measured, with the bearer token in `token_file`.
     """
 
     scenario: Scenario = "single"
@@ -131,15 +127,15 @@ class BenchConfig(Config, subject="bench"):
         if self.rate is None and self.goal_p99 is None:
             problems.append(
                 "the server scenario needs a rate of requests; give --rate, such as --rate 20, or --goal-p99, a bound "
-                "in milliseconds that the highest rate is searched for"
+                "in milliseconds to search the highest rate for"
             )
         if self.batch_size not in ((), (self.slots,)):
-            problems.append("batch_size is given, but a server decodes what is there in its slots; use --slots")
+            problems.append("batch_size is given, but a server has slots instead; use --slots")
         if self.url is not None:
             problems += self._url_problems(self.url)
         else:
             problems += [
-                f"{name} is given, but without a server; give --url, or leave it out"
+                f"{name} is given without a server; give --url, or leave it out"
                 for name in ("model", "token_file")
                 if getattr(self, name) is not None
             ]
@@ -153,19 +149,19 @@ class BenchConfig(Config, subject="bench"):
             if getattr(self, name) not in (None, AUTO)
         ]
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-            problems.append(f"url is {shortened(url)}, expected such as http://127.0.0.1:8000")
+            problems.append(f"url is {shortened(url)}, expected an address such as http://127.0.0.1:8000")
         return problems
 
     def _problems_elsewhere(self) -> list[str]:
         return [
-            f"{name} belongs to the server scenario, not to {self.scenario}; leave it out"
+            f"{name} is only valid in the server scenario, not in {self.scenario}; leave it out"
             for name in ("rate", "goal_p99", "goal_ms", "slots", "url", "model", "token_file")
             if getattr(self, name) is not None
         ]
 
     @property
     def cells(self) -> list[Cell]:
-        """Every combination of sizes; the configuration must have been resolved."""
+        """Every combination of sizes of a resolved configuration."""
         return [
             Cell(batch, source, target)
             for source in self.source_length or (None,)
@@ -173,8 +169,14 @@ class BenchConfig(Config, subject="bench"):
             for batch in self.batch_size or (None,)
         ]
 
+    @property
+    def load_options(self) -> dict[str, Any]:
+        """Keyword arguments of `tfexport.load`."""
+        options = {name: getattr(self, name) for name in ("backend", "form", "threads", "device", "engine")}
+        return {**options, "trusted_keys": self.trusted_keys or None}
+
     def decoding(self, cell: Cell) -> DecodeConfig:
-        """Return how texts of a cell are decoded: up to exactly its length, or to their end."""
+        """Return how to decode a cell: exactly its target length, or until the end of the text."""
         return DecodeConfig(
             num_beams=self.num_beams, max_new_tokens=cell.target_length, min_new_tokens=cell.target_length or 0
         )
@@ -184,12 +186,12 @@ def resolve(config: BenchConfig, spec: ModelSpec | None, *, has_texts: bool) -> 
     """Fill in what was not given, within the limits of a model.
 
     Args:
-        config: as the user gave it.
-        spec: of the bundle; None for a server whose bundle is not here, and then there are texts.
-        has_texts: sources come from a file and decide both lengths, unless a target length is given.
+        config: as given.
+        spec: of the bundle; None for a server whose bundle is not here, which needs texts.
+        has_texts: sources come from a file.
 
     Raises:
-        ConfigError: lists every size that the model cannot take.
+        ConfigError: lists every size above a limit.
     """
     batch_size = (config.slots,) if config.slots else _BATCH_SIZES[config.scenario]
     source_limit, target_limit = (spec.max_source_length, spec.max_target_length) if spec else (None, None)
@@ -204,7 +206,7 @@ def resolve(config: BenchConfig, spec: ModelSpec | None, *, has_texts: bool) -> 
     )
     problems = [] if spec is None else _above_limits(resolved, spec)
     if has_texts and config.source_length:
-        problems.append("source_length is given, but the texts of --input have their own; leave one of them out")
+        problems.append("source_length is given, but --input has texts of their own length; leave one of them out")
     if len(resolved.cells) > MAX_CELLS:
         problems.append(f"the sweep has {len(resolved.cells)} combinations, the limit is {MAX_CELLS}; give fewer sizes")
     requests = (resolved.rate or 0) * (resolved.duration or 0)
@@ -215,7 +217,6 @@ def resolve(config: BenchConfig, spec: ModelSpec | None, *, has_texts: bool) -> 
 
 
 def _length(wanted: int, limit: int | None, has_texts: bool) -> tuple[int, ...]:
-    """Return the length of random sources or their texts; nothing where texts have their own."""
     return () if has_texts or limit is None else (min(wanted, limit),)
 
 

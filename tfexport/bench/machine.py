@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tfexport.bench.timing import Effort, repeat, stopwatch
+from tfexport.runtime.cores import instruction_sets
+from tfexport.runtime.probes import describe_int8
 
 _LIBRARIES = ("tfexport", "numpy", "tokenizers", "onnxruntime", "onnxruntime-gpu", "torch", "tensorrt", "tensorrt-rtx")
 _ROUNDS = 5
@@ -35,6 +38,8 @@ def environment(threads: int) -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpu": _cpu(),
+        "instruction_sets": instruction_sets(),
+        "int8_products": describe_int8() if find_spec("onnxruntime") else None,
         "cores": os.cpu_count() or 1,
         "threads": threads,
         "python": platform.python_version(),

@@ -1,4 +1,4 @@
-"""The open loop: requests arrive when they like, whether earlier ones have been answered or not."""
+"""Send requests on a schedule, whether earlier ones have been answered or not, and search for the highest rate."""
 
 from __future__ import annotations
 
@@ -12,27 +12,30 @@ from typing import TypeAlias
 
 import numpy as np
 
+from tfexport.bench.calls import WINDOWS, Samples
 from tfexport.bench.config import MAX_REQUESTS
-from tfexport.bench.samples import Samples
-from tfexport.bench.scenario import WINDOWS
-from tfexport.errors import EngineFailed, ServingError
+from tfexport.errors import BenchError, EngineFailed, ServingError
 
 Source: TypeAlias = str | Sequence[int]
-# Seconds beyond its own length after which a run that falls behind is given up.
+# A run is cancelled when it takes this many seconds more than twice its length.
 GRACE_S = 10
-# At which the requests under way are counted.
+# Points in time at which the requests in flight are counted.
 MOMENTS = 101
+# The search for the highest rate: precision, range, and requests per trial, enough for a 99th percentile.
+CLOSE = 1.05
+LEAST, MOST = 0.01, 100_000.0
+LEAST_REQUESTS = 100
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of one request; times are those of the event loop.
+    """The answer to one request; times are those of the event loop.
 
     Attributes:
-        first_token: when its first token was there; None where that cannot be known.
-        ended: when it was there as a whole.
-        source_tokens: of its source; 0 where they are not known.
-        tokens: that are new in it.
+        first_token: when the first token arrived; None if unknown.
+        ended: when the answer was complete.
+        source_tokens: tokens of the source; 0 if unknown.
+        tokens: new tokens.
     """
 
     first_token: float | None
@@ -45,16 +48,7 @@ Ask: TypeAlias = Callable[[Source], Awaitable[Answer]]
 
 
 def poisson(rate: float, seconds: float, seed: int) -> array[float]:
-    """Draw when requests arrive: independently of one another, `rate` a second on average.
-
-    Args:
-        rate: requests a second.
-        seconds: length of the schedule.
-        seed: the same seed draws the same schedule.
-
-    Returns:
-        Seconds after the beginning, ascending; at least one.
-    """
+    """Draw arrivals of a Poisson process, in ascending seconds, at least one; the same seed draws the same ones."""
     rng = np.random.default_rng(seed)
     arrivals = array("d", [rng.exponential(1 / rate)])
     while arrivals[-1] < seconds and len(arrivals) < 2 * MAX_REQUESTS:
@@ -63,54 +57,44 @@ def poisson(rate: float, seconds: float, seed: int) -> array[float]:
 
 
 async def open_loop(ask: Ask, sources: Sequence[Source], arrivals: Sequence[float]) -> Samples:
-    """Ask on a schedule.
+    """Send requests on a schedule.
 
-    All times count from the scheduled arrival, so waiting is part of them, wherever it happens. A run that falls
-    behind by its own length and 10 seconds more is given up, and what is left is cancelled.
+    All times count from the scheduled arrival, so they include waiting of every kind. The run is cancelled if it falls
+    behind by its own length and 10 seconds more.
 
     Args:
-        ask: answers one source; raises `ServingError` for one that is not answered.
-        sources: of the requests, taken in turn.
-        arrivals: seconds after the beginning, ascending.
+        ask: answers one source; raises `ServingError` if the request is refused.
+        sources: taken in turn.
+        arrivals: seconds after the start, ascending.
 
     Returns:
-        One request an arrival that was answered; the windows are median latencies of equally many arrivals.
+        One request per answer; the windows are median latencies of equal numbers of arrivals.
 
     Raises:
-        TfexportError: the first other error of `ask`, and `EngineFailed`, after which nothing is answered.
+        TfexportError: the first other error of `ask`, and `EngineFailed`.
     """
     run = _Run(ask, asyncio.get_running_loop().time())
     try:
         async with asyncio.timeout(2 * arrivals[-1] + GRACE_S), asyncio.TaskGroup() as group:
             for arrival, source in zip(arrivals, cycle(sources), strict=False):
-                # A turn of the loop even where it is late: the others have to go on.
+                # Yield to the loop even when late, so that other requests make progress.
                 await asyncio.sleep(max(0.0, run.began + arrival - asyncio.get_running_loop().time()))
                 group.create_task(run.one(run.began + arrival, source))
     except TimeoutError:
         pass
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
-    return run.summed_up(len(arrivals))
+    return run.samples(len(arrivals))
 
 
 @dataclass
 class _Run:
-    """The requests of one open loop.
-
-    Attributes:
-        ask: answers one source.
-        began: when the schedule did.
-        answers: with when each should have been asked for.
-        refused: requests that were.
-    """
-
     ask: Ask
     began: float
-    answers: list[tuple[float, Answer]] = field(default_factory=list)
+    answers: list[tuple[float, Answer]] = field(default_factory=list)  # with their scheduled arrivals
     refused: int = 0
 
     async def one(self, arrived: float, source: Source) -> None:
-        """Ask, and note what comes."""
         try:
             self.answers.append((arrived, await self.ask(source)))
         except EngineFailed:
@@ -118,8 +102,7 @@ class _Run:
         except ServingError:
             self.refused += 1
 
-    def summed_up(self, count: int) -> Samples:
-        """Return the samples of all requests, of which there were `count`."""
+    def samples(self, count: int) -> Samples:
         found, answers = Samples(), sorted(self.answers, key=lambda pair: pair[0])
         for arrived, answer in answers:
             found.latency_s.append(answer.ended - arrived)
@@ -132,12 +115,14 @@ class _Run:
         found.sequences = len(answers)
         found.elapsed_s = max((answer.ended for _, answer in answers), default=self.began) - self.began
         found.refused, found.unserved = self.refused, count - self.refused - len(answers)
-        found.windows = _medians(found.latency_s)
+        size = len(found.latency_s) // WINDOWS
+        parts = [found.latency_s[i * size : (i + 1) * size] for i in range(WINDOWS if size else 0)]
+        found.windows = array("d", map(statistics.median, parts))
         found.waiting, found.running = self._in_flight(found.elapsed_s)
         return found
 
     def _in_flight(self, seconds: float) -> tuple[array[float], array[float]]:
-        """Count the requests without a token, and those with some but not all, at equal distances."""
+        """Count requests without a first token, and requests with one that are not finished."""
         times = self.began + np.linspace(0, seconds, MOMENTS)
         arrived = [at for at, _ in self.answers]
         first = [answer.ended if answer.first_token is None else answer.first_token for _, answer in self.answers]
@@ -146,7 +131,52 @@ class _Run:
         return array("d", counts[0] - counts[1]), array("d", counts[1] - counts[2])
 
 
-def _medians(latencies: Sequence[float]) -> array[float]:
-    """Return the median of each tenth of the requests, in the order of their arrival; nothing below three tenths."""
-    size = len(latencies) // WINDOWS
-    return array("d", [statistics.median(latencies[i * size : (i + 1) * size]) for i in range(WINDOWS if size else 0)])
+@dataclass(frozen=True)
+class Trial:
+    """A rate that was tried.
+
+    Attributes:
+        rate: requests per second.
+        p99_ms: 99th percentile of the latencies; None if a request was not answered.
+        kept: whether all requests were answered and p99 was within the bound.
+    """
+
+    rate: float
+    p99_ms: float | None
+    kept: bool
+
+
+def judge(rate: float, samples: Samples, bound_ms: float) -> Trial:
+    """Decide whether a rate kept the bound."""
+    if samples.refused or samples.unserved:
+        return Trial(rate, None, kept=False)
+    p99_ms = float(np.percentile(samples.latency_s, 99)) * 1e3
+    return Trial(rate, p99_ms, p99_ms <= bound_ms)
+
+
+async def highest_rate(attempt: Callable[[float], Awaitable[Trial]], first: float) -> list[Trial]:
+    """Double the rate until a trial fails, then bisect; return all trials.
+
+    Raises:
+        BenchError: no rate keeps the bound.
+    """
+    trials = [await attempt(min(max(first, LEAST), MOST))]
+    while all(trial.kept for trial in trials) and trials[-1].rate < MOST:
+        trials.append(await attempt(min(2 * trials[-1].rate, MOST)))
+    while not any(trial.kept for trial in trials):
+        if trials[-1].rate <= LEAST:
+            raise BenchError("bench: no rate of requests keeps the bound; raise --goal-p99")
+        trials.append(await attempt(max(trials[-1].rate / 2, LEAST)))
+    while (gap := _lowest_failed(trials) / best(trials).rate) > CLOSE:
+        trials.append(await attempt(best(trials).rate * gap**0.5))
+    return trials
+
+
+def best(trials: list[Trial]) -> Trial:
+    """Return the kept trial with the highest rate below every failed one."""
+    failed = _lowest_failed(trials)
+    return max((trial for trial in trials if trial.kept and trial.rate < failed), key=lambda trial: trial.rate)
+
+
+def _lowest_failed(trials: list[Trial]) -> float:
+    return min((trial.rate for trial in trials if not trial.kept), default=MOST)

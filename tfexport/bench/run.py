@@ -1,4 +1,4 @@
-"""`tfexport bench`: check, measure in fresh processes, summarise."""
+"""`tfexport bench`: check the bundle, measure in fresh processes, build the report."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tfexport._io.extras import extra_command
+from tfexport._io.signature import TrustedKeys
 from tfexport.bench.config import BenchConfig, resolve
 from tfexport.bench.machine import environment
-from tfexport.bench.processes import run_process
-from tfexport.bench.result import build_result
-from tfexport.bench.search import Trial, best
+from tfexport.bench.open_loop import Trial, best
+from tfexport.bench.report import build_result
+from tfexport.bench.worker import run_process
 from tfexport.bundle.bundle import Bundle, open_bundle
-from tfexport.cores import available_cores
 from tfexport.errors import BackendError, InputError, ParityError
-from tfexport.files.signature import TrustedKeys
-from tfexport.install import extra_command
 from tfexport.runtime import registry
+from tfexport.runtime.cores import available_cores
 from tfexport.runtime.registry import AUTO
 
 MAX_TEXTS = 10_000
@@ -37,27 +37,28 @@ def bench_bundle(
 
     Args:
         path: of the bundle; None for a server whose bundle is not here.
-        config: what is measured.
+        config: what to measure.
         texts: to decode; None for random sources.
-        verify: refuse a bundle that does not say what the eager model says, and a server that does not say what the
-            bundle says.
+        verify: refuse a bundle that differs from the eager model, and a server that differs from the bundle.
         against: model directory or PACKAGE.MODULE:FACTORY to verify with; None takes the bundle's own weights.
-        report: told what happens, a line at a time.
+        report: receives lines of progress.
 
     Returns:
         The report, schema tfexport.bench/1, as JSON values.
 
     Raises:
         BundleError: the bundle is missing or damaged.
-        ConfigError: sizes that the bundle does not take, or a key is none.
-        InputError: the bundle generates nothing, or texts that it cannot take, or neither bundle nor texts.
-        ParityError: the bundle says something else than the eager model, or the server something else than the bundle.
+        ConfigError: a size is above a limit of the bundle, or a key is invalid.
+        InputError: the bundle has no decoder, a text is invalid, or there are no sources.
+        ParityError: the outputs of the bundle or the server are wrong.
         BackendError: the backend does not work, or parity cannot be verified here.
-        BenchError: a process died, or a server cannot be asked.
+        BenchError: a process died, or a server cannot be reached.
     """
     keys = TrustedKeys.read(config.trusted_keys) if config.trusted_keys else None
     bundle = None if path is None else open_bundle(path, trusted_keys=keys)
     _check(bundle, config, texts)
+    if config.url:
+        import httpx  # noqa: F401 - if it is missing, fail here and not in the measuring process
     resolved = resolve(config, bundle.manifest.spec if bundle else None, has_texts=texts is not None)
     folder = bundle.path if bundle and (verify or texts is None or not config.url) else None
     parity: dict[str, Any] = {"passed": None, "source": "not verified"}
@@ -74,29 +75,27 @@ def bench_bundle(
         report(f"measuring, process {number + 1} of {resolved.processes}")
         found.append(run_process(folder, resolved, texts, number))
     if compared := found[0].get("compared"):
-        parity = {"passed": True, "source": f"{compared} answers are those of the bundle"}
+        parity = {"passed": True, "source": f"{compared} answers equal those of the bundle"}
     about = {
         "bundle": _about(bundle, path, found[0]),
-        "input": None if texts is None else {"texts": len(texts), "sha256": _sum(texts)},
+        "input": None if texts is None else {"texts": len(texts), "sha256": _sha256(texts)},
         "environment": environment(found[0].get("threads", available_cores())),
     }
     return build_result(resolved, found, about, parity, trials)
 
 
 def _check(bundle: Bundle | None, config: BenchConfig, texts: Sequence[str] | None) -> None:
-    """Refuse what cannot be measured, before anything is."""
     if bundle is None and config.url is None:
         raise InputError("bench: there is neither a bundle nor a server; give BUNDLE or --url")
     if bundle is None and texts is None:
         raise InputError("bench: sources are missing; give --input, or for random ones the bundle that is served")
     if bundle and not bundle.manifest.spec.has_decoder:
-        raise InputError(f"{bundle.path}: is an encoder alone; bench times the generation of text")
+        raise InputError(f"{bundle.path}: is an encoder without a decoder; bench times the generation of text")
     if texts is not None and len(texts) > MAX_TEXTS:
         raise InputError(f"bench: {len(texts)} texts are above the limit of {MAX_TEXTS}; give a sample of them")
 
 
 def _about(bundle: Bundle | None, path: Path | None, found: dict[str, Any]) -> dict[str, Any]:
-    """Say what was measured; of a bundle that is elsewhere the name alone is known."""
     if bundle is None or path is None:
         return {"name": found["model"], "sha256": None, "precision": None}
     return {"name": path.resolve().name, "sha256": bundle.sha256, "precision": bundle.manifest.accuracy}
@@ -105,24 +104,19 @@ def _about(bundle: Bundle | None, path: Path | None, found: dict[str, Any]) -> d
 def check_parity(
     bundle: Bundle, config: BenchConfig, report: Callable[[str], None], against: str | None = None
 ) -> dict[str, Any]:
-    """Make sure that a bundle is worth timing: its export has verified it, or it is verified now.
-
-    Returns:
-        `passed`, and `source` in words.
+    """Verify a bundle unless its export has; return the entry `parity` of the report.
 
     Raises:
-        ParityError: it says something else than the eager model.
-        BackendError: PyTorch is not installed, so it cannot be verified here.
+        ParityError: it differs from the eager model.
+        BackendError: it cannot be verified here because PyTorch is not installed.
     """
     summary = bundle.manifest.parity
     if summary is not None and not summary["passed"]:
-        raise ParityError(
-            f"{bundle.path}: parity failed when it was made; fast and wrong is not timed, export it again"
-        )
+        raise ParityError(f"{bundle.path}: parity failed at its export; wrong outputs are not timed, export it again")
     options = registry.OpenOptions(form=config.form, device=config.device, engine=config.engine)
     backend = registry.choose(bundle, options) if config.backend == AUTO else registry.get(config.backend)
     exported_on, compared = registry.comparable()[0], backend in registry.comparable()
-    # The verification of an export compares its backend with the eager model, so that both are proven.
+    # The verification of an export compares its backend with the eager model, so both are verified.
     if summary is not None and config.device == "cpu" and (backend == exported_on or not compared):
         return {"passed": True, "source": "verified by its export"}
     try:
@@ -141,12 +135,12 @@ def check_parity(
     except ModuleNotFoundError as error:
         raise BackendError(
             f"{bundle.path}: was exported without verification, and verifying it here needs {error.name}; "
-            f"{extra_command('export')}, or measure it all the same with --no-verify"
+            f"{extra_command('export')}, or measure it with --no-verify"
         ) from error
     if not found.passed:
-        raise ParityError(f"{bundle.path}: {'; '.join(found.problems())}; fast and wrong is not timed")
+        raise ParityError(f"{bundle.path}: {'; '.join(found.problems())}; wrong outputs are not timed")
     return {"passed": True, "source": "verified before measuring"}
 
 
-def _sum(texts: Sequence[str]) -> str:
+def _sha256(texts: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()

@@ -1,52 +1,216 @@
-"""The server scenario in one process: an engine here, or a running server, asked on a schedule."""
+"""The server scenario: an engine in this process, or a running server over HTTP, asked on a schedule."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import selectors
+import threading
 import time
+from array import array
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
+from tfexport.bench.calls import MAX_STEPS, Samples, encoded, random_batches, shuffled
 from tfexport.bench.config import MAX_REQUESTS, BenchConfig
-from tfexport.bench.engine_caller import EngineCaller, Watch
-from tfexport.bench.http_caller import HttpCaller, Metrics, only_model
-from tfexport.bench.http_client import HttpClient
-from tfexport.bench.open_loop import Ask, Source, open_loop, poisson
-from tfexport.bench.samples import Samples
-from tfexport.bench.search import LEAST_REQUESTS, Trial, highest_rate, judge
-from tfexport.bench.sources import encoded, random_batches, shuffled
-from tfexport.errors import BenchError, InputError, ParityError
+from tfexport.bench.open_loop import LEAST_REQUESTS, Answer, Ask, Source, Trial, highest_rate, judge, open_loop, poisson
+from tfexport.errors import BenchError, InputError, ParityError, ServingError, printable
+from tfexport.generation import DecodeConfig
 from tfexport.model.load import load
 from tfexport.model.model import Model
 from tfexport.serve.config import ServingConfig
 from tfexport.serve.engine import Engine
+from tfexport.serve.observer import Observer
 
-# Requests at once before anything counts: as many as are decoded at once, and no more than may wait.
+if TYPE_CHECKING:
+    import httpx
+
+# Simultaneous requests of the warm-up, at most.
 MAX_WARM_UP = 64
 # Answers of a server that are compared with those of the bundle.
 NUM_COMPARED = 8
+# Statuses of a server that works but cannot answer now: too many requests, not ready, too late.
+BUSY = {429, 503, 504}
 
 Run = Callable[[float, float, int], Awaitable[Samples]]
+
+
+class Watch(Observer):
+    """Record the work of an engine since `restart`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.restart()
+
+    def restart(self) -> None:
+        """Reset the record."""
+        self._queue_s, self._encode_s, self._step_s = array("d"), array("d"), array("d")
+        self._encoding_s = self._stepping_s = 0.0
+        self._num_steps = self._num_rows = 0
+
+    def joined(self, waited_s: float, source_tokens: int) -> None:
+        """Record how long a request has waited."""
+        with self._lock:
+            self._queue_s.append(waited_s)
+
+    def encoded(self, took_s: float) -> None:
+        """Record a run of the encoder."""
+        with self._lock:
+            self._encoding_s += took_s
+            self._encode_s.append(took_s)
+
+    def stepped(self, took_s: float, num_steps: int, num_rows: int) -> None:
+        """Record steps; those taken together count with their mean time."""
+        with self._lock:
+            self._stepping_s += took_s
+            self._num_steps += num_steps
+            self._num_rows += num_steps * num_rows
+            if len(self._step_s) + num_steps <= MAX_STEPS:
+                self._step_s.extend([took_s / num_steps] * num_steps)
+
+    def add_to(self, samples: Samples, slots: int) -> None:
+        """Complete the samples of an open loop."""
+        with self._lock:
+            samples.queue_s, samples.encode_s, samples.step_s = self._queue_s, self._encode_s, self._step_s
+            samples.encoding_s, samples.stepping_s = self._encoding_s, self._stepping_s
+            samples.busy_s = samples.elapsed_s
+            if self._num_steps:
+                samples.slot_occupancy = self._num_rows / (self._num_steps * slots)
+
+
+class EngineCaller:
+    """Ask an engine in this process with token ids; greedy answers are streamed."""
+
+    def __init__(self, engine: Engine, decoding: DecodeConfig) -> None:
+        self._engine, self._decoding = engine, decoding
+        self._streams = decoding.num_beams == 1
+
+    async def __call__(self, source: Source) -> Answer:
+        """Answer one source."""
+        assert not isinstance(source, str)
+        now, first = asyncio.get_running_loop().time, None
+        generation = self._engine.submit_ids(source, stream=self._streams, config=self._decoding)
+        if self._streams:
+            async for _ in generation:
+                first = first or now()
+        (best,) = await generation
+        ended = now()
+        return Answer(first or min(generation.job.began, ended), ended, len(source), len(best.token_ids))
+
+
+def http_client(url: str, token: str | None = None) -> httpx.AsyncClient:
+    """Return a client that opens as many connections as there are requests, uses no proxy and never times out."""
+    import httpx
+
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    return httpx.AsyncClient(
+        base_url=url,
+        headers={"Authorization": f"Bearer {token}"} if token else None,
+        timeout=None,  # noqa: S113 - the open loop ends a run that takes too long
+        transport=httpx.AsyncHTTPTransport(limits=limits),
+        trust_env=False,
+    )
+
+
+class HttpCaller:
+    """Ask a model of a server with Triton's generate extension; greedy answers are streamed."""
+
+    def __init__(self, client: httpx.AsyncClient, model: str, decoding: DecodeConfig) -> None:
+        self._client = client
+        self._parameters: dict[str, Any] = {"num_beams": decoding.num_beams}
+        if decoding.max_new_tokens is not None:
+            lengths = {"max_new_tokens": decoding.max_new_tokens, "min_new_tokens": decoding.min_new_tokens}
+            self._parameters |= lengths
+        self._streams = decoding.num_beams == 1
+        self._path = f"v2/models/{quote(model, safe='')}/generate" + ("_stream" if self._streams else "")
+
+    async def __call__(self, source: Source) -> Answer:
+        """Answer a text or token ids."""
+        now, arrived = asyncio.get_running_loop().time, list[float]()
+        ids = await self.ids(source, lambda: arrived.append(now()))
+        length = 0 if isinstance(source, str) else len(source)
+        return Answer(arrived[0] if self._streams else None, now(), length, len(ids))
+
+    async def ids(self, source: Source, on_data: Callable[[], None] = lambda: None) -> list[int]:
+        """Return the token ids of the best answer.
+
+        Raises:
+            ServingError: the server is busy, or breaks off.
+            BenchError: the server cannot be reached, or rejects the request.
+        """
+        key = "text_input" if isinstance(source, str) else "input_ids"
+        data = {key: source, "parameters": self._parameters}
+        status, body = await exchange(self._client, "POST", self._path, data, on_data)
+        if status in BUSY:
+            raise ServingError(f"the server answers {status}: {_excerpt(body)}")
+        if status != 200:
+            raise BenchError(f"bench: the server answers {status}: {_excerpt(body)}")
+        last = _json(body.rstrip().rpartition(b"data: ")[2] if self._streams else body)
+        if "error" in last:
+            raise ServingError(str(last["error"]))
+        if not isinstance(last.get("output_ids"), list):
+            raise BenchError("bench: the server's answer has no output_ids; expected an answer of tfexport serve")
+        return list(last["output_ids"])
+
+
+async def exchange(
+    client: httpx.AsyncClient, method: str, path: str, data: Any = None, on_data: Callable[[], None] = lambda: None
+) -> tuple[int, bytes]:
+    """Send JSON and return status and body; call `on_data` for each part of the body that arrives.
+
+    Raises:
+        ServingError: the connection was closed, or the answer is not valid HTTP.
+        BenchError: the server cannot be reached.
+    """
+    import httpx
+
+    try:
+        async with client.stream(method, path, json=data) as response:
+            body = bytearray()
+            async for part in response.aiter_bytes():
+                body += part
+                on_data()
+            return response.status_code, bytes(body)
+    except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError) as error:
+        raise ServingError(f"{client.base_url}: no complete answer ({str(error) or 'connection closed'})") from error
+    except httpx.HTTPError as error:
+        raise BenchError(f"{client.base_url}: cannot be reached ({error}); check the address and the server") from error
+
+
+def _json(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except ValueError as error:
+        raise BenchError(f"bench: the server's answer is not JSON: {_excerpt(body)}") from error
+
+
+def _excerpt(body: bytes) -> str:
+    return printable(body[:300].decode(errors="replace").strip())
+
+
+async def only_model(client: httpx.AsyncClient) -> str:
+    """Return the name of the only model of a server.
+
+    Raises:
+        BenchError: there are several, or the server does not list them.
+    """
+    status, body = await exchange(client, "GET", "v2")
+    if status != 200:
+        raise BenchError(f"bench: the server answers {status} to /v2: {_excerpt(body)}; name its model with --model")
+    models = _json(body).get("models", [])
+    if len(models) != 1:
+        raise BenchError(f"bench: the server has the models {', '.join(models)}; choose one with --model")
+    return str(models[0])
 
 
 def measure_engine(
     bundle: Path, config: BenchConfig, texts: Sequence[str] | None, number: int
 ) -> tuple[dict[str, Any], Model]:
-    """Serve a bundle in this process, and ask for what it can.
-
-    Args:
-        bundle: its directory.
-        config: resolved; without a rate, the highest is searched.
-        texts: to decode; None for random sources.
-        number: of the process, from 0; each draws an arrival schedule of its own.
-
-    Returns:
-        `load_s`, `load_to_first_token_s`, and `cells` or `trials`; and the model.
-    """
-    # Other selectors wake up to a millisecond late.
+    """Serve a bundle in this process and measure it; see `tfexport.bench.worker.measure`."""
+    # Other selectors wake up as much as a millisecond late.
     with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selectors.SelectSelector())) as runner:
         return runner.run(_measure_engine(bundle, config, texts, number))
 
@@ -57,9 +221,7 @@ async def _measure_engine(
     assert config.slots  # resolved
     (cell,), watch, began = config.cells, Watch(), time.monotonic()
     serving = ServingConfig(slots=config.slots, max_num_beams=max(ServingConfig.max_num_beams, config.num_beams))
-    options = {name: getattr(config, name) for name in ("backend", "form", "threads", "device", "engine")}
-    keys = config.trusted_keys or None
-    engine = await Engine(bundle, serving, observer=watch, trusted_keys=keys, **options).start()
+    engine = await Engine(bundle, serving, observer=watch, **config.load_options).start()
     loaded = time.monotonic()
     try:
         sources = _sources(engine.model, config, texts)
@@ -79,33 +241,29 @@ async def _measure_engine(
     return {"load_s": loaded - began, "load_to_first_token_s": first.first_token - began, **found}, engine.model
 
 
-def measure_url(bundle: Path | None, config: BenchConfig, texts: Sequence[str] | None, number: int) -> dict[str, Any]:
-    """Ask a running server for what it can.
+async def measure_url(
+    bundle: Path | None, config: BenchConfig, texts: Sequence[str] | None, number: int
+) -> dict[str, Any]:
+    """Measure a running server; see `tfexport.bench.worker.measure`.
 
     Args:
-        bundle: that it serves, if it is here: random sources and the comparison of answers need it.
+        bundle: the served bundle if it is here; needed for random sources and to compare answers.
         config: resolved.
-        texts: to decode; None for random sources.
+        texts: to send; None for random sources.
         number: of the process, from 0.
 
     Returns:
-        `cells` or `trials`, and `compared`, the number of answers that are those of the bundle.
+        `cells` or `trials`, and `compared`, the number of answers that equal those of the bundle.
 
     Raises:
-        BenchError: the server cannot be asked.
-        ParityError: the server says something else than the bundle.
+        BenchError: the server cannot be reached.
+        ParityError: the answers of the server differ from those of the bundle.
     """
-    return asyncio.run(_measure_url(bundle, config, texts, number))
-
-
-async def _measure_url(
-    bundle: Path | None, config: BenchConfig, texts: Sequence[str] | None, number: int
-) -> dict[str, Any]:
     assert config.url
     (cell,), compared = config.cells, 0
-    with closing(HttpClient(config.url, _token(config.token_file))) as client:
+    async with http_client(config.url, _token(config.token_file)) as client:
         name = config.model or await only_model(client)
-        ask, metrics = HttpCaller(client, name, config.decoding(cell)), Metrics(client, name)
+        ask = HttpCaller(client, name, config.decoding(cell))
         sources: Sequence[Source] = texts or []
         if bundle:
             with load(bundle, trusted_keys=config.trusted_keys or None) as model:
@@ -115,62 +273,56 @@ async def _measure_url(
                     compared = await _compare(ask, sources[:NUM_COMPARED], model, ids[:NUM_COMPARED], config)
 
         async def run(rate: float, seconds: float, seed: int) -> Samples:
-            await metrics.look()
-            samples = await open_loop(ask, sources, poisson(rate, seconds, seed))
-            await metrics.add_to(samples)
-            return samples
+            return await open_loop(ask, sources, poisson(rate, seconds, seed))
 
         found = await _found(ask, sources, run, config, number)
     return {"backend": "http", "model": name, "compared": compared, **found}
 
 
 def _token(path: str | None) -> str | None:
-    """Return the first line of a file with bearer tokens."""
+    """Return the first line of a file of bearer tokens."""
     if path is None:
         return None
     try:
-        lines = Path(path).read_text(encoding="ascii").split("\n")
+        return Path(path).read_text(encoding="ascii").split("\n")[0].strip()
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be read as a file of tokens ({error}); give another one") from error
-    return lines[0].strip()
 
 
 async def _compare(
     ask: HttpCaller, sources: Sequence[Source], model: Model, ids: Sequence[Sequence[int]], config: BenchConfig
 ) -> int:
-    said = [await ask.ids(source) for source in sources]
+    answers = [await ask.ids(source) for source in sources]
     expected = model.generate_ids(ids, config=config.decoding(config.cells[0]))
-    differing = [number for number, (one, (best, *_)) in enumerate(zip(said, expected, strict=True), 1)
-                 if tuple(one) != best.token_ids]  # fmt: skip
-    if differing:
-        raise ParityError(
-            f"{config.url}: answer {differing[0]} of {len(said)} is not that of the bundle; give the one that is served"
-        )
-    return len(said)
+    for number, (answer, (best, *_)) in enumerate(zip(answers, expected, strict=True), 1):
+        if tuple(answer) != best.token_ids:
+            raise ParityError(
+                f"{config.url}: answer {number} of {len(answers)} differs from that of the bundle; "
+                "give the bundle that the server has loaded"
+            )
+    return len(answers)
 
 
 async def _found(ask: Ask, sources: Sequence[Source], run: Run, config: BenchConfig, number: int) -> dict[str, Any]:
-    """Warm up, and measure at the rate, or search for it."""
-    seconds = config.duration
+    """Warm up, then measure at the configured rate or search for the highest one."""
+    seconds, bound = config.duration, config.goal_p99
     assert seconds
-    await ask(sources[0])  # alone, so that whatever is wrong with it is told
+    await ask(sources[0])  # by itself, so that its error is reported
     await open_loop(ask, sources, [0.0] * min(config.slots or MAX_WARM_UP, MAX_WARM_UP))
     if config.rate:
         samples = await run(config.rate, seconds, config.seed + number)
         if not samples.sequences:
             raise BenchError(f"bench: none of {samples.refused + samples.unserved} requests was answered; lower --rate")
         return {"cells": [samples.to_dict()]}
-    bound = config.goal_p99
     assert bound
 
     async def attempt(rate: float) -> Trial:
         length = min(max(seconds, LEAST_REQUESTS / rate), MAX_REQUESTS / rate)
         return judge(rate, await run(rate, length, config.seed), bound)
 
-    clock = asyncio.get_running_loop().time
-    began = clock()
+    began = time.monotonic()
     await ask(sources[0])
-    return {"trials": [trial.to_dict() for trial in await highest_rate(attempt, 1 / (clock() - began))]}
+    return {"trials": [asdict(trial) for trial in await highest_rate(attempt, 1 / (time.monotonic() - began))]}
 
 
 def _sources(model: Model, config: BenchConfig, texts: Sequence[str] | None) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""A measurement as lines for a terminal."""
+"""Format a report as lines for a terminal."""
 
 from __future__ import annotations
 
@@ -6,23 +6,27 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from tfexport.bench import words
-from tfexport.bench.summary import P99_SAMPLES
+from tfexport.bench.report import P99_SAMPLES
 
 WIDTH = 90
+MISSING = "–"
 _LABEL = 22
 _NUMBERS = ("p50", "p90", "p95", "p99")
+_TIMES = {
+    "time_to_first_token": "time to first token",
+    "inter_token_latency": "per output token",
+    "request_latency": "end to end",
+    "encode_time": "encoder",
+    "step_time": "decoder step",
+}
+_SPLIT = {"encode": "encoder", "step": "decoder steps", "reorder": "moving rows", "rest": "rest"}
 
 
 def lines(result: dict[str, Any]) -> list[str]:
-    """Lay a report out in at most 90 columns.
-
-    Args:
-        result: the report, see `tfexport.bench.result.build_result`.
-    """
-    found = [*_wrapped(" · ".join(words.headline(result))), words.effort(result), ""]
+    """Return a report as lines of at most 90 columns."""
+    found = [*_wrapped(headline(result)), _effort(result), ""]
     found += _sweep(result) if result["scenario"] == "sweep" else _times(result["cells"][0]["metrics"])
-    return [*found, "", *_facts(result), *_wrapped(words.verdict(result))]
+    return [*found, "", *_facts(result), *_wrapped(verdict(result))]
 
 
 def grid(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -36,16 +40,61 @@ def grid(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
+def number(value: float | None) -> str:
+    """Format a number with about three digits: 0.0123, 1.23, 123, 12,300."""
+    if value is None:
+        return MISSING
+    for limit, digits in ((100, 0), (10, 1), (1, 2), (0.1, 3)):
+        if abs(value) >= limit:
+            return f"{value:,.{digits}f}"
+    return f"{value:.4f}" if value else "0"
+
+
+def headline(result: dict[str, Any]) -> str:
+    """Return what was measured: bundle, scenario and sizes."""
+    settings, bundle = result["settings"], result["bundle"]
+    sizes = {
+        "slots" if result["scenario"] == "server" else "batch": settings["batch_size"],
+        "source": settings["source_length"],
+        "target": settings["target_length"],
+    }
+    parts = [
+        bundle["name"],
+        bundle["precision"],
+        settings["url"],
+        settings["backend"] + (f" {settings['engine']}" if settings["engine"] else ""),
+        settings["device"] if settings["device"] != "cpu" else None,
+        f"{settings['form']} form" if settings["form"] else None,
+        result["scenario"] + (f" at {settings['rate']:.4g} requests/s" if settings["rate"] else ""),
+        *(f"{name} {', '.join(map(str, values))}" for name, values in sizes.items() if values),
+        f"{settings['input']['texts']:,} texts" if settings["input"] else None,
+        "greedy" if settings["num_beams"] == 1 else f"beam {settings['num_beams']}",
+    ]
+    return " · ".join(filter(None, parts))
+
+
+def verdict(result: dict[str, Any]) -> str:
+    """Return whether the numbers are valid, and why not."""
+    reasons = result["validity"]["reasons"]
+    return f"INVALID: {'; '.join(reasons)}" if reasons else f"VALID: stable, parity {result['parity']['source']}"
+
+
+def _effort(result: dict[str, Any]) -> str:
+    settings = result["settings"]
+    processes = "1 fresh process" if settings["processes"] == 1 else f"{settings['processes']} fresh processes"
+    cells = f", {len(result['cells'])} combinations" if len(result["cells"]) > 1 else ""
+    return f"{processes}, {settings['duration']:g} s each{cells}"
+
+
 def _times(metrics: dict[str, Any]) -> list[str]:
     rows = [["milliseconds", *_NUMBERS, "samples", "p50 of processes"]]
-    for name, label in words.TIMES.items():
+    for name, label in _TIMES.items():
         metric = metrics[name]
-        if not metric["count"]:  # not seen from outside a server
-            continue
-        numbers = [words.number(metric[column]) for column in _NUMBERS]
-        rows.append([label, *numbers, f"{metric['count']:,}", words.spread(metric["per_process"])])
-    too_few = any(metrics[name]["p99"] is None for name in words.TIMES if metrics[name]["count"])
-    return [*grid(rows), *([f"{words.MISSING} p99 needs {P99_SAMPLES:,} samples"] if too_few else [])]
+        if metric["count"]:  # otherwise not seen from outside a server
+            numbers = [number(metric[column]) for column in _NUMBERS]
+            rows.append([label, *numbers, f"{metric['count']:,}", _spread(metric["per_process"])])
+    too_few = any(metrics[name]["p99"] is None for name in _TIMES if metrics[name]["count"])
+    return [*grid(rows), *([f"{MISSING} p99 needs {P99_SAMPLES:,} samples"] if too_few else [])]
 
 
 def _sweep(result: dict[str, Any]) -> list[str]:
@@ -57,12 +106,12 @@ def _sweep(result: dict[str, Any]) -> list[str]:
                 str(cell["source_length"] or "texts"),
                 str(cell["target_length"] or "all"),
                 str(cell["batch_size"]),
-                words.number(metrics["output_token_throughput"]["value"]),
-                words.number(metrics["request_throughput"]["value"]),
-                words.number(metrics["step_time"]["p50"]),
-                words.number(metrics["request_latency"]["p50"]),
-                words.number(metrics["request_latency"]["p90"]),
-                words.percent(metrics["memory_bandwidth_share"]["value"]),
+                number(metrics["output_token_throughput"]["value"]),
+                number(metrics["request_throughput"]["value"]),
+                number(metrics["step_time"]["p50"]),
+                number(metrics["request_latency"]["p50"]),
+                number(metrics["request_latency"]["p90"]),
+                _percent(metrics["memory_bandwidth_share"]["value"]),
                 ("best" if index == result["best_cell"] else "") + ("" if cell["stable"] else " unstable"),
             ]
         )
@@ -70,30 +119,71 @@ def _sweep(result: dict[str, Any]) -> list[str]:
 
 
 def _facts(result: dict[str, Any]) -> list[str]:
-    metrics, cell = result["metrics"], result["cells"][result["best_cell"]]
+    metrics, cell, about = result["metrics"], result["cells"][result["best_cell"]], result["environment"]
     facts = {
         "output tokens": f"{_rate(metrics['output_token_throughput'])} a second",
         "texts": f"{_rate(metrics['request_throughput'])} a second",
-        **words.serving(result),
+        **_serving(result),
     }
-    if split := words.split(result, cell["time_split"]):
-        facts["where the time goes"] = ", ".join(
-            f"{name} {words.percent(share)}" for name, share in split.items() if share >= 0.0005
-        )
+    # A server has nothing to do at times, and does not time the moving of rows.
+    names = {**_SPLIT, "rest": "idle"} if result["scenario"] == "server" else _SPLIT
+    if shares := {name: cell["time_split"].get(key, 0) for key, name in names.items()}:
+        split = ", ".join(f"{name} {_percent(share)}" for name, share in shares.items() if share >= 0.0005)
+        facts |= {"where the time goes": split} if split else {}
     if metrics["load_time"]["value"] is not None:
         load, first = _rate(metrics["load_time"]), _rate(metrics["load_to_first_token"])
         facts |= {
-            "weights": words.weights(metrics),
-            "peak memory": f"{words.number(metrics['peak_memory']['value'])} MB",
+            "weights": _weights(metrics),
+            "peak memory": f"{number(metrics['peak_memory']['value'])} MB",
             "load": f"{load} ms, first token after {first} ms",
         }
-    facts |= {"machine": words.machine(result["environment"]), "versions": words.versions(result["environment"])}
+    facts["machine"] = f"{about['cpu']}, {about['threads']} of {about['cores']} cores, {about['system']}"
+    if about.get("instruction_sets"):  # older reports have none
+        facts["instruction sets"] = f"{' '.join(about['instruction_sets'])}; 8-bit products {about['int8_products']}"
+    facts["versions"] = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     return [line for label, text in facts.items() for line in _wrapped(text, label)]
 
 
+def _serving(result: dict[str, Any]) -> dict[str, str]:
+    if result["scenario"] != "server":
+        return {}
+    settings, metrics, found = result["settings"], result["metrics"], {}
+    if result["trials"]:
+        found["highest rate"] = (
+            f"{settings['rate']:.4g} requests a second keep p99 within {settings['goal_p99']:g} ms, in "
+            f"{len(result['trials'])} trials"
+        )
+    if settings["goal_ms"]:
+        goodput = number(metrics["goodput"]["value"])
+        found["goodput"] = f"{goodput} requests a second answered within {settings['goal_ms']:g} ms"
+    if (share := metrics["slot_occupancy"]["value"]) is not None:
+        found["slots"] = f"{_percent(share)} in use by a step"
+    if (queue := metrics["queue_time"])["count"]:
+        found["queue"] = f"{number(queue['p50'])} ms, p90 {number(queue['p90'])}, p95 {number(queue['p95'])}"
+    return found | {"refused": f"{metrics['refused']['value']:,} requests"}
+
+
+def _weights(metrics: dict[str, Any]) -> str:
+    size, share = metrics["step_weight_bytes"], metrics["memory_bandwidth_share"]
+    if size["value"] is None or share["value"] is None:
+        return str(size.get("note") or share["note"])
+    return (
+        f"{number(size['value'] / 1e6)} MB a step, {_percent(share['value'])} of the "
+        f"{number(metrics['memory_bandwidth']['value'])} GB/s that were measured"
+    )
+
+
+def _percent(share: float | None) -> str:
+    return MISSING if share is None else f"{100 * share:.0f} %" if share >= 0.095 else f"{100 * share:.1f} %"
+
+
+def _spread(per_process: Sequence[float]) -> str:
+    return f"{number(min(per_process))} … {number(max(per_process))}" if len(per_process) > 1 else ""
+
+
 def _rate(metric: dict[str, Any]) -> str:
-    between = words.spread(metric.get("per_process", []))
-    return words.number(metric["value"]) + (f" ({between})" if between else "")
+    between = _spread(metric.get("per_process", []))
+    return number(metric["value"]) + (f" ({between})" if between else "")
 
 
 def _wrapped(text: str, label: str = "") -> list[str]:

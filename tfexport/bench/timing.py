@@ -1,7 +1,6 @@
-"""The timing harness: warm up, repeat, interleave, and say what the times mean.
+"""Warm up, repeat, interleave and summarize timed runs.
 
-What is timed is a stopwatch: it runs something once and returns the seconds that it took, so that what runs in another
-process is timed there and only asked for here.
+A stopwatch is a function that runs something once and returns the seconds it took; it may ask another process.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ Stopwatch = Callable[[], float]
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """How often something is run.
+    """How often to run something.
 
     Attributes:
-        warm_up: runs before, which are not counted.
-        least_runs: that are counted.
-        least_s: seconds that the counted runs take together, unless there are `most_runs`.
-        most_runs: that are counted.
-        long_s: a warm-up that takes so long suffers from no cold cache or clock: it counts, and is the only run.
+        warm_up: runs that do not count.
+        least_runs: minimum of counted runs.
+        least_s: minimum of seconds of all counted runs together, up to `most_runs`.
+        most_runs: maximum of counted runs.
+        long_s: a warm-up that takes at least this long counts and is the only run.
     """
 
     warm_up: int = 1
@@ -38,7 +37,7 @@ class Effort:
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times as long one takes as another: the median over rounds, with the lowest and the highest round."""
+    """A ratio of two times: the median over rounds, and the lowest and highest round."""
 
     median: float
     low: float
@@ -46,7 +45,7 @@ class Ratio:
 
 
 def clock(call: Callable[[], T]) -> tuple[float, T]:
-    """Return the seconds that a call takes, and what it returns."""
+    """Return the seconds of a call and its result."""
     began = time.perf_counter()
     found = call()
     return time.perf_counter() - began, found
@@ -58,11 +57,7 @@ def stopwatch(call: Callable[[], object]) -> Stopwatch:
 
 
 def repeat(run: Stopwatch, effort: Effort) -> list[float]:
-    """Run something as often as `effort` asks for.
-
-    Returns:
-        Seconds of each run that counts, in order.
-    """
+    """Run a stopwatch as often as `effort` says; return the seconds of each counted run."""
     for _ in range(effort.warm_up):
         seconds = run()
         if seconds >= effort.long_s:
@@ -74,12 +69,9 @@ def repeat(run: Stopwatch, effort: Effort) -> list[float]:
 
 
 def interleaved(systems: Sequence[T], rounds: int) -> Iterator[tuple[int, T]]:
-    """Give each of several systems its turn in every round.
+    """Yield the number of the round and a system, each system once per round.
 
-    Every other round goes backwards: a machine that grows slower then favours none of them.
-
-    Yields:
-        The number of the round, from 0, and the system whose turn it is.
+    Every other round is in reverse order, so that a machine that slows down favors no system.
     """
     for number in range(rounds):
         for system in systems[::-1] if number % 2 else systems:
@@ -87,16 +79,16 @@ def interleaved(systems: Sequence[T], rounds: int) -> Iterator[tuple[int, T]]:
 
 
 def median(rounds: Iterable[Sequence[float]]) -> float:
-    """Return the median over rounds of each round's median, of at least one round of at least one run."""
+    """Return the median over rounds of each round's median."""
     return statistics.median(map(statistics.median, rounds))
 
 
 def ratio(rounds: Sequence[Sequence[float]], others: Sequence[Sequence[float]]) -> Ratio:
-    """Divide the medians of rounds by those of others in the same rounds; rounds that one has alone are left out."""
+    """Divide the medians of rounds by those of the same rounds of another system; skip rounds that only one has."""
     each = [statistics.median(one) / statistics.median(other) for one, other in zip(rounds, others, strict=False)]
     return Ratio(statistics.median(each), min(each), max(each))
 
 
 def geometric_mean(values: Iterable[float]) -> float:
-    """Return the geometric mean of numbers above 0, of at least one."""
+    """Return the geometric mean of at least one positive number."""
     return math.exp(statistics.fmean(map(math.log, values)))

@@ -1,33 +1,89 @@
-"""The fresh process that measures: loads a bundle, runs the scenario, writes what it found as one line of JSON."""
+"""The fresh process that measures: it reads a task as a line of JSON and answers with one."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
+import subprocess
 import sys
+import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from tfexport.bench.caller import Caller
+from tfexport import errors
+from tfexport.bench.calls import Caller, closed_loop, encoded, random_batches, text_batches
 from tfexport.bench.config import BenchConfig
 from tfexport.bench.machine import memory_bandwidth, peak_memory_bytes
-from tfexport.bench.scenario import closed_loop
 from tfexport.bench.server import measure_engine, measure_url
-from tfexport.bench.sources import encoded, random_batches, text_batches
 from tfexport.bench.timing import clock
 from tfexport.bundle.bundle import open_bundle
 from tfexport.bundle.step_weights import step_weight_bytes
-from tfexport.cores import available_cores
-from tfexport.errors import TfexportError
+from tfexport.errors import BenchError, TfexportError
 from tfexport.model.load import load
 from tfexport.model.model import Model
+from tfexport.runtime.cores import available_cores
 from tfexport.runtime.registry import get
 
-# Before the first window; shorter where the measurement itself is short.
+# Before the first window, at most.
 _WARM_UP_S = 0.5
-# How large a memory is read where it is not known how much a step reads.
+# Bytes to read for the bandwidth of the memory if it is not known how much a step reads.
 _SOME_BYTES = 64 * 1024 * 1024
+
+
+def run_process(bundle: Path | None, config: BenchConfig, texts: Sequence[str] | None, number: int) -> dict[str, Any]:
+    """Measure once in a fresh process; see `measure`.
+
+    Raises:
+        TfexportError: the process raised it.
+        BenchError: the process died.
+    """
+    task = {"bundle": bundle and str(bundle), "config": config.to_dict(), "texts": texts, "number": number}
+    code, output, complaint = _communicate(json.dumps(task).encode() + b"\n")
+    if code or not output:
+        died = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        reason = f" ({complaint})" if complaint else ""
+        raise BenchError(f"bench: process {number + 1} {died}{reason}; try a smaller --batch-size, or tfexport doctor")
+    found: dict[str, Any] = json.loads(output.rpartition("\n")[2])
+    if error := found.get("error"):
+        raise getattr(errors, error["class"], TfexportError)(error["message"])
+    return found
+
+
+def _communicate(task: bytes) -> tuple[int, str, str]:
+    """Return exit code, standard output and the last line of standard error.
+
+    Standard input stays open until the end; the process ends when it is closed.
+    """
+    command = [sys.executable, "-P", "-m", "tfexport.bench.worker"]
+    with tempfile.TemporaryFile() as complaints:
+        process = subprocess.Popen(  # noqa: S603 - our own module, our own interpreter
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=complaints
+        )
+        with process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            try:
+                _send(process.stdin, task)
+                output = process.stdout.read().decode()
+                code = process.wait()
+            finally:
+                process.kill()
+        complaints.seek(0)
+        lines = complaints.read().decode(errors="replace").strip().splitlines()
+    return code, output.strip(), lines[-1] if lines else ""
+
+
+def _send(stdin: IO[bytes], task: bytes) -> None:
+    try:
+        stdin.write(task)
+        stdin.flush()
+    except BrokenPipeError:  # the process has died already; its exit code is reported
+        with contextlib.suppress(BrokenPipeError):
+            stdin.close()  # now, because closing it later would flush and fail again
 
 
 def measure(bundle: Path | None, config: BenchConfig, texts: list[str] | None, number: int) -> dict[str, Any]:
@@ -37,13 +93,13 @@ def measure(bundle: Path | None, config: BenchConfig, texts: list[str] | None, n
         bundle: its directory; None for a server whose bundle is not here.
         config: resolved.
         texts: to decode; None for random sources.
-        number: of the process, from 0; each draws an arrival schedule of its own.
+        number: of the process, from 0; each draws its own arrival schedule.
 
     Returns:
-        JSON values that `tfexport.bench.result` reads.
+        JSON values for `tfexport.bench.report.build_result`.
     """
     if config.url:
-        return measure_url(bundle, config, texts, number)
+        return asyncio.run(measure_url(bundle, config, texts, number))
     assert bundle
     measured = measure_engine if config.scenario == "server" else _measure_calls
     found, model = measured(bundle, config, texts, number)
@@ -64,18 +120,7 @@ def measure(bundle: Path | None, config: BenchConfig, texts: list[str] | None, n
 def _measure_calls(
     bundle: Path, config: BenchConfig, texts: list[str] | None, number: int
 ) -> tuple[dict[str, Any], Model]:
-    """Call `generate` again and again."""
-    load_s, model = clock(
-        lambda: load(
-            bundle,
-            backend=config.backend,
-            form=config.form,
-            threads=config.threads,
-            device=config.device,
-            engine=config.engine,
-            trusted_keys=config.trusted_keys or None,
-        )
-    )
+    load_s, model = clock(lambda: load(bundle, **config.load_options))
     sources = None if texts is None else encoded(model, texts)
     first_token_s, cells = None, []
     for cell in config.cells:
@@ -96,7 +141,7 @@ def _measure_calls(
 
 
 def _end_with_parent() -> None:
-    """End when standard input does, which the parent holds open: it may be killed and then tells nobody."""
+    """End the process when standard input is closed: the parent may have been killed."""
     os.read(0, 1)
     os._exit(1)
 

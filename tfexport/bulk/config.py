@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tfexport.fields import Config
+from tfexport.config import Config
 
 MAX_ROWS_PER_PART = 1_000_000
 

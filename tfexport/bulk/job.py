@@ -9,12 +9,12 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from tfexport._io.sealed_json import seal, unseal
 from tfexport.bulk.formats.answer import Answer
 from tfexport.bulk.formats.format import Format, Part
 from tfexport.bulk.places.place import Folder, reading, writing
+from tfexport.config import Config
 from tfexport.errors import InputError
-from tfexport.fields import Config
-from tfexport.files.sealed_json import seal, unseal
 from tfexport.generation import DecodeConfig
 
 FORMAT_VERSION = 1

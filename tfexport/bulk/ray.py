@@ -26,8 +26,8 @@ from tfexport.bulk.places.find import find_place
 from tfexport.bulk.progress import Meter, Progress, Summary
 from tfexport.bulk.task import Task, check_unchanged, prepared, read_texts
 from tfexport.bundle.bundle import open_bundle
+from tfexport.config import Config
 from tfexport.errors import BackendError, ConfigError, TfexportError, raised_by
-from tfexport.fields import Config
 from tfexport.generation import DecodeConfig
 from tfexport.model.load import load, load_tokenizer
 from tfexport.model.model import bundle_sha256

@@ -28,6 +28,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tfexport._io import atomic
+from tfexport._io.names import MANIFEST, SIGNATURE
+from tfexport._io.paths import checked_path
+from tfexport._io.signature import SIGNATURE_BYTES, SigningKey, TrustedKeys
 from tfexport.bundle.contents import (
     copy_engines,
     engine_state,
@@ -49,13 +53,9 @@ from tfexport.bundle.manifest import (
     ModuleEntry,
     kind_of,
 )
+from tfexport.contract import AlignmentHeads, LoopSettings, ModelSpec, Quantization
 from tfexport.errors import MAX_PROBLEMS, BundleError, ConfigError, raise_all
-from tfexport.files import atomic
-from tfexport.files.names import MANIFEST, SIGNATURE
-from tfexport.files.paths import checked_path
-from tfexport.files.signature import SIGNATURE_BYTES, SigningKey, TrustedKeys
-from tfexport.models.config import TransformerConfig
-from tfexport.spec import AlignmentHeads, LoopSettings, ModelSpec, Quantization
+from tfexport.nn.config import TransformerConfig
 from tfexport.text.config import TextConfig
 
 PARITY = "parity.json"
@@ -167,7 +167,7 @@ class Builder:
                 loop=loop,
             )
         except ConfigError as error:
-            raise BundleError(f"bundle: {error}") from error
+            raise BundleError(*error.problems, **error.of("bundle")) from error
         raw = manifest.to_bytes()
         (self.path / MANIFEST).write_bytes(raw)
         (self.path / SIGNATURE).unlink(missing_ok=True)  # of what was here before
@@ -206,7 +206,7 @@ def open_bundle(
         try:
             manifest = Manifest.from_bytes(raw)
         except BundleError as error:
-            raise BundleError(f"bundle {path}: {error}") from error
+            raise BundleError(*error.problems, **error.of(f"bundle {path}")) from error
         problems = _file_problems(root, manifest, unread=() if weights else WEIGHT_FILES)
         problems = problems or graph_problems(root, manifest)
     except OSError as error:

@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tfexport.bundle.manifest import ENGINES, MAX_MANIFEST_BYTES, FileEntry
-from tfexport.errors import BundleError, ConfigError
-from tfexport.files import atomic
-from tfexport.files.names import (
+from tfexport._io import atomic
+from tfexport._io.names import (
     BUILD_LOG,
     ENGINE_MANIFEST,
     ENGINE_SIGNATURE,
@@ -24,7 +22,10 @@ from tfexport.files.names import (
     SIGNATURE,
     TOKENIZER,
 )
-from tfexport.files.sealed_json import read_map, read_object, read_text, unseal
+from tfexport._io.sealed_json import unseal
+from tfexport.bundle.manifest import ENGINES, MAX_MANIFEST_BYTES, FileEntry
+from tfexport.config import read_as
+from tfexport.errors import BundleError, ConfigError, raise_all, shortened
 
 ENGINE_FORMAT_VERSION = 1
 _REMEDY = "build it again"
@@ -174,15 +175,15 @@ def _is_directory(path: Path) -> bool:
 
 
 def _read_engine(data: dict[str, Any]) -> EngineFiles:
-    return EngineFiles(
-        read_map(data.get("plans"), "plans", _read_plan), read_map(data.get("sources"), "sources", read_text)
-    )
-
-
-def _read_plan(entry: object, name: str) -> str:
-    """Return the file of a plan; both have plain names, for the file is copied and kernels are named by the plan."""
-    file = read_text(read_object(entry, name).get("file"), f"{name}.file")
-    for given in (name.removeprefix("plans."), file):
-        if not _PLAIN.fullmatch(given):
-            raise ConfigError(f"{name} has {given[:80]!r}, expected a plain name")
-    return file
+    plans = read_as(Mapping[str, Mapping[str, Any]], data.get("plans"), subject=ENGINE_MANIFEST, place="plans")
+    sources = read_as(Mapping[str, str], data.get("sources"), subject=ENGINE_MANIFEST, place="sources")
+    files = {name: plan.get("file") for name, plan in plans.items()}
+    # Files are copied and kernels are named by the plan, so both have plain names.
+    problems = [
+        f"plans.{name[:80]} has {shortened(given)}, expected a plain name"
+        for name, file in files.items()
+        for given in (name, file)
+        if not isinstance(given, str) or not _PLAIN.fullmatch(given)
+    ]
+    raise_all(ConfigError, ENGINE_MANIFEST, problems)
+    return EngineFiles(files, sources)

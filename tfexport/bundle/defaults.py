@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from tfexport._io.names import GENERATION
+from tfexport._io.strict_json import read_json
 from tfexport.bundle.bundle import Bundle
 from tfexport.errors import BundleError, ConfigError, raise_all
-from tfexport.files.names import GENERATION
-from tfexport.files.strict_json import read_json
 from tfexport.generation import GenerationDefaults
 
 

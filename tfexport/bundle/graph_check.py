@@ -7,8 +7,8 @@ from pathlib import Path
 
 from tfexport.bundle.graph_file import ExternalWeight, GraphFile, Known, read_graph
 from tfexport.bundle.manifest import GraphEntry, Manifest
+from tfexport.contract import LOOP, QUANTIZED_WEIGHTS, WEIGHTS, contract_problems
 from tfexport.errors import shortened
-from tfexport.spec import LOOP, QUANTIZED_WEIGHTS, WEIGHTS, contract_problems
 
 WEIGHT_FILES = (WEIGHTS, QUANTIZED_WEIGHTS)
 # ONNX Runtime's own domain, and the operators of it that the contrib form and quantised graphs are written with. It has

@@ -16,8 +16,8 @@ from typing import cast
 
 from tfexport.bundle.loop_file import read_loop
 from tfexport.bundle.onnx_message import GRAPH, MODEL, NODE, TENSOR, Kind, Message
+from tfexport.contract import Dim, DType, GraphSpec, TensorSpec
 from tfexport.errors import shortened
-from tfexport.spec import Dim, DType, GraphSpec, TensorSpec
 
 # TensorProto.DataType, and bits of each value.
 _TYPES = {

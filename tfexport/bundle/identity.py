@@ -1,17 +1,13 @@
 """What a bundle is called, and where its weights come from."""
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
-import re
 from collections.abc import Iterator
 
+from tfexport.config import Config, Sha256
 from tfexport.errors import shortened
-from tfexport.fields import Config
 
 _MAX_CHARACTERS = 200
-_SHA256 = re.compile("[0-9a-f]{64}")
 
 
 class Identity(Config, subject="identity"):
@@ -52,17 +48,13 @@ class Provenance(Config, subject="provenance"):
     """
 
     layout: str
-    layout_sha256: str | None = None
+    layout_sha256: Sha256 | None = None
     proven: bool
-    certificate_sha256: str
+    certificate_sha256: Sha256
 
     def _problems(self) -> Iterator[str]:
         if not self.layout.isprintable():
             yield f"layout is {shortened(self.layout)}, expected a name in one line"
-        for name in ("layout_sha256", "certificate_sha256"):
-            value = getattr(self, name)
-            if value is not None and not _SHA256.fullmatch(value):
-                yield f"{name} is {shortened(value)}, expected 64 hexadecimal digits"
 
 
 def _is_date(text: str) -> bool:

@@ -1,21 +1,15 @@
 """The manifest: what a bundle says of itself, read strictly and written always alike."""
 
-from __future__ import annotations
-
-import dataclasses
 import re
-import typing
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from dataclasses import field
+from typing import Any, Literal, Self
 
+from tfexport._io.names import MANIFEST, SIGNATURE, TOKENIZER
+from tfexport._io.sealed_json import seal, unseal
 from tfexport.bundle.identity import Identity, Provenance
-from tfexport.errors import ConfigError, raise_all, shortened
-from tfexport.fields import Config
-from tfexport.files.names import MANIFEST, SIGNATURE, TOKENIZER
-from tfexport.files.sealed_json import collect, read_fields, read_list, read_map, read_object, read_text, seal, unseal
-from tfexport.models.config import TransformerConfig, model_spec
-from tfexport.spec import (
+from tfexport.config import Config, Count, Sha256, read_as
+from tfexport.contract import (
     ALIGNMENT,
     DECODER,
     ENCODER,
@@ -24,8 +18,6 @@ from tfexport.spec import (
     REORDER,
     Accuracy,
     AlignmentHeads,
-    Dim,
-    DType,
     GraphSpec,
     LoopSettings,
     ModelSpec,
@@ -35,6 +27,8 @@ from tfexport.spec import (
     graph_contract,
     has_speculation,
 )
+from tfexport.errors import ConfigError, raise_all, shortened
+from tfexport.nn.config import TransformerConfig, model_spec
 from tfexport.text.config import TextConfig
 
 ENGINES = "engines"
@@ -48,21 +42,14 @@ Kind = Literal["encoder-decoder", "encoder"]
 # backslash, and nothing that two file systems could spell differently but for the case.
 _PLAIN_PART = "[A-Za-z0-9_][A-Za-z0-9._-]*"
 _PLAIN_PATH = re.compile(f"{_PLAIN_PART}(/{_PLAIN_PART})*")
-_SHA256 = re.compile("[0-9a-f]{64}")
 _GRAPHS = frozenset({*DECODER.values(), ENCODER, ENCODER_CONTRIB, REORDER, ALIGNMENT, LOOP})
 
 
 class FileEntry(Config, subject="file"):
     """Size and sha256 (lower-case hex) of one file."""
 
-    bytes: int
-    sha256: str
-
-    def _problems(self) -> Iterator[str]:
-        if self.bytes < 0:
-            yield f"bytes is {self.bytes}, expected 0 or more"
-        if not _SHA256.fullmatch(self.sha256):
-            yield f"sha256 is {self.sha256[:80]!r}, expected 64 hexadecimal digits"
+    bytes: Count
+    sha256: Sha256
 
 
 class ModuleEntry(Config, subject="module"):
@@ -72,27 +59,34 @@ class ModuleEntry(Config, subject="module"):
     """
 
     name: str
-    weights_sha256: str
+    weights_sha256: Sha256
 
     def _problems(self) -> Iterator[str]:
         if not self.name.isprintable() or not 1 <= len(self.name) <= _MAX_NAME:
             yield f"name is {shortened(self.name)}, expected the name of a class"
-        if not _SHA256.fullmatch(self.weights_sha256):
-            yield f"weights_sha256 is {self.weights_sha256[:80]!r}, expected 64 hexadecimal digits"
 
 
-@dataclass(frozen=True, kw_only=True)
-class GraphEntry:
+class GraphEntry(Config, subject="graph"):
     """One graph: its file in the bundle, ONNX opset, inputs and outputs in order."""
 
     file: str
     opset: int
-    spec: GraphSpec
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+    @classmethod
+    def of(cls, file: str, opset: int, spec: GraphSpec) -> Self:
+        """Describe a graph that keeps a contract."""
+        return cls(file=file, opset=opset, inputs=spec.inputs, outputs=spec.outputs)
+
+    @property
+    def spec(self) -> GraphSpec:
+        """Its inputs and outputs."""
+        return GraphSpec(self.inputs, self.outputs)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Manifest:
-    """What manifest.json says.
+class Manifest(Config, subject=MANIFEST):
+    """The content of manifest.json.
 
     Attributes:
         format_version: 1.
@@ -124,22 +118,17 @@ class Manifest:
     versions: Mapping[str, str]
     parity: Mapping[str, Any] | None
     quantization: Quantization | None = None
-    text: TextConfig = field(default_factory=TextConfig)
+    text: TextConfig = TextConfig()
     alignment: AlignmentHeads | None = None
     checkpoint: Mapping[str, FileEntry] = field(default_factory=dict)
     provenance: Provenance | None = None
-    identity: Identity = field(default_factory=Identity)
+    identity: Identity = Identity()
     module: ModuleEntry | None = None
     loop: LoopSettings | None = None
 
-    def __post_init__(self) -> None:
-        """Check how the parts fit together.
-
-        Raises:
-            ConfigError: lists every contradiction.
-        """
+    def _problems(self) -> list[str]:
         problems = [*self._spec_problems(), *self._text_problems(), *self._graph_problems()]
-        raise_all(ConfigError, MANIFEST, [*problems, *self._contract_problems(), *self._path_problems()])
+        return [*problems, *self._contract_problems(), *self._path_problems()]
 
     def _spec_problems(self) -> list[str]:
         problems = []
@@ -156,7 +145,7 @@ class Manifest:
                 if self.alignment.within(self.spec) != self.alignment:
                     problems.append("alignment: layer and heads are not counted from 0 and all named")
             except ConfigError as error:
-                problems.append(str(error))
+                problems += [f"alignment: {problem}" for problem in error.problems]
         if self.loop is not None:
             problems += self.loop.problems_of(self.spec)
         if self.parity is not None and not isinstance(self.parity.get("passed"), bool):
@@ -218,7 +207,7 @@ class Manifest:
         ]
 
     def _path_problems(self) -> list[str]:
-        problems = []
+        problems = _name_problems("checkpoint", self.checkpoint)
         seen: dict[str, str] = {}
         for path in self.files:
             if not _PLAIN_PATH.fullmatch(path) or path.split("/")[0].lower() in (MANIFEST, SIGNATURE, ENGINES):
@@ -238,52 +227,32 @@ class Manifest:
         """What bounds how exactly the graphs compute."""
         return self.quantization.weights if self.quantization else self.spec.precision
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the manifest as JSON values."""
-        return {
-            "format_version": self.format_version,
-            "kind": self.kind,
-            "spec": self.spec.to_dict(),
-            "config": self.config.to_dict() if self.config else None,
-            "graphs": {
-                name: {"file": graph.file, "opset": graph.opset, **dataclasses.asdict(graph.spec)}
-                for name, graph in self.graphs.items()
-            },
-            "files": {path: entry.to_dict() for path, entry in self.files.items()},
-            "versions": dict(self.versions),
-            "parity": None if self.parity is None else dict(self.parity),
-            "quantization": self.quantization.to_dict() if self.quantization else None,
-            "text": self.text.to_dict(),
-            "alignment": self.alignment.to_dict() if self.alignment else None,
-            "checkpoint": {name: entry.to_dict() for name, entry in self.checkpoint.items()},
-            "provenance": self.provenance.to_dict() if self.provenance else None,
-            "identity": self.identity.to_dict(),
-            "module": self.module.to_dict() if self.module else None,
-            "loop": self.loop.to_dict() if self.loop else None,
-        }
-
     def to_bytes(self) -> bytes:
         """Write the manifest as JSON: sorted keys, its own sum as `self_sha256`."""
         return seal(self.to_dict())
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Manifest:
-        """Read a manifest strictly.
-
-        Raises:
-            ConfigError: lists every unknown, missing, wrongly typed and contradictory value.
-        """
-        return cls(**read_fields({**_FORMER, **data}, _READERS, MANIFEST))
+    def _upgraded(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """Rename graphs that had other names once."""
+        graphs = data.get("graphs")
+        renamed = {_OLD_NAMES.get(name, name): graphs[name] for name in graphs} if isinstance(graphs, dict) else graphs
+        return data | {"graphs": renamed} if "graphs" in data else data
 
     @classmethod
-    def from_bytes(cls, raw: bytes) -> Manifest:
+    def from_bytes(cls, raw: bytes) -> Self:
         """Read what `to_bytes` wrote.
 
         Raises:
             BundleError: not JSON, made by a newer version, or any byte was changed;
                 lists every wrong value.
         """
-        return unseal(raw, cls.from_dict, name=MANIFEST, format_version=FORMAT_VERSION, remedy="export it again")
+        return unseal(
+            raw,
+            lambda data: cls.from_dict(data, subject=MANIFEST),
+            name=MANIFEST,
+            format_version=FORMAT_VERSION,
+            remedy="export it again",
+        )
 
 
 def kind_of(spec: ModelSpec) -> Kind:
@@ -291,87 +260,17 @@ def kind_of(spec: ModelSpec) -> Kind:
     return "encoder-decoder" if spec.has_decoder else "encoder"
 
 
-class _Tensor(Config, subject="tensor"):
-    name: str
-    dtype: DType
-    shape: tuple[Dim, ...]
-
-
-class _GraphHead(Config, subject="graph"):
-    file: str
-    opset: int
-
-
 def read_sources(value: object, name: str) -> dict[str, FileEntry]:
     """Read sizes and sums of files that weights were imported from, by name; raises ConfigError."""
-    files = read_map(value, name, _read_file)
-    if strange := [file for file in files if not file.isprintable()]:
-        raise ConfigError(f"{name} has {shortened(strange[0])}, expected names of files")
+    files: dict[str, FileEntry] = read_as(Mapping[str, FileEntry], value, subject=name, place="files")
+    raise_all(ConfigError, name, _name_problems("files", files))
     return files
 
 
-def _read_file(value: object, name: str) -> FileEntry:
-    return FileEntry.from_dict(value, subject=name)
+def _name_problems(place: str, files: Mapping[str, FileEntry]) -> list[str]:
+    strange = [file for file in files if not file.isprintable()]
+    return [f"{place} has {shortened(strange[0])}, expected names of files"] if strange else []
 
 
-def _read_graph(value: object, name: str) -> GraphEntry:
-    data = dict(read_object(value, name))
-    problems: list[str] = []
-    inputs, outputs = (
-        collect(problems, read_tensors, data.pop(side, None), f"{name}.{side}") for side in ("inputs", "outputs")
-    )
-    head = collect(problems, lambda: _GraphHead.from_dict(data, subject=name))
-    if inputs is None or outputs is None or head is None:
-        raise ConfigError("; ".join(problems))
-    return GraphEntry(file=head.file, opset=head.opset, spec=GraphSpec(inputs, outputs))
-
-
-def read_tensors(value: object, name: str) -> tuple[TensorSpec, ...]:
-    """Read the inputs or outputs of a graph; raises ConfigError."""
-    return read_list(value, name, _read_tensor)
-
-
-def _read_tensor(value: object, name: str) -> TensorSpec:
-    tensor = _Tensor.from_dict(value, subject=name)
-    return TensorSpec(tensor.name, tensor.dtype, tensor.shape)
-
-
-def _read_kind(value: object) -> str:
-    if value not in typing.get_args(Kind):
-        raise ConfigError(f"kind is {shortened(value)}, expected {' or '.join(map(repr, typing.get_args(Kind)))}")
-    return typing.cast(str, value)
-
-
-# What bundles do not mention that were made before there was such a thing.
-_FORMER: dict[str, Any] = {
-    "quantization": None,
-    "text": {},
-    "alignment": None,
-    "checkpoint": {},
-    "provenance": None,
-    "module": None,
-    "identity": {},
-    "loop": None,
-}
 # The form in ONNX Runtime's own operators was called "fused" once; such bundles are read as they are.
 _OLD_NAMES = {"encoder_fused": ENCODER_CONTRIB, "decoder_fused": DECODER["contrib"]}
-_READERS: dict[str, Callable[[Any], object]] = {
-    "format_version": int,  # checked before everything else
-    "kind": _read_kind,
-    "spec": lambda value: ModelSpec.from_dict(value, subject="spec"),
-    "config": lambda value: None if value is None else TransformerConfig.from_dict(value, subject="config"),
-    "graphs": lambda value: {
-        _OLD_NAMES.get(name, name): graph for name, graph in read_map(value, "graphs", _read_graph).items()
-    },
-    "files": lambda value: read_map(value, "files", _read_file),
-    "versions": lambda value: read_map(value, "versions", read_text),
-    "parity": lambda value: None if value is None else read_object(value, "parity"),
-    "quantization": lambda value: None if value is None else Quantization.from_dict(value, subject="quantization"),
-    "alignment": lambda value: None if value is None else AlignmentHeads.from_dict(value, subject="alignment"),
-    "checkpoint": lambda value: read_sources(value, "checkpoint"),
-    "provenance": lambda value: None if value is None else Provenance.from_dict(value, subject="provenance"),
-    "identity": lambda value: Identity.from_dict(value, subject="identity"),
-    "module": lambda value: None if value is None else ModuleEntry.from_dict(value, subject="module"),
-    "loop": lambda value: None if value is None else LoopSettings.from_dict(value, subject="loop"),
-    "text": lambda value: TextConfig.from_dict(value, subject="text"),
-}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple, cast
 
-from tfexport.files.protobuf import Value, fields, read_varint
+from tfexport._io.protobuf import Value, fields, read_varint
 
 
 class Kind(NamedTuple):

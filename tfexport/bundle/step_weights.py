@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
+from tfexport._io.safetensors_header import read_header
 from tfexport.bundle.bundle import Bundle
-from tfexport.files.safetensors_header import read_header
-from tfexport.spec import WEIGHTS
+from tfexport.contract import WEIGHTS
 
 # A step looks up one row of the embedding and of the positions; the source's keys and values are the encoder's work.
 _NOT_READ = re.compile(r"dec\.(embed\.|pos$|layers\.\d+\.cross\.[kv]\.)")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from tfexport._io import atomic
 from tfexport.bundle.bundle import Bundle, plain_problem
 from tfexport.bundle.contents import own_names, walk
 from tfexport.bundle.manifest import ENGINES
 from tfexport.errors import MAX_PROBLEMS, BundleError
-from tfexport.files import atomic
 
 # A folder may be replaced while it is read.
 _ATTEMPTS = 3

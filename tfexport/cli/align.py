@@ -10,7 +10,7 @@ import click
 
 from tfexport.cli.options import form_option, json_option, text_options
 from tfexport.cli.terminal import inputs_of, json_text, lines_to, progress
-from tfexport.spec import Device, Form
+from tfexport.contract import Device, Form
 
 
 @click.command()
@@ -37,7 +37,7 @@ def align(
     tfexport generate --json writes. Without TEXT and --input it reads standard input, one pair a line. With --json the
     tokens and all weights are written. The bundle must have been exported with --alignment.
     """
-    from tfexport.files.text import split_pairs
+    from tfexport._io.text import split_pairs
 
     sources, targets = split_pairs(inputs_of(texts, source))
     from tfexport.model.load import load

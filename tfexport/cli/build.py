@@ -3,66 +3,40 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 
 from tfexport.bundle.manifest import ENGINES
-from tfexport.cli.options import PATH, CommaList, json_option, sign_key_option, trusted_keys_option
+from tfexport.cli.options import PATH, field_option, json_option, sign_key_option, trusted_keys_option
 from tfexport.cli.process import says_whether_written
 from tfexport.cli.terminal import build_progress, print_result, report_line
-from tfexport.trt.config import EngineConfig
+from tfexport.tensorrt.config import EngineConfig, Target
+
+
+def _target(_context: click.Context, _parameter: click.Parameter, value: str) -> str | None:
+    return None if value == "auto" else value
 
 
 @click.command()
 @click.argument("bundle", type=PATH)
-@click.option(
-    "--target",
-    type=click.Choice(["auto", "tensorrt", "tensorrt-rtx"]),
-    default="auto",
-    callback=lambda _context, _parameter, value: None if value == "auto" else value,
-    help="Library to build with; auto takes tensorrt where it is installed and a GPU is there, else tensorrt-rtx.",
-)
-@click.option(
-    "--form",
-    type=click.Choice(["static", "concat"]),
-    help="Of the decoder; static where the library takes it of this model and the bundle has it when not given.",
-)
-@click.option("--precision", type=click.Choice(["fp32", "fp16", "bf16"]), help="The bundle's own when not given.")
-@click.option(
-    "--weights", type=click.Choice(["int8", "int4", "fp8"]), help="Store the matrices of linear maps in fewer bits."
-)
-@click.option("--max-batch", default=EngineConfig.max_batch, help="Most sources, and most hypotheses, at once.")
-@click.option("--max-source-length", type=int, help="Most source tokens; the bundle's limit when not given.")
-@click.option("--max-target-length", type=int, help="Most target tokens; the bundle's limit when not given.")
-@click.option(
-    "--capacities",
-    type=CommaList(click.INT),
-    default=(),
-    show_default=False,
-    help="Positions of the caches that decoders of the static form are built for besides max-target-length, such as "
-    "128,512; each is one more decoder in device memory. Chosen when not given; max-target-length alone means one.",
-)
-@click.option("--minShapes", "min_shapes", default="", show_default=False, help="Smallest shapes, as in trtexec.")
-@click.option("--optShapes", "opt_shapes", default="", show_default=False, help="Shapes to tune for, as in trtexec.")
-@click.option("--maxShapes", "max_shapes", default="", show_default=False, help="Largest shapes, as in trtexec.")
-@click.option("--workspace", "workspace_mib", type=int, help="Scratch memory of a layer in MiB.")
-@click.option("--builder-optimization-level", type=int, help="0 to 5; higher builds longer for faster engines.")
-@click.option("--timing-cache", help="Directory of kernel timings, read and written (tensorrt).")
-@click.option("--version-compatible", is_flag=True, help="Let newer versions load the engines (tensorrt).")
-@click.option(
-    "--hardware-compatibility-level",
-    "hardware_compatibility",
-    type=click.Choice(["none", "ampere_plus", "same_compute_capability"]),
-    default=EngineConfig.hardware_compatibility,
-    help="Which other GPUs may run the engines (tensorrt).",
-)
-@click.option(
-    "--compute-capability",
-    "compute_capabilities",
-    multiple=True,
-    help="GPUs to build for, such as 8.9; may be given several times (tensorrt-rtx).",
-)
+@field_option(EngineConfig, "target", type=click.Choice(["auto", *get_args(Target)]), default="auto", callback=_target)
+@field_option(EngineConfig, "form", type=click.Choice(["static", "concat"]))
+@field_option(EngineConfig, "precision")
+@field_option(EngineConfig, "weights")
+@field_option(EngineConfig, "max_batch")
+@field_option(EngineConfig, "max_source_length")
+@field_option(EngineConfig, "max_target_length")
+@field_option(EngineConfig, "capacities")
+@field_option(EngineConfig, "min_shapes", "--minShapes")
+@field_option(EngineConfig, "opt_shapes", "--optShapes")
+@field_option(EngineConfig, "max_shapes", "--maxShapes")
+@field_option(EngineConfig, "workspace_mib", "--workspace")
+@field_option(EngineConfig, "builder_optimization_level")
+@field_option(EngineConfig, "timing_cache")
+@field_option(EngineConfig, "version_compatible")
+@field_option(EngineConfig, "hardware_compatibility", "--hardware-compatibility-level")
+@field_option(EngineConfig, "compute_capabilities", "--compute-capability")
 @click.option("--dry-run", is_flag=True, help="Show profiles, memory and flags; build and write nothing.")
 @sign_key_option
 @trusted_keys_option
@@ -82,7 +56,7 @@ def trt(
     An engine is named by target, form, precision and weights, and lies in engines/ of the bundle.
     """
     settings = EngineConfig(**config)
-    from tfexport.build import build_engines, estimate_engines
+    from tfexport.tensorrt.pipeline import build_engines, estimate_engines
 
     if dry_run:
         estimate = estimate_engines(bundle, settings, trusted_keys=trusted_keys or None, report=report_line)

@@ -7,11 +7,11 @@ from typing import Any
 
 import click
 
-from tfexport.checkpoint.config import ImportConfig
 from tfexport.cli.options import IDS, PATH
 from tfexport.cli.process import says_whether_written
 from tfexport.cli.terminal import stage_progress
 from tfexport.errors import printable
+from tfexport.importing.config import ImportConfig
 
 
 @click.command("import")
@@ -61,7 +61,7 @@ def import_(
     """
     settings = ImportConfig(**config)
     with says_whether_written(output):
-        from tfexport.checkpoint.importer import import_checkpoint
+        from tfexport.importing.importer import import_checkpoint
 
         with stage_progress() as (report, on_progress):
             imported = import_checkpoint(

@@ -10,9 +10,9 @@ from typing import Any
 
 import click
 
+from tfexport._io.extras import install_command
 from tfexport.cli.process import EXIT_TERMINATED, Terminated, check_streams, terminable
 from tfexport.errors import ParityError, TfexportError, printable
-from tfexport.install import install_command
 
 EXIT_ERROR, EXIT_PARITY, EXIT_INTERRUPTED = 1, 2, 130
 # `tfexport` alone shows its help; before click 8.2 that is no error.

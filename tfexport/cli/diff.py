@@ -18,7 +18,7 @@ from tfexport.cli.options import (
     trusted_keys_option,
 )
 from tfexport.cli.terminal import inputs_of, print_result
-from tfexport.spec import Device
+from tfexport.contract import Device
 
 
 @click.command()

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import click
 
 from tfexport.bundle.identity import Identity
-from tfexport.cli.options import PATH, CommaList, sign_key_option
+from tfexport.cli.options import PATH, field_option, sign_key_option
 from tfexport.cli.process import says_whether_written
 from tfexport.cli.terminal import report_line
+from tfexport.contract import CONCAT_OPSETS, AlignmentHeads
 from tfexport.errors import printable
-from tfexport.graph.config import ExportConfig
-from tfexport.spec import CONCAT_OPSETS, AlignmentHeads, Form
+from tfexport.export.config import ExportConfig
 
 
 class HeadsOption(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.4
@@ -35,43 +35,21 @@ class HeadsOption(click.ParamType):  # type: ignore[type-arg]  # not generic bef
 @click.command()
 @click.argument("source")
 @click.option("--output", type=PATH, required=True, help="Bundle directory to make.")
-@click.option(
-    "--precision",
-    type=click.Choice(["fp32", "fp16", "bf16", "int8", "int4"]),
-    default=ExportConfig.precision,
-    help="Of the weights; int8 and int4 are for ONNX Runtime on the CPU.",
-)
-@click.option(
-    "--optimize-for",
-    type=click.Choice(["latency", "throughput"]),
-    default=ExportConfig.optimize_for,
-    help="What int8 is fast at: up to some 16 texts at once, or large batches.",
-)
-@click.option(
-    "--forms",
-    type=CommaList(click.Choice(get_args(Form))),
-    default=",".join(ExportConfig.forms),
-    help="Of the decoder: concat is portable, static is for engines and GPUs, contrib is for ONNX Runtime on the CPU.",
-)
-@click.option(
-    "--opset",
-    type=click.IntRange(CONCAT_OPSETS[0], CONCAT_OPSETS[-1]),
-    default=ExportConfig.opset,
-    help="Of the encoder and all forms but static.",
-)
-@click.option("--max-source-length", type=int, help="Most source tokens; the model's limit when not given.")
-@click.option("--max-target-length", type=int, help="Most target tokens; the model's limit when not given.")
+@field_option(ExportConfig, "precision")
+@field_option(ExportConfig, "optimize_for")
+@field_option(ExportConfig, "forms", default=",".join(ExportConfig.forms), show_default=True)
+@field_option(ExportConfig, "opset", type=click.IntRange(CONCAT_OPSETS[0], CONCAT_OPSETS[-1]))
+@field_option(ExportConfig, "max_source_length")
+@field_option(ExportConfig, "max_target_length")
 @click.option(
     "--alignment",
     type=HeadsOption(),
     help="Write cross-attention as alignment too: of this decoder layer, from 0 or -1 for the last, the mean of these "
     "heads, or of all when none is named.",
 )
-@click.option("--loop", is_flag=True, help="Write one graph too that decodes greedily by itself: ids in, ids out.")
-@click.option(
-    "--speculation", is_flag=True, help="Let one step verify several tokens of a single text that copies or repeats."
-)
-@click.option("--seed", default=ExportConfig.seed, help="Of a preset's random weights.")
+@field_option(ExportConfig, "loop")
+@field_option(ExportConfig, "speculation")
+@field_option(ExportConfig, "seed")
 @click.option("--verify/--no-verify", default=True, help="Compare every stage with PyTorch before writing.")
 @click.option("--name", help="Of the model, for the manifest.")
 @click.option("--model-version", "version", help="Of the model, in numbers of your own, for the manifest.")

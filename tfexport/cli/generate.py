@@ -20,8 +20,8 @@ from tfexport.cli.options import (
     token_ids,
 )
 from tfexport.cli.terminal import inputs_of, json_text, lines_to, progress
+from tfexport.contract import Device, Form
 from tfexport.errors import InputError
-from tfexport.spec import Device, Form
 
 if TYPE_CHECKING:
     from tfexport.model.model import Model, Pooling

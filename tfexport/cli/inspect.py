@@ -20,8 +20,8 @@ from tfexport.cli.terminal import print_result
 @json_option
 def inspect(path: Path, trusted_keys: tuple[Path, ...], untrusted: bool, as_json: bool) -> None:
     """Show what a bundle, a model directory or an .onnx file holds."""
-    from tfexport.boxed import inspect_untrusted
-    from tfexport.inspect import describe, inspect_path
+    from tfexport.describe import describe, inspect_path
+    from tfexport.sandbox import inspect_untrusted
 
     if untrusted:
         found = inspect_untrusted(path, trusted_keys=trusted_keys)

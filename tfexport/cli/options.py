@@ -2,52 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import click
 from click.core import ParameterSource
 
+from tfexport.config import Config, options_of, settings
+from tfexport.contract import Form
 from tfexport.errors import InputError
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.registry import AUTO, names
-from tfexport.spec import Form
 
 # Options that say the target's language in multilingual models.
 _BY_NAME = ("forced_bos_token_id", "decoder_start_token_id")
 F = TypeVar("F", bound=Callable[..., Any])
-_DECODE_HELP = {
-    "max_new_tokens": "Most tokens to generate; as many as the model takes when not given.",
-    "max_length": "The same with start token and prefix; at most as many as the model takes.",
-    "min_new_tokens": "Fewest tokens before the text may end.",
-    "min_length": "The same with start token and prefix.",
-    "num_beams": "Beams of beam search; 1 is greedy.",
-    "length_penalty": "Exponent of the length in a beam's score; above 0 prefers longer texts.",
-    "early_stopping": "End beams at num-beams texts (true), when better is unlikely (false) or impossible (never).",
-    "no_repeat_ngram_size": "Never repeat a sequence of so many tokens; 0 allows it.",
-    "encoder_no_repeat_ngram_size": "Never say a sequence of so many tokens that the source has; 0 allows it.",
-    "repetition_penalty": "Divide the score of tokens that are there already; 1 changes nothing.",
-    "do_sample": "Draw tokens at random instead of taking the best.",
-    "temperature": "Flatten (above 1) or sharpen (below 1) what is drawn from.",
-    "top_k": "Draw from so many best tokens; 0 from all.",
-    "top_p": "Draw from the fewest best tokens that have this probability together.",
-    "num_return_sequences": "Texts to return for each input, best first.",
-    "return_alternatives": "Continue each of the num-return-sequences best next tokens.",
-    "forced_bos_token_id": "Id that every text begins with, or its token, such as fra_Latn.",
-    "forced_eos_token_id": "Id, or several, that a text at its limit ends with.",
-    "suppress_tokens": "Ids never to generate, such as 3,17.",
-    "bad_words_ids": "Ids never to generate one behind the other, such as 3,17; give it again for more.",
-    "prefix_bias_beta": "Draw texts towards --prefix, more the nearer to 1, and let them leave it; 0 forces it.",
-    "eos_token_id": "Ids that end a text, such as 2,17; the model's own when not given.",
-    "decoder_start_token_id": "Id that the decoder reads first, or its token; the model's own when not given.",
-    "max_time": "Seconds for a text, from when it joins the batch.",
-    "stop_strings": "Text that ends a text which says it; give it again for more.",
-    "replace_unknowns": "Write the source token that an unknown token was read from; needs a bundle with --alignment.",
-    "prompt_lookup_num_tokens": "Draft so many tokens for one step at most, in a bundle with --speculation.",
-    "seed": "Of sampling; the same seed draws the same texts.",
-}
 
 
 class CommaList(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.4
@@ -139,9 +109,39 @@ sign_key_option = click.option("--sign-key", type=PATH, help="Private key, Ed255
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
+def field_option(config: type[Config], field: str, *names: str, **more: Any) -> Callable[[F], F]:
+    """Make the option of a setting: its type, default and help are those of the field.
+
+    Args:
+        config: that has the field.
+        field: its name, and that of the option with "-" for "_".
+        names: of the option, where they are others.
+        more: of `click.option`, in place of what the field says.
+    """
+    setting = next(setting for setting in settings(config) if setting.name == field)
+    kind = setting.types[0]
+    derived: dict[str, Any] = {"help": setting.help, "default": setting.default}
+    if words := [word for one in setting.types if get_origin(one) is Literal for word in get_args(one)]:
+        derived["type"] = click.Choice(words)
+    elif kind is bool:
+        derived["is_flag"] = True
+    elif get_origin(kind) is tuple:
+        item = options_of(get_args(kind)[0])[0]
+        derived |= {"multiple": True} if item is str else {"type": CommaList(_item_type(item)), "show_default": False}
+    else:
+        derived["type"] = PATH if kind is Path else kind
+    if derived["default"] == "":
+        derived["show_default"] = False
+    return click.option(*(names or ["--" + field.replace("_", "-")]), field, **derived | more)
+
+
+def _item_type(item: Any) -> click.ParamType:  # type: ignore[type-arg]
+    return click.Choice(get_args(item)) if get_origin(item) is Literal else click.INT
+
+
 def decode_options(command: F) -> F:
-    """Add one option for each field of DecodeConfig, with its default."""
-    for field in reversed(dataclasses.fields(DecodeConfig)):
+    """Add one option for each field of DecodeConfig, with its default and its help."""
+    for field in reversed(settings(DecodeConfig)):
         name, default = "--" + field.name.replace("_", "-"), field.default
         kind: Any = NoneOr(click.INT) if default is None else type(default)
         more: dict[str, Any] = {"type": kind, "default": default}
@@ -161,7 +161,7 @@ def decode_options(command: F) -> F:
             more = {"type": CommaList(click.INT), "default": default, "show_default": False}
         elif kind is bool:
             name += f"/--no-{name.removeprefix('--')}"
-        command = click.option(name, help=_DECODE_HELP[field.name], **more)(command)
+        command = click.option(name, help=field.help, **more)(command)
     return command
 
 

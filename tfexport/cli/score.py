@@ -10,7 +10,7 @@ import click
 
 from tfexport.cli.options import form_option, json_option, text_options
 from tfexport.cli.terminal import inputs_of, json_text, lines_to, progress
-from tfexport.spec import Device, Form
+from tfexport.contract import Device, Form
 
 
 @click.command()
@@ -38,7 +38,7 @@ def score(
     A TEXT is a source and a target with a tab between them, or a JSON object with "input" and "text", such as
     tfexport generate --json writes. Without TEXT and --input it reads standard input, one pair a line.
     """
-    from tfexport.files.text import split_pairs
+    from tfexport._io.text import split_pairs
 
     sources, targets = split_pairs(inputs_of(texts, source))
     from tfexport.model.load import load

@@ -11,19 +11,19 @@ import click
 
 from tfexport.cli.commands import EXIT_ERROR
 from tfexport.cli.options import (
-    PATH,
     backend_option,
     device_option,
     engine_option,
+    field_option,
     form_option,
     threads_option,
     trusted_keys_option,
 )
+from tfexport.contract import Device, Form
 from tfexport.errors import printable
 from tfexport.serve.config import ServingConfig
 from tfexport.serve.http.config import HttpConfig
 from tfexport.serve.server.config import ServerConfig
-from tfexport.spec import Device, Form
 
 C = TypeVar("C", ServingConfig, HttpConfig, ServerConfig)
 _LEVELS = ["debug", "info", "warning", "error"]
@@ -31,39 +31,27 @@ _LEVELS = ["debug", "info", "warning", "error"]
 
 @click.command()
 @click.argument("bundles", nargs=-1, required=True, metavar="[NAME=]BUNDLE...")
-@click.option("--host", default=ServerConfig.host, help="Address to listen on; 0.0.0.0 is all of the machine.")
-@click.option("--port", default=ServerConfig.port, help="To listen on; 0 takes one that is free.")
+@field_option(ServerConfig, "host")
+@field_option(ServerConfig, "port")
 @backend_option
 @form_option
 @device_option
 @engine_option
 @threads_option
 @trusted_keys_option
-@click.option("--slots", default=ServingConfig.slots, help="Rows of each model that are decoded at once.")
-@click.option(
-    "--encoder-budget", default=ServingConfig.encoder_budget, help="Source tokens that are encoded between two steps."
-)
-@click.option("--max-waiting", default=ServingConfig.max_waiting, help="Requests of each model that may wait.")
-@click.option("--max-waiting-tokens", default=ServingConfig.max_waiting_tokens, help="Source tokens that may wait.")
-@click.option("--max-num-beams", default=ServingConfig.max_num_beams, help="Beams of a request at most.")
+@field_option(ServingConfig, "slots")
+@field_option(ServingConfig, "encoder_budget")
+@field_option(ServingConfig, "max_waiting")
+@field_option(ServingConfig, "max_waiting_tokens")
+@field_option(ServingConfig, "max_num_beams")
 @click.option("--timeout", "timeout_s", default=HttpConfig.max_timeout_s, help="Seconds that a request may take.")
 @click.option("--max-body", "max_body_bytes", default=HttpConfig.max_body_bytes, help="Bytes of a request.")
-@click.option("--max-connections", default=ServerConfig.max_connections, help="Connections open at once.")
-@click.option(
-    "--drain-delay",
-    "drain_delay_s",
-    default=ServerConfig.drain_delay_s,
-    help="Seconds after SIGTERM in which requests are still taken, though the server is not ready.",
-)
-@click.option(
-    "--shutdown-timeout",
-    "shutdown_timeout_s",
-    default=ServerConfig.shutdown_timeout_s,
-    help="Seconds after that in which accepted requests are finished.",
-)
-@click.option("--token-file", type=PATH, help="File with one bearer token a line; without one everybody may ask.")
-@click.option("--tls-cert", type=PATH, help="Certificate in PEM, with its chain.")
-@click.option("--tls-key", type=PATH, help="Its private key; not needed where the certificate's file has it.")
+@field_option(ServerConfig, "max_connections")
+@field_option(ServerConfig, "drain_delay_s", "--drain-delay")
+@field_option(ServerConfig, "shutdown_timeout_s", "--shutdown-timeout")
+@field_option(ServerConfig, "token_file")
+@field_option(ServerConfig, "tls_cert")
+@field_option(ServerConfig, "tls_key")
 @click.option("--completions", is_flag=True, help="Offer /v1/completions, as OpenAI has it.")
 @click.option("--translate", is_flag=True, help="Offer /translate, as LibreTranslate has it.")
 @click.option("--ui/--no-ui", default=HttpConfig.ui, help="Offer a page at / to try the models.")

@@ -21,7 +21,7 @@ _CLEAR = "\r\x1b[K"
 
 def inputs_of(texts: Sequence[str], source: Path | None) -> list[str]:
     """Take the texts of the arguments, of a file or of standard input."""
-    from tfexport.files.text import read_lines
+    from tfexport._io.text import read_lines
 
     if texts and source:
         raise click.UsageError("TEXT and --input were both given; choose one.")
@@ -35,7 +35,7 @@ def inputs_of(texts: Sequence[str], source: Path | None) -> list[str]:
 
 def _piped(*, is_asked_for: bool) -> list[str]:
     """Take the texts of standard input."""
-    from tfexport.files.text import read_lines
+    from tfexport._io.text import read_lines
 
     if sys.stdin is None:  # as Python has it where the stream is closed
         raise click.UsageError("No text was given, and standard input is closed; add TEXT, or --input FILE.")
@@ -47,7 +47,7 @@ def _piped(*, is_asked_for: bool) -> list[str]:
 @contextmanager
 def lines_to(output: Path | None) -> Iterator[Callable[[str], None]]:
     """Yield what writes a line, to standard output or to a file that is written whole or not at all."""
-    from tfexport.files.text import write_whole
+    from tfexport._io.text import write_whole
 
     if output is None:
         yield click.echo

@@ -52,8 +52,8 @@ def triton(
 ) -> None:
     """Write a model repository for Triton Inference Server, with each BUNDLE under NAME or that of its directory."""
     with says_whether_written(output):
+        from tfexport.integrations.triton.repository import write_repository
         from tfexport.serve.bundles import named_bundles
-        from tfexport.triton.repository import write_repository
 
         write_repository(
             named_bundles(bundles),

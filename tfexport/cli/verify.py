@@ -9,8 +9,8 @@ import click
 from tfexport.cli.commands import EXIT_PARITY
 from tfexport.cli.options import PATH, device_option, engine_option, json_option, trusted_keys_option
 from tfexport.cli.terminal import print_result, report_line
+from tfexport.contract import Device
 from tfexport.runtime.registry import comparable
-from tfexport.spec import Device
 
 _NAMES = [backend.name for backend in comparable()]
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tfexport._arguments import check_call
 from tfexport.decode.cancel import check_cancelled
 from tfexport.decode.pairs import Pair, batches, checked_pairs
 from tfexport.errors import BackendError, ConfigError
-from tfexport.given import check_call
 from tfexport.runtime.session import NO_ALIGNMENT, Aligns, Floats, Session, pad_right
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tfexport.contract import ModelSpec
 from tfexport.decode.bias import PrefixBias
 from tfexport.decode.filters import Filters
 from tfexport.decode.history import History
@@ -33,7 +34,6 @@ from tfexport.decode.stops import Stops
 from tfexport.errors import BackendError
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.session import Candidates, Floats, Ids, Mask
-from tfexport.spec import ModelSpec
 
 
 class Extensions(NamedTuple):

@@ -13,12 +13,12 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from tfexport.contract import ModelSpec
 from tfexport.decode.bans import BannedSequences, SourceNgrams, repeats
 from tfexport.decode.ends import Ends
 from tfexport.decode.history import History
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.session import Floats, Ids, Mask
-from tfexport.spec import ModelSpec
 
 # Each suppressed token makes every step return one candidate more, which steps taken at once keep all.
 FEW = 16

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from tfexport.contract import ModelSpec
 from tfexport.decode.bias import PrefixBias
 from tfexport.decode.filters import Filters
 from tfexport.decode.history import History
@@ -26,7 +27,6 @@ from tfexport.decode.stops import Stops
 from tfexport.errors import BackendError
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.session import Candidates, Ids, Mask
-from tfexport.spec import ModelSpec
 
 
 class GreedySearch:

@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
+from tfexport._arguments import check_call, listed_ids
 from tfexport.decode.alternatives import alternatives
 from tfexport.decode.cancel import updates
 from tfexport.decode.loop import Loop
@@ -15,7 +16,6 @@ from tfexport.decode.result import Hypothesis
 from tfexport.decode.stops import TextOf
 from tfexport.errors import TfexportError
 from tfexport.generation import DecodeConfig
-from tfexport.given import check_call, listed_ids
 from tfexport.runtime.session import Session
 
 

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tfexport._arguments import ID_LISTS, as_list, is_whole, listed, listed_ids
+from tfexport.contract import ModelSpec
 from tfexport.decode.stops import TextOf
 from tfexport.errors import InputError, nth, raise_all, shortened
 from tfexport.generation import DecodeConfig
-from tfexport.given import ID_LISTS, as_list, is_whole, listed, listed_ids
 from tfexport.runtime.session import Limits, Session
-from tfexport.spec import ModelSpec
 
 
 @dataclass(frozen=True)

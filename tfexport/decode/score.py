@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tfexport._arguments import check_call
 from tfexport.decode.cancel import check_cancelled
 from tfexport.decode.pairs import Pair, batches, checked_pairs
 from tfexport.decode.search import is_broken, log_probs_of
 from tfexport.errors import BackendError, InputError
-from tfexport.given import check_call
 from tfexport.runtime.session import Batch, Candidates, Ids, ScoresTokens, Session, close_up, pad_right
 
 

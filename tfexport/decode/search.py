@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from tfexport.contract import ModelSpec
 from tfexport.decode.ends import Ends
 from tfexport.decode.history import History
 from tfexport.decode.request import Request
@@ -16,7 +17,6 @@ from tfexport.decode.stops import Stops
 from tfexport.errors import BackendError, InputError, TfexportError
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.session import Candidates, Floats, Ids, Mask
-from tfexport.spec import ModelSpec
 
 Outcome = list[Hypothesis] | TfexportError
 

@@ -6,10 +6,10 @@ later, after pauses that double.
 
 from __future__ import annotations
 
+from tfexport.contract import ModelSpec
 from tfexport.decode.lookup import GOES_ON, IN_SOURCE, SIZES, PromptLookup
 from tfexport.decode.request import Request
 from tfexport.decode.search import Search
-from tfexport.spec import ModelSpec
 
 # Tokens of a draft: few sizes, for each is bound by itself.
 DRAFTS = (1, 3, 7, 15)

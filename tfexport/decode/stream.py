@@ -6,13 +6,13 @@ import dataclasses
 import threading
 from collections.abc import Collection, Iterable, Iterator
 
+from tfexport._arguments import check_call
 from tfexport.decode.cancel import updates
 from tfexport.decode.loop import Loop
 from tfexport.decode.request import Request, check_requests
 from tfexport.decode.stops import TextOf
 from tfexport.errors import InputError, TfexportError, raise_all
 from tfexport.generation import DecodeConfig
-from tfexport.given import check_call
 from tfexport.runtime.session import Session
 
 

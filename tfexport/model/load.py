@@ -8,20 +8,20 @@ from concurrent.futures import ThreadPoolExecutor
 from os import PathLike
 from typing import Literal, get_args
 
+from tfexport._arguments import as_list, is_one_of, is_whole, word_problems
+from tfexport._io.names import TARGET_TOKENIZER, TOKENIZER
+from tfexport._io.paths import checked_path
+from tfexport._io.signature import TrustedKeys
 from tfexport.bundle.bundle import Bundle, check_weights, open_bundle
 from tfexport.bundle.defaults import read_defaults
 from tfexport.bundle.unsealed import check_engines
-from tfexport.cores import MAX_THREADS
+from tfexport.contract import Device, Form
 from tfexport.decode.warm_up import warm_up as run_warm_up
 from tfexport.errors import ConfigError, TfexportError, raise_all, shortened
-from tfexport.files.names import TARGET_TOKENIZER, TOKENIZER
-from tfexport.files.paths import checked_path
-from tfexport.files.signature import TrustedKeys
-from tfexport.given import as_list, is_one_of, is_whole, word_problems
 from tfexport.model.model import Model
+from tfexport.runtime.cores import MAX_THREADS
 from tfexport.runtime.registry import AUTO, OpenOptions, get, names, open_session
 from tfexport.runtime.threads import choose_threads
-from tfexport.spec import Device, Form
 from tfexport.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)

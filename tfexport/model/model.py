@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 import numpy as np
 
+from tfexport._arguments import as_list, check_call, is_whole, word_problems
 from tfexport.bundle.manifest import Manifest
+from tfexport.contract import ModelSpec
 from tfexport.decode.cancel import check_cancelled
 from tfexport.decode.offline import decode
 from tfexport.decode.pieces import Pieces
@@ -20,13 +22,11 @@ from tfexport.decode.result import Hypothesis
 from tfexport.decode.stream import stream
 from tfexport.errors import ConfigError, InputError, raise_all, shortened
 from tfexport.generation import DecodeConfig, GenerationDefaults
-from tfexport.given import as_list, check_call, is_whole, word_problems
 from tfexport.model.copies import NO_COPIES_IN_STREAMS, check_copies, with_copies
 from tfexport.model.result import Result, result_of
 from tfexport.runtime.heap import trim_heap
 from tfexport.runtime.session import Floats, Session, pad_right
 from tfexport.runtime.threads import Threads
-from tfexport.spec import ModelSpec
 from tfexport.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

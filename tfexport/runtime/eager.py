@@ -12,15 +12,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tfexport.bundle.bundle import Bundle
+from tfexport.contract import WEIGHTS, Accuracy, AlignmentHeads, ModelSpec
 from tfexport.errors import BackendError, BundleError
-from tfexport.models.alignment import align
-from tfexport.models.cache import KeyValue
-from tfexport.models.config import model_spec
-from tfexport.models.directory import load_weights
-from tfexport.models.eager import EagerModel
-from tfexport.models.row_cache import RowCache
-from tfexport.models.source import CrossCache, PaddedSource
-from tfexport.models.transformer import Transformer
+from tfexport.nn.alignment import align
+from tfexport.nn.cache import KeyValue
+from tfexport.nn.config import model_spec
+from tfexport.nn.directory import load_weights
+from tfexport.nn.eager import EagerModel
+from tfexport.nn.row_cache import RowCache
+from tfexport.nn.source import CrossCache, PaddedSource
+from tfexport.nn.transformer import Transformer
 from tfexport.runtime.registry import Graphs, OpenOptions
 from tfexport.runtime.session import (
     NO_ALIGNMENT,
@@ -41,7 +42,6 @@ from tfexport.runtime.session import (
     close_up,
     given_candidates,
 )
-from tfexport.spec import WEIGHTS, Accuracy, AlignmentHeads, ModelSpec
 
 # A first buffer for this many tokens; it doubles when it is full.
 FIRST_CAPACITY = 32

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, Protocol, cast
 
+from tfexport._arguments import is_one_of
+from tfexport._io.extras import install_command
+from tfexport.contract import AlignmentHeads, Device, Form, LoopSettings, ModelSpec, WeightType
 from tfexport.errors import BackendError, ConfigError, shortened
-from tfexport.given import is_one_of
-from tfexport.install import install_command
 from tfexport.runtime.threads import Threads
-from tfexport.spec import AlignmentHeads, Device, Form, LoopSettings, ModelSpec, WeightType
 
 if TYPE_CHECKING:
     from tfexport.bundle.bundle import Bundle
@@ -155,7 +155,7 @@ class Backend:
         if self.runs == "model" and (manifest.config is None or manifest.quantization is not None):
             return "the bundle holds graphs only"
         if self.runs == "engines":
-            from tfexport.trt.artifact.store import engine_names
+            from tfexport.tensorrt.artifact.store import engine_names
 
             return "" if engine_names(bundle.path) else "the bundle has no engines"
         return ""
@@ -185,8 +185,8 @@ _BACKENDS: dict[str, Backend] = {
         Backend(
             name="trt",
             title="TensorRT",
-            home="tfexport.runtime.trt.backend",
-            trial="tfexport.trt.build.probe",
+            home="tfexport.tensorrt.session.backend",
+            trial="tfexport.tensorrt.build.probe",
             requirements=(
                 Requirement("tensorrt", "tensorrt", "gpu"),
                 Requirement("tensorrt-rtx", "tensorrt_rtx", "gpu"),

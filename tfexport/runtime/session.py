@@ -14,8 +14,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from tfexport.contract import Accuracy, ModelSpec
 from tfexport.errors import InputError
-from tfexport.spec import Accuracy, ModelSpec
 
 Ids = NDArray[np.int64]
 Mask = NDArray[np.bool_]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from tfexport._arguments import is_whole
 from tfexport.bundle.bundle import Bundle
 from tfexport.bundle.step_weights import step_weight_bytes
-from tfexport.cores import available_cores
-from tfexport.given import is_whole
-from tfexport.spec import QUANTIZED_WEIGHTS, WEIGHTS
+from tfexport.contract import QUANTIZED_WEIGHTS, WEIGHTS
+from tfexport.runtime.cores import available_cores
 
 # Decoders that read fewer bytes of weights a step take one thread. The products of such a step are so small that ONNX
 # Runtime gives each to one thread anyway, and the others wait awake until the next step: they take the time of a core

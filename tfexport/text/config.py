@@ -1,10 +1,8 @@
 """What a user's code does around its model, as data: the ids around a text, and texts that show that it is the same."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
-from tfexport.fields import Config
+from tfexport.config import Config
 
 # A recorded text is there to be compared, not to train on; both together stay far below the limit of a manifest.
 MAX_SAMPLES, MAX_SAMPLE_CHARACTERS = 1000, 2000

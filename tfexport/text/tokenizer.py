@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from tfexport._arguments import as_list
+from tfexport.contract import ModelSpec
 from tfexport.errors import BundleError, InputError, nth, raise_all, shortened
-from tfexport.given import as_list
-from tfexport.spec import ModelSpec
 from tfexport.text.config import TextConfig
 from tfexport.text.vocabulary import Vocabulary, need_library, read_plain
 

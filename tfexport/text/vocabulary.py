@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tfexport._io.extras import extra_command
 from tfexport.errors import BackendError, BundleError, InputError
-from tfexport.install import extra_command
 from tfexport.text.border import border
 from tfexport.text.parts import Parts, num_bytes, read_parts
 

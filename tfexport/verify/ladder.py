@@ -12,21 +12,21 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self, cast
+from typing import Annotated, Self, cast
 
 import numpy as np
 
+from tfexport._io.signature import TrustedKeys
 from tfexport.bundle.bundle import open_bundle
+from tfexport.config import Config, Count, Ge, Help, Le
+from tfexport.contract import Device, ModelSpec, loop_form
 from tfexport.errors import ConfigError
-from tfexport.fields import Config
-from tfexport.files.signature import TrustedKeys
 from tfexport.model.load import load_tokenizer
-from tfexport.models.eager import EagerModel
+from tfexport.nn.eager import EagerModel
 from tfexport.runtime import registry
 from tfexport.runtime.eager import EagerSession, full_outputs
 from tfexport.runtime.registry import Backend, Graphs, OpenOptions
 from tfexport.runtime.session import Aligns, Floats, Session, Verifies
-from tfexport.spec import Device, ModelSpec, loop_form
 from tfexport.text.tokenizer import Tokenizer
 from tfexport.verify.divergence import measure_divergence
 from tfexport.verify.loop import STAGE, loop_decodes
@@ -46,14 +46,8 @@ class VerifyConfig(Config, subject="verify"):
     as many compared in numbers.
     """
 
-    samples: int = 100
-    seed: int = 0
-
-    def _problems(self) -> Iterator[str]:
-        if not 1 <= self.samples <= 1_000_000:
-            yield f"samples is {self.samples}, expected 1 to 1,000,000"
-        if self.seed < 0:
-            yield f"seed is {self.seed}, expected 0 or more"
+    samples: Annotated[int, Ge(1), Le(1_000_000), Help("Random sequences to decode for each form and method.")] = 100
+    seed: Annotated[Count, Help("Of the random sequences.")] = 0
 
     @classmethod
     def quick(cls) -> Self:

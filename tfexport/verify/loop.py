@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 
+from tfexport.contract import LoopSettings
 from tfexport.decode.offline import decode
 from tfexport.decode.result import FinishReason, Hypothesis
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.registry import Graphs
 from tfexport.runtime.session import Session, pad_right
-from tfexport.spec import LoopSettings
 from tfexport.verify.divergence import measure_divergence
 from tfexport.verify.report import Decodes
 from tfexport.verify.texts import NEW_TOKENS, Sources, compare_decodes

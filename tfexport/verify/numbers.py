@@ -8,8 +8,8 @@ from typing import cast
 
 import numpy as np
 
+from tfexport.contract import ModelSpec
 from tfexport.runtime.session import Floats, Ids, Mask, Session, Verifies, pad_right
-from tfexport.spec import ModelSpec
 from tfexport.verify.report import Numbers
 
 LONGEST_SOURCE, LONGEST_TARGET = 48, 24

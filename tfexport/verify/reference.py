@@ -7,10 +7,10 @@ from pathlib import Path
 
 from tfexport.bundle.bundle import Bundle
 from tfexport.errors import BundleError, ConfigError, raise_all
-from tfexport.models.directory import load_model
-from tfexport.models.eager import EagerModel
-from tfexport.models.transformer import Transformer
-from tfexport.own_module import OwnModule, is_own_module, load_own_module
+from tfexport.importing.own_module import OwnModule, is_own_module, load_own_module
+from tfexport.nn.directory import load_model
+from tfexport.nn.eager import EagerModel
+from tfexport.nn.transformer import Transformer
 from tfexport.runtime.eager import load_eager_model
 
 _LENGTHS = ("max_source_length", "max_target_length")

@@ -8,7 +8,7 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any
 
-from tfexport.spec import Accuracy
+from tfexport.contract import Accuracy
 
 # Largest error of a logit, as a share of the largest logit, unless float32 itself loses a tenth of that.
 # float32 rounds to 6e-8 and accumulates to about 1e-6 over a deep model; float16 and bfloat16 keep 11 and 8 bits.

@@ -58,16 +58,16 @@ def remember_traces(_: list[str]) -> None:
 
 def remember_plans(_: list[str]) -> None:
     """Build each plan once."""
-    from tfexport import build
+    from tfexport.tensorrt import pipeline
 
-    build_one, known = build._build, {}
+    build_one, known = pipeline._build, {}
 
     def remembered(resolved: Any, graph: Any, progress: Any) -> Any:
         if graph.name not in known:
             known[graph.name] = build_one(resolved, graph, progress)
         return known[graph.name]
 
-    build._build = remembered
+    pipeline._build = remembered
 
 
 def reload(arguments: list[str]) -> None:

@@ -11,14 +11,14 @@ import torch
 
 from tests import tiny
 from tests.runtime.exported import LONG, Once, exported, ort_session, sources
+from tfexport.contract import REORDER
 from tfexport.errors import BundleError, InputError
-from tfexport.models.transformer import Transformer
+from tfexport.nn.transformer import Transformer
 from tfexport.runtime.ort.cache import FIRST_CAPACITY, DeviceBuffers, HostBuffers, RowBuffers
 from tfexport.runtime.ort.concat import ConcatBatch
 from tfexport.runtime.ort.session import OrtSession
 from tfexport.runtime.ort.static import StaticBatch
 from tfexport.runtime.session import Batch, Candidates, Ids, close_up, pad_right
-from tfexport.spec import REORDER
 
 ATOL = 2e-5
 Sessions = Callable[[Transformer], tuple[OrtSession, ...]]

@@ -17,17 +17,17 @@ from tests import tiny
 from tests.runtime.exported import LONG, exported, sources
 from tests.runtime.joining import alone, differing, joining, random_requests
 from tests.runtime.test_contract import assert_candidates, begun, contrib_session, targets
+from tfexport.contract import ModelSpec
 from tfexport.decode.offline import decode
 from tfexport.errors import BackendError, InputError
+from tfexport.export.write import write_graphs
 from tfexport.generation import DecodeConfig
-from tfexport.graph.write import write_graphs
-from tfexport.models.config import TransformerConfig, model_spec
-from tfexport.models.transformer import Transformer
+from tfexport.nn.config import TransformerConfig, model_spec
+from tfexport.nn.transformer import Transformer
 from tfexport.runtime.eager import EagerSession
 from tfexport.runtime.ort.cache import FIRST_CAPACITY
 from tfexport.runtime.ort.contrib import ContribBatch, ContribSession
 from tfexport.runtime.session import Batch, Candidates, Ids, Limits, Mask, MultiStep, Session
-from tfexport.spec import ModelSpec
 
 Once = Callable[[str, Callable[[Path], object]], Path]
 # The buffers double twice, the second time up to the limit.

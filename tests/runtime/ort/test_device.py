@@ -20,10 +20,11 @@ from tests import tiny
 from tests.conftest import ROOT
 from tests.runtime.exported import LONG, Once, ort_session, sources
 from tfexport.cli import main
+from tfexport.contract import FLOAT, Device, Form, Precision
 from tfexport.errors import BackendError
-from tfexport.graph.reorder import reorder_graph
+from tfexport.export.reorder import reorder_graph
 from tfexport.model.load import load
-from tfexport.models.config import model_spec
+from tfexport.nn.config import model_spec
 from tfexport.runtime.ort import device as ort_device
 from tfexport.runtime.ort.cache import FIRST_CAPACITY, DeviceBuffers, HostBuffers
 from tfexport.runtime.ort.device import (
@@ -37,7 +38,6 @@ from tfexport.runtime.ort.device import (
 )
 from tfexport.runtime.ort.gather import ITEM_BYTES, RowGather
 from tfexport.runtime.ort.static import StaticBatch
-from tfexport.spec import FLOAT, Device, Form, Precision
 
 SPEC = model_spec(tiny.VARIANTS["post"], "fp32")
 NO_GPU = driver_problem()

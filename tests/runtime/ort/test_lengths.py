@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from tests import tiny
 from tests.runtime.exported import LONG, Once, exported, ort_session, sources
+from tfexport.contract import Form
 from tfexport.decode.offline import decode
 from tfexport.generation import DecodeConfig
-from tfexport.models.transformer import Transformer
+from tfexport.nn.transformer import Transformer
 from tfexport.runtime.heap import trim_heap
 from tfexport.runtime.ort import contrib
 from tfexport.runtime.ort.backend import open_graphs
@@ -26,7 +27,6 @@ from tfexport.runtime.ort.concat import ConcatBatch
 from tfexport.runtime.ort.lengths import MAX_SCORES, RUN_TOKENS, runs
 from tfexport.runtime.ort.static import StaticBatch
 from tfexport.runtime.session import Ids, Mask
-from tfexport.spec import Form
 
 LONGEST = LONG.max_source_length
 MIXED = (13, 180, 20, 9, 200, 2, 31, 1, 150)

@@ -13,7 +13,7 @@ import pytest
 import tfexport
 from tfexport.bundle.tables import read_tables
 from tfexport.errors import BackendError
-from tfexport.graph.external_data import external_weights, span
+from tfexport.export.external_data import external_weights, span
 from tfexport.runtime.ort.tables import shared_tables
 
 GRAPHS = ("encoder_contrib", "decoder_contrib")

@@ -12,9 +12,9 @@ from torch import nn
 from tests import tiny
 from tests.runtime.exported import Once
 from tfexport.errors import GraphError, InputError
-from tfexport.graph.write import write_graphs
-from tfexport.models.config import model_spec
-from tfexport.models.transformer import Transformer
+from tfexport.export.write import write_graphs
+from tfexport.nn.config import model_spec
+from tfexport.nn.transformer import Transformer
 from tfexport.runtime.ort.backend import open_graphs
 from tfexport.runtime.ort.cache import FIRST_CAPACITY
 from tfexport.runtime.ort.contrib import ContribBatch

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
+from tfexport._io.strict_json import parse_json
 from tfexport.bulk.formats.answer import Answer, AnswerColumns
 from tfexport.bulk.formats.format import Rows, Scan
 from tfexport.bulk.formats.records import DictRows, Record, RecordSource, object_text
 from tfexport.errors import InputError, first_line, shortened
-from tfexport.files.strict_json import parse_json
 
 # Different keys in one file; bounds what a file with a key of its own in each row takes.
 _MAX_COLUMNS = 10_000

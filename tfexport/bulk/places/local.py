@@ -10,11 +10,11 @@ from os import PathLike
 from pathlib import Path
 from typing import BinaryIO
 
+from tfexport._io.atomic import locked
+from tfexport._io.paths import checked_path
+from tfexport._io.strict_json import plain_problem
 from tfexport.bulk.places.place import PARTS, writing
 from tfexport.errors import InputError
-from tfexport.files.atomic import locked
-from tfexport.files.paths import checked_path
-from tfexport.files.strict_json import plain_problem
 
 # What is being written begins with this; what is whole does not.
 _DRAFT = ".tmp-"

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import onnxruntime as ort
 
+from tfexport.contract import ALIGNMENT, SOURCE_IDS, SOURCE_MASK, TARGET_IDS, ModelSpec
 from tfexport.errors import BackendError
 from tfexport.runtime.ort.device import OrtDevice, run
 from tfexport.runtime.session import NO_ALIGNMENT, Floats, Ids, Mask, check_source, check_targets
-from tfexport.spec import ALIGNMENT, SOURCE_IDS, SOURCE_MASK, TARGET_IDS, ModelSpec
 
 
 class OrtAligner:

@@ -11,12 +11,12 @@ import numpy as np
 import onnxruntime as ort
 
 from tfexport.bundle.bundle import Bundle
+from tfexport.contract import DECODER, Device, Form, ModelSpec, WeightType
 from tfexport.errors import BackendError, BundleError
 from tfexport.runtime.ort.device import MINIMUM, PlacementError, prepare_cuda
 from tfexport.runtime.registry import Graphs, OpenOptions
 from tfexport.runtime.session import Session
 from tfexport.runtime.threads import Threads
-from tfexport.spec import DECODER, Device, Form, ModelSpec, WeightType
 
 _log = logging.getLogger(__name__)
 

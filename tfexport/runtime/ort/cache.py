@@ -13,10 +13,10 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
+from tfexport.contract import FLOAT, ModelSpec, key_value_names
 from tfexport.runtime.ort.device import ELEMENT_TYPE
 from tfexport.runtime.ort.gather import ITEM_BYTES, RowGather
 from tfexport.runtime.session import Ids
-from tfexport.spec import FLOAT, ModelSpec, key_value_names
 
 # A first buffer for this many tokens; it doubles when it is full, so that short texts do not pay for long ones:
 # attention is computed over the whole buffer, on a GPU too.

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import onnxruntime as ort
 
+from tfexport.contract import FLOAT, SOURCE_MASK, key_value_names
 from tfexport.errors import InputError
 from tfexport.runtime.ort.device import host_value
 from tfexport.runtime.ort.graphs import OrtGraphs, Step
@@ -25,7 +26,6 @@ from tfexport.runtime.session import (
     check_step,
     close_up,
 )
-from tfexport.spec import FLOAT, SOURCE_MASK, key_value_names
 
 
 class ConcatBatch:

@@ -20,6 +20,26 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
+from tfexport.contract import (
+    CANDIDATE_IDS,
+    CANDIDATE_LOGITS,
+    DECODER,
+    ENCODER_CONTRIB,
+    LAST_POSITION,
+    LOG_NORMALIZER,
+    LOGITS,
+    LOGITS_TO_KEEP,
+    NUM_CANDIDATES,
+    POSITIONS,
+    SOURCE_IDS,
+    SOURCE_MASK,
+    TARGET_IDS,
+    TOTAL_LENGTH,
+    Accuracy,
+    ModelSpec,
+    WeightType,
+    key_value_names,
+)
 from tfexport.errors import BackendError
 from tfexport.runtime.ort.alignment import OrtAligner
 from tfexport.runtime.ort.cache import FIRST_CAPACITY
@@ -45,26 +65,6 @@ from tfexport.runtime.session import (
     given_candidates,
 )
 from tfexport.runtime.threads import Threads, threads_of
-from tfexport.spec import (
-    CANDIDATE_IDS,
-    CANDIDATE_LOGITS,
-    DECODER,
-    ENCODER_CONTRIB,
-    LAST_POSITION,
-    LOG_NORMALIZER,
-    LOGITS,
-    LOGITS_TO_KEEP,
-    NUM_CANDIDATES,
-    POSITIONS,
-    SOURCE_IDS,
-    SOURCE_MASK,
-    TARGET_IDS,
-    TOTAL_LENGTH,
-    Accuracy,
-    ModelSpec,
-    WeightType,
-    key_value_names,
-)
 
 Array = NDArray[Any]
 
@@ -138,7 +138,7 @@ class ContribSession:
         """
         self.spec, self.limits = spec, Limits.of(spec)
         self.accuracy: Accuracy = weights or spec.precision
-        device = OrtDevice("cpu")
+        device = OrtDevice("cpu", weights)
         encoder_threads, decoder_threads = threads_of(threads)
         self._aligner = OrtAligner(graphs, spec, device, encoder_threads)
         self.has_alignment = self._aligner.is_there

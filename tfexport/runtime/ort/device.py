@@ -14,12 +14,12 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
+from tfexport._io.extras import extra_command, replacing_command
+from tfexport._io.utf8_path import utf8_path
+from tfexport.contract import Device, DType, WeightType
 from tfexport.errors import BackendError, first_line
-from tfexport.files.utf8_path import utf8_path
-from tfexport.install import extra_command, replacing_command
+from tfexport.runtime.ort.int8_products import int8_session_options
 from tfexport.runtime.ort.libraries import load_libraries, needed, where_looked
-from tfexport.runtime.ort.vnni import multiplies_exactly
-from tfexport.spec import Device, DType
 
 Array = NDArray[Any]
 
@@ -62,15 +62,20 @@ class OrtDevice:
         type: "cpu" or "cuda"; of several GPUs the first that CUDA_VISIBLE_DEVICES leaves.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, weights: WeightType | None = None) -> None:
         """Open a device.
 
+        Args:
+            device: "cpu" or "cuda".
+            weights: of the graphs to load, if they are narrower than the graphs' own type.
+
         Raises:
-            BackendError: ONNX Runtime cannot use it; says what is missing.
+            BackendError: ONNX Runtime cannot use the device, or multiplies narrow weights wrongly on it.
         """
         if device == "cuda":
             prepare_cuda()
         self.type = device
+        self._config_entries = int8_session_options() if weights else {}
 
     def load(
         self,
@@ -105,8 +110,8 @@ class OrtDevice:
         for weight, value in (initializers or {}).items():
             options.add_initializer(weight, value)
         options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
-        if not multiplies_exactly():  # then with another instruction, which takes longer
-            options.add_session_config_entry("session.x64quantprecision", "1")
+        for key, entry in self._config_entries.items():
+            options.add_session_config_entry(key, entry)
         try:
             with utf8_path(graph) as path:
                 session = ort.InferenceSession(

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import onnxruntime as ort
 
+from tfexport.contract import CACHE, ORDER, REORDER, REORDERED, DType
 from tfexport.errors import BackendError
 from tfexport.runtime.ort.device import ELEMENT_TYPE, OrtDevice, run
 from tfexport.runtime.session import Ids
-from tfexport.spec import CACHE, ORDER, REORDER, REORDERED, DType
 
 # ONNX Runtime counts items in 32 bits (onnxruntime/core/providers/cuda/tensor/gather_impl.cu) and would not say so.
 MOST_ITEMS = 2**31 - 1

@@ -7,12 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnxruntime as ort
 
-from tfexport.runtime.ort.cache import DeviceBuffers, HostBuffers, RowBuffers
-from tfexport.runtime.ort.device import OrtDevice, host_value, run, still_open
-from tfexport.runtime.ort.gather import RowGather
-from tfexport.runtime.ort.lengths import has_many_scores
-from tfexport.runtime.session import Candidates, Ids, Mask, given_candidates, in_order_of_id
-from tfexport.spec import (
+from tfexport.contract import (
     CACHE_LENGTHS,
     CANDIDATE_IDS,
     CANDIDATE_LOGITS,
@@ -24,6 +19,11 @@ from tfexport.spec import (
     TARGET_IDS,
     ModelSpec,
 )
+from tfexport.runtime.ort.cache import DeviceBuffers, HostBuffers, RowBuffers
+from tfexport.runtime.ort.device import OrtDevice, host_value, run, still_open
+from tfexport.runtime.ort.gather import RowGather
+from tfexport.runtime.ort.lengths import has_many_scores
+from tfexport.runtime.session import Candidates, Ids, Mask, given_candidates, in_order_of_id
 
 
 @dataclass

@@ -8,10 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tfexport.errors import BackendError, first_line
-from tfexport.runtime.ort.device import OrtDevice
-from tfexport.runtime.session import Floats, Ids, Mask, check_source
-from tfexport.spec import (
+from tfexport.contract import (
     GENERATED_IDS,
     GENERATED_LENGTHS,
     LOG_PROBS,
@@ -21,6 +18,9 @@ from tfexport.spec import (
     SOURCE_MASK,
     ModelSpec,
 )
+from tfexport.errors import BackendError, first_line
+from tfexport.runtime.ort.device import OrtDevice
+from tfexport.runtime.session import Floats, Ids, Mask, check_source
 
 
 class Generated(NamedTuple):

@@ -14,6 +14,18 @@ from pathlib import Path
 
 import onnxruntime as ort
 
+from tfexport.contract import (
+    DECODER,
+    ENCODER,
+    FLOAT,
+    HIDDEN_STATES,
+    REORDER,
+    Accuracy,
+    Device,
+    Form,
+    ModelSpec,
+    WeightType,
+)
 from tfexport.errors import BackendError, BundleError
 from tfexport.runtime.ort.alignment import OrtAligner
 from tfexport.runtime.ort.concat import ConcatBatch
@@ -23,7 +35,6 @@ from tfexport.runtime.ort.graphs import OrtGraphs
 from tfexport.runtime.ort.static import StaticBatch
 from tfexport.runtime.session import Floats, Ids, Limits, Mask, check_source
 from tfexport.runtime.threads import Threads, threads_of
-from tfexport.spec import DECODER, ENCODER, FLOAT, HIDDEN_STATES, REORDER, Accuracy, Device, Form, ModelSpec, WeightType
 
 
 class OrtSession:
@@ -74,7 +85,7 @@ class OrtSession:
             )
         self.spec, self.form, self.limits = spec, form, Limits.of(spec)
         self.accuracy: Accuracy = weights or spec.precision
-        opened = OrtDevice(device)
+        opened = OrtDevice(device, weights)
 
         encoder_threads, decoder_threads = threads_of(threads)
         self._aligner = OrtAligner(graphs, spec, opened, encoder_threads)

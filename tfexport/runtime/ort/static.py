@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnxruntime as ort
 
+from tfexport.contract import SOURCE_MASK
 from tfexport.runtime.ort.cache import FIRST_CAPACITY, RowBuffers
 from tfexport.runtime.ort.graphs import OrtGraphs, Step
 from tfexport.runtime.ort.lengths import rows_of, runs
@@ -21,7 +22,6 @@ from tfexport.runtime.session import (
     check_step,
     close_up,
 )
-from tfexport.spec import SOURCE_MASK
 
 # Bindings kept, of the numbers of rows and candidates used last.
 _STEPS = 8

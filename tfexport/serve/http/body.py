@@ -6,8 +6,8 @@ from typing import Any
 
 from starlette.requests import Request
 
+from tfexport._io.strict_json import parse_json
 from tfexport.errors import shortened
-from tfexport.files.strict_json import parse_json
 from tfexport.serve.http.errors import RequestError
 from tfexport.serve.http.service import service_of
 from tfexport.serve.http.structure import check_structure, strings_and_rest

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from tfexport.contract import QUANTIZED_WEIGHTS, WEIGHTS
 from tfexport.model.model import Model
 from tfexport.runtime.session import Aligns
 from tfexport.serve.engine import Engine
@@ -16,7 +17,6 @@ from tfexport.serve.http.body import read_object
 from tfexport.serve.http.errors import RequestError
 from tfexport.serve.http.service import service_of
 from tfexport.serve.protocol.asking import ids, source_of
-from tfexport.spec import QUANTIZED_WEIGHTS, WEIGHTS
 from tfexport.text.tokenizer import Tokenizer
 
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}

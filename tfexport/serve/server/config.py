@@ -1,45 +1,33 @@
 """Where and how the server runs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated
 
-from tfexport.fields import Config
+from tfexport.config import Config, Ge, Help, Le
 
 
 class ServerConfig(Config, subject="server"):
-    """The server's address, how it stops, and who may ask.
+    """The server's address, how it stops, and who may send requests."""
 
-    Attributes:
-        host: address to listen on; 0.0.0.0 for all of the machine.
-        port: to listen on; 0 for one that is free.
-        max_connections: open at once; who comes beyond is closed.
-        drain_delay_s: seconds after SIGTERM in which the server says that it is not ready and still takes requests.
-        shutdown_timeout_s: seconds in which requests that were accepted are finished after that.
-        token_file: file with one bearer token a line; None lets everybody ask.
-        tls_cert: file of the certificate, its chain included, in PEM.
-        tls_key: file of its private key; None where the certificate's file has it.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    max_connections: int = 1000
-    drain_delay_s: float = 0.0
-    shutdown_timeout_s: float = 30.0
-    token_file: Path | None = None
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
+    host: Annotated[str, Help("Address to listen on; 0.0.0.0 is all of the machine.")] = "127.0.0.1"
+    port: Annotated[int, Ge(0), Le(65_535), Help("Port to listen on; 0 takes one that is free.")] = 8000
+    max_connections: Annotated[int, Ge(1), Le(1_000_000), Help("Connections open at once; more are closed.")] = 1000
+    drain_delay_s: Annotated[
+        float,
+        Ge(0),
+        Le(3600),
+        Help("Seconds after SIGTERM in which requests are still taken, though the server is not ready."),
+    ] = 0.0
+    shutdown_timeout_s: Annotated[
+        float, Ge(0), Le(86_400), Help("Seconds after that in which accepted requests are finished.")
+    ] = 30.0
+    token_file: Annotated[
+        Path | None, Help("File with one bearer token a line; without one everybody may send requests.")
+    ] = None
+    tls_cert: Annotated[Path | None, Help("Certificate in PEM, with its chain.")] = None
+    tls_key: Annotated[Path | None, Help("Its private key; not needed if the certificate's file has it.")] = None
 
     def _problems(self) -> Iterator[str]:
-        between = {
-            "port": (0, 65_535),
-            "max_connections": (1, 1_000_000),
-            "drain_delay_s": (0, 3600),
-            "shutdown_timeout_s": (0, 86_400),
-        }
-        for name, (low, high) in between.items():
-            if not low <= (value := getattr(self, name)) <= high:
-                yield f"{name} is {value}, expected {low} to {high}"
         if self.tls_key and not self.tls_cert:
             yield "tls_key is given without tls_cert; give both"

@@ -6,8 +6,8 @@ import json
 import shlex
 from collections.abc import Collection, Mapping
 
-from tfexport.cores import available_cores
 from tfexport.errors import printable
+from tfexport.runtime.cores import available_cores
 from tfexport.serve.engine import Engine
 from tfexport.serve.server.config import ServerConfig
 

@@ -14,10 +14,10 @@ import onnxruntime as ort
 
 from tests.runtime.ort.cuda_stub.build import CORE, NAMES
 from tfexport.bundle.bundle import open_bundle
+from tfexport.contract import Form
 from tfexport.runtime.ort.device import PROVIDER
 from tfexport.runtime.ort.session import OrtSession
 from tfexport.runtime.registry import Graphs
-from tfexport.spec import Form
 
 SOURCE_LENGTH = 8
 # The first steps reserve memory and look at weights once.

@@ -15,9 +15,9 @@ import pytest
 
 from tests.conftest import DATES
 from tests.runtime.ort.cuda_stub.conftest import StubGpu
+from tfexport.contract import Form, Precision
 from tfexport.export import export_bundle
-from tfexport.graph.config import ExportConfig
-from tfexport.spec import Form, Precision
+from tfexport.export.config import ExportConfig
 
 FORMS: tuple[Form, ...] = ("static", "concat")
 Once = Callable[[str, Callable[[Path], object]], Path]

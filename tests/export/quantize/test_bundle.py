@@ -1,0 +1,274 @@
+"""Bundles in int8 and int4 through the library and the command line: what they hold, what runs, what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from safetensors.numpy import load_file
+
+import tfexport
+from tests import tiny
+from tests.conftest import DATES
+from tfexport.bundle.bundle import create_bundle, open_bundle
+from tfexport.bundle.manifest import Manifest
+from tfexport.bundle.step_weights import step_weight_bytes
+from tfexport.cli import main
+from tfexport.contract import Quantization, TokenIds
+from tfexport.errors import BackendError, BundleError, ConfigError
+from tfexport.export import export_bundle
+from tfexport.export.config import ExportConfig
+from tfexport.export.quantize.ort_quantize import write_integer_graphs
+from tfexport.nn.config import StackConfig, TransformerConfig
+from tfexport.nn.directory import load_model, save_model
+from tfexport.nn.transformer import Transformer
+from tfexport.verify import VerifyConfig, verify_bundle
+
+Once = Callable[[str, Callable[[Path], object]], Path]
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="session")
+def int4(once: Once) -> Path:
+    """Export models/dates through the command line, verified; not to be changed."""
+
+    def make(path: Path) -> None:
+        result = run("onnx", DATES, "--output", path, "--precision", "int4")
+        assert result.exit_code == 0, result.output
+        assert result.stdout == f"{path}: encoder-decoder, int4, verified, 24 recorded texts\n"
+
+    return once("dates-bundle-int4", make)
+
+
+@pytest.fixture(scope="session")
+def throughput(once: Once, dates_bundle: Path) -> Path:
+    """A bundle of the graphs that the fp32 bundle has, without another trace; not to be changed."""
+
+    def make(path: Path) -> None:
+        source = open_bundle(dates_bundle)
+        manifest, quantization = source.manifest, Quantization(weights="int8", optimize_for="throughput")
+        with create_bundle(path) as builder:
+            graphs = write_integer_graphs(source.path, manifest.graphs, builder.path, quantization)
+            (builder.path / "tokenizer.json").write_bytes(source.file("tokenizer.json").read_bytes())
+            builder.finish(
+                spec=manifest.spec,
+                config=manifest.config,
+                graphs=graphs,
+                versions=manifest.versions,
+                quantization=quantization,
+            )
+
+    return once("dates-bundle-throughput", make)
+
+
+def test_the_bundle_says_what_it_is(int4: Path) -> None:
+    manifest = open_bundle(int4).manifest
+    assert manifest.quantization == Quantization(weights="int4", optimize_for="latency")
+    assert (manifest.accuracy, manifest.spec.precision) == ("int4", "fp32")
+    assert set(manifest.graphs) == {"encoder_contrib", "decoder_contrib"}
+    assert set(manifest.files) == {
+        "encoder_contrib.onnx",
+        "decoder_contrib.onnx",
+        "weights.safetensors",
+        "tokenizer.json",
+        "parity.json",
+    }
+    assert sum(entry.bytes for entry in manifest.files.values()) < 0.22 * (DATES / "model.safetensors").stat().st_size
+    shown = run("inspect", int4).stdout.splitlines()[0]
+    assert re.fullmatch(r"bundle .*: encoder-decoder, int4 for latency, [0-9.]+ kB, verified", shown)
+    facts = json.loads(run("inspect", int4, "--json").stdout)
+    assert facts["quantization"] == {"weights": "int4", "optimize_for": "latency"}
+
+
+def test_the_export_reports_where_decodes_part(int4: Path) -> None:
+    report = json.loads((int4 / "parity.json").read_text())
+    assert report["passed"] is True
+    by_method = {rung["method"]: rung for rung in report["decodes"]}
+    assert set(by_method) == {"greedy", "beam 4", "batch invariance", "recorded texts"}
+    greedy = by_method["greedy"]
+    assert greedy["must_be_exact"] is False
+    assert greedy["divergence"]["equal"] == greedy["exact"] / greedy["sequences"] < 1
+    assert 0 <= greedy["divergence"]["position"] <= 12
+    assert greedy["divergence"]["margin"] > 0
+    assert by_method["batch invariance"]["divergence"] is None
+
+
+def test_it_generates(int4: Path, throughput: Path) -> None:
+    for bundle in (int4, throughput):
+        with tfexport.load(bundle, threads=1) as model:
+            assert model.session.accuracy == ("int4" if bundle == int4 else "int8")
+            (result,) = model.generate(["Dienstag, 3. März 2026"])
+            assert result.text == "2026-03-03"
+    assert run("generate", int4, "3 mars 1999", "--num-beams", 2).stdout == "1999-03-03\n"
+
+
+def test_a_step_reads_fewer_bytes(dates_bundle: Path, int4: Path, throughput: Path) -> None:
+    """Of two tables for throughput only the one that is multiplied counts."""
+    wide, narrow, columns = (step_weight_bytes(open_bundle(path)) for path in (dates_bundle, int4, throughput))
+    assert wide is not None
+    assert narrow is not None
+    assert columns is not None
+    assert 0.15 * wide < narrow < 0.2 * wide
+    tensors = load_file(throughput / "weights.safetensors")
+    assert tensors["enc.embed.weight.int8_columns.values"].size == tensors["enc.embed.weight.int8_blocks.values"].size
+    # The copies of query, key and value for the other forms count too in this bundle; an export has one form.
+    twice = sum(v.nbytes for k, v in tensors.items() if re.match(r"dec\.layers\.\d\.self\.(weight|bias)", k))
+    assert columns - twice < 0.28 * wide
+
+
+def test_verify_needs_the_model_that_it_was_made_from(int4: Path) -> None:
+    result = run("verify", int4)
+    remedy = "give the model directory that it was made from with --against"
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr == f"error: {int4}: holds int4 weights and no model to compare with; {remedy}\n"
+    report = verify_bundle(int4, against=DATES, config=VerifyConfig(samples=8))
+    assert report.passed
+    assert {rung.stage for rung in report.numbers} == {"eager float64", "eager cached", "ort contrib"}
+    assert report.numbers[-1].tolerance == 0.5
+
+
+def test_every_form_of_a_quantised_bundle_is_verified(throughput: Path) -> None:
+    report = verify_bundle(throughput, against=DATES, config=VerifyConfig(samples=4))
+    assert report.passed, report.problems()
+    assert {rung.tolerance for rung in report.numbers if rung.stage.startswith("ort")} == {0.1}
+    assert len(report.numbers) == 5
+
+
+def test_a_quantised_bundle_of_another_model_fails(int4: Path, tmp_path: Path) -> None:
+    model = load_model(DATES)
+    with torch.no_grad():
+        model.dec.layers[0].ffn.fc1.weight.mul_(-1)  # type: ignore[union-attr]
+    save_model(model, tmp_path / "other")
+    result = run("verify", int4, "--against", tmp_path / "other", "--samples", 4)
+    assert result.exit_code == 2
+    assert "ort contrib differs by" in result.stdout
+
+
+def test_what_needs_wide_weights_is_refused_with_the_remedy(int4: Path) -> None:
+    with pytest.raises(BundleError, match=r"holds int4 weights .* no eager model; use --backend ort, or export it"):
+        tfexport.load(int4, backend="eager")
+    with pytest.raises(BackendError, match=r"int4 weights for the CPU; for device cuda export it again with .* fp16"):
+        tfexport.load(int4, device="cuda")
+    result = run("trt", int4, "--target", "tensorrt-rtx", "--compute-capability", "8.9", "--dry-run")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "int4 weights for ONNX Runtime on the CPU; export it with --precision fp32 and build" in result.stderr
+
+
+def test_bench_does_not_ask_for_the_model_of_a_verified_bundle(int4: Path, throughput: Path) -> None:
+    from tfexport.bench.config import BenchConfig
+    from tfexport.bench.run import check_parity
+
+    found = check_parity(open_bundle(int4), BenchConfig(), lambda line: None)
+    assert found == {"passed": True, "source": "verified by its export"}
+    with pytest.raises(BundleError, match="no model to compare with; give the model directory"):
+        check_parity(open_bundle(throughput), BenchConfig(), lambda line: None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"precision": "int4", "optimize_for": "throughput"}, "ONNX Runtime multiplies 4 bits weight-only; use int8"),
+        ({"precision": "fp16", "optimize_for": "throughput"}, "for precision int8, not fp16; leave it out"),
+        ({"optimize_for": "throughput"}, "for precision int8, not fp32; leave it out"),
+        ({"optimize_for": "size"}, "optimize_for is 'size', expected 'latency' or 'throughput'"),
+        ({"precision": "fp8"}, "precision is 'fp8', expected 'fp32' or 'fp16' or 'bf16' or 'int8' or 'int4'"),
+    ],
+)
+def test_contradictions_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        ExportConfig(**options)
+    flags = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]
+    result = run("onnx", "preset:tiny", "--output", tmp_path / "out", *flags)
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (1, "", 1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_configuration_of_a_quantisation_is_checked() -> None:
+    with pytest.raises(ConfigError, match="multiplies 4 bits weight-only"):
+        Quantization(weights="int4", optimize_for="throughput")
+    with pytest.raises(ConfigError, match="weights is 'fp8', expected 'int8' or 'int4'"):
+        Quantization.from_dict({"weights": "fp8"})
+
+
+def test_a_manifest_that_contradicts_itself_is_refused(dates_bundle: Path, tmp_path: Path) -> None:
+    manifest = open_bundle(dates_bundle).manifest
+    quantization = Quantization(weights="int8")
+    with pytest.raises(ConfigError, match=r"quantization is given, but spec.precision is fp16, expected fp32"):
+        replace(manifest, spec=replace(manifest.spec, precision="fp16"), quantization=quantization)
+    graphs = {name: entry for name, entry in manifest.graphs.items() if name != "encoder"}
+    with pytest.raises(ConfigError, match="missing graph 'encoder'"):
+        replace(manifest, graphs=graphs)
+
+
+def test_a_bundle_from_before_quantisation_still_opens(dates_bundle: Path) -> None:
+    manifest = open_bundle(dates_bundle).manifest
+    data = json.loads(manifest.to_bytes())
+    assert data.pop("quantization") is None
+    del data["self_sha256"]
+    assert Manifest.from_dict(data) == manifest
+
+
+# Wide enough to have matrices of 4,096 weights; inputs of 100 fill no block.
+STACK = StackConfig(layers=1, num_heads=4, d_ff=100, norm_place="pre", final_norm=True)
+ALONE = TransformerConfig(
+    d_model=64,
+    source_vocab=100,
+    max_source_length=24,
+    encoder=STACK,
+    decoder=None,
+    tokens=TokenIds(pad=0, start=1, eos=2),
+)
+UNEVEN = replace(STACK, d_k=12, d_v=20)
+T5 = replace(
+    ALONE,
+    encoder=UNEVEN,
+    decoder=UNEVEN,
+    target_vocab=100,
+    max_target_length=24,
+    norm="rms",
+    norm_bias=False,
+    feed_forward="glu",
+    relative_bias="t5",
+    positions="none",
+    attention_bias=False,
+    feed_forward_bias=False,
+    output_bias=False,
+    tie_embeddings=True,
+    tie_output=True,
+)
+
+
+@pytest.mark.parametrize(("config", "form"), [(T5, {"decoder_static"}), (ALONE, set())])
+def test_models_that_have_no_contrib_form(config: TransformerConfig, form: set[str], tmp_path: Path) -> None:
+    """Without biases a linear map is a turned matrix; the inputs of some are no multiple of a block."""
+    torch.manual_seed(0)
+    save_model(Transformer(config), tmp_path / "model")
+    bundle = export_bundle(str(tmp_path / "model"), tmp_path / "bundle", ExportConfig(precision="int8"))
+    assert set(bundle.manifest.graphs) == {"encoder", *form}
+    assert bundle.manifest.parity is not None
+    assert bundle.manifest.parity["passed"] is True
+    plain = [
+        name
+        for name, tensor in load_file(bundle.file("weights.safetensors")).items()
+        if tensor.dtype == np.float32 and tensor.ndim == 2 and not name.endswith(".scales") and tensor.size >= 4096
+    ]
+    assert plain == []
+
+
+def test_a_model_with_small_matrices_only_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    save_model(tiny.model(tiny.VARIANTS["post"], dtype=torch.float32), tmp_path / "model")
+    result = run("onnx", tmp_path / "model", "--output", tmp_path / "out", "--precision", "int8", "--forms", "concat")
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1] == "error: int8: no linear map has 4096 weights; export with fp32"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]

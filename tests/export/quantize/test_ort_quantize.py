@@ -1,0 +1,319 @@
+"""Graphs that compute in integers: what they compute, what stays as it is, who depends on whom, how large they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+import torch
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+from safetensors.numpy import load_file, save_file
+
+from tests.conftest import DATES
+from tfexport.bundle.bundle import open_bundle
+from tfexport.bundle.manifest import GraphEntry
+from tfexport.contract import WEIGHTS, Form, GraphSpec, Quantization, TensorSpec
+from tfexport.errors import GraphError
+from tfexport.export.quantize.ort_quantize import write_integer_graphs
+from tfexport.model.model import Model
+from tfexport.nn.directory import load_weights
+from tfexport.nn.eager import EagerModel
+from tfexport.runtime.eager import full_outputs
+from tfexport.runtime.ort.backend import open_graphs
+from tfexport.runtime.ort.device import OrtDevice
+from tfexport.runtime.session import Candidates, Session, pad_right
+from tfexport.text.tokenizer import Tokenizer
+from tfexport.verify.numbers import compare, random_batches, step_logits
+
+Once = Callable[[str, Callable[[Path], object]], Path]
+WAYS = {
+    "int8": Quantization(weights="int8"),
+    "int8 throughput": Quantization(weights="int8", optimize_for="throughput"),
+    "int4": Quantization(weights="int4"),
+}
+FORMS: tuple[Form, ...] = ("contrib", "static", "concat")
+
+
+# ---- single operators, in graphs made by hand
+
+Initializers = dict[str, NDArray[np.float32]]
+
+
+def write(folder: Path, nodes: list[onnx.NodeProto], weights: Initializers, width: int) -> dict[str, GraphEntry]:
+    """Write a graph of `x` [rows, inputs] (or `ids`) to `y` [rows, width] with its weights in a safetensors file."""
+    folder.mkdir(parents=True)
+    save_file(weights, folder / WEIGHTS)
+    is_lookup = nodes[0].op_type == "Gather"
+    source = TensorSpec("ids", "int64", ("rows",)) if is_lookup else TensorSpec("x", "float32", ("rows", 128))
+    target = TensorSpec("y", "float32", ("rows", width))
+    types = {"int64": TensorProto.INT64, "float32": TensorProto.FLOAT}
+    x, y = (helper.make_tensor_value_info(t.name, types[t.dtype], t.shape) for t in (source, target))
+    graph = helper.make_graph(nodes, "g", [x], [y], [numpy_helper.from_array(v, k) for k, v in weights.items()])
+    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    header = folder / WEIGHTS
+    raw = header.read_bytes()
+    for tensor in model.graph.initializer:
+        begin = raw.index(weights[tensor.name].tobytes())
+        onnx.external_data_helper.set_external_data(tensor, WEIGHTS, begin, len(tensor.raw_data))
+        tensor.ClearField("raw_data")
+    onnx.save(model, str(folder / "g.onnx"))
+    folder.with_name("out").mkdir()
+    return {"g": GraphEntry.of("g.onnx", 18, GraphSpec((source,), (target,)))}
+
+
+def random(*shape: int, seed: int = 0) -> NDArray[np.float32]:
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def run(path: Path, **inputs: NDArray[Any]) -> Any:
+    return OrtDevice("cpu", weights="int8").load(path, path.name, 1).run(None, inputs)[0]
+
+
+def dequantised(folder: Path, name: str) -> NDArray[np.float64]:
+    """Read a matrix [outputs, inputs, a multiple of the block] back from the file by the words of its docs."""
+    whole = load_file(folder / WEIGHTS)
+    tensors = {key.removeprefix(f"{name}."): value for key, value in whole.items() if key.startswith(f"{name}.")}
+    if "int8_columns.values" in tensors:
+        return (tensors["int8_columns.values"] * tensors["int8_columns.scales"].astype(np.float64)).T
+    kind = next(key.partition(".")[0] for key in tensors if "_blocks" in key)
+    values, zeros = tensors[f"{kind}.values"].astype(np.float64), tensors[f"{kind}.zero_points"].astype(np.float64)
+    scales = tensors[f"{kind}.scales"].astype(np.float64)
+    if kind == "int4_blocks":
+        values = np.stack([values % 16, values // 16], -1).reshape(*values.shape[:2], -1)
+        zeros = np.stack([zeros % 16, zeros // 16], -1).reshape(len(zeros), -1)[:, : values.shape[1]]
+    return ((values - zeros[..., None]) * scales[..., None]).reshape(len(values), -1)
+
+
+def product(kind: str) -> tuple[list[onnx.NodeProto], Initializers]:
+    """Write y = x · W + b with 128 inputs and 96 outputs, as one of the ways that exporters have."""
+    stored = random(96, 128) if kind in ("gemm", "turned", "contrib") else random(128, 96)
+    bias = {"b": random(96, seed=1)}
+    match kind:
+        case "gemm":
+            return [helper.make_node("Gemm", ["x", "w", "b"], ["y"], transB=1)], {"w": stored, **bias}
+        case "gemm of [inputs, outputs]":
+            return [helper.make_node("Gemm", ["x", "w", "b"], ["y"])], {"w": stored, **bias}
+        case "contrib":
+            more: dict[str, Any] = {"domain": "com.microsoft", "activation": "Relu", "transB": 1}
+            return [helper.make_node("FusedGemm", ["x", "w", "b"], ["y"], **more)], {"w": stored, **bias}
+        case "matmul":
+            return [helper.make_node("MatMul", ["x", "w"], ["y"])], {"w": stored}
+        case _:
+            turn = helper.make_node("Transpose", ["w"], ["t"], perm=[1, 0])
+            return [turn, helper.make_node("MatMul", ["x", "t"], ["y"])], {"w": stored}
+
+
+@pytest.mark.parametrize("kind", ["gemm", "gemm of [inputs, outputs]", "contrib", "matmul", "turned"])
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_write_a_linear_map(way: str, kind: str, tmp_path: Path) -> None:
+    """The operator gives what NumPy makes of the file, but for its 8-bit activations; the file is near the matrix."""
+    nodes, weights = product(kind)
+    graphs = write(tmp_path / "source", nodes, weights, 96)
+    write_integer_graphs(tmp_path / "source", graphs, tmp_path / "out", WAYS[way])
+    x, narrow = random(5, 128, seed=2), dequantised(tmp_path / "out", "w")
+    expected = x @ narrow.T + weights.get("b", np.zeros(96))
+    if kind == "contrib":
+        expected = expected.clip(0)
+    found = run(tmp_path / "out" / "g.onnx", x=x)
+    assert 0 < np.abs(found - expected).std() < 0.01 * expected.std()
+    original = run(tmp_path / "source" / "g.onnx", x=x)
+    assert np.abs(found - original).std() < (0.12 if way == "int4" else 0.015) * original.std()
+    graph = onnx.load(str(tmp_path / "out" / "g.onnx"), load_external_data=False).graph
+    operator = "MatMulIntegerToFloat" if way == "int8 throughput" else "MatMulNBits"
+    assert [node.op_type for node in graph.node if "MatMul" in node.op_type] == [operator]
+    assert (graph.node[-1].op_type == "Relu") == (kind == "contrib")
+    outside = {weight.name for weight in graph.initializer if weight.data_location == TensorProto.EXTERNAL}
+    assert outside == set(load_file(tmp_path / "out" / WEIGHTS))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("width", [100, 112, 128])
+def test_rows_of_an_embedding_are_those_of_the_file(width: int, way: str, tmp_path: Path) -> None:
+    """They are looked up exactly, in 8 bits whatever the linear maps have, and stored once where they are tied."""
+    table = random(96, width)
+    look_up = helper.make_node("Gather", ["w", "ids"], ["rows"])
+    turn = helper.make_node("Transpose", ["w"], ["t"], perm=[1, 0])
+    nodes = [look_up, turn, helper.make_node("MatMul", ["rows", "t"], ["logits"])]  # the name of the projection
+    nodes.append(helper.make_node("Identity", ["logits"], ["y"]))
+    graphs = write(tmp_path / "source", nodes, {"w": table}, 96)
+    write_integer_graphs(tmp_path / "source", graphs, tmp_path / "out", WAYS[way])
+    model = onnx.load(str(tmp_path / "out" / "g.onnx"))
+    model.graph.output.append(helper.make_tensor_value_info("rows", TensorProto.FLOAT, ["rows", width]))
+    onnx.save(model, str(tmp_path / "out" / "both.onnx"))
+    ids = np.array([0, 95, 7, 7])
+    _, rows = ort.InferenceSession(tmp_path / "out" / "both.onnx").run(None, {"ids": ids})
+    tensors = load_file(tmp_path / "out" / WEIGHTS)
+    blocks = tensors["w.int8_blocks.values"].astype(np.float32) - tensors["w.int8_blocks.zero_points"][..., None]
+    expected = (blocks * tensors["w.int8_blocks.scales"][..., None]).reshape(96, -1)[ids, :width]
+    np.testing.assert_allclose(rows, expected, rtol=1e-6)
+    assert np.abs(rows - table[ids]).max() < 0.02
+    kinds = {name.split(".")[1] for name in tensors}
+    assert kinds == {"int8_blocks", *(["int8_columns"] if way == "int8 throughput" else [])}
+
+
+def test_what_is_small_or_no_plain_linear_map_stays(tmp_path: Path) -> None:
+    """A small matrix, a Gemm with a factor, a bias that is no vector."""
+    weights = {"w0": random(128, 128), "w1": random(128, 31), "w2": random(31, 200), "w3": random(200, 128)}
+    weights |= {"w4": random(128, 64), "b4": random(1, 64)}
+    nodes = [
+        helper.make_node("MatMul", ["x", "w0"], ["h0"]),
+        helper.make_node("MatMul", ["h0", "w1"], ["h1"]),
+        helper.make_node("Gemm", ["h1", "w2"], ["h2"], alpha=0.5),
+        helper.make_node("Gemm", ["h2", "w3"], ["h3"], alpha=0.5),
+        helper.make_node("Gemm", ["h3", "w4", "b4"], ["y"]),
+    ]
+    graphs = write(tmp_path / "source", nodes, weights, 64)
+    lines: list[str] = []
+    write_integer_graphs(tmp_path / "source", graphs, tmp_path / "out", WAYS["int4"], report=lines.append)
+    tensors = load_file(tmp_path / "out" / WEIGHTS)
+    assert {name.partition(".")[0] for name in tensors if "_blocks" in name} == {"w0"}
+    for name in ("w1", "w2", "w3", "w4", "b4"):
+        np.testing.assert_array_equal(tensors[name], weights[name])
+    assert lines == [f"{sum(tensor.nbytes for tensor in tensors.values()):,} bytes of weights as int4"]
+    with pytest.raises(GraphError, match=r"^int8: no linear map has 4096 weights; export with fp32$"):
+        small = write(tmp_path / "more" / "source", nodes[1:2], {"w1": weights["w1"]}, 31)
+        write_integer_graphs(tmp_path / "more" / "source", small, tmp_path / "more" / "out", WAYS["int8"])
+
+
+# ---- the model that comes with the project
+
+
+def narrow(dates_bundle: Path, once: Once, way: str) -> Path:
+    """Quantise every form of models/dates once for all tests; the directory is not to be changed."""
+
+    def make(path: Path) -> None:
+        path.mkdir()
+        write_integer_graphs(dates_bundle, open_bundle(dates_bundle).manifest.graphs, path, WAYS[way])
+
+    return once(f"dates-integer-{way.replace(' ', '-')}", make)
+
+
+def session(dates_bundle: Path, folder: Path, form: Form) -> Session:
+    graphs = {path.stem: path for path in folder.glob("*.onnx")}
+    return open_graphs(graphs, open_bundle(dates_bundle).manifest.spec, form, threads=1, weights="int8")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("way", WAYS)
+def test_the_graphs_are_the_model_with_the_weights_of_the_file(
+    way: str, form: Form, dates_bundle: Path, once: Once
+) -> None:
+    """PyTorch with the weights as NumPy reads them says the same, but for activations rounded to 8 bits."""
+    bundle = open_bundle(dates_bundle)
+    assert bundle.manifest.config is not None
+    folder, spec = narrow(dates_bundle, once, way), bundle.manifest.spec
+    model = load_weights(bundle.file(WEIGHTS), bundle.manifest.config)
+    tensors = load_file(folder / WEIGHTS)
+    changed = 0
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name not in tensors:
+                found = torch.from_numpy(dequantised(folder, name)[:, : parameter.shape[1]]).float()
+                assert (parameter - found).abs().max() < 0.2 * parameter.abs().max()
+                parameter.copy_(found)
+                changed += 1
+    assert changed == 38 + 1  # linear maps, and the one table
+    batches = random_batches(spec, 12, np.random.default_rng(0))
+    expected = [
+        full_outputs(EagerModel(model), b.source_ids, b.source_mask, b.target_ids)[:, b.prefill - 1 :] for b in batches
+    ]
+    graphs = session(dates_bundle, folder, form)
+    got = [step_logits(graphs, batch, logits) for batch, logits in zip(batches, expected, strict=True)]
+    assert 0 < compare("graphs", expected, got, 0.0).error < 0.04
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("way", "points"), [("int8", 0.2), ("int8 throughput", 0.2), ("int4", 1.0)])
+def test_held_out_dates_are_read_as_well(way: str, points: float, form: Form, dates_bundle: Path, once: Once) -> None:
+    rows = [line.split("\t") for line in (DATES / "heldout.tsv").read_text(encoding="utf-8").splitlines()]
+    # Every date in the form that a bundle has; the others compute the same with the same weights.
+    rows = rows if form == "contrib" else rows[::10]
+    bundle = open_bundle(dates_bundle)
+
+    def share(folder: Path) -> float:
+        tokenizer = Tokenizer.load(bundle.file("tokenizer.json"), bundle.manifest.spec)
+        model = Model(session(dates_bundle, folder, form), tokenizer)
+        results = model.generate([text for text, *_ in rows], batch_size=64)
+        return 100 * sum(result.text == iso for result, (_, iso, *_) in zip(results, rows, strict=True)) / len(rows)
+
+    assert share(narrow(dates_bundle, once, way)) >= share(dates_bundle) - points
+
+
+def mate_effect(session: Session) -> float:
+    """Decode one text alone and beside a longer one; return the largest difference of its logits over three steps."""
+    sources = [[7, 30, 41, 12], np.random.default_rng(0).integers(4, 300, 40).tolist()]
+
+    def logits(sources: list[list[int]]) -> NDArray[np.float32]:
+        batch = session.batch()
+        batch.add(*pad_right(sources, session.spec.tokens.pad), [[1]] * len(sources))
+        found: list[Candidates] = [
+            batch.step(np.full(len(sources), token), session.spec.vocab) for token in (1, 20, 30)
+        ]
+        return np.stack([c.logits[0][np.argsort(c.token_ids[0])] for c in found])
+
+    return float(np.abs(logits(sources) - logits(sources[:1])).max())
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_text_becomes_does_not_depend_on_its_batch(way: str, form: Form, dates_bundle: Path, once: Once) -> None:
+    assert mate_effect(session(dates_bundle, narrow(dates_bundle, once, way), form)) < 1e-3
+
+
+def test_an_encoder_has_many_rows_and_a_step_of_the_decoder_few(dates_bundle: Path, once: Once) -> None:
+    """So they multiply with operators of their own, and no weight is there for both."""
+    for way, of_decoder in (("int8", "MatMulNBits"), ("int8 throughput", "MatMulIntegerToFloat")):
+        folder = narrow(dates_bundle, once, way)
+        for name, operator in (("encoder_contrib", "MatMulIntegerToFloat"), ("decoder_contrib", of_decoder)):
+            nodes = onnx.load(str(folder / f"{name}.onnx"), load_external_data=False).graph.node
+            assert {node.op_type for node in nodes if node.op_type.startswith("MatMul")} == {operator}
+    kinds: dict[str, set[str]] = {}
+    for name in load_file(narrow(dates_bundle, once, "int8") / WEIGHTS):
+        weight, _, kind = name.rpartition(".")[0].rpartition(".")
+        kinds.setdefault(weight, set()).add(kind)
+    assert all(len(found) == 1 for weight, found in kinds.items() if "int8_columns" in found)
+
+
+@pytest.mark.parametrize(("way", "share"), [("int8", 0.30), ("int8 throughput", 0.31), ("int4", 0.21)])
+def test_a_weight_is_stored_once_and_the_file_is_small(way: str, share: float, dates_bundle: Path, once: Once) -> None:
+    """All forms share the file; that the contrib one reads query, key and value as one costs it a copy here."""
+    folder = narrow(dates_bundle, once, way)
+    tensors = load_file(folder / WEIGHTS)
+    both = [name for name in tensors if ".dec" in name or name.startswith("dec.")]
+    joint = sum(tensors[name].nbytes for name in both if ".self.weight." in name or name.endswith(".self.bias"))
+    size = (folder / WEIGHTS).stat().st_size - joint
+    assert size < share * (dates_bundle / WEIGHTS).stat().st_size
+    spans: dict[str, set[str]] = {}
+    for path in folder.glob("*.onnx"):
+        graph = onnx.load(str(path), load_external_data=False).graph
+        for weight in graph.initializer:
+            if weight.data_location == TensorProto.EXTERNAL:
+                found = {item.key: item.value for item in weight.external_data}
+                assert found["location"] == WEIGHTS
+                spans.setdefault(weight.name, set()).add(found["offset"])
+    assert all(len(offsets) == 1 for offsets in spans.values())
+    tables = {name.split(".")[3] for name in tensors if name.startswith("enc.embed.weight.")}
+    assert tables == {"int8_blocks", *(["int8_columns"] if way == "int8 throughput" else [])}
+
+
+def test_equal_input_gives_equal_bytes(dates_bundle: Path, once: Once, tmp_path: Path) -> None:
+    write_integer_graphs(dates_bundle, open_bundle(dates_bundle).manifest.graphs, tmp_path, WAYS["int4"])
+    for path in narrow(dates_bundle, once, "int4").iterdir():
+        assert path.read_bytes() == (tmp_path / path.name).read_bytes(), path.name
+
+
+def test_weights_that_are_not_finite_are_listed(tmp_path: Path) -> None:
+    nodes, weights = product("gemm")
+    weights["w"][3, 5], weights["b"][2] = np.nan, np.inf
+    graphs = write(tmp_path / "source", nodes, weights, 96)
+    with pytest.raises(GraphError) as caught:
+        write_integer_graphs(tmp_path / "source", graphs, tmp_path / "out", WAYS["int8"])
+    assert str(caught.value).count("holds NaN or infinity; take a model from before") == 2
+    assert not list((tmp_path / "out").iterdir())

@@ -1,0 +1,328 @@
+"""Narrow weights: the model they make, the contract they keep, the accuracy they have, the plans they shrink."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from onnx.external_data_helper import set_external_data
+from torch import nn
+
+from tests.conftest import DATES
+from tfexport.bundle.bundle import Bundle, open_bundle
+from tfexport.bundle.manifest import GraphEntry
+from tfexport.contract import QUANTIZED_WEIGHTS, REORDER, Form, GraphSpec, ModelSpec, TensorSpec, WeightType
+from tfexport.errors import GraphError
+from tfexport.export.passes.capacity import fix_capacity
+from tfexport.export.quantize.qdq import quantize_graphs
+from tfexport.model.model import Model
+from tfexport.nn.directory import load_weights
+from tfexport.runtime.eager import EagerSession
+from tfexport.runtime.ort.device import OrtDevice
+from tfexport.runtime.ort.session import OrtSession
+from tfexport.tensorrt.build.builder import build_engine
+from tfexport.tensorrt.build.network import Graph, parse_graph
+from tfexport.tensorrt.build.options import resolve_options
+from tfexport.tensorrt.build.profiles import make_profiles
+from tfexport.tensorrt.config import EngineConfig
+from tfexport.tensorrt.library import load_library
+from tfexport.text.tokenizer import Tokenizer
+
+Once = Callable[[str, Callable[[Path], object]], Path]
+TYPES: tuple[WeightType, ...] = get_args(WeightType)
+
+
+def portable(bundle: Bundle) -> dict[str, GraphEntry]:
+    """Return the graphs that an engine can be built from."""
+    graphs = bundle.manifest.graphs
+    return {name: entry for name, entry in graphs.items() if not name.endswith("_contrib") and name != REORDER}
+
+
+def narrow(bundle: Bundle, once: Once, weights: WeightType) -> Path:
+    """Quantize a bundle once for all tests; the directory is not to be changed."""
+
+    def make(path: Path) -> None:
+        path.mkdir()
+        quantize_graphs(bundle.path, portable(bundle), path, weights)
+
+    return once(f"dates-{bundle.manifest.spec.precision}-{weights}", make)
+
+
+def session(directory: Path, spec: ModelSpec, form: Form) -> OrtSession:
+    return OrtSession({path.stem: path for path in directory.glob("*.onnx")}, spec, form, threads=1)
+
+
+def rounded(matrix: torch.Tensor, weights: WeightType) -> torch.Tensor:
+    """Round a matrix [outputs, inputs] the plain way, in torch."""
+    largest = {"int8": 127, "int4": 7, "fp8": 448}[weights]
+    blocks = matrix.unflatten(1, (-1, 64 if weights == "int4" else matrix.shape[1]))
+    scale = blocks.abs().amax(-1, keepdim=True) / largest
+    if weights == "fp8":
+        return ((blocks / scale).to(torch.float8_e4m3fn).float() * scale).flatten(1)
+    return ((blocks / scale).round() * scale).flatten(1)
+
+
+@pytest.mark.parametrize("form", ["static", "concat"])
+@pytest.mark.parametrize("weights", TYPES)
+def test_the_graphs_are_the_model_with_rounded_linear_maps(
+    weights: WeightType, form: Form, dates_bundle: Path, once: Once
+) -> None:
+    """Every linear map but the output projection, and nothing else: logits agree with PyTorch's."""
+    bundle = open_bundle(dates_bundle)
+    assert bundle.manifest.config is not None
+    model = load_weights(bundle.file("weights.safetensors"), bundle.manifest.config)
+    changed = 0
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear) and name != "out":
+                before = module.weight.clone()
+                module.weight.copy_(rounded(module.weight, weights))
+                changed += not torch.equal(module.weight, before)
+    assert changed == 38
+    spec = bundle.manifest.spec
+    ids = np.random.default_rng(0).integers(3, spec.source_vocab, (5, 11))
+    mask = np.arange(11) < np.array([[11], [7], [3], [9], [11]])
+    steps = np.random.default_rng(1).integers(3, spec.vocab, (5, 4))
+    found, expected = session(narrow(bundle, once, weights), spec, form), EagerSession(model, spec)
+    batches = found.batch(), expected.batch()
+    for batch in batches:
+        batch.add(ids, mask, steps[:, :1].tolist())
+    for step in range(steps.shape[1]):
+        mine, other = (batch.step(steps[:, step], spec.vocab) for batch in batches)
+        order = [np.argsort(candidates.token_ids, 1) for candidates in (mine, other)]
+        np.testing.assert_allclose(
+            np.take_along_axis(mine.logits, order[0], 1), np.take_along_axis(other.logits, order[1], 1), atol=2e-3
+        )
+
+
+@pytest.mark.parametrize(("weights", "points"), [("int8", 0.2), ("int4", 1.0)])
+def test_held_out_dates_are_read_as_well(
+    weights: WeightType, points: float, dates_bundle: Path, dates_fp16: Path, once: Once
+) -> None:
+    rows = [line.split("\t") for line in (DATES / "heldout.tsv").read_text(encoding="utf-8").splitlines()]
+
+    def share(bundle: Bundle, graphs: Path) -> float:
+        spec = bundle.manifest.spec
+        model = Model(session(graphs, spec, "static"), Tokenizer.load(bundle.file("tokenizer.json"), spec))
+        results = model.generate([text for text, *_ in rows], batch_size=64)
+        return 100 * sum(result.text == iso for result, (_, iso, *_) in zip(results, rows, strict=True)) / len(rows)
+
+    bundle = open_bundle(dates_bundle)
+    assert share(bundle, narrow(bundle, once, weights)) >= share(bundle, dates_bundle) - points
+
+
+@pytest.mark.parametrize(("weights", "opset"), [("int8", 19), ("fp8", 19), ("int4", 21)])
+def test_contract_opset_and_sharing(weights: WeightType, opset: int, dates_bundle: Path, once: Once) -> None:
+    bundle = open_bundle(dates_bundle)
+    folder = narrow(bundle, once, weights)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "decoder.onnx",
+        "decoder_static.onnx",
+        "encoder.onnx",
+        QUANTIZED_WEIGHTS,
+    ]
+    spans: dict[str, set[tuple[str, str]]] = {}
+    for name, entry in portable(bundle).items():
+        model = onnx.load(str(folder / entry.file), load_external_data=False)
+        assert model.opset_import[0].version == (24 if name == "decoder_static" else opset)
+        for weight in model.graph.initializer:
+            if weight.data_location == onnx.TensorProto.EXTERNAL:
+                found = {item.key: item.value for item in weight.external_data}
+                assert found["location"] == QUANTIZED_WEIGHTS
+                spans.setdefault(weight.name, set()).add((found["offset"], found["length"]))
+    assert all(len(places) == 1 for places in spans.values()), "both decoders read the same bytes"
+    length = sum(int(length) for _, length in set.union(*spans.values()))
+    assert length <= (folder / QUANTIZED_WEIGHTS).stat().st_size <= length + 64 * len(spans)
+
+
+def test_equal_input_gives_equal_bytes(dates_bundle: Path, once: Once, tmp_path: Path) -> None:
+    bundle = open_bundle(dates_bundle)
+    quantize_graphs(bundle.path, portable(bundle), tmp_path, "int4")
+    for path in narrow(bundle, once, "int4").iterdir():
+        assert path.read_bytes() == (tmp_path / path.name).read_bytes(), path.name
+
+
+def chain(folder: Path, kinds: str, widths: tuple[int, ...]) -> dict[str, GraphEntry]:
+    """Write y = x · w0 · w1 … with weights in a file: g a Gemm of [out, in], m a MatMul of [in, out], t a turned one.
+
+    e is a MatMul whose matrix is read row by row as well.
+    """
+    folder.mkdir()
+    random = np.random.default_rng(0)
+    nodes, tensors, raw = [], [], b""
+    for index, (kind, inputs, outputs) in enumerate(zip(kinds, widths, widths[1:], strict=False)):
+        shape = (outputs, inputs) if kind in "gt" else (inputs, outputs)
+        tensor = numpy_helper.from_array(random.standard_normal(shape, np.float32), f"w{index}")
+        set_external_data(tensor, "weights.safetensors", len(raw), len(tensor.raw_data))
+        raw += tensor.raw_data
+        tensor.ClearField("raw_data")
+        tensors.append(tensor)
+        matrix, source, target = f"w{index}", f"h{index}", f"h{index + 1}"
+        if kind == "t":
+            nodes.append(helper.make_node("Transpose", [matrix], [f"t{index}"], perm=[1, 0]))
+            matrix = f"t{index}"
+        if kind == "e":
+            nodes.append(helper.make_node("Gather", [matrix, "one"], [f"row{index}"]))
+        attributes = {"transB": 1} if kind == "g" else {}
+        nodes.append(helper.make_node("Gemm" if kind == "g" else "MatMul", [source, matrix], [target], **attributes))
+    (folder / "weights.safetensors").write_bytes(raw)
+    tensors.append(numpy_helper.from_array(np.array([1]), "one"))
+    spec = GraphSpec(
+        (TensorSpec("h0", "float32", ("rows", widths[0])),),
+        (TensorSpec(f"h{len(kinds)}", "float32", ("rows", widths[-1])),),
+    )
+    (x,), (y,) = spec.inputs, spec.outputs
+    values = [helper.make_tensor_value_info(value.name, TensorProto.FLOAT, value.shape) for value in (x, y)]
+    graph = helper.make_graph(nodes, "g", values[:1], values[1:], tensors)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
+    onnx.save(model, str(folder / "g.onnx"))
+    folder.with_name("out").mkdir()
+    return {"g": GraphEntry.of("g.onnx", 18, spec)}
+
+
+def run(path: Path, rows: np.ndarray[Any, Any]) -> Any:
+    """Run node by node: fused with a MatMul, ONNX Runtime rounds the activations to 8 bits too."""
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    return ort.InferenceSession(path, options).run(None, {"h0": rows})[0]
+
+
+@pytest.mark.parametrize("kinds", ["g", "m", "t", "gmt"])
+@pytest.mark.parametrize(("weights", "error"), [("int8", 0.01), ("fp8", 0.05), ("int4", 0.2)])
+def test_every_way_to_write_a_linear_map(weights: WeightType, error: float, kinds: str, tmp_path: Path) -> None:
+    graphs = chain(tmp_path / "source", kinds, (64, 128, 64, 192)[: len(kinds) + 1])
+    lines: list[str] = []
+    quantize_graphs(tmp_path / "source", graphs, tmp_path / "out", weights, report=lines.append)
+    assert lines == [f"{len(kinds)} of {len(kinds)} weights are stored as {weights}"]
+    x = np.random.default_rng(1).standard_normal((5, 64), np.float32)
+    expected = run(tmp_path / "source" / "g.onnx", x)
+    found = run(tmp_path / "out" / "g.onnx", x)
+    assert 0 < np.abs(found - expected).std() / expected.std() < error * len(kinds)
+
+
+def test_the_runtime_runs_graphs_with_narrow_weights(tmp_path: Path) -> None:
+    """With its own session options; on CPUs without VNNI, those for int8 products break these graphs."""
+    graphs = chain(tmp_path / "source", "gmt", (64, 128, 64, 192))
+    quantize_graphs(tmp_path / "source", graphs, tmp_path / "out", "int8")
+    x = np.random.default_rng(1).standard_normal((5, 64), np.float32)
+    expected = run(tmp_path / "source" / "g.onnx", x)
+    (found,) = OrtDevice("cpu").load(tmp_path / "out" / "g.onnx", "g", 1).run(None, {"h0": x})
+    assert 0 < np.abs(found - expected).std() / expected.std() < 0.03
+
+
+def test_uneven_inputs_are_int8_and_said(tmp_path: Path) -> None:
+    graphs = chain(tmp_path / "source", "ggm", (64, 140, 128, 64))
+    lines: list[str] = []
+    quantize_graphs(tmp_path / "source", graphs, tmp_path / "out", "int4", report=lines.append)
+    assert lines[1:] == ["of these 1 as int8: they have inputs that 64 does not divide"]
+    graph = onnx.load(str(tmp_path / "out" / "g.onnx"), load_external_data=False).graph
+    types = {weight.name: weight.data_type for weight in graph.initializer}
+    assert types["w1_narrow"] == TensorProto.INT8
+    assert types["w0_narrow"] == types["w2_narrow"] == TensorProto.INT4
+    assert run(tmp_path / "out" / "g.onnx", np.ones((2, 64), np.float32)).shape == (2, 64)
+
+
+def test_what_is_small_or_read_otherwise_stays(tmp_path: Path) -> None:
+    graphs = chain(tmp_path / "source", "emg", (64, 64, 63, 256))
+    quantize_graphs(tmp_path / "source", graphs, tmp_path / "out", "int8")
+    graph = onnx.load(str(tmp_path / "out" / "g.onnx"), load_external_data=False).graph
+    assert sorted(weight.name for weight in graph.initializer) == ["one", "w0", "w1", "w2_narrow", "w2_scale"]
+
+
+def test_a_model_without_large_matrices_is_refused(tmp_path: Path) -> None:
+    graphs = chain(tmp_path / "source", "g", (63, 65))
+    with pytest.raises(GraphError, match=r"^int8: no linear map has 4096 weights; build without --weights$"):
+        quantize_graphs(tmp_path / "source", graphs, tmp_path / "out", "int8")
+
+
+@pytest.fixture
+def copied(dates_bundle: Path, tmp_path: Path) -> Bundle:
+    """A bundle to damage, opened before."""
+    shutil.copytree(dates_bundle, tmp_path / "copy")
+    (tmp_path / "out").mkdir()
+    return open_bundle(tmp_path / "copy")
+
+
+def refuse(bundle: Bundle) -> str:
+    with pytest.raises(GraphError) as caught:
+        quantize_graphs(bundle.path, portable(bundle), bundle.path.with_name("out"), "int8")
+    assert not list(bundle.path.with_name("out").glob("*.onnx"))
+    return str(caught.value)
+
+
+def test_weights_that_are_not_finite_are_listed(copied: Bundle) -> None:
+    path = copied.file("weights.safetensors")
+    raw = bytearray(path.read_bytes())
+    encoder = onnx.load(str(copied.file("encoder.onnx")), load_external_data=False)
+    for name, value in (("model.enc.layers.0.self.q.weight", np.nan), ("model.enc.layers.1.norm1.bias", np.inf)):
+        (weight,) = (weight for weight in encoder.graph.initializer if weight.name == name)
+        offset = int({item.key: item.value for item in weight.external_data}["offset"])
+        raw[offset : offset + 4] = np.float32(value).tobytes()
+    path.write_bytes(raw)
+    message = refuse(copied)
+    assert "'model.enc.layers.0.self.q.weight' holds NaN or infinity; take a model from before" in message
+    assert "'model.enc.layers.1.norm1.bias' holds NaN or infinity" in message
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("location", "../copy/weights.safetensors", "lies in '../copy/weights.safetensors', expected a file beside"),
+        ("location", "/etc/hostname", "lies in '/etc/hostname', expected a file beside the graph"),
+        ("location", "link", "lies in 'link', expected a file beside the graph"),
+        ("offset", "99999999", "does not fit weights.safetensors; export the bundle again"),
+        ("offset", "-4", "does not fit weights.safetensors"),
+        ("length", "12", "does not fit weights.safetensors"),
+        ("length", "much", "does not fit weights.safetensors"),
+    ],
+)
+def test_a_graph_that_points_elsewhere_is_refused(key: str, value: str, reason: str, copied: Bundle) -> None:
+    (copied.path / "link").symlink_to("weights.safetensors")
+    path = copied.file("encoder.onnx")
+    model = onnx.load(str(path), load_external_data=False)
+    weight = next(weight for weight in model.graph.initializer if weight.name.endswith("fc1.weight"))
+    next(item for item in weight.external_data if item.key == key).value = value
+    onnx.save(model, str(path))
+    assert reason in refuse(copied)
+
+
+def test_a_graph_cut_short_is_one_line(copied: Bundle) -> None:
+    path = copied.file("decoder.onnx")
+    path.write_bytes(path.read_bytes()[:500])
+    assert refuse(copied).startswith("decoder.onnx: cannot be raised to opset 19 (")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("weights", TYPES)
+def test_tensorrt_keeps_the_weights_narrow(
+    weights: WeightType, precision: str, dates_bundle: Path, dates_fp16: Path, once: Once
+) -> None:
+    pytest.importorskip("tensorrt_rtx")
+    bundle = open_bundle(dates_bundle if precision == "fp32" else dates_fp16)
+    folder = narrow(bundle, once, weights)
+
+    def size(directory: Path, name: str) -> int:
+        form: Form = "static" if name == "decoder_static" else "concat"
+        # The first that has float8; one build for another fails by name of the type.
+        settings = EngineConfig(target="tensorrt-rtx", max_batch=4, compute_capabilities=("8.9",))
+        profiles, path = make_profiles(bundle.manifest.spec, form, settings), directory / f"{name}.onnx"
+        limit = profiles.limits.max_target_length
+        raw = fix_capacity(path, limit) if form == "static" else path.read_bytes()
+        library = load_library("tensorrt-rtx")
+        network = parse_graph(library, Graph(name, raw, path))
+        return len(build_engine(network, profiles.engines[name], resolve_options(library, settings, None)).data)
+
+    assert size(folder, "decoder_static") > 0
+    if precision == "fp32":
+        assert size(folder, "decoder") > 0
+        matrices = 3 * (4 * 128 * 128 + 2 * 384 * 128) + 4 * 128 * 128
+        saved = {"int8": 3, "fp8": 3, "int4": 3.5}[weights] * matrices
+        assert size(dates_bundle, "encoder") - size(folder, "encoder") >= 0.9 * saved

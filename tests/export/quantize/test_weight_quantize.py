@@ -1,0 +1,179 @@
+"""Rounding of a matrix: within half a step, idempotent, and read back as ONNX says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+
+from tfexport.contract import WeightType
+from tfexport.export.quantize.weight_quantize import BLOCK, Rounded, round_blocks, round_matrix
+
+FLOAT = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
+LARGEST = {"int8": 127, "int4": 7}
+BFLOAT16 = helper.tensor_dtype_to_np_dtype(TensorProto.BFLOAT16)
+
+
+def matrices(rows: int = 3, columns: int = 2 * BLOCK) -> st.SearchStrategy[NDArray[np.float32]]:
+    """Draw what checkpoints hold and a little more: large, tiny and zero rows side by side."""
+    weights = arrays.arrays(np.float32, (rows, columns), elements=st.floats(-4, 4, width=32))
+    sizes = arrays.arrays(np.float32, (rows, 1), elements=st.sampled_from([0.0, 1e-12, 1e-5, 1e-3, 1.0, 1e3]))
+    return st.builds(lambda weight, size: (weight * size).astype(np.float32), weights, sizes)
+
+
+def steps(rounded: Rounded) -> NDArray[np.float64]:
+    """Lay the scales out like the matrix."""
+    scales = rounded.scales.astype(np.float64)
+    if rounded.block:
+        return scales.repeat(rounded.block, rounded.axis)
+    return scales[:, None] if rounded.axis == 0 else scales[None]
+
+
+def restored(rounded: Rounded) -> NDArray[np.float64]:
+    return rounded.values.astype(np.float64) * steps(rounded)
+
+
+@pytest.mark.parametrize("outputs", [0, 1])
+@pytest.mark.parametrize("dtype", ["float32", "float16", BFLOAT16])
+@pytest.mark.parametrize("weights", LARGEST)
+@settings(max_examples=20, deadline=None)
+@given(matrix=matrices())
+def test_every_weight_is_within_half_a_step_and_rounds_to_itself(
+    weights: WeightType, dtype: Any, outputs: int, matrix: NDArray[np.float32]
+) -> None:
+    matrix = (matrix if outputs == 0 else matrix.T).astype(dtype)
+    rounded = round_matrix(matrix, weights, outputs)
+    assert rounded.scales.dtype == matrix.dtype
+    assert (rounded.scales > 0).all()
+    assert np.abs(rounded.values.astype(int)).max() <= LARGEST[weights]
+    error = np.abs(restored(rounded) - matrix.astype(np.float64))
+    assert (error <= (0.5 + 1e-6) * steps(rounded)).all()
+    again = round_matrix(restored(rounded).astype(dtype), weights, outputs)
+    moved = np.abs(again.values.astype(int) - rounded.values.astype(int)).max()
+    # A product of 127 and a scale has more digits than bfloat16.
+    assert moved <= (1 if dtype == BFLOAT16 and weights == "int8" else 0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@settings(max_examples=20, deadline=None)
+@given(matrix=matrices())
+def test_fp8_keeps_three_digits_after_the_first(dtype: str, matrix: NDArray[np.float32]) -> None:
+    matrix = matrix.astype(dtype)
+    rounded = round_matrix(matrix, "fp8", 0)
+    error, wide = np.abs(restored(rounded) - matrix.astype(np.float64)), np.abs(matrix.astype(np.float64))
+    # Half of the last of three binary digits, and below 2^-6 half of its smallest number, 2^-9.
+    assert (error <= np.maximum(wide * 2.0**-4, steps(rounded) * 2.0**-10) * (1 + 1e-6)).all()
+
+
+@pytest.mark.parametrize("outputs", [0, 1])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("weights", ["int8", "int4", "fp8"])
+def test_onnx_reads_it_back(weights: WeightType, dtype: str, outputs: int) -> None:
+    """ONNX's own reference of DequantizeLinear agrees on values, scales, axis and blocks."""
+    matrix = np.random.default_rng(0).standard_normal((BLOCK * 3, BLOCK * 2)).astype(dtype)
+    rounded = round_matrix(matrix, weights, outputs)
+    attributes = {"axis": rounded.axis} | ({"block_size": rounded.block} if rounded.block else {})
+    node = helper.make_node("DequantizeLinear", ["q", "s"], ["y"], **attributes)  # type: ignore[arg-type]
+    output = helper.make_tensor_value_info("y", FLOAT[dtype], None)
+    tensors = [numpy_helper.from_array(rounded.values, "q"), numpy_helper.from_array(rounded.scales, "s")]
+    graph = helper.make_graph([node], "g", [], [output], tensors)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    (found,) = ReferenceEvaluator(model).run(None, {})
+    np.testing.assert_allclose(found.astype(np.float64), restored(rounded), rtol=2e-3, atol=0)
+    assert np.abs(found.astype(np.float64) - matrix).max() < {"int8": 0.02, "int4": 0.4, "fp8": 0.2}[weights]
+
+
+def test_a_row_of_zeros_stays_zero() -> None:
+    matrix = np.zeros((2, BLOCK), np.float16)
+    matrix[1] = 0.5
+    for weights in ("int8", "int4", "fp8"):
+        rounded = round_matrix(matrix, weights, 0)  # type: ignore[arg-type]
+        assert (rounded.scales > 0).all()
+        np.testing.assert_allclose(restored(rounded), matrix, rtol=1e-3)
+
+
+def test_int4_in_blocks_follows_each_block() -> None:
+    """One large weight costs the digits of its own block alone."""
+    matrix = np.full((1, 2 * BLOCK), 0.01, np.float32)
+    matrix[0, 0] = 7.0
+    found = restored(round_matrix(matrix, "int4", 0))[0]
+    assert found[0] == 7.0
+    assert (found[1:BLOCK] == 0.0).all()
+    np.testing.assert_allclose(found[BLOCK:], 0.01, rtol=1e-6)
+
+
+@pytest.mark.parametrize("inputs", [BLOCK - 1, BLOCK + 1, 140])
+def test_int4_becomes_int8_where_no_block_fits(inputs: int) -> None:
+    rounded = round_matrix(np.ones((4, inputs), np.float32), "int4", 0)
+    assert rounded.values.dtype == np.int8
+    assert (rounded.block, rounded.axis, rounded.scales.shape) == (0, 0, (4,))
+
+
+def unpacked(packed: NDArray[np.uint8], bits: int, count: int) -> NDArray[np.float64]:
+    """Read values out of bytes along the last axis, one after the other and bit by bit."""
+    ones = np.unpackbits(packed, axis=-1, bitorder="little").reshape(*packed.shape[:-1], -1, bits)
+    return (ones * 2.0 ** np.arange(bits)).sum(-1)[..., :count]
+
+
+@pytest.mark.parametrize(("bits", "block"), [(8, 128), (8, 16), (4, 32), (4, 16)])
+@settings(max_examples=20, deadline=None)
+@given(matrix=matrices(columns=100))
+def test_a_block_spans_its_weights_and_zero_stays_zero(bits: int, block: int, matrix: NDArray[np.float32]) -> None:
+    blocks = round_blocks(matrix, bits, block)
+    count = -(-100 // block)
+    values, zeros = unpacked(blocks.values, bits, block), unpacked(blocks.zero_points, bits, count)
+    assert (blocks.scales > 0).all()
+    assert blocks.scales.shape == zeros.shape == (3, count)
+    steps = blocks.scales.astype(np.float64)[..., None]
+    found = ((values - zeros[..., None]) * steps).reshape(3, -1)[:, :100]
+    # The zero point is rounded as well: an end of the range can be a whole step away, everything else half of one.
+    limit = (1 + 1e-5) * np.broadcast_to(steps, (3, count, block)).reshape(3, -1)[:, :100]
+    assert (np.abs(found - matrix) <= limit).all()
+    assert (found[matrix == 0] == 0).all()
+    inner = np.abs(found - matrix) <= 0.5 * limit
+    assert inner.mean() >= 0.5
+
+
+@pytest.mark.parametrize(("bits", "block", "inputs"), [(8, 128, 256), (8, 32, 100), (4, 32, 256), (4, 32, 100)])
+def test_onnx_runtime_reads_blocks_back(bits: int, block: int, inputs: int) -> None:
+    """A product with the identity in float32 is the matrix as the operator reads it; so are rows looked up."""
+    matrix = np.random.default_rng(0).standard_normal((70, inputs)).astype(np.float32) + 0.5
+    blocks = round_blocks(matrix, bits, block)
+    count = blocks.scales.shape[1]
+    values, zeros = unpacked(blocks.values, bits, block), unpacked(blocks.zero_points, bits, count)
+    expected = ((values - zeros[..., None]) * blocks.scales[..., None]).reshape(70, -1)[:, :inputs]
+    assert np.abs(expected - matrix).max() < {8: 0.02, 4: 0.3}[bits]
+    names = ["values", "scales", "zero_points"]
+    shared = {"bits": bits, "block_size": block}
+    multiply = helper.make_node(
+        "MatMulNBits", ["x", *names], ["y"], domain="com.microsoft", K=inputs, N=70, accuracy_level=0, **shared
+    )
+    identity = helper.make_tensor_value_info("x", TensorProto.FLOAT, [inputs, inputs])
+    output = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+    tensors = [numpy_helper.from_array(getattr(blocks, name), name) for name in names]
+    graph = helper.make_graph([multiply], "g", [identity], [output], tensors)
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    raw = helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString()
+    (found,) = ort.InferenceSession(raw).run(None, {"x": np.eye(inputs, dtype=np.float32)})
+    np.testing.assert_allclose(found.T, expected, atol=1e-6)
+
+
+def test_blocks_of_nothing_and_of_huge_weights() -> None:
+    """Zeros have a scale that can be divided by, and the range of what is nearly infinite does not overflow."""
+    matrix = np.zeros((2, 32), np.float32)
+    matrix[1, :2] = 3e38, -3e38
+    for bits in (8, 4):
+        blocks = round_blocks(matrix, bits, 32)
+        assert np.isfinite(blocks.scales).all()
+        values, zeros = unpacked(blocks.values, bits, 32)[:, 0], unpacked(blocks.zero_points, bits, 1)
+        restored = (values - zeros) * blocks.scales.astype(np.float64)
+        assert not restored[0].any()
+        np.testing.assert_allclose(restored[1, :2], [3e38, -3e38], rtol=0.1)

@@ -1,0 +1,169 @@
+"""Programs whose operators are rewritten for the exporter compute what the module does, for every size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+from tests import tiny
+from tfexport.contract import ModelSpec, TokenIds
+from tfexport.export.capture import Lowered, capture, lower
+from tfexport.export.operators import operators_built_once
+from tfexport.export.passes.reshapes import collapse_reshapes
+from tfexport.export.trace import trace_decoder, trace_encoder
+from tfexport.nn.config import model_spec
+
+SPEC = ModelSpec(
+    d_model=6, source_vocab=9, max_source_length=9, tokens=TokenIds(pad=0, start=1, eos=2), precision="fp32"
+)
+SIZES = [(2, 5), (1, 1), (3, 4), (0, 5), (4, 0)]
+
+
+class Computes(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        return self.function(inputs["x"])
+
+
+def captured(function: Callable[[Tensor], Tensor]) -> Any:
+    """Return what is captured of a function of (rows, columns, 6)."""
+    dims = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+    return capture(Computes(function).eval(), {"x": torch.zeros(2, 5, 6)}, {"x": dims})
+
+
+def in_place(x: Tensor) -> Tensor:
+    y = x * 2
+    y[:, :, 0] = 1.0
+    return y.clamp_(min=0.5)
+
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a cast to the same type is what is returned": lambda x: x.to(torch.float32),
+    "a cast to the same type on the way": lambda x: x.to(torch.float32) + 1,
+    "casts there and back": lambda x: x.to(torch.int64).to(torch.float32) * 0.5,
+    "a product of two types": lambda x: x * x.to(torch.int64),
+    "unflatten": lambda x: x.unflatten(2, (2, 3)),
+    "unflatten, from the end, one size left open": lambda x: x.unflatten(-1, (3, -1)),
+    "unflatten into the sizes of another": lambda x: (x.flatten(0, 1) + 1).unflatten(0, x.shape[:2]),
+    "flatten in the middle": lambda x: x.unflatten(2, (3, 1, 2)).flatten(2, -2),
+    "flatten in the middle, sizes unknown": lambda x: x.unflatten(2, (3, 2)).flatten(1, 2),
+    "flatten from the start": lambda x: x.flatten(0, 1) * 2,
+    "flatten to the end": lambda x: x.unflatten(2, (3, 2)).flatten(1),
+    "reshape": lambda x: x.transpose(1, 2).reshape(x.shape[0], 2, 3, x.shape[1]),
+    "reshape that copies": lambda x: x.transpose(1, 2).reshape(x.shape[0], x.shape[1], 2, 3),
+    "slices": lambda x: x[:, :, 1:][:][..., :-2] + x[:1, ::2, :1].sum(1, keepdim=True),
+    "square": lambda x: x.square() + 1,
+    "a number as a tensor": lambda x: x + torch.tensor(0.5),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_is_rewritten_computes_the_same(name: str) -> None:
+    lowered = lower(captured(FUNCTIONS[name]))
+    assert isinstance(lowered, Lowered)
+    program = torch.onnx.export(lowered, dynamo=True, verbose=False)
+    assert program is not None
+    collapse_reshapes(program.model)
+    session = onnxruntime.InferenceSession(program.model_proto.SerializeToString())
+    # ONNX has no way to leave a size open beside one that is 0.
+    for rows, columns in [size for size in SIZES if all(size) or not name.startswith("flatten")]:
+        x = torch.randn(rows, columns, 6, generator=torch.Generator().manual_seed(rows)) * 3
+        [found] = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+        np.testing.assert_array_equal(found, FUNCTIONS[name](x).numpy())
+
+
+def test_what_changes_its_arguments_is_left_to_the_exporter() -> None:
+    program = captured(in_place)
+    assert lower(program) is program
+
+
+def test_a_program_that_is_lowered_is_not_traced_again() -> None:
+    lowered = lower(captured(lambda x: x + 1))
+    assert lowered.run_decompositions() is lowered
+
+
+def in_place_states(states: Tensor) -> Tensor:
+    states[:, :1] = 0.5
+    return states.clamp_(min=-1.0)
+
+
+def scaled_states(states: Tensor) -> Tensor:
+    spread, centre = torch.std_mean(states, -1, keepdim=True)
+    return (states - centre) / spread * torch.cosine_similarity(states, states + 1, dim=-1)[..., None]
+
+
+class Encodes(nn.Module):
+    """A module of somebody's own."""
+
+    def __init__(self, layer: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.embedding, self.layer = nn.Embedding(9, 6), layer
+
+    def hidden_states(self, source_ids: Tensor, source_mask: Tensor) -> Tensor:
+        return self.layer(self.embedding(source_ids) * (1 + source_mask[..., None]))
+
+
+@pytest.mark.parametrize("layer", [in_place_states, scaled_states])
+def test_what_cannot_be_translated_as_it_is_gets_decomposed(layer: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    module = Encodes(layer).eval()
+    graph = ir.to_proto(trace_encoder(module, SPEC, 18))
+    session = onnxruntime.InferenceSession(graph.SerializeToString())
+    for rows, columns in [(2, 5), (1, 1), (3, 4)]:
+        ids, mask = torch.randint(9, (rows, columns)), torch.rand(rows, columns) > 0.3
+        names = [given.name for given in session.get_inputs()]
+        [found] = session.run(None, dict(zip(names, (ids.numpy(), mask.numpy()), strict=True)))
+        with torch.no_grad():
+            np.testing.assert_allclose(found, module.hidden_states(ids, mask).numpy(), atol=1e-6)
+
+
+def test_the_table_of_operators_is_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[object] = []
+
+    def noted(*_: object, **options: object) -> Any:
+        built.append(options)
+        return build(**options)  # type: ignore[arg-type]
+
+    build = ONNXRegistry.from_torchlib
+    monkeypatch.setattr(ONNXRegistry, "from_torchlib", staticmethod(noted))
+    module = Encodes(torch.relu).eval()
+    for opset in (18, 19, 18, 19):
+        assert trace_encoder(module, SPEC, opset).opset_imports[""] == opset
+    assert len(built) == 1
+
+
+def test_the_table_of_an_opset_is_the_one_that_the_exporter_builds() -> None:
+    def operators(table: ONNXRegistry) -> dict[object, list[tuple[str, int]]]:
+        named = table.functions.items()
+        return {name: [(each.onnx_function.__name__, each.opset_introduced) for each in made] for name, made in named}
+
+    built = {opset: ONNXRegistry.from_torchlib(opset_version=opset) for opset in (18, 24)}
+    with operators_built_once():
+        for opset, table in built.items():
+            found = ONNXRegistry.from_torchlib(opset_version=opset)
+            assert found.opset_version == opset
+            assert operators(found) == operators(table)
+    assert operators(built[18]) != operators(built[24])
+
+
+@pytest.mark.parametrize("name", [pytest.param("pre-std", marks=pytest.mark.slow), "modern"])
+def test_models_of_this_project_are_never_decomposed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def decomposed(*_: object) -> None:
+        raise AssertionError("decomposed")
+
+    monkeypatch.setattr(torch.export.ExportedProgram, "run_decompositions", decomposed)
+    model = tiny.model(tiny.VARIANTS[name], dtype=torch.float32)
+    spec = model_spec(model.config, "fp32")
+    assert trace_encoder(model, spec, 18).graph.outputs
+    assert trace_decoder(model, spec, "static", 24).graph.outputs

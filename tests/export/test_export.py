@@ -1,0 +1,375 @@
+"""Export: the contract of the graphs, one weight file, equal bytes, every variant of the model verified."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from click.testing import CliRunner
+from onnx.external_data_helper import ExternalDataInfo
+from safetensors.numpy import load_file
+from torch import nn
+
+import tfexport
+from tests import tiny
+from tests.tiny import VARIANT_NAMES, VARIANTS
+from tfexport.bundle.bundle import open_bundle
+from tfexport.bundle.manifest import GraphEntry
+from tfexport.cli import main
+from tfexport.contract import DECODER, decoder_graph
+from tfexport.errors import BackendError, ConfigError, GraphError, ParityError
+from tfexport.export import export_bundle, pipeline
+from tfexport.export.config import ExportConfig
+from tfexport.export.contract import check_graph
+from tfexport.export.precision import write_cast
+from tfexport.export.trace import trace_encoder
+from tfexport.nn.config import model_spec
+from tfexport.nn.directory import load_model, save_model
+from tfexport.nn.transformer import Transformer
+from tfexport.verify import VerifyConfig, verify_bundle
+
+DTYPES = {onnx.TensorProto.INT64: "int64", onnx.TensorProto.INT32: "int32", onnx.TensorProto.BOOL: "bool"}
+DTYPES |= {
+    onnx.TensorProto.FLOAT: "float32",
+    onnx.TensorProto.FLOAT16: "float16",
+    onnx.TensorProto.BFLOAT16: "bfloat16",
+}
+ENCODER_ALONE = replace(VARIANTS["post"], decoder=None, target_vocab=None, max_target_length=None)
+
+
+@pytest.fixture(scope="session")
+def post(variant: Callable[[str], Path]) -> Path:
+    """The bundle of the plainest variant; not to be changed."""
+    return variant("post")
+
+
+def model_of(bundle: Path) -> Path:
+    return bundle.with_name(f"{bundle.name}-model")
+
+
+@pytest.mark.parametrize("name", VARIANT_NAMES)
+def test_every_variant_exports_and_says_what_eager_says(name: str, variant: Callable[[str], Path]) -> None:
+    bundle = open_bundle(variant(name))
+    parity = bundle.manifest.parity
+    assert parity is not None
+    assert parity["passed"] is True
+    forms = {"t5": 2}.get(name, 3)  # no contrib form: soft cap, and values of another width
+    assert len(set(bundle.manifest.graphs) & set(DECODER.values())) == forms
+    assert parity["exact"] == parity["sequences"] == forms * (2 * 16 + 9)
+
+
+def test_an_encoder_alone_exports_and_says_what_eager_says(tmp_path: Path) -> None:
+    save_model(tiny.model(ENCODER_ALONE, dtype=torch.float32), tmp_path / "model")
+    parity = export_bundle(str(tmp_path / "model"), tmp_path / "bundle", ExportConfig()).manifest.parity
+    assert parity is not None
+    assert parity["passed"] is True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["umt5", "mixed", "modern"])
+def test_every_form_is_token_exact_over_500_sequences(name: str, variant: Callable[[str], Path]) -> None:
+    """Greedy and with 4 beams."""
+    report = verify_bundle(variant(name), config=VerifyConfig(samples=500))
+    assert report.passed
+    assert [found.exact for found in report.decodes] == [found.sequences for found in report.decodes]
+    assert len(report.decodes) >= 3 * 2
+
+
+def described(graph: Path) -> dict[str, tuple[str, list[str | int]]]:
+    model = onnx.load(str(graph), load_external_data=False)
+    return {
+        value.name: (
+            DTYPES[value.type.tensor_type.elem_type],
+            [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim],
+        )
+        for value in (*model.graph.input, *model.graph.output)
+    }
+
+
+def test_the_graphs_keep_the_contract_of_the_design(post: Path) -> None:
+    cross: dict[str, Any] = {
+        f"cross_{part}.{i}": ("float32", ["batch", 4, "source_len", 8]) for i in range(2) for part in ("key", "value")
+    }
+    source = {"source_ids": ("int64", ["batch", "source_len"]), "source_mask": ("bool", ["batch", "source_len"])}
+    assert described(post / "encoder.onnx") == described(post / "encoder_contrib.onnx") == source | cross
+    shared = cross | {
+        "source_mask": source["source_mask"],
+        "target_ids": ("int64", ["rows", "target_len"]),
+        "num_candidates": ("int64", [1]),
+        "logits": ("float32", ["rows", tiny.VOCAB]),
+        "candidate_ids": ("int64", ["rows", "num_candidates"]),
+        "candidate_logits": ("float32", ["rows", "num_candidates"]),
+        "log_normalizer": ("float32", ["rows", 1]),
+    }
+
+    def caches(prefix: str, length: str) -> dict[str, Any]:
+        return {f"{prefix}_{p}.{i}": ("float32", ["rows", 4, length, 8]) for i in range(2) for p in ("key", "value")}
+
+    concat = caches("past", "past_len") | caches("present", "past_len + target_len")
+    assert described(post / "decoder.onnx") == shared | concat
+    buffers = caches("past", "capacity") | caches("present", "capacity")
+    assert described(post / "decoder_static.onnx") == shared | buffers | {"cache_lengths": ("int64", ["rows"])}
+    assert described(post / "decoder_contrib.onnx") == shared | buffers | {
+        "positions": ("int64", ["rows", "target_len"]),
+        "last_position": ("int32", ["rows"]),
+        "total_length": ("int32", [1]),
+    }
+
+
+def test_opsets_and_operators_are_those_that_runtimes_take(post: Path) -> None:
+    for name, opset in (("encoder", 18), ("decoder", 18), ("decoder_static", 24)):
+        model = onnx.load(str(post / f"{name}.onnx"), load_external_data=False)
+        assert {(entry.domain, entry.version) for entry in model.opset_import} == {("", opset)}
+        operators = {node.op_type for node in model.graph.node}
+        assert not operators & {"If", "Loop", "NonZero", "Multinomial"}
+        assert not model.functions
+        assert ("TensorScatter" in operators) is ("Attention" in operators) is (name == "decoder_static")
+
+
+def test_the_contrib_form_is_the_standard_and_two_operators_of_onnx_runtime(post: Path) -> None:
+    kinds = {
+        "encoder_contrib": {"MultiHeadAttention": 2},
+        "decoder_contrib": {"MultiHeadAttention": 2, "GroupQueryAttention": 2},
+    }
+    for name, expected in kinds.items():
+        model = onnx.load(str(post / f"{name}.onnx"), load_external_data=False)
+        assert {(entry.domain, entry.version) for entry in model.opset_import} == {("", 18), ("com.microsoft", 1)}
+        assert not model.functions
+        assert Counter(node.op_type for node in model.graph.node if node.domain) == expected
+        assert not {"If", "Loop", "NonZero", "TensorScatter"} & {node.op_type for node in model.graph.node}
+
+
+def test_a_contrib_cache_goes_straight_from_input_to_output(post: Path) -> None:
+    graph = onnx.load(str(post / "decoder_contrib.onnx"), load_external_data=False).graph
+    nodes = [node for node in graph.node if node.op_type == "GroupQueryAttention"]
+    assert [(node.input[3:5], node.output[1:3]) for node in nodes] == [
+        ([f"past_key.{i}", f"past_value.{i}"], [f"present_key.{i}", f"present_value.{i}"]) for i in range(2)
+    ]
+
+
+def test_query_key_and_value_are_one_product_over_the_weights_of_the_file(post: Path) -> None:
+    """They lie side by side there, so that the product has its weight without a copy of it."""
+    raw, stored = (post / "weights.safetensors").read_bytes(), load_file(post / "weights.safetensors")
+    graph = onnx.load(str(post / "decoder_contrib.onnx"), load_external_data=False).graph
+    joined = {
+        tensor.name: tensor for tensor in graph.initializer if ".self." in tensor.name and ".o." not in tensor.name
+    }
+    assert len(joined) == 2 * 2, "a weight and a bias for each layer"
+    for name, tensor in joined.items():
+        layer, kind = name.removeprefix("model.").rsplit(".", 1)
+        parts = np.concatenate([stored[f"{layer}.{part}.{kind}"] for part in "qkv"])
+        info = ExternalDataInfo(tensor)
+        assert tuple(tensor.dims) == parts.shape
+        assert raw[info.offset : info.offset + info.length] == parts.tobytes()
+    # Nothing is stored twice: the file is as long as its header and every parameter once.
+    header = 8 + int.from_bytes(raw[:8], "little")
+    assert len(raw) == header + sum(array.nbytes for array in stored.values())
+
+
+def test_graphs_are_small(post: Path) -> None:
+    """What they compute with lies in the weight file; a graph holds operators, names and shapes."""
+    for path in post.glob("*.onnx"):
+        assert path.stat().st_size < 40_000, path.name
+
+
+def test_a_static_cache_goes_straight_from_input_to_output(post: Path) -> None:
+    graph = onnx.load(str(post / "decoder_static.onnx"), load_external_data=False).graph
+    scatters = {node.output[0]: node.input[0] for node in graph.node if node.op_type == "TensorScatter"}
+    assert scatters == {f"present_{p}.{i}": f"past_{p}.{i}" for i in range(2) for p in ("key", "value")}
+
+
+def test_all_graphs_share_one_weight_file_that_holds_the_model(post: Path) -> None:
+    stored = load_file(post / "weights.safetensors")
+    model = load_model(model_of(post))
+    assert {name: array.shape for name, array in stored.items()} == {
+        name: tuple(parameter.shape) for name, parameter in model.named_parameters()
+    }
+    raw, used = (post / "weights.safetensors").read_bytes(), set()
+    joint = {
+        name.replace(".q.", "."): np.concatenate([stored[name.replace(".q.", f".{part}.")] for part in "qkv"])
+        for name in stored
+        if name.startswith("dec.") and ".self.q." in name
+    }
+    for name in ("encoder", "decoder", "decoder_static", "encoder_contrib", "decoder_contrib"):
+        for tensor in onnx.load(str(post / f"{name}.onnx"), load_external_data=False).graph.initializer:
+            if tensor.data_location != onnx.TensorProto.EXTERNAL:
+                assert len(tensor.raw_data) < 1024, f"{tensor.name} lies in the graph"
+                continue
+            info = ExternalDataInfo(tensor)
+            assert info.location == "weights.safetensors"
+            content = raw[info.offset : info.offset + info.length]
+            matching = {key for key, array in (stored | joint).items() if array.tobytes() == content}
+            assert matching, f"{tensor.name} is no parameter"
+            used |= matching
+    assert used == set(stored) | set(joint)
+
+
+def test_equal_input_gives_equal_bytes_with_an_alignment_or_without(post: Path, tmp_path: Path) -> None:
+    run = [sys.executable, "-c", "from tfexport.cli import main; main()"]
+    command = [*run, "onnx", str(model_of(post)), "--output", str(tmp_path / "b"), "--no-verify"]
+    done = subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": "7"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    more = {"alignment.onnx", "parity.json"}
+    assert {file.name for file in post.iterdir()} == {file.name for file in (tmp_path / "b").iterdir()} | more
+    for name in sorted({file.name for file in post.iterdir()} - more - {"manifest.json"}):
+        assert (post / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
+    one, other = (json.loads((path / "manifest.json").read_text()) for path in (post, tmp_path / "b"))
+    for manifest in (one, other):
+        for key in ("alignment", "parity", "self_sha256"):
+            manifest.pop(key, None)
+        for kind in ("graphs", "files"):
+            manifest[kind] = {name: entry for name, entry in manifest[kind].items() if name not in more | {"alignment"}}
+    assert one == other
+
+
+def test_a_graph_tells_nothing_of_the_machine_that_made_it(post: Path) -> None:
+    for file in post.glob("*.onnx"):
+        raw = file.read_bytes()
+        assert b"/" + b"models/" not in raw
+        assert str(Path.cwd()).encode() not in raw
+        assert b".py" not in raw
+
+
+def test_limits_shorten_the_tables(post: Path, tmp_path: Path) -> None:
+    config = ExportConfig(max_source_length=5, max_target_length=3, forms=("concat",))
+    bundle = export_bundle(str(model_of(post)), tmp_path / "b", config)
+    assert bundle.manifest.spec.max_source_length == 5
+    assert load_file(bundle.file("weights.safetensors"))["dec.pos"].shape == (3, 32)
+    assert sorted(bundle.manifest.graphs) == ["decoder", "encoder", "reorder"]
+    with pytest.raises(ConfigError, match=r"max_source_length is 99, above the model's position table of 24; ask for"):
+        export_bundle(str(model_of(post)), tmp_path / "c", ExportConfig(max_source_length=99))
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_reduced_precision_lies_in_the_graph(precision: Any, post: Path, tmp_path: Path) -> None:
+    source = str(model_of(post))
+    config = ExportConfig(precision=precision, forms=("concat",))
+    bundle = export_bundle(source, tmp_path / "b", config, verify=precision == "fp16")
+    wide = {"fp16": "float16", "bf16": "bfloat16"}[precision]
+    found = described(bundle.file("decoder.onnx"))
+    assert found["past_key.0"][0] == found["cross_value.1"][0] == wide
+    assert found["logits"][0] == found["log_normalizer"][0] == "float32"
+    ratio = bundle.file("weights.safetensors").stat().st_size / (post / "weights.safetensors").stat().st_size
+    assert ratio < 0.6
+    if precision == "bf16":
+        with pytest.raises(BackendError, match="no bfloat16 kernels"):
+            tfexport.load(bundle.path, backend="ort")
+
+
+def test_bf16_is_refused_before_anything_is_written(post: Path, tmp_path: Path) -> None:
+    arguments = ["onnx", str(model_of(post)), "--output", str(tmp_path / "b"), "--precision", "bf16"]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 1
+    assert "ONNX Runtime has no bfloat16 kernels on the CPU; use --precision fp16, or --no-verify" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_verification_leaves_the_old_bundle(
+    post: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, output = str(model_of(post)), tmp_path / "b"
+    config = ExportConfig(forms=("concat",))
+    shutil.copytree(post, output)
+    old = open_bundle(output)
+
+    def one_weight_off(model: Transformer, *arguments: Any, **options: Any) -> dict[str, GraphEntry]:
+        wrong = load_model(Path(source))
+        with torch.no_grad():
+            wrong.dec.layers[1].norm2.weight[3] *= 1.01  # type: ignore[union-attr,index,operator]
+        return write_cast(wrong, *arguments, **options)
+
+    monkeypatch.setattr(pipeline, "write_cast", one_weight_off)
+    with pytest.raises(ParityError, match=r"onnx: ort concat differs by .* of the largest value at batch"):
+        export_bundle(source, output, config, force=True)
+    assert open_bundle(output).sha256 == old.sha256
+    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == ["b"]
+
+
+class Branching(nn.Module):
+    """Encodes by a branch on values, which no trace can follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(31, 32))
+
+    def hidden_states(self, source_ids: torch.Tensor, source_mask: torch.Tensor) -> torch.Tensor:
+        if source_ids.sum() > 3:
+            return self.weight[source_ids]
+        return -self.weight[source_ids]
+
+
+def test_a_model_that_does_not_trace_is_one_line() -> None:
+    spec = model_spec(ENCODER_ALONE, "fp32")
+    with pytest.raises(
+        GraphError, match=r"^encoder: the model does not trace \(.*\); remove branches on tensor values"
+    ):
+        trace_encoder(Branching().eval(), spec, 18)
+
+
+def test_the_contract_check_lists_every_difference(post: Path, tmp_path: Path) -> None:
+    model = onnx.load(str(post / "decoder_static.onnx"), load_external_data=False)
+    model.graph.input[0].name = "tokens"
+    for node in model.graph.node:
+        for index, name in enumerate(node.input):
+            node.input[index] = "tokens" if name == "target_ids" else name
+        if node.op_type == "Attention" and node.input[3]:
+            next(attribute for attribute in node.attribute if attribute.name == "is_causal").i = 1
+    (tmp_path / "weights.safetensors").write_bytes((post / "weights.safetensors").read_bytes())
+    onnx.save(model, str(tmp_path / "decoder_static.onnx"))
+    spec = open_bundle(post).manifest.spec
+    with pytest.raises(GraphError) as caught:
+        check_graph(tmp_path / "decoder_static.onnx", decoder_graph(spec, "static"))
+    message = str(caught.value)
+    assert "input tokens int64 [rows, target_len] is not in the contract" in message
+    assert "input target_ids int64 [rows, target_len] is missing" in message
+    assert "has is_causal where queries and keys may differ in number, which TensorRT drops or misreads" in message
+
+
+def test_a_graph_that_is_not_onnx_is_one_line(post: Path, tmp_path: Path) -> None:
+    (tmp_path / "decoder.onnx").write_bytes((post / "decoder.onnx").read_bytes()[:1000])
+    with pytest.raises(GraphError, match=r"^decoder\.onnx: not valid ONNX: "):
+        check_graph(tmp_path / "decoder.onnx", decoder_graph(open_bundle(post).manifest.spec, "concat"))
+
+
+def greedy_by_hand(bundle: Path, source: list[int], steps: int) -> Iterator[int]:
+    """Decode with onnxruntime and numpy alone, the concat form."""
+    import onnxruntime as ort
+
+    encoder = ort.InferenceSession(str(bundle / "encoder.onnx"))
+    decoder = ort.InferenceSession(str(bundle / "decoder.onnx"))
+    ids = np.array([source])
+    names = [output.name for output in encoder.get_outputs()]
+    cross = dict(zip(names, encoder.run(None, {"source_ids": ids, "source_mask": ids >= 0}), strict=True))
+    past = {name.replace("cross", "past"): array[:, :, :0] for name, array in cross.items()}
+    token = np.array([[1]])
+    for _ in range(steps):
+        outputs = [output.name for output in decoder.get_outputs()]
+        feed = {"target_ids": token, "source_mask": ids >= 0, "num_candidates": np.array([1]), **cross, **past}
+        found = dict(zip(outputs, decoder.run(None, feed), strict=True))
+        past = {name.replace("present", "past"): found[name] for name in outputs if name.startswith("present")}
+        assert found["logits"].argmax(-1) == found["candidate_ids"][:, 0]
+        token = found["candidate_ids"]
+        yield int(token[0, 0])
+
+
+def test_a_graph_decodes_without_this_project(post: Path) -> None:
+    model, source = load_model(model_of(post)), [5, 9, 20, 7]
+    target = [1]
+    with torch.no_grad():
+        for _ in range(6):
+            logits = model(torch.tensor([source]), torch.ones(1, 4, dtype=torch.bool), torch.tensor([target]))
+            target.append(int(logits[0, -1].argmax()))
+    assert list(greedy_by_hand(post, source, 6)) == target[1:]

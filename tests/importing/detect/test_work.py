@@ -1,0 +1,223 @@
+"""What an import costs, counted and not timed: candidates, calls, modules that are loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tests.importing.detect.test_match import made
+from tests.importing.selfmade import SELFMADE
+from tfexport.errors import CheckpointError
+from tfexport.importing.detect.budget import Budget
+from tfexport.importing.detect.detect import Detection, detect
+from tfexport.importing.detect.match import proposals
+from tfexport.importing.importer import import_checkpoint
+from tfexport.importing.layout.apply import fits_names
+from tfexport.importing.layout.layout import builtin_layouts, render_layout
+from tfexport.importing.reference.golden import Golden, read_golden
+from tfexport.importing.reference.ties import completed
+from tfexport.nn.switches import Value
+
+
+@pytest.fixture(scope="module")
+def golden(once: Callable[[str, Callable[[Path], object]], Path]) -> Golden:
+    return read_golden(once("golden-work", lambda path: made("HeadLists", path)))
+
+
+# Switches that need not be searched here.
+GIVEN: dict[str, Value] = {"norm": "layernorm", "embedding_scale": 1.0, "logit_scale": 1.0}
+
+
+def found(golden: Golden, limit: int = 20_000) -> tuple[Detection, Budget]:
+    budget = Budget(limit)
+    return detect(golden.state, golden, [], budget=budget, settings=GIVEN), budget
+
+
+def test_a_search_does_not_look_at_the_clock(golden: Golden, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine where every step takes an hour it finds the same, with the same work."""
+    quiet, spent = found(golden)
+    hours = iter(range(0, 10**9, 3600))
+    for name in ("monotonic", "perf_counter", "time", "process_time"):
+        monkeypatch.setattr(time, name, lambda: float(next(hours)))
+    busy, again = found(golden)
+    assert busy.search is not None
+    assert busy.search.accepted
+    assert render_layout(busy.layout) == render_layout(quiet.layout)
+    assert again.spent == spent.spent
+
+
+def test_a_budget_cuts_a_search_and_a_larger_one_ends_it(golden: Golden) -> None:
+    _, whole = found(golden)
+    for limit, is_enough in ((1, False), (whole.spent - 2, False), (whole.spent, True)):
+        result, budget = found(golden, limit)
+        assert result.search is not None
+        assert (result.search.accepted, result.search.is_cut) == (is_enough, not is_enough)
+        assert limit <= budget.spent <= limit + 1  # what comes near is run on the whole batch too
+
+
+def test_progress_is_told_by_share_and_in_lines() -> None:
+    lines: list[str] = []
+    shares: list[float] = []
+    budget = Budget(25, lines.append, shares.append)
+    for _ in range(25):
+        budget.spend()
+    assert budget.is_over
+    assert shares == [n / 25 for n in range(1, 26)]
+    assert lines == [f"searching: {n} of 25 candidates" for n in (3, 5, 8, 10, 13, 15, 18, 20, 23)]
+
+
+def test_what_is_right_is_found_before_what_is_unlikely_is_run(golden: Golden) -> None:
+    """The right mapping comes first, and of its switches few are not the commonest."""
+    _, budget = found(golden)
+    assert budget.spent <= 12
+
+
+# Sizes that grow
+
+
+Make = Callable[[int], Mapping[str, Tensor]]
+
+
+def one(*shape: int) -> Tensor:
+    return torch.ones(shape or (2, 2))
+
+
+def beside(make: Callable[[int], Iterator[tuple[str, Tensor]]]) -> Make:
+    """Put n tensors beside those of a model."""
+    return lambda n: {**SELFMADE["HeadLists"]().state_dict(), **dict(make(n))}
+
+
+GROWING: dict[str, Make] = {
+    "numbers": lambda n: {f"k{i}": one() for i in range(n)},
+    "layers": lambda n: {f"layers.{i}.weight": one() for i in range(n)},
+    "lists of layers": lambda n: {f"a.{i}.b.{j}.weight": one() for i in range(n // 4) for j in range(4)},
+    "lists by other names": lambda n: {f"{name(i)}.{j}.weight": one() for i in range(n // 4) for j in range(4)},
+    "words": lambda n: {f"{name(i)}.weight": one() for i in range(n)},
+    "one layer": lambda n: {f"layers.{j}.{name(i)}.weight": one() for i in range(n // 2) for j in range(2)},
+    "beside a model": beside(lambda n: ((f"{name(i)}.weight", one(24, 24)) for i in range(n))),
+    "counters": beside(lambda n: ((f"{name(i)}.step", torch.tensor(i)) for i in range(n))),
+    "numbered counters": beside(lambda n: ((f"step.{i}", torch.tensor(i)) for i in range(n))),
+}
+
+
+def name(number: int) -> str:
+    """Spell a number in letters."""
+    return "x" + "".join("abcdefghij"[int(digit)] for digit in str(number))
+
+
+class Key(str):
+    """Counts how often keys are compared, which no profile sees."""
+
+    __slots__ = ()
+    compared = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        Key.compared += 1
+        return str.__eq__(self, other)
+
+
+def work(call: Callable[[], object]) -> int:
+    """Count the calls, of C too, and the comparisons of keys, that a call takes."""
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    Key.compared = 0
+    sys.setprofile(count)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return calls + Key.compared
+
+
+@pytest.mark.parametrize("kind", GROWING)
+def test_the_matcher_takes_twice_the_work_for_twice_the_keys(kind: str) -> None:
+    def read(n: int) -> None:
+        tensors = {Key(key): tensor for key, tensor in GROWING[kind](n).items()}
+        with contextlib.suppress(CheckpointError):
+            next(proposals(tensors))
+
+    few, many = (work(partial(read, n)) for n in (400, 1600))
+    assert many < 6 * few
+
+
+def test_a_layout_that_does_not_fit_is_left_at_its_first_key() -> None:
+    keys = list(map(name, range(20_000)))
+    layouts = builtin_layouts().values()
+    assert work(lambda: [fits_names(layout, keys) for layout in layouts]) < 20_000
+
+
+def test_ties_are_looked_up() -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def complete(n: int) -> None:
+        state = {f"{side}.{i}": torch.randn(3, generator=generator) for i in range(n) for side in "ab"}
+        completed({key: value for key, value in state.items() if key[0] == "a"}, state, [])
+
+    few, many = (work(partial(complete, n)) for n in (100, 400))
+    assert many < 6 * few
+
+
+# What is loaded, and on how many threads it runs
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint and its golden."""
+    made("HeadLists", tmp_path / "golden")
+    torch.manual_seed(0)
+    save_file(SELFMADE["HeadLists"]().state_dict(), tmp_path / "mine.safetensors")
+    return tmp_path
+
+
+def test_a_small_model_runs_on_one_thread(folder: Path) -> None:
+    """Two would wait for each other after every operation, on a busy machine for many times the work."""
+    seen: set[int] = set()
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        import_checkpoint(
+            folder / "mine.safetensors",
+            folder / "model",
+            golden=folder / "golden",
+            on_progress=lambda stage, done: seen.add(torch.get_num_threads()),
+        )
+        after = torch.get_num_threads()
+    finally:
+        torch.set_num_threads(before)
+    assert (seen, after) == ({1}, 2)
+
+
+def test_an_import_does_not_load_the_compiler(folder: Path) -> None:
+    """PyTorch's compiler takes longer to load than a small import takes."""
+    program = (
+        "import sys\n"
+        "from tfexport.importing.importer import import_checkpoint\n"
+        "from tfexport.importing.config import ImportConfig\n"
+        "from pathlib import Path\n"
+        "done = import_checkpoint('mine.safetensors', 'model', ImportConfig(), golden=Path('golden'))\n"
+        "assert done.certificate.proven\n"
+        "print(*(name for name in ('torch._dynamo', 'torch._inductor', 'sympy') if name in sys.modules))\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ran.returncode, ran.stdout.split(), ran.stderr) == (0, [], "")

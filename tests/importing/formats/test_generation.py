@@ -1,0 +1,185 @@
+"""The defaults of Hugging Face directories: what transformers generates untold we do, and what we lack is said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.importing.formats import published
+from tests.importing.formats.published_configs import CONFIGS, VOCAB
+from tfexport.decode.offline import decode
+from tfexport.errors import CheckpointError
+from tfexport.generation import GenerationDefaults
+from tfexport.importing.config import ImportConfig
+from tfexport.importing.importer import import_checkpoint
+from tfexport.nn.directory import load_model
+from tfexport.runtime.eager import EagerSession
+
+NUM_TEXTS = 20
+
+
+def imported(folder: Path, *settings: str) -> tuple[GenerationDefaults, list[str]]:
+    """Import folder/hf, and return its defaults and what was said."""
+    lines: list[str] = []
+    import_checkpoint(folder / "hf", folder / "model", ImportConfig(settings=settings), report=lines.append)
+    path = folder / "model" / "generation.json"
+    given = json.loads(path.read_text()) if path.exists() else {}
+    return GenerationDefaults.from_dict(given, subject="generation.json"), lines
+
+
+def drawn_defaults(rng: np.random.Generator, pad: int, eos: int, start: int) -> dict[str, Any]:
+    """Draw what a generation_config.json may say, in values that fit one another."""
+
+    def ids(count: int) -> list[int]:
+        return [int(token) for token in rng.choice([i for i in range(2, VOCAB) if i not in (pad, eos)], count)]
+
+    options: list[dict[str, Any]] = [
+        {"num_beams": int(rng.integers(2, 5)), "length_penalty": float(rng.choice([0.6, 2.0])), "early_stopping": True},
+        {"no_repeat_ngram_size": int(rng.integers(1, 4))},
+        {"repetition_penalty": float(rng.choice([0.9, 1.3]))},
+        {"encoder_no_repeat_ngram_size": int(rng.integers(1, 4))},
+        {"min_length": int(rng.integers(2, 9))},
+        {"min_new_tokens": int(rng.integers(1, 6))},
+        {"forced_bos_token_id": ids(1)[0]},
+        {"forced_eos_token_id": eos},
+        {"bad_words_ids": [ids(int(rng.integers(1, 4))) for _ in range(12)]},
+        {"decoder_start_token_id": ids(1)[0]},
+        {"temperature": 0.7, "top_p": 0.9, "top_k": 3},
+        {
+            "output_scores": True,
+            "use_cache": False,
+            "typical_p": 1.0,
+            "num_beam_groups": 1,
+            "renormalize_logits": False,
+        },
+    ]
+    drawn = {name: value for option in options if rng.random() < 0.5 for name, value in option.items()}
+    drawn |= [{"max_length": int(rng.integers(3, 16))}, {"max_new_tokens": int(rng.integers(1, 14))}][rng.integers(2)]
+    ends = [eos, *ids(int(rng.integers(0, 3)))]
+    return {
+        "decoder_start_token_id": start,
+        "pad_token_id": pad,
+        "eos_token_id": ends if len(ends) > 1 or rng.random() < 0.5 else eos,
+        "suppress_tokens": [pad],  # M2M100 gives it no position
+        **drawn,
+    }
+
+
+@pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("place", ["generation_config.json", "config.json"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_directory_says_what_it_says_in_transformers(name: str, place: str, seed: int, tmp_path: Path) -> None:
+    rng = np.random.default_rng((seed, len(name), len(place)))
+    config = CONFIGS[name]
+    pad, ends = config["pad_token_id"], config["eos_token_id"]
+    eos = ends[0] if isinstance(ends, list) else ends
+    # Where a decoder of T5Gemma starts with padding, transformers hides the start from it.
+    start = config["decoder"]["bos_token_id"] if "decoder" in config else config["decoder_start_token_id"] or 0
+    said = drawn_defaults(rng, pad, eos, start)
+    changes = {} if place == "generation_config.json" else said
+    hf = published.write(tmp_path / "hf", name, said if place == "generation_config.json" else None, **changes)
+    defaults, _ = imported(tmp_path)
+
+    sources = [rng.integers(2, VOCAB, rng.integers(1, 13)).tolist() for _ in range(NUM_TEXTS)]
+    sources = [[token for token in source if token != pad] or [eos] for source in sources]
+    ids = torch.tensor([[*source, *[pad] * (12 - len(source))] for source in sources])
+    mask = torch.arange(12)[None] < torch.tensor([len(source) for source in sources])[:, None]
+    with torch.inference_mode():
+        # With a cache transformers fails for a T5 with more layers in its decoder than in its encoder.
+        out = published.load(hf).generate(input_ids=ids, attention_mask=mask.long(), use_cache=False)
+    rows = getattr(out, "sequences", out)[:, 1:].tolist()
+    ours = load_model(tmp_path / "model").double()
+    found = [best.token_ids for (best,) in decode(EagerSession(ours), sources, defaults.overridden({}))]
+    assert [tuple(row[: len(ids)]) for row, ids in zip(rows, found, strict=True)] == found
+    # Beams of transformers fill up with the end where padding is 0.
+    assert {token for row, ids in zip(rows, found, strict=True) for token in row[len(ids) :]} <= {pad, eos}
+
+
+def opus(folder: Path, **said: Any) -> list[str]:
+    """Import opus-mt with a generation_config.json, and return what was said of it."""
+    own = {"eos_token_id": 0, "decoder_start_token_id": 40, "pad_token_id": 40}
+    published.write(folder / "hf", "opus-mt", {**own, **said})
+    return [line for line in imported(folder)[1] if line.startswith("generation_config.json: ")]
+
+
+def test_what_is_there_and_what_is_left_out_is_said_in_a_line_each(tmp_path: Path) -> None:
+    left_out = "num_beam_groups 2, diversity_penalty 0.5, renormalize_logits True, typical_p 0.9"
+    lines = opus(
+        tmp_path,
+        num_beams=4,
+        max_length=512,
+        typical_p=0.9,
+        num_beam_groups=2,
+        diversity_penalty=0.5,
+        renormalize_logits=True,
+        min_p=None,
+        use_cache=False,
+        transformers_version="4.22.0.dev0",
+        lang_to_id={"de": 3},
+    )
+    assert lines == [
+        "generation_config.json: generates with max_length 512, num_beams 4 unless told otherwise",
+        f"generation_config.json: {left_out} left out: not known here; texts will differ from those of transformers",
+        "generation_config.json: lang_to_id ignored: transformers knows no such option either",
+    ]
+
+
+def test_values_that_change_nothing_are_not_mentioned(tmp_path: Path) -> None:
+    assert opus(tmp_path, num_beam_groups=1, diversity_penalty=0.0, typical_p=1.0, renormalize_logits=False) == []
+    assert not (tmp_path / "model" / "generation.json").exists()
+
+
+def test_beams_are_not_sampled(tmp_path: Path) -> None:
+    first, line = opus(tmp_path, num_beams=4, do_sample=True)
+    assert "do_sample" not in first
+    assert "do_sample is left out: beams are not sampled here" in line
+
+
+def test_a_least_that_is_above_the_limit_is_the_limit(tmp_path: Path) -> None:
+    opus(tmp_path, max_new_tokens=3, min_new_tokens=9)
+    found = json.loads((tmp_path / "model" / "generation.json").read_text())
+    config = GenerationDefaults.from_dict(found, subject="generation.json").overridden({})
+    assert (config.min_new_tokens, config.max_new_tokens) == (3, 3)
+
+
+def test_new_tokens_go_before_lengths_with_the_prompt(tmp_path: Path) -> None:
+    said = {"max_length": 30, "max_new_tokens": 9, "min_length": 4, "min_new_tokens": 2}
+    assert opus(tmp_path, **said) == [
+        "generation_config.json: generates with max_new_tokens 9, min_new_tokens 2 unless told otherwise"
+    ]
+
+
+def test_without_an_end_it_is_said_what_ends(tmp_path: Path) -> None:
+    (line,) = opus(tmp_path, eos_token_id=None)
+    assert "has no eos_token_id, so that transformers ends no text before its limit; here 0 does" in line
+
+
+def test_tokens_that_are_given_go_before_those_of_the_file(tmp_path: Path) -> None:
+    published.write(tmp_path / "hf", "opus-mt", {"eos_token_id": [0, 7], "decoder_start_token_id": 3})
+    defaults, _ = imported(tmp_path)
+    assert (defaults.eos_token_id, defaults.decoder_start_token_id) == ((0, 7), None)
+    import_checkpoint(tmp_path / "hf", tmp_path / "other", ImportConfig(settings=("tokens.eos=5", "tokens.start=6")))
+    assert not (tmp_path / "other" / "generation.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"num_beams": 100}, "num_beams is 100, expected 1 to 64; change it there, or take it out"),
+        ({"bad_words_ids": [3]}, "bad_words_ids is (3,), expected a list of a list of a whole number"),
+        ({"forced_bos_token_id": 41}, "forced_bos_token_id has 41, expected below the vocabulary of 41"),
+        ({"num_return_sequences": 3}, "num_return_sequences is 3 but num_beams is 1"),
+    ],
+)
+def test_what_cannot_be_is_refused(said: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        opus(tmp_path, **said)
+    assert str(caught.value).startswith("generation_config.json: ")
+    assert message in str(caught.value)
+    assert not (tmp_path / "model").exists()

@@ -1,0 +1,279 @@
+"""Languages by name: what stands around a source and how a target begins, against transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from click.testing import CliRunner, Result
+from tokenizers import normalizers
+from transformers.models.nllb.tokenization_nllb import FAIRSEQ_LANGUAGE_CODES as NLLB
+
+from tests import tiny
+from tests.importing.formats.odd_texts import odd_texts
+from tests.importing.formats.published import CLASSES
+from tests.importing.formats.test_tokenizer_directories import bart, encoded, m2m100, marian, spec, train, write
+from tfexport.cli import main
+from tfexport.contract import ModelSpec
+from tfexport.errors import CheckpointError, ConfigError
+from tfexport.generation import GenerationDefaults
+from tfexport.importing.config import ImportConfig
+from tfexport.importing.importer import import_checkpoint
+from tfexport.model.model import Model
+from tfexport.nn.config import model_spec
+from tfexport.nn.directory import load_model
+from tfexport.runtime.eager import EagerSession
+from tfexport.text.config import TextConfig
+from tfexport.text.tokenizer import Tokenizer
+
+sentencepiece = pytest.importorskip("sentencepiece", reason="sentencepiece is not installed")
+IDS = {"pad": 1, "start": 2, "eos": 2, "unk": 3}
+SPM = "sentencepiece.bpe.model"
+
+
+def nllb(folder: Path, **settings: Any) -> tuple[Any, ModelSpec]:
+    """The files of a published one: no list of languages, but in those of special tokens, which are of any order."""
+    count = len(train(folder / SPM, "bpe"))
+    write(folder, config={"model_type": "m2m_100"}, tokenizer_config={"tokenizer_class": "NllbTokenizer", **settings})
+    read = transformers.NllbTokenizer.from_pretrained(folder)
+    vocab = {token: i for token, i in read.get_vocab().items() if i <= count}
+    vocab |= {token: count + 1 + i for i, token in enumerate([*NLLB, "<mask>"])}
+    theirs = transformers.NllbTokenizer(
+        vocab=vocab, merges=read._merges, _spm_precompiled_charsmap=charsmap(folder / SPM), **settings
+    )
+    return theirs, spec(count + 206, **IDS)
+
+
+def charsmap(path: Path) -> bytes:
+    from sentencepiece import sentencepiece_model_pb2
+
+    proto = sentencepiece_model_pb2.ModelProto()
+    proto.ParseFromString(path.read_bytes())
+    return bytes(proto.normalizer_spec.precompiled_charsmap)
+
+
+def mbart(folder: Path, cls: str = "MBartTokenizer", languages: int = 25) -> tuple[Any, ModelSpec]:
+    count = len(train(folder / SPM))
+    write(folder, config={"model_type": "mbart"}, tokenizer_config={"tokenizer_class": cls})
+    theirs = getattr(transformers, cls).from_pretrained(folder)
+    if cls == "MBartTokenizer":
+        # What its published tokenizer.json has, and transformers 5 loses where it reads the SentencePiece model.
+        theirs._tokenizer.normalizer = normalizers.Precompiled(charsmap(folder / SPM))
+    return theirs, spec(count + 2 + languages, **IDS)
+
+
+FAMILIES: dict[str, tuple[Callable[[Path], tuple[Any, ModelSpec]], str, str]] = {
+    "nllb": (nllb, "deu_Latn", "fra_Latn"),
+    "nllb, legacy": (lambda folder: nllb(folder, legacy_behaviour=True), "deu_Latn", "fra_Latn"),
+    "mbart": (mbart, "de_DE", "fr_XX"),
+    "mbart50": (lambda folder: mbart(folder, "MBart50Tokenizer", 52), "de_DE", "sl_SI"),
+    "m2m100": (m2m100, "fr", "de"),
+}
+
+
+def write_model(folder: Path, found: ModelSpec) -> Any:
+    """Add random weights to a tokenizer's directory."""
+    kind = json.loads((folder / "config.json").read_text())["model_type"]
+    cls = getattr(transformers, CLASSES[kind])
+    sides = {"attention_heads": 2, "ffn_dim": 24, "layers": 1}
+    sizes = {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in sides.items()}
+    own = found.tokens
+    tokens = {"pad_token_id": own.pad, "eos_token_id": own.eos, "decoder_start_token_id": own.start, "bos_token_id": 0}
+    torch.manual_seed(0)
+    model = cls(
+        cls.config_class(
+            d_model=16,
+            max_position_embeddings=402,
+            scale_embedding=True,
+            vocab_size=found.source_vocab,
+            **sizes,
+            **tokens,
+        )
+    )
+    tiny.randomise(model)
+    model.tie_weights()
+    model.save_pretrained(folder)
+    return cls.from_pretrained(folder).double().eval()
+
+
+def opened(made: Path) -> tuple[Tokenizer, GenerationDefaults]:
+    path, target = made / "generation.json", made / "target_tokenizer.json"
+    tokenizer = Tokenizer.load(
+        made / "tokenizer.json",
+        model_spec(load_model(made).config, "fp32"),
+        target=target if target.exists() else None,
+        text=TextConfig.from_dict(json.loads((made / "text.json").read_text())),
+    )
+    return tokenizer, GenerationDefaults.from_dict(json.loads(path.read_text()) if path.exists() else {})
+
+
+def is_plain(text: str) -> bool:
+    """Say whether transformers 5 reads a text as SentencePiece does: it keeps white space at the ends."""
+    return text.strip(" \t\n\r\u200b\ufeff\u2581") == text and "\u200b" not in text and "\ufeff" not in text
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_languages_by_name_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    hf, made = tmp_path / "hf", tmp_path / "model"
+    hf.mkdir()
+    make, source, target = FAMILIES[family]
+    theirs, found = make(hf)
+    model = write_model(hf, found)
+    import_checkpoint(hf, made, ImportConfig(source_language=source, target_language=target))
+    ours, defaults = opened(made)
+    theirs.src_lang = source
+    texts = [text for text in odd_texts() if (ids := encoded(ours, text)) is not None and len(ids) < 400]
+    plain = [text for text in texts if is_plain(text)]
+    assert len(plain) > 170
+    different = [(text, a, b) for text in plain if (a := theirs(text).input_ids) != (b := ours.encode([text])[0])]
+    assert not different, (len(different), different[:2])
+    token = theirs.convert_tokens_to_ids(f"__{target}__" if family == "m2m100" else target)
+    option = "decoder_start_token_id" if family == "mbart" else "forced_bos_token_id"
+    assert defaults.given()[option] == token
+    some = plain[::4]
+    options = {"max_new_tokens": 8, "no_repeat_ngram_size": 1, "num_beams": 1, "suppress_tokens": [1]}
+    with Model(EagerSession(load_model(made).double()), ours, defaults) as loaded:
+        said = [result.text for result in loaded.generate(some, **options)]
+    expected = []
+    with torch.inference_mode():
+        for text in some:
+            given = theirs(text, return_tensors="pt")
+            (ids,) = model.generate(given.input_ids, attention_mask=given.attention_mask, **options, **{option: token})
+            expected.append(theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    different = [(a, b) for a, b in zip(said, expected, strict=True) if a.strip() != b.strip()]
+    assert len(set(expected)) > 10, "texts that are all alike prove nothing"
+    assert not different, (len(different), different[:2])
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_ids_of_nllb(legacy: bool, tmp_path: Path) -> None:
+    """Against SentencePiece itself, whose ids are one larger in the model; English where nothing says another."""
+    theirs, found = nllb(tmp_path, legacy_behaviour=legacy)
+    lines: list[str] = []
+    write_model(tmp_path, found)
+    import_checkpoint(tmp_path, tmp_path / "model", report=lines.append)
+    assert "the source language is eng_Latn; --source-language gives another" in lines
+    ours, _ = opened(tmp_path / "model")
+    spm = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / SPM))
+    own = spm.get_piece_size() + 1 + NLLB.index("eng_Latn")
+    prefix, suffix = ([], [2, own]) if legacy else ([own], [2])
+    for text in odd_texts():
+        if (ids := encoded(ours, text)) is not None:
+            assert ids == [*prefix, *(i + 1 if i else 3 for i in spm.encode(text)), *suffix], text
+    assert all(ours.target_id(language) == theirs.convert_tokens_to_ids(language) for language in [*NLLB, "<mask>"])
+
+
+def test_a_language_that_somebody_added(tmp_path: Path) -> None:
+    _, found = nllb(tmp_path)
+    added = found.source_vocab - 2
+    write(tmp_path, added_tokens={"tyv_Cyrl": added})
+    write_model(tmp_path, found)
+    import_checkpoint(tmp_path, tmp_path / "model", ImportConfig(source_language="tyv_Cyrl"))
+    ours, _ = opened(tmp_path / "model")
+    assert ours.encode(["the"])[0][0] == added
+
+
+@pytest.mark.parametrize("damage", [{"tyv_Cyrl": "many"}, {"tyv_Cyrl": None}])
+def test_damaged_lists_of_added_tokens(damage: dict[str, Any], tmp_path: Path) -> None:
+    _, found = nllb(tmp_path)
+    write(tmp_path, added_tokens=damage)
+    write_model(tmp_path, found)
+    with pytest.raises(CheckpointError, match="added tokens are damaged, expected ids"):
+        import_checkpoint(tmp_path, tmp_path / "model", ImportConfig(source_language="eng_Latn"))
+
+
+@pytest.mark.parametrize("family", ["nllb", "nllb, legacy", "mbart", "mbart50"])
+def test_the_language_of_a_tokenizer_json(family: str, tmp_path: Path) -> None:
+    """The file puts the language that was set when it was saved; another one takes its place."""
+    hf, saved = tmp_path / "hf", tmp_path / "saved"
+    hf.mkdir()
+    make, source, target = FAMILIES[family]
+    theirs, found = make(hf)
+    saved.mkdir()
+    (saved / "config.json").write_bytes((hf / "config.json").read_bytes())
+    write_model(saved, found)
+    theirs.save_pretrained(saved)
+    import_checkpoint(saved, tmp_path / "as-it-is")
+    import_checkpoint(saved, tmp_path / "model", ImportConfig(source_language=source, target_language=target))
+    texts = [text for text in odd_texts() if "\u2581" not in text and theirs.unk_token_id not in theirs(text).input_ids]
+    assert len(texts) > 30
+    for made, language in (("as-it-is", theirs.src_lang), ("model", source)):
+        theirs.src_lang = language
+        ours, _ = opened(tmp_path / made)
+        assert ours.encode(texts) == theirs(texts).input_ids, made
+    assert opened(tmp_path / "model")[1].given()
+
+
+def test_targets_of_marian_are_said_by_its_sources(tmp_path: Path) -> None:
+    theirs, found = marian(tmp_path)
+    write_model(tmp_path, found)
+    import_checkpoint(tmp_path, tmp_path / "model", ImportConfig(target_language="fra"))
+    ours, _ = opened(tmp_path / "model")
+    assert ours.encode(["the tokenizer"])[0] == theirs(">>fra<< the tokenizer").input_ids
+
+
+def test_what_is_no_language_is_refused(tmp_path: Path) -> None:
+    def refused(path: Path, **given: Any) -> str:
+        with pytest.raises((CheckpointError, ConfigError)) as caught:
+            import_checkpoint(path, tmp_path / "model", ImportConfig(**given))
+        return str(caught.value)
+
+    for name, make in (("nllb", nllb), ("bart", bart)):
+        (tmp_path / name).mkdir()
+        write_model(tmp_path / name, make(tmp_path / name)[1])
+    assert "source_language is German, expected one of ace_Arab, ace_Latn" in refused(
+        tmp_path / "nllb", source_language="German"
+    )
+    assert "target_language is de, expected one of" in refused(tmp_path / "nllb", target_language="de")
+    said = refused(tmp_path / "bart", source_language="de")
+    assert "puts no language around a source; give the ids" in said
+    assert "this tokenizer has no languages" in refused(tmp_path / "bart", target_language="de")
+    weights = tmp_path / "bart" / "model.safetensors"
+    assert "there is a language, but no tokenizer" in refused(weights, target_language="de", layout="hf_bart", heads=2)
+    with pytest.raises(ConfigError, match="leave source_prefix and suffix out"):
+        ImportConfig(source_language="de", source_suffix=(2,))
+
+
+def test_ids_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
+    """BARThez is an mBART with a tokenizer of its own."""
+    _, found = mbart(tmp_path)
+    write(tmp_path, tokenizer_config={"tokenizer_class": "BarthezTokenizer"})
+    write_model(tmp_path, found)
+    lines: list[str] = []
+    import_checkpoint(tmp_path, tmp_path / "model", report=lines.append)
+    assert any("the ids of sentencepiece.bpe.model for barthez are not known" in line for line in lines)
+
+
+def run(*words: object, code: int = 0) -> Result:
+    result = CliRunner().invoke(main, list(map(str, words)))
+    assert result.exit_code == code, result.output
+    return result
+
+
+def test_a_call_names_another_language(tmp_path: Path) -> None:
+    hf, made, bundle = tmp_path / "hf", tmp_path / "model", tmp_path / "bundle"
+    hf.mkdir()
+    theirs, found = nllb(hf)
+    write_model(hf, found)
+    languages = ["--source-language", "eng_Latn", "--target-language", "deu_Latn"]
+    said = run("import", hf, "--output", made, *languages).stderr
+    german, french = (theirs.convert_tokens_to_ids(name) for name in ("deu_Latn", "fra_Latn"))
+    assert f"generates with forced_bos_token_id {german}" in said
+    run("onnx", made, "--output", bundle, "--forms", "concat", "--no-verify")
+
+    def generate(*options: object, code: int = 0) -> Any:
+        call = run("generate", bundle, "the tokenizer", "--json", "--max-new-tokens", 3, *options, code=code)
+        return json.loads(call.stdout)["token_ids"] if code == 0 else call.stderr
+
+    assert generate()[0] == german
+    for name in ("fra_Latn", french):
+        assert generate("--forced-bos-token-id", name)[0] == french
+    assert generate("--forced-bos-token-id", "none")[0] != german
+    assert "token 'French' is none of the target's vocabulary" in generate("--forced-bos-token-id", "French", code=1)
+    run("tokenizer", bundle, "--source-language", "fra_Latn")
+    assert f"source_prefix  {french}" in run("inspect", bundle).output

@@ -1,0 +1,238 @@
+"""Directories of six families, in the files that were published: text in, ids and text out as transformers does."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from tokenizers import ByteLevelBPETokenizer
+from transformers.models.m2m_100.tokenization_m2m_100 import FAIRSEQ_LANGUAGE_CODES
+
+from tests import tiny
+from tests.importing.formats.odd_texts import LINES, odd_texts
+from tfexport.contract import ModelSpec
+from tfexport.errors import CheckpointError, InputError
+from tfexport.importing.text import Tokenizers, import_text
+from tfexport.nn.config import model_spec
+from tfexport.text.config import TextConfig
+from tfexport.text.tokenizer import Tokenizer
+
+sentencepiece = pytest.importorskip("sentencepiece", reason="sentencepiece is not installed")
+
+
+def train(path: Path, kind: str = "unigram", lines: list[str] = LINES, **options: Any) -> list[str]:
+    """Train a SentencePiece model and return its pieces."""
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines),
+        model_prefix=str(path),
+        model_type=kind,
+        hard_vocab_limit=False,
+        minloglevel=2,
+        **{"vocab_size": 300, **options},
+    )
+    path.with_name(path.name + ".model").rename(path)
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    return [processor.id_to_piece(i) for i in range(processor.get_piece_size())]
+
+
+def write(folder: Path, **files: Any) -> None:
+    for name, data in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(data))
+
+
+def spec(size: int, **tokens: int) -> ModelSpec:
+    made = replace(tiny.config(), source_vocab=size, target_vocab=size, max_source_length=2000, max_target_length=2000)
+    return model_spec(replace(made, tokens=replace(made.tokens, **tokens)), "fp32")
+
+
+def marian(folder: Path, *, kind: str = "unigram", separate: bool = False) -> tuple[Any, ModelSpec]:
+    """A shared vocabulary has the pieces of both sides, but those that are rare, as Marian's vocabularies have."""
+    source = train(folder / "source.spm", kind)
+    target = train(folder / "target.spm", kind, [line.upper().replace("A", "Ä") for line in LINES])
+    ours = [piece for piece in [*source[3::2], *source[4::2]] if piece not in source[50:60]]
+    theirs = [piece for piece in target[3:] if separate or piece not in ours]
+    sides = [["</s>", "<unk>", *ours, "<pad>"], ["</s>", "<unk>", *theirs, "<pad>"]]
+    if not separate:
+        sides = [["</s>", "<unk>", ">>fra<<", *ours, *theirs, "<pad>"]]
+    ids = [{piece: i for i, piece in enumerate(side)} for side in sides]
+    write(folder, vocab=ids[0], config={"model_type": "marian"}, tokenizer_config={"separate_vocabs": separate})
+    if separate:
+        write(folder, target_vocab=ids[1])
+    found = spec(len(ids[0]), pad=len(ids[0]) - 1, eos=0, unk=1, start=len(ids[0]) - 1)
+    if separate:
+        found = replace(found, vocab=len(ids[1]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        files = [str(folder / name) for name in ("source.spm", "target.spm", "vocab.json")]
+        more = {"target_vocab_file": str(folder / "target_vocab.json"), "separate_vocabs": True} if separate else {}
+        return transformers.MarianTokenizer(*files, **more), found
+
+
+def bart(folder: Path) -> tuple[Any, ModelSpec]:
+    trained = ByteLevelBPETokenizer()
+    trained.train_from_iterator(
+        LINES, 400, special_tokens=["<s>", "<pad>", "</s>", "<unk>", "<mask>"], show_progress=False
+    )
+    trained.save_model(str(folder))
+    write(folder, config={"model_type": "bart"})
+    return transformers.BartTokenizer.from_pretrained(folder), spec(400, pad=1, start=2, eos=2, unk=3)
+
+
+def t5(folder: Path) -> tuple[Any, ModelSpec]:
+    count = len(train(folder / "spiece.model", pad_id=0, eos_id=1, unk_id=2, bos_id=-1))
+    write(folder, config={"model_type": "t5"})
+    return transformers.T5Tokenizer.from_pretrained(folder), spec(count + 128, pad=0, start=0, eos=1, unk=2)
+
+
+def m2m100(folder: Path) -> tuple[Any, ModelSpec]:
+    pieces = train(folder / "sentencepiece.bpe.model", "bpe")
+    ids = {piece: i for i, piece in enumerate(["<s>", "<pad>", "</s>", "<unk>", *pieces[:40:-1]])}
+    write(folder, vocab=ids, config={"model_type": "m2m_100"}, tokenizer_config={"src_lang": "de"})
+    languages = [f"__{language}__" for language in FAIRSEQ_LANGUAGE_CODES["m2m100"]]
+    theirs = transformers.M2M100Tokenizer(
+        str(folder / "vocab.json"),
+        str(folder / "sentencepiece.bpe.model"),
+        src_lang="de",
+        tgt_lang="fr",
+        additional_special_tokens=languages,
+    )
+    return theirs, spec(len(ids) + 108, pad=1, start=2, eos=2, unk=3)
+
+
+FAMILIES: dict[str, Callable[[Path], tuple[Any, ModelSpec]]] = {
+    "marian": marian,
+    "marian of BPE": lambda folder: marian(folder, kind="bpe"),
+    "marian, separate": lambda folder: marian(folder, separate=True),
+    "bart": bart,
+    "t5": t5,
+    "m2m100": m2m100,
+}
+
+
+def imported(folder: Path, found: ModelSpec, output: Path) -> Tokenizer:
+    text = import_text(Tokenizers(folder), TextConfig(), None, found, has_own_weights=False)
+    output.mkdir()
+    for name, raw in text.files.items():
+        (output / name).write_bytes(raw)
+    target = output / "target_tokenizer.json"
+    return Tokenizer.load(
+        output / "tokenizer.json",
+        found,
+        target=target if target.exists() else None,
+        text=TextConfig.from_dict(json.loads(text.files["text.json"])),
+    )
+
+
+def is_of_the_other_side(theirs: Any, text: str) -> bool:
+    """Say whether a text has characters that the source's model does not know, and that the target alone has."""
+    if not isinstance(theirs, transformers.MarianTokenizer):
+        return False
+    spm = theirs.spm_source
+    return any(
+        spm.piece_to_id(piece) == spm.unk_id() and piece in theirs.encoder for piece in spm.encode(text, out_type=str)
+    )
+
+
+def encoded(tokenizer: Tokenizer, text: str) -> list[int] | None:
+    """Return its ids, None where it has nothing that the vocabulary knows, which is refused."""
+    try:
+        return tokenizer.encode([text])[0]
+    except InputError:
+        return None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_text_becomes_the_ids_of_transformers_and_text_again(family: str, tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    theirs, found = FAMILIES[family](tmp_path / "hf")
+    ours = imported(tmp_path / "hf", found, tmp_path / "ours")
+    texts = [text for text in odd_texts() if not is_of_the_other_side(theirs, text)]
+    assert len(texts) > 195
+    pairs = [(text, theirs(text).input_ids, encoded(ours, text)) for text in texts]
+    different = [pair for pair in pairs if pair[2] is not None and pair[1] != pair[2]]
+    assert not different, (len(different), different[:3])
+    assert sum(ids is not None for _, _, ids in pairs) > 190
+    upper = [text.upper() for text in texts]
+    known = [ids for text in upper if theirs.unk_token_id not in (ids := theirs(text_target=text).input_ids)]
+    assert len(known) > 20
+    said = [theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False) for ids in known]
+    assert [ours.decode(ids).strip() for ids in known] == [text.strip() for text in said]
+
+
+def test_a_text_for_marian_begins_with_its_target_language(tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    theirs, found = marian(tmp_path / "hf")
+    ours = imported(tmp_path / "hf", found, tmp_path / "ours")
+    for text in (">>fra<< the tokenizer", ">>fra<<the  tokenizer "):
+        assert ours.encode([text]) == [theirs(text).input_ids], text
+    assert ours.encode([">>fra<< the"])[0][0] == 2
+
+
+def test_languages_of_mbart(tmp_path: Path) -> None:
+    """Against SentencePiece itself, whose ids are one larger in the model."""
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    count = len(train(folder / "sentencepiece.bpe.model"))
+    spm = sentencepiece.SentencePieceProcessor(model_file=str(folder / "sentencepiece.bpe.model"))
+    write(folder, config={"model_type": "mbart"}, tokenizer_config={"src_lang": "de_DE"})
+    german = count + 1 + 2
+    for size, prefix, suffix in ((count + 27, [], [2, german]), (count + 54, [german], [2])):
+        ours = imported(folder, spec(size, pad=1, start=2, eos=2, unk=3), tmp_path / str(size))
+        for text in odd_texts():
+            if (ids := encoded(ours, text)) is not None:
+                assert ids == [*prefix, *(i + 1 if i else 3 for i in spm.encode(text)), *suffix], text
+
+
+def test_ids_of_pegasus(tmp_path: Path) -> None:
+    """Against SentencePiece itself, whose ids are 103 larger in the model, but those of padding and end."""
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    count = len(train(folder / "spiece.model", pad_id=0, eos_id=1, unk_id=2, bos_id=-1))
+    spm = sentencepiece.SentencePieceProcessor(model_file=str(folder / "spiece.model"))
+    write(folder, config={"model_type": "pegasus"})
+    ours = imported(folder, spec(count + 103, pad=0, start=0, eos=1, unk=105), tmp_path / "ours")
+    for text in odd_texts():
+        if (ids := encoded(ours, text)) is not None:
+            assert ids == [*(i + 103 for i in spm.encode(text)), 1], text
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "problem"),
+    [
+        ("xlm-roberta", {}, "ids of sentencepiece.bpe.model for xlm-roberta are not known"),
+        ("mbart", {"tokenizer_class": "OddTokenizer"}, "ids of sentencepiece.bpe.model for odd are not known"),
+        ("mbart", {"src_lang": ["de_DE"]}, r"src_lang is \['de_DE'\], expected one of ar_AR, cs_CZ"),
+        ("mbart", {"src_lang": "de"}, "src_lang is 'de', expected one of ar_AR, cs_CZ"),
+    ],
+)
+def test_a_family_or_language_that_is_not_known(
+    model_type: str, settings: dict[str, object], problem: str, tmp_path: Path
+) -> None:
+    train(tmp_path / "sentencepiece.bpe.model")
+    write(tmp_path, config={"model_type": model_type}, tokenizer_config=settings)
+    with pytest.raises(CheckpointError, match=problem):
+        imported(tmp_path, spec(300, pad=1, start=2, eos=2, unk=3), tmp_path / "ours")
+
+
+@pytest.mark.parametrize(
+    ("files", "problem"),
+    [
+        (["vocab.json"], "has vocab.json alone, expected one of"),
+        (["source.spm", "vocab.json"], "has source.spm, vocab.json alone"),
+        (["spiece.model"], "the ids of an unknown family are not known"),
+        (["sentencepiece.bpe.model"], "ids of sentencepiece.bpe.model for an unknown family are not known"),
+        (["vocab.json", "merges.txt"], "has no byte-level tokens"),
+        ([], "has no file of a tokenizer"),
+    ],
+)
+def test_a_directory_that_is_none(files: list[str], problem: str, tmp_path: Path) -> None:
+    for name in files:
+        (tmp_path / name).write_text(json.dumps({"<unk>": 0, "a": 1}))
+    with pytest.raises(CheckpointError, match=problem):
+        imported(tmp_path, spec(300), tmp_path / "ours")

@@ -1,0 +1,189 @@
+"""Public models: their layouts read them without a golden, and a golden finds them without their layouts."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from models.from_scratch.ajhalthor import Ajhalthor
+from models.from_scratch.aladdinpersson import AladdinPersson
+from models.from_scratch.d2l import D2l
+from models.from_scratch.devjwsong import Devjwsong
+from models.from_scratch.dreamgonfly import Dreamgonfly
+from models.from_scratch.feather_ai import FeatherAi
+from models.from_scratch.graykode import Graykode
+from models.from_scratch.jadore801120 import Jadore801120
+from models.from_scratch.jayparks import JayParks
+from models.from_scratch.joeynmt import JoeyNmt
+from models.from_scratch.labml import Labml
+from models.from_scratch.leviswind import Leviswind
+from models.from_scratch.parts import HEADS, SOURCE, TARGET
+from models.from_scratch.samlynnevans import SamLynnEvans
+from models.from_scratch.sgrvinod import Sgrvinod
+from models.from_scratch.sooftware import Sooftware
+from models.from_scratch.tunz import Tunz
+from models.from_scratch.wmathor import Wmathor
+from models.from_scratch.x_transformers import XTransformers
+from tfexport.errors import CheckpointError
+from tfexport.importing.config import ImportConfig
+from tfexport.importing.detect.budget import Budget
+from tfexport.importing.detect.detect import detect
+from tfexport.importing.importer import import_checkpoint
+from tfexport.importing.layout.apply import fits_names
+from tfexport.importing.layout.layout import builtin_layouts
+from tfexport.importing.reference.golden import Golden, record
+from tfexport.nn.directory import load_model
+from tfexport.nn.switches import Value
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "aladdinpersson": AladdinPersson,
+    "ajhalthor": Ajhalthor,
+    "d2l": D2l,
+    "devjwsong": Devjwsong,
+    "dreamgonfly": Dreamgonfly,
+    "feather_ai": FeatherAi,
+    "graykode": Graykode,
+    "jadore801120": Jadore801120,
+    "jayparks": JayParks,
+    "joeynmt": JoeyNmt,
+    "labml": Labml,
+    "samlynnevans": SamLynnEvans,
+    "sgrvinod": Sgrvinod,
+    "sooftware": Sooftware,
+    "tunz": Tunz,
+    "wmathor": Wmathor,
+    "x_transformers": XTransformers,
+}
+# Made with an option of its code.
+SETTINGS = {
+    "joeynmt": tuple(
+        f"{side}.residual_scale={alpha!r}" for side, alpha in zip(("enc", "dec"), JoeyNmt.alphas, strict=True)
+    )
+}
+# One vocabulary for both sides.
+JOINT = ("jadore801120", "sgrvinod", "tunz")
+REFUSED: dict[str, Callable[[], nn.Module]] = {"leviswind": Leviswind}
+# What a golden finds without a layout; the positions of the one left out are a list in its code, which nothing tells.
+FOUND = sorted(MODELS.keys() - {"graykode"})
+QUICK = ("d2l", "feather_ai", "wmathor")
+
+
+@dataclass(frozen=True)
+class Made:
+    """A rebuilt model of random weights, its file and the golden of it."""
+
+    name: str
+    model: nn.Module
+    file: Path
+    golden: Path
+    recorded: Golden
+
+
+@functools.cache
+def made(name: str, folder: Path) -> Made:
+    torch.manual_seed(0)
+    model = (MODELS | REFUSED)[name]().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.2 * torch.randn(parameter.shape))
+    lengths = {part: getattr(model, part) for part in ("source_len", "target_len") if hasattr(model, part)}
+    recorded = record(
+        model,
+        lambda model, *inputs: model(*inputs),
+        folder / f"{name}.golden",
+        source_vocab=TARGET if name in JOINT else SOURCE,
+        target_vocab=TARGET,
+        heads=HEADS,
+        **lengths,
+    )
+    torch.save({"model_state_dict": model.state_dict()}, folder / f"{name}.pt")
+    return Made(name, model, folder / f"{name}.pt", folder / f"{name}.golden", recorded)
+
+
+@pytest.fixture(scope="module")
+def public(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
+    folder = tmp_path_factory.mktemp("public")
+    return lambda name: made(name, folder)
+
+
+def worst(one: Made, model: Path) -> float:
+    """Compare log-probabilities of valid positions, of the file's own weights, in float32."""
+    golden = one.recorded
+    assert golden.target_ids is not None
+    assert golden.target_mask is not None
+    batch = golden.source_ids, golden.source_mask, golden.target_ids
+    with torch.no_grad():
+        theirs, ours = (each(*batch).log_softmax(-1) for each in (one.model, load_model(model)))
+    return float((theirs - ours)[golden.target_mask].abs().max())
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_its_layout_reads_it_without_a_golden(name: str, public: Callable[[str], Made], tmp_path: Path) -> None:
+    one, layout = public(name), builtin_layouts()[name]
+    assert [other.name for other in builtin_layouts().values() if fits_names(other, one.model.state_dict())] == [name]
+    missing = [token for token in ("pad", "start", "eos") if token not in layout.tokens]
+    # The golden has the padding as 0.
+    settings = ("tokens.pad=0", *(f"tokens.{token}=0" for token in missing if token != "pad"))
+    config = ImportConfig(layout=name, heads=HEADS, settings=(*settings, *SETTINGS.get(name, ())))
+    imported = import_checkpoint(one.file, tmp_path / "model", config)
+    assert not imported.certificate.proven
+    assert worst(one, tmp_path / "model") < 1e-5
+
+
+def found(one: Made, folder: Path) -> None:
+    imported = import_checkpoint(one.file, folder / "model", ImportConfig(builtin=False), golden=one.golden)
+    assert imported.certificate.proven
+    assert imported.certificate.error is not None
+    # A table that the golden does not bring is computed in float32.
+    assert imported.certificate.error < (1e-7 if one.name in ("ajhalthor", "tunz") else 1e-12)
+    assert imported.layout.name == "found"
+    assert worst(one, folder / "model") < 1e-5
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_golden_finds_it_without_a_layout(name: str, public: Callable[[str], Made], tmp_path: Path) -> None:
+    found(public(name), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FOUND)
+def test_a_golden_finds_every_one_without_a_layout(name: str, public: Callable[[str], Made], tmp_path: Path) -> None:
+    found(public(name), tmp_path)
+
+
+def test_attention_without_an_output_projection_is_refused(tmp_path: Path) -> None:
+    one = made("leviswind", tmp_path)
+    with pytest.raises(CheckpointError, match=r"have no attention .*or export the model as your own module"):
+        import_checkpoint(one.file, tmp_path / "model", golden=one.golden)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "line"),
+    [
+        ("tunz", {"norm_eps": 1e-6, "activation": "relu", "embedding_scale": 4.0}, "dec.embed.weight |> zero_row 0"),
+        (
+            "x_transformers",
+            {"norm_eps": 1e-5, "activation": "gelu"},
+            "decoder.net.pos_emb.emb.weight -> dec.pos |> mul d_model ** -0.5",
+        ),
+    ],
+)
+def test_a_golden_tells_what_no_key_does(
+    name: str, given: dict[str, Value], line: str, public: Callable[[str], Made]
+) -> None:
+    """A start from zeros, gains stored as gain - 1 and tables that are scaled down; the usual switches are given."""
+    golden = public(name).recorded
+    state = {key: tensor.double() for key, tensor in golden.state.items()}
+    settings = {"norm": "layernorm", "norm_place": "pre", "logit_scale": 1.0, **given}
+    search = detect(state, golden, [], settings=settings, budget=Budget(2_000)).search
+    assert search is not None
+    assert search.accepted
+    assert search.best is not None
+    assert line in (*search.best.layout.map, *search.best.layout.post)

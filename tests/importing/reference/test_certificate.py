@@ -1,0 +1,288 @@
+"""The certificate: whatever is wrong in an import shows in the golden, or is listed as unverified."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from tests import tiny
+from tfexport._io.names import CERTIFICATE
+from tfexport.cli import main
+from tfexport.describe import inspect_path
+from tfexport.importing.layout.apply import Canonical, LineUse
+from tfexport.importing.layout.switches import configured as with_values
+from tfexport.importing.layout.switches import options
+from tfexport.importing.reference.certificate import Certificate, certify, unproven
+from tfexport.importing.reference.compare import Comparator
+from tfexport.importing.reference.golden import Golden
+from tfexport.nn.directory import save_model
+from tfexport.nn.switches import SWITCHES
+from tfexport.nn.transformer import Transformer
+
+ENCODER_ALONE = replace(tiny.VARIANTS["post"], decoder=None, target_vocab=None, max_target_length=None)
+K_BIASES = {"enc.layers.*.self.k.bias", "dec.layers.*.self.k.bias", "dec.layers.*.cross.k.bias"}
+
+
+def made(config: Any, *, padded: bool = True) -> tuple[Canonical, Golden]:
+    """A canonical model and the golden of itself; every tensor has its own line."""
+    model = tiny.model(config)
+    source_ids, source_mask, target_ids = tiny.batch()
+    if not padded:
+        source_mask = torch.ones_like(source_mask)
+    golden: dict[str, Any] = {"source_ids": source_ids, "source_mask": source_mask}
+    with torch.no_grad():
+        if config.decoder is None:
+            golden |= {"hidden_states": model.hidden_states(source_ids, source_mask), "outputs": "hidden_states"}
+        else:
+            keep = torch.ones_like(target_ids, dtype=torch.bool)
+            logits = model(source_ids, source_mask, target_ids)
+            golden |= {"target_ids": target_ids, "target_mask": keep, "logits": logits}
+    tensors = dict(model.state_dict())
+    lines = tuple(LineUse(f"{name} -> {name}", (name,), (name,)) for name in tensors)
+    return Canonical(config, tensors, lines), Golden(**golden)
+
+
+def about(certificate: Certificate) -> set[str]:
+    return {entry.partition(":")[0] for entry in certificate.unverified}
+
+
+@pytest.mark.parametrize("name", tiny.VARIANTS)
+def test_what_cannot_matter_is_all_that_is_unverified(name: str) -> None:
+    canonical, golden = made(tiny.VARIANTS[name])
+    certificate = certify(canonical, golden, name)
+    assert certificate.proven
+    assert certificate.error is not None
+    assert certificate.error < 1e-14
+    # Adding the same number to all scores of a row changes no softmax. Behind a norm, it is the norm that adds it.
+    config = canonical.config
+    added = {name if config.qk_norm == "none" else name.replace("k.bias", "k_norm.bias") for name in K_BIASES}
+    assert about(certificate) == (
+        added & {re.sub(r"\d+", "*", name) for name in canonical.tensors}
+        or {"relative_max_distance"} & about(certificate)
+    )
+    assert len(certificate.lines) == len(canonical.tensors)
+    assert {"norm", "activation", "norm_eps", "source mask", "attention_scale"} <= set(certificate.switches)
+    # Whatever is not as it mostly is was dropped.
+    plain = {name: (None, "none", SWITCHES[name.rpartition(".")[2]].default) for name in config.switches()}
+    assert {name for name, value in config.switches().items() if value not in plain[name]} <= set(certificate.switches)
+
+
+@pytest.mark.parametrize(
+    ("variant", "name"),
+    [
+        *(("post", name) for name in options(tiny.VARIANTS["post"])),
+        *(("modern", name) for name in sorted({*options(tiny.VARIANTS["modern"])} - {*options(tiny.VARIANTS["post"])})),
+    ],
+)
+def test_a_switch_that_is_set_is_as_good_as_a_model_that_is_built(variant: str, name: str) -> None:
+    """A search sets the switches of one built model: one that it forgot would seem to make no difference."""
+    canonical, golden = made(tiny.VARIANTS[variant])
+    built = Comparator(canonical, golden)
+    seen = set()
+    for value in options(canonical.config)[name]:
+        changed = with_values(canonical.config, {name: value})
+        found = built.compare(changed).worst
+        assert found == pytest.approx(Comparator(replace(canonical, config=changed), golden).compare(changed).worst)
+        seen.add(found)
+    assert len(seen) > 1
+
+
+def test_an_encoder_alone() -> None:
+    canonical, golden = made(ENCODER_ALONE)
+    certificate = certify(canonical, golden, "alone")
+    assert certificate.proven
+    assert about(certificate) == {"enc.layers.*.self.k.bias"}
+
+
+def test_a_golden_without_padding_does_not_prove_the_mask() -> None:
+    canonical, golden = made(tiny.VARIANTS["post"], padded=False)
+    assert about(certify(canonical, golden, "blind")) == {"source mask", *K_BIASES}
+
+
+def test_equal_norms_hide_nothing_but_what_they_are() -> None:
+    """Gains of 0 behind a norm make everything in front of it invisible, and the certificate says so."""
+    canonical, golden = made(tiny.VARIANTS["post"])
+    tensors = {
+        name: torch.zeros_like(tensor) if name.endswith("fc2.weight") else tensor
+        for name, tensor in canonical.tensors.items()
+    }
+    silent = replace(canonical, tensors=tensors)
+    model = Transformer(canonical.config).double().eval()
+    model.load_state_dict(tensors)
+    with torch.no_grad():
+        logits = model(golden.source_ids, golden.source_mask, golden.target_ids)
+    certificate = certify(silent, replace(golden, logits=logits), "silent")
+    hidden = {f"{side}.layers.*.ffn.fc1.{kind}" for side in ("enc", "dec") for kind in ("weight", "bias")}
+    assert about(certificate) >= {*hidden, "activation"}
+
+
+def swapped(one: str, other: str) -> Callable[[Canonical], Canonical]:
+    def mutate(canonical: Canonical) -> Canonical:
+        names = {one: other, other: one}
+
+        def renamed(name: str) -> str:
+            for here, there in names.items():
+                if f".{here}." in name:
+                    return name.replace(f".{here}.", f".{there}.")
+            return name
+
+        return replace(canonical, tensors={renamed(name): tensor for name, tensor in canonical.tensors.items()})
+
+    return mutate
+
+
+def configured(**changes: Any) -> Callable[[Canonical], Canonical]:
+    return lambda canonical: replace(canonical, config=replace(canonical.config, **changes))
+
+
+def placed(side: str, place: str) -> Callable[[Canonical], Canonical]:
+    def mutate(canonical: Canonical) -> Canonical:
+        stack = replace(getattr(canonical.config, side), norm_place=place)
+        return replace(canonical, config=replace(canonical.config, **{side: stack}))
+
+    return mutate
+
+
+def zeroed(name: str) -> Callable[[Canonical], Canonical]:
+    return lambda canonical: replace(
+        canonical, tensors={n: torch.zeros_like(t) if n.endswith(name) else t for n, t in canonical.tensors.items()}
+    )
+
+
+MUTATIONS: dict[str, Callable[[Canonical], Canonical]] = {
+    "norms swapped": swapped("norm1", "norm2"),
+    "k and v swapped": swapped("k", "v"),
+    "q and o swapped": swapped("q", "o"),
+    "self and cross swapped": swapped("self", "cross"),
+    "layers swapped": swapped("0", "1"),
+    "eps": configured(norm_eps=1e-6),
+    "activation": configured(activation="gelu"),
+    "embedding scale": configured(embedding_scale=2.0),
+    "attention scale": configured(attention_scale=32**-0.5),
+    "norm kind": configured(norm="std"),
+    "encoder placement": placed("encoder", "pre"),
+    "decoder placement": placed("decoder", "pre"),
+    "v bias": zeroed("v.bias"),
+    "output bias": zeroed("out.bias"),
+    "positions": zeroed("dec.pos"),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_mistake_is_not_proven(name: str) -> None:
+    canonical, golden = made(tiny.VARIANTS["post"])
+    if name == "self and cross swapped":  # an encoder has no cross-attention
+        tensors = {n: t for n, t in canonical.tensors.items() if n.startswith("dec.")}
+        both = MUTATIONS[name](replace(canonical, tensors=tensors)).tensors
+        mutated = replace(canonical, tensors={**canonical.tensors, **both})
+    else:
+        mutated = MUTATIONS[name](canonical)
+    certificate = certify(mutated, golden, name)
+    assert not certificate.proven
+    assert certificate.error is not None
+    assert certificate.error > 100 * 1e-9
+
+
+def without(**changes: Any) -> Callable[[Canonical], Canonical]:
+    """Leave a part out, with its tensors; encoder and decoder take changes of their own."""
+
+    def mutate(canonical: Canonical) -> Canonical:
+        of_sides = {
+            side: replace(getattr(canonical.config, side), **changes[side])
+            for side in ("encoder", "decoder")
+            if side in changes
+        }
+        config = replace(canonical.config, **{**changes, **of_sides})
+        names = set(Transformer(config).state_dict())
+        return replace(canonical, config=config, tensors={n: canonical.tensors[n] for n in names})
+
+    return mutate
+
+
+def shared_in_turn(canonical: Canonical) -> Canonical:
+    """Give every head keys and values of its own: those of the next head of them, instead of some side by side."""
+    tensors = {
+        name: tensor.unflatten(0, (2, 8)).repeat(2, 1, 1).flatten(0, 1)
+        if name.startswith("enc.") and name.endswith(("k.weight", "v.weight"))
+        else tensor
+        for name, tensor in canonical.tensors.items()
+    }
+    encoder = replace(canonical.config.encoder, num_kv_heads=None)
+    return replace(canonical, config=replace(canonical.config, encoder=encoder), tensors=tensors)
+
+
+DROPPED: dict[str, tuple[str, Callable[[Canonical], Canonical]]] = {
+    "rotary positions": ("modern", without(positions="none")),
+    "rotary base": ("modern", without(rotary_base=10000.0)),
+    "rotary dim": ("modern", without(rotary_dim=None)),
+    "rotary pairs": ("modern", without(rotary_pairs="halves")),
+    "rotary of cross-attention": ("modern", without(rotary_cross=False)),
+    "norms of each head": ("modern", without(qk_norm="none")),
+    "second norms": ("modern", without(encoder={"norm_place": "pre"})),
+    "logits level off": ("modern", without(logit_softcap=0.0)),
+    "heads share side by side": ("modern", shared_in_turn),
+    "norms of all heads": ("mixed", without(qk_norm="none")),
+    "alibi": ("mixed", without(relative_bias="none")),
+    "relu squared": ("mixed", without(activation="relu")),
+    "scores level off": ("t5", without(attention_softcap=0.0)),
+    "relative bias": ("t5", without(relative_bias="none")),
+}
+
+
+@pytest.mark.parametrize("name", DROPPED)
+def test_a_part_that_is_dropped_is_not_proven(name: str) -> None:
+    variant, mutate = DROPPED[name]
+    canonical, golden = made(tiny.VARIANTS[variant])
+    comparator = Comparator(mutated := mutate(canonical), golden)
+    assert comparator.compare(mutated.config).worst > 100 * 1e-9
+
+
+def test_what_cannot_matter_is_proven_and_listed() -> None:
+    canonical, golden = made(tiny.VARIANTS["post"])
+    certificate = certify(zeroed("k.bias")(canonical), golden, "k")
+    assert certificate.proven
+    assert about(certificate) >= K_BIASES
+
+
+def test_it_is_small_json_and_shown(tmp_path: Path) -> None:
+    canonical, golden = made(tiny.VARIANTS["post"])
+    certificate = certify(canonical, golden, "mine")
+    text = json.dumps(certificate.to_dict(), indent=2)
+    assert len(text) < 20_000
+    assert json.loads(text)["unverified"] == list(certificate.unverified)
+    save_model(tiny.model(canonical.config, dtype=torch.float32), tmp_path / "m")
+    (tmp_path / "m" / CERTIFICATE).write_text(text, encoding="utf-8")
+    shown = CliRunner().invoke(main, ["inspect", str(tmp_path / "m")])
+    assert (shown.exit_code, shown.stderr) == (0, "")
+    assert "Certificate" in shown.output
+    assert "layout mine, proven: error" in shown.output
+    assert "enc.layers.*.self.k.bias: makes no difference" in shown.output
+    assert inspect_path(tmp_path / "m")["certificate"]["proven"] is True
+
+
+def test_without_a_golden_it_says_so(tmp_path: Path) -> None:
+    save_model(tiny.model(tiny.config(), dtype=torch.float32), tmp_path / "m")
+    assert "Certificate" not in CliRunner().invoke(main, ["inspect", str(tmp_path / "m")]).output
+    (tmp_path / "m" / CERTIFICATE).write_text(json.dumps(unproven("guess").to_dict()), encoding="utf-8")
+    shown = CliRunner().invoke(main, ["inspect", str(tmp_path / "m")]).output
+    assert "layout guess, NOT PROVEN" in shown
+    assert "there was no golden" in shown
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"proven": true}', '{"layout": 3, "proven": "yes"}'])
+def test_a_damaged_certificate_is_one_line(content: str, tmp_path: Path) -> None:
+    save_model(tiny.model(tiny.config(), dtype=torch.float32), tmp_path / "m")
+    (tmp_path / "m" / CERTIFICATE).write_text(content, encoding="utf-8")
+    shown = CliRunner().invoke(main, ["inspect", str(tmp_path / "m")])
+    assert shown.exit_code == 1
+    assert shown.stderr.startswith("error: ")
+    assert "certificate.json" in shown.stderr
+    assert shown.stderr.count("\n") == 1

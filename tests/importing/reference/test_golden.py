@@ -1,0 +1,393 @@
+"""Goldens: what is recorded is what the original computes, and a golden that cannot prove anything is refused."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from models.from_scratch.encoder_alone import EncoderAlone
+from models.from_scratch.mixed import Mixed
+from models.from_scratch.numbered_blocks import NumberedBlocks
+from models.from_scratch.pieces import HEADS, SOURCE, TARGET, D
+from tests import tiny
+from tests.nn.foreign import canonical_from_torch
+from tfexport.contract import TokenIds
+from tfexport.errors import CheckpointError, ParityError
+from tfexport.importing.layout.apply import Canonical
+from tfexport.importing.reference.compare import compare, tolerance
+from tfexport.importing.reference.golden import Golden, read_golden, record
+from tfexport.importing.reference.randomise import is_position_table, randomise
+from tfexport.importing.reference.sums import tensor_sums
+from tfexport.nn.positions import sinusoid_table
+from tfexport.nn.transformer import Transformer
+
+RECORDS = Path(__file__).resolve().parents[4] / "shared" / "goldens"
+
+
+def call(model: nn.Module, *inputs: Tensor) -> Tensor:
+    return model(*inputs)
+
+
+def recorded(model: nn.Module, path: Path, **options: Any) -> Golden:
+    options = {"source_vocab": SOURCE, "target_vocab": TARGET, "heads": HEADS, **options}
+    return record(model, options.pop("forward", call), path, **options)
+
+
+@pytest.fixture(scope="module")
+def golden_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("golden") / "one.safetensors"
+    torch.manual_seed(0)
+    recorded(NumberedBlocks(), path)
+    return path
+
+
+class Torch(nn.Module):
+    """nn.Transformer in the usual shell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Transformer(D, HEADS, 2, 2, 40, batch_first=True)
+        self.body.encoder.use_nested_tensor = False  # a prototype that warns
+        self.source, self.target, self.out = nn.Embedding(SOURCE, D), nn.Embedding(TARGET, D), nn.Linear(D, TARGET)
+        self.register_buffer("table", sinusoid_table(16, D))
+
+    def forward(self, source: Tensor, keep: Tensor, target: Tensor) -> Tensor:
+        later = torch.ones(target.shape[1], target.shape[1], dtype=torch.bool).triu(1)
+        x, y = (
+            e(i) * math.sqrt(D) + self.table[: i.shape[1]] for e, i in ((self.source, source), (self.target, target))
+        )
+        masks = {"src_key_padding_mask": ~keep, "memory_key_padding_mask": ~keep, "tgt_mask": later}
+        return self.out(self.body(x, y, **masks))
+
+
+def test_a_recorded_model_is_its_canonical_twin(tmp_path: Path) -> None:
+    """Independent of any layout: weights copied module by module reproduce what was recorded."""
+    torch.manual_seed(0)
+    model = Torch()
+    before = copy.deepcopy(model.state_dict())
+    recorded(model, tmp_path / "g", encode=encoded)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    golden = read_golden(tmp_path / "g")
+    assert golden.baseline < 1e-13
+    assert golden.with_real_weights() is not None
+    for state, stage in ((golden.state, golden), (before, golden.with_real_weights())):
+        model.load_state_dict(state)
+        twin = canonical_from_torch(
+            model.body, model.source, model.target, model.out, model.table, TokenIds(pad=0, start=1, eos=2)
+        )
+        found = compare(Canonical(twin.config, dict(twin.state_dict()), ()), stage)
+        assert found.error < 1e-12
+        assert found.encoder_error is not None
+        assert found.encoder_error < 1e-12
+
+
+def encoded(model: Any, ids: Tensor, keep: Tensor) -> Tensor:
+    x = model.source(ids) * math.sqrt(D) + model.table[: ids.shape[1]]
+    return model.body.encoder(x, src_key_padding_mask=~keep)
+
+
+def test_the_batch_shows_masks_and_positions(golden_file: Path) -> None:
+    golden = read_golden(golden_file)
+    assert golden.target_ids is not None
+    assert golden.target_mask is not None
+    assert golden.source_mask.sum(1).tolist() == [9, 5, 1]
+    assert golden.target_mask.sum(1).tolist() == [7, 4, 1]
+    assert bool((golden.source_ids[~golden.source_mask] == 0).all())
+    assert bool((golden.source_ids[golden.source_mask] != 0).all())
+
+
+def test_every_parameter_is_random_and_every_table_stays(golden_file: Path) -> None:
+    torch.manual_seed(0)
+    state, original = read_golden(golden_file).state, NumberedBlocks().state_dict()
+    assert state.keys() == original.keys()
+    for name, value in state.items():
+        assert torch.equal(value, original[name]) is (name == "positions"), name
+        assert name == "positions" or float(value.std()) > 0.05, name
+
+
+def test_outputs_are_those_of_the_stored_state(golden_file: Path) -> None:
+    golden = read_golden(golden_file)
+    model = NumberedBlocks().eval()
+    model.load_state_dict(golden.state)
+    found = model.double()(golden.source_ids, golden.source_mask, golden.target_ids)
+    assert golden.logits is not None
+    assert (found - golden.logits).abs().max() < 1e-13
+
+
+def test_tied_parameters_stay_tied_and_log_probabilities_are_recognised(tmp_path: Path) -> None:
+    model = Mixed()
+    golden = recorded(model, tmp_path / "g", source_vocab=TARGET, forward=lambda m, *inputs: m(*inputs).log_softmax(-1))
+    assert golden.outputs == "log_probs"
+    model.load_state_dict(golden.state)
+
+
+def test_an_encoder_alone(tmp_path: Path) -> None:
+    golden = recorded(EncoderAlone(), tmp_path / "g", target_vocab=None)
+    assert golden.outputs == "hidden_states"
+    assert read_golden(tmp_path / "g").logits is None
+
+
+def test_arithmetic_in_float32_is_measured(tmp_path: Path) -> None:
+    class Rounds(Torch):
+        def forward(self, source: Tensor, keep: Tensor, target: Tensor) -> Tensor:
+            return super().forward(source, keep, target).float().double() * 2
+
+    baseline = recorded(Rounds(), tmp_path / "g").baseline
+    assert 1e-9 < baseline < 1e-6
+    assert tolerance(read_golden(tmp_path / "g")) == pytest.approx(20 * baseline)
+
+
+def test_tables_outside_of_the_state_dict_are_kept(tmp_path: Path) -> None:
+    class Hidden(Torch):
+        def __init__(self) -> None:
+            super().__init__()
+            del self.table
+            self.table = sinusoid_table(16, D)
+
+    golden = recorded(Hidden(), tmp_path / "g")
+    assert "table" not in golden.state
+    assert torch.equal(read_golden(tmp_path / "g").attributes["table"], sinusoid_table(16, D))
+
+
+def last_swapped(model: nn.Module, source: Tensor, keep: Tensor, target: Tensor) -> Tensor:
+    return model(source, keep, target.flip(1))
+
+
+@pytest.mark.parametrize(
+    ("forward", "message"),
+    [
+        (last_swapped, "causal mask"),
+        (lambda m, *i: nn.functional.dropout(m(*i), 0.5), "two runs differ"),
+        (lambda m, *i: m(*i).flatten(0, 1), r"returned \[21, 31\], expected \[3, 7, 31\]"),
+        (lambda m, *i: m(*i).transpose(0, 1), r"returned \[7, 3, 31\]"),
+        (lambda m, *i: None, "returned NoneType"),
+        (lambda m, *i: m(*i) * math.nan, "NaN"),
+    ],
+)
+def test_an_original_that_proves_nothing_is_refused(forward: Callable[..., Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        recorded(Torch(), tmp_path / "g", forward=forward)
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_is_replaced(golden_file: Path) -> None:
+    before = golden_file.read_bytes()
+    with pytest.raises(CheckpointError, match="exists; remove it"):
+        recorded(NumberedBlocks(), golden_file)
+    assert golden_file.read_bytes() == before
+
+
+def test_a_model_that_cannot_be_copied_is_one_line(tmp_path: Path) -> None:
+    model = Torch()
+    model.hook = model.out.weight * 1  # as some notebooks keep a result of the graph
+    with pytest.raises(CheckpointError, match="cannot be copied"):
+        recorded(model, tmp_path / "g")
+
+
+def left_padded(t: dict[str, Tensor]) -> None:
+    t["source_mask"] = t["source_mask"].flip(1)
+
+
+def with_nan(t: dict[str, Tensor]) -> None:
+    t["logits"][0, 0, 0] = math.nan
+
+
+CORRUPTIONS: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
+    "left padded": (left_padded, "pad on the right"),
+    "nan": (with_nan, "NaN or infinity"),
+    "float32": (lambda t: t.update(logits=t["logits"].float()), "torch.float64"),
+    "other rows": (lambda t: t.update(logits=t["logits"][:2]), r"\[2, 7, 31\]"),
+    "no logits": (lambda t: t.pop("logits"), "need each other"),
+    "no source": (lambda t: t.pop("source_ids"), "missing tensor source_ids"),
+    "unknown": (lambda t: t.update(labels=torch.zeros(3)), "unknown tensor 'labels'"),
+    "int mask": (lambda t: t.update(target_mask=t["target_mask"].long()), "bool"),
+    "negative ids": (lambda t: t.update(source_ids=-t["source_ids"]), "negative ids"),
+    "empty": (lambda t: t.update(source_ids=t["source_ids"][:0], source_mask=t["source_mask"][:0]), "empty"),
+}
+
+
+def test_a_golden_with_the_former_names_of_masks_is_read(tmp_path: Path) -> None:
+    """As they were recorded before the masks had their names of everywhere else; both at once are refused."""
+    recorded(NumberedBlocks(), tmp_path / "g")
+    golden, tensors = read_golden(tmp_path / "g"), load_file(tmp_path / "g")
+    with safe_open(tmp_path / "g", "pt") as file:
+        metadata = {name: value for name, value in file.metadata().items() if name != "sha256"}
+    former = {name: tensors[name.replace("_keep", "_mask")].clone() for name in ("source_keep", "target_keep")}
+    others = {name: tensor for name, tensor in tensors.items() if name not in ("source_mask", "target_mask")}
+    save_file(others | former, tmp_path / "former", metadata)
+    again = read_golden(tmp_path / "former")
+    assert torch.equal(again.source_mask, golden.source_mask)
+    assert again.target_mask is not None
+    save_file(tensors | former, tmp_path / "both", metadata)
+    with pytest.raises(CheckpointError, match="tensor source_mask is there twice, as source_keep too"):
+        read_golden(tmp_path / "both")
+
+
+@pytest.mark.parametrize("name", CORRUPTIONS)
+def test_a_damaged_golden_is_refused(name: str, golden_file: Path, tmp_path: Path) -> None:
+    damage, message = CORRUPTIONS[name]
+    tensors = load_file(golden_file)
+    damage(tensors)
+    save_file(tensors, tmp_path / "g", metadata={"heads": "4"})
+    with pytest.raises(CheckpointError, match=message) as caught:
+        read_golden(tmp_path / "g")
+    assert str(tmp_path / "g") in str(caught.value)
+
+
+def test_a_golden_that_was_changed_anywhere_is_refused(golden_file: Path, tmp_path: Path) -> None:
+    """Also where no number would show it: in rows of a table that the recorded batch is too short for."""
+    whole = golden_file.read_bytes()
+    golden = read_golden(golden_file)
+    tensors = {"state": golden.state["positions"], "logits": golden.logits, "real": golden.real["logits"]}
+    path = tmp_path / "g"
+    for name, tensor in tensors.items():
+        assert tensor is not None
+        raw = tensor.numpy().tobytes()
+        place = whole.index(raw) + len(raw) - tensor.itemsize
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(CheckpointError, match=r"was changed since it was recorded \(its sum differs\)"):
+            read_golden(path)
+        assert name
+    path.write_bytes(whole.replace(b'"heads":"4"', b'"heads":"2"'))
+    with pytest.raises(CheckpointError, match="its sum differs"):
+        read_golden(path)
+
+
+def test_a_golden_names_the_weights_of_the_model_itself(golden_file: Path) -> None:
+    """And not of the random copy; whatever type holds them."""
+    torch.manual_seed(0)
+    state = NumberedBlocks().state_dict()
+    golden = read_golden(golden_file)
+    assert golden.weights == tensor_sums(state) != tensor_sums(golden.state)
+    assert tensor_sums({name: tensor.double() for name, tensor in state.items()}) == golden.weights
+    turned = {name: tensor.T.contiguous() for name, tensor in state.items() if tensor.dim() == 2}
+    assert all(golden.weights[name] != found for name, found in tensor_sums(turned).items())
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"heads": "four"}, "heads is 'four'"),
+        ({"heads": "0"}, "heads is 0"),
+        ({"baseline": "nan"}, "baseline is nan"),
+        ({"baseline": "0.5"}, "baseline is 0.5"),
+        ({"compute_dtype": "float32"}, "expected float64"),
+        ({"outputs": "probabilities"}, "expected logits"),
+        ({"outputs": "hidden_states"}, "does not fit"),
+    ],
+)
+def test_wrong_metadata_is_refused(metadata: dict[str, str], message: str, golden_file: Path, tmp_path: Path) -> None:
+    save_file(load_file(golden_file), tmp_path / "g", metadata=metadata)
+    with pytest.raises(CheckpointError, match=message):
+        read_golden(tmp_path / "g")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(b"", "no safetensors file"), (b"PK\x03\x04" * 99, "no safetensors file")]
+)
+def test_what_is_no_golden_is_refused(content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "g").write_bytes(content)
+    with pytest.raises(CheckpointError, match=message):
+        read_golden(tmp_path / "g")
+    with pytest.raises(CheckpointError, match="is missing"):
+        read_golden(tmp_path / "none")
+    with pytest.raises(CheckpointError, match="not a plain file"):
+        read_golden(tmp_path)
+
+
+def test_nan_behind_the_padding_is_taken(golden_file: Path, tmp_path: Path) -> None:
+    tensors = load_file(golden_file)
+    tensors["logits"][~tensors["target_mask"]] = math.nan
+    save_file(tensors, tmp_path / "g")
+    assert read_golden(tmp_path / "g").logits is not None
+
+
+@pytest.mark.skipif(not RECORDS.is_dir(), reason="recorded outputs are not here")
+def test_recorded_goldens_are_read() -> None:
+    files = sorted(RECORDS.glob("*.golden.safetensors"))
+    assert len(files) == 16
+    assert {read_golden(file).heads for file in files} == {4}
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(2, 40), st.integers(1, 20).map(lambda n: 2 * n), st.floats(0.1, 10), st.integers(0, 3))
+def test_sinusoids_are_known_from_what_was_learned(length: int, d_model: int, scale: float, first: int) -> None:
+    table = scale * sinusoid_table(length + first, d_model)[first:]
+    assert is_position_table(table[None])
+    learned = torch.randn(length, d_model, generator=torch.Generator().manual_seed(first))
+    assert length < 3 or d_model < 4 or not is_position_table(learned)
+
+
+def test_equal_biases_are_random_and_constants_stay() -> None:
+    module = nn.Module()
+    module.register_buffer("logits_bias", torch.zeros(1, 5))
+    module.register_buffer("scale", torch.tensor([4.0]))
+    module.register_buffer("mask", torch.ones(4, 4).tril())
+    module.register_buffer("steps", torch.zeros(3, dtype=torch.long))
+    randomise(module, torch.Generator().manual_seed(0))
+    assert float(module.logits_bias.abs().min()) > 0
+    assert module.scale.tolist() == [4.0]
+    assert torch.equal(module.mask, torch.ones(4, 4).tril())
+    assert module.steps.tolist() == [0, 0, 0]
+
+
+def made(config: Any = None, **changes: Any) -> tuple[Canonical, Golden]:
+    """A canonical model and the golden of itself."""
+    model = tiny.model(tiny.config(**changes) if config is None else config)
+    batch = tiny.batch()
+    with torch.no_grad():
+        logits = model(*batch)
+    golden = Golden(
+        source_ids=batch.source_ids,
+        source_mask=batch.source_mask,
+        target_ids=batch.target_ids,
+        target_mask=torch.ones_like(batch.target_ids, dtype=torch.bool),
+        logits=logits,
+    )
+    return Canonical(model.config, dict(model.state_dict()), ()), golden
+
+
+@pytest.mark.parametrize("name", tiny.VARIANTS)
+def test_a_model_equals_itself_and_no_other(name: str) -> None:
+    canonical, golden = made(tiny.VARIANTS[name])
+    assert compare(canonical, golden).error < 1e-14
+    other = Transformer(canonical.config).double()
+    tiny.randomise(other, seed=1)
+    assert compare(Canonical(canonical.config, dict(other.state_dict()), ()), golden).error > 0.1
+
+
+def test_the_worst_place_is_named() -> None:
+    canonical, golden = made()
+    assert golden.logits is not None
+    golden.logits[1, 3, 5] += 1.0
+    found = compare(canonical, golden)
+    assert (found.row, found.position) == (1, 3)
+    assert found.stage(1e-9) == "encoder or decoder"
+    assert not found.passed(1e-3)
+
+
+def test_a_golden_of_another_model_is_refused() -> None:
+    canonical, golden = made()
+    larger = Golden(
+        source_ids=golden.source_ids + 40,
+        source_mask=golden.source_mask,
+        target_ids=golden.target_ids,
+        target_mask=golden.target_mask,
+        logits=torch.zeros(3, 7, 99, dtype=torch.float64),
+    )
+    with pytest.raises(
+        ParityError, match=r"source id \d+ is not below the vocabulary 31; logits have width 99"
+    ) as caught:
+        compare(canonical, larger)
+    assert "is it a golden of this model?" in str(caught.value)

@@ -1,0 +1,363 @@
+"""The text of an import, from a user's collate function to the bundle's answers: proven where texts were recorded,
+announced as unproven where not."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from tokenizers import Tokenizer as Inner
+from tokenizers import models, normalizers, pre_tokenizers
+
+import tfexport
+from tests.nn.notebooks import Notebook004
+from tfexport.cli import main
+from tfexport.errors import CheckpointError
+from tfexport.importing.reference.golden import read_golden, record, write_golden
+from tfexport.importing.reference.texts import Texts
+
+PAD, BOS, EOS, UNK = range(4)
+SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
+SOURCE = [*SPECIAL, *(f"s{i}" for i in range(4, 31))]
+TARGET = [*SPECIAL, *(f"t{i}" for i in range(4, 31))]
+GIVEN = [
+    "--layout",
+    "notebook-004",
+    *(f"--set=tokens.{name}={i}" for name, i in (("pad", PAD), ("start", BOS), ("eos", EOS), ("unk", UNK))),
+]
+NEW_TOKENS = 8
+TEXTS = 100
+
+
+class User:
+    """Somebody who trained notebook 004, with a vocabulary of words and a collate function that puts BOS and EOS."""
+
+    def __init__(self, folder: Path) -> None:
+        torch.manual_seed(1)
+        self.model = Notebook004(layers=1).eval()
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.mul_(3 if parameter.dim() > 1 else 1)  # so that the words depend on what goes in
+        rng = np.random.default_rng(0)
+        self.inputs = [" ".join(rng.choice(SOURCE[4:], rng.integers(1, 7))) for _ in range(TEXTS)]
+        self.folder = folder
+        torch.save(self.model.state_dict(), folder / "model.pt")
+        (folder / "source.txt").write_text("\n".join(SOURCE) + "\n")
+        (folder / "target.txt").write_text("\n".join(TARGET) + "\n")
+        self.answers = list(map(self.answer, self.inputs))
+
+    def to_ids(self, text: str) -> list[int]:
+        return [BOS, *(SOURCE.index(word) for word in text.split()), EOS]
+
+    def to_text(self, ids: Sequence[int]) -> str:
+        return " ".join(TARGET[i] for i in ids if i not in (PAD, BOS, EOS))
+
+    def answer(self, text: str) -> str:
+        source, said = torch.tensor([self.to_ids(text)]), [BOS]
+        with torch.no_grad():
+            while len(said) <= NEW_TOKENS and (len(said) == 1 or said[-1] != EOS):
+                logits = self.model(source, torch.ones_like(source, dtype=torch.bool), torch.tensor([said]))
+                said.append(int(logits[0, -1].argmax()))
+        return self.to_text(said[1:])
+
+    def record(self, name: str, samples: Sequence[str] | None = None, **changes: object) -> Path:
+        options = {"to_ids": self.to_ids, "to_text": self.to_text, "start": BOS, "end": EOS, **changes}
+        texts = None
+        if samples is not None:
+            texts = Texts(samples=samples, max_new_tokens=NEW_TOKENS, **options)  # type: ignore[arg-type]
+        path = self.folder / f"{name}.golden.safetensors"
+        record(self.model, Notebook004.forward, path, source_vocab=31, target_vocab=31, heads=6, texts=texts)
+        return path
+
+
+@pytest.fixture(scope="module")
+def user(tmp_path_factory: pytest.TempPathFactory) -> User:
+    made = User(tmp_path_factory.mktemp("user"))
+    made.record("texts", made.inputs[:12])
+    made.record("none")
+    return made
+
+
+def run(*words: object, code: int = 0) -> Result:
+    result = CliRunner().invoke(main, list(map(str, words)))
+    assert result.exit_code == code, result.output
+    return result
+
+
+def import_(user: User, output: Path, golden: str, *more: object, code: int = 0) -> Result:
+    given = ["--golden", user.folder / f"{golden}.golden.safetensors", "--tokenizer", user.folder / "source.txt"]
+    if "--target-tokenizer" not in more:
+        given += ["--target-tokenizer", user.folder / "target.txt"]
+    return run("import", user.folder / "model.pt", "--output", output, *GIVEN, *given, *more, code=code)
+
+
+def export(model: Path, bundle: Path, *more: object, code: int = 0) -> Result:
+    return run("onnx", model, "--output", bundle, "--forms", "concat", *more, code=code)
+
+
+def equal(user: User, bundle: Path) -> int:
+    """Count the texts that a bundle answers as the user's own code does."""
+    with tfexport.load(bundle) as loaded:
+        found = loaded.generate(user.inputs, max_new_tokens=NEW_TOKENS)
+    return sum(result.text == answer for result, answer in zip(found, user.answers, strict=True))
+
+
+class Made(NamedTuple):
+    """A model, what its import said, and the bundle of it; neither is to be changed."""
+
+    model: Path
+    imported: Result
+    bundle: Path
+    exported: Result
+
+
+NAMED = {"name": "Mine", "version": "1.2", "license": "MIT", "date": "2026-01-31"}
+
+
+@pytest.fixture(scope="module")
+def proven(user: User) -> Made:
+    """With recorded texts."""
+    model, bundle = user.folder / "proven", user.folder / "proven-bundle"
+    return Made(model, import_(user, model, "texts"), bundle, export(model, bundle))
+
+
+@pytest.fixture(scope="module")
+def unproven(user: User) -> Made:
+    """Without, and with an identity."""
+    model, bundle = user.folder / "unproven", user.folder / "unproven-bundle"
+    named = [f"--{'model-version' if name == 'version' else name}={value}" for name, value in NAMED.items()]
+    return Made(model, import_(user, model, "none"), bundle, export(model, bundle, "--no-verify", *named))
+
+
+@pytest.fixture
+def bundle(unproven: Made, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(unproven.bundle, tmp_path / "bundle"))
+
+
+def test_recorded_texts_set_what_stands_around_them_and_prove_it(user: User, proven: Made) -> None:
+    result = proven.imported
+    assert "source prefix 1: so the recorded texts have it" in result.stderr
+    assert "source suffix 2: so the recorded texts have it" in result.stderr
+    assert "says what your code says of 12 recorded texts" in result.stderr
+    assert "tokenizer" not in result.stdout, "nothing about it is unverified"
+    assert json.loads((proven.model / "certificate.json").read_text())["texts"] == 12
+    assert proven.exported.stdout.endswith("verified, 12 recorded texts\n")
+    assert equal(user, proven.bundle) == TEXTS
+    parity = json.loads((proven.bundle / "parity.json").read_text())
+    rungs = [rung for rung in parity["decodes"] if rung["method"] == "recorded texts"]
+    assert [(rung["stage"], rung["exact"], rung["sequences"]) for rung in rungs] == [
+        ("eager", 12, 12),
+        ("ort concat", 12, 12),
+    ]
+    said = run("inspect", proven.bundle).output
+    assert "tokenizers of source and target, compared with 12 recorded texts" in said
+    assert "source_suffix  2" in said
+
+
+def test_where_the_weights_came_from_goes_along(user: User, unproven: Made, bundle: Path) -> None:
+    """Into the certificate, from there into the bundle, and stays when that gets another tokenizer."""
+    content = (user.folder / "model.pt").read_bytes()
+    entry = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    golden = hashlib.sha256((user.folder / "none.golden.safetensors").read_bytes()).hexdigest()
+    assert f"read model.pt: {len(content)} bytes, sha256 {entry['sha256']}" in unproven.imported.stderr
+    assert f"sha256 {golden}" in unproven.imported.stderr
+    certificate = json.loads((unproven.model / "certificate.json").read_text())
+    assert (certificate["checkpoint"], certificate["golden"]["sha256"]) == ({"model.pt": entry}, golden)
+    run("tokenizer", bundle, "--source-suffix", 2)
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    assert (manifest["checkpoint"], manifest["identity"]) == ({"model.pt": entry}, NAMED)
+    assert manifest["provenance"] == {
+        "layout": certificate["layout"],
+        "proven": True,
+        **{
+            f"{file.split('.')[0]}_sha256": hashlib.sha256((unproven.model / file).read_bytes()).hexdigest()
+            for file in ("certificate.json", "layout.yaml")
+        },
+    }
+    for path in (unproven.model, bundle):
+        assert f"  imported from model.pt, sha256 {entry['sha256']}\n" in run("inspect", path).output
+
+
+def test_without_recorded_texts_it_is_announced_and_options_repair_it(
+    user: User, proven: Made, unproven: Made, tmp_path: Path
+) -> None:
+    assert "warning: sources do not end with the end token 2" in unproven.imported.stderr
+    assert "--source-suffix 2" in unproven.imported.stderr
+    assert "unverified: the tokenizer: no texts were recorded to compare it with" in unproven.imported.stdout
+    assert unproven.exported.stdout.endswith("not verified, its texts were never compared\n")
+    assert "never compared with texts" in run("inspect", unproven.bundle).output
+    assert equal(user, unproven.bundle) < TEXTS / 2
+    result = import_(user, tmp_path / "repaired", "none", "--source-prefix", "1", "--source-suffix", "2")
+    assert "warning" not in result.stderr
+    repaired, right = (json.loads((path / "text.json").read_text()) for path in (tmp_path / "repaired", proven.model))
+    assert repaired == {**right, "samples": []}
+    for name in ("model.safetensors", "tokenizer.json", "target_tokenizer.json"):
+        assert (tmp_path / "repaired" / name).read_bytes() == (proven.model / name).read_bytes()
+
+
+def test_a_bundle_gets_another_tokenizer_or_stays_as_it_was(
+    user: User, proven: Made, bundle: Path, tmp_path: Path
+) -> None:
+    run("tokenizer", bundle, "--source-prefix", 1, "--source-suffix", 2)
+    assert equal(user, bundle) == TEXTS
+    run("tokenizer", bundle, "--source-suffix", "")
+    assert equal(user, bundle) < TEXTS
+    for options, message in (
+        ([], "nothing is to change"),
+        (["--source-suffix", 31], "source_suffix has id 31"),
+        (["--tokenizer", user.folder / "model.pt"], "tokenizer"),
+    ):
+        assert message in run("tokenizer", bundle, *options, code=1).stderr
+    shutil.rmtree(bundle)
+    shutil.copytree(proven.bundle, bundle)
+    before = (bundle / "manifest.json").read_bytes()
+    for options in (["--source-suffix", ""], ["--target-tokenizer", user.folder / "source.txt"]):
+        assert "text 1 of 12" in run("tokenizer", bundle, *options, code=2).stderr
+        assert (bundle / "manifest.json").read_bytes() == before
+    word_level(SOURCE).save(str(tmp_path / "same.json"))
+    assert "12 recorded texts" in run("tokenizer", bundle, "--tokenizer", tmp_path / "same.json").stdout
+    assert equal(user, bundle) == TEXTS
+
+
+def test_a_bundle_gets_the_tokenizers_of_a_directory(user: User, bundle: Path, tmp_path: Path) -> None:
+    """Marian's files: two tokenizers, and the end token behind a source, unless an option says otherwise."""
+    sentencepiece = pytest.importorskip("sentencepiece", reason="sentencepiece is not installed")
+    folder = tmp_path / "marian"
+    folder.mkdir()
+    for name in ("source", "target"):
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(user.inputs),
+            model_prefix=str(folder / name),
+            vocab_size=20,
+            hard_vocab_limit=False,
+            minloglevel=2,
+        )
+        (folder / f"{name}.model").rename(folder / f"{name}.spm")
+    spm = sentencepiece.SentencePieceProcessor(model_file=str(folder / "source.spm"))
+    pieces = [spm.id_to_piece(i) for i in range(3, spm.get_piece_size())]
+    ids = {token: i for i, token in enumerate([*SPECIAL, *reversed(pieces)])}
+    (folder / "vocab.json").write_text(json.dumps(ids))
+    run("tokenizer", bundle, "--tokenizer", folder)
+    with tfexport.load(bundle) as loaded:
+        assert loaded.tokenizer is not None
+        wanted = [[*(ids[piece] for piece in spm.encode(text, out_type=str)), EOS] for text in user.inputs]
+        assert loaded.tokenizer.encode(user.inputs) == wanted
+        assert loaded.tokenizer.decode(wanted[0]) == user.inputs[0]
+    run("tokenizer", bundle, "--tokenizer", folder, "--source-suffix", "2,2")
+    assert "source_suffix  2, 2" in run("inspect", bundle).output
+    run("import", user.folder / "model.pt", "--output", tmp_path / "again", *GIVEN, "--heads", 6, "--tokenizer", folder)
+    assert (tmp_path / "again" / "target_tokenizer.json").exists()
+
+
+def test_a_later_checkpoint_keeps_the_ids_of_recorded_texts_alone(user: User, tmp_path: Path) -> None:
+    """What the former weights said is not what the new ones say; the tokenizer is compared all the same."""
+    state = {name: value * 1.01 for name, value in torch.load(user.folder / "model.pt", weights_only=True).items()}
+    torch.save(state, tmp_path / "later.pt")
+    golden, lists = tmp_path / "older", [user.folder / f"{s}.txt" for s in ("source", "target")]
+    # From before goldens had the sums of the weights.
+    write_golden(replace(read_golden(user.folder / "texts.golden.safetensors"), weights={}), golden)
+    given = [*GIVEN, "--golden", golden, "--tokenizer", lists[0], "--target-tokenizer", lists[1]]
+    result = run("import", tmp_path / "later.pt", "--output", tmp_path / "m", *given)
+    assert "they are not those that the golden was recorded beside" in result.stderr
+    samples = json.loads((tmp_path / "m" / "text.json").read_text())["samples"]
+    assert [sample["source_ids"] for sample in samples] == [user.to_ids(text) for text in user.inputs[:12]]
+    assert all(sample["target_ids"] == [] and sample["output"] is None for sample in samples)
+
+
+def capitals(folder: Path, inner: Inner) -> Path:
+    inner.normalizer = normalizers.Replace("s", "S")
+    inner.save(str(folder / "capitals.json"))
+    return folder / "capitals.json"
+
+
+def word_level(words: Sequence[str]) -> Inner:
+    inner = Inner(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return inner
+
+
+def shifted(folder: Path) -> Path:
+    """Save the vocabulary of somebody who has forgotten one word: each further id is one less."""
+    path = folder / "shifted.txt"
+    path.write_text("\n".join([*SOURCE[:4], *SOURCE[5:]]) + "\n")
+    return path
+
+
+MISTAKES: dict[str, tuple[Callable[[User, Path], list[object]], str]] = {
+    "a dropped suffix": (
+        lambda user, folder: ["--source-prefix", 1],
+        r"text 1 of 12.*at token \d the tokenizer has the end, your code 2; your ids end with 2.*--source-suffix 2",
+    ),
+    "a suffix too much": (
+        lambda user, folder: ["--source-prefix", 1, "--source-suffix", "2,2"],
+        r"the tokenizer's ids end with 2, yours do not",
+    ),
+    "a swapped tokenizer": (
+        lambda user, folder: ["--target-tokenizer", user.folder / "source.txt"],
+        r"your code makes 't.*' of the ids .*, the tokenizer 's",
+    ),
+    "another normalisation": (
+        lambda user, folder: ["--tokenizer", capitals(folder, word_level(SOURCE))],
+        r"the tokenizer refuses it; give the tokenizer that the model was trained with",
+    ),
+    "ids that are shifted": (
+        lambda user, folder: ["--tokenizer", shifted(folder), "--source-prefix", 1, "--source-suffix", 2],
+        r"text 1 of 12",
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_refused_where_texts_were_recorded(
+    user: User, tmp_path: Path, options: Callable[[User, Path], list[object]], message: str
+) -> None:
+    result = import_(user, tmp_path / "m", "texts", *options(user, tmp_path), code=2)
+    assert re.search(message, result.stderr.splitlines()[-1]), result.stderr
+    assert not (tmp_path / "m").exists()
+    result = import_(user, tmp_path / "m", "none", *options(user, tmp_path))
+    assert "unverified: the tokenizer: no texts were recorded" in result.stdout
+
+
+def test_a_mistake_after_the_import_is_found_by_the_export(proven: Made, tmp_path: Path) -> None:
+    shutil.copytree(proven.model, tmp_path / "m")
+    text = json.loads((tmp_path / "m" / "text.json").read_text())
+    (tmp_path / "m" / "text.json").write_text(json.dumps({**text, "source_suffix": []}))
+    said = export(tmp_path / "m", tmp_path / "b", code=2).stderr
+    assert "eager, recorded texts: 12 of 12 sequences differ; first: text 0: its ids are" in said
+    (tmp_path / "m" / "text.json").write_text(json.dumps({**text, "suffix": [2]}))
+    assert "text.json: unknown key suffix" in export(tmp_path / "m", tmp_path / "b", code=1).stderr
+
+
+def test_a_golden_keeps_texts_exactly(user: User) -> None:
+    text = read_golden(user.folder / "texts.golden.safetensors").text
+    assert text is not None
+    assert [sample.text for sample in text.samples] == user.inputs[:12]
+    for sample in text.samples:
+        assert list(sample.source_ids) == user.to_ids(sample.text)
+        assert sample.output == user.answer(sample.text)
+    assert read_golden(user.folder / "none.golden.safetensors").text is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"start": None, "to_text": None}, "to_text is missing.*start is missing"),
+        ({"to_ids": lambda text: [99]}, r"text 1: CheckpointError: to_ids gives \[99\]"),
+        ({"to_ids": SOURCE.index}, "text 1: .*text 2: "),
+    ],
+    ids=["missing", "range", "raises"],
+)
+def test_what_cannot_be_recorded_is_said(user: User, changes: dict[str, object], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        user.record("bad", user.inputs[:2], **changes)
+    assert not (user.folder / "bad.golden.safetensors").exists()

@@ -1,0 +1,240 @@
+"""A stranger's module, from its class to text through the command line; and what is said of wrong ones."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from tokenizers import Tokenizer
+
+import tfexport
+from tests.conftest import ROOT
+from tests.stranger import modern, tutorial
+from tfexport.bundle.bundle import open_bundle
+from tfexport.cli import main
+from tfexport.tensorrt.artifact.store import open_engine
+
+Once = Callable[[str, Callable[[Path], object]], Path]
+MODERN, TUTORIAL = "tests.stranger.modern", "tests.stranger.tutorial"
+# torch.nn.Transformer says so of itself when it is made with the sources first.
+pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def made(*arguments: object) -> Callable[[Path], None]:
+    """Return what exports with the command line."""
+
+    def make(path: Path) -> None:
+        done = run("onnx", *arguments, "--output", path)
+        assert done.exit_code == 0, done.output
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def bundle(once: Once) -> Path:
+    """The rotary model, verified by its export; not to be changed."""
+    return once("stranger-modern", made(f"{MODERN}:make"))
+
+
+@pytest.fixture(scope="session")
+def translator(once: Once) -> Path:
+    """The tutorial's model with two tokenizers; not to be changed."""
+    return once("stranger-tutorial", made(f"{TUTORIAL}:make", "--forms", "concat"))
+
+
+def greedy(say: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], source: Sequence[int], longest: int) -> list[int]:
+    """Decode with the stranger's own forward, which knows no cache."""
+    said = [1]
+    with torch.inference_mode():
+        while len(said) <= longest and said[-1] != 2:
+            said.append(int(say(torch.tensor([list(source)]), torch.tensor([said]))[0, -1].argmax()))
+    return said[1:]
+
+
+def test_a_rotary_model_says_what_its_author_s_code_says(bundle: Path) -> None:
+    words, model = Tokenizer.from_file(str(modern.WORDS)), modern.module().eval()
+    texts = ["w7 w8 w9", "W12 w30 w31", "w40", "w5 w6 w7 w8 w9 w10 w11"]
+
+    def say(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return model(source, torch.ones_like(source, dtype=torch.bool), target)
+
+    expected = [words.decode(greedy(say, [*words.encode(text.lower()).ids, 2], 9)) for text in texts]
+    assert len(set(expected)) == len(texts)
+    done = run("generate", bundle, *texts, "--max-new-tokens", 9)
+    assert (done.exit_code, done.stdout.splitlines()) == (0, expected)
+
+
+def test_a_module_of_pytorch_s_own_says_what_its_author_s_code_says(translator: Path) -> None:
+    source, target = (Tokenizer.from_file(str(path)) for path in (tutorial.SOURCE, tutorial.TARGET))
+    model, texts = tutorial.module().eval(), ["w7 w8 w9", "w5", "w12 w30 w31 w32"]
+
+    def say(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return tutorial.trained(model, source, torch.ones_like(source, dtype=torch.bool), target)
+
+    expected = [target.decode(greedy(say, [1, *source.encode(text).ids, 2], 9)) for text in texts]
+    assert len(set(expected)) == len(texts)
+    done = run("generate", translator, *texts, "--max-new-tokens", 9)
+    assert (done.exit_code, done.stdout.splitlines()) == (0, expected)
+
+
+def test_the_manifest_says_what_the_bundle_was_made_from(bundle: Path, translator: Path) -> None:
+    manifest, theirs = open_bundle(bundle).manifest, open_bundle(translator).manifest
+    assert manifest.config is None
+    assert manifest.module is not None
+    assert theirs.module is not None
+    assert (manifest.module.name, theirs.module.name) == (f"{MODERN}.Modern", f"{TUTORIAL}.Translator")
+    assert manifest.module == modern.make().entry()
+    assert manifest.module.weights_sha256 != modern.other_weights().entry().weights_sha256
+    assert manifest.versions["torch"] == importlib.metadata.version("torch")
+    assert manifest.parity is not None
+    assert manifest.parity["passed"]
+    assert (len(manifest.text.samples), manifest.text.source_suffix) == (4, (2,))
+    assert (theirs.text.source_prefix, theirs.text.source_suffix) == ((1,), (2,))
+    rungs = json.loads((bundle / "parity.json").read_text())["decodes"]
+    assert {rung["stage"] for rung in rungs if rung["method"] == "recorded texts"} >= {
+        "eager",
+        "ort concat",
+        "ort static",
+    }
+    shown = run("inspect", bundle).stdout
+    assert f"of the module {MODERN}.Modern" in shown
+    assert manifest.module.weights_sha256 in shown
+
+
+def test_opening_a_bundle_imports_nothing_that_it_names(bundle: Path) -> None:
+    code = (
+        "import sys, tfexport\n"
+        "from tfexport.describe import inspect_path\n"
+        f"inspect_path({str(bundle)!r})\n"
+        f"with tfexport.load({str(bundle)!r}) as model: print(model.generate(['w7 w8'], max_new_tokens=3)[0].text)\n"
+        "print([name for name in sys.modules if name.startswith('tests') or name == 'torch'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.splitlines()[-1:] == ["[]"], done.stderr
+
+
+def test_verify_compares_with_the_module_again_and_with_no_other(bundle: Path) -> None:
+    again = run("verify", bundle, "--against", f"{MODERN}:make", "--samples", 2)
+    assert again.exit_code == 0, again.output
+    assert "recorded texts" in again.stdout
+    wrong = run("verify", bundle, "--against", f"{MODERN}:wrong_reference", "--samples", 2)
+    assert wrong.exit_code == 2
+    assert "eager cached" in wrong.stdout
+    other = run("verify", bundle, "--against", f"{MODERN}:other_weights")
+    assert other.exit_code == 1
+    sums = [own().entry().weights_sha256 for own in (modern.other_weights, modern.make)]
+    assert other.stderr.splitlines()[-1] == (
+        f"error: {MODERN}:other_weights is not the module of this bundle: its weights have the sha256 {sums[0]}, "
+        f"the bundle was made from {sums[1]}"
+    )
+    shorter = run("verify", bundle, "--against", f"{MODERN}:shorter_spec")
+    problems = "d_model is 16, the bundle has 64; max_target_length is 8, the bundle has 32"
+    assert shorter.stderr.splitlines()[-1].endswith(problems)
+
+
+def test_what_needs_the_module_names_the_option_that_gives_it(bundle: Path) -> None:
+    needs = (
+        f"error: {bundle}: holds graphs and no model to compare with; "
+        "give the PACKAGE.MODULE:FACTORY that it was made from with --against\n"
+    )
+    assert (run("verify", bundle).exit_code, run("verify", bundle).stderr) == (1, needs)
+    directory = run("verify", bundle, "--against", ROOT / "models" / "dates")
+    assert directory.stderr.endswith("cannot be its reference; give --against PACKAGE.MODULE:FACTORY\n")
+    eager = run("generate", bundle, "w5", "--backend", "eager")
+    assert eager.stderr == f"error: {bundle}: holds graphs only, no eager model; use --backend ort\n"
+
+
+def test_bench_takes_it_as_any_other_bundle(bundle: Path) -> None:
+    sizes = ("--source-length", 4, "--target-length", 4, "--duration", 0.1, "--processes", 1)
+    done = run("bench", bundle, *sizes)
+    assert done.exit_code == 0, done.output
+    assert "stranger-modern · fp32 · ort · single" in done.stdout
+
+
+def test_another_tokenizer_is_compared_with_the_recorded_texts(bundle: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(bundle, copy)
+    assert run("tokenizer", copy, "--tokenizer", modern.WORDS).exit_code == 0
+    with tfexport.load(copy) as model:
+        assert model.generate(["w7 w8 w9"], max_new_tokens=4)[0].text
+    assert open_bundle(copy).manifest.module == open_bundle(bundle).manifest.module
+    shifted = json.loads(modern.WORDS.read_text())
+    vocab = shifted["model"]["vocab"]
+    vocab["w4"], vocab["w7"] = vocab["w7"], vocab["w4"]
+    (tmp_path / "other.json").write_text(json.dumps(shifted))
+    refused = run("tokenizer", copy, "--tokenizer", tmp_path / "other.json")
+    assert refused.exit_code == 2
+    assert "at token 0 the tokenizer has 4, your code 7" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("tests.nowhere:make", "ModuleNotFoundError: No module named 'tests.nowhere'"),
+        (f"{MODERN}:nothing", f"AttributeError: module '{MODERN}' has no attribute 'nothing'"),
+        (f"{MODERN}:fails", "No such file or directory"),
+        (f"{MODERN}:returns_a_module", "returns Modern("),
+        (
+            f"{MODERN}:everything_wrong",
+            "Linear has no method encode; see docs/your-own-module.md; Linear has no method",
+        ),
+        (f"{MODERN}:everything_wrong", "spec.precision is fp16, expected fp32; the graphs have that of --precision"),
+        (f"{MODERN}:everything_wrong", "weight is not float32 on the CPU; give module.float().cpu()"),
+        (f"{MODERN}:everything_wrong", "texts are given, but no tokenizers to compare with them"),
+    ],
+)
+def test_a_factory_that_gives_no_module_is_one_line(name: str, problem: str, tmp_path: Path) -> None:
+    done = run("onnx", name, "--output", tmp_path / "bundle")
+    assert done.exit_code == 1
+    assert problem in done.stderr.splitlines()[-1]
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_error_of_the_author_s_code_names_its_line(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("def make():\n    return 1 / 0\n")
+    command = [sys.executable, "-c", "from tfexport.cli import main; main()", "onnx", "broken:make", "--output", "b"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    expected = "error: broken:make: ZeroDivisionError: division by zero (broken.py line 2); run it in Python by itself"
+    assert done.stderr.splitlines()[-1].startswith(expected), (
+        "a module beside is found, though the command lies elsewhere"
+    )
+
+
+def test_lengths_are_limited_by_the_module_s_own(tmp_path: Path) -> None:
+    done = run("onnx", f"{MODERN}:make", "--output", tmp_path / "b", "--max-target-length", 33)
+    assert "max_target_length is 33, above the 32 of the module's spec; ask for less, or raise that" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp16", "int8", "int4"])
+def test_narrower_weights_are_verified_against_the_module(precision: str, tmp_path: Path) -> None:
+    done = run("onnx", f"{MODERN}:steady", "--output", tmp_path / "b", "--precision", precision, "--forms", "static")
+    assert done.exit_code == 0, done.output
+    assert f"encoder-decoder, {precision}, verified, 4 recorded texts" in done.stdout
+    again = run("verify", tmp_path / "b", "--against", f"{MODERN}:steady", "--samples", 4)
+    assert again.exit_code == 0, again.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_engines_are_built(precision: str, tmp_path: Path) -> None:
+    pytest.importorskip("tensorrt_rtx")
+    done = run("onnx", f"{MODERN}:make", "--output", tmp_path / "b", "--precision", precision, "--forms", "static")
+    assert done.exit_code == 0, done.output
+    gpu = ("--target", "tensorrt-rtx", "--compute-capability", "8.9", "--max-batch", 2)
+    built = run("trt", tmp_path / "b", *gpu)
+    assert built.exit_code == 0, built.output
+    plan = open_engine(tmp_path / "b", f"tensorrt-rtx-static-{precision}").manifest.plans["decoder_static"]
+    assert (plan.layers["KV_CACHE_UPDATE"], plan.layers["ATTENTION_INPUT"]) == (2 * modern.LAYERS, 2 * modern.LAYERS)

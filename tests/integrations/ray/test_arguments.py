@@ -1,0 +1,78 @@
+"""Arguments of the application are read strictly, from configuration files and from command lines; without Ray."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tfexport.errors import ConfigError
+from tfexport.integrations.ray import Arguments
+from tfexport.serve.config import ServingConfig
+from tfexport.serve.http.config import HttpConfig
+
+
+def test_texts_of_a_command_line_are_what_a_file_says() -> None:
+    """`serve run tfexport.integrations.ray:app slots=4 …` gives texts."""
+    said = {
+        "bundle": "de=/srv/a",
+        "slots": "4",
+        "num_gpus": "0.5",
+        "completions": "true",
+        "timeout_s": "null",
+        "form": "static",
+        "token_file": "1234",
+    }
+    meant = {
+        "bundle": "de=/srv/a",
+        "slots": 4,
+        "num_gpus": 0.5,
+        "completions": True,
+        "timeout_s": None,
+        "form": "static",
+        "token_file": "1234",
+    }
+    assert Arguments.read(said) == Arguments.read(meant)
+    assert Arguments.read({"bundle": ["de=/srv/a", "/srv/b"]}).bundles == {"de": Path("/srv/a"), "b": Path("/srv/b")}
+    assert Arguments.read({"bundle": "build/dates"}).bundles == {"dates": Path("build/dates")}
+    assert Arguments.read({"bundle": "de=build/dates"}).bundles == {"de": Path("build/dates")}
+
+
+def test_what_is_not_given_is_as_in_the_server() -> None:
+    found = Arguments.read({"bundle": "b"})
+    for kind in (ServingConfig, HttpConfig):
+        for field in dataclasses.fields(kind):
+            if field.name != "timeout_s":  # of the server's command line it is that of HTTP
+                assert getattr(found, field.name) == field.default
+    assert found.timeout_s == HttpConfig.max_timeout_s
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({}, "missing key bundle"),
+        ({"bundle": []}, "bundle is empty"),
+        ({"bundle": 3}, "bundle is 3, expected a text or a list of a text"),
+        ({"bundle": ["a", "x/a"]}, "name a is taken by a"),
+        ({"bundle": "a b"}, "cannot stand in a URL"),
+        ({"bundle": "a", "slotz": 1, "slots": "x"}, "unknown key slotz; slots is 'x', expected a whole number"),
+        (
+            {"bundle": "a", "slots": "0", "max_texts": 0, "min_replicas": 0},
+            "to 10000; max_texts is 0",
+        ),
+        ({"bundle": "a", "min_replicas": 3, "max_replicas": 2}, "max_replicas is 2, below min_replicas 3"),
+        ({"bundle": "a", "num_gpus": 1.5}, "expected a part of one GPU or whole ones"),
+        ({"bundle": "a", "num_gpus": 0.5, "device": "cpu"}, "which would leave them idle"),
+        ({"bundle": "a", "num_gpus": "nan"}, "num_gpus is 'nan', expected a number"),
+        ({"bundle": "a", "num_cpus": -1}, "num_cpus is -1, expected 0 to 1024"),
+        ({"bundle": "a", "completions": "yes"}, "completions is 'yes', expected true or false"),
+        ({"bundle": "a", "device": "tpu"}, "device is 'tpu', expected 'cpu' or 'cuda' or null"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(given: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Arguments.read(given)
+    assert str(caught.value).startswith("application: ")
+    assert why in str(caught.value)

@@ -1,0 +1,122 @@
+"""docs/ray.md tells the truth: its table of arguments, its configuration file, its program and its commands."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from tests.conftest import ROOT
+from tests.serve.running import PATIENCE_S, eventually
+from tests.test_docs import EVERY, code, table
+from tfexport.integrations.ray import Arguments
+from tfexport.serve.config import ServingConfig
+from tfexport.serve.http.config import HttpConfig
+
+PAGE = ROOT / "docs" / "ray.md"
+FILE = ROOT / "docs" / "serving" / "ray.yaml"
+(PROGRAM,) = (block.text for block in EVERY if block.name.startswith("ray.md:") and block.language == "python")
+PROMISES = table(PAGE, "what happens")
+
+
+def test_the_arguments_and_their_defaults_are_those_of_the_code() -> None:
+    shared = {field.name for kind in (ServingConfig, HttpConfig) for field in dataclasses.fields(kind)}
+    own = {field.name: field.default for field in dataclasses.fields(Arguments) if field.name not in shared}
+    rows = {name: row[1] for row in table(PAGE, "argument") for name in code(row[0])}
+    assert set(rows) == {*own, "timeout_s"}
+    for name, default in own.items():
+        spelled = {None: "none", dataclasses.MISSING: "needed"}.get(default, str(default))
+        assert rows[name] == spelled
+
+
+def test_the_file_gives_the_application_what_it_takes() -> None:
+    (application,) = yaml.safe_load(FILE.read_text(encoding="utf-8"))["applications"]
+    found = Arguments.read(application["args"])
+    scaling = application["deployments"][0]["autoscaling_config"]
+    assert (found.min_replicas, found.max_replicas) == (scaling["min_replicas"], scaling["max_replicas"])
+    assert scaling["target_ongoing_requests"] == found.slots
+
+
+@pytest.mark.parametrize("row", PROMISES, ids=[row[0] for row in PROMISES])
+def test_every_promise_has_its_test(row: list[str]) -> None:
+    tests = (ROOT / "tests" / "integrations" / "ray" / "test_ray.py").read_text(encoding="utf-8")
+    named = re.findall(r"`(test_\w+)`", row[-1])
+    assert named
+    assert all(f"def {name}(" in tests for name in named)
+
+
+def known(given: Any, read: Any) -> bool:
+    """Say whether all that was given was read: Serve ignores keys that it does not know."""
+    if isinstance(given, dict):
+        return all(key in read and known(value, read[key]) for key, value in given.items())
+    if isinstance(given, list):
+        return len(given) == len(read) and all(map(known, given, read))
+    return given == read
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_serve_knows_every_key_of_the_file() -> None:
+    schema = pytest.importorskip("ray.serve.schema", reason="Ray is not installed; pip install 'tfexport[ray]'")
+    given = yaml.safe_load(FILE.read_text(encoding="utf-8"))
+    read = schema.ServeDeploySchema.model_validate(given).model_dump(mode="json", exclude_unset=True)
+    assert known(given, read)
+    with pytest.raises(AssertionError):
+        assert known({"proxi_location": "EveryNode"} | given, read)
+
+
+def command(*words: object, **options: Any) -> subprocess.Popen[str]:
+    """Start `serve`, Ray's own command line."""
+    pytest.importorskip("ray", reason="Ray is not installed; pip install 'tfexport[ray]'")
+    program = "import sys; from ray.serve.scripts import cli; sys.argv[0] = 'serve'; cli()"
+    return subprocess.Popen([sys.executable, "-W", "ignore", "-c", program, *map(str, words)], text=True, **options)
+
+
+@pytest.mark.slow
+def test_serve_build_takes_the_program(tmp_path: Path) -> None:
+    (tmp_path / "service.py").write_text(PROGRAM, encoding="utf-8")
+    with command("build", "service:application", "-o", tmp_path / "out.yaml", cwd=tmp_path) as process:
+        assert process.wait(PATIENCE_S) == 0
+    (application,) = yaml.safe_load((tmp_path / "out.yaml").read_text())["applications"]
+    assert application["import_path"] == "service:application"
+    (deployment,) = application["deployments"]
+    assert deployment["name"] == "tfexport"
+    assert deployment["ray_actor_options"]["num_gpus"] == 0.5
+    assert deployment["backpressure_config"]["status_code"] == 429
+
+
+@pytest.mark.slow
+def test_serve_run_takes_the_file(dates_bundle: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    text = FILE.read_text(encoding="utf-8").replace("/srv/bundles/dates", f"dates={dates_bundle}")
+    (tmp_path / "ray.yaml").write_text(text.replace("port: 8000", f"port: {port}"), encoding="utf-8")
+    environment = os.environ | {"RAY_ADDRESS": "local"}  # and no cluster that runs here already
+    with (
+        (tmp_path / "log").open("w") as log,
+        command("run", "ray.yaml", cwd=tmp_path, env=environment, stdout=log, stderr=log) as process,
+    ):
+        try:
+            url = f"http://127.0.0.1:{port}"
+            eventually(lambda: process.poll() is not None or is_ready(url), 2 * PATIENCE_S)
+            asked = {"text_input": "Dienstag, 3. März 2026"}
+            assert httpx.post(f"{url}/v2/models/dates/generate", json=asked).json()["text_output"] == "2026-03-03"
+        finally:
+            process.send_signal(signal.SIGINT)
+            assert process.wait(PATIENCE_S) == 0, (tmp_path / "log").read_text()
+
+
+def is_ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/readyz").status_code == 200
+    except httpx.HTTPError:
+        return False

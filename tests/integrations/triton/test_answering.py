@@ -1,0 +1,195 @@
+"""What answers requests of Triton, without Triton: an engine on a thread, and arrays as the backend hands them over."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tfexport.errors import TfexportError
+from tfexport.integrations.triton.answering import Answering
+from tfexport.integrations.triton.engine_thread import EngineThread
+from tfexport.integrations.triton.requests import as_array, read_request
+from tfexport.model.load import load
+from tfexport.model.model import Model
+from tfexport.serve.config import ServingConfig
+from tfexport.serve.protocol.errors import InvalidRequestError
+from tfexport.serve.protocol.limits import Limits
+from tfexport.serve.protocol.tensors import Tensor
+
+TEXT = "Dienstag, 3. März 2026"
+
+
+@dataclass(eq=False)
+class Kept:
+    """A reply that keeps what it is told."""
+
+    parts: list[dict[str, np.ndarray[Any, Any]]] = field(default_factory=list)
+    error: TfexportError | None = None
+    gone: bool = False
+    is_over: threading.Event = field(default_factory=threading.Event)
+
+    def send(self, outputs: Mapping[str, Tensor], *, is_last: bool) -> None:
+        assert not self.is_over.is_set()
+        self.parts.append({name: as_array(tensor) for name, tensor in outputs.items()})
+        if is_last:
+            self.is_over.set()
+
+    def fail(self, error: TfexportError) -> None:
+        assert not self.is_over.is_set()
+        self.error = error
+        self.is_over.set()
+
+    def is_gone(self) -> bool:
+        assert not self.is_over.is_set()
+        return self.gone
+
+
+class Serving:
+    """An engine that answers."""
+
+    def __init__(self, bundle: Path, *, stream: bool, **config: Any) -> None:
+        self.thread = EngineThread(bundle, ServingConfig(**config), threads=1)
+        self.answering = self.thread.run(self._make(stream))
+
+    async def _make(self, stream: bool) -> Answering:
+        return Answering(self.thread.engine, stream=stream)
+
+    def ask(self, *sources: Any, **options: Any) -> Kept:
+        reply = Kept()
+        self.thread.call_soon(self.answering.take, sources, [options] * len(sources), reply)
+        return reply
+
+    def answered(self, *sources: Any, **options: Any) -> Kept:
+        reply = self.ask(*sources, **options)
+        assert reply.is_over.wait(60)
+        return reply
+
+
+@pytest.fixture(scope="module")
+def model(dates_bundle: Path) -> Model:
+    return load(dates_bundle, threads=1)
+
+
+@pytest.fixture
+def serving(request: pytest.FixtureRequest, dates_bundle: Path) -> Iterator[Serving]:
+    made = Serving(dates_bundle, **request.param)
+    yield made
+    made.thread.run(made.answering.finish())
+    made.thread.stop()
+    assert not [one for one in threading.enumerate() if one.name == "tfexport-loop"]
+
+
+@pytest.mark.parametrize("serving", [{"stream": False}], indirect=True)
+def test_requests_are_answered_as_by_generate(serving: Serving, model: Model) -> None:
+    (one,) = serving.answered(TEXT, "3 May 1999", num_beams=3, num_return_sequences=2).parts
+    expected = [model.generate([text], num_beams=3, num_return_sequences=2) for text in (TEXT, "3 May 1999")]
+    assert one["text_output"].tolist() == [[result.text.encode() for result in each] for each in expected]
+    assert one["scores"].dtype == np.float32
+    assert one["scores"] == pytest.approx(np.array([[result.score for result in each] for each in expected]))
+    assert (one["output_ids"].dtype, one["output_ids"].shape[:2]) == (np.int64, (2, 2))
+    assert "the text is empty" in str(serving.answered(TEXT, "").error)
+    assert serving.answered(TEXT).error is None
+
+
+@pytest.mark.parametrize("serving", [{"stream": True}], indirect=True)
+def test_a_stream_comes_in_pieces(serving: Serving, model: Model) -> None:
+    (expected,) = model.generate([TEXT])
+    *pieces, last = serving.answered(TEXT).parts
+    assert pieces
+    assert b"".join(piece["text_output"].item() for piece in pieces) == expected.text.encode()
+    assert last["text_output"].tolist() == [b""]
+    assert tuple(last["output_ids"]) == expected.token_ids
+    assert last["finish_reason"].tolist() == [b"eos"]
+    assert "num_beams is 2, but a stream" in str(serving.answered(TEXT, num_beams=2).error)
+
+
+@pytest.mark.parametrize("serving", [{"stream": False, "slots": 1, "max_waiting": 1}], indirect=True)
+def test_who_has_gone_is_cancelled_and_a_full_queue_refuses(serving: Serving) -> None:
+    replies = [serving.ask(TEXT) for _ in range(20)]
+    for reply in replies:
+        reply.gone = True
+    assert all(reply.is_over.wait(60) for reply in replies)
+    refused = [reply for reply in replies if reply.error and "come again later" in str(reply.error)]
+    assert refused
+    assert serving.answered(TEXT).error is None
+
+
+class Given:
+    """An input, as Triton's Python backend hands it over."""
+
+    def __init__(self, name: str, values: np.ndarray[Any, Any]) -> None:
+        self._name, self._values = name, values
+
+    def name(self) -> str:
+        return self._name
+
+    def as_numpy(self) -> np.ndarray[Any, Any]:
+        return self._values
+
+
+class Asked:
+    """A request, as Triton's Python backend hands it over."""
+
+    def __init__(self, inputs: Mapping[str, Any], parameters: str = "", timeout: int = 0) -> None:
+        self._inputs, self._parameters, self._timeout = inputs, parameters, timeout
+
+    def inputs(self) -> list[Given]:
+        return [Given(name, values) for name, values in self._inputs.items()]
+
+    def parameters(self) -> str:
+        return self._parameters
+
+    def timeout(self) -> int:
+        return self._timeout
+
+
+def texts(*values: bytes) -> np.ndarray[Any, Any]:
+    return np.array(values, dtype=object)
+
+
+def test_inputs_and_parameters_are_read() -> None:
+    inputs = {"text_input": texts(b"a", "ä".encode()), "prefix": texts(b"1", b"2"), "temperature": np.array([0.5])}
+    parameters = {"do_sample": True, "suppress_tokens": "[3, 17]", "bad_words_ids": "[[3, 4], [5]]", "timeout_ms": 500}
+    sources, options = read_request(Asked(inputs, json.dumps(parameters), 250_000), Limits(), stream=False)
+    assert sources == ["a", "ä"]
+    given = {"temperature": 0.5, "do_sample": True, "suppress_tokens": [3, 17], "bad_words_ids": [[3, 4], [5]]}
+    assert options == [{**given, "timeout_s": 0.25, "prefix": prefix} for prefix in ("1", "2")]
+
+
+def test_ids_are_read_with_their_lengths_and_their_prefix() -> None:
+    inputs = {"input_ids": np.array([[5, 6, 2], [7, 2, 0]]), "input_lengths": np.array([3, 2])}
+    sources, _ = read_request(Asked(inputs), Limits(), stream=False)
+    assert sources == [[5, 6, 2], [7, 2]]
+    stream = {"input_ids": np.array([5, 6, 2]), "prefix": texts(b"[11, 12]")}
+    sources, (options,) = read_request(Asked(stream), Limits(), stream=True)
+    assert (sources, options["prefix"]) == ([[5, 6, 2]], [11, 12])
+
+
+@pytest.mark.parametrize(
+    ("inputs", "parameters", "why"),
+    [
+        ({}, "", "the inputs are none; expected text_input or input_ids"),
+        ({"text_input": texts(b"\xff")}, "", "input text_input: text 1 is not UTF-8"),
+        ({"text_input": texts()}, "", r"input text_input has the shape \[0\]"),
+        ({"text_input": texts(b"a" * 2000)}, "", "the inputs are above the limit of 1024 bytes"),
+        ({"text_input": texts(b"a" * 600), "prefix": texts(b"a" * 600)}, "", "the inputs are above the limit"),
+        ({"text_input": texts(*[b"a"] * 65)}, "", "65 sources are given, the limit is 64"),
+        ({"text_input": texts(b"a"), "top_p": np.array([np.nan])}, "", "input top_p has a value that is not finite"),
+        ({"text_input": texts(b"a")}, '{"top_p": NaN}', "the parameters are not JSON: NaN is no JSON number"),
+        ({"text_input": texts(b"a")}, '{"topp": 1}', "unknown parameter 'topp'"),
+        ({"text_input": texts(b"a")}, '{"suppress_tokens": "3,17"}', "suppress_tokens is not JSON"),
+        ({"text_input": texts(b"a")}, '{"timeout_ms": "5"}', "timeout_ms is '5', expected a number"),
+        ({"input_ids": np.array([[5]]), "prefix": texts(b"a")}, "", "prefix is not JSON"),
+        ({"input_ids": np.array([[5]]), "text_input": texts(b"a")}, "", "expected text_input or input_ids"),
+    ],
+)
+def test_what_is_wrong_is_named(inputs: dict[str, Any], parameters: str, why: str) -> None:
+    with pytest.raises(InvalidRequestError, match=why):
+        read_request(Asked(inputs, parameters), Limits(max_body_bytes=1024), stream=False)

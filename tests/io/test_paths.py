@@ -1,0 +1,36 @@
+"""Paths from callers: what no file system takes is one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tfexport._io.paths import checked_path
+from tfexport.errors import ConfigError
+
+
+def test_a_path_is_returned_whatever_lies_there(tmp_path: Path) -> None:
+    assert checked_path("a/b", "path") == Path("a/b")
+    assert checked_path(tmp_path, "path") is not None
+    assert checked_path("caf\udce9", "path") == Path("caf\udce9"), "a byte of a name that is not UTF-8"
+
+
+@pytest.mark.parametrize("value", [None, 5, True, b"bytes", ["a"], 1.5])
+def test_what_is_no_path_is_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"^output is .*, expected a path as text$"):
+        checked_path(value, "output")
+
+
+class Bytes:
+    def __fspath__(self) -> bytes:
+        return b"a"
+
+
+@pytest.mark.parametrize(
+    ("value", "why"), [("a\0b", "null character"), ("\ud800", "not valid Unicode"), (Bytes(), "expected a path")]
+)
+def test_what_no_path_can_hold_is_refused_in_one_line(value: object, why: str) -> None:
+    with pytest.raises(ConfigError, match=why) as caught:
+        checked_path(value, "path")
+    assert str(caught.value).isprintable()

@@ -1,0 +1,340 @@
+"""Model directories: what was saved comes back, and what is wrong is said in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests import tiny
+from tests.tiny import VARIANTS
+from tfexport._io.safetensors_header import StoredTensor
+from tfexport.describe import inspect_path
+from tfexport.errors import CheckpointError, ConfigError, TfexportError
+from tfexport.nn.directory import check_free, check_weights, load_model, save_model
+from tfexport.nn.transformer import Transformer
+
+ENCODER_ALONE = replace(VARIANTS["post"], decoder=None, target_vocab=None, max_target_length=None)
+REMEDY = (
+    "a pickle, which can run any code when opened; convert it to safetensors: "
+    "torch.load(weights_only=True), then safetensors.torch.save_file"
+)
+
+
+@pytest.fixture
+def model() -> Transformer:
+    return tiny.model(VARIANTS["post"], dtype=torch.float32)
+
+
+@pytest.fixture
+def folder(model: Transformer, tmp_path: Path) -> Path:
+    save_model(model, tmp_path / "model")
+    return tmp_path / "model"
+
+
+def error_of(call: Callable[[], Any], kind: type[TfexportError]) -> str:
+    with pytest.raises(kind) as caught:
+        call()
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def change_config(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    data = json.loads((folder / "config.json").read_text())
+    change(data)
+    (folder / "config.json").write_text(json.dumps(data))
+
+
+@pytest.mark.parametrize("name", [*VARIANTS, "encoder alone"])
+def test_comes_back(name: str, tmp_path: Path) -> None:
+    config = ENCODER_ALONE if name == "encoder alone" else VARIANTS[name]
+    saved = tiny.model(config, dtype=torch.float32)
+    save_model(saved, tmp_path / "model")
+    loaded = load_model(tmp_path / "model")
+    assert loaded.config == config
+    assert not loaded.training
+    ours, theirs = dict(loaded.named_parameters()), dict(saved.named_parameters())
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    assert [p.requires_grad for p in ours.values()] == [p.requires_grad for p in theirs.values()]
+    if config.tie_output:
+        assert loaded.out.weight is loaded.dec.embed.weight is loaded.enc.embed.weight
+
+
+def test_same_model_gives_same_bytes(model: Transformer, folder: Path, tmp_path: Path) -> None:
+    save_model(model, tmp_path / "again")
+    for name in ("config.json", "model.safetensors"):
+        assert (folder / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+
+
+def test_tokenizer_comes_along(model: Transformer, tmp_path: Path) -> None:
+    (tmp_path / "some.json").write_text("{}")
+    save_model(model, tmp_path / "deep" / "model", tmp_path / "some.json")
+    found = sorted(str(path.relative_to(tmp_path / "deep")) for path in (tmp_path / "deep").rglob("*"))
+    assert found == ["model", "model/config.json", "model/model.safetensors", "model/tokenizer.json"]
+
+
+def test_files_are_as_readable_as_any(folder: Path) -> None:
+    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1
+
+
+def test_nothing_is_overwritten(model: Transformer, folder: Path) -> None:
+    before = (folder / "model.safetensors").read_bytes()
+    message = error_of(lambda: save_model(model, folder), CheckpointError)
+    assert message == f"{folder} exists and is not an empty directory; remove it or choose another name"
+    assert (folder / "model.safetensors").read_bytes() == before
+
+
+def test_an_empty_directory_is_filled(model: Transformer, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    save_model(model, tmp_path / "empty")
+    assert load_model(tmp_path / "empty").config == model.config
+
+
+def test_one_that_a_kill_left_aside_is_put_back(model: Transformer, folder: Path) -> None:
+    aside = folder.with_name(".model.old-0123456789abcdef")
+    for read in (load_model, inspect_path):
+        folder.rename(aside)
+        read(folder)
+    folder.rename(aside)
+    message = error_of(lambda: check_free(folder, force=False), CheckpointError)
+    assert message == f"{folder} exists and is not an empty directory; remove it or choose another name"
+    assert load_model(folder).config == model.config
+    assert [path.name for path in folder.parent.iterdir()] == ["model"]
+
+
+def test_failed_save_leaves_nothing(model: Transformer, tmp_path: Path) -> None:
+    message = error_of(lambda: save_model(model, tmp_path / "model", tmp_path / "absent.json"), CheckpointError)
+    assert message == f"{tmp_path / 'model'} cannot be written: No such file or directory"
+    assert not list(tmp_path.iterdir())
+
+
+def test_cannot_write_below_a_file(model: Transformer, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    message = error_of(lambda: save_model(model, tmp_path / "file" / "model"), CheckpointError)
+    assert "cannot be written" in message
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_floats_become_float32(folder: Path, dtype: torch.dtype) -> None:
+    change_weights(folder, lambda tensors: tensors.update({k: v.to(dtype) for k, v in tensors.items()}))
+    stored = load_file(folder / "model.safetensors")
+    for name, parameter in load_model(folder).named_parameters():
+        assert parameter.dtype == torch.float32
+        assert torch.equal(parameter, stored[name].float())
+
+
+def test_other_types_are_refused(folder: Path) -> None:
+    change_weights(folder, lambda tensors: tensors.update({"out.bias": tensors["out.bias"].long()}))
+    message = error_of(lambda: load_model(folder), CheckpointError)
+    assert message == (
+        f"{folder / 'model.safetensors'} does not fit config.json: out.bias is I64, expected F32, F16, BF16, F64"
+    )
+
+
+def test_everything_that_does_not_fit_is_listed(folder: Path) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors["dec.layers.0.norm3.weight"]
+        tensors["extra"] = torch.zeros(2, 3)
+        tensors["out.weight"] = torch.zeros(30, 32)
+
+    change_weights(folder, change)
+    message = error_of(lambda: load_model(folder), CheckpointError)
+    assert message == (
+        f"{folder / 'model.safetensors'} does not fit config.json: missing dec.layers.0.norm3.weight [32]; "
+        "unexpected extra [2, 3]; out.weight is [30, 32], expected [31, 32]"
+    )
+
+
+def test_a_long_list_is_cut() -> None:
+    config = VARIANTS["post"]
+    shapes = {name: tuple(p.shape) for name, p in Transformer(config).named_parameters()}
+    found = {f"module.{name}": StoredTensor("F32", shape, 0, 0) for name, shape in shapes.items()}
+    message = error_of(lambda: check_weights(found, config), CheckpointError)
+    assert message.count("; ") == 8
+    assert message.endswith(f"; and {2 * len(shapes) - 8} more")
+
+
+def test_what_fits_passes() -> None:
+    config = VARIANTS["t5"]
+    check_weights(
+        {n: StoredTensor("F16", tuple(p.shape), 0, 0) for n, p in Transformer(config).named_parameters()}, config
+    )
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_weights_that_are_not_finite(folder: Path, value: float) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["enc.layers.0.self.q.weight"][3, 4] = value
+        tensors["out.bias"][0] = value
+
+    change_weights(folder, change)
+    message = error_of(lambda: load_model(folder), CheckpointError)
+    assert message == (
+        f"{folder / 'model.safetensors'} holds NaN or infinity, as float32, in enc.layers.0.self.q.weight, out.bias; "
+        "take a checkpoint from before the training diverged"
+    )
+
+
+def test_float64_beyond_float32(folder: Path) -> None:
+    change_weights(folder, lambda tensors: tensors.update({"out.bias": tensors["out.bias"].double() * 1e300}))
+    assert "infinity, as float32, in out.bias" in error_of(lambda: load_model(folder), CheckpointError)
+
+
+@pytest.mark.parametrize("kept", [0, 4, 100, -1])
+def test_truncated_weights(folder: Path, kept: int) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:kept])
+    message = error_of(lambda: load_model(folder), CheckpointError)
+    assert message.startswith(f"{path} is damaged or cut short (")
+    assert message.endswith("); copy or convert it again")
+
+
+CUT_WHILE_READ = """
+import sys
+from pathlib import Path
+from tfexport.errors import CheckpointError
+from tfexport.nn.directory import load_model
+from tfexport.nn.transformer import Transformer
+weights, unfilled = Path(sys.argv[1]) / "model.safetensors", Transformer.unfilled
+def cut(config):
+    weights.open("r+b").truncate(8000)
+    return unfilled(config)
+Transformer.unfilled = cut
+try:
+    load_model(sys.argv[1])
+except CheckpointError as error:
+    print(error)
+"""
+
+
+def test_weights_that_are_cut_short_while_they_are_read(folder: Path) -> None:
+    """In a process of its own: a mapped file would end it with a bus error."""
+    done = subprocess.run([sys.executable, "-c", CUT_WHILE_READ, folder], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{folder / 'model.safetensors'} was cut short while it was read; copy it again\n"
+
+
+def test_garbage_instead_of_weights(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(os.urandom(64) * 50)
+    assert "is damaged or cut short" in error_of(lambda: load_model(folder), CheckpointError)
+
+
+class Bomb:
+    """Unpickling an instance makes a directory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def as_pickle(path: Path, bomb: Bomb) -> None:
+    path.write_bytes(pickle.dumps(bomb))
+
+
+def as_zip(path: Path, bomb: Bomb) -> None:
+    torch.save(bomb, path)
+
+
+def as_old_torch(path: Path, bomb: Bomb) -> None:
+    torch.save(bomb, path, _use_new_zipfile_serialization=False)
+
+
+@pytest.mark.parametrize("write", [as_pickle, as_zip, as_old_torch])
+def test_a_pickle_is_never_opened(folder: Path, write: Callable[[Path, Bomb], None]) -> None:
+    """Under the right name, under a name of its own in the directory, and given itself."""
+    weights, proof = folder / "model.safetensors", folder / "exploded"
+    write(weights, Bomb(proof))
+    assert error_of(lambda: load_model(folder), CheckpointError) == f"{weights} is {REMEDY}"
+    weights.rename(folder / "model.pt")
+    expected = f"{folder}: model.safetensors is missing, and model.pt is {REMEDY}"
+    assert error_of(lambda: load_model(folder), CheckpointError) == expected
+    expected = f"{folder / 'model.pt'} is {REMEDY}"
+    assert error_of(lambda: load_model(folder / "model.pt"), CheckpointError) == expected
+    assert not proof.exists()
+    # The bomb is real: whoever does unpickle it sets it off, if only to find that it is no state dict.
+    with suppress(RuntimeError):
+        torch.load(folder / "model.pt", weights_only=False)
+    assert proof.exists()
+
+
+def test_no_directory(tmp_path: Path) -> None:
+    expected = f"{tmp_path / 'absent'} is not a model directory; expected one with config.json and model.safetensors"
+    assert error_of(lambda: load_model(tmp_path / "absent"), CheckpointError) == expected
+
+
+def test_both_files_missing(tmp_path: Path) -> None:
+    expected = f"{tmp_path}: config.json is missing; model.safetensors is missing; write it with save_model"
+    assert error_of(lambda: load_model(tmp_path), CheckpointError) == expected
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_no_permission(folder: Path, name: str) -> None:
+    (folder / name).chmod(0)
+    assert "cannot be read: Permission denied" in error_of(lambda: load_model(folder), CheckpointError)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1,]", "\ufeff{}", "[" * 100_000, "\udcff"])
+def test_config_that_is_not_json(folder: Path, text: str) -> None:
+    (folder / "config.json").write_bytes(text.encode(errors="surrogateescape"))
+    assert error_of(lambda: load_model(folder), ConfigError).startswith("config.json is not JSON (")
+
+
+def test_keys_given_twice(folder: Path) -> None:
+    text = (folder / "config.json").read_text()
+    text = text.replace('"norm_eps"', '"dropout": 0.0,\n"norm_eps"').replace('"layers"', '"layers": 9, "layers"', 1)
+    (folder / "config.json").write_text(text)
+    message = error_of(lambda: load_model(folder), ConfigError)
+    twice = "key layers is given twice, expected once; key dropout is given twice, expected once"
+    assert message == f"config.json is not JSON ({twice}); save it again as JSON in UTF-8"
+
+
+def test_all_wrong_keys_at_once(folder: Path) -> None:
+    def change(data: dict[str, Any]) -> None:
+        del data["d_model"]
+        del data["tokens"]["eos"]
+        data["colour"] = "blue"
+        data["norm"] = "batch"
+        data["encoder"]["layers"] = "2"
+        data["norm_eps"] = 10**400
+
+    change_config(folder, change)
+    message = error_of(lambda: load_model(folder), ConfigError)
+    assert message.startswith("config.json: ")
+    for problem in (
+        "unknown key colour",
+        "missing key d_model",
+        "missing key tokens.eos",
+        "norm is 'batch', expected 'layernorm' or 'std' or 'rms'",
+        "encoder.layers is '2', expected a whole number",
+        "…, expected a finite number",
+    ):
+        assert problem in message
+
+
+def test_heads_that_do_not_divide(folder: Path) -> None:
+    change_config(folder, lambda data: data["encoder"].update(num_heads=5))
+    assert "encoder.num_heads is 5, which does not divide d_model 32" in error_of(
+        lambda: load_model(folder), ConfigError
+    )

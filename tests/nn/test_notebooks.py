@@ -1,0 +1,147 @@
+"""Presets of notebooks, at small sizes, reproduce what the notebooks' own modules computed.
+
+The recorded outputs lie outside the repository; without them these tests skip.
+A record is a state dict and, from the original eager module in float64, inputs and logits.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests import tiny
+from tfexport.nn.config import TransformerConfig
+from tfexport.nn.layers import LayerNorm
+from tfexport.nn.presets import preset
+from tfexport.nn.transformer import Transformer
+
+RECORDS = Path(__file__).resolve().parents[3] / "shared" / "goldens"
+
+# Relative to the largest logit; float64 on both sides, measured 2e-15.
+TOLERANCE = 1e-12
+
+
+def shrunk(name: str, state: dict[str, Tensor], *, num_heads: int) -> TransformerConfig:
+    """Return the preset with the sizes of a canonical state dict and all its switches kept."""
+    config = preset(name)
+    assert config.decoder is not None
+    vocab, d_model = state["enc.embed.weight"].shape
+    sizes = {
+        "layers": 2,
+        "num_heads": num_heads,
+        "d_ff": state["enc.layers.0.ffn.fc1.weight"].shape[0],
+        "d_k": state["enc.layers.0.self.k.weight"].shape[0] // num_heads,
+        "d_v": state["enc.layers.0.self.v.weight"].shape[0] // num_heads,
+    }
+    scaled = config.embedding_scale != 1
+    return replace(
+        config,
+        d_model=d_model,
+        source_vocab=vocab,
+        target_vocab=state["dec.embed.weight"].shape[0],
+        max_source_length=state["enc.pos"].shape[0],
+        max_target_length=state["dec.pos"].shape[0],
+        encoder=replace(config.encoder, **sizes),
+        decoder=replace(config.decoder, **sizes),
+        embedding_scale=math.sqrt(d_model) if scaled else 1.0,
+    )
+
+
+def renamed_001(key: str, tensor: Tensor) -> tuple[str, Tensor] | None:
+    attentions = {"self_attention_block": "self", "cross_attention_block": "cross"}
+    rules: list[tuple[str, Callable[..., str]]] = [
+        (
+            r"(enc|dec)oder\.layers\.(\d)\.(\w+_attention_block)\.w_(\w)\.(\w+)",
+            lambda side, i, block, part, kind: f"{side}.layers.{i}.{attentions[block]}.{part}.{kind}",
+        ),
+        (
+            r"(enc|dec)oder\.layers\.(\d)\.feed_forward_block\.linear_(\d)\.(\w+)",
+            lambda side, i, n, kind: f"{side}.layers.{i}.ffn.fc{n}.{kind}",
+        ),
+        (
+            r"(enc|dec)oder\.layers\.(\d)\.residual_connections\.(\d)\.norm\.(\w+)",
+            lambda side, i, n, kind: f"{side}.layers.{i}.norm{int(n) + 1}.{kind.replace('alpha', 'weight')}",
+        ),
+        (r"(enc|dec)oder\.norm\.(\w+)", lambda side, kind: f"{side}.norm.{kind.replace('alpha', 'weight')}"),
+        (r"(src|tgt)_embed\.embedding\.weight", lambda side: f"{'enc' if side == 'src' else 'dec'}.embed.weight"),
+        (r"(src|tgt)_pos\.pe", lambda side: f"{'enc' if side == 'src' else 'dec'}.pos"),
+        (r"projection_layer\.proj\.(\w+)", lambda kind: f"out.{kind}"),
+    ]
+    return first_match(rules, key), tensor.expand(32) if tensor.numel() == 1 else tensor.squeeze(0)
+
+
+def renamed_003(key: str, tensor: Tensor) -> tuple[str, Tensor] | None:
+    attentions = {"attention": "self", "attention_1": "self", "attention_2": "cross"}
+    linears = {"0": "fc1", "2": "fc2"}
+    rules: list[tuple[str, Callable[..., str]]] = [
+        (
+            r"(enc|dec)oder\.transformer_blocks\.(\d)\.(attention\w*)\.(query|key|value|out)\.(\w+)",
+            lambda side, i, block, part, kind: f"{side}.layers.{i}.{attentions[block]}.{part[0]}.{kind}",
+        ),
+        (
+            r"(enc|dec)oder\.transformer_blocks\.(\d)\.norm(\d)\.(\w+)",
+            lambda side, i, n, kind: f"{side}.layers.{i}.norm{n}.{kind}",
+        ),
+        (
+            r"(enc|dec)oder\.transformer_blocks\.(\d)\.ff\.(\d)\.(\w+)",
+            lambda side, i, n, kind: f"{side}.layers.{i}.ffn.{linears[n]}.{kind}",
+        ),
+        (r"(enc|dec)oder\.norm\.(\w+)", lambda side, kind: f"{side}.norm.{kind}"),
+        (r"(enc|dec)oder\.embedding\.weight", lambda side: f"{side}.embed.weight"),
+        (r"(enc|dec)oder\.pos_encoding\.pe", lambda side: f"{side}.pos"),
+        (r"decoder\.out\.(\w+)", lambda kind: f"out.{kind}"),
+    ]
+    return None if key.endswith("causal_mask") else (first_match(rules, key), tensor.squeeze(0))
+
+
+def first_match(rules: list[tuple[str, Callable[..., str]]], key: str) -> str:
+    for pattern, name in rules:
+        found = re.fullmatch(pattern, key)
+        if found:
+            return name(*found.groups())
+    raise AssertionError(f"no rule for {key}")
+
+
+@pytest.mark.skipif(not RECORDS.is_dir(), reason="recorded outputs of the notebooks are not here")
+@pytest.mark.parametrize(
+    ("name", "record", "renamed"),
+    [("notebook-001", "hkproj_2023_05", renamed_001), ("notebook-003", "lazyprogrammer", renamed_003)],
+)
+def test_equals_recorded_output(
+    name: str, record: str, renamed: Callable[[str, Tensor], tuple[str, Tensor] | None]
+) -> None:
+    pairs = [renamed(key, tensor) for key, tensor in load_file(RECORDS / f"{record}.safetensors").items()]
+    state = dict(pair for pair in pairs if pair)
+    golden = load_file(RECORDS / f"{record}.golden.safetensors")
+    with safe_open(RECORDS / f"{record}.golden.safetensors", "pt") as file:
+        notes = file.metadata()
+    model = Transformer(shrunk(name, state, num_heads=int(notes["heads"]))).double().eval()
+    model.load_state_dict(state)
+    with torch.no_grad():
+        output = model(golden["source_ids"], golden["source_keep"], golden["target_ids"])
+    if notes["outputs"] == "log_probs":
+        output = output.log_softmax(-1)
+    expected, keep = golden["logits"], golden["target_keep"]
+    assert (output - expected)[keep].abs().max() < TOLERANCE * expected[keep].abs().max()
+
+
+def test_norm_of_notebook_000() -> None:
+    """It adds eps behind the division; as `std` with eps 0, the bias grows by gain · eps."""
+    eps, x = 1e-5, torch.randn(4, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    config = preset("notebook-000")
+    norm = LayerNorm(replace(tiny.config(), norm=config.norm, norm_eps=config.norm_eps)).double()
+    tiny.randomise(norm)
+    gain, bias = norm.weight.detach(), norm.bias.detach().clone()
+    as_written = gain * ((x - x.mean(-1, keepdim=True)) / x.std(-1, keepdim=True) + eps) + bias
+    with torch.no_grad():
+        norm.bias += gain * eps
+        assert (norm(x) - as_written).abs().max() < 1e-14

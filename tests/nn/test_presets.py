@@ -1,0 +1,139 @@
+"""Presets: known names, the same bytes every time, and weights that make parity mean something."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from tfexport.errors import ConfigError
+from tfexport.nn.cache import ConcatCache
+from tfexport.nn.presets import PRESETS, build_preset, preset
+from tfexport.nn.source import CrossCache, PaddedSource
+from tfexport.nn.transformer import Transformer
+
+README = Path(__file__).resolve().parents[2] / "models" / "README.md"
+
+# Built in a moment; the others have the same code path and half a gigabyte of weights.
+SMALL = ("tiny", "notebook-003")
+
+
+def digest(model: Transformer) -> str:
+    sums = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        sums.update(name.encode() + parameter.detach().numpy().tobytes())
+    return sums.hexdigest()
+
+
+def test_names() -> None:
+    assert PRESETS == (
+        "paper-base",
+        "paper-big",
+        "modern",
+        "tiny",
+        "notebook-000",
+        "notebook-001",
+        "notebook-002",
+        "notebook-003",
+        "notebook-004",
+    )
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_readme_gives_the_sizes(name: str) -> None:
+    config = preset(name)
+    layers = " + ".join(str(stack.layers) for stack in (config.encoder, config.decoder) if stack)
+    vocabularies = dict.fromkeys(f"{size:,}" for size in (config.source_vocab, config.target_vocab) if size)
+    assert config.max_target_length in (config.max_source_length, None)
+    cells = (
+        f"`{name}`",
+        config.d_model,
+        layers,
+        config.encoder.num_heads,
+        config.encoder.d_ff,
+        " / ".join(vocabularies),
+        f"{config.max_source_length:,}",
+    )
+    assert f"| {' | '.join(map(str, cells))} |" in README.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("call", [preset, build_preset])
+def test_unknown_name_lists_all(call: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        call("paper-bse")  # type: ignore[operator]
+    assert str(caught.value) == (
+        "preset 'paper-bse' is unknown, expected one of paper-base, paper-big, modern, tiny, notebook-000, "
+        "notebook-001, notebook-002, notebook-003, notebook-004"
+    )
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("paper-base", 65e6), ("paper-big", 213e6), ("modern", 65e6)])
+def test_the_papers_sizes(name: str, parameters: float) -> None:
+    """Table 3 gives 65 and 213 million parameters, with about 37,000 tokens instead of 32,000."""
+    config = preset(name)
+    with torch.device("meta"):
+        trained = sum(p.numel() for p in Transformer(config).parameters() if p.requires_grad)
+    in_the_paper = trained + 5_000 * config.d_model
+    assert in_the_paper == pytest.approx(parameters, rel=0.04)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_same_seed_gives_same_bytes(name: str) -> None:
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    first = build_preset(name)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(2)
+    assert digest(first) == digest(build_preset(name)) != digest(build_preset(name, seed=1))
+
+
+def test_bytes_of_tiny_stay() -> None:
+    """A figure measured on a preset is comparable only while its weights are the same."""
+    model = build_preset("tiny")
+    table = model.enc.embed.weight.detach().numpy().tobytes()
+    assert hashlib.sha256(table).hexdigest()[:16] == "7ed2f0182406485e"
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_no_parameter_is_trivial(name: str) -> None:
+    model = build_preset(name)
+    assert not model.training
+    for parameter_name, parameter in model.named_parameters():
+        assert parameter.dtype == torch.float32
+        assert parameter.isfinite().all(), parameter_name
+        assert parameter.std() > 0.01, parameter_name
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", [*SMALL, "notebook-000", "modern"])
+def test_greedy_decoding_is_not_degenerate(name: str) -> None:
+    """Logits are spread, and what is decoded depends on the source and on the past."""
+    model = build_preset(name)
+    tokens = model.config.tokens
+    source_ids = torch.randint(4, model.config.source_vocab, (4, 10), generator=torch.Generator().manual_seed(0))
+    source_mask = torch.arange(10)[None] < torch.tensor([10, 7, 4, 1])[:, None]
+    cross = CrossCache(model.encode(source_ids, PaddedSource(source_mask)), source_mask)
+    ids = torch.full((4, 1), tokens.start)
+    cache, decoded = model.empty_cache(ids), []
+    for _ in range(16):
+        logits = model.decode_step(ids, cross, cache)
+        assert logits.isfinite().all()
+        assert 1 < logits.std(-1).min() < 10
+        ids = logits.argmax(-1, keepdim=True)
+        cache = ConcatCache(cache.present, ids)
+        decoded.append(ids)
+    rows = torch.cat(decoded, 1).tolist()
+    assert len({tuple(row) for row in rows}) == 4
+    assert all(len(set(row)) > 5 for row in rows)
+
+
+@torch.no_grad()
+def test_encoder_alone() -> None:
+    model = build_preset("notebook-002")
+    assert model.config.decoder is None
+    hidden = model.hidden_states(torch.tensor([[5, 6, 7]]), torch.ones(1, 3).bool())
+    assert hidden.shape == (1, 3, 512)
+    assert hidden.isfinite().all()
+    assert hidden.std() > 0.5

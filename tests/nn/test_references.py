@@ -1,0 +1,189 @@
+"""The canonical model computes what PyTorch's and Hugging Face's transformers compute, with the same weights."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    MarianConfig,
+    MarianMTModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+from transformers.models.t5.modeling_t5 import T5LayerNorm
+
+from tests import tiny
+from tests.nn.foreign import canonical_from_bart, canonical_from_marian, canonical_from_t5, canonical_from_torch
+from tests.tiny import VOCAB, Batch
+from tfexport.contract import TokenIds
+from tfexport.nn.layers import LayerNorm
+from tfexport.nn.transformer import Transformer
+
+# Both sides in float64; measured 7e-15 of logits up to 6.
+TOLERANCE = 1e-9
+# T5 of Hugging Face takes the mean of squares in float32 whatever the dtype, and attention without 1/sqrt(d_k) is
+# sharp enough to magnify that; measured 1e-4 of logits up to 7.
+TOLERANCE_FLOAT32_NORM = 5e-4
+
+SIZES: dict[str, Any] = {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 3,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 40,
+    "max_position_embeddings": 20,
+}
+T5_SIZES: dict[str, Any] = {
+    "d_model": 32,
+    "d_kv": 12,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_decoder_layers": 3,
+    "num_heads": 4,
+}
+
+
+def assert_same(ours: Transformer, theirs: Any, batch: Batch, tolerance: float) -> None:
+    """Compare encoder states and logits of a Hugging Face model on all valid positions."""
+    with torch.no_grad():
+        output = theirs(
+            input_ids=batch.source_ids,
+            attention_mask=batch.source_mask.long(),
+            decoder_input_ids=batch.target_ids,
+        )
+        hidden = ours.hidden_states(batch.source_ids, batch.source_mask)
+        logits = ours(*batch)
+    assert logits.dtype == output.logits.dtype == torch.float64
+    assert output.logits.std() > 0.1, "logits that are all alike prove nothing"
+    assert (hidden - output.encoder_last_hidden_state)[batch.source_mask].abs().max() < tolerance
+    assert (logits - output.logits).abs().max() < tolerance
+
+
+def randomised(theirs: Any) -> Any:
+    tiny.randomise(theirs.double())
+    return theirs.eval()
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["one table", "two tables"])
+@pytest.mark.parametrize(("activation", "scaled"), [("swish", True), ("gelu", False), ("relu", True)])
+def test_equals_marian(activation: str, scaled: bool, shared: bool) -> None:
+    config = MarianConfig(
+        vocab_size=VOCAB,
+        decoder_vocab_size=VOCAB if shared else VOCAB + 4,
+        activation_function=activation,
+        scale_embedding=scaled,
+        share_encoder_decoder_embeddings=shared,
+        tie_word_embeddings=shared,
+        pad_token_id=VOCAB - 1,
+        decoder_start_token_id=VOCAB - 1,
+        eos_token_id=0,
+        **SIZES,
+    )
+    theirs = randomised(MarianMTModel(config))
+    ours = canonical_from_marian(theirs)
+    assert ours.config.tie_embeddings == ours.config.tie_output == shared
+    assert_same(ours, theirs, tiny.batch(), TOLERANCE)
+
+
+def test_equals_bart() -> None:
+    theirs = randomised(BartForConditionalGeneration(BartConfig(vocab_size=VOCAB, pad_token_id=1, **SIZES)))
+    assert_same(canonical_from_bart(theirs), theirs, tiny.batch(), TOLERANCE)
+
+
+def t5(version: Literal["v1.0", "v1.1"], **settings: Any) -> Any:
+    settings = {"vocab_size": VOCAB, "decoder_start_token_id": 0, **T5_SIZES, **settings}
+    if version == "v1.0":
+        return randomised(T5ForConditionalGeneration(T5Config(**settings)))
+    config = T5Config(feed_forward_proj="gated-gelu", tie_word_embeddings=False, **settings)
+    theirs = T5ForConditionalGeneration(config)
+    # transformers ties the output of v1.1 too, whose checkpoints have one of their own.
+    theirs.lm_head.weight = nn.Parameter(theirs.lm_head.weight.detach().clone())
+    return randomised(theirs)
+
+
+@pytest.mark.parametrize("version", ["v1.0", "v1.1"])
+def test_equals_t5(version: Literal["v1.0", "v1.1"]) -> None:
+    theirs = t5(version)
+    ours = canonical_from_t5(theirs)
+    assert ours.config.tie_output == (version == "v1.0")
+    assert_same(ours, theirs, tiny.batch(), TOLERANCE_FLOAT32_NORM)
+
+
+# In the last two, float32 rounding of the logarithm decides the bucket of some distances.
+@pytest.mark.parametrize(("buckets", "max_distance"), [(32, 128), (18, 128), (10, 160)])
+@pytest.mark.parametrize("version", ["v1.0", "v1.1"])
+def test_equals_t5_in_float64_throughout(
+    version: Literal["v1.0", "v1.1"], buckets: int, max_distance: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With T5's norm in float64 nothing remains, over distances beyond the last bucket too."""
+
+    def root_mean_square_norm(self: T5LayerNorm, x: Tensor) -> Tensor:
+        return self.weight * x / torch.sqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+
+    monkeypatch.setattr(T5LayerNorm, "forward", root_mean_square_norm)
+    theirs = t5(version, relative_attention_num_buckets=buckets, relative_attention_max_distance=max_distance)
+    ours = canonical_from_t5(theirs)
+    assert_same(ours, theirs, tiny.batch(), TOLERANCE)
+    assert_same(ours, theirs, tiny.batch(source_len=150, target_len=140), TOLERANCE)
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_equals_torch(activation: str, norm_first: bool) -> None:
+    transformer = nn.Transformer(
+        32, 4, 2, 3, 48, 0.0, activation=activation, norm_first=norm_first, batch_first=True, dtype=torch.float64
+    )
+    source_embedding = nn.Embedding(VOCAB, 32, dtype=torch.float64)
+    target_embedding = nn.Embedding(VOCAB + 4, 32, dtype=torch.float64)
+    generator = nn.Linear(32, VOCAB + 4, dtype=torch.float64)
+    for seed, module in enumerate((transformer, source_embedding, target_embedding, generator)):
+        tiny.randomise(module, seed)
+    positions = torch.randn(20, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    ours = canonical_from_torch(
+        transformer.eval(), source_embedding, target_embedding, generator, positions, TokenIds(pad=0, start=1, eos=2)
+    )
+    source_ids, source_mask, target_ids = batch = tiny.batch()
+    with torch.no_grad():
+        source = source_embedding(source_ids) * math.sqrt(32) + positions[: source_ids.shape[1]]
+        target = target_embedding(target_ids) * math.sqrt(32) + positions[: target_ids.shape[1]]
+        memory = transformer.encoder(source, src_key_padding_mask=~source_mask)
+        decoded = transformer.decoder(
+            target,
+            memory,
+            tgt_mask=torch.ones(7, 7, dtype=torch.bool).triu(1),
+            memory_key_padding_mask=~source_mask,
+        )
+        hidden, logits = ours.hidden_states(source_ids, source_mask), ours(*batch)
+    assert (hidden - memory)[source_mask].abs().max() < TOLERANCE
+    assert (logits - generator(decoded)).abs().max() < TOLERANCE
+
+
+def by_numpy(kind: str, x: np.ndarray, gain: np.ndarray, bias: np.ndarray, eps: float) -> np.ndarray:
+    mean = x.mean(-1, keepdims=True)
+    if kind == "std":
+        return gain * (x - mean) / (x.std(-1, ddof=1, keepdims=True) + eps) + bias
+    if kind == "layernorm":
+        return gain * (x - mean) / np.sqrt(x.var(-1, keepdims=True) + eps) + bias
+    return gain * x / np.sqrt((x**2).mean(-1, keepdims=True) + eps)
+
+
+@pytest.mark.parametrize("kind", ["std", "layernorm", "rms"])
+@pytest.mark.parametrize("eps", [0.0, 1e-6, 0.1])
+def test_norm_equals_numpy(kind: Literal["std", "layernorm", "rms"], eps: float) -> None:
+    norm = LayerNorm(tiny.config(norm=kind, norm_eps=eps)).double()
+    tiny.randomise(norm)
+    x = np.random.default_rng(0).normal(1.0, 2.0, (5, 32))
+    bias = np.zeros(32) if norm.bias is None else norm.bias.detach().numpy()
+    expected = by_numpy(kind, x, norm.weight.detach().numpy(), bias, eps)
+    np.testing.assert_allclose(norm(torch.from_numpy(x)).detach().numpy(), expected, rtol=1e-12, atol=1e-13)

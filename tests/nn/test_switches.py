@@ -1,0 +1,198 @@
+"""Every switch and bias flag of the configuration changes what the model computes, and each stands in one table."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests import tiny
+from tests.conftest import ROOT
+from tests.test_docs import code, table
+from tests.tiny import VARIANTS
+from tfexport.contract import ModelSpec
+from tfexport.errors import ConfigError
+from tfexport.nn.config import StackConfig, TransformerConfig, model_spec
+from tfexport.nn.switches import SWITCHES
+
+BASE = VARIANTS["post"]
+T5 = VARIANTS["t5"]
+TURNED = replace(BASE, positions="rotary")
+
+CHANGES: dict[str, tuple[TransformerConfig, dict[str, Any]]] = {
+    "encoder.norm_place": (BASE, {"encoder": replace(BASE.encoder, norm_place="pre")}),
+    "decoder.norm_place": (BASE, {"decoder": replace(BASE.encoder, norm_place="pre")}),
+    "encoder.final_norm": (BASE, {"encoder": replace(BASE.encoder, final_norm=True)}),
+    "decoder.final_norm": (BASE, {"decoder": replace(BASE.encoder, final_norm=True)}),
+    "embedding_norm": (BASE, {"embedding_norm": True}),
+    "norm std": (BASE, {"norm": "std"}),
+    "norm rms": (BASE, {"norm": "rms"}),
+    "norm_eps": (BASE, {"norm_eps": 1e-2}),
+    "norm_eps of std": (replace(BASE, norm="std"), {"norm_eps": 1e-2}),
+    "norm_eps of rms": (replace(BASE, norm="rms"), {"norm_eps": 1e-2}),
+    "activation gelu": (BASE, {"activation": "gelu"}),
+    "activation silu": (BASE, {"activation": "silu"}),
+    "activation gelu_tanh": (replace(BASE, activation="gelu"), {"activation": "gelu_tanh"}),
+    "feed_forward": (BASE, {"feed_forward": "glu"}),
+    "relative_bias": (BASE, {"relative_bias": "t5", "relative_buckets": 8, "relative_max_distance": 16}),
+    "relative_bias of each layer": (T5, {"relative_bias": "t5_per_layer"}),
+    "relative_buckets": (T5, {"relative_buckets": 6}),
+    "relative_max_distance": (T5, {"relative_max_distance": 5}),
+    "encoder.residual_scale": (BASE, {"encoder": replace(BASE.encoder, residual_scale=0.9)}),
+    "decoder.residual_scale": (BASE, {"decoder": replace(BASE.encoder, residual_scale=0.9)}),
+    "residual_scale of pre-norm": (
+        VARIANTS["pre-std"],
+        {"encoder": replace(VARIANTS["pre-std"].encoder, residual_scale=0.9)},
+    ),
+    "positions": (BASE, {"positions": "none"}),
+    "positions rotary": (replace(BASE, positions="none"), {"positions": "rotary"}),
+    "rotary_base": (TURNED, {"rotary_base": 500.0}),
+    "rotary_dim": (TURNED, {"rotary_dim": 4}),
+    "rotary_pairs": (TURNED, {"rotary_pairs": "interleaved"}),
+    "rotary_cross": (TURNED, {"rotary_cross": True}),
+    "qk_norm head": (BASE, {"qk_norm": "head"}),
+    "qk_norm all": (replace(BASE, qk_norm="head"), {"qk_norm": "all"}),
+    "attention_softcap": (BASE, {"attention_softcap": 5.0}),
+    "logit_softcap": (BASE, {"logit_softcap": 5.0}),
+    "relative_bias alibi": (BASE, {"relative_bias": "alibi"}),
+    "sandwich": (VARIANTS["pre-std"], {"encoder": replace(VARIANTS["pre-std"].encoder, norm_place="sandwich")}),
+    "activation relu2": (BASE, {"activation": "relu2"}),
+    "embedding_scale": (BASE, {"embedding_scale": 1.1}),
+    "attention_scale": (BASE, {"attention_scale": 1.0}),
+    "logit_scale": (BASE, {"logit_scale": 0.5}),
+    "attention_bias": (BASE, {"attention_bias": False}),
+    "feed_forward_bias": (BASE, {"feed_forward_bias": False}),
+    "norm_bias": (BASE, {"norm_bias": False}),
+    "output_bias": (BASE, {"output_bias": False}),
+    "tie_embeddings": (BASE, {"tie_embeddings": True}),
+    "tie_output": (BASE, {"tie_output": True}),
+    "num_heads": (BASE, {"encoder": replace(BASE.encoder, num_heads=2)}),
+    "num_kv_heads": (BASE, {"encoder": replace(BASE.encoder, num_kv_heads=2)}),
+}
+
+
+def test_every_switch_of_the_table_is_tried_below() -> None:
+    tried = {name for _, change in CHANGES.values() for name in change} | {name.rpartition(".")[2] for name in CHANGES}
+    assert tried >= set(SWITCHES)
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_the_configuration_has_the_field_of_the_switch(name: str) -> None:
+    """Under the same name, of a side or of the whole, and with the same default."""
+    switch = SWITCHES[name]
+    defaults = {field.name: field.default for field in fields(StackConfig if switch.per_side else TransformerConfig)}
+    assert name in defaults
+    if switch.default is not None and not switch.per_side:
+        is_arithmetic = isinstance(switch.default, str) and switch.values in (int, float)
+        assert defaults[name] == (None if is_arithmetic else switch.default)
+
+
+def test_the_readme_has_the_switches_of_the_table() -> None:
+    rows = table(ROOT / "models" / "README.md", "switch")
+    assert [code(row[0])[0] for row in rows] == list(SWITCHES)
+    kinds = {bool: "bool", int: "whole number", float: "number"}
+    for row, switch in zip(rows, SWITCHES.values(), strict=True):
+        shown = tuple(code(row[1])) or row[1]
+        assert shown == (switch.values if isinstance(switch.values, tuple) else kinds[switch.values])
+        assert row[2] == switch.acts
+        assert ("of each side" in row[0]) == switch.per_side
+
+
+def test_a_configuration_tells_all_its_switches() -> None:
+    found = replace(BASE, decoder=replace(BASE.encoder, norm_place="pre")).switches()
+    assert {name.removeprefix("enc.").removeprefix("dec.") for name in found} == set(SWITCHES)
+    assert (found["enc.norm_place"], found["dec.norm_place"], found["norm"]) == ("post", "pre", "layernorm")
+    alone = replace(BASE, decoder=None, target_vocab=None, max_target_length=None).switches()
+    assert not [name for name in alone if name.startswith("dec.")]
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_is_not_dead(name: str) -> None:
+    """Equal parameters, one setting changed: the logits differ by far more than float64 noise."""
+    base, change = CHANGES[name]
+    batch = tiny.batch()
+    with torch.no_grad():
+        before, after = tiny.model(base)(*batch), tiny.model(replace(base, **change))(*batch)
+    assert (before - after).abs().max() > 1e-6 * before.abs().max()
+
+
+def test_equal_settings_give_equal_logits() -> None:
+    """The check above sees settings only: the same ones in other words differ by rounding."""
+    batch = tiny.batch()
+    with torch.no_grad():
+        spelt_out = tiny.model(replace(BASE, attention_scale=8**-0.5))(*batch)
+        torch.testing.assert_close(spelt_out, tiny.model(BASE)(*batch), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("side", ["encoder", "decoder"])
+def test_head_sizes_are_free(side: str) -> None:
+    stack = replace(BASE.encoder, d_k=5, d_v=7)
+    model = tiny.model(replace(BASE, **{side: stack}))
+    attention = (model.enc if side == "encoder" else model.dec).layers[0].self
+    assert [tuple(getattr(attention, name).weight.shape) for name in "qkvo"] == [(20, 32), (20, 32), (28, 32), (32, 28)]
+    assert model(*tiny.batch()).isfinite().all()
+
+
+def test_an_encoder_alone_has_only_an_encoder() -> None:
+    config = replace(BASE, decoder=None, target_vocab=None, max_target_length=None)
+    model = tiny.model(config)
+    assert not [name for name, _ in model.named_parameters() if not name.startswith("enc.")]
+    source_ids, source_mask, _ = tiny.batch()
+    with torch.no_grad():
+        assert torch.equal(
+            model.hidden_states(source_ids, source_mask), tiny.model(BASE).hidden_states(source_ids, source_mask)
+        )
+
+
+def test_files_from_before_a_switch_read_as_they_did() -> None:
+    """Configurations and specifications that say nothing of heads that are shared, or of what acts on scores."""
+    config = BASE.to_dict()
+    for name in ("qk_norm", "rotary_base", "rotary_dim", "rotary_pairs", "rotary_cross"):
+        del config[name]
+    del config["attention_softcap"], config["logit_softcap"]
+    for side in ("encoder", "decoder"):
+        del config[side]["num_kv_heads"], config[side]["residual_scale"]
+    assert TransformerConfig.from_dict(config) == BASE
+    scaled = TransformerConfig.from_dict({**config, "residual_scale": 0.5})
+    assert scaled == replace(
+        BASE,
+        encoder=replace(BASE.encoder, residual_scale=0.5),
+        decoder=replace(BASE.encoder, residual_scale=0.5),
+    )
+    alone = {**config, "residual_scale": 0.5, "decoder": None, "target_vocab": None, "max_target_length": None}
+    assert TransformerConfig.from_dict(alone).encoder.residual_scale == 0.5
+    spec = model_spec(BASE, "fp32")
+    before = spec.to_dict()
+    del before["kv_heads"]
+    assert ModelSpec.from_dict(before) == spec
+    assert spec.cache_heads == spec.heads == 4
+    assert model_spec(VARIANTS["modern"], "fp32").cache_heads == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        (
+            {"positions": "rotary", "rotary_dim": 3},
+            "rotary_dim is 3, expected an even number up to d_k 8 of the encoder",
+        ),
+        (
+            {"positions": "rotary", "rotary_dim": 10},
+            "rotary_dim is 10, expected an even number up to d_k 8 of the encoder",
+        ),
+        ({"positions": "rotary", "rotary_base": 0.0}, "rotary_base is 0.0, expected above 0"),
+        ({"attention_softcap": -1.0}, "attention_softcap is -1.0, expected 0 or more"),
+        ({"logit_softcap": -1.0}, "logit_softcap is -1.0, expected 0 or more"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        replace(BASE, **changes)
+    assert problem in str(caught.value)
+
+
+def test_heads_that_share_keys_are_a_whole_number_for_each() -> None:
+    with pytest.raises(ConfigError, match="num_kv_heads is 3, which does not divide num_heads 4; change one of them"):
+        replace(BASE.encoder, num_kv_heads=3)

@@ -1,0 +1,77 @@
+"""Cores that a process can really use: hyperthreads, affinity and quotas of containers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tfexport.runtime.cores import available_cores
+
+ALLOWED = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+pytestmark = pytest.mark.skipif(not ALLOWED, reason="this system says nothing of affinity and quotas")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Make a file system in which every cpu is a core of its own, without a quota."""
+    write(tmp_path / "proc/self/cgroup", "0::/\n")
+    return tmp_path
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def siblings(root: Path, cpu: int, said: str) -> None:
+    write(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", f"{said}\n")
+
+
+def test_every_cpu_that_the_process_may_use_counts(root: Path) -> None:
+    assert available_cores(root) == len(ALLOWED)
+    for cpu in ALLOWED:
+        siblings(root, cpu, str(cpu))
+    assert available_cores(root) == len(ALLOWED)
+
+
+def test_hyperthreads_of_a_core_count_once(root: Path) -> None:
+    for cpu in ALLOWED:
+        siblings(root, cpu, "0-63")
+    assert available_cores(root) == 1
+
+
+@pytest.mark.parametrize(
+    ("said", "cores"),
+    [("max 100000", None), ("100000 100000", 1), ("50000 100000", 1), ("190000 100000", 1), ("", None)],
+)
+def test_a_quota_is_a_limit_rounded_down(root: Path, said: str, cores: int | None) -> None:
+    write(root / "sys/fs/cgroup/cpu.max", said + "\n")
+    assert available_cores(root) == (cores or len(ALLOWED))
+
+
+def test_the_quota_of_a_group_around_counts_too(root: Path) -> None:
+    write(root / "proc/self/cgroup", "0::/pods/one/app\n")
+    write(root / "sys/fs/cgroup/pods/one/app/cpu.max", "max 100000\n")
+    write(root / "sys/fs/cgroup/pods/cpu.max", "100000 100000\n")
+    assert available_cores(root) == 1
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("-1", None), ("150000", 1)])
+def test_a_quota_of_the_first_version_of_control_groups(root: Path, quota: str, cores: int | None) -> None:
+    write(root / "proc/self/cgroup", "4:memory:/docker/x\n3:cpuset:/\n2:cpu,cpuacct:/docker/x\n")
+    write(root / "sys/fs/cgroup/cpu/cpu.cfs_quota_us", f"{quota}\n")  # the container sees its own group as the root
+    write(root / "sys/fs/cgroup/cpu/cpu.cfs_period_us", "100000\n")
+    assert available_cores(root) == (cores or len(ALLOWED))
+
+
+def test_here_there_is_one_core_at_least() -> None:
+    assert 1 <= available_cores() <= (os.cpu_count() or 1)
+    code = (
+        f"import os, tfexport.runtime.cores as c; os.sched_setaffinity(0, {{{ALLOWED[0]}}}); print(c.available_cores())"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "1\n"

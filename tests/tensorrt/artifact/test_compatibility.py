@@ -1,0 +1,220 @@
+"""Which engine may be used where: what it is bound to, against machines given as plain values."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tensorrt.artifact import stored
+from tests.tensorrt.artifact.stored import L4, MACHINE, RTX, TENSORRT
+from tfexport.bundle.bundle import Bundle
+from tfexport.cli import main
+from tfexport.tensorrt.artifact.compatibility import Machine, explain, incompatibilities, rebuild_command, this_machine
+from tfexport.tensorrt.config import EngineConfig
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return stored.make(tmp_path_factory.mktemp("bundles") / "bundle")
+
+
+def at(**changes: Any) -> Machine:
+    return replace(MACHINE, **changes)
+
+
+def libraries(version: str) -> Machine:
+    return at(libraries={"tensorrt": version, "tensorrt-rtx": version})
+
+
+COMPATIBLE = replace(TENSORRT, version_compatible=True)
+AMPERE = replace(TENSORRT, hardware_compatibility="ampere_plus")
+SAME = replace(TENSORRT, hardware_compatibility="same_compute_capability")
+RTX_4090 = replace(L4, name="NVIDIA GeForce RTX 4090")
+A10 = replace(L4, name="NVIDIA A10", compute_capability="8.6")
+T4 = replace(L4, name="Tesla T4", compute_capability="7.5")
+H200 = replace(L4, name="NVIDIA H200", compute_capability="9.0")
+
+
+@pytest.mark.parametrize(
+    ("config", "machine"),
+    [
+        (RTX, MACHINE),
+        (RTX, at(gpu=RTX_4090)),
+        (RTX, at(gpu=A10)),
+        (RTX, at(system="Windows", architecture="AMD64")),
+        (TENSORRT, MACHINE),
+        (TENSORRT, at(gpu=replace(L4, index=1, driver_version="12.8"))),
+        (COMPATIBLE, libraries("10.13.3.9")),
+        (COMPATIBLE, libraries("10.16.1.11")),
+        (COMPATIBLE, libraries("11.0.0.114")),
+        (AMPERE, at(gpu=A10)),
+        (AMPERE, at(gpu=H200)),
+        (SAME, at(gpu=RTX_4090)),
+    ],
+)
+def test_what_fits_is_not_refused(bundle: Bundle, config: EngineConfig, machine: Machine) -> None:
+    assert incompatibilities(stored.manifest(bundle, config), bundle, machine) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "machine", "message"),
+    [
+        (RTX, libraries("1.7.2.1"), "tensorrt-rtx version: built with 1.7.1.116, here is 1.7.2.1; build it again with"),
+        (RTX, libraries("1.7.1"), "tensorrt-rtx version: built with 1.7.1.116, here is 1.7.1;"),
+        (TENSORRT, libraries("10.13.4.1"), "tensorrt version: built with 10.13.3.9, here is 10.13.4.1;"),
+        (COMPATIBLE, libraries("10.12.0.36"), "tensorrt version: built with 10.13.3.9, here is 10.12.0.36;"),
+        (COMPATIBLE, libraries("9.9.9"), "here is 9.9.9;"),
+        (COMPATIBLE, libraries("12.0.0.1"), "here is 12.0.0.1;"),
+        (
+            RTX,
+            at(libraries={"tensorrt": "10.13.3.9"}),
+            "target: built with tensorrt-rtx, here is tensorrt installed; install it with: pip install 'tfexport[rtx]'",
+        ),
+        (
+            TENSORRT,
+            at(libraries={}),
+            "target: built with tensorrt, here is none installed; install it with: pip install 'tfexport[trt]'",
+        ),
+        (RTX, at(gpu=H200), "compute capability: built with 8.6, 8.9, here is 9.0 (NVIDIA H200); build it again with"),
+        (RTX, at(gpu=None), "GPU: built with 8.6, 8.9, here is none that can be used; tfexport doctor says why"),
+        (TENSORRT, at(gpu=None), "GPU: built with NVIDIA L4 (8.9), here is none that can be used; tfexport doctor"),
+        (TENSORRT, at(gpu=RTX_4090), "GPU: built with NVIDIA L4 (8.9), here is 8.9 (NVIDIA GeForce RTX 4090);"),
+        (AMPERE, at(gpu=T4), "GPU: built with NVIDIA L4 (8.9), compatible with ampere_plus, here is 7.5 (Tesla T4);"),
+        (SAME, at(gpu=A10), "compatible with same_compute_capability, here is 8.6 (NVIDIA A10);"),
+        (
+            TENSORRT,
+            at(system="Windows", architecture="AMD64"),
+            "system: built with Linux x86_64, here is Windows AMD64; build it again with",
+        ),
+        (TENSORRT, at(architecture="aarch64"), "system: built with Linux x86_64, here is Linux aarch64;"),
+    ],
+)
+def test_what_does_not_fit_is_one_line_with_both_values(
+    bundle: Bundle, config: EngineConfig, machine: Machine, message: str
+) -> None:
+    found = incompatibilities(stored.manifest(bundle, config), bundle, machine)
+    assert len(found) == 1
+    assert explain(found).startswith(message) or message in explain(found)
+    assert "\n" not in explain(found)
+
+
+@pytest.mark.parametrize("name", ["encoder.onnx", "decoder_static.onnx", "weights.safetensors"])
+def test_an_engine_of_other_files_is_refused(bundle: Bundle, tmp_path: Path, name: str) -> None:
+    from tests.bundle.made import CONTENT, another
+
+    other = stored.make(tmp_path / "other", {**CONTENT, name: another(name)})
+    (found,) = incompatibilities(stored.manifest(bundle), other, MACHINE)
+    built, here = (each.manifest.files[name].sha256[:12] for each in (bundle, other))
+    assert str(found) == f"{name}: built with sha256 {built}…, here is sha256 {here}…"
+    assert f"tfexport trt {other.path} " in found.remedy
+
+
+def test_another_tokenizer_changes_no_engine(bundle: Bundle, tmp_path: Path) -> None:
+    """Engines read ids; those of before name the tokenizer among their sources."""
+    from tests.bundle.made import CONTENT
+
+    manifest = stored.manifest(bundle)
+    assert "tokenizer.json" in manifest.sources
+    other = stored.make(tmp_path / "other", {**CONTENT, "tokenizer.json": b"something else"})
+    assert not incompatibilities(manifest, other, MACHINE)
+
+
+def test_a_file_that_is_gone_is_refused(bundle: Bundle, tmp_path: Path) -> None:
+    from tests.bundle.made import CONTENT
+
+    less = {name: data for name, data in CONTENT.items() if name != "weights.safetensors"}
+    (found,) = incompatibilities(stored.manifest(bundle), stored.make(tmp_path / "less", less), MACHINE)
+    assert found.here == "no such file"
+
+
+def test_every_reason_is_given_at_once_and_every_remedy_once(bundle: Bundle, tmp_path: Path) -> None:
+    from tests.bundle.made import CONTENT, another
+
+    changed = {name: another(name) for name in ("encoder.onnx", "weights.safetensors")}
+    other = stored.make(tmp_path / "other", CONTENT | changed)
+    machine = replace(libraries("10.1.0.27"), system="Windows", gpu=T4)
+    text = explain(incompatibilities(stored.manifest(bundle, TENSORRT), other, machine))
+    for field in ("encoder.onnx: ", "weights.safetensors: ", "tensorrt version: ", "system: ", "GPU: "):
+        assert text.count(field) == 1
+    assert text.count("build it again with: tfexport trt") == 1
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        RTX,
+        replace(
+            TENSORRT,
+            weights="int8",
+            max_batch=8,
+            min_shapes="source_ids:1x4",
+            opt_shapes="source_ids:4x8,target_ids:4x1",
+            max_shapes="source_ids:8x16",
+            workspace_mib=512,
+            builder_optimization_level=0,
+            version_compatible=True,
+            hardware_compatibility="ampere_plus",
+        ),
+        replace(RTX, capacities=(4, 8, 16)),
+        EngineConfig(),
+    ],
+)
+def test_the_command_that_rebuilds_says_the_same_again(config: EngineConfig, tmp_path: Path) -> None:
+    bundle = tmp_path / "a bundle's name"
+    words = shlex.split(rebuild_command(bundle, config))
+    assert words[:2] == ["tfexport", "trt"]
+    parameters = main.commands["trt"].make_context("trt", words[2:]).params
+    assert parameters.pop("bundle") == bundle
+    assert parameters.pop("force") is True
+    assert (parameters.pop("sign_key"), parameters.pop("trusted_keys")) == (None, ())
+    assert (parameters.pop("dry_run"), parameters.pop("as_json")) == (False, False)
+    assert EngineConfig(**parameters) == config
+
+
+def test_another_gpu_is_added_to_those_that_are_built_for(bundle: Bundle) -> None:
+    (found,) = incompatibilities(
+        stored.manifest(bundle), bundle, at(gpu=replace(L4, name="RTX PRO", compute_capability="12.0"))
+    )
+    words = shlex.split(found.remedy)
+    given = [words[i + 1] for i, word in enumerate(words) if word == "--compute-capability"]
+    assert given == ["8.6", "8.9", "12.0"]
+
+
+def test_a_gpu_without_a_name_has_engines_of_its_own(bundle: Bundle) -> None:
+    """Hopper: TensorRT-RTX builds for it as the GPU at hand, and for no other with it."""
+
+    def rebuilt(built: tuple[str, ...], here: str) -> list[str]:
+        engine = stored.manifest(bundle, replace(RTX, compute_capabilities=built))
+        (found,) = incompatibilities(engine, bundle, at(gpu=replace(L4, compute_capability=here)))
+        words = shlex.split(found.remedy)
+        return [words[i + 1] for i, word in enumerate(words) if word == "--compute-capability"]
+
+    on_hopper = stored.manifest(bundle, replace(RTX, compute_capabilities=("9.0",)))
+    assert not incompatibilities(on_hopper, bundle, at(gpu=replace(L4, compute_capability="9.0")))
+    assert rebuilt(("9.0",), "8.9") == ["8.9"]
+    assert rebuilt(("8.6", "8.9"), "9.0") == ["9.0"]
+    assert rebuilt(("7.5", "8.6"), "8.9") == ["7.5", "8.6", "8.9"]
+
+
+def test_this_machine_is_looked_at_without_a_library() -> None:
+    code = (
+        "import sys; from tfexport.tensorrt.artifact.compatibility import this_machine; machine = this_machine();"
+        "heavy = {'tensorrt', 'tensorrt_rtx', 'torch', 'onnx'} & set(sys.modules);"
+        "print(machine.system, machine.architecture, sorted(heavy))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    machine = this_machine()
+    assert done.stdout == f"{machine.system} {machine.architecture} []\n"
+    assert machine.system
+    assert machine.architecture
+
+
+def test_the_version_is_that_of_the_library() -> None:
+    trt = pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
+    assert this_machine().libraries["tensorrt-rtx"] == trt.__version__

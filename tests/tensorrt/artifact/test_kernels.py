@@ -1,0 +1,290 @@
+"""Kernels kept beside an engine: read where everything fits, compiled again otherwise, never an error."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.tensorrt.artifact import stored
+from tests.tensorrt.artifact.stored import L4
+from tfexport._io import atomic
+from tfexport.bundle.bundle import Bundle
+from tfexport.errors import EngineError
+from tfexport.tensorrt.artifact import kernels
+from tfexport.tensorrt.artifact.kernels import KernelStore
+from tfexport.tensorrt.artifact.store import open_engine
+
+SUMS = {"encoder": "1" * 64, "decoder_static": "2" * 64}
+COMPILED = {"encoder": b"kernels of the encoder", "decoder_static": bytes(range(256)) * 99}
+HERE = "1.7.1.116-NVIDIA-L4-13.0"
+
+
+def store(engine: Path, version: str = "1.7.1.116", gpu: str = L4.name, driver: str = "13.0") -> KernelStore:
+    return KernelStore(engine, SUMS, version, replace(L4, name=gpu, driver_version=driver))
+
+
+def kept(found: KernelStore) -> dict[str, bytes | None]:
+    return {plan: found.read(plan) for plan in SUMS}
+
+
+NOTHING = dict.fromkeys(SUMS)
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Path:
+    store(tmp_path).write(COMPILED)
+    return tmp_path
+
+
+def test_another_process_reads_what_was_kept(engine: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert kept(store(engine)) == COMPILED
+    assert sorted(path.name for path in (engine / "kernels").iterdir()) == [HERE]
+    assert sorted(path.name for path in (engine / "kernels" / HERE).iterdir()) == [
+        "decoder_static.kernels", "encoder.kernels", "kernels.json",
+    ]  # fmt: skip
+    assert not caplog.records
+
+
+def test_nothing_is_kept_at_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert kept(store(tmp_path)) == NOTHING
+    assert not list(tmp_path.iterdir())
+    assert not caplog.records
+
+
+def test_where_nothing_is_compiled_nothing_is_made(tmp_path: Path) -> None:
+    store(tmp_path).write({})
+    assert not list(tmp_path.iterdir())
+
+
+def test_kernels_of_other_plans_stay(engine: Path) -> None:
+    store(engine).write({"encoder": b"more"})
+    assert kept(store(engine)) == {**COMPILED, "encoder": b"more"}
+
+
+def test_what_is_there_already_is_not_written_again(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(atomic, "publish", lambda *_: pytest.fail("written again"))
+    store(engine).write(COMPILED)
+    store(engine).write({"encoder": COMPILED["encoder"]})
+
+
+@pytest.mark.parametrize("other", [{"version": "1.8.0.1"}, {"gpu": "NVIDIA L40"}, {"driver": "13.1"}])
+def test_another_gpu_driver_or_library_has_kernels_of_its_own(engine: Path, other: dict[str, str]) -> None:
+    theirs = store(engine, **other)
+    assert kept(theirs) == NOTHING
+    theirs.write({"encoder": b"theirs"})
+    assert theirs.read("encoder") == b"theirs"
+    assert kept(store(engine)) == COMPILED
+
+
+@pytest.mark.parametrize("other", [{"version": "1.8.0.1"}, {"gpu": "NVIDIA-L4"}, {"driver": "13.1"}])
+def test_a_name_is_not_believed(engine: Path, other: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
+    """A folder that was renamed, or a GPU whose name is spelled alike."""
+    theirs = store(engine, **other)
+    os.replace(engine / "kernels" / HERE, theirs._folder)
+    assert kept(theirs) == NOTHING
+    assert not caplog.records, "they are whole, and another's"
+
+
+def test_kernels_of_an_older_plan_are_dropped(engine: Path) -> None:
+    rebuilt = KernelStore(engine, {**SUMS, "encoder": "3" * 64}, "1.7.1.116", L4)
+    assert kept(rebuilt) == {**COMPILED, "encoder": None}
+    rebuilt.write({"encoder": b"new"})
+    assert kept(rebuilt) == {**COMPILED, "encoder": b"new"}
+    assert kept(store(engine)) == {**COMPILED, "encoder": None}
+
+
+def edit(path: Path, change: Callable[[dict[str, object]], object]) -> None:
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data, indent=2, sort_keys=True) + "\n")
+
+
+def flip(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(bytes(raw))
+
+
+def replaced(path: Path, make: Callable[[Path], object]) -> None:
+    path.rename(path.with_name("moved"))
+    make(path)
+
+
+DECODER, INDEX = "decoder_static.kernels", "kernels.json"
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda f: flip(f / DECODER), "decoder_static.kernels was changed (its sha256 differs)"),
+        (lambda f: os.truncate(f / DECODER, 9), "was changed (its sha256 differs)"),
+        (lambda f: os.truncate(f / DECODER, 25345), "has 25345 bytes, expected at most 25344"),
+        (lambda f: replaced(f / DECODER, lambda path: path.symlink_to("moved")), "symbolic links"),
+        (lambda f: replaced(f / DECODER, os.mkfifo), "is neither a file nor a directory, expected a plain file"),
+        (lambda f: (f / "twin").hardlink_to(f / DECODER), "'decoder_static.kernels' is a hard link (2 names)"),
+        (lambda f: flip(f / INDEX), "kernels.json"),
+        (lambda f: os.truncate(f / INDEX, 40), "kernels.json is not JSON"),
+        (lambda f: (f / INDEX).write_bytes(b"[" * 100_000), "kernels.json is not JSON"),
+        (lambda f: edit(f / INDEX, lambda data: data.update(driver="13.1")), "kernels.json was changed"),
+        (lambda f: edit(f / INDEX, lambda data: data.update(format_version=2)), "made by a newer tfexport"),
+        (lambda f: edit(f / INDEX, lambda data: data.pop("plans")), "missing key plans"),
+        (lambda f: replaced(f / INDEX, lambda path: path.symlink_to("moved")), "symbolic links"),
+        (lambda f: os.truncate(f / INDEX, 5 << 20), "kernels.json has 5242880 bytes, expected at most 4194304"),
+        (lambda f: replaced(f, lambda path: path.symlink_to("moved")), "ot a directory"),
+        (lambda f: replaced(f, lambda path: path.write_text("in the way")), "ot a directory"),
+    ],
+)
+def test_damage_is_said_once_and_compiled_again(
+    engine: Path, damage: Callable[[Path], object], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    damage(engine / "kernels" / HERE)
+    found = store(engine)
+    for _ in range(2):
+        assert found.read("decoder_static") is None
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert reason in record.getMessage()
+    assert "kernels are compiled again" in record.getMessage()
+
+
+@pytest.mark.parametrize("name", [DECODER, INDEX])
+def test_what_was_damaged_is_replaced(engine: Path, name: str) -> None:
+    flip(engine / "kernels" / HERE / name)
+    store(engine).write(COMPILED)
+    assert kept(store(engine)) == COMPILED
+
+
+def test_what_would_fill_the_memory_is_neither_read_nor_kept(
+    engine: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(kernels, "MAX_BYTES", 100)
+    assert kept(store(engine)) == {**COMPILED, "decoder_static": None}
+    assert "decoder_static.kernels has 25344 bytes, the limit is 100" in caplog.text
+    store(engine).write({"encoder": b"short", "decoder_static": b"x" * 101})
+    assert kept(store(engine)) == {"encoder": b"short", "decoder_static": None}
+
+
+def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A plain file where the folder belongs: root, who runs the tests in CI, may write everywhere."""
+    (tmp_path / "kernels").write_text("in the way")
+    with caplog.at_level(logging.DEBUG):
+        store(tmp_path).write(COMPILED)
+        store(tmp_path / "gone").write(COMPILED)
+    assert [record.levelno for record in caplog.records] == [logging.DEBUG] * 2
+    assert "kernels are not kept" in caplog.text
+    assert (tmp_path / "kernels").read_text() == "in the way"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_read_only_engine_is_read_and_not_written(engine: Path) -> None:
+    for path in (engine / "kernels" / HERE, engine / "kernels", engine):
+        path.chmod(0o555)
+    try:
+        store(engine).write({"encoder": b"more"})
+        assert kept(store(engine)) == COMPILED
+    finally:
+        for path in (engine, engine / "kernels", engine / "kernels" / HERE):
+            path.chmod(0o755)
+
+
+def test_one_writes_at_a_time(engine: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with atomic.locked(engine / "kernels" / HERE), caplog.at_level(logging.DEBUG):
+        store(engine).write({"encoder": b"more"})
+    assert kept(store(engine)) == COMPILED
+    assert "is being written by another process" in caplog.text
+
+
+def test_what_a_killed_writer_left_is_put_back(engine: Path) -> None:
+    folder = engine / "kernels" / HERE
+    folder.rename(folder.with_name(f".{HERE}.old-{'0' * 16}"))
+    folder.with_name(f".{HERE}.tmp-{'0' * 16}").mkdir()
+    assert kept(store(engine)) == NOTHING
+    store(engine).write({"encoder": b"more"})
+    assert kept(store(engine)) == {**COMPILED, "encoder": b"more"}
+    assert [path.name for path in folder.parent.iterdir()] == [HERE]
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from tests.tensorrt.artifact.test_kernels import store
+plans = ("encoder", "decoder_static")
+for i in range(40):
+    store(Path(sys.argv[1])).write({plan: f"{plan} {sys.argv[2]} {i} ".encode() * 999 for plan in plans})
+"""
+
+
+def test_processes_that_write_at_once_leave_whole_kernels(engine: Path, caplog: pytest.LogCaptureFixture) -> None:
+    command = [sys.executable, "-c", textwrap.dedent(WRITER), str(engine)]
+    writers = [subprocess.Popen([*command, name]) for name in "ab"]
+    found = store(engine)
+    seen: set[bytes] = set()
+    while any(writer.poll() is None for writer in writers):
+        for plan, first in COMPILED.items():
+            raw = found.read(plan)
+            assert raw in (None, first) or raw == raw[: len(raw) // 999] * 999
+            seen.add(raw or b"")
+    assert [writer.returncode for writer in writers] == [0, 0]
+    assert not caplog.records, "a folder that is being replaced is not damaged"
+    assert len(seen) > 2
+    newest = kept(found)
+    assert {raw.split(b" ", 1)[0].decode(): True for raw in newest.values() if raw} == dict.fromkeys(SUMS, True)
+
+
+# ---- the engine that they lie in
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Bundle:
+    return stored.make(tmp_path / "bundle")
+
+
+def test_an_engine_with_kernels_is_opened_and_replaced(bundle: Bundle) -> None:
+    folder = stored.store(bundle, stored.manifest(bundle))
+    store(folder).write(COMPILED)
+    opened = open_engine(bundle.path, folder.name)
+    opened.check_plans()
+    stored.store(bundle, stored.manifest(bundle), force=True)
+    assert not (folder / "kernels").exists(), "they were those of other plans"
+
+
+@pytest.mark.parametrize("name", ["notes.txt", f"{HERE}/notes.txt"])
+def test_what_lies_among_kernels_is_not_deleted(bundle: Bundle, name: str) -> None:
+    folder = stored.store(bundle, stored.manifest(bundle))
+    store(folder).write(COMPILED)
+    (folder / "kernels" / name).write_text("mine")
+    with pytest.raises(EngineError, match=f"holds more than an engine: 'kernels/{name}'; remove that yourself"):
+        stored.store(bundle, stored.manifest(bundle), force=True)
+
+
+@pytest.mark.parametrize("make", [lambda path: path.write_text("mine"), lambda path: path.symlink_to("/")])
+def test_kernels_are_a_folder(bundle: Bundle, make: Callable[[Path], object]) -> None:
+    folder = stored.store(bundle, stored.manifest(bundle))
+    make(folder / "kernels")
+    with pytest.raises(EngineError, match=r"'kernels' is (not in engine\.json|a symbolic link)"):
+        open_engine(bundle.path, folder.name)
+
+
+def test_a_copied_bundle_brings_its_kernels(engine: Path, tmp_path: Path) -> None:
+    copied = shutil.copytree(engine / "kernels", tmp_path / "elsewhere" / "kernels").parent
+    assert kept(store(copied)) == COMPILED
+
+
+def test_what_is_no_kernel_is_not_deleted(engine: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (engine / "kernels" / HERE / "notes.txt").write_text("mine")
+    with caplog.at_level(logging.DEBUG):
+        store(engine).write({"encoder": b"more"})
+    assert (engine / "kernels" / HERE / "notes.txt").read_text() == "mine"
+    assert kept(store(engine)) == COMPILED
+    assert "holds more than kernels: 'notes.txt'" in caplog.text
+    assert [path.name for path in (engine / "kernels").iterdir()] == [HERE]

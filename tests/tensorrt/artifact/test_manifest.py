@@ -1,0 +1,258 @@
+"""What engine.json says: read back as it was written, refused when anything else."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tensorrt.artifact import stored
+from tfexport.bundle.bundle import Bundle
+from tfexport.errors import BundleError, ConfigError
+from tfexport.tensorrt.artifact.manifest import EngineManifest
+from tfexport.tensorrt.config import EngineConfig, engine_key
+from tfexport.tensorrt.profile import ShapeRange
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return stored.make(tmp_path_factory.mktemp("bundles") / "bundle")
+
+
+def written(data: dict[str, Any]) -> bytes:
+    """Write a manifest with its sum, independently of the code under test."""
+    plain = (json.dumps(data, indent=2, sort_keys=True) + "\n").encode()
+    data = {**data, "self_sha256": hashlib.sha256(plain).hexdigest()}
+    return (json.dumps(data, indent=2, sort_keys=True) + "\n").encode()
+
+
+def changed(bundle: Bundle, change: Callable[[dict[str, Any]], object]) -> bytes:
+    data = json.loads(stored.manifest(bundle).to_bytes())
+    del data["self_sha256"]
+    change(data)
+    return written(data)
+
+
+def older(refit: bool, strip_weights: bool) -> Callable[[dict[str, Any]], object]:
+    """Return what makes a manifest one from when weights could be stripped and replaced."""
+    return lambda data: data["config"].update(refit=refit, strip_weights=strip_weights)
+
+
+@pytest.mark.parametrize("refit", [False, True])
+def test_an_older_manifest_is_read(bundle: Bundle, refit: bool) -> None:
+    assert EngineManifest.from_bytes(changed(bundle, older(refit, False))) == stored.manifest(bundle)
+
+
+def test_a_manifest_from_before_capacities_has_one_decoder(bundle: Bundle) -> None:
+    def before(data: dict[str, Any]) -> None:
+        del data["config"]["capacities"], data["limits"]["capacities"]
+
+    engine = EngineManifest.from_bytes(changed(bundle, before))
+    assert (engine.config.capacities, engine.limits.capacities) == ((), ())
+    assert engine.plans == stored.manifest(bundle).plans
+
+
+def test_every_capacity_has_a_plan(bundle: Bundle) -> None:
+    def shorter(data: dict[str, Any]) -> None:
+        for part in ("config", "limits"):
+            data[part]["capacities"] = [4, 16]
+
+    def with_plan(data: dict[str, Any]) -> None:
+        shorter(data)
+        data["plans"]["decoder_static_4"] = data["plans"]["decoder_static"] | {"file": "decoder_static_4.plan"}
+
+    engine = EngineManifest.from_bytes(changed(bundle, with_plan))
+    assert engine.limits.capacities == (4, 16)
+    with pytest.raises(BundleError, match="reorder, expected decoder_static, decoder_static_4, encoder, reorder"):
+        EngineManifest.from_bytes(changed(bundle, shorter))
+
+
+@pytest.mark.parametrize("config", [stored.RTX, stored.TENSORRT], ids=["rtx", "tensorrt"])
+def test_a_manifest_is_read_as_it_was_written(bundle: Bundle, config: EngineConfig) -> None:
+    engine = stored.manifest(bundle, config)
+    raw = engine.to_bytes()
+    assert EngineManifest.from_bytes(raw) == engine
+    data = json.loads(raw)
+    del data["self_sha256"]
+    assert written(data) == raw
+
+
+def test_it_says_all_that_decides_whether_a_plan_may_be_loaded(bundle: Bundle) -> None:
+    data = json.loads(stored.manifest(bundle).to_bytes())
+    assert data["config"]["target"] == "tensorrt-rtx"
+    assert data["library_version"] == "1.7.1.116"
+    assert data["config"]["compute_capabilities"] == ["8.6", "8.9"]
+    assert data["limits"]["max_target_length"] == 16
+    assert data["flags"] == ["noTF32"]
+    assert set(data["sources"]) == {"encoder.onnx", "decoder_static.onnx", "weights.safetensors", "tokenizer.json"}
+    plan = data["plans"]["decoder_static"]
+    assert (plan["bytes"], plan["sha256"]) == (12, hashlib.sha256(b"decoder plan").hexdigest())
+    assert plan["aliases"]["present_key.1"] == "past_key.1"
+    assert [profile["target_ids"]["max"] for profile in plan["profiles"]] == [[32, 1], [32, 16]]
+    assert {tensor["name"]: tensor["dtype"] for tensor in plan["inputs"]}["past_value.0"] == "float32"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: data.update(colour="red"), "unknown key colour"),
+        (lambda data: data.pop("limits"), "missing key limits"),
+        (lambda data: data.update(flags=[6]), "flags is (6,), expected a list of a text"),
+        (lambda data: data.update(flags="noTF32"), "flags is 'noTF32', expected a list"),
+        (lambda data: data["config"].update(target="tensorrt-lite"), "target is 'tensorrt-lite', expected"),
+        (lambda data: data["config"].update(target=None), "config.target is null"),
+        (lambda data: data["config"].update(max_batch=True), "max_batch is True, expected a whole number"),
+        (lambda data: data["config"].update(compute_capabilities=[]), "config.compute_capabilities is empty"),
+        (lambda data: data["config"].update(compute_capabilities=["sm_86"]), "compute_capabilities has 'sm_86'"),
+        (older(False, True), "strip_weights is set, and weights are no longer put into plans that lack them; build it"),
+        (lambda data: data["limits"].update(max_candidates=-1), "max_candidates is -1"),
+        (lambda data: data["limits"].update(capacities=[4]), "capacities end at 4, expected 16"),
+        (lambda data: data["limits"].update(capacities=[16, 16]), "capacities are 16, 16, expected them to ascend"),
+        (lambda data: data["limits"].update(capacities=[]), "limits.capacities are (), expected config's, (16,)"),
+        (
+            lambda data: data["plans"].update(decoder_static_4=data["plans"]["decoder_static"]),
+            "plans are decoder_static, decoder_static_4, encoder, reorder, expected decoder_static, encoder, reorder",
+        ),
+        (lambda data: data.update(library_version="new"), "library_version is 'new', expected a version"),
+        (lambda data: data["machine"].update(colour="red"), "unknown key machine.colour"),
+        (lambda data: data["sources"].update({"encoder.onnx": "abc"}), "sources.encoder.onnx is 'abc', expected 64 h"),
+        (lambda data: data.update(sources={}), "sources is empty"),
+        (
+            lambda data: data["plans"].pop("reorder"),
+            "plans are decoder_static, encoder, expected decoder_static, encod",
+        ),
+        (
+            lambda data: data["plans"]["encoder"].update(file="../encoder.plan"),
+            "file is '../encoder.plan', expected en",
+        ),
+        (lambda data: data["plans"]["encoder"].update(file="/etc/passwd"), "file is '/etc/passwd', expected encoder.p"),
+        (lambda data: data["plans"]["encoder"].update(bytes=-1), "bytes is -1"),
+        (lambda data: data["plans"]["encoder"].update(sha256="x"), "expected 64 hexadecimal digits"),
+        (lambda data: data["plans"]["encoder"].pop("layers"), "missing key plans.encoder.layers"),
+        (lambda data: data["plans"]["encoder"]["layers"].update(GATHER=1.5), "layers.GATHER is 1.5, expected a"),
+        (lambda data: data["plans"]["decoder_static"]["profiles"].pop(), "plans.decoder_static has 1 profiles, exp"),
+        (
+            lambda data: data["plans"]["encoder"]["profiles"][0].pop("source_ids"),
+            "plans.encoder: profile 0 has no range for source_ids",
+        ),
+        (
+            lambda data: data["plans"]["encoder"]["profiles"][0].update(x={"min": [1], "opt": [1], "max": [1]}),
+            "plans.encoder: profile 0 has 'x', which is no input",
+        ),
+        (
+            lambda data: data["plans"]["encoder"]["profiles"][0]["source_ids"].update(min=[9, 99]),
+            "source_ids has (9, 99)",
+        ),
+        (
+            lambda data: data["plans"]["encoder"]["profiles"][0]["source_ids"].update(max=[32]),
+            "expected shapes that ascend from 0",
+        ),
+        (lambda data: data["plans"]["decoder_static"]["aliases"].update(logits="none"), "aliases has 'logits': 'none'"),
+        (lambda data: data.update(format_version=0), "format_version is 0, expected 1"),
+        (lambda data: data.update(format_version=2), "made by a newer tfexport (format 2, this one reads 1)"),
+        (lambda data: data.update(versions={"tfexport": 1}), "versions.tfexport is 1, expected a text"),
+    ],
+)
+def test_what_is_wrong_is_named(bundle: Bundle, change: Callable[[dict[str, Any]], object], message: str) -> None:
+    with pytest.raises(BundleError) as caught:
+        EngineManifest.from_bytes(changed(bundle, change))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_plan_of_tensorrt_names_its_gpu(bundle: Bundle) -> None:
+    machine = dataclasses.replace(stored.manifest(bundle).machine, gpu=None)
+    with pytest.raises(ConfigError, match="machine names no GPU"):
+        stored.manifest(bundle, stored.TENSORRT, machine=machine)
+
+
+def test_everything_wrong_is_named_at_once(bundle: Bundle) -> None:
+    def change(data: dict[str, Any]) -> None:
+        data["colour"] = "red"
+        data["limits"]["max_batch"] = 0
+        data["plans"]["encoder"]["bytes"] = "many"
+
+    with pytest.raises(BundleError) as caught:
+        EngineManifest.from_bytes(changed(bundle, change))
+    assert caught.value.subject == "engine.json"
+    assert caught.value.problems == (
+        "unknown key colour",
+        "limits: max_batch is 0, expected 1 to 10000000",
+        "plans.encoder.bytes is 'many', expected a whole number",
+    )
+
+
+def test_a_recorded_manifest_is_read_and_written_the_same() -> None:
+    """Read what tfexport 0.1.0 wrote for `tfexport trt BUNDLE --max-batch 4 --compute-capability 8.9`."""
+    recorded = (Path(__file__).parents[1] / "data" / "engine.json").read_bytes()
+    engine = EngineManifest.from_bytes(recorded)
+    assert engine.to_bytes() == recorded
+    assert engine.limits.max_batch == 4
+    assert engine.config.compute_capabilities == ("8.9",)
+    assert engine.plans["encoder"].profiles[0]["source_ids"] == ShapeRange((1, 1), (2, 32), (4, 64))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda raw: raw.replace(b'"max_batch": 32', b'"max_batch": 64', 1), "engine.json was changed"),
+        (lambda raw: raw.replace(b": 16", b": NaN", 1), "NaN is no JSON number"),
+        (lambda raw: raw.replace(b'"flags": [', b'"flags": [], "flags": [', 1), "key flags is given twice"),
+        (lambda raw: raw[:-20], "engine.json is not JSON"),
+        (lambda raw: b"[]", "engine.json is [], expected an object"),
+        (lambda raw: raw + b" ", "engine.json was changed"),
+        (lambda raw: b"[" * 100_000, "engine.json is not JSON"),
+        (lambda raw: b"\xff" + raw, "engine.json is not JSON"),
+    ],
+)
+def test_bytes_that_were_changed_are_refused(bundle: Bundle, change: Callable[[bytes], bytes], message: str) -> None:
+    raw = stored.manifest(bundle).to_bytes()
+    assert change(raw) != raw
+    with pytest.raises(BundleError) as caught:
+        EngineManifest.from_bytes(change(raw))
+    assert message in str(caught.value)
+
+
+def test_no_enumeration_is_written_as_a_number(bundle: Bundle) -> None:
+    data = json.loads(stored.manifest(bundle).to_bytes())
+    numbers = {"format_version", "max_batch", "max_source_length", "max_target_length", "max_candidates", "bytes"}
+
+    def walk(value: object, place: tuple[str, ...]) -> None:
+        if isinstance(value, dict):
+            for key, item in value.items():
+                walk(item, (*place, key))
+        elif isinstance(value, list):
+            for item in value:
+                walk(item, place)
+        elif isinstance(value, int) and not isinstance(value, bool):
+            assert place[-1] in {*numbers, "capacities", "shape", "min", "opt", "max"} or "layers" in place, place
+
+    walk(data, ())
+
+
+def test_the_folder_is_named_by_what_was_chosen() -> None:
+    rtx = EngineConfig(target="tensorrt-rtx", form="static", precision="fp16", weights="int8")
+    assert engine_key(rtx) == "tensorrt-rtx-static-fp16-int8"
+    assert engine_key(EngineConfig(target="tensorrt", precision="bf16")) == "tensorrt-bf16"
+
+
+def test_profiles_are_read_as_tuples(bundle: Bundle) -> None:
+    profile = EngineManifest.from_bytes(stored.manifest(bundle).to_bytes()).plans["encoder"].profiles[0]
+    assert profile["source_ids"] == ShapeRange((1, 1), (16, 8), (32, 16))
+
+
+def test_an_encoder_alone_has_one_plan(bundle: Bundle, tmp_path: Path) -> None:
+    whole = stored.manifest(bundle)
+    alone = dataclasses.replace(stored.RTX, form=None, max_target_length=None, capacities=())
+    plans = {"encoder": whole.plans["encoder"]}
+    engine = dataclasses.replace(
+        whole, config=alone, limits=dataclasses.replace(whole.limits, capacities=()), plans=plans
+    )
+    assert EngineManifest.from_bytes(engine.to_bytes()) == engine
+    with pytest.raises(ConfigError, match="plans are encoder, expected decoder_static, encoder, reorder"):
+        dataclasses.replace(whole, plans=plans)

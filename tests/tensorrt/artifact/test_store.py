@@ -1,0 +1,324 @@
+"""Engines in a bundle: added whole or not at all, read strictly, chosen by what may be used."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.tensorrt.artifact import stored
+from tests.tensorrt.artifact.stored import L4, MACHINE, PLANS, RTX, TENSORRT
+from tfexport.bundle.bundle import Bundle, open_bundle
+from tfexport.errors import BundleError, EngineError
+from tfexport.tensorrt.artifact.store import add_engine, choose_engine, engine_names, open_engine
+
+NAME = "tensorrt-rtx-static-fp32"
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Bundle:
+    return stored.make(tmp_path / "bundle")
+
+
+@pytest.fixture
+def engine(bundle: Bundle) -> Path:
+    return stored.store(bundle, stored.manifest(bundle))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# ---- adding
+
+
+def test_an_engine_is_there_as_it_was_written(bundle: Bundle, engine: Path) -> None:
+    assert engine == bundle.path / "engines" / NAME
+    assert engine_names(bundle.path) == [NAME]
+    opened = open_engine(bundle.path, NAME)
+    assert (opened.name, opened.path, opened.manifest) == (NAME, engine, stored.manifest(bundle))
+    assert {name: opened.read_plan(name) for name in PLANS} == PLANS
+    opened.check_plans()
+    assert sorted(path.name for path in (bundle.path / "engines").iterdir()) == [NAME]
+
+
+def test_nothing_else_of_the_bundle_is_touched(bundle: Bundle) -> None:
+    before = contents(bundle.path)
+    folder = stored.store(bundle, stored.manifest(bundle))
+    after = contents(bundle.path)
+    assert {name: data for name, data in after.items() if not name.startswith("engines/")} == before
+    assert open_bundle(bundle.path) == bundle
+    shutil.rmtree(folder)
+
+
+def test_an_engine_is_replaced_only_with_force(bundle: Bundle, engine: Path) -> None:
+    before = contents(engine)
+    with pytest.raises(EngineError, match="exists; replace it with --force"):
+        stored.store(bundle, stored.manifest(bundle))
+    assert contents(engine) == before
+    stored.store(bundle, stored.manifest(bundle, versions={"tfexport": "0.2.0"}), force=True)
+    assert open_engine(bundle.path, NAME).manifest.versions == {"tfexport": "0.2.0"}
+    assert [path.name for path in engine.parent.iterdir()] == [NAME]
+
+
+def test_several_engines_lie_side_by_side(bundle: Bundle, engine: Path) -> None:
+    stored.store(bundle, stored.manifest(bundle, replace(RTX, precision="fp16")))
+    stored.store(bundle, stored.manifest(bundle, TENSORRT))
+    assert engine_names(bundle.path) == ["tensorrt-rtx-static-fp16", NAME, "tensorrt-static-fp32"]
+
+
+def test_a_name_that_is_taken_is_found_out_before_the_build(bundle: Bundle, engine: Path) -> None:
+    with pytest.raises(EngineError, match="--force"), add_engine(bundle.path, NAME, force=False):
+        pytest.fail("the build has begun")
+
+
+def test_force_replaces_engines_only(bundle: Bundle, engine: Path) -> None:
+    (engine / "notes.txt").write_text("mine")
+    with pytest.raises(EngineError, match=r"holds more than an engine: 'notes\.txt'"):
+        stored.store(bundle, stored.manifest(bundle), force=True)
+    assert (engine / "notes.txt").read_text() == "mine"
+    shutil.rmtree(engine)
+    engine.write_text("mine")
+    with pytest.raises(EngineError, match="is no directory; --force replaces engines only"):
+        stored.store(bundle, stored.manifest(bundle), force=True)
+    assert engine.read_text() == "mine"
+
+
+def test_a_damaged_engine_can_be_replaced(bundle: Bundle, engine: Path) -> None:
+    (engine / "decoder_static.plan").write_bytes(b"damaged")
+    (engine / "encoder.plan").unlink()
+    stored.store(bundle, stored.manifest(bundle), force=True)
+    open_engine(bundle.path, NAME).check_plans()
+
+
+def test_what_its_manifest_does_not_name_is_not_replaced(bundle: Bundle, engine: Path) -> None:
+    (engine / "mine.plan").write_bytes(b"mine")
+    with pytest.raises(EngineError, match=r"holds more than an engine: 'mine\.plan'; remove that yourself"):
+        stored.store(bundle, stored.manifest(bundle), force=True)
+    (engine / "engine.json").write_text("{")
+    with pytest.raises(EngineError, match=r"is no engine \(engine\.json is not JSON .*--force replaces engines only"):
+        stored.store(bundle, stored.manifest(bundle), force=True)
+    assert (engine / "mine.plan").read_bytes() == b"mine"
+
+
+def test_a_file_that_comes_during_a_build_is_not_lost(bundle: Bundle, engine: Path) -> None:
+    before = contents(engine)
+    with (
+        pytest.raises(EngineError, match="holds more than an engine: 'notes'"),
+        add_engine(bundle.path, NAME, force=True) as folder,
+    ):
+        for name, data in before.items():
+            (folder / name).write_bytes(data)
+        (engine / "notes").write_text("mine")
+    assert contents(engine) == before | {"notes": b"mine"}
+    assert [path.name for path in engine.parent.iterdir()] == [NAME]
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_build_that_fails_leaves_nothing(bundle: Bundle, is_new: bool) -> None:
+    if not is_new:
+        stored.store(bundle, stored.manifest(bundle))
+    before = contents(bundle.path)
+    with pytest.raises(ZeroDivisionError), add_engine(bundle.path, NAME, force=True) as folder:
+        (folder / "encoder.plan").write_bytes(b"half")
+        _ = 1 / 0
+    assert contents(bundle.path) == before
+    assert (bundle.path / "engines").exists() is not is_new
+
+
+def test_what_is_no_engine_is_not_published(bundle: Bundle) -> None:
+    whole = stored.manifest(bundle)
+    with pytest.raises(EngineError, match=r"encoder\.plan is missing"):
+        stored.store(bundle, whole, {name: data for name, data in PLANS.items() if name != "encoder"})
+    with pytest.raises(EngineError, match=r"'extra\.plan' is not in engine\.json"):
+        stored.store(bundle, whole, {**PLANS, "extra": b"x"})
+    assert not (bundle.path / "engines").exists()
+
+
+def test_a_bundle_that_cannot_be_written_says_so(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plain file where the folder belongs: root, who runs the tests in CI, may write everywhere."""
+    (bundle.path / "engines").write_text("in the way")
+    with pytest.raises(BundleError, match=r"cannot write engine .*; make the bundle writable"):
+        stored.store(bundle, stored.manifest(bundle))
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tfexport._io import atomic
+from tfexport.tensorrt.artifact.store import add_engine
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if sys.argv[3] == "publishing":
+    # Between the two renames: the old engine is aside, the new one has no name yet.
+    rename = Path.rename
+    Path.rename = lambda self, target: die() if ".tmp-" in self.name else rename(self, target)
+with add_engine(Path(sys.argv[1]), sys.argv[2], force=True) as folder:
+    (folder / "encoder.plan").write_bytes(b"half")
+    if sys.argv[3] == "building":
+        die()
+    for path in (Path(sys.argv[1]) / "engines" / sys.argv[2]).iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+"""
+
+
+@pytest.mark.parametrize("moment", ["building", "publishing"])
+def test_a_killed_build_leaves_the_old_engine_and_no_half_one(bundle: Bundle, engine: Path, moment: str) -> None:
+    before = contents(engine)
+    command = [sys.executable, "-c", textwrap.dedent(KILLED), str(bundle.path), NAME, moment]
+    assert subprocess.run(command).returncode == -signal.SIGKILL
+    assert engine_names(bundle.path) == [NAME]
+    assert contents(engine) == before
+    assert open_bundle(bundle.path) == bundle
+    stored.store(bundle, stored.manifest(bundle), force=True)
+    assert [path.name for path in engine.parent.iterdir()] == [NAME]
+
+
+def test_two_builds_of_one_engine_exclude_one_another(bundle: Bundle) -> None:
+    with pytest.raises(EngineError, match="is missing"), add_engine(bundle.path, NAME, force=False):
+        with pytest.raises(BundleError, match="is being written by another process"):
+            stored.store(bundle, stored.manifest(bundle))
+        stored.store(bundle, stored.manifest(bundle, TENSORRT))
+    assert engine_names(bundle.path) == ["tensorrt-static-fp32"]
+
+
+# ---- opening
+
+
+def flip(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(bytes(raw))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: os.truncate(f / "encoder.plan", 5), "encoder.plan has 5 bytes, expected 12"),
+        (lambda f: (f / "encoder.plan").write_bytes(b""), "encoder.plan has 0 bytes, expected 12"),
+        (lambda f: (f / "encoder.plan").unlink(), "encoder.plan is missing"),
+        (lambda f: (f / "other.plan").touch(), "'other.plan' is not in engine.json"),
+        (lambda f: (f / "deep").mkdir(), "'deep' is a directory, expected a plain file"),
+        (lambda f: (f / "engine.json").unlink(), "engine.json is missing"),
+        (lambda f: flip(f / "engine.json"), "engine.json"),
+        (lambda f: os.truncate(f / "engine.json", 99), "engine.json is not JSON"),
+        (lambda f: (f / "engine.json").write_bytes(b" " * (4 << 20 | 1)), "has 4194305 bytes, the limit is 4194304"),
+        (lambda f: link(f / "encoder.plan"), "'encoder.plan' is a symbolic link"),
+        (lambda f: link(f / "engine.json"), "'engine.json' is a symbolic link"),
+        (lambda f: (f / "twin").hardlink_to(f / "encoder.plan"), "'encoder.plan' is a hard link (2 names)"),
+        (lambda f: pipe(f / "encoder.plan"), "'encoder.plan' is neither a file nor a directory"),
+        (lambda f: stored.edit(f / "engine.json", missing_profile), "plans.decoder_static has 1 profiles, expected 2"),
+    ],
+)
+def test_a_damaged_engine_is_one_line(
+    bundle: Bundle, engine: Path, damage: Callable[[Path], object], message: str
+) -> None:
+    damage(engine)
+    with pytest.raises(EngineError) as caught:
+        open_engine(bundle.path, NAME)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert str(engine) in str(caught.value)
+    assert open_bundle(bundle.path) == bundle
+
+
+def link(path: Path) -> None:
+    path.rename(path.with_name("moved"))
+    path.symlink_to("moved")
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def missing_profile(data: dict[str, dict[str, dict[str, list[object]]]]) -> None:
+    data["plans"]["decoder_static"]["profiles"].pop()
+
+
+def test_a_flipped_byte_is_found_when_a_plan_is_read(bundle: Bundle, engine: Path) -> None:
+    flip(engine / "decoder_static.plan")
+    opened = open_engine(bundle.path, NAME)
+    with pytest.raises(EngineError, match=r"decoder_static\.plan was changed \(its sha256 differs\); copy it again"):
+        opened.read_plan("decoder_static")
+    with pytest.raises(EngineError, match=r"decoder_static\.plan was changed"):
+        opened.check_plans()
+    assert opened.read_plan("encoder") == PLANS["encoder"]
+
+
+def test_a_link_that_comes_later_is_not_followed(bundle: Bundle, engine: Path) -> None:
+    opened = open_engine(bundle.path, NAME)
+    link(engine / "encoder.plan")
+    with pytest.raises(EngineError, match=r"encoder\.plan cannot be read"):
+        opened.read_plan("encoder")
+
+
+def test_the_folder_of_an_engine_is_no_link(bundle: Bundle, engine: Path) -> None:
+    engine.rename(bundle.path.parent / "elsewhere")
+    engine.symlink_to(bundle.path.parent / "elsewhere")
+    with pytest.raises(EngineError, match="is no directory"):
+        open_engine(bundle.path, NAME)
+
+
+@pytest.mark.parametrize("name", ["none", "../bundle", "..", "", ".", "/etc", "tensorrt-rtx-static-fp32/"])
+def test_only_engines_of_the_bundle_are_opened(bundle: Bundle, engine: Path, name: str) -> None:
+    with pytest.raises(EngineError, match=f"has no engine .*, it has {NAME}"):
+        open_engine(bundle.path, name)
+
+
+# ---- choosing
+
+
+def test_the_only_engine_that_may_be_used_is_chosen(bundle: Bundle, engine: Path) -> None:
+    stored.store(bundle, stored.manifest(bundle, TENSORRT, library_version="10.1.0.27"))
+    assert choose_engine(bundle, None, MACHINE).name == NAME
+    assert choose_engine(bundle, NAME, MACHINE).name == NAME
+    with pytest.raises(
+        EngineError, match=r"engine tensorrt-static-fp32: tensorrt version: built with 10\.1\.0\.27, here"
+    ):
+        choose_engine(bundle, "tensorrt-static-fp32", MACHINE)
+
+
+def test_several_that_may_be_used_are_a_question(bundle: Bundle, engine: Path) -> None:
+    stored.store(bundle, stored.manifest(bundle, TENSORRT))
+    with pytest.raises(
+        EngineError, match=f"has several engines for this machine: {NAME}, tensorrt-static-fp32; choose"
+    ):
+        choose_engine(bundle, None, MACHINE)
+
+
+def test_when_none_may_be_used_each_says_why(bundle: Bundle, engine: Path) -> None:
+    damaged = stored.store(bundle, stored.manifest(bundle, TENSORRT))
+    (damaged / "encoder.plan").unlink()
+    with pytest.raises(EngineError) as caught:
+        choose_engine(bundle, None, replace(MACHINE, gpu=replace(L4, compute_capability="7.5")))
+    text = str(caught.value)
+    assert f"engine {NAME}: compute capability: built with 8.6, 8.9, here is 7.5 (NVIDIA L4)" in text
+    assert "encoder.plan is missing" in text
+    assert "\n" not in text
+
+
+def test_a_bundle_without_engines_says_how_to_build_one(bundle: Bundle) -> None:
+    with pytest.raises(EngineError, match=f"has no engines; build one with: tfexport trt {bundle.path}"):
+        choose_engine(bundle, None, MACHINE)
+
+
+def test_a_plan_of_another_bundle_is_refused(bundle: Bundle, engine: Path, tmp_path: Path) -> None:
+    from tests.bundle.made import CONTENT
+
+    other = stored.make(tmp_path / "other", {**CONTENT, "weights.safetensors": b"others"})
+    shutil.copytree(engine.parent, other.path / "engines")
+    with pytest.raises(
+        EngineError, match=r"weights\.safetensors: built with sha256 .*build it again with: tfexport trt"
+    ):
+        choose_engine(other, NAME, MACHINE)

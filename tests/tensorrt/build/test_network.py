@@ -1,0 +1,276 @@
+"""Parsing: what TensorRT refuses is named with its node, what it would compute wrongly without a word is refused."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from tests.tensorrt.engine_graphs import CAPACITY, HEADS, WIDTH, add, attention, cache_update, model, value
+from tfexport.contract import GraphSpec, TensorSpec
+from tfexport.errors import EngineError
+from tfexport.export.passes.capacity import fix_capacity
+from tfexport.tensorrt.build.network import Graph, Network, Tensor, _causal_problem, check_contract, parse_graph
+from tfexport.tensorrt.library import Library, load_library
+
+pytest.importorskip("tensorrt_rtx")
+
+GRAPH = Path("graph.onnx")
+
+
+@pytest.fixture(scope="module")
+def rtx() -> Library:
+    return load_library("tensorrt-rtx")
+
+
+def parse(rtx: Library, graph: bytes, path: Path = GRAPH) -> Network:
+    return parse_graph(rtx, Graph(path.stem, graph, path))
+
+
+def refusal(rtx: Library, graph: bytes, path: Path = GRAPH) -> str:
+    with pytest.raises(EngineError) as caught:
+        parse(rtx, graph, path)
+    message = str(caught.value)
+    assert message.startswith(f"tensorrt-rtx {rtx.version}: {path.name}: ")
+    assert "cudaError" not in message
+    return message
+
+
+def raw_parse(rtx: Library, graph: bytes) -> tuple[bool, int, Any]:
+    """Call the parser as it is; return what it says, how many errors it lists, and the network."""
+    network = rtx.builder(rtx.listen()).create_network(rtx.strongly_typed())
+    parser = rtx.trt.OnnxParser(network, rtx.logger)
+    return parser.parse(graph), parser.num_errors, network
+
+
+def only_attention(rtx: Library, network: Any) -> Any:
+    (layer,) = (
+        layer
+        for i in range(network.num_layers)
+        if (layer := network.get_layer(i)).type == rtx.trt.LayerType.ATTENTION_INPUT
+    )
+    layer.__class__ = rtx.trt.IAttentionInputLayer
+    return layer.attention
+
+
+def raw_attention(rtx: Library, graph: bytes) -> Any:
+    is_parsed, _, network = raw_parse(rtx, graph)
+    assert is_parsed
+    return only_attention(rtx, network)
+
+
+# Graphs that are parsed.
+
+
+def test_a_network_knows_its_inputs_outputs_and_layers(rtx: Library) -> None:
+    network = parse(rtx, add(TensorProto.FLOAT16))
+    assert network.inputs == (Tensor("x", "float16", (2, -1), is_shape_input=False),)
+    assert network.outputs == (Tensor("y", "float16", (2, -1), is_shape_input=False),)
+    assert network.layers == {"ELEMENTWISE": 1}
+
+
+def test_external_weights_are_found_beside_the_path(rtx: Library, dates_bundle: Path, tmp_path: Path) -> None:
+    """The graph itself comes from memory: nothing is copied."""
+    graph = fix_capacity(dates_bundle / "decoder_static.onnx", 16)
+    network = parse(rtx, graph, dates_bundle / "decoder_static.onnx")
+    assert network.layers["KV_CACHE_UPDATE"] == network.layers["ATTENTION_INPUT"] == 4
+    assert next(t for t in network.inputs if t.name == "num_candidates").is_shape_input
+    assert not next(t for t in network.inputs if t.name == "cache_lengths").is_shape_input
+    assert "Failed to import initializer" in refusal(rtx, graph, tmp_path / "decoder_static.onnx")
+
+
+# Graphs that cannot be parsed.
+
+
+def test_the_parser_takes_nothing_for_a_graph(rtx: Library) -> None:
+    """The trap."""
+    assert raw_parse(rtx, b"")[:2] == (True, 0)
+
+
+def test_the_parser_takes_some_garbage_for_a_graph(rtx: Library) -> None:
+    """The trap: what happens to read as a message of unknown fields is one."""
+    assert raw_parse(rtx, b"xx")[:2] == (True, 0)
+    assert not raw_parse(rtx, b"garbage")[0]
+
+
+@pytest.mark.parametrize(
+    ("graph", "message"),
+    [
+        (b"", "the graph is empty; export the bundle again"),
+        (b"xx", "the graph has no outputs; export the bundle again"),
+        (b"garbage", "Failed to parse the ONNX model"),
+        (add()[:-10], "Failed to parse the ONNX model"),
+    ],
+)
+def test_what_is_no_graph_is_refused(rtx: Library, graph: bytes, message: str) -> None:
+    assert message in refusal(rtx, graph)
+
+
+def test_every_node_that_cannot_be_parsed_is_named_with_operator_and_reason(rtx: Library) -> None:
+    nodes = [
+        helper.make_node("Multinomial", ["x"], ["y"], name="draw", sample_size=1),
+        helper.make_node("NoSuchThing", ["x"], ["z"], name="invented"),
+    ]
+    graph = model(nodes, [value("x", [2, 4])], [value("y", [2, 1], TensorProto.INT32), value("z", [2, 1])], 18)
+    message = refusal(rtx, graph)
+    assert "Multinomial 'draw': UNSUPPORTED_NODE" in message
+    assert "NoSuchThing 'invented': " in message
+    assert "Plugin not found" in message
+
+
+def test_polygraphy_names_the_same_node(rtx: Library, tmp_path: Path) -> None:
+    """The remedy of docs/tensorrt.md: its list of what is not supported begins where our error does."""
+    pytest.importorskip("polygraphy")
+    nodes = [helper.make_node("Abs", ["x"], ["a"], name="first"), helper.make_node("Unknown", ["a"], ["y"], name="odd")]
+    graph = model(nodes, [value("x", [2, 4])], [value("y", [2, 4])], 18)
+    path = tmp_path / "graph.onnx"
+    path.write_bytes(graph)
+    command = [str(Path(sys.executable).with_name("polygraphy")), "inspect", "capability", str(path)]
+    environment = {**os.environ, "POLYGRAPHY_USE_TENSORRT_RTX": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert "Unknown 'odd'" in refusal(rtx, graph, path)
+    assert re.search(r"\| Unknown +\| odd +\|", done.stdout)
+    assert "first" not in done.stdout
+
+
+def test_the_library_says_that_it_supports_what_it_does_not(rtx: Library) -> None:
+    """The trap: only parsing tells."""
+    node = helper.make_node("NonZero", ["x"], ["y"], name="find")
+    graph = model([node], [value("x", [2, 4])], [value("y", [2, "found"], TensorProto.INT64)], 18)
+    network = rtx.builder(rtx.listen()).create_network(rtx.strongly_typed())
+    assert rtx.trt.OnnxParser(network, rtx.logger).supports_operator("NonZero")
+    assert "NonZero 'find': UNSUPPORTED_NODE" in refusal(rtx, graph)
+
+
+# The cache.
+
+
+def test_a_cache_of_free_capacity_is_refused(rtx: Library) -> None:
+    message = refusal(rtx, cache_update("capacity"))
+    assert "TensorScatter 'write': INVALID_NODE" in message
+    assert "must have a static sequence length dimension" in message
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"axis": 1}, "Sequence dimension must be -2"), ({"rank": 3}, "required to be 4D")],
+)
+def test_a_cache_of_another_layout_is_refused(rtx: Library, options: dict[str, Any], message: str) -> None:
+    assert message in refusal(rtx, cache_update(**options))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+def test_a_cache_of_every_precision_is_updated_in_place(rtx: Library, precision: str) -> None:
+    assert parse(rtx, cache_update(precision=precision)).layers["KV_CACHE_UPDATE"] == 1
+
+
+def test_a_cache_read_as_it_was_is_refused(rtx: Library) -> None:
+    """The trap: it builds, and reads memory that the update writes to."""
+    shape = ["rows", HEADS, CAPACITY, WIDTH]
+    inputs = [
+        value("past", shape),
+        value("new", ["rows", HEADS, "t", WIDTH]),
+        value("at", ["rows"], TensorProto.INT64),
+    ]
+    update = helper.make_node("TensorScatter", ["past", "new", "at"], ["present"], name="write", axis=2)
+    reads = [
+        helper.make_node("ReduceSum", ["past"], ["sum"], name="add_up", keepdims=0),
+        helper.make_node("Neg", ["past"], ["negative"], name="negate"),
+    ]
+    outputs = [value("present", shape), value("sum", []), value("negative", shape)]
+    message = refusal(rtx, model([update, *reads], inputs, outputs))
+    assert "'add_up' reads past, which TensorScatter 'write' overwrites; let it read the result" in message
+    assert "'negate' reads past" in message
+    asks_for_shape = [update, helper.make_node("Shape", ["past"], ["shape"], name="measure")]
+    parse(rtx, model(asks_for_shape, inputs, [value("present", shape), value("shape", [4], TensorProto.INT64)]))
+
+
+# Attention.
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+def test_attention_is_marked_as_decomposable(rtx: Library, precision: str) -> None:
+    """Without the mark an engine in float32 cannot be built; test_engine_plan has the proof."""
+    assert only_attention(rtx, parse(rtx, attention(precision)).definition).decomposable
+    assert not raw_attention(rtx, attention(precision)).decomposable
+
+
+def test_the_parser_drops_lengths_without_a_word(rtx: Library) -> None:
+    """The trap: queries at the end of a cache would see its first slots alone."""
+    layer = raw_attention(rtx, attention(mask=False, nonpad=True, causal=True))
+    assert layer.key_value_lengths is None
+    assert layer.causal_kind == rtx.trt.CausalMaskKind.UPPER_LEFT
+
+
+@pytest.mark.parametrize(
+    ("options", "messages"),
+    [
+        ({"mask": False, "nonpad": True}, ["nonpad_kv_seqlen"]),
+        ({"nonpad": True}, ["nonpad_kv_seqlen"]),
+        ({"mask": False, "causal": True}, ["'attend'", "is_causal"]),
+        ({"mask": False, "causal": True, "nonpad": True}, ["is_causal", "nonpad_kv_seqlen"]),
+        ({"mask": False, "causal": True, "queries": 1, "keys": 5}, ["is_causal"]),
+        ({"mask": False, "past": True}, ["only supports Attention nodes with one output", "past and present"]),
+        ({"operator": "TRT_Attention", "mask": False, "causal_kind": "upper_left"}, ["UPPER_LEFT"]),
+        ({"operator": "TRT_Attention", "mask": False, "causal_kind": "lower_right"}, ["LOWER_RIGHT"]),
+        ({"domain": "com.microsoft", "num_heads": 2}, ["com.microsoft"]),
+        (
+            {"operator": "GroupQueryAttention", "domain": "com.microsoft", "num_heads": 2, "kv_num_heads": 2},
+            ["GroupQueryAttention 'attend'", "a cache of its own"],
+        ),
+    ],
+)
+def test_attention_that_would_be_computed_wrongly_is_refused(
+    rtx: Library, options: dict[str, Any], messages: list[str]
+) -> None:
+    message = refusal(rtx, attention(**options))
+    assert all(part in message for part in messages)
+    assert message.endswith("give it a mask [batch, 1, target_len, len] instead")
+
+
+def test_attention_over_as_many_keys_as_queries_may_be_causal(rtx: Library) -> None:
+    network = parse(rtx, attention(mask=False, causal=True, queries=5, keys=5))
+    assert network.layers["ATTENTION_INPUT"] == 1
+
+
+def test_causal_attention_is_seen_in_the_network_itself(rtx: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody can read the graph, both what is seen and what cannot be seen is named."""
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    message = refusal(rtx, attention(mask=False, causal=True))
+    assert "causal (UPPER_LEFT) over any number of queries and any number of keys" in message
+    assert "cannot be checked without onnx; pip install 'tfexport[export]'" in message
+    assert "cannot be checked without onnx" in refusal(rtx, attention())
+    assert parse(rtx, add()).layers == {"ELEMENTWISE": 1}
+
+
+@pytest.mark.parametrize(("is_causal", "is_refused"), [(True, True), (False, False)])
+def test_tensorrt_10_knows_one_kind_of_causal_attention(is_causal: bool, is_refused: bool) -> None:
+    """Its `IAttention` has `causal` alone: tests/data/tensorrt_api.json."""
+    tensor = SimpleNamespace(shape=(-1, 2, -1, 8))
+    attention_10 = SimpleNamespace(name="attend", causal=is_causal, get_input=lambda i: tensor)
+    assert bool(_causal_problem(attention_10)) is is_refused
+
+
+def test_the_graphs_of_these_tests_are_what_they_say() -> None:
+    for graph in (attention(), attention("bf16"), attention(mask=False, nonpad=True, causal=True), cache_update()):
+        onnx.checker.check_model(onnx.load_from_string(graph), full_check=True)
+
+
+def test_a_network_takes_and_gives_what_the_contract_says(rtx: Library, dates_bundle: Path) -> None:
+    network = parse(rtx, add(TensorProto.FLOAT16))
+    x, y = (TensorSpec(name, "float16", (2, "source_len")) for name in ("x", "y"))
+    check_contract(network, GraphSpec(inputs=(x,), outputs=(y,)))
+    with pytest.raises(EngineError) as caught:
+        check_contract(network, GraphSpec(inputs=(replace(x, dtype="float32"),), outputs=(replace(y, name="z"),)))
+    for part in ("x is float16, expected float32", "y is float16, expected nothing of this name", "z is missing"):
+        assert part in str(caught.value)

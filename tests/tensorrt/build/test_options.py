@@ -1,0 +1,181 @@
+"""What a builder is told: what is wanted where the library has it, and everything else refused at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.tensorrt.artifact.stored import L4
+from tfexport.errors import EngineError
+from tfexport.tensorrt.build.options import apply_options, resolve_options
+from tfexport.tensorrt.config import EngineConfig
+from tfexport.tensorrt.library import PORTABLE, Library, load_library
+from tfexport.tensorrt.log import Logger
+
+pytest.importorskip("tensorrt_rtx")
+
+
+@pytest.fixture(scope="module")
+def rtx() -> Library:
+    return load_library("tensorrt-rtx")
+
+
+def refusal(rtx: Library, **settings: Any) -> str:
+    with pytest.raises(EngineError) as caught:
+        resolve_options(rtx, EngineConfig(**settings), None)
+    return str(caught.value)
+
+
+def test_tf32_is_on_by_itself_and_cleared(rtx: Library) -> None:
+    config = rtx.builder(rtx.listen()).create_builder_config()
+    flags = rtx.trt.BuilderFlag
+    assert config.get_flag(flags.TF32)
+    given = EngineConfig(workspace_mib=3, builder_optimization_level=1, compute_capabilities=("8.6", "12.0"))
+    apply_options(rtx, config, resolve_options(rtx, given, None))
+    assert not config.get_flag(flags.TF32)
+    assert config.get_flag(flags.REQUIRE_USER_ALLOCATION)
+    assert config.max_aux_streams == 0
+    assert config.builder_optimization_level == 1
+    assert config.get_memory_pool_limit(rtx.trt.MemoryPoolType.WORKSPACE) == 3 * 1024 * 1024
+    assert config.num_compute_capabilities == 2
+    kinds = rtx.trt.ComputeCapability
+    assert [config.get_compute_capability(i) for i in range(2)] == [kinds.SM86, kinds.SM120]
+
+
+def test_what_is_not_asked_for_is_left_to_the_library(rtx: Library) -> None:
+    config, untouched = (rtx.builder(rtx.listen()).create_builder_config() for _ in range(2))
+    apply_options(rtx, config, resolve_options(rtx, EngineConfig(), None))
+    workspace = rtx.trt.MemoryPoolType.WORKSPACE
+    assert config.get_memory_pool_limit(workspace) == untouched.get_memory_pool_limit(workspace)
+    assert config.builder_optimization_level == untouched.builder_optimization_level
+
+
+def test_a_compute_capability_that_the_library_refuses_is_named(rtx: Library) -> None:
+    config = SimpleNamespace(
+        clear_flag=lambda flag: None, set_flag=lambda flag: None, set_compute_capability=lambda kind, i: i == 0
+    )
+    with pytest.raises(EngineError, match=r"refuses compute capability 8\.6"):
+        apply_options(rtx, config, resolve_options(rtx, EngineConfig(compute_capabilities=("8.0", "8.6")), None))
+
+
+def capabilities(library: Library, *wanted: str, gpu: Any = None) -> tuple[str, ...]:
+    return resolve_options(library, EngineConfig(compute_capabilities=wanted), gpu).compute_capabilities
+
+
+def test_engines_are_built_for_what_is_named_or_there_or_for_all(rtx: Library) -> None:
+    assert capabilities(rtx) == PORTABLE
+    assert capabilities(rtx, gpu=L4) == ("8.9",)
+    assert capabilities(rtx, "12.0", "8.6", "12.0", gpu=L4) == ("8.6", "12.0")
+
+
+def test_unknown_compute_capabilities_are_all_named(rtx: Library) -> None:
+    with pytest.raises(EngineError, match=r"compute capability 9\.0, 3\.5: it builds for 7\.5, 8\.0, .*12\.0"):
+        capabilities(rtx, "9.0", "8.6", "3.5")
+
+
+HOPPER = replace(L4, name="NVIDIA H100 80GB HBM3", compute_capability="9.0")
+
+
+@pytest.mark.parametrize("wanted", [(), ("9.0",), ("9.0", "9.0")])
+def test_a_gpu_that_the_enum_does_not_name_is_the_one_at_hand(rtx: Library, wanted: tuple[str, ...]) -> None:
+    options = resolve_options(rtx, EngineConfig(compute_capabilities=wanted), HOPPER)
+    assert options.compute_capabilities == ("9.0",)
+    config = rtx.builder(rtx.listen()).create_builder_config()
+    apply_options(rtx, config, options)
+    assert config.num_compute_capabilities == 1
+    assert config.get_compute_capability(0) == rtx.trt.ComputeCapability.CURRENT
+
+
+@pytest.mark.parametrize(
+    ("wanted", "gpu", "message"),
+    [
+        (("9.0",), None, "or for a GPU at hand, and there is none; choose among them, or --target tensorrt on such a"),
+        (("9.0",), L4, "or for the GPU at hand alone; choose among them, or --target tensorrt on such a GPU"),
+        (("8.9", "9.0"), HOPPER, "or for the GPU at hand alone; choose among them"),
+        (("10.0",), HOPPER, "or for the GPU at hand alone; choose among them"),
+    ],
+)
+def test_it_is_built_for_by_itself_and_only_there(
+    rtx: Library, wanted: tuple[str, ...], gpu: Any, message: str
+) -> None:
+    with pytest.raises(EngineError) as caught:
+        capabilities(rtx, *wanted, gpu=gpu)
+    assert f"compute capability {wanted[-1]}: it builds for 7.5, 8.0, 8.6, 8.9, 12.0, 12.1, {message}" in str(
+        caught.value
+    )
+    assert "\n" not in str(caught.value)
+
+
+def test_on_a_gpu_without_a_name_the_others_are_built_for_too(rtx: Library) -> None:
+    assert capabilities(rtx, "8.9", "8.6", gpu=HOPPER) == ("8.6", "8.9")
+
+
+def test_a_library_for_the_gpu_at_hand_takes_no_compute_capability() -> None:
+    library = plain_tensorrt()
+    assert capabilities(library, gpu=L4) == ()
+    with pytest.raises(EngineError, match="builds for the GPU at hand; leave it out or choose --target tensorrt-rtx"):
+        capabilities(library, "8.6", gpu=L4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"version_compatible": True}, "leave --version-compatible out"),
+        ({"timing_cache": "cache"}, "a timing cache has no effect"),
+        ({"hardware_compatibility": "ampere_plus"}, "name the GPUs with --compute-capability"),
+    ],
+)
+def test_what_would_fail_or_do_nothing_is_refused(rtx: Library, settings: dict[str, Any], message: str) -> None:
+    assert message in refusal(rtx, **settings)
+
+
+def test_all_refused_options_are_named_at_once(rtx: Library) -> None:
+    message = refusal(rtx, version_compatible=True, timing_cache="x", hardware_compatibility="ampere_plus")
+    assert message.count(";") >= 3
+    for part in ("hardware compatibility", "--version-compatible", "timing cache"):
+        assert part in message
+
+
+class Flags:
+    """Names of the flags of TensorRT 10, as far as they are asked for."""
+
+    TF32, VERSION_COMPATIBLE = "TF32", "VERSION_COMPATIBLE"
+
+
+def plain_tensorrt(*levels: str) -> Library:
+    """Return TensorRT 10 as far as its names go: it builds on a GPU, for that GPU."""
+    trt = SimpleNamespace(
+        IBuilderConfig=object,
+        BuilderFlag=Flags,
+        HardwareCompatibilityLevel=SimpleNamespace(**{level: level for level in levels}),
+    )
+    return Library("tensorrt", trt, "10.0.1", Logger())
+
+
+def test_tensorrt_takes_what_rtx_does_not() -> None:
+    settings = EngineConfig(
+        version_compatible=True,
+        timing_cache="cache",
+        hardware_compatibility="ampere_plus",
+    )
+    library = plain_tensorrt("NONE", "AMPERE_PLUS")
+    options = resolve_options(library, settings, L4)
+    assert options.flags == ("noTF32", "VERSION_COMPATIBLE")
+    calls: list[tuple[str, str]] = []
+    config = SimpleNamespace(
+        set_flag=lambda flag: calls.append(("set", flag)), clear_flag=lambda flag: calls.append(("clear", flag))
+    )
+    apply_options(library, config, options)
+    assert calls == [("clear", "TF32"), ("set", "VERSION_COMPATIBLE")]
+    assert config.hardware_compatibility_level == "AMPERE_PLUS"
+    assert not hasattr(config, "num_compute_capabilities")
+
+
+def test_a_level_that_a_version_does_not_know_is_refused() -> None:
+    """It came with 10.13 or before; 10.0 has two."""
+    settings = EngineConfig(hardware_compatibility="same_compute_capability")
+    with pytest.raises(EngineError, match="same_compute_capability is newer than this version; upgrade it"):
+        resolve_options(plain_tensorrt("NONE", "AMPERE_PLUS"), settings, L4)

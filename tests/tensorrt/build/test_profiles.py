@@ -1,0 +1,330 @@
+"""Profiles: every input of every engine gets the sizes that follow from few limits, and contradictions are named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tfexport.contract import Form, ModelSpec, TokenIds, decoder_graph, encoder_graph
+from tfexport.errors import ConfigError
+from tfexport.tensorrt.build.profiles import Profiles, make_profiles
+from tfexport.tensorrt.config import EngineConfig, EngineLimits
+from tfexport.tensorrt.profile import PREFILL, STEP, ShapeRange
+
+SPEC = ModelSpec(
+    d_model=32,
+    source_vocab=50,
+    max_source_length=64,
+    tokens=TokenIds(pad=0, start=1, eos=2),
+    precision="fp16",
+    vocab=500,
+    layers=2,
+    heads=4,
+    head_dim=6,
+    value_dim=10,
+    max_target_length=16,
+)
+ENCODER_ONLY = ModelSpec(d_model=32, source_vocab=50, max_source_length=64, tokens=SPEC.tokens, precision="fp16")
+
+
+def profiles(form: Form = "static", spec: ModelSpec = SPEC, **settings: object) -> Profiles:
+    return make_profiles(spec, form, EngineConfig(**settings))  # type: ignore[arg-type]
+
+
+def refusal(form: Form = "static", spec: ModelSpec = SPEC, **settings: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        profiles(form, spec, **settings)
+    return str(caught.value)
+
+
+def test_the_static_form_by_hand() -> None:
+    made = profiles(max_batch=8)
+    assert made.limits == EngineLimits(
+        max_batch=8, max_source_length=64, max_target_length=16, max_candidates=256, capacities=(16,)
+    )
+    assert list(made.engines) == ["encoder", "decoder_static", "reorder"]
+    (encoder,) = made.engines["encoder"]
+    assert encoder == dict.fromkeys(("source_ids", "source_mask"), ShapeRange((1, 1), (4, 32), (8, 64)))
+    step, prefill = made.engines["decoder_static"]
+    assert step["target_ids"] == ShapeRange((1, 1), (4, 1), (8, 1))
+    assert prefill["target_ids"] == ShapeRange((1, 2), (4, 8), (8, 16))
+    assert step["cross_key.1"] == ShapeRange((1, 4, 1, 6), (4, 4, 32, 6), (8, 4, 64, 6))
+    assert step["past_value.0"] == ShapeRange((1, 4, 16, 10), (4, 4, 16, 10), (8, 4, 16, 10))
+    assert step["cache_lengths"] == ShapeRange((1,), (4,), (8,))
+    assert step["num_candidates"] == ShapeRange((1,), (1,), (256,))
+    (reorder,) = made.engines["reorder"]
+    # One row, flat: 4 heads of 6 or 10, over 1 to 64 tokens.
+    assert reorder == {
+        "cache": ShapeRange((1, 24), (4, 40 * 16), (8, 40 * 64)),
+        "order": ShapeRange((1,), (4,), (8,)),
+    }
+
+
+def test_the_concat_form_by_hand() -> None:
+    step, prefill = profiles("concat", max_batch=8).engines["decoder"]
+    assert step["past_key.0"] == prefill["past_key.0"] == ShapeRange((1, 4, 0, 6), (4, 4, 7, 6), (8, 4, 15, 6))
+    assert "cache_lengths" not in step
+
+
+@pytest.mark.parametrize("form", ["static", "concat"])
+def test_every_input_has_a_profile_and_nothing_else_has(form: Form) -> None:
+    engines = profiles(form).engines
+    decoder = engines["decoder_static" if form == "static" else "decoder"]
+    for profile in decoder:
+        assert list(profile) == [tensor.name for tensor in decoder_graph(SPEC, form).inputs]
+    assert list(engines["encoder"][0]) == [tensor.name for tensor in encoder_graph(SPEC).inputs]
+    for shapes in decoder[STEP].values():
+        assert len(shapes.min) == len(shapes.opt) == len(shapes.max)
+    differing = {name for name in decoder[STEP] if decoder[STEP][name] != decoder[PREFILL][name]}
+    assert differing == {"target_ids"}
+
+
+def test_an_encoder_alone_has_one_engine() -> None:
+    made = profiles(spec=ENCODER_ONLY)
+    assert list(made.engines) == ["encoder"]
+    assert made.limits == EngineLimits(max_batch=32, max_source_length=64, max_target_length=0, max_candidates=0)
+
+
+def test_the_two_lengths_shorten_every_input() -> None:
+    made = profiles(max_source_length=20, max_target_length=9)
+    assert (made.limits.max_source_length, made.limits.max_target_length) == (20, 9)
+    _, prefill = made.engines["decoder_static"]
+    assert prefill["past_key.0"].max == (32, 4, 9, 6)
+    assert prefill["cross_key.0"].max == (32, 4, 20, 6)
+    assert prefill["target_ids"].max == (32, 9)
+
+
+LONG = replace(SPEC, max_target_length=4096)
+
+
+@pytest.mark.parametrize(
+    ("limit", "capacities"),
+    [
+        (1, (1,)),
+        (255, (255,)),
+        (256, (128, 256)),
+        (1023, (128, 1023)),
+        (1024, (128, 512, 1024)),
+        (4096, (128, 512, 2048, 4096)),
+    ],
+)
+def test_capacities_are_chosen_by_the_limit(limit: int, capacities: tuple[int, ...]) -> None:
+    made = profiles(spec=LONG, max_target_length=limit)
+    assert made.limits.capacities == capacities
+    assert [name for name in made.engines if name.startswith("decoder")] == [
+        *(f"decoder_static_{capacity}" for capacity in capacities[:-1]),
+        "decoder_static",
+    ]
+    assert profiles("concat", spec=LONG, max_target_length=limit).limits.capacities == ()
+
+
+@pytest.mark.parametrize("given", [(3,), (3, 16)])
+def test_a_decoder_reads_no_more_than_its_capacity(given: tuple[int, ...]) -> None:
+    made = profiles(capacities=given, max_batch=8)
+    assert made.limits.capacities == (3, 16)
+    assert list(made.engines) == ["encoder", "decoder_static_3", "decoder_static", "reorder"]
+    step, prefill = made.engines["decoder_static_3"]
+    assert step["past_key.0"] == prefill["past_key.0"] == ShapeRange((1, 4, 3, 6), (4, 4, 3, 6), (8, 4, 3, 6))
+    assert step["target_ids"] == ShapeRange((1, 1), (4, 1), (8, 1))
+    assert prefill["target_ids"] == ShapeRange((1, 2), (4, 3), (8, 3))
+    whole = profiles(max_batch=8).engines
+    assert {name: made.engines[name] for name in whole} == whole
+
+
+def test_a_prefill_of_one_position_is_one_token() -> None:
+    _, prefill = profiles(capacities=(1,), min_shapes="target_ids:1x2", opt_shapes="target_ids:8x3").engines[
+        "decoder_static_1"
+    ]
+    assert prefill["target_ids"] == ShapeRange((1, 1), (8, 1), (32, 1))
+
+
+@pytest.mark.parametrize("shapes", ["target_ids:32x1", "target_ids:32x2"])
+def test_a_prefill_begins_where_a_step_ends(shapes: str) -> None:
+    for form in ("static", "concat"):
+        plan = {"static": "decoder_static", "concat": "decoder"}[form]
+        step, prefill = profiles(form, max_shapes=shapes).engines[plan]
+        most = int(shapes[-1])
+        assert (step["target_ids"].max, prefill["target_ids"].min) == ((32, 1), (1, most))
+
+
+@pytest.mark.parametrize("form", ["static", "concat"])
+def test_a_prefill_reads_sixteen_tokens_unless_more_is_asked_for(form: Form) -> None:
+    plan = {"static": "decoder_static", "concat": "decoder"}[form]
+
+    def prefill(**shapes: str) -> ShapeRange:
+        return profiles(form, spec=LONG, **shapes).engines[plan][PREFILL]["target_ids"]
+
+    assert prefill() == ShapeRange((1, 2), (16, 8), (32, 16))
+    assert prefill(max_shapes="target_ids:32x4096") == ShapeRange((1, 2), (16, 8), (32, 4096))
+    assert prefill(max_shapes="target_ids:32x5") == ShapeRange((1, 2), (16, 5), (32, 5))
+    assert prefill(opt_shapes="target_ids:32x64") == ShapeRange((1, 2), (32, 64), (32, 64)), "tuned for pieces of 64"
+    assert prefill(opt_shapes="target_ids:32x3") == ShapeRange((1, 2), (32, 3), (32, 16))
+    assert "target_len has min 1, opt 4097, max 4096" in refusal(form, spec=LONG, opt_shapes="target_ids:32x4097")
+
+
+def test_the_limit_alone_is_one_decoder() -> None:
+    made = profiles(spec=LONG, capacities=(4096,))
+    assert (made.limits.capacities, list(made.engines)) == ((4096,), ["encoder", "decoder_static", "reorder"])
+
+
+@pytest.mark.parametrize(
+    ("capacities", "message"),
+    [((0, 4), "are 0, 4, expected them to ascend from 1"), ((4, 4), "are 4, 4, expected"), ((8, 4), "are 8, 4, expec")],
+)
+def test_capacities_ascend(capacities: tuple[int, ...], message: str) -> None:
+    assert f"engine: capacities {message}" in refusal(capacities=capacities)
+
+
+def test_capacities_are_within_the_limit_and_for_the_static_form() -> None:
+    assert refusal(capacities=(4, 17)) == "engine: capacities are 4, 17, expected at most max_target_length, 16"
+    assert "expected at most max_target_length, 9" in refusal(capacities=(10,), max_target_length=9)
+    alone = refusal("concat", capacities=(4,))
+    assert alone == "engine: capacities are 4, which is for decoders of the static form; leave them out"
+    assert refusal(spec=ENCODER_ONLY, capacities=(4,)) == alone
+    with pytest.raises(ConfigError, match="capacities are for the static form; leave them out, or choose static"):
+        EngineConfig(form="concat", capacities=(4,))
+
+
+def test_a_small_vocabulary_limits_the_candidates() -> None:
+    assert profiles(spec=replace(SPEC, vocab=31)).limits.max_candidates == 31
+
+
+def test_a_target_of_one_token_leaves_no_past() -> None:
+    step, _ = profiles("concat", max_target_length=1).engines["decoder"]
+    assert step["past_key.0"].max == (32, 4, 0, 6)
+
+
+# Shapes in trtexec's spelling.
+
+
+def test_a_shape_binds_its_dimensions_wherever_they_occur() -> None:
+    made = profiles(max_shapes="source_ids:6x20", opt_shapes="cross_value.1:2x4x10x10", min_shapes="source_mask:1x1")
+    assert (made.limits.max_batch, made.limits.max_source_length) == (6, 20)
+    (encoder,) = made.engines["encoder"]
+    assert encoder["source_ids"] == ShapeRange((1, 1), (2, 10), (6, 20))
+    for profile in made.engines["decoder_static"]:
+        assert profile["cross_key.0"] == ShapeRange((1, 4, 1, 6), (2, 4, 10, 6), (6, 4, 20, 6))
+        assert profile["past_key.0"] == ShapeRange((1, 4, 16, 6), (2, 4, 16, 6), (6, 4, 16, 6))
+    (reorder,) = made.engines["reorder"]
+    assert reorder["order"] == ShapeRange((1,), (2,), (6,))
+
+
+def test_several_shapes_are_separated_by_commas() -> None:
+    made = profiles(opt_shapes="source_ids:4x64,target_ids:8x3, num_candidates:10")
+    step, prefill = made.engines["decoder_static"]
+    assert prefill["source_mask"].opt == (4, 64)
+    assert prefill["target_ids"].opt == (8, 3), "two beams a source"
+    assert step["num_candidates"].opt == (10,)
+
+
+def test_the_usual_size_moves_between_new_bounds() -> None:
+    made = profiles(max_shapes="source_ids:6x20,target_ids:6x4")
+    assert made.engines["encoder"][0]["source_ids"].opt == (6, 20)
+    assert made.engines["decoder_static"][PREFILL]["target_ids"] == ShapeRange((1, 2), (6, 4), (6, 4))
+
+
+def test_target_len_concerns_the_prefill_alone() -> None:
+    step, prefill = profiles(max_shapes="target_ids:32x4", min_shapes="target_ids:1x2").engines["decoder_static"]
+    assert step["target_ids"] == ShapeRange((1, 1), (16, 1), (32, 1))
+    assert prefill["target_ids"] == ShapeRange((1, 2), (16, 4), (32, 4))
+
+
+def test_candidates_can_be_raised_to_what_topk_takes() -> None:
+    large = replace(SPEC, vocab=100_000)
+    made = profiles(spec=large, max_shapes="num_candidates:3840")
+    assert made.limits.max_candidates == 3840
+    assert made.engines["decoder_static"][STEP]["num_candidates"] == ShapeRange((1,), (1,), (3840,))
+    assert "num_candidates reaches 3841, a step returns at most 3840" in refusal(
+        spec=large, max_shapes="num_candidates:3841"
+    )
+    assert "num_candidates reaches 501, a step returns at most 500" in refusal(max_shapes="num_candidates:501")
+
+
+def test_the_past_of_the_concat_form_limits_the_target() -> None:
+    made = profiles("concat", max_shapes="past_key.0:32x4x9x6")
+    assert made.limits.max_target_length == 10
+    assert made.engines["decoder"][STEP]["past_value.1"].max == (32, 4, 9, 10)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_shapes": "sauce:1x2"}, "max_shapes has 'sauce', expected among source_ids, source_mask, target_ids, "),
+        ({"max_shapes": "cache:1x2"}, "max_shapes has 'cache', expected among"),
+        ({"max_shapes": "source_ids:4"}, "max_shapes has source_ids with 1 sizes, expected batchxsource_len"),
+        ({"max_shapes": "num_candidates:1x2"}, "max_shapes has num_candidates with 2 sizes, expected num_candidates"),
+        ({"min_shapes": "past_key.0:1x4x9x6"}, "min_shapes has 9 in past_key.0, expected 16 of rowsx4x16x6, which is"),
+        ({"opt_shapes": "cross_key.0:1x5x9x6"}, "opt_shapes has 5 in cross_key.0, expected 4 of batchx4xsource_lenx6"),
+        (
+            {"max_shapes": "source_ids:4x8,source_mask:4x9"},
+            "max_shapes has source_len 8 in source_ids and 9 in source_mask, expected one",
+        ),
+        ({"max_shapes": "source_ids:4x8,source_ids:4x8"}, "max_shapes has source_ids twice"),
+        ({"min_shapes": "source_ids:4x9", "max_shapes": "source_ids:4x8"}, "source_len has min 9, opt 8, max 8"),
+        ({"opt_shapes": "source_ids:4x65"}, "source_len has min 1, opt 65, max 64"),
+        ({"min_shapes": "source_ids:0x1"}, "batch begins at 0, expected 1, where a session begins"),
+        (
+            {"min_shapes": "source_ids:2x3"},
+            "batch begins at 2, expected 1, where a session begins; source_len begins at 3",
+        ),
+        ({"min_shapes": "target_ids:1x3"}, "target_len begins at 3, expected 1 or 2, where"),
+        ({"min_shapes": "num_candidates:2"}, "num_candidates begins at 2, expected 1, where"),
+        ({"max_shapes": "source_ids:4x65"}, "source_len reaches 65, the bundle has 64"),
+        ({"max_shapes": "target_ids:4x17"}, "target_len reaches 17, the bundle has 16"),
+        ({"opt_shapes": "source_ids:3x8,target_ids:4x1"}, "opt has batch 3 and rows 4, expected a multiple"),
+        ({"max_shapes": "source_ids:4x8,target_ids:8x1"}, "max has batch 4 and rows 8, expected them equal"),
+        ({"max_source_length": 65}, "max_source_length is 65, the bundle has 64; export the bundle with more"),
+    ],
+)
+def test_what_does_not_fit_is_named(settings: dict[str, object], message: str) -> None:
+    assert message in refusal(**settings)
+
+
+@pytest.mark.parametrize(
+    "text", ["source_ids", "source_ids:", ":4x8", "source_ids:4x", "source_ids:4X8", "a:-1x2", "4x8"]
+)
+@pytest.mark.parametrize("option", ["min_shapes", "opt_shapes", "max_shapes"])
+def test_what_is_not_spelled_like_a_shape_is_named(option: str, text: str) -> None:
+    assert f"{option} has {text!r}, expected name:1x2x3" in refusal(**{option: text})
+
+
+def test_a_size_without_end_is_no_size() -> None:
+    assert "expected name:1x2x3" in refusal(max_shapes=f"source_ids:{'9' * 5000}x1")
+
+
+def test_everything_wrong_is_named_at_once() -> None:
+    message = refusal(max_shapes="sauce:1,source_ids:4x900,past_key.0:1x4x9x6", min_shapes="source_ids:9x1")
+    assert message.startswith("engine: ")
+    for part in ("'sauce'", "9 in past_key.0", "source_len reaches 900", "batch has min 9"):
+        assert part in message
+
+
+def test_lengths_beyond_the_bundle_are_named_at_once() -> None:
+    message = refusal(spec=ENCODER_ONLY, max_source_length=100, max_target_length=100)
+    assert "max_source_length is 100, the bundle has 64" in message
+    assert "max_target_length is 100, the bundle has 0; leave it out for an encoder alone" in message
+
+
+def test_no_past_is_where_the_concat_form_begins() -> None:
+    message = refusal(form="concat", min_shapes="past_key.0:1x4x3x6")
+    assert message == "engine: past_len begins at 3, expected 0, where a session begins"
+
+
+@pytest.mark.parametrize(
+    ("form", "shapes", "tokens"),
+    [("static", "source_ids:4x48", 48), ("concat", "past_key.0:4x4x14x6", 14), ("static", "source_ids:4x4", 8)],
+)
+def test_rows_that_move_are_as_wide_as_the_shapes_that_were_given(form: Form, shapes: str, tokens: int) -> None:
+    made = profiles(form, max_source_length=8, max_target_length=8, max_shapes=shapes)
+    (reorder,) = made.engines["reorder"]
+    assert reorder["cache"].max == (4, 4 * 10 * tokens)
+
+
+def test_an_encoder_alone_takes_shapes_of_its_own_inputs() -> None:
+    assert profiles(spec=ENCODER_ONLY, max_shapes="source_ids:5x6").limits.max_batch == 5
+    assert "'target_ids'" in refusal(spec=ENCODER_ONLY, max_shapes="target_ids:5x6")
+
+
+def test_a_step_returns_one_candidate_or_more() -> None:
+    assert "num_candidates begins at 0" in refusal(min_shapes="num_candidates:0")

@@ -1,0 +1,156 @@
+"""What is resolved before a build, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.bundle.made import CONTENT, FACTS, GRAPHS, fill, make_contrib
+from tests.tensorrt.artifact import stored
+from tests.tensorrt.artifact.stored import L4
+from tfexport.bundle.bundle import Bundle, create_bundle
+from tfexport.bundle.manifest import GraphEntry
+from tfexport.contract import graph_contract
+from tfexport.errors import ConfigError, EngineError
+from tfexport.tensorrt.build.resolve import resolve
+from tfexport.tensorrt.config import EngineConfig
+from tfexport.tensorrt.library import Library, load_library
+
+trt = pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Bundle:
+    return stored.make(tmp_path / "bundle")
+
+
+@pytest.fixture
+def rtx() -> Library:
+    return load_library("tensorrt-rtx")
+
+
+@pytest.fixture
+def old(rtx: Library) -> Library:
+    """Return what an old TensorRT looks like: no layer for caches, no compute capabilities to choose."""
+    module = SimpleNamespace(
+        IBuilderConfig=object,
+        LayerType=SimpleNamespace(),
+        BuilderFlag=trt.BuilderFlag,
+        HardwareCompatibilityLevel=SimpleNamespace(AMPERE_PLUS=1),
+    )
+    return replace(rtx, target="tensorrt", trt=module, version="10.3.0")
+
+
+def only(path: Path, graph: str, **facts: Any) -> Bundle:
+    """Make a bundle with one form of the decoder."""
+    graphs = {name: entry for name, entry in GRAPHS.items() if name in ("encoder", graph)}
+    files = {entry.file for entry in graphs.values()} | {"weights.safetensors"}
+    with create_bundle(path) as builder:
+        fill(builder, {name: data for name, data in CONTENT.items() if name in files}, graphs=graphs, **facts)
+    return builder.bundle
+
+
+def test_what_is_left_open_is_decided(bundle: Bundle, rtx: Library) -> None:
+    resolved = resolve(bundle, EngineConfig(), rtx, None)
+    assert resolved.config == EngineConfig(
+        target="tensorrt-rtx",
+        form="static",
+        precision="fp32",
+        max_source_length=16,
+        max_target_length=16,
+        capacities=(16,),
+        compute_capabilities=("8.0", "8.6", "8.9", "12.0", "12.1"),
+    )
+    assert resolved.graphs == ("encoder", "decoder_static")
+    assert resolved.sources == {
+        name: bundle.manifest.files[name].sha256
+        for name in ("encoder.onnx", "decoder_static.onnx", "weights.safetensors")
+    }
+    assert not resolved.is_exported_again
+
+
+def test_the_gpu_at_hand_is_built_for(bundle: Bundle, rtx: Library) -> None:
+    assert resolve(bundle, EngineConfig(), rtx, L4).config.compute_capabilities == ("8.9",)
+    named = EngineConfig(compute_capabilities=("12.0", "8.6"))
+    assert resolve(bundle, named, rtx, L4).config.compute_capabilities == ("8.6", "12.0")
+    hopper = replace(L4, compute_capability="9.0")
+    assert resolve(bundle, EngineConfig(), rtx, hopper).config.compute_capabilities == ("9.0",)
+    with pytest.raises(EngineError, match=r"compute capability 9\.0: .* or --target tensorrt on such a GPU"):
+        resolve(bundle, EngineConfig(compute_capabilities=("9.0",)), rtx, None)
+
+
+def test_the_form_is_one_that_bundle_and_library_have(
+    bundle: Bundle, rtx: Library, old: Library, tmp_path: Path
+) -> None:
+    concat, static = only(tmp_path / "concat", "decoder"), only(tmp_path / "static", "decoder_static")
+    assert resolve(concat, EngineConfig(), rtx, None).form == "concat"
+    assert resolve(static, EngineConfig(), rtx, None).form == "static"
+    on_old = resolve(bundle, EngineConfig(), old, L4)
+    assert on_old.form == "concat"
+    assert on_old.notes == (
+        "building the concat form, not static, which tensorrt 10.3.0 has no layer for, unlike TensorRT 10.15 and newer",
+    )
+    with pytest.raises(EngineError, match="form is static, the bundle has concat alone; export it with --forms"):
+        resolve(concat, EngineConfig(form="static"), rtx, None)
+    for given in (EngineConfig(form="static"), EngineConfig()):
+        with pytest.raises(EngineError, match=r"form is static, which tensorrt 10\.3\.0 has no layer for"):
+            resolve(static, given, old, L4)
+
+
+def test_keys_and_values_of_two_widths_need_the_concat_form(bundle: Bundle, rtx: Library, tmp_path: Path) -> None:
+    def narrow(bundle: Bundle) -> Bundle:
+        spec = replace(bundle.manifest.spec, head_dim=2)
+        graphs = {
+            name: GraphEntry.of(entry.file, entry.opset, graph_contract(spec, name))
+            for name, entry in bundle.manifest.graphs.items()
+        }
+        return replace(bundle, manifest=replace(bundle.manifest, spec=spec, graphs=graphs, config=None))
+
+    why = "static, whose attention takes keys and values of one width, and a head has 2 and 4"
+    chosen = resolve(narrow(bundle), EngineConfig(), rtx, None)
+    assert (chosen.form, chosen.notes) == ("concat", (f"building the concat form, not {why}",))
+    assert resolve(narrow(bundle), EngineConfig(form="concat"), rtx, None).notes == ()
+    assert resolve(bundle, EngineConfig(), rtx, None).notes == ()
+    with pytest.raises(EngineError, match=f"^trt: form is {why}; use --form concat$"):
+        resolve(narrow(bundle), EngineConfig(form="static"), rtx, None)
+    with pytest.raises(EngineError, match=f"form is {why}; export it with --forms concat,static$"):
+        resolve(narrow(only(tmp_path / "static", "decoder_static")), EngineConfig(), rtx, None)
+
+
+def test_the_contrib_form_is_for_no_engine(bundle: Bundle, rtx: Library, old: Library, tmp_path: Path) -> None:
+    with_contrib = make_contrib(tmp_path / "with", GRAPHS)
+    assert resolve(with_contrib, EngineConfig(), rtx, None).form == "static"
+    assert resolve(with_contrib, EngineConfig(), old, L4).form == "concat"
+    alone = make_contrib(tmp_path / "alone", {"encoder": GRAPHS["encoder"]})
+    for given in (EngineConfig(), EngineConfig(form="static")):
+        with pytest.raises(EngineError, match=r"has the contrib form alone.*; export it with --forms concat,static"):
+            resolve(alone, given, rtx, None)
+    with pytest.raises(ConfigError, match="form is contrib, which is for ONNX Runtime alone; use static or concat"):
+        EngineConfig(form="contrib")
+
+
+def test_another_precision_needs_a_model(rtx: Library, bundle: Bundle, tmp_path: Path) -> None:
+    assert resolve(bundle, EngineConfig(precision="fp16"), rtx, None).is_exported_again
+    graphs_only = only(tmp_path / "graphs", "decoder", config=None)
+    with pytest.raises(EngineError, match="precision is fp16, the bundle has fp32 and no model to export again"):
+        resolve(graphs_only, EngineConfig(precision="fp16"), rtx, None)
+    assert resolve(graphs_only, EngineConfig(precision="fp32"), rtx, None).spec == FACTS["spec"]
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "gpu"), [((), None), (("8.6", "8.9"), None), ((), replace(L4, compute_capability="8.0"))]
+)
+def test_fp8_needs_gpus_that_have_it(bundle: Bundle, rtx: Library, capabilities: tuple[str, ...], gpu: Any) -> None:
+    config = EngineConfig(weights="fp8", compute_capabilities=capabilities)
+    with pytest.raises(EngineError, match=r"fp8 need compute capability 8\.9 or newer, not 8\.[06]"):
+        resolve(bundle, config, rtx, gpu)
+    assert resolve(bundle, replace(config, compute_capabilities=("8.9", "12.0")), rtx, gpu).config.weights == "fp8"
+
+
+def test_the_timing_cache_is_told_to_the_builder_and_not_written_down(bundle: Bundle, old: Library) -> None:
+    resolved = resolve(bundle, EngineConfig(timing_cache="/tmp/timings"), old, L4)
+    assert (resolved.options.timing_cache, resolved.config.timing_cache) == ("/tmp/timings", None)

@@ -1,0 +1,211 @@
+"""Whole decodes on engines: what ONNX Runtime gives, from sessions, threads, bundles and the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import tfexport
+from tests.tensorrt.cuda_double import CudaDouble
+from tests.tensorrt.session.conftest import SOURCES, Model
+from tests.tensorrt.session.trt_double import LIBRARY, FakeContext, FakeEngine, RtxEngine, make_engines
+from tfexport.bundle.bundle import Bundle
+from tfexport.cli import main
+from tfexport.contract import ENCODER, Form
+from tfexport.decode.offline import decode
+from tfexport.errors import BackendError, EngineError
+from tfexport.generation import DecodeConfig
+from tfexport.runtime.ort.backend import open_graphs
+from tfexport.runtime.registry import get, registered
+from tfexport.runtime.session import Session
+from tfexport.tensorrt.config import EngineConfig
+from tfexport.tensorrt.cuda import Gpu
+from tfexport.tensorrt.session.session import TrtSession
+
+FORMS: tuple[Form, ...] = ("static", "concat")
+
+
+def dates_ort(model: Model, form: Form = "static") -> Session:
+    return open_graphs(model.graphs, model.spec, form, threads=1)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "beams": {"num_beams": 4, "num_return_sequences": 2},
+    "odd beams": {"num_beams": 3, "length_penalty": 0.5, "early_stopping": "never"},
+    "filters": {"no_repeat_ngram_size": 2, "min_new_tokens": 3},
+    "samples": {"do_sample": True, "top_k": 5, "num_return_sequences": 3, "seed": 1},
+    "short": {"max_new_tokens": 3},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("prompt", [False, True], ids=["late", "at once"])
+def test_decodes_as_onnx_runtime_does(dates: Model, form: Form, prompt: bool, options: dict[str, Any]) -> None:
+    config = DecodeConfig(**options)
+    session = dates.trt(form, cuda=CudaDouble(prompt=prompt), max_batch=20)
+    prefixes = [[5] * (place % 3) for place in range(SOURCES)]
+    for given in (None, prefixes):
+        found = decode(session, dates.sources, config, prefixes=given, batch_size=7)
+        expected = decode(dates_ort(dates, form), dates.sources, config, prefixes=given, batch_size=7)
+        assert [[h.token_ids for h in text] for text in found] == [[h.token_ids for h in text] for text in expected]
+        scores, wanted = ([h.score for text in results for h in text] for results in (found, expected))
+        np.testing.assert_allclose(scores, wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_decodes_a_random_model_as_onnx_runtime_does(variant: Callable[[str], Path], form: Form) -> None:
+    model = Model(variant("t5"))
+    for config in (DecodeConfig(), DecodeConfig(num_beams=3), DecodeConfig(num_beams=2, length_penalty=2.0)):
+        found = decode(model.trt(form, max_batch=16), model.sources, config, batch_size=5)
+        expected = decode(dates_ort(model, form), model.sources, config, batch_size=5)
+        assert [text[0].token_ids for text in found] == [text[0].token_ids for text in expected]
+
+
+def test_no_text_depends_on_its_batch(dates: Model) -> None:
+    session, config = dates.trt(max_batch=6), DecodeConfig()
+    alone = [decode(session, [source], config)[0][0].token_ids for source in dates.sources]
+    for batch_size in (2, 3, 5, 6):
+        found = decode(session, dates.sources, config, batch_size=batch_size)
+        assert [text[0].token_ids for text in found] == alone
+
+
+def test_threads_decode_at_once_over_the_same_engines(dates: Model) -> None:
+    cuda, log = CudaDouble(), []  # type: ignore[var-annotated]
+    engines, limits = make_engines(dates.graphs, dates.spec, "static", EngineConfig(max_batch=8), cuda, log)
+    sessions = [TrtSession(engines, dates.spec, "static", limits, LIBRARY, cuda) for _ in range(2)]  # type: ignore[arg-type]
+    config, expected = DecodeConfig(num_beams=2), decode(dates_ort(dates), dates.sources, DecodeConfig(num_beams=2))
+
+    def run(number: int) -> list[Any]:
+        return decode(sessions[number % 2], dates.sources, config, batch_size=1 + number % 4)
+
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(run, range(8)):
+            assert [text[0].token_ids for text in found] == [text[0].token_ids for text in expected]
+    for session in sessions:
+        session.close()
+    assert cuda.is_empty
+
+
+def test_rtx_captures_by_itself_where_we_cannot(dates: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RtxEngine, "is_capturable", False)
+    cuda = CudaDouble()
+    session = dates.trt(cuda=cuda, kind=RtxEngine)
+    found = decode(session, dates.sources, DecodeConfig(num_beams=2))
+    expected = decode(dates_ort(dates), dates.sources, DecodeConfig(num_beams=2))
+    assert [text[0].token_ids for text in found] == [text[0].token_ids for text in expected]
+    assert cuda.counts["capture"] == 0
+    strategies = [config.cuda_graph_strategy.name for config in session.engines["decoder_static"].configs]
+    assert "WHOLE_GRAPH_CAPTURE" in strategies
+    assert {c.cuda_graph_strategy.name for c in session.engines[ENCODER].configs} == {"DISABLED"}
+
+
+@pytest.fixture
+def on_doubles(dates: Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tfexport.Model]]:
+    """Return `tfexport.load` on a bundle with an engine `fast`, up to the library and the device."""
+    bundle, cuda = dates.path, CudaDouble()
+
+    def load_engine(opened: Bundle, name: str | None) -> Any:
+        if name not in (None, "fast"):
+            raise EngineError(f"{opened.path}: has no engine {name}")
+        log: list[str] = []
+        engines, limits = make_engines(dates.graphs, dates.spec, "static", EngineConfig(max_batch=4), cuda, log)
+        config = EngineConfig(form="static", precision="fp32")
+        manifest = SimpleNamespace(config=config, limits=limits, plans={})
+        reasons = SimpleNamespace(reason=lambda: log[-1])
+        return SimpleNamespace(
+            manifest=manifest, plans=engines, library=LIBRARY, path=opened.path / "engines" / "fast", log=reasons
+        )
+
+    monkeypatch.setattr("tfexport.tensorrt.artifact.load.load_engine", load_engine)
+    monkeypatch.setattr("tfexport.tensorrt.cuda.Cuda", lambda: cuda)
+    gpu = Gpu(index=0, name="none", compute_capability="0.0", memory_bytes=0, driver_version="0.0")
+    monkeypatch.setattr("tfexport.tensorrt.cuda.need_gpu", lambda: gpu)
+    with registered(dataclasses.replace(get("trt"), requirements=())):
+        yield lambda **options: tfexport.load(bundle, **options)
+
+
+def test_a_bundle_generates_with_its_engine(dates: Model, on_doubles: Callable[..., tfexport.Model]) -> None:
+    texts = ["Dienstag, 3. März 2026", "15 de septiembre de 2001", "le 14 juillet 1989", "2026年3月3日", "May 4, 1977"]
+    with tfexport.load(dates.path, backend="ort") as model:
+        expected = model.generate(texts, num_beams=2)
+    for engine in (None, "fast"):
+        with on_doubles(backend="trt", engine=engine) as model:
+            assert model.session.backend == "trt"
+            assert [result.text for result in model.generate(texts, num_beams=2)] == [r.text for r in expected]
+
+
+def test_a_warm_up_leaves_nothing_for_the_first_batch_to_make(on_doubles: Callable[..., tfexport.Model]) -> None:
+    """Of that shape: its kernels are compiled and its steps captured, that of a first step from the host too."""
+    texts = ["Dienstag, 3. März 2026", "le 14 juillet 1989", "May 4, 1977"]
+    made = {}
+    for batches in ((), [(3, 32), (1, 32)]):
+        with on_doubles(backend="trt", warm_up=batches) as model:
+            longest = max(len(ids) for ids in model.tokenizer.encode(texts)) if model.tokenizer else 0
+            assert 16 < longest <= 32
+            counts = model.session._pool._engines.cuda.counts  # type: ignore[attr-defined]
+            before = counts.copy()
+            said = [result.text for result in model.generate(texts)]
+            assert said == ["2026-03-03", "1989-07-14", "1977-05-04"]
+            made[bool(batches)] = {name: counts[name] - before[name] for name in ("capture", "context")}
+    assert made[True] == {"capture": 0, "context": 0}
+    assert made[False]["capture"] > 0
+    assert made[False]["context"] > 0
+
+
+def test_an_engine_goes_with_its_backend_and_its_form(on_doubles: Callable[..., tfexport.Model]) -> None:
+    with pytest.raises(BackendError, match="ort: engine fast is for TensorRT; use it with --backend trt"):
+        on_doubles(backend="ort", engine="fast")
+    with pytest.raises(BackendError, match="trt: engine fast has the form static; leave the form out"):
+        on_doubles(backend="trt", form="concat")
+    with pytest.raises(BackendError, match="trt: device cuda is for ONNX Runtime; use it with --backend ort"):
+        on_doubles(backend="trt", device="cuda")
+    with pytest.raises(EngineError, match="has no engine slow"):
+        on_doubles(backend="trt", engine="slow")
+
+
+def test_a_bundle_without_engines_says_so_on_the_command_line(dates: Model) -> None:
+    result = CliRunner().invoke(main, ["generate", str(dates.path), "--backend", "trt", "1 May 2020"])
+    assert result.exit_code == 1
+    assert re.fullmatch(r"error: .*tfexport trt .*\n", result.stderr), result.stderr
+
+
+class OldContext(FakeContext):
+    """An `IExecutionContext` of TensorRT 10.0 to 10.2: memory for activations is a property."""
+
+    @property
+    def set_device_memory(self) -> Any:
+        raise AttributeError("set_device_memory")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "device_memory":
+            FakeContext.set_device_memory(self, value, FakeEngine.device_memory_size_v2)
+        else:
+            super().__setattr__(name, value)
+
+
+class OldEngine(FakeEngine):
+    """An `ICudaEngine` of TensorRT 10.0 to 10.2, which knows no aliases either."""
+
+    device_memory_size = FakeEngine.device_memory_size_v2
+    get_aliased_input_tensor = property()  # type: ignore[assignment]
+
+    def create_execution_context(self, strategy: Any) -> OldContext | None:
+        made = super().create_execution_context(strategy)
+        return made and OldContext(self, replays_itself=False)
+
+
+def test_the_oldest_library_runs_the_concat_form(dates: Model) -> None:
+    session = dates.trt("concat", kind=OldEngine)
+    found, expected = (decode(one, dates.sources[:5], DecodeConfig(num_beams=2)) for one in (session, dates_ort(dates)))
+    assert [text[0].token_ids for text in found] == [text[0].token_ids for text in expected]

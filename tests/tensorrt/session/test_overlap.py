@@ -1,0 +1,143 @@
+"""The step that overlaps the host: when the next one is begun, followed and dropped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.tensorrt.cuda_double import CudaDouble
+from tfexport.contract import CACHE_LENGTHS, CANDIDATE_IDS, TARGET_IDS, ModelSpec, TokenIds
+from tfexport.tensorrt.session.overlap import SURE_AFTER, OverlappedStep
+from tfexport.tensorrt.session.resources import Pinned
+from tfexport.tensorrt.session.step import Sizes, StepIO
+
+TOKENS = TokenIds(pad=0, start=1, eos=2)
+SIZES = {"source_vocab": 9, "vocab": 9, "d_model": 4, "layers": 1, "heads": 1, "head_dim": 4, "value_dim": 4}
+SPEC = ModelSpec(**SIZES, max_source_length=1, max_target_length=9, tokens=TOKENS, precision="fp32")
+
+
+class Step:
+    """A step of two rows whose best token is always the last one plus one; the others are further away."""
+
+    def __init__(self, cuda: CudaDouble, stream: int, capacity: int, num_candidates: int = 1) -> None:
+        self.sizes, self.cuda, self.stream = Sizes(2, 2, 1, 1, num_candidates, capacity), cuda, stream
+        self.given, self.found = self.sizes.packed(SPEC, "static")
+        self.calls: list[tuple[str, list[int], int]] = []
+        self.newest = np.zeros(2, np.int64)
+
+    def feed(self, io: StepIO, target_ids: np.ndarray, lengths: np.ndarray) -> None:
+        given = self.given.view(TARGET_IDS, io.given)
+        given[:, 0] = target_ids
+        self._queue("feed", io, lengths, given[:, 0].copy)
+
+    def follow(self, io: StepIO, lengths: np.ndarray, number: int) -> None:
+        self._queue(f"follow {number}", io, lengths, lambda: self.newest)
+
+    def best(self, io: StepIO) -> np.ndarray:
+        return self.found.view(CANDIDATE_IDS, io.found)[:, 0].copy()
+
+    def _queue(self, name: str, io: StepIO, lengths: np.ndarray, read: Any) -> None:
+        self.calls.append((name, lengths.tolist(), id(io)))
+        told = self.given.view(CACHE_LENGTHS, io.given)
+        told[:] = lengths
+        given = lengths.copy()
+
+        def work() -> None:
+            assert (told == given).all(), "the step I/O was written while it was in use"
+            self.newest = read() + 1
+            self.found.view(CANDIDATE_IDS, io.found)[:] = self.newest[:, None] + np.arange(self.sizes.num_candidates)
+
+        self.cuda.enqueue(self.stream, work)
+        io.record(self.stream)
+
+
+@pytest.fixture(params=[False, True], ids=["late", "at once"])
+def cuda(request: pytest.FixtureRequest) -> CudaDouble:
+    return CudaDouble(prompt=request.param)
+
+
+def make(cuda: CudaDouble, num_candidates: int = 1, capacity: int = 100) -> tuple[OverlappedStep, Step]:
+    pinned = Pinned(cuda)  # type: ignore[arg-type]
+    ios = [StepIO(cuda, cuda.event(), pinned, 1024, 1024) for _ in range(2)]  # type: ignore[arg-type]
+    return OverlappedStep((ios[0], ios[1])), Step(cuda, cuda.stream(), capacity, num_candidates)
+
+
+@pytest.fixture
+def overlapped(cuda: CudaDouble) -> tuple[OverlappedStep, Step]:
+    return make(cuda, capacity=6)
+
+
+READ = np.array([0, 1])
+
+
+def ints(*numbers: int) -> np.ndarray:
+    return np.array(numbers, np.int64)
+
+
+def test_overlapped_steps_are_fed_once_and_stop_at_the_last_position(overlapped: tuple[OverlappedStep, Step]) -> None:
+    """Rows at different positions; the longest one decides when there is no next step."""
+    runner, step = overlapped
+    ids = ints(10, 20)
+    for past_len in range(5):
+        ids = step.best(runner.run(step, ids, READ, ints(past_len + 1, past_len)))
+        assert ids.tolist() == [11 + past_len, 21 + past_len]
+    names = [(name, lengths) for name, lengths, _ in step.calls]
+    assert names == [
+        ("feed", [1, 0]),
+        ("follow 1", [2, 1]),
+        ("follow 0", [3, 2]),
+        ("follow 1", [4, 3]),
+        ("follow 0", [5, 4]),
+    ]
+
+
+def test_an_overlapped_step_is_dropped_when_the_host_wants_other_tokens(
+    overlapped: tuple[OverlappedStep, Step],
+) -> None:
+    runner, step = overlapped
+    runner.run(step, ints(10, 20), READ, ints(0, 0))
+    assert step.best(runner.run(step, ints(11, 50), READ, ints(1, 1))).tolist() == [12, 51]
+    assert step.best(runner.run(step, ints(12, 99), READ[:1], ints(2, 0)))[0] == 13, "a row that nobody reads"
+    assert [name for name, *_ in step.calls] == ["feed", "follow 1", "feed", "follow 1", "follow 0"]
+    assert step.calls[-1][1] == [3, 0], "whose length goes back to 0"
+
+
+def test_an_overlapped_step_is_dropped_at_another_length_or_shape(overlapped: tuple[OverlappedStep, Step]) -> None:
+    runner, step = overlapped
+    runner.run(step, ints(10, 20), READ, ints(0, 1))
+    assert step.best(runner.run(step, ints(11, 21), READ, ints(1, 1))).tolist() == [12, 22]
+    assert [(name, lengths) for name, lengths, _ in step.calls][2:] == [("feed", [1, 1]), ("follow 1", [2, 2])]
+    other = Step(step.cuda, step.stream, 6)
+    assert other.best(runner.run(other, ints(12, 22), READ, ints(2, 2))).tolist() == [13, 23]
+    assert [name for name, *_ in other.calls] == ["feed", "follow 1"]
+    runner.drop()
+    assert other.best(runner.run(other, ints(13, 23), READ, ints(3, 3))).tolist() == [14, 24]
+    assert [name for name, *_ in other.calls][2:] == ["feed", "follow 1"]
+
+
+def follow_best(runner: OverlappedStep, step: Step, ids: np.ndarray, first: int, last: int) -> np.ndarray:
+    for past_len in range(first, last):
+        ids = step.best(runner.run(step, ids, READ, ints(past_len, past_len)))
+    return ids
+
+
+def test_who_asks_for_several_candidates_overlaps_once_the_best_was_taken_for_a_while(cuda: CudaDouble) -> None:
+    runner, step = make(cuda, 4)
+    ids = follow_best(runner, step, ints(10, 20), 0, SURE_AFTER)
+    assert {name for name, *_ in step.calls} == {"feed"}, "not sure yet"
+    ids = follow_best(runner, step, ids, SURE_AFTER, SURE_AFTER + 3)
+    assert [name for name, *_ in step.calls][SURE_AFTER:] == ["feed", "follow 1", "follow 0", "follow 1"]
+    assert ids.tolist() == [10 + SURE_AFTER + 3, 20 + SURE_AFTER + 3]
+    found = runner.run(step, ids + ints(0, 2), READ, ints(SURE_AFTER + 3, SURE_AFTER + 3))
+    assert step.best(found).tolist() == [ids[0] + 1, ids[1] + 3], "one row takes another: the step is fed"
+    assert [name for name, *_ in step.calls][-1] == "feed", "and the next one is not begun"
+
+
+def test_a_drop_forgets_what_was_taken(cuda: CudaDouble) -> None:
+    runner, step = make(cuda, 4)
+    ids = follow_best(runner, step, ints(10, 20), 0, SURE_AFTER + 1)
+    runner.drop()
+    follow_best(runner, step, ids, SURE_AFTER + 1, 2 * SURE_AFTER)
+    assert [name for name, *_ in step.calls][SURE_AFTER + 1 :] == ["follow 1", *["feed"] * (SURE_AFTER - 1)]

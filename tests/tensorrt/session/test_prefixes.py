@@ -1,0 +1,128 @@
+"""A long prefix is read in pieces, on doubles of engines: what PyTorch reads of it at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+import torch
+
+from tests import tiny
+from tests.runtime.exported import LONG, Once, exported
+from tests.tensorrt.cuda_double import CudaDouble
+from tests.tensorrt.session.trt_double import DoubleSession, trt_session
+from tfexport.contract import DECODER, Form
+from tfexport.decode.offline import decode
+from tfexport.generation import DecodeConfig
+from tfexport.runtime.eager import EagerSession
+from tfexport.runtime.session import Session, pad_right
+from tfexport.tensorrt.build.profiles import PREFIX_PIECE
+
+# Around one piece and two of them, and many.
+LENGTHS = (1, 15, 16, 17, 31, 33, 100)
+SOURCE_LENGTHS = (7, 3, 1, 12, 5, 9, 2)
+
+
+@pytest.fixture(scope="module")
+def eager() -> EagerSession:
+    return EagerSession(tiny.model(LONG, dtype=torch.float32))
+
+
+@pytest.fixture(scope="module")
+def prefixes() -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(3, LONG.target_vocab, length).tolist() for length in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def sources() -> list[list[int]]:
+    rng = np.random.default_rng(1)
+    return [rng.integers(3, LONG.source_vocab, length).tolist() for length in SOURCE_LENGTHS]
+
+
+def on_doubles(once: Once, form: Form = "static", **options: Any) -> DoubleSession:
+    graphs, spec = exported(tiny.model(LONG, dtype=torch.float32), once)
+    return trt_session(graphs, spec, form, **options)
+
+
+def tokens_of(
+    session: Session, sources: list[list[int]], prefixes: list[list[int]], beams: int = 1, batch_size: int = 8
+) -> list[list[int]]:
+    config = DecodeConfig(max_new_tokens=6, min_new_tokens=6, num_beams=beams)
+    found = decode(session, sources, config, prefixes=prefixes, batch_size=batch_size)
+    return [text[0].token_ids for text in found]
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_rows_of_unequal_prefixes_say_what_they_say_in_pytorch(
+    once: Once, eager: EagerSession, sources: list[list[int]], prefixes: list[list[int]], beams: int
+) -> None:
+    """All in one batch, then few at a time, so that long prefixes join rows that are being decoded."""
+    expected = tokens_of(eager, sources, prefixes, beams)
+    for options in (
+        {},
+        {"capacities": (24, 64)},
+        {"max_shapes": f"target_ids:32x5,num_candidates:{LONG.target_vocab}"},
+    ):
+        for batch_size in (8, 3):
+            session = on_doubles(once, **options)
+            assert tokens_of(session, sources, prefixes, beams, batch_size) == expected
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_the_concat_form_reads_pieces_behind_its_past(
+    once: Once, eager: EagerSession, sources: list[list[int]], prefixes: list[list[int]], length: int
+) -> None:
+    rng, among = np.random.default_rng(length), sources[:3]
+    equal = [*rng.integers(3, LONG.target_vocab, (2, length)).tolist(), prefixes[LENGTHS.index(length)]]
+    assert tokens_of(on_doubles(once, "concat"), among, equal) == tokens_of(eager, among, equal)
+
+
+@pytest.mark.parametrize("form", ["static", "concat"])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_a_piece_is_as_long_as_its_profile(once: Once, sources: list[list[int]], form: Form, length: int) -> None:
+    """Sixteen tokens; or what the profile of an engine takes that was built for more, which reads all at once."""
+    for shapes, runs in (("", -(-length // PREFIX_PIECE)), (f"target_ids:32x{LONG.max_target_length}", 1)):
+        cuda = CudaDouble()
+        batch = on_doubles(once, form, cuda=cuda, max_shapes=shapes).batch()
+        batch.add(*pad_right(sources[:2], LONG.tokens.pad), [[LONG.tokens.start] + [5] * length] * 2)
+        assert cuda.counts[f"enqueue {DECODER[form]}"] == runs
+        assert batch.lengths.tolist() == [length] * 2
+
+
+def test_the_static_graph_reads_pieces_of_rows_at_different_positions(once: Once) -> None:
+    """In plain ONNX Runtime: a piece behind 0, 5 and 40 tokens has the logits that PyTorch has of the whole rows."""
+    model, starts = tiny.model(LONG, dtype=torch.float32), np.array([0, 5, 40])
+    graphs, spec = exported(model, once)
+    encoder, decoder = (ort.InferenceSession(graphs[name]) for name in ("encoder", DECODER["static"]))
+    rng = np.random.default_rng(2)
+    ids, mask = rng.integers(3, spec.source_vocab, (3, 9)), np.ones((3, 9), np.bool_)
+    tokens = rng.integers(3, spec.vocab, (3, 40 + PREFIX_PIECE))
+    names = [output.name for output in encoder.get_outputs()]
+    given = dict(zip(names, encoder.run(None, {"source_ids": ids, "source_mask": mask}), strict=True))
+    given |= {"source_mask": mask, "num_candidates": np.array([1])}
+    caches = {
+        tensor.name: np.zeros((3, tensor.shape[1], 96, tensor.shape[3]), np.float32)
+        for tensor in decoder.get_inputs()
+        if tensor.name.startswith("past_")
+    }
+    outputs = [output.name for output in decoder.get_outputs()]
+
+    def read(piece: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        found = decoder.run(outputs, {**given, **caches, "target_ids": piece, "cache_lengths": lengths})
+        results = dict(zip(outputs, found, strict=True))
+        caches.update({name: results[name.replace("past_", "present_")] for name in caches})
+        logits: np.ndarray = results["logits"]
+        return logits
+
+    for begin in range(0, 40, 8):  # what lies behind a row's start is written over by its piece
+        read(tokens[:, begin : begin + 8], np.full(3, begin))
+    piece = np.stack([row[start : start + PREFIX_PIECE] for row, start in zip(tokens, starts, strict=True)])
+    found = read(piece, starts)
+    with torch.no_grad():
+        for row, start in enumerate(starts):
+            whole = torch.from_numpy(tokens[row : row + 1, : start + PREFIX_PIECE])
+            logits = model(torch.from_numpy(ids[row : row + 1]), torch.from_numpy(mask[row : row + 1]), whole)
+            np.testing.assert_allclose(found[row], logits[0, -1].numpy(), atol=2e-5)

@@ -1,0 +1,291 @@
+"""The bridge: which library is taken, what it can do, what it says, and what it must never be asked without a GPU."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+from enum import Enum
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.tensorrt.engine_graphs import add
+from tfexport.errors import BackendError, EngineError
+from tfexport.tensorrt import library as bridge
+from tfexport.tensorrt.config import Target
+from tfexport.tensorrt.cuda import find_gpus
+from tfexport.tensorrt.library import NAMED, PORTABLE, Library, installed_targets, load_library
+from tfexport.tensorrt.log import MAX_ERRORS, MAX_MESSAGE, MAX_RECORDS, Log, Logger, Record, without_noise
+
+pytest.importorskip("tensorrt_rtx")
+
+NOISE = "[checkMacros.cpp::catchCudaError::250] Error Code 1: Cuda Runtime (cudaError 35: driver version)"
+no_gpu = pytest.mark.skipif(bool(find_gpus()), reason="there is a GPU here")
+
+
+@pytest.fixture(scope="module")
+def rtx() -> Library:
+    return load_library("tensorrt-rtx")
+
+
+def plain_tensorrt(**parts: Any) -> Library:
+    """Return a library that builds on a GPU only, as far as its names go."""
+    names: dict[str, Any] = {"IBuilderConfig": object, "LayerType": Enum("LayerType", ["CONSTANT"])}
+    return Library("tensorrt", SimpleNamespace(**names, **parts), "10.0.1", Logger())
+
+
+# Which library is taken.
+
+
+def test_the_library_is_loaded_once(rtx: Library) -> None:
+    assert load_library("tensorrt-rtx") is load_library() is rtx
+    assert rtx.version == rtx.trt.__version__
+    assert "tensorrt-rtx" in installed_targets()
+
+
+def test_a_second_library_in_one_process_is_refused(rtx: Library) -> None:
+    with pytest.raises(BackendError, match=r"^tensorrt: tensorrt-rtx is loaded in this process already.*another proc"):
+        load_library("tensorrt")
+
+
+@pytest.mark.parametrize(
+    ("installed", "has_gpu", "chosen"),
+    [
+        (("tensorrt", "tensorrt-rtx"), True, "tensorrt"),
+        (("tensorrt", "tensorrt-rtx"), False, "tensorrt-rtx"),
+        (("tensorrt",), True, "tensorrt"),
+        (("tensorrt-rtx",), True, "tensorrt-rtx"),
+        (("tensorrt-rtx",), False, "tensorrt-rtx"),
+    ],
+)
+def test_tensorrt_is_preferred_where_it_can_run(installed: tuple[Target, ...], has_gpu: bool, chosen: Target) -> None:
+    assert bridge._choose(installed, has_gpu=has_gpu) == chosen
+
+
+@pytest.mark.parametrize(
+    ("installed", "message"),
+    [
+        ((), r"no library is installed; pip install 'tfexport\[trt\]' .*pip install 'tfexport\[rtx\]'"),
+        (("tensorrt",), r"on a GPU only, and there is none here; .*pip install 'tfexport\[rtx\]'"),
+    ],
+)
+def test_without_a_usable_library_the_commands_are_named(installed: tuple[Target, ...], message: str) -> None:
+    with pytest.raises(BackendError, match=message):
+        bridge._choose(installed, has_gpu=False)
+
+
+def load_elsewhere(folder: Path, target: str) -> str:
+    """Load a library in a process where `folder` comes first; return what it prints."""
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from tfexport.tensorrt.library import load_library\n"
+        "from tfexport.errors import BackendError\n"
+        "try: print(load_library(sys.argv[2]).version)\n"
+        "except BackendError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(folder), target], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("", "the module tensorrt is hollow, it has no Builder, Runtime, OnnxParser, ILogger, __version__"),
+        ("raise OSError('libnvinfer.so.10: cannot open')", "cannot be loaded (libnvinfer.so.10: cannot open)"),
+        ("raise RuntimeError", "cannot be loaded (RuntimeError)"),
+    ],
+)
+def test_a_module_without_its_library_is_told_apart(tmp_path: Path, source: str, message: str) -> None:
+    (tmp_path / "tensorrt.py").write_text(source)
+    said = load_elsewhere(tmp_path, "tensorrt")
+    assert message in said
+    assert "pip install 'tfexport[trt]' --force-reinstall" in said
+
+
+def test_a_library_that_is_not_installed_is_named_with_its_command(tmp_path: Path) -> None:
+    if "tensorrt" in installed_targets():
+        pytest.skip("tensorrt is installed here")
+    assert load_elsewhere(tmp_path, "tensorrt") == "tensorrt: it is not installed; pip install 'tfexport[trt]'\n"
+
+
+def test_asking_what_is_installed_imports_nothing() -> None:
+    code = (
+        "import sys; from tfexport.tensorrt.library import installed_targets; print(installed_targets());"
+        "print({'tensorrt', 'tensorrt_rtx'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "tensorrt-rtx" in done.stdout
+    assert done.stdout.endswith("set()\n")
+
+
+# What must not be done without a GPU.
+
+
+@no_gpu
+def test_no_runtime_is_made_without_a_gpu(rtx: Library) -> None:
+    with pytest.raises(BackendError, match="no GPU"):
+        rtx.runtime(rtx.listen())
+
+
+@no_gpu
+def test_no_builder_of_tensorrt_is_made_without_a_gpu() -> None:
+    def builder(log: object) -> None:
+        raise AssertionError("the library was called")
+
+    library = plain_tensorrt(Builder=builder)
+    assert not library.builds_without_gpu
+    with pytest.raises(BackendError, match="no GPU"):
+        library.builder(library.listen())
+
+
+@pytest.mark.parametrize("outcome", [None, TypeError("factory function returned nullptr")])
+def test_a_builder_that_cannot_be_made_gives_the_reason(outcome: Any) -> None:
+    """The bindings make a TypeError of a null pointer."""
+    logger = Logger()
+
+    def make(log: Logger) -> None:
+        log.log(SimpleNamespace(name="ERROR"), "out of luck")
+        if outcome is not None:
+            raise outcome
+
+    able = SimpleNamespace(IBuilderConfig=SimpleNamespace(num_compute_capabilities=0), Builder=make)
+    library = Library("tensorrt-rtx", able, "9.9", logger)
+    with pytest.raises(EngineError, match=r"tensorrt-rtx 9.9: .* cannot be made: out of luck"):
+        library.builder(library.listen())
+
+
+# What it can do.
+
+
+def test_capabilities_are_those_of_the_library(rtx: Library) -> None:
+    assert rtx.builds_without_gpu
+    assert rtx.updates_caches_in_place
+    assert not plain_tensorrt().updates_caches_in_place
+
+
+def test_strong_typing_is_asked_for_by_name(rtx: Library) -> None:
+    """The number of the flag is 1 in TensorRT 10 and 0 in 11, where 1 is something else."""
+    assert rtx.strongly_typed() == 1
+    flags = Enum("NetworkDefinitionCreationFlag", {"EXPLICIT_BATCH": 0, "STRONGLY_TYPED": 1}, type=int)
+    assert plain_tensorrt(NetworkDefinitionCreationFlag=flags).strongly_typed() == 2
+
+
+def test_types_are_spelled_as_in_the_contract(rtx: Library) -> None:
+    types = rtx.trt.DataType
+    spelled = [rtx.dtype_name(dtype) for dtype in (types.FLOAT, types.HALF, types.BF16, types.INT64, types.BOOL)]
+    assert spelled == ["float32", "float16", "bfloat16", "int64", "bool"]
+    assert rtx.dtype_name(types.UINT8) == "UINT8"
+
+
+def test_compute_capabilities_are_spelled_out(rtx: Library) -> None:
+    assert set(PORTABLE) < set(NAMED) == set(rtx.compute_capabilities())
+    assert plain_tensorrt().compute_capabilities() == {}
+
+
+# What it says.
+
+
+def provoke(library: Library) -> None:
+    """Let the library report an error: a network without outputs."""
+    builder = library.builder(library.listen())
+    network = builder.create_network(library.strongly_typed())
+    assert builder.build_serialized_network(network, builder.create_builder_config()) is None
+
+
+SECOND_LOGGER = "differs from one already registered"
+
+
+def test_the_library_wants_one_logger_for_the_process(rtx: Library) -> None:
+    """The trap: where one is in use, it says so and keeps to that one for part of its messages."""
+
+    class Second(rtx.trt.ILogger):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            rtx.trt.ILogger.__init__(self)
+
+        def log(self, severity: Any, message: str) -> None:
+            heard.append(message)
+
+    heard: list[str] = []
+    log = rtx.listen()
+    builders = [rtx.builder(log), rtx.trt.Builder(Second())]
+    assert any(SECOND_LOGGER in message for message in [*heard, *log.lines()])
+    del builders
+
+
+def test_the_bridge_has_one_logger_for_the_process(rtx: Library) -> None:
+    log, other = rtx.listen(), rtx.listen()
+    builders = [rtx.builder(log), rtx.builder(other)]
+    assert not any(SECOND_LOGGER in line for line in log.lines())
+    del builders
+
+
+def test_every_log_that_is_alive_hears_an_error(rtx: Library) -> None:
+    early, late = rtx.listen(), rtx.listen()
+    provoke(rtx)
+    assert early.problems() == late.problems()
+    (problem,) = late.problems()
+    assert "Network must have at least one output" in problem
+    late.clear()
+    assert late.problems() == []
+    assert late.reason() == "TensorRT gives no reason"
+
+
+def test_a_log_hears_nothing_from_before_and_is_let_go(rtx: Library) -> None:
+    provoke(rtx)
+    log = rtx.listen()
+    assert log.records == []
+    gc.collect()
+    before = len(rtx.logger._logs)
+    del log
+    gc.collect()
+    assert len(rtx.logger._logs) == before - 1
+
+
+def test_details_are_left_out_of_a_log(rtx: Library) -> None:
+    """Parsing alone says hundreds of lines for those who repair TensorRT."""
+    log = rtx.listen()
+    builder = rtx.builder(log)
+    network = builder.create_network(rtx.strongly_typed())
+    assert rtx.trt.OnnxParser(network, rtx.logger).parse(add())
+    assert {record.severity for record in log.records} <= {"INFO", "WARNING"}
+    assert any(line.startswith("INFO Opset version") for line in log.lines())
+
+
+def errors(*messages: str) -> Log:
+    log = Log()
+    for message in messages:
+        log.take(Record("ERROR", message))
+    return log
+
+
+def test_noise_is_left_out_and_errors_are_one_line_each() -> None:
+    log = errors(f"first\n  part\n{NOISE}", NOISE, "second", "second")
+    assert log.problems() == ["first part", "second"]
+    assert log.reason() == "first part; second"
+    assert without_noise(f"a\n{NOISE}\nb") == "a b"
+
+
+def test_noise_alone_is_the_reason() -> None:
+    """With a driver that is too old for the library it is what is wrong."""
+    assert errors(NOISE, NOISE).problems() == [NOISE]
+
+
+def test_warnings_are_no_reason() -> None:
+    log = Log()
+    log.take(Record("WARNING", "careful"))
+    assert log.reason() == "TensorRT gives no reason"
+    assert log.lines() == ["WARNING careful"]
+
+
+def test_a_log_is_bounded_and_keeps_the_newest() -> None:
+    logger = Logger()
+    log = logger.listen()
+    for number in range(MAX_RECORDS + 5):
+        logger.log(SimpleNamespace(name="ERROR"), f"{number} " + "x" * 2 * MAX_MESSAGE)
+    assert len(log.records) == MAX_RECORDS
+    assert len(log.problems()) == MAX_ERRORS
+    assert log.problems()[-1].startswith(f"{MAX_RECORDS + 4} ")
+    assert max(len(record.message) for record in log.records) == MAX_MESSAGE

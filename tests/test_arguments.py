@@ -1,0 +1,289 @@
+"""What callers give: odd values for every argument of every call, and iterables that are taken as lists once."""
+
+from __future__ import annotations
+
+import array
+import collections
+import decimal
+import inspect
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tfexport
+from tests.decode.scripted import ScriptedSession, drawn
+from tfexport import ConfigError, DecodeConfig, InputError, Model, TfexportError
+from tfexport._arguments import as_list
+
+TEXT = "le 14 juillet 1989"
+
+
+class Unspeakable:
+    """Has no words for itself, and is equal to nothing."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no words")
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("no equal")
+
+    __hash__ = object.__hash__
+
+
+def endless() -> list[Any]:
+    found: list[Any] = []
+    found.append(found)
+    return found
+
+
+# Made anew for each call, for some can be read once.
+ODD: dict[str, Callable[[], Any]] = {
+    "None": lambda: None,
+    "True": lambda: True,
+    "False": lambda: False,
+    "0": lambda: 0,
+    "-1": lambda: -1,
+    "a huge number": lambda: 10**400,
+    "a number that no text may have": lambda: 10**5000,
+    "1.5": lambda: 1.5,
+    "NaN": lambda: float("nan"),
+    "infinity": lambda: float("inf"),
+    "a complex number": lambda: 1j,
+    "a decimal number": lambda: decimal.Decimal("NaN"),
+    "no text": lambda: "",
+    "a number as text": lambda: "1",
+    "a text": lambda: TEXT,
+    "a lone surrogate": lambda: "\ud800",
+    "NUL": lambda: "a\0b",
+    "bytes": lambda: b"ab",
+    "a bytearray": lambda: bytearray(b"\x05\x06"),
+    "a memoryview": lambda: memoryview(b"\x05\x06"),
+    "an empty list": list,
+    "a list of None": lambda: [None],
+    "a list of True": lambda: [True],
+    "ids": lambda: [5, 6, 2],
+    "texts and ids": lambda: [TEXT, [5, 6]],
+    "lists in lists": lambda: [[[5]]],
+    "a list that holds itself": endless,
+    "a set": lambda: {5, 6},
+    "keys": {5: 6}.keys,
+    "a dict": lambda: {0: [5, 6]},
+    "a counter": lambda: collections.Counter("ab"),
+    "an iterator": lambda: iter([[5, 6]]),
+    "a generator of texts": lambda: (text for text in (TEXT,)),
+    "a range": lambda: range(5, 7),
+    "an array of bytes": lambda: array.array("b", [5, 6]),
+    "an array of one dimension": lambda: np.array([5, 6]),
+    "an array of two": lambda: np.array([[5, 6], [7, 0]]),
+    "an array of none": lambda: np.array(5),
+    "an array of fractions": lambda: np.array([5.0, 6.0]),
+    "an array of bools": lambda: np.array([True, False]),
+    "an array of texts": lambda: np.array([TEXT]),
+    "a number of NumPy": lambda: np.int64(5),
+    "a bool of NumPy": lambda: np.True_,
+    "a tensor": lambda: torch.tensor([5, 6]),
+    "a tensor of two dimensions": lambda: torch.tensor([[5, 6]]),
+    "a tensor of none": lambda: torch.tensor(5),
+    "an object": object,
+    "one without words": Unspeakable,
+    "a list of one without words": lambda: [Unspeakable()],
+    "a class": lambda: dict,
+    "a path": lambda: Path("nowhere"),
+    "a function": lambda: print,
+}
+GIVEN: dict[str, dict[str, Any]] = {
+    "generate": {"texts": [TEXT]},
+    "generate_ids": {"sources": [[5, 6]]},
+    "stream": {"text": TEXT},
+    "stream_ids": {"source": [5, 6]},
+    "score": {"texts": [TEXT], "targets": ["1989"]},
+    "score_ids": {"sources": [[5, 6]], "targets": [[7]]},
+    "align": {"texts": [TEXT], "targets": ["1989"]},
+    "align_ids": {"sources": [[5, 6]], "targets": [[7]]},
+    "embed": {"texts": [TEXT]},
+    "decoding": {},
+}
+
+
+@pytest.fixture(scope="module")
+def model(dates_aligned: Path) -> Iterator[Model]:
+    with tfexport.load(dates_aligned, threads=1) as loaded:
+        yield loaded
+
+
+def call(method: Callable[..., Any], given: dict[str, Any]) -> None:
+    """Call it, and accept an answer or an error of one line that is tfexport's own."""
+    said = ""
+    try:
+        found = method(**given)
+        if isinstance(found, Iterator):
+            collections.deque(found, maxlen=0)
+    except TfexportError as error:
+        said = str(error)
+    assert "\n" not in said
+    assert len(said) < 1000
+
+
+def test_the_table_has_every_call() -> None:
+    public = {name for name, _ in inspect.getmembers(Model, inspect.isfunction) if not name.startswith("_")}
+    assert public == {*GIVEN, "close"}
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_odd_values_for_any_argument_are_taken_or_refused_in_one_line(model: Model, odd: str) -> None:
+    for name, given in GIVEN.items():
+        method = getattr(model, name)
+        for parameter in inspect.signature(method).parameters.values():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                continue
+            # What is called is the caller's own function, whose errors are his.
+            if parameter.name != "on_progress" or not callable(ODD[odd]()):
+                call(method, given | {parameter.name: ODD[odd]()})
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_odd_values_for_any_option_of_decoding(model: Model, odd: str) -> None:
+    for name in DecodeConfig().to_dict():
+        call(model.decoding, {name: ODD[odd]()})
+        call(DecodeConfig, {name: ODD[odd]()})
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_odd_values_for_any_option_of_load(dates_aligned: Path, odd: str) -> None:
+    for name in inspect.signature(tfexport.load).parameters:
+        if ODD[odd]() is None and name in ("form", "threads", "engine", "trusted_keys"):
+            continue
+        if odd == "a number of NumPy" and name == "threads":
+            continue
+        if odd in ("an empty list", "an iterator") and name == "warm_up":  # of no batch, and of one pair
+            continue
+        with pytest.raises(TfexportError) as refused:
+            tfexport.load(**({"path": dates_aligned} | {name: ODD[odd]()}))
+        assert "\n" not in str(refused.value)
+
+
+def test_a_warm_up_is_pairs_within_the_model(dates_aligned: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        tfexport.load(dates_aligned, warm_up=[(1, 8), (0, 8), (1, 8, 2), 5])  # type: ignore[list-item]
+    expected = "expected texts at once and tokens of a source, such as (32, 16)"
+    assert str(
+        refused.value
+    ) == f"load: warm_up has (0, 8), {expected}; warm_up has (1, 8, 2), {expected}; warm_up " + (f"has 5, {expected}")
+    with pytest.raises(InputError, match="warm-up: 999 source tokens, the limit is 64; ask for less"):
+        tfexport.load(dates_aligned, warm_up=[(1, 999)])
+    with tfexport.load(dates_aligned, warm_up=[(3, 9)], threads=1) as warm:
+        assert warm.generate([TEXT])[0].text == "1989-07-14"
+
+
+def test_options_of_load_are_refused_together(dates_aligned: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        tfexport.load(dates_aligned, threads="2", engine=5, device=3, form=[])  # type: ignore[arg-type]
+    assert str(refused.value) == (
+        "load: form is [], expected one of None, 'concat', 'static', 'contrib'; device is 3, expected one of 'cpu', "
+        "'cuda'; threads is '2', expected 1 to 1024, or 'auto'; engine is 5, expected the name of an engine, or None"
+    )
+
+
+def test_a_number_of_numpy_is_one_of_threads(dates_aligned: Path) -> None:
+    with tfexport.load(dates_aligned, threads=np.int64(3)) as model:  # type: ignore[arg-type]
+        assert model.threads is not None
+        assert model.threads.decoder == 3
+
+
+# ---- iterables
+
+
+def test_ids_are_taken_once_from_whatever_has_them_in_an_order() -> None:
+    session = ScriptedSession(12, drawn(12, eos_bias=1))
+    model = Model(session, None)
+    wanted = model.generate_ids([[5, 6], [7]], prefixes=[[3], []])
+    assert wanted[0][0].token_ids[:1] == (3,)
+    ways: list[tuple[Any, Any]] = [
+        (iter([[5, 6], [7]]), iter([[3], []])),
+        ((ids for ids in ([5, 6], [7])), [[3], []]),
+        ([iter([5, 6]), (7,)], (range(3, 4), ())),
+        ([np.array([5, 6]), np.array([7], np.uint8)], [np.array([3]), np.array([])]),
+        ([torch.tensor([5, 6]), torch.tensor([7], dtype=torch.int32)], [[3], torch.tensor([], dtype=torch.int64)]),
+        ({0: [5, 6], 1: [7]}.values(), {0: [3], 1: []}.values()),
+        (np.array([[5, 6], [7]], object), [[3], []]),
+    ]
+    for sources, prefixes in ways:
+        assert model.generate_ids(sources, prefixes=prefixes) == wanted
+    assert list(model.stream_ids(iter([5, 6]), prefix=iter([3]))) == list(wanted[0][0].token_ids)
+
+
+def test_texts_pairs_and_prefixes_are_taken_once(model: Model) -> None:
+    texts, targets = [TEXT, "3 May 2026"], ["1989-07-14", "2026-05-03"]
+    assert model.generate(iter(texts), prefixes=iter(["19", ""])) == model.generate(texts, prefixes=["19", ""])
+    assert model.generate(np.array(texts)) == model.generate(texts)
+    assert model.score(iter(texts), iter(targets)) == model.score(texts, targets)
+    ids = [[5, 6], [7, 8]]
+    assert model.score_ids(iter(ids), iter(ids), prefixes=iter(ids)) == model.score_ids(ids, ids, prefixes=ids)
+    (one, other), (first, second) = model.align(iter(texts), iter(targets)), model.align(texts, targets)
+    assert [one.target_tokens, other.target_tokens] == [first.target_tokens, second.target_tokens]
+    assert np.array_equal(one.weights, first.weights)
+    assert model.tokenizer is not None
+    assert model.tokenizer.encode(iter(texts)) == model.tokenizer.encode(texts)
+
+
+@pytest.mark.parametrize(
+    ("method", "given", "says"),
+    [
+        ("generate_ids", {"sources": [5, 6, 2]}, "sources is [5, 6, 2], expected a list of lists of token ids; write"),
+        ("generate_ids", {"sources": np.array([5, 6])}, "sources is [5, 6], expected a list of lists of token ids"),
+        ("generate_ids", {"sources": None}, "sources is None, expected a list of lists of token ids"),
+        ("generate_ids", {"sources": np.array([[5, 6]])}, "sources is array([[5, 6]]), expected a list of lists"),
+        ("generate_ids", {"sources": torch.tensor([[5]])}, "sources is tensor([[5]]), expected a list of lists"),
+        ("generate_ids", {"sources": "56"}, "sources is '56', expected a list of lists of token ids"),
+        ("generate_ids", {"sources": {5: [6]}}, "sources is {5: [6]}, expected a list of lists of token ids"),
+        ("generate_ids", {"sources": [{5, 6}]}, "decode: source is {5, 6}, expected a list of token ids"),
+        ("generate_ids", {"sources": [np.array([5.0])]}, "decode: source has 5.0, expected ids 0 to"),
+        ("generate_ids", {"sources": [np.array([True])]}, "decode: source has True, expected ids 0 to"),
+        ("generate_ids", {"sources": [[True, 6]]}, "decode: source has True, expected ids 0 to"),
+        ("generate_ids", {"prefixes": [None]}, "decode: prefix is None, expected a list of token ids"),
+        ("generate_ids", {"prefixes": "3"}, "prefixes is '3', expected a list of lists of token ids"),
+        ("generate_ids", {"batch_size": "1"}, "batch_size is '1', expected 1 or more"),
+        ("generate_ids", {"batch_size": True}, "batch_size is True, expected 1 or more"),
+        ("generate_ids", {"on_progress": 5}, "on_progress is 5, expected a function or None"),
+        ("generate_ids", {"cancel": True}, "cancel is True, expected a threading.Event or None"),
+        ("generate_ids", {"cancel": threading.Event}, "cancel is <class 'threading.Event'>, expected"),
+        ("generate", {"texts": {TEXT}}, f"texts is {{'{TEXT}'}}, expected a list of texts; write [text]"),
+        ("generate", {"texts": [TEXT.encode()]}, "is bytes, expected a text"),
+        ("generate", {"prefixes": [None]}, "prefix is NoneType, expected a text"),
+        ("generate", {"prefixes": [0]}, "prefix is int, expected a text"),
+        ("generate", {"prefixes": "1"}, "prefixes is one text, expected a list of texts; write [text]"),
+        ("generate", {"prefixes": 5}, "prefixes is 5, expected a list of texts; write [text]"),
+        ("stream", {"prefix": None}, "prefix is NoneType, expected a text"),
+        ("stream", {"text": [TEXT]}, "is list, expected a text"),
+        ("stream", {"cancel": 1}, "cancel is 1, expected a threading.Event or None"),
+        ("score", {"add_eos": "no"}, "add_eos is 'no', expected True or False"),
+        ("score_ids", {"targets": 5}, "targets is 5, expected a list of lists of token ids"),
+        ("score_ids", {"sources": [5]}, "sources is [5], expected a list of lists of token ids; write [ids]"),
+        ("score_ids", {"targets": [None]}, "score: target is None, expected a list of token ids"),
+        ("score_ids", {"prefixes": [b"\x05"]}, "score: prefix is b'\\x05', expected a list of token ids"),
+        ("align", {"batch_size": None}, "batch_size is None, expected 1 or more"),
+        ("embed", {"normalize": 1}, "normalize is 1, expected True or False"),
+        ("embed", {"batch_size": 0}, "batch_size is 0, expected 1 or more"),
+        ("embed", {"pooling": ["mean"]}, "pooling is ['mean'], expected one of 'mean', 'cls'"),
+    ],
+)  # fmt: skip
+def test_what_is_refused_says_what_was_expected(model: Model, method: str, given: dict[str, Any], says: str) -> None:
+    with pytest.raises((InputError, ConfigError)) as refused:
+        list(getattr(model, method)(**(GIVEN[method] | given)))
+    assert says in str(refused.value)
+
+
+def test_what_is_a_list() -> None:
+    assert as_list(itertools.islice([1, 2, 3], 2)) == [1, 2]
+    assert as_list(np.array([1, 2])) == [1, 2]
+    assert {type(one) for one in as_list(np.array([1, 2], np.uint8)) or []} == {int}
+    assert as_list(array.array("b", [5])) == [5]
+    assert as_list(()) == []
+    for given in ("ab", b"ab", {1}, frozenset(), {}, {}.keys(), 5, None, np.array(5), np.array([[5]]), object()):
+        assert as_list(given) is None

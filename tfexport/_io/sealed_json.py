@@ -1,0 +1,87 @@
+"""Sealed JSON: objects that carry their own sum, read strictly and written always alike."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from tfexport._io.extras import extra_command
+from tfexport._io.strict_json import parse_json
+from tfexport.errors import BundleError, ConfigError, shortened
+
+T = TypeVar("T")
+
+
+def render(data: dict[str, Any]) -> bytes:
+    """Write a JSON object so that equal objects give equal bytes."""
+    return (json.dumps(data, indent=2, sort_keys=True, allow_nan=False) + "\n").encode()
+
+
+def parse(raw: bytes, name: str, remedy: str) -> dict[str, Any]:
+    """Read a JSON object strictly.
+
+    Args:
+        raw: the bytes of the file.
+        name: of the file, for the error.
+        remedy: what to do about a damaged file, the last words of the error.
+
+    Raises:
+        BundleError: not JSON, see `parse_json`, or no object.
+    """
+    try:
+        data = parse_json(raw)
+    except ValueError as error:
+        raise BundleError(f"{name} is not JSON ({error}); {remedy}") from error
+    if not isinstance(data, dict):
+        raise BundleError(f"{name} is {shortened(data)}, expected an object; {remedy}")
+    return data
+
+
+def seal(data: dict[str, Any]) -> bytes:
+    """Write a JSON object with sorted keys and its own sum as `self_sha256`."""
+    return render(data | {"self_sha256": _sum(render(data))})
+
+
+def unseal(raw: bytes, read: Callable[[dict[str, Any]], T], *, name: str, format_version: int, remedy: str) -> T:
+    """Read what `seal` wrote.
+
+    Args:
+        raw: the bytes of the file.
+        read: makes the value from the object without its sum; its ConfigError lists what is wrong.
+        name: of the file, for the error.
+        format_version: newest that can be read.
+        remedy: what to do about a damaged file, the last words of the error.
+
+    Raises:
+        BundleError: not JSON, made by a newer version, or any byte was changed;
+            lists every wrong value.
+    """
+    data = parse(raw, name, remedy)
+    version = data.get("format_version")
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise BundleError(f"{name}: format_version is {shortened(version)}, expected {format_version}; {remedy}")
+    if version > format_version:
+        raise BundleError(
+            f"it was made by a newer tfexport (format {version}, this one reads {format_version}); "
+            f"upgrade with: {extra_command('')}"
+        )
+    claimed = data.pop("self_sha256", None)
+    try:
+        value = read(data)
+    except ConfigError as error:
+        raise BundleError(*error.problems, subject=error.subject, remedy=remedy) from error
+    if render(data | {"self_sha256": claimed}) != raw or claimed != _sum(_without(raw, claimed)):
+        raise BundleError(f"{name} was changed; copy it again from its source or {remedy}")
+    return value
+
+
+def _without(sealed: bytes, claimed: object) -> bytes:
+    """Take the line with its sum out of a sealed object, which is sooner than to write it once more without."""
+    before, _, behind = sealed.partition(f'\n  "self_sha256": "{claimed}"'.encode())
+    return before + behind[1:] if behind.startswith(b",") else before[:-1] + behind
+
+
+def _sum(rendered: bytes) -> str:
+    return hashlib.sha256(rendered).hexdigest()

@@ -1,0 +1,168 @@
+"""Signatures: Ed25519 of a manifest's bytes, 64 bytes in a file beside it that openssl makes and checks as well.
+
+The commands that make keys and check signatures are in docs/bundle.md.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tfexport._io.extras import install_command
+from tfexport._io.paths import checked_path
+from tfexport.errors import BundleError, ConfigError, shortened
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+_SUFFIX = ".sig"
+SIGNATURE_BYTES = 64
+_MAX_KEY_BYTES = 64 * 1024
+_PUBLIC_KEY = re.compile(rb"-----BEGIN PUBLIC KEY-----.*?-----END PUBLIC KEY-----", re.DOTALL)
+_MAKE = "make one with: openssl genpkey -algorithm ed25519 -out sign.pem"
+_MAKE_PUBLIC = "make it with: openssl pkey -in sign.pem -pubout -out sign.pub"
+
+
+class SigningKey:
+    """A private key that signs manifests."""
+
+    def __init__(self, key: Ed25519PrivateKey) -> None:
+        """Take a key; `read` reads one."""
+        self._key = key
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> SigningKey:
+        """Read a key from a file in PEM, without a passphrase.
+
+        Raises:
+            ConfigError: there is none, it is of another kind, or the package `cryptography` is not installed.
+        """
+        file = checked_path(path, "sign_key")
+        raw = _read_key(file, "sign_key")
+        from cryptography.exceptions import UnsupportedAlgorithm
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+        from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+        try:
+            key = load_pem_private_key(raw, password=None)
+        except TypeError as error:
+            raise ConfigError(f"sign_key: {file} has a passphrase; take it off with openssl pkey -in {file}") from error
+        except (ValueError, UnsupportedAlgorithm) as error:
+            raise ConfigError(f"sign_key: {file} is no private key in PEM; {_MAKE}") from error
+        if not isinstance(key, Ed25519PrivateKey):
+            raise ConfigError(f"sign_key: {file} is a key of another kind, expected Ed25519; {_MAKE}")
+        return cls(key)
+
+    def sign(self, data: bytes) -> bytes:
+        """Return the signature of `data`, 64 bytes; the same data gives the same."""
+        return self._key.sign(data)
+
+
+class TrustedKeys:
+    """Public keys of those whose bundles and engines are loaded."""
+
+    def __init__(self, keys: Iterable[Ed25519PublicKey]) -> None:
+        """Take keys; `read` reads them."""
+        self._keys = tuple(keys)
+
+    @classmethod
+    def read(cls, paths: object) -> TrustedKeys:
+        """Read keys from files in PEM, each with one or several.
+
+        Args:
+            paths: a list of them.
+
+        Raises:
+            ConfigError: there is none, one is of another kind, or the package `cryptography` is not installed.
+        """
+        if not isinstance(paths, list | tuple):
+            raise ConfigError(f"trusted_keys is {shortened(paths)}, expected a list of paths")
+        keys = [key for path in paths for key in _read_public(checked_path(path, "trusted_keys"))]
+        if not keys:
+            raise ConfigError("trusted_keys is empty, expected the path of at least one; None trusts every bundle")
+        return cls(keys)
+
+    def problem(self, file: Path, data: bytes) -> str | None:
+        """Say why a file is none that one of the keys has signed, or None.
+
+        Args:
+            file: beside which its signature lies.
+            data: its bytes.
+
+        Raises:
+            OSError: the signature cannot be read.
+        """
+        try:
+            signature = _read_signature(file)
+        except BundleError as error:
+            return str(error)
+        if signature is None:
+            return f"{file.name} is not signed, and only those of trusted keys are loaded; sign it with --sign-key"
+        if not any(_fits(key, signature, data) for key in self._keys):
+            return f"{file.name} is signed by none of the trusted keys, or was changed; use one that you trust"
+        return None
+
+
+def _read_signature(file: Path) -> bytes | None:
+    place = file.with_name(file.name + _SUFFIX)
+    if not os.path.lexists(place):
+        return None
+    with open(place, "rb", opener=_open_plain) as stream:
+        raw = stream.read(SIGNATURE_BYTES + 1)
+    if len(raw) != SIGNATURE_BYTES:
+        raise BundleError(f"{place.name} is no signature, expected {SIGNATURE_BYTES} bytes; sign it again")
+    return raw
+
+
+def _open_plain(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)  # no link is followed, no pipe is waited for
+
+
+def _fits(key: Ed25519PublicKey, signature: bytes, data: bytes) -> bool:
+    from cryptography.exceptions import InvalidSignature
+
+    try:
+        key.verify(signature, data)
+    except InvalidSignature:
+        return False
+    return True
+
+
+def _read_public(file: Path) -> list[Ed25519PublicKey]:
+    raw = _read_key(file, "trusted_keys")
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+    from cryptography.hazmat.primitives.serialization import load_pem_public_key
+
+    keys = []
+    for block in _PUBLIC_KEY.findall(raw):
+        try:
+            key = load_pem_public_key(block)
+        except (ValueError, UnsupportedAlgorithm) as error:
+            raise ConfigError(f"trusted_keys: {file} has a damaged key; {_MAKE_PUBLIC}") from error
+        if not isinstance(key, Ed25519PublicKey):
+            raise ConfigError(f"trusted_keys: {file} has a key of another kind, expected Ed25519; {_MAKE}")
+        keys.append(key)
+    if not keys:
+        raise ConfigError(f"trusted_keys: {file} has no public key in PEM; {_MAKE_PUBLIC}")
+    return keys
+
+
+def _read_key(file: Path, name: str) -> bytes:
+    """Read a file of keys, once it is sure that they can be used."""
+    if importlib.util.find_spec("cryptography") is None:
+        raise ConfigError(f"{name}: signatures need cryptography; {install_command('cryptography')}")
+    if not file.is_file():
+        raise ConfigError(f"{name}: {file} is not there, or no plain file; {_MAKE}")
+    try:
+        with file.open("rb") as stream:
+            raw = stream.read(_MAX_KEY_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{name}: {file} cannot be read ({error.strerror}); check its permissions") from error
+    if len(raw) > _MAX_KEY_BYTES:
+        raise ConfigError(f"{name}: {file} has more than {_MAX_KEY_BYTES} bytes, which no key has")
+    return raw

@@ -1,0 +1,162 @@
+"""Text files with one text a line: read strictly, written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from tfexport._io.atomic import whole_file
+from tfexport._io.strict_json import parse_json
+from tfexport.errors import InputError, raise_all
+
+# Bounds what a device or an endless pipe can take.
+MAX_BYTES = 256 * 1024 * 1024
+_BOM = b"\xef\xbb\xbf"
+_SHOWN = 10
+_STREAM = re.compile(r"/dev/(?:std|fd/)(out|err|\d{1,4})")
+
+
+def read_lines(stream: BinaryIO, name: str) -> list[str]:
+    r"""Read one text a line, so that line n of the output answers line n of the input.
+
+    Lines end with \n or \r\n and nothing else; a byte order mark at the beginning is dropped.
+
+    Args:
+        stream: bytes, read to the end and left open.
+        name: of the file, for the error.
+
+    Raises:
+        InputError: there is too much or no line, or lines are empty or not UTF-8; names all of them.
+    """
+    raw = stream.read(MAX_BYTES + 1)
+    if len(raw) > MAX_BYTES:
+        raise InputError(f"{name} has more than {MAX_BYTES} bytes, the limit; split it")
+    rows = raw.removeprefix(_BOM).split(b"\n")
+    if not rows[-1]:
+        rows.pop()
+    texts: list[str] = []
+    empty, broken = [], []
+    for number, row in enumerate(rows, 1):
+        try:
+            texts.append(row.removesuffix(b"\r").decode())
+        except UnicodeDecodeError:
+            broken.append(number)
+        else:
+            if not texts[-1].strip():
+                empty.append(number)
+    problems = []
+    if not rows:
+        problems.append("has no text, expected one text a line")
+    if broken:
+        problems.append(f"{_name(broken)} not UTF-8; convert the file, for example with iconv -t utf-8")
+    if empty:
+        problems.append(f"{_name(empty)} empty; remove them, so that input and output agree line by line")
+    raise_all(InputError, name, problems)
+    return texts
+
+
+def split_pairs(lines: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Divide lines into sources and targets: two texts with a tab between them, or JSON with "input" and "text".
+
+    A tab in a JSON text is escaped, so a line with a tab is never JSON.
+
+    Raises:
+        InputError: names every line that is neither; `indices` has their places.
+    """
+    pairs: list[tuple[str, str]] = []
+    problems, indices = [], []
+    for index, line in enumerate(lines):
+        try:
+            pairs.append(_pair(line))
+        except ValueError as error:
+            problems.append(f"pair {index + 1} {error}")
+            indices.append(index)
+    raise_all(InputError, "input", problems, indices=indices)
+    return [source for source, _ in pairs], [target for _, target in pairs]
+
+
+def _pair(line: str) -> tuple[str, str]:
+    source, *targets = line.split("\t")
+    if len(targets) == 1:
+        return source, targets[0]
+    if targets or not line.startswith("{"):
+        raise ValueError(f"has {len(targets)} tabs, expected source, one tab and target")
+    try:
+        data = parse_json(line.encode())
+    except ValueError as error:
+        raise ValueError(f"is not JSON ({error})") from error
+    texts = data.get("input"), data.get("text")
+    if not isinstance(texts[0], str) or not isinstance(texts[1], str):
+        raise ValueError('lacks "input" or "text", expected a text in each')
+    return texts[0], texts[1]
+
+
+def _name(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:_SHOWN]))
+    if len(numbers) == 1:
+        return f"line {shown} is"
+    more = f" and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else ""
+    return f"lines {shown}{more} are"
+
+
+@contextmanager
+def write_whole(path: Path) -> Iterator[list[str]]:
+    """Collect lines and put them under `path` when the block ends well, in one step.
+
+    That the place can be written to is found out on entry, before anything is computed. Something other than a
+    regular file, such as a pipe or /dev/stdout, is written to directly.
+
+    Args:
+        path: existing text there is replaced; a link is followed.
+
+    Yields:
+        A list to append lines to, each without its end.
+
+    Raises:
+        InputError: the file cannot be written; what was there is untouched.
+        BundleError: another process is writing it.
+    """
+    lines: list[str] = []
+    if stream := _STREAM.fullmatch(str(path)):
+        # It may lead to a file that others write to as well, so that is continued, not replaced.
+        yield lines
+        with _wrapped(path), open({"out": 1, "err": 2}.get(stream[1]) or int(stream[1]), "wb", closefd=False) as out:
+            out.write(_encode(lines))
+        return
+    with _wrapped(path):
+        path = Path(os.path.realpath(path))
+        is_direct = path.exists() and not path.is_file()
+    if is_direct:
+        with _wrapped(path):
+            out = path.open("ab")  # once: who reads a pipe takes its closing for the end
+        try:
+            yield lines
+        except BaseException:
+            out.close()
+            raise
+        with _wrapped(path), out:
+            out.write(_encode(lines))
+        return
+    with ExitStack() as stack:
+        with _wrapped(path):
+            draft = stack.enter_context(whole_file(path))
+        yield lines
+        with _wrapped(path):
+            draft.write_bytes(_encode(lines))
+            stack.close()
+
+
+def _encode(lines: Sequence[str]) -> bytes:
+    return "".join(f"{line}\n" for line in lines).encode()
+
+
+@contextmanager
+def _wrapped(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error.strerror}); choose another place") from error

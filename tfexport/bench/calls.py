@@ -1,0 +1,317 @@
+"""Time calls of the decoder, one after another: the scenarios `single`, `offline` and `sweep`."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import cycle
+from typing import Any, Self, TypeVar
+
+import numpy as np
+
+from tfexport.bench.config import MAX_REQUESTS, Cell
+from tfexport.bench.timing import clock
+from tfexport.contract import ModelSpec
+from tfexport.decode.offline import decode
+from tfexport.errors import InputError
+from tfexport.generation import DecodeConfig
+from tfexport.model.model import Model
+from tfexport.runtime.session import Batch, Candidates, Floats, Ids, Mask, MultiStep, Prompts, Session
+
+T = TypeVar("T")
+WINDOWS, MIN_WINDOWS = 10, 3
+# Greedy steps that one call takes are timed in groups of at most this many, to show step times by position.
+STEPS_TOGETHER = 16
+# Recorded step times; more would show in the memory that is being measured.
+MAX_STEPS = 1_000_000
+# Batches of random sources: enough to defeat caches, few enough to take little memory.
+_BATCHES, _MAX_TOKENS = 64, 1_000_000
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the decoder; times are seconds of one clock, `tokens` counts those of the best hypotheses."""
+
+    began: float
+    first_token: float
+    ended: float
+    sequences: int
+    source_tokens: int
+    tokens: int
+    encode_s: float
+    reorder_s: float
+    step_s: array[float]
+
+
+def _doubles() -> array[float]:
+    return array("d")
+
+
+@dataclass
+class Samples:
+    """Everything measured for one cell in one process; arrays have one entry per request unless stated otherwise.
+
+    Attributes:
+        first_token_s: from the call, or the scheduled arrival, to the first token.
+        latency_s: from the call, or the scheduled arrival, to the end.
+        per_token_s: mean time of each token after the first.
+        encode_s: seconds in the encoder, one entry per call.
+        steps: number of recorded steps, one entry per call.
+        step_s: seconds of these steps, call after call.
+        queue_s: server scenario: from submission until the request joined a batch.
+        waiting: server scenario: requests without a first token, at equal intervals over the run.
+        running: server scenario: requests with a first token that are not finished, at the same times.
+        windows: tokens per second of each window, or median latencies in the server scenario; used for stability.
+        busy_s: seconds inside calls, or of the whole run in the server scenario; split into `encoding_s`, `stepping_s`,
+            `reordering_s` and the rest.
+        slot_occupancy: mean share of the slots that a step decodes; None if unknown.
+        refused: requests that were refused.
+        unserved: requests without an answer when the run was cancelled.
+    """
+
+    first_token_s: array[float] = field(default_factory=_doubles)
+    latency_s: array[float] = field(default_factory=_doubles)
+    per_token_s: array[float] = field(default_factory=_doubles)
+    encode_s: array[float] = field(default_factory=_doubles)
+    steps: array[float] = field(default_factory=_doubles)
+    step_s: array[float] = field(default_factory=_doubles)
+    queue_s: array[float] = field(default_factory=_doubles)
+    waiting: array[float] = field(default_factory=_doubles)
+    running: array[float] = field(default_factory=_doubles)
+    windows: array[float] = field(default_factory=_doubles)
+    elapsed_s: float = 0.0
+    busy_s: float = 0.0
+    encoding_s: float = 0.0
+    stepping_s: float = 0.0
+    reordering_s: float = 0.0
+    calls: int = 0
+    sequences: int = 0
+    source_tokens: int = 0
+    tokens: int = 0
+    slot_occupancy: float | None = None
+    refused: int = 0
+    unserved: int = 0
+
+    def add(self, call: Call) -> None:
+        """Record a call as one request."""
+        self.first_token_s.append(call.first_token - call.began)
+        self.latency_s.append(call.ended - call.began)
+        if len(call.step_s) > 1:
+            self.per_token_s.append((call.ended - call.first_token) / (len(call.step_s) - 1))
+        self.encode_s.append(call.encode_s)
+        if len(self.step_s) + len(call.step_s) <= MAX_STEPS:
+            self.step_s.extend(call.step_s)
+            self.steps.append(len(call.step_s))
+        self.busy_s += call.ended - call.began
+        self.encoding_s += call.encode_s
+        self.stepping_s += sum(call.step_s)
+        self.reordering_s += call.reorder_s
+        self.calls += 1
+        self.sequences += call.sequences
+        self.source_tokens += call.source_tokens
+        self.tokens += call.tokens
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {name: value.tolist() if isinstance(value, array) else value for name, value in values.items()}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Self:
+        """Read the JSON values of `to_dict`."""
+        values: dict[str, Any] = {
+            name: array("d", value) if isinstance(value, list) else value for name, value in data.items()
+        }
+        return cls(**values)
+
+
+class TimedSession:
+    """Wrap a session and record the time of every call; not for use by several threads.
+
+    Attributes:
+        encode_s: seconds since `restart` in which sources were added: encoding and reading prompts.
+        reorder_s: seconds since `restart` in which rows were reordered or removed.
+        step_s: seconds of each step since `restart`.
+        first_step_ended: when the first step since `restart` returned; 0 before that.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.spec, self.backend = session.spec, session.backend
+        self.accuracy, self.limits = session.accuracy, session.limits
+        self.restart()
+
+    def restart(self) -> None:
+        """Reset all times."""
+        self.encode_s = self.reorder_s = self.first_step_ended = 0.0
+        self.step_s = array("d")
+
+    def batch(self, width: int = 1) -> _TimedBatch:
+        """Return an empty, timed batch; it takes several steps per call if the wrapped batch does."""
+        batch = self._session.batch(width)
+        return _TimedMultiStep(self, batch, batch) if isinstance(batch, MultiStep) else _TimedBatch(self, batch)
+
+    def hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats:
+        """Call `Session.hidden_states`, untimed."""
+        return self._session.hidden_states(source_ids, source_mask)
+
+    def close(self) -> None:
+        """Close the wrapped session."""
+        self._session.close()
+
+
+class _TimedBatch:
+    def __init__(self, session: TimedSession, batch: Batch) -> None:
+        self.width, self.can_join = batch.width, batch.can_join
+        self._times, self._batch = session, batch
+
+    @property
+    def lengths(self) -> Ids:
+        return self._batch.lengths
+
+    def add(self, source_ids: Ids, source_mask: Mask, prompts: Prompts) -> None:
+        seconds, _ = clock(lambda: self._batch.add(source_ids, source_mask, prompts))
+        self._times.encode_s += seconds
+
+    def step(self, target_ids: Ids, num_candidates: int) -> Candidates:
+        seconds, found = clock(lambda: self._batch.step(target_ids, num_candidates))
+        self._times.step_s.append(seconds)
+        self._times.first_step_ended = self._times.first_step_ended or time.perf_counter()
+        return found
+
+    def reorder(self, rows: Ids) -> None:
+        seconds, _ = clock(lambda: self._batch.reorder(rows))
+        self._times.reorder_s += seconds
+
+    def remove(self, sources: Ids) -> None:
+        seconds, _ = clock(lambda: self._batch.remove(sources))
+        self._times.reorder_s += seconds
+
+
+class _TimedMultiStep(_TimedBatch):
+    """A batch that takes several steps per call; each of them counts with the mean time of its group."""
+
+    def __init__(self, session: TimedSession, batch: Batch, stepper: MultiStep) -> None:
+        super().__init__(session, batch)
+        self._stepper = stepper
+
+    def multi_step(self, target_ids: Ids, num_candidates: int, steps: int, stop_ids: frozenset[int]) -> Candidates:
+        first = self.step(target_ids, num_candidates)  # by itself, for the time to the first token
+        parts = [Candidates(first.token_ids[None], first.logits[None], first.log_normalizer[None])]
+        left = steps - 1
+        while left and stop_ids.isdisjoint((best := parts[-1].token_ids[-1, :, 0]).tolist()):
+            began = time.perf_counter()
+            part = self._stepper.multi_step(best, num_candidates, min(left, STEPS_TOGETHER), stop_ids)
+            taken = len(part.token_ids)
+            self._times.step_s.extend([(time.perf_counter() - began) / taken] * taken)
+            parts.append(part)
+            left -= taken
+        return Candidates(
+            np.concatenate([part.token_ids for part in parts]),
+            np.concatenate([part.logits for part in parts]),
+            np.concatenate([part.log_normalizer for part in parts]),
+        )
+
+
+class Caller:
+    """Decode batches as `generate` does, and time them."""
+
+    def __init__(self, session: Session, config: DecodeConfig) -> None:
+        self._session, self._config = TimedSession(session), config
+
+    def __call__(self, sources: Sequence[Sequence[int]]) -> Call:
+        """Decode sources as one batch."""
+        session = self._session
+        session.restart()
+        began = time.perf_counter()
+        found = decode(session, sources, self._config, batch_size=len(sources))
+        return Call(
+            began=began,
+            first_token=session.first_step_ended,
+            ended=time.perf_counter(),
+            sequences=len(sources),
+            source_tokens=sum(map(len, sources)),
+            tokens=sum(len(best[0].token_ids) for best in found),
+            encode_s=session.encode_s,
+            reorder_s=session.reorder_s,
+            step_s=session.step_s,
+        )
+
+
+MakeCall = Callable[[Sequence[Sequence[int]]], Call]
+
+
+def closed_loop(
+    call: MakeCall,
+    batches: Sequence[Sequence[Sequence[int]]],
+    seconds: float,
+    *,
+    now: Callable[[], float] = time.perf_counter,
+) -> Samples:
+    """Make one call after another, for at least three windows of a tenth of `seconds`, each of whole calls.
+
+    Args:
+        call: decodes one batch.
+        batches: taken in turn.
+        seconds: how long.
+        now: the clock, in seconds.
+
+    Returns:
+        One request per call; the windows are tokens per second.
+    """
+    samples, pool = Samples(), cycle(batches)
+    began = now()
+    while len(samples.windows) < MIN_WINDOWS or (now() - began < seconds and samples.calls < MAX_REQUESTS):
+        samples.windows.append(_window(call, pool, samples, seconds / WINDOWS, now))
+    samples.elapsed_s = now() - began
+    return samples
+
+
+def _window(
+    call: MakeCall,
+    pool: Iterator[Sequence[Sequence[int]]],
+    samples: Samples,
+    seconds: float,
+    now: Callable[[], float],
+) -> float:
+    began, tokens = now(), samples.tokens
+    while True:
+        samples.add(call(next(pool)))
+        elapsed = now() - began
+        if elapsed >= seconds:
+            return (samples.tokens - tokens) / elapsed
+
+
+def random_batches(spec: ModelSpec, cell: Cell, seed: int) -> list[list[list[int]]]:
+    """Draw batches of random token ids without special tokens; the same seed draws the same ones."""
+    tokens = spec.tokens
+    special = {tokens.pad, tokens.start, tokens.eos, tokens.unk}
+    ordinary = np.array([token for token in range(spec.source_vocab) if token not in special] or [tokens.eos])
+    shape = (cell.batch_size or 1, cell.source_length or 1)
+    count = max(1, min(_BATCHES, _MAX_TOKENS // (shape[0] * shape[1])))
+    batches: list[list[list[int]]] = np.random.default_rng(seed).choice(ordinary, (count, *shape)).tolist()
+    return batches
+
+
+def text_batches(sources: Sequence[list[int]], batch_size: int, seed: int) -> list[list[list[int]]]:
+    """Group sources of similar length, as `generate` does, and shuffle the batches so that windows are alike."""
+    ordered = sorted(sources, key=len, reverse=True)
+    return shuffled([ordered[start : start + batch_size] for start in range(0, len(ordered), batch_size)], seed)
+
+
+def shuffled(sources: Sequence[T], seed: int) -> list[T]:
+    """Return sources in random order."""
+    return [sources[index] for index in np.random.default_rng(seed).permutation(len(sources))]
+
+
+def encoded(model: Model, texts: Sequence[str]) -> list[list[int]]:
+    """Return the token ids of texts.
+
+    Raises:
+        InputError: the bundle has no tokenizer, or a text is not valid for it.
+    """
+    if model.tokenizer is None:
+        raise InputError("this bundle has no tokenizer, so --input cannot be read; leave it out for random sources")
+    return [list(ids) for ids in model.tokenizer.encode(texts)]

@@ -1,0 +1,273 @@
+"""Turn samples into a report of JSON values, schema tfexport.bench/1; names of metrics follow AIPerf."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tfexport.bench.calls import Samples
+from tfexport.bench.config import BenchConfig, Cell
+
+SCHEMA = "tfexport.bench/1"
+Metric = dict[str, Any]
+PERCENTILES = (50, 90, 95, 99)
+# With fewer samples the 99th percentile is a guess from the last few.
+P99_SAMPLES = 1000
+STABLE_WITHIN, STABLE_WINDOWS = 0.10, 3
+_BINS = 40
+_UNSEEN = "not seen from outside the server"
+
+
+def build_result(
+    config: BenchConfig,
+    found: Sequence[dict[str, Any]],
+    about: dict[str, Any],
+    parity: dict[str, Any],
+    trials: Sequence[dict[str, Any]] = (),
+) -> dict[str, Any]:
+    """Build a report.
+
+    Args:
+        config: resolved.
+        found: the result of each process, see `tfexport.bench.worker.measure`.
+        about: `bundle`, `input` and `environment` of the report.
+        parity: `passed` and `source` of the report.
+        trials: of the search for the highest rate.
+
+    Returns:
+        The report. Its `metrics` are those of the processes and of the cell with the highest token throughput.
+    """
+    cells = [
+        _cell(config, cell, [Samples.from_dict(process["cells"][index]) for process in found])
+        for index, cell in enumerate(config.cells)
+    ]
+    process = _process_metrics(found)
+    for cell in cells:
+        cell["metrics"]["memory_bandwidth_share"] = _bandwidth_share(cell["metrics"], process)
+    best = max(range(len(cells)), key=lambda index: cells[index]["metrics"]["output_token_throughput"]["value"])
+    reasons = _doubts(config, cells, parity)
+    return {
+        "schema": SCHEMA,
+        "bundle": about["bundle"],
+        "scenario": config.scenario,
+        "settings": {**settings(config), "backend": found[0]["backend"], "input": about["input"]},
+        "parity": parity,
+        "environment": about["environment"],
+        "trials": list(trials),
+        "validity": {"valid": not reasons, "reasons": reasons},
+        "best_cell": best,
+        "metrics": {**cells[best]["metrics"], **process},
+        "cells": cells,
+    }
+
+
+def settings(config: BenchConfig) -> dict[str, Any]:
+    """Return the settings of a report, without the paths of secrets."""
+    found = config.to_dict()
+    del found["scenario"], found["token_file"], found["trusted_keys"]
+    return {name: list(item) if isinstance(item, tuple) else item for name, item in found.items()}
+
+
+def _cell(config: BenchConfig, cell: Cell, runs: Sequence[Samples]) -> dict[str, Any]:
+    is_server = config.scenario == "server"
+    in_flight = {
+        "seconds": np.linspace(0, runs[0].elapsed_s, len(runs[0].waiting)).tolist(),
+        "waiting": runs[0].waiting.tolist(),
+        "running": runs[0].running.tolist(),
+    }
+    return {
+        "batch_size": cell.batch_size,
+        "source_length": cell.source_length,
+        "target_length": cell.target_length,
+        "metrics": cell_metrics(runs) | (_server_metrics(runs, config.goal_ms) if is_server else {}),
+        "stable": all(is_stable(run.windows) for run in runs),
+        "windows": [run.windows.tolist() for run in runs],
+        "unserved": sum(run.unserved for run in runs),
+        "time_split": time_split(runs),
+        "step_time_by_position_ms": step_time_by_position(runs),
+        "latency_histogram": histogram([run.latency_s for run in runs]),
+        **({"in_flight": in_flight} if is_server else {}),
+    }
+
+
+def _doubts(config: BenchConfig, cells: Sequence[dict[str, Any]], parity: dict[str, Any]) -> list[str]:
+    """Return the reasons for which the numbers are not valid."""
+    reasons = []
+    if not parity["passed"]:
+        reasons.append("parity was not verified")
+    unstable = sum(not cell["stable"] for cell in cells)
+    if unstable:
+        where = f"in {unstable} of {len(cells)} cells " if len(cells) > 1 else ""
+        reasons.append(f"unstable: {where}the last three windows differ by more than 10 % from their mean")
+    if unserved := sum(cell["unserved"] for cell in cells):
+        reasons.append(f"overloaded: {unserved} requests had no answer when the run was cancelled")
+    if refused := sum(cell["metrics"]["refused"]["value"] for cell in cells if "refused" in cell["metrics"]):
+        reasons.append(f"overloaded: {refused} requests were refused")
+    p99 = cells[0]["metrics"]["request_latency"]["p99"]
+    if config.goal_p99 is not None and p99 is not None and p99 > config.goal_p99:
+        reasons.append(f"p99 is {p99:.0f} ms, above the bound of {config.goal_p99:g}; lower the rate")
+    return reasons
+
+
+# ---- metrics
+
+
+def value(number: float | None, unit: str, per_process: Sequence[float] = (), note: str = "") -> Metric:
+    """Return a metric of one number, with that of each process, and a note if it is null."""
+    found: Metric = {"unit": unit, "value": number}
+    if per_process:
+        found["per_process"] = list(per_process)
+    return found | ({"note": note} if note else {})
+
+
+def distribution(samples: Sequence[Sequence[float]]) -> Metric:
+    """Return a metric in milliseconds over the seconds of all processes; p99 is null below 1,000 samples."""
+    pooled = np.concatenate([np.asarray(values, np.float64) for values in samples]) * 1e3
+    names = [f"p{percent}" for percent in PERCENTILES]
+    if not pooled.size:
+        empty = dict.fromkeys(("avg", "min", "max", "std", *names))
+        return {"unit": "ms", **empty, "count": 0, "per_process": [], "note": "no samples"}
+    found: Metric = {
+        "unit": "ms",
+        "avg": float(pooled.mean()),
+        "min": float(pooled.min()),
+        "max": float(pooled.max()),
+        "std": float(pooled.std()),
+        **dict(zip(names, map(float, np.percentile(pooled, PERCENTILES)), strict=True)),
+        "count": pooled.size,
+        "per_process": [float(np.median(values)) * 1e3 for values in samples if len(values)],
+    }
+    if pooled.size < P99_SAMPLES:
+        found |= {"p99": None, "note": f"p99 needs {P99_SAMPLES:,} samples, there are {pooled.size:,}"}
+    return found
+
+
+def cell_metrics(runs: Sequence[Samples]) -> dict[str, Metric]:
+    """Return the metrics of one cell from the samples of each process."""
+    sequences, source_tokens = sum(run.sequences for run in runs), sum(run.source_tokens for run in runs)
+    seconds = sum(run.elapsed_s for run in runs)
+
+    def throughput(attribute: str, unit: str) -> Metric:
+        total = sum(getattr(run, attribute) for run in runs) / seconds
+        return value(total, unit, [getattr(run, attribute) / run.elapsed_s for run in runs])
+
+    return {
+        "time_to_first_token": distribution([run.first_token_s for run in runs]),
+        "inter_token_latency": distribution([run.per_token_s for run in runs]),
+        "request_latency": distribution([run.latency_s for run in runs]),
+        "output_token_throughput": throughput("tokens", "tokens/sec"),
+        "request_throughput": throughput("sequences", "requests/sec"),
+        "encode_time": distribution([run.encode_s for run in runs]),
+        "step_time": distribution([run.step_s for run in runs]),
+        "input_sequence_length": (
+            value(source_tokens / sequences, "tokens") if source_tokens else value(None, "tokens", note=_UNSEEN)
+        ),
+        "output_sequence_length": value(sum(run.tokens for run in runs) / sequences, "tokens"),
+        "request_count": value(sequences, "requests"),
+        "benchmark_duration": value(seconds, "sec"),
+    }
+
+
+def _server_metrics(runs: Sequence[Samples], goal_ms: float | None) -> dict[str, Metric]:
+    shares = [run.slot_occupancy for run in runs if run.slot_occupancy is not None]
+    occupancy = value(float(np.mean(shares)), "ratio", shares) if shares else value(None, "ratio", note=_UNSEEN)
+    queue = distribution([run.queue_s for run in runs])
+    return {
+        "goodput": _goodput(runs, goal_ms),
+        "slot_occupancy": occupancy,
+        "queue_time": queue if queue["count"] else queue | {"note": _UNSEEN},
+        "refused": value(sum(run.refused for run in runs), "requests"),
+    }
+
+
+def _goodput(runs: Sequence[Samples], goal_ms: float | None) -> Metric:
+    if goal_ms is None:
+        return value(None, "requests/sec", note="needs a goal; give --goal-ms")
+    good = [sum(1e3 * latency <= goal_ms for latency in run.latency_s) for run in runs]
+    each = [count / run.elapsed_s for count, run in zip(good, runs, strict=True)]
+    return value(sum(good) / sum(run.elapsed_s for run in runs), "requests/sec", each)
+
+
+def _process_metrics(found: Sequence[dict[str, Any]]) -> dict[str, Metric]:
+    """Return the metrics of the processes, which are the same for all cells."""
+
+    def median(name: str, unit: str, scale: float) -> Metric:
+        if name not in found[0]:
+            return value(None, unit, note=_UNSEEN)
+        values = [process[name] * scale for process in found]
+        return value(statistics.median(values), unit, values)
+
+    weight_bytes = found[0].get("step_weight_bytes")
+    note = "" if weight_bytes else "known for canonical models in ONNX Runtime on the CPU only"
+    return {
+        "load_time": median("load_s", "ms", 1e3),
+        "load_to_first_token": median("load_to_first_token_s", "ms", 1e3),
+        "peak_memory": median("peak_memory_bytes", "MB", 1e-6),
+        "memory_bandwidth": median("memory_bandwidth", "GB/s", 1e-9),
+        "step_weight_bytes": value(weight_bytes, "bytes", note=note),
+    }
+
+
+def _bandwidth_share(metrics: dict[str, Metric], process: dict[str, Metric]) -> Metric:
+    weight_bytes, step_ms = process["step_weight_bytes"]["value"], metrics["step_time"]["p50"]
+    if not weight_bytes or not step_ms:
+        return value(None, "ratio", note="needs the bytes of weights and the time of a step")
+    return value(weight_bytes / step_ms * 1e-6 / process["memory_bandwidth"]["value"], "ratio")
+
+
+# ---- what plots and validity need
+
+
+def is_stable(windows: Sequence[float]) -> bool:
+    """Return whether the last three windows are each within 10 % of their mean."""
+    last = np.asarray(windows[-STABLE_WINDOWS:], np.float64)
+    return len(last) == STABLE_WINDOWS and bool((np.abs(last - last.mean()) <= STABLE_WITHIN * last.mean()).all())
+
+
+def time_split(runs: Sequence[Samples]) -> dict[str, float]:
+    """Return the shares of encoder, steps, reordering and the rest in the busy time; empty if unknown."""
+    busy = sum(run.busy_s for run in runs)
+    if not busy:
+        return {}
+    shares = {
+        "encode": sum(run.encoding_s for run in runs) / busy,
+        "step": sum(run.stepping_s for run in runs) / busy,
+        "reorder": sum(run.reordering_s for run in runs) / busy,
+    }
+    return {**shares, "rest": 1 - sum(shares.values())}
+
+
+def step_time_by_position(runs: Sequence[Samples]) -> list[float]:
+    """Return the median step time at each target position in milliseconds.
+
+    Empty in the server scenario, in which the rows of a step have different positions.
+    """
+    positions = np.concatenate([_positions(run) for run in runs])
+    times = np.concatenate([np.asarray(run.step_s)[: len(_positions(run))] for run in runs])
+    order = np.argsort(positions, kind="stable")
+    groups = np.split(times[order], np.cumsum(np.bincount(positions))[:-1]) if times.size else []
+    return [float(np.median(group)) * 1e3 for group in groups]
+
+
+def _positions(run: Samples) -> NDArray[np.int64]:
+    counts = np.asarray(run.steps, np.int64)
+    starts = np.array([0, *accumulate(counts.tolist())][:-1], np.int64)
+    positions: NDArray[np.int64] = np.arange(counts.sum()) - starts.repeat(counts)
+    return positions
+
+
+def histogram(samples: Sequence[Sequence[float]]) -> dict[str, list[float]]:
+    """Count latencies in equal bins up to the 99.5th percentile; the last bin includes everything above."""
+    pooled = np.concatenate([np.asarray(values, np.float64) for values in samples]) * 1e3
+    if not pooled.size:
+        return {"edges_ms": [], "counts": []}
+    low = float(pooled.min())
+    high = max(float(np.percentile(pooled, 99.5)), 1.01 * low + 1e-6)  # equal latencies still need a width
+    bins = min(_BINS, max(5, pooled.size // 5))
+    counts, edges = np.histogram(np.minimum(pooled, high), bins=bins, range=(low, high))
+    return {"edges_ms": edges.tolist(), "counts": counts.tolist()}

@@ -1,0 +1,397 @@
+"""Frozen configurations: one declaration per setting gives its type, bounds, default and help.
+
+    class Example(Config, subject="example"):
+        size: Annotated[int, Ge(1), Le(64), Help("Rows of a batch.")] = 8
+
+Creating one checks it, `from_dict` reads JSON strictly, `to_dict` writes it, and `settings` describes it to a command
+line. Modules that declare configurations do not postpone annotations: evaluating them later costs import time.
+"""
+
+import dataclasses
+import functools
+import re
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from tfexport.errors import ConfigError, raise_all, shortened
+
+# Far above every model there is. What is larger is a slip or an attack: it would fill the memory before it fails.
+MAX_LAYERS = MAX_HEADS = 1_000
+MAX_SIZE = 10_000_000
+MAX_INT = 2**64 - 1
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A limit of a number, or of each number of a list; None has no limits."""
+
+    limit: float
+
+
+class Ge(Bound):
+    """At least the limit."""
+
+
+class Gt(Bound):
+    """Above the limit."""
+
+
+class Le(Bound):
+    """At most the limit."""
+
+
+class Lt(Bound):
+    """Below the limit."""
+
+
+@dataclass(frozen=True)
+class Match:
+    """A text, or each of several, matches a regular expression whole; `expected` says so in words."""
+
+    pattern: str
+    expected: str
+
+
+@dataclass(frozen=True)
+class Help:
+    """What a setting does, in one sentence for users."""
+
+    text: str
+
+
+Size = Annotated[int, Ge(1), Le(MAX_SIZE)]
+SizeOrZero = Annotated[int, Ge(0), Le(MAX_SIZE)]
+Layers = Annotated[int, Ge(1), Le(MAX_LAYERS)]
+Heads = Annotated[int, Ge(1), Le(MAX_HEADS)]
+Count = Annotated[int, Ge(0)]
+TokenId = Annotated[int, Ge(0)]
+Sha256 = Annotated[str, Match("[0-9a-f]{64}", "64 hexadecimal digits")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A field of a configuration, for whoever generates options or schemas from it.
+
+    Attributes:
+        name: of the field.
+        types: members of its type, without their annotations; several for a union.
+        bounds: of its numbers.
+        default: `dataclasses.MISSING` if it has to be given.
+        help: one sentence; empty if the field has none.
+    """
+
+    name: str
+    types: tuple[Any, ...]
+    bounds: tuple[Bound, ...]
+    default: Any
+    help: str
+
+
+@typing.dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,))
+class Config:
+    """Base of every configuration: a frozen dataclass with keyword arguments, without being decorated as one.
+
+    Types and bounds are checked first, then what `_problems` returns. `subject` begins the error.
+    """
+
+    _subject: ClassVar[str]
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+    def __init_subclass__(cls, *, subject: str = "") -> None:
+        """Make a dataclass of it; without a subject that of the class above stays."""
+        if subject:
+            cls._subject = subject
+        dataclass(frozen=True, kw_only=True)(cls)
+
+    def __post_init__(self) -> None:
+        """Check each value and how they fit together.
+
+        Raises:
+            ConfigError: lists every problem.
+        """
+        given = [  # a default is valid, and configurations are made for every request
+            (name, value, kind)
+            for name, kind, default in _typed(typing.cast(Any, type(self)))
+            if (value := getattr(self, name)) is not default
+        ]
+        problems = [problem for one in given for problem in _type_problems(*one)]
+        if not problems:
+            bounds = [problem for one in given for problem in _bound_problems(*one)]
+            problems = list(dict.fromkeys([*bounds, *self._problems()]))
+        raise_all(ConfigError, self._subject, problems)
+
+    def _problems(self) -> Iterable[str]:
+        """Return what is wrong with values of the right types, besides their bounds, which may be exceeded."""
+        return ()
+
+    @classmethod
+    def _upgraded(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """Return an object that an earlier version wrote as this one writes it.
+
+        Raises:
+            ConfigError: this version no longer supports it.
+        """
+        return data
+
+    @classmethod
+    def from_dict(cls, data: object, *, subject: str = "config.json") -> Self:
+        """Read a configuration strictly.
+
+        Args:
+            data: a decoded JSON object.
+            subject: begins the error.
+
+        Raises:
+            ConfigError: lists every unknown, missing, wrongly typed and contradictory value.
+        """
+        return typing.cast(Self, read_as(cls, data, subject=subject))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the configuration as JSON values."""
+        return dataclasses.asdict(self)
+
+
+def read_as(kind: Any, data: object, *, subject: str, place: str = "") -> Any:
+    """Read decoded JSON strictly as any annotated type, such as `Mapping[str, Sha256]`.
+
+    Args:
+        kind: the type.
+        data: decoded JSON.
+        subject: begins the error.
+        place: of the value in the file; empty for all of it.
+
+    Raises:
+        ConfigError: lists every unknown, missing, wrongly typed and contradictory value.
+    """
+    problems: list[str] = []
+    value = _read_value(data, kind, place, problems)
+    raise_all(ConfigError, subject, problems or _bound_problems(place, value, kind))
+    return value
+
+
+def settings(cls: Any) -> list[Setting]:
+    """Describe the fields of a configuration in their order."""
+    found = []
+    for name, kind, default in _typed(cls):
+        marks = list(_marks(kind))
+        bounds = tuple(mark for mark in marks if isinstance(mark, Bound))
+        text = next((mark.text for mark in marks if isinstance(mark, Help)), "")
+        found.append(Setting(name=name, types=options_of(kind), bounds=bounds, default=default, help=text))
+    return found
+
+
+# ---- reading
+
+
+def _read_object(cls: Any, data: object, place: str, problems: list[str]) -> Any:
+    """Build a dataclass from a JSON object, appending every problem; None if there was one."""
+    if not isinstance(data, dict):
+        problems.append(f"{place or 'the file'} is {shortened(data)}, expected an object")
+        return None
+    try:
+        data = cls._upgraded(data) if issubclass(cls, Config) else data
+    except ConfigError as error:
+        problems += _placed(place, error)
+        return None
+    prefix, before = f"{place}." if place else "", len(problems)
+    fields = _typed(cls)
+    known = {name for name, _, _ in fields}
+    problems += [f"unknown key {prefix}{key[:80]}" for key in data if key not in known]
+    values: dict[str, Any] = {}
+    for name, kind, default in fields:
+        if name in data:
+            values[name] = _read_value(data[name], kind, prefix + name, problems)
+        elif default is dataclasses.MISSING:
+            problems.append(f"missing key {prefix}{name}")
+    if len(problems) > before:
+        return None
+    try:
+        return cls(**values)
+    except ConfigError as error:
+        problems += _placed(place, error)
+        return None
+
+
+def _placed(place: str, error: ConfigError) -> list[str]:
+    return [f"{place}: {error.reason}"] if place else list(error.problems)
+
+
+def _read_value(value: object, kind: Any, place: str, problems: list[str]) -> Any:
+    """Convert a JSON value to an annotated type, appending every problem."""
+    options = options_of(kind)
+    for option in () if value is None and types.NoneType in options else options:
+        origin, arguments = typing.get_origin(option), typing.get_args(option)
+        if dataclasses.is_dataclass(option):
+            return _read_object(option, value, place, problems)
+        if origin is Mapping and isinstance(value, dict):
+            return {key: _read_value(one, arguments[1], f"{place}.{key[:80]}", problems) for key, one in value.items()}
+        if origin is tuple and isinstance(value, list) and _is_nested(_unmarked(arguments[0])):
+            return tuple(_read_value(one, arguments[0], f"{place}[{i}]", problems) for i, one in enumerate(value))
+    if Any in options:
+        return value
+    try:
+        value = _tupled(value) if any(typing.get_origin(option) is tuple for option in options) else value
+    except RecursionError:  # such as of a list that holds itself
+        problems.append(f"{place} is nested too deeply, expected {_spelled(kind)}")
+        return None
+    problems += _type_problems(place, value, kind)
+    return value
+
+
+def _is_nested(kind: Any) -> bool:
+    return dataclasses.is_dataclass(kind) or typing.get_origin(kind) is Mapping
+
+
+def _tupled(value: object) -> object:
+    """Return lists, and lists in them, as tuples."""
+    return tuple(map(_tupled, value)) if isinstance(value, list | tuple) else value
+
+
+# ---- checking
+
+
+def _type_problems(place: str, value: Any, kind: Any) -> list[str]:
+    return [] if _test(kind)(value) else [f"{place} is {shortened(value)}, expected {_expected(value, kind)}"]
+
+
+def _bound_problems(place: str, value: Any, kind: Any) -> list[str]:
+    """Return which parts of a value of the right type are out of bounds."""
+    return [f"{place}{where} {shortened(part)}, expected {words}" for where, part, words in _violations(value, kind)]
+
+
+def _expected(value: object, kind: Any) -> str:
+    options = options_of(kind)
+    if isinstance(value, int | float) and not isinstance(value, bool) and float in options:
+        return "a finite number"
+    if type(value) is int and int in options:
+        return "a whole number of 64 bits"
+    if isinstance(value, tuple) and any(type(one) is int and abs(one) > MAX_INT for one in value):
+        return "a list of whole numbers of 64 bits"
+    return _spelled(kind)
+
+
+@functools.cache
+def _test(kind: Any) -> Callable[[Any], bool]:
+    """Return a test of a type, without bounds; a bool is no number, and a number has to be finite.
+
+    Configurations are made for every call, and taking their types apart takes longer than the tests.
+    """
+    kind = _unmarked(kind)
+    if len(options := _options(kind)) > 1:
+        tests = [_test(option) for option in options]
+        return lambda value: any(test(value) for test in tests)
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is tuple:
+        item = _test(arguments[0])
+        return lambda value: isinstance(value, tuple) and all(map(item, value))
+    if origin is Mapping:
+        item = _test(arguments[1])
+        return lambda value: (
+            isinstance(value, Mapping) and all(isinstance(key, str) for key in value) and all(map(item, value.values()))
+        )
+    if origin is Literal:
+        return lambda value: any(value.__class__ is word.__class__ and value == word for word in arguments)
+    if kind in (int, float):
+        numbers, most = (int, MAX_INT) if kind is int else ((int, float), sys.float_info.max)
+        return lambda value: isinstance(value, numbers) and value.__class__ is not bool and abs(value) <= most
+    return (lambda value: True) if kind is Any else (lambda value: isinstance(value, kind))
+
+
+def _violations(value: Any, kind: Any, marks: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any, str]]:
+    """Yield the place, the value and what was expected for every part that is of the right type but out of bounds."""
+    if value is None or not (marks or _has_marks(kind)):
+        return
+    marks = (*marks, *getattr(kind, "__metadata__", ()))
+    option = next(option for option in _options(kind) if _test(option)(value))
+    if option is not kind and option is not _unmarked(kind):
+        yield from _violations(value, option, marks)
+    elif typing.get_origin(option) is tuple:
+        item = typing.get_args(option)[0]
+        yield from ((" has", part, words) for one in value for _, part, words in _violations(one, item, marks))
+    elif typing.get_origin(option) is Mapping:
+        item = typing.get_args(option)[1]
+        for key, one in value.items():
+            yield from ((f".{key[:80]}{where}", part, words) for where, part, words in _violations(one, item, marks))
+    else:
+        bounds = [mark for mark in marks if isinstance(mark, Bound)]
+        if type(value) in (int, float) and not all(_within(value, bound) for bound in bounds):
+            yield " is", value, _range(bounds)
+        for mark in marks:
+            if isinstance(mark, Match) and not re.fullmatch(mark.pattern, value):
+                yield " is", value, mark.expected
+
+
+def _within(value: float, bound: Bound) -> bool:
+    if isinstance(bound, Ge):
+        return value >= bound.limit
+    if isinstance(bound, Gt):
+        return value > bound.limit
+    return value <= bound.limit if isinstance(bound, Le) else value < bound.limit
+
+
+def _range(bounds: Iterable[Bound]) -> str:
+    """Spell bounds, such as "1 to 64" or "above 0 and up to 1"."""
+    limits = {type(bound): bound.limit for bound in bounds}
+    if set(limits) == {Ge, Le}:
+        return f"{limits[Ge]} to {limits[Le]}"
+    spelled = {Ge: "{} or more", Gt: "above {}", Le: "up to {}" if len(limits) > 1 else "at most {}", Lt: "below {}"}
+    return " and ".join(words.format(limits[kind]) for kind, words in spelled.items() if kind in limits)
+
+
+# ---- annotated types
+
+
+def options_of(kind: Any) -> tuple[Any, ...]:
+    """Return the members of a union, any other type alone, without their annotations."""
+    return tuple(map(_unmarked, _options(kind)))
+
+
+@functools.cache
+def _typed(cls: Any) -> list[tuple[str, Any, Any]]:
+    """Return the name, the annotated type and the default of each field of a dataclass."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return [(field.name, hints[field.name], _default(field)) for field in dataclasses.fields(cls)]
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def _options(kind: Any) -> tuple[Any, ...]:
+    kind = _unmarked(kind)
+    is_union = typing.get_origin(kind) in (types.UnionType, typing.Union)
+    return typing.get_args(kind) if is_union else (kind,)
+
+
+def _unmarked(kind: Any) -> Any:
+    """Return a type without its own annotations; those of its parts stay."""
+    return kind.__origin__ if typing.get_origin(kind) is Annotated else kind
+
+
+def _marks(kind: Any) -> Iterator[Any]:
+    """Yield all annotations of a type and of its parts."""
+    yield from getattr(kind, "__metadata__", ())
+    if typing.get_origin(kind := _unmarked(kind)) is not Literal:
+        for part in typing.get_args(kind):
+            yield from _marks(part)
+
+
+@functools.cache
+def _has_marks(kind: Any) -> bool:
+    return any(isinstance(mark, Bound | Match) for mark in _marks(kind))
+
+
+def _spelled(kind: Any) -> str:
+    if len(_options(kind)) > 1:
+        return " or ".join(_spelled(option) for option in _options(kind))
+    kind = _unmarked(kind)
+    if typing.get_origin(kind) is Literal:
+        return " or ".join(repr(value) for value in typing.get_args(kind))
+    if typing.get_origin(kind) is tuple:
+        return f"a list of {_spelled(typing.get_args(kind)[0])}"
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", types.NoneType: "null"}
+    return words.get(kind, "an object")

@@ -1,0 +1,382 @@
+"""The graph contract: what goes into and comes out of each graph, by name, dtype and dimension.
+
+Dimensions carry the same name everywhere. `batch` counts sources, `rows` the
+hypotheses decoded for them: rows = batch · beams, the beams of one source side
+by side. `num_candidates` is how many best tokens a step returns.
+"""
+
+import dataclasses
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal, Self
+
+from tfexport.config import MAX_HEADS, MAX_LAYERS, Config, Ge, Heads, Le, Size, SizeOrZero, TokenId
+from tfexport.errors import ConfigError, raise_all, shortened
+
+Precision = Literal["fp32", "fp16", "bf16"]
+Form = Literal["concat", "static", "contrib"]
+Device = Literal["cpu", "cuda"]
+WeightType = Literal["int8", "int4", "fp8"]
+QuantizedWeights = Literal["int8", "int4"]
+OptimizeFor = Literal["latency", "throughput"]
+# What bounds how exactly a stage computes: its narrow weights, else the type of its graph.
+Accuracy = Precision | WeightType
+
+CONCAT_OPSETS = (18, 19, 20)
+STATIC_OPSET = 24
+
+WEIGHTS = "weights.safetensors"
+# Plain bytes: safetensors knows no type of 4 bits.
+QUANTIZED_WEIGHTS = "weights.bin"
+ENCODER = "encoder"
+ENCODER_CONTRIB = "encoder_contrib"
+DECODER: dict[Form, str] = {"concat": "decoder", "static": "decoder_static", "contrib": "decoder_contrib"}
+
+SOURCE_IDS = "source_ids"
+SOURCE_MASK = "source_mask"
+HIDDEN_STATES = "hidden_states"
+TARGET_IDS = "target_ids"
+CACHE_LENGTHS = "cache_lengths"
+POSITIONS = "positions"
+LAST_POSITION = "last_position"
+TOTAL_LENGTH = "total_length"
+NUM_CANDIDATES = "num_candidates"
+LOGITS_TO_KEEP = "logits_to_keep"
+LOGITS = "logits"
+CANDIDATE_IDS = "candidate_ids"
+CANDIDATE_LOGITS = "candidate_logits"
+LOG_NORMALIZER = "log_normalizer"
+
+# The graph, and what it gives.
+ALIGNMENT = "alignment"
+
+LOOP = "loop"
+MAX_NEW_TOKENS = "max_new_tokens"
+GENERATED_IDS = "generated_ids"
+GENERATED_LENGTHS = "generated_lengths"
+LOG_PROBS = "log_probs"
+
+REORDER = "reorder"
+CACHE = "cache"
+ORDER = "order"
+REORDERED = "reordered"
+
+# Axis of the outputs of a decoder that gives logits of several positions: those of each row side by side.
+KEPT = f"rows * {LOGITS_TO_KEEP}"
+
+DType = Literal["int64", "int32", "bool", "float32", "float16", "bfloat16"]
+Dim = str | int
+FLOAT: dict[Precision, DType] = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+
+
+class TokenIds(Config, subject="tokens"):
+    """Ids that decoding needs to know.
+
+    `start` is the decoder's first input. `pad` fills short rows of a batch and
+    is never attended to.
+    """
+
+    pad: TokenId
+    start: TokenId
+    eos: TokenId
+    unk: TokenId | None = None
+
+
+class Quantization(Config, subject="quantization"):
+    """How a bundle stores its matrices narrower than it computes: for ONNX Runtime on the CPU.
+
+    `latency` rounds the activations of each row by themselves, so that a text does not depend on its batch;
+    `throughput` rounds those of a batch together, which is faster where batches are large and is there in 8 bits only.
+    """
+
+    weights: QuantizedWeights
+    optimize_for: OptimizeFor = "latency"
+
+    def _problems(self) -> Iterator[str]:
+        if self.weights == "int4" and self.optimize_for == "throughput":
+            yield (
+                "optimize_for is throughput, but ONNX Runtime multiplies 4 bits weight-only; "
+                "use int8, or optimize for latency"
+            )
+
+
+class ModelSpec(Config, subject="spec"):
+    """What every stage behind the graphs needs to know of a model.
+
+    For an encoder alone `vocab`, `layers`, `heads`, `head_dim`, `value_dim` and
+    `max_target_length` are 0.
+    `kv_heads` None means as many as `heads`.
+    """
+
+    d_model: Size
+    source_vocab: Size
+    max_source_length: Size
+    tokens: TokenIds
+    precision: Precision
+    vocab: SizeOrZero = 0
+    layers: Annotated[int, Ge(0), Le(MAX_LAYERS)] = 0
+    heads: Annotated[int, Ge(0), Le(MAX_HEADS)] = 0
+    head_dim: SizeOrZero = 0
+    value_dim: SizeOrZero = 0
+    max_target_length: SizeOrZero = 0
+    kv_heads: Heads | None = None
+
+    def _problems(self) -> Iterator[str]:
+        """Return which tokens lie outside of the vocabulary of their side; start and end are the target's."""
+        source, target = ("source_vocab", self.source_vocab), ("vocab", self.vocab)
+        for name, token in dataclasses.asdict(self.tokens).items():
+            vocabulary, size = target if self.has_decoder and name in ("start", "eos") else source
+            if token is not None and token >= size:
+                yield f"tokens.{name} is {shortened(token)}, expected below {vocabulary} {shortened(size)}"
+
+    @property
+    def has_decoder(self) -> bool:
+        """Whether the model generates, or only encodes."""
+        return self.layers > 0
+
+    @property
+    def cache_heads(self) -> int:
+        """Heads of keys and values: fewer than `heads` where heads share them."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+
+class AlignmentHeads(Config, subject="alignment"):
+    """The cross-attention that serves as alignment: a layer of the decoder and the heads that are averaged.
+
+    `layer` counts from 0, or below 0 from behind: -1 is the last. `heads` count from 0; none means all.
+    """
+
+    layer: int
+    heads: tuple[int, ...] = ()
+
+    def _problems(self) -> Iterator[str]:
+        if min(self.heads, default=0) < 0 or len(set(self.heads)) != len(self.heads):
+            yield f"heads is {', '.join(map(str, self.heads))}, expected numbers from 0, once each"
+
+    def within(self, spec: ModelSpec) -> Self:
+        """Return the layer from 0 and every head of them by its number.
+
+        Raises:
+            ConfigError: lists what the model does not have.
+        """
+        problems = []
+        if not spec.has_decoder:
+            problems.append("an encoder alone has no attention to a source; leave alignment out")
+        elif not -spec.layers <= self.layer < spec.layers:
+            problems.append(
+                f"layer is {self.layer}, but the decoder has {spec.layers}; "
+                f"give 0 to {spec.layers - 1}, or -1 for the last"
+            )
+        if spec.has_decoder and (beyond := [head for head in self.heads if head >= spec.heads]):
+            problems.append(
+                f"heads has {beyond[0]}, but a layer has {spec.heads}; give 0 to {spec.heads - 1}, or none for all"
+            )
+        raise_all(ConfigError, "alignment", problems)
+        heads = self.heads or tuple(range(spec.heads))
+        return dataclasses.replace(self, layer=self.layer % spec.layers, heads=heads)
+
+
+class LoopSettings(Config, subject="loop"):
+    """What the loop graph generates: the greedy search of a bundle by its own defaults.
+
+    `prompt` is what the decoder reads first: the start token and what every target begins with. `ends` end a text.
+    `forced_first` and `forced_last` are what a text has to begin with and to say at its limit; None for anything.
+    `suppressed` are never said, and no end before `min_new_tokens`. `max_new_tokens` is the limit of who gives none.
+    """
+
+    prompt: tuple[TokenId, ...]
+    ends: tuple[TokenId, ...]
+    max_new_tokens: Size
+    min_new_tokens: SizeOrZero = 0
+    forced_first: TokenId | None = None
+    forced_last: TokenId | None = None
+    suppressed: tuple[TokenId, ...] = ()
+
+    def _problems(self) -> Iterator[str]:
+        for name, ids in self.tokens.items():
+            if name.startswith("forced") and set(ids) & set(self.suppressed):
+                yield f"{name} {ids[0]} is suppressed"
+            if not ids and name in ("prompt", "ends"):
+                yield f"{name} is empty, expected an id or several"
+
+    @property
+    def tokens(self) -> dict[str, tuple[int, ...]]:
+        """Return all token ids by the field's name."""
+        single = {"forced_first": self.forced_first, "forced_last": self.forced_last}
+        forced = {name: () if token is None else (token,) for name, token in single.items()}
+        return {"prompt": self.prompt, "ends": self.ends, **forced, "suppressed": self.suppressed}
+
+    def room(self, spec: ModelSpec) -> int:
+        """Return how many tokens a model leaves behind the prompt; the last one is never read."""
+        return spec.max_target_length - (len(self.prompt) - 1)
+
+    def problems_of(self, spec: ModelSpec) -> Iterator[str]:
+        """Say what does not fit a model."""
+        for name, ids in self.tokens.items():
+            if max(ids, default=-1) >= spec.vocab:
+                yield f"loop.{name} has {shortened(max(ids))}, expected below the vocabulary of {spec.vocab}"
+        if self.max_new_tokens > self.room(spec):
+            room = shortened(self.room(spec))
+            yield f"loop.max_new_tokens is {shortened(self.max_new_tokens)}, but the model has room for {room}"
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One input or output of a graph; a dimension is a name or a number."""
+
+    name: str
+    dtype: DType
+    shape: tuple[Dim, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name[:80]} {self.dtype} [{', '.join(str(dim)[:40] for dim in self.shape)}]"
+
+
+@dataclass(frozen=True)
+class GraphSpec:
+    """Inputs and outputs of one graph, in order."""
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+
+def key_value_names(prefix: str, layers: int) -> list[str]:
+    """Name the caches of all layers: prefix_key.0, prefix_value.0, prefix_key.1 and so on."""
+    return [f"{prefix}_{part}.{layer}" for layer in range(layers) for part in ("key", "value")]
+
+
+def _key_values(spec: ModelSpec, prefix: str, rows: Dim, length: Dim) -> list[TensorSpec]:
+    dtype = FLOAT[spec.precision]
+    return [
+        TensorSpec(name, dtype, (rows, spec.cache_heads, length, spec.head_dim if "_key." in name else spec.value_dim))
+        for name in key_value_names(prefix, spec.layers)
+    ]
+
+
+def encoder_graph(spec: ModelSpec) -> GraphSpec:
+    """Return the contract of `encoder.onnx`."""
+    source: Sequence[Dim] = ("batch", "source_len")
+    inputs = (TensorSpec(SOURCE_IDS, "int64", tuple(source)), TensorSpec(SOURCE_MASK, "bool", tuple(source)))
+    if spec.has_decoder:
+        return GraphSpec(inputs, tuple(_key_values(spec, "cross", "batch", "source_len")))
+    return GraphSpec(inputs, (TensorSpec(HIDDEN_STATES, "float32", (*source, spec.d_model)),))
+
+
+def decoder_graph(spec: ModelSpec, form: Form, *, speculation: bool = False) -> GraphSpec:
+    """Return the contract of `decoder.onnx` (concat), `decoder_static.onnx` or `decoder_contrib.onnx`.
+
+    Caches go in as `past_*` and come out as `present_*`. The concat form returns
+    them longer by target_len; the others write the new tokens into buffers of
+    `capacity`, and one buffer serves as both. The static form writes at
+    `cache_lengths`, past_len of each row, and rows may be at different positions.
+    So they may in the contrib form, ONNX Runtime's own operators, which takes what
+    its operator takes: the `positions` of the new tokens, the last of them, and
+    past_len + target_len of the longest row; every past_len is 0, or target_len 1,
+    or rows 1. With `speculation`, which this form alone has, `logits_to_keep` says of
+    how many of the last positions there are logits.
+    """
+    inputs = [
+        TensorSpec(TARGET_IDS, "int64", ("rows", "target_len")),
+        TensorSpec(SOURCE_MASK, "bool", ("batch", "source_len")),
+        *_key_values(spec, "cross", "batch", "source_len"),
+        *_key_values(spec, "past", "rows", "past_len" if form == "concat" else "capacity"),
+    ]
+    if form == "static":
+        inputs.append(TensorSpec(CACHE_LENGTHS, "int64", ("rows",)))
+    if form == "contrib":
+        inputs.append(TensorSpec(POSITIONS, "int64", ("rows", "target_len")))
+        inputs.append(TensorSpec(LAST_POSITION, "int32", ("rows",)))
+        inputs.append(TensorSpec(TOTAL_LENGTH, "int32", (1,)))
+    if speculation:
+        inputs.append(TensorSpec(LOGITS_TO_KEEP, "int64", (1,)))
+    inputs.append(TensorSpec(NUM_CANDIDATES, "int64", (1,)))
+    kept = KEPT if speculation else "rows"
+    outputs = [
+        TensorSpec(LOGITS, "float32", (kept, spec.vocab)),
+        TensorSpec(CANDIDATE_IDS, "int64", (kept, "num_candidates")),
+        TensorSpec(CANDIDATE_LOGITS, "float32", (kept, "num_candidates")),
+        TensorSpec(LOG_NORMALIZER, "float32", (kept, 1)),
+        *_key_values(spec, "present", "rows", "past_len + target_len" if form == "concat" else "capacity"),
+    ]
+    return GraphSpec(tuple(inputs), tuple(outputs))
+
+
+def alignment_graph(spec: ModelSpec) -> GraphSpec:
+    """Return the contract of `alignment.onnx`, which reads whole targets: a row of weights for each target token.
+
+    `target_ids` are what the decoder reads: the start token first, and of a target all but the last.
+    """
+    inputs = (*encoder_graph(spec).inputs, TensorSpec(TARGET_IDS, "int64", ("batch", "target_len")))
+    return GraphSpec(inputs, (TensorSpec(ALIGNMENT, "float32", ("batch", "target_len", "source_len")),))
+
+
+def loop_form(graphs: Collection[str]) -> Form | None:
+    """Return the form of the decoder that a bundle's loop graph is made of; None where there is none for it.
+
+    The static form has another opset than its encoder, and a loop would copy its buffers with each step.
+
+    Args:
+        graphs: that the bundle has, by name.
+    """
+    forms: tuple[Form, ...] = ("concat", "contrib")
+    return next((form for form in forms if DECODER[form] in graphs), None)
+
+
+def loop_graph(spec: ModelSpec) -> GraphSpec:
+    """Return the contract of `loop.onnx`, the whole greedy search: ids in, ids out.
+
+    `max_new_tokens` 0 means as many as `LoopSettings` says. Behind its end a row of `generated_ids` is filled with the
+    padding token; `generated_lengths` counts the tokens before that, the end among them.
+    """
+    inputs = (*encoder_graph(spec).inputs, TensorSpec(MAX_NEW_TOKENS, "int64", (1,)))
+    outputs = (
+        TensorSpec(GENERATED_IDS, "int64", ("batch", "generated_len")),
+        TensorSpec(GENERATED_LENGTHS, "int64", ("batch",)),
+        TensorSpec(LOG_PROBS, "float32", ("batch",)),
+    )
+    return GraphSpec(inputs, outputs)
+
+
+def reorder_spec(precision: Precision) -> GraphSpec:
+    """Return the contract of the graph that copies rows of one cache tensor, viewed as [rows, width].
+
+    It serves every cache of every model: a GPU runs the bundle's own, an engine has one of its own precision.
+    """
+    dtype = FLOAT[precision]
+    inputs = (TensorSpec(CACHE, dtype, ("rows", "width")), TensorSpec(ORDER, "int64", ("new_rows",)))
+    return GraphSpec(inputs, (TensorSpec(REORDERED, dtype, ("new_rows", "width")),))
+
+
+def has_speculation(decoder: GraphSpec) -> bool:
+    """Say whether a decoder gives logits of as many of the last positions as it is asked for."""
+    return any(tensor.name == LOGITS_TO_KEEP for tensor in decoder.inputs)
+
+
+def graph_contract(spec: ModelSpec, name: str, *, speculation: bool = False) -> GraphSpec:
+    """Return the contract of a graph of a bundle by its name, such as "decoder_static".
+
+    `speculation` is for the decoder of the contrib form.
+    """
+    forms = {decoder: form for form, decoder in DECODER.items()}
+    if name in forms:
+        return decoder_graph(spec, forms[name], speculation=speculation and forms[name] == "contrib")
+    if name == REORDER:
+        return reorder_spec(spec.precision)
+    if name == LOOP:
+        return loop_graph(spec)
+    return alignment_graph(spec) if name == ALIGNMENT else encoder_graph(spec)
+
+
+def contract_problems(found: GraphSpec, expected: GraphSpec) -> list[str]:
+    """Say where inputs and outputs, in order, are not those that were expected; empty where all are."""
+    problems: list[str] = []
+    for kind, there, wanted in (
+        ("input", found.inputs, expected.inputs),
+        ("output", found.outputs, expected.outputs),
+    ):
+        known, has = frozenset(wanted), frozenset(there)
+        problems += [f"{kind} {tensor} is not in the contract" for tensor in there if tensor not in known]
+        problems += [f"{kind} {tensor} is missing" for tensor in wanted if tensor not in has]
+        if not problems and there != wanted:
+            problems.append(f"{kind}s are out of order, or there twice")
+    return problems

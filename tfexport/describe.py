@@ -1,0 +1,391 @@
+"""Say what a bundle, a model directory or a graph file holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.util
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from tfexport._io.atomic import restore
+from tfexport._io.extras import install_command
+from tfexport._io.names import CERTIFICATE, CONFIG, GENERATION, MANIFEST, MODEL_WEIGHTS, TARGET_TOKENIZER, TOKENIZER
+from tfexport._io.paths import checked_path
+from tfexport._io.safetensors_header import read_header
+from tfexport._io.signature import TrustedKeys
+from tfexport._io.strict_json import plain_problem, read_json
+from tfexport.bundle.bundle import Bundle, open_bundle
+from tfexport.bundle.contents import stale_sources
+from tfexport.bundle.defaults import read_defaults
+from tfexport.bundle.manifest import read_sources
+from tfexport.bundle.unsealed import unsealed
+from tfexport.bundle.vocabulary import read_vocabulary
+from tfexport.contract import ALIGNMENT, LOOP
+from tfexport.errors import CheckpointError, ConfigError, EngineError, GraphError, InputError
+from tfexport.generation import GenerationDefaults
+from tfexport.nn.config import TransformerConfig
+from tfexport.tensorrt.artifact.compatibility import explain, incompatibilities, this_machine
+from tfexport.tensorrt.artifact.store import engine_names, open_engine
+
+_CERTIFICATE_TYPES = {"layout": str, "proven": bool, "switches": dict, "lines": dict, "unverified": list}
+_SIGNATURES = {
+    None: "not signed",
+    "unchecked": "signed, by whom was not checked: give --trusted-keys",
+    "trusted": "signed with a trusted key",
+}
+
+
+def inspect_path(
+    path: str | PathLike[str],
+    *,
+    trusted_keys: Sequence[str | PathLike[str]] | None = None,
+    for_here: bool = True,
+) -> dict[str, Any]:
+    """Describe what lies at `path`; what went missing because its replacement was killed is put back.
+
+    Args:
+        path: a bundle (a directory with manifest.json), a model directory (config.json, model.safetensors) or an
+            ONNX file (needs the onnx package).
+        trusted_keys: files of public keys, one of which must have signed the bundle; None inspects whosever.
+        for_here: say of each engine whether it may be used on this machine, which loads the driver of a GPU.
+
+    Returns:
+        JSON values; `kind` is "bundle", "model" or "graph" and decides on the rest.
+
+    Raises:
+        ConfigError: `path` can be no path, a key is none, or the model's configuration is wrong.
+        InputError: there is nothing, nothing known, or it cannot be read.
+        BundleError: the bundle is damaged.
+        CheckpointError: the model's weights are damaged.
+        GraphError: the file is no ONNX model, or the onnx package is missing.
+    """
+    path = checked_path(path, "inspect")
+    keys = None if trusted_keys is None else TrustedKeys.read(trusted_keys)
+    try:
+        restore(Path(os.path.realpath(path)))
+        if keys is not None or (path.is_dir() and (path / MANIFEST).exists()):
+            return _inspect_bundle(path, keys, for_here)
+        if path.is_dir() and ((path / CONFIG).exists() or (path / MODEL_WEIGHTS).exists()):
+            return _inspect_model(path)
+        if path.is_file() and path.suffix == ".onnx":
+            return _inspect_graph(path)
+        found = "is something else" if path.exists() else "does not exist"
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from error
+    raise InputError(
+        f"{path}: {found}, expected a bundle (a directory with {MANIFEST}), a model directory "
+        f"({CONFIG}, {MODEL_WEIGHTS}) or an .onnx file"
+    )
+
+
+def describe(found: Mapping[str, Any]) -> list[str]:
+    """Write what `inspect_path` returned for the terminal, a line each."""
+    write = {"bundle": _bundle_lines, "model": _model_lines, "graph": _graph_lines}[found["kind"]]
+    return write(found)
+
+
+def _inspect_bundle(path: Path, keys: TrustedKeys | None, for_here: bool) -> dict[str, Any]:
+    bundle = open_bundle(path, trusted_keys=keys)
+    manifest = bundle.manifest.to_dict()
+    manifest["model"] = manifest.pop("kind")
+    sizes = [entry["bytes"] for entry in manifest["files"].values()]
+    facts = {"kind": "bundle", "path": str(path), "sha256": bundle.sha256, "bytes": sum(sizes), **manifest}
+    facts["generation"] = read_defaults(bundle).given()
+    facts["tokenizers"] = _tokenizers(bundle)
+    facts["signature"] = ("unchecked" if keys is None else "trusted") if bundle.is_signed else None
+    return {**facts, "engines": _inspect_engines(bundle, for_here), "unsealed": unsealed(bundle)}
+
+
+def _inspect_engines(bundle: Bundle, for_here: bool) -> dict[str, Any]:
+    """Say of each engine what it is, and of a damaged one what is wrong; the bundle itself works without."""
+    engines: dict[str, Any] = {}
+    names = engine_names(bundle.path)
+    machine = this_machine() if names and for_here else None
+    for name in names:
+        try:
+            engine = open_engine(bundle.path, name, bundle.trusted_keys)
+            engine.check_plans()
+        except EngineError as error:
+            engines[name] = {"problem": str(error)}
+            continue
+        manifest = engine.manifest
+        engines[name] = {
+            "problem": explain(incompatibilities(manifest, bundle, machine)) if machine else None,
+            "stale": bool(stale_sources(manifest.sources, bundle.manifest.files)),
+            "version": manifest.library_version,
+            "bytes": sum(plan.bytes for plan in manifest.plans.values()),
+            **manifest.config.to_dict(),
+            "limits": manifest.limits.to_dict(),
+            "layers": {plan: dict(entry.layers) for plan, entry in manifest.plans.items()},
+        }
+    return engines
+
+
+def _inspect_model(path: Path) -> dict[str, Any]:
+    config = TransformerConfig.from_dict(read_json(path / CONFIG, str(path / CONFIG)), subject=str(path / CONFIG))
+    tensors = _stored_tensors(path / MODEL_WEIGHTS)
+    files = {entry.name: entry for entry in sorted(path.iterdir()) if entry.is_file()}
+    return {
+        "kind": "model",
+        "path": str(path),
+        "parameters": sum(math.prod(tensor["shape"]) for tensor in tensors),
+        "config": config.to_dict(),
+        "tensors": tensors,
+        "generation": _generation(path / GENERATION),
+        "certificate": _certificate(path / CERTIFICATE),
+        "files": {name: _file(entry) for name, entry in files.items()},
+    }
+
+
+def _generation(path: Path) -> dict[str, Any]:
+    """Read what generates unless told otherwise; nothing where nobody said."""
+    if not path.exists():
+        return {}
+    return GenerationDefaults.from_dict(read_json(path, str(path)), subject=str(path)).given()
+
+
+def _certificate(path: Path) -> dict[str, Any] | None:
+    """Read what an import proved; None where the model was not imported."""
+    if not path.exists():
+        return None
+    found = read_json(path, str(path))
+    is_whole = isinstance(found, dict) and all(
+        isinstance(found.get(name), kind) for name, kind in _CERTIFICATE_TYPES.items()
+    )
+    if not is_whole or not all(isinstance(entry, dict) for entry in found["switches"].values()):
+        raise ConfigError(f"{path}: is no certificate of an import; import the checkpoint again")
+    files = read_sources(found.get("checkpoint", {}), f"{path}: checkpoint")
+    return {**found, "checkpoint": {name: file.to_dict() for name, file in files.items()}}
+
+
+def _inspect_graph(path: Path) -> dict[str, Any]:
+    if importlib.util.find_spec("onnx") is None:
+        raise GraphError(f"{path}: reading a graph needs the onnx package; {install_command('onnx')}")
+    from tfexport.export.describe import describe_graph
+
+    return {"kind": "graph", "path": str(path), **_file(path), **describe_graph(path)}
+
+
+def _file(path: Path) -> dict[str, Any]:
+    with path.open("rb") as stream:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
+
+
+def _stored_tensors(path: Path) -> list[dict[str, Any]]:
+    if problem := plain_problem(path):
+        raise CheckpointError(f"{path}: {problem}; a model directory has {CONFIG} and {MODEL_WEIGHTS}")
+    return [
+        {"name": name, "dtype": tensor.dtype, "shape": list(tensor.shape)} for name, tensor in read_header(path).items()
+    ]
+
+
+def _bundle_lines(found: Mapping[str, Any]) -> list[str]:
+    spec, parity, narrow = found["spec"], found["parity"], found["quantization"]
+    precision = f"{narrow['weights']} for {narrow['optimize_for']}" if narrow else spec["precision"]
+    proof = "not verified" if parity is None else "verified" if parity["passed"] else "FAILED its verification"
+    lines = [
+        f"bundle {found['path']}: {found['model']}, {precision}, {_bytes(found['bytes'])}, {proof}",
+        *_identity_lines(found["identity"]),
+        f"  sha256 {found['sha256']}",
+        f"  {_SIGNATURES[found['signature']]}",
+        f"  made with {', '.join(f'{name} {version}' for name, version in found['versions'].items())}",
+        *_module_lines(found["module"]),
+        *_checkpoint_lines(found),
+        *_provenance_lines(found["provenance"]),
+        *("", "Sizes", *_table((name, value) for name, value in spec.items() if isinstance(value, int) and value)),
+        *("", "Tokens", *_table(_token_rows(spec["tokens"], found["tokenizers"]))),
+    ]
+    lines += _generation_lines(found)
+    for name, graph in found["graphs"].items():
+        what = _alignment_text(found["alignment"]) if name == ALIGNMENT else ""
+        what = _loop_text(found["loop"]) if name == LOOP else what
+        lines += ["", f"Graph {name}: {graph['file']}, opset {graph['opset']}{what}", *_tensor_table(graph)]
+    lines += ["", "Text", *_text_lines(found["text"], found["tokenizers"])]
+    lines += ["", "Files", *_file_table(found["files"])]
+    for name, engine in found["engines"].items():
+        lines += ["", f"Engine {name}", *_engine_lines(engine)]
+    lines += (
+        ["", "Engines", *(f"  load refuses it: {problem}" for problem in found["unsealed"])]
+        if found["unsealed"]
+        else []
+    )
+    if parity is not None:
+        lines += ["", "Parity", *_table((name, json.dumps(value)) for name, value in parity.items())]
+    return lines
+
+
+def _module_lines(module: Mapping[str, Any] | None) -> list[str]:
+    return [f"  of the module {module['name']}, weights sha256 {module['weights_sha256']}"] if module else []
+
+
+def _alignment_text(named: Mapping[str, Any]) -> str:
+    return f", attention of layer {named['layer']}, heads {', '.join(map(str, named['heads']))}"
+
+
+def _loop_text(settings: Mapping[str, Any]) -> str:
+    """Say what the greedy search in the graph does, but for what is not set."""
+    said = {name: value for name, value in settings.items() if value not in (None, [], (), 0)}
+    return ", greedy: " + ", ".join(f"{name} {json.dumps(value)}" for name, value in said.items())
+
+
+def _tokenizers(bundle: Bundle) -> dict[str, Any]:
+    """Say of each tokenizer what kind it is, how many tokens it has, and which of the model's own those are."""
+    names = [name for name in (TOKENIZER, TARGET_TOKENIZER) if name in bundle.manifest.files]
+    ids = dataclasses.asdict(bundle.manifest.spec.tokens)
+    found = {name: read_vocabulary(bundle.file(name)) for name in names}
+    return {
+        name: {
+            "model": one.model,
+            "size": len(one.tokens),
+            "tokens": {token: one.tokens.get(number) for token, number in ids.items() if number is not None},
+        }
+        for name, one in found.items()
+    }
+
+
+def _token_rows(ids: Mapping[str, int | None], tokenizers: Mapping[str, Any]) -> Iterator[tuple[object, ...]]:
+    """Write each id with what the tokenizers call it."""
+    for name, number in ids.items():
+        if number is not None:
+            called = (json.dumps(one["tokens"][name], ensure_ascii=False) for one in tokenizers.values())
+            yield name, number, " ".join(called)
+
+
+def _identity_lines(identity: Mapping[str, str | None]) -> list[str]:
+    said = [f"{name} {value}" for name, value in identity.items() if value is not None]
+    return [f"  {', '.join(said)}"] if said else []
+
+
+def _provenance_lines(provenance: Mapping[str, Any] | None) -> list[str]:
+    if provenance is None:
+        return []
+    proof = "proven" if provenance["proven"] else "NOT PROVEN"
+    return [f"  layout {provenance['layout']}, {proof}; certificate sha256 {provenance['certificate_sha256']}"]
+
+
+def _text_lines(text: Mapping[str, Any], tokenizers: Mapping[str, Any]) -> list[str]:
+    """Say how text goes in and out, and whether that was ever compared."""
+    if not tokenizers:
+        return ["  no tokenizer: ids go in and out"]
+    kind = "tokenizers of source and target" if TARGET_TOKENIZER in tokenizers else "one tokenizer"
+    count = len(text["samples"])
+    proof = f"compared with {count} recorded text{'s' if count > 1 else ''}" if count else "never compared with texts"
+    around = [
+        (name, ", ".join(map(str, text[name])))
+        for name in ("source_prefix", "source_suffix", "target_prefix")
+        if text[name]
+    ]
+    kinds = [(name, one["model"] or "unknown", f"{one['size']} tokens") for name, one in tokenizers.items()]
+    return [f"  {kind}, {proof}", *_table(kinds), *_table(around)]
+
+
+def _engine_lines(engine: Mapping[str, Any]) -> list[str]:
+    stale = "stale, " if engine.get("stale") else ""
+    state = f"{stale}may not be used here: {engine['problem']}" if engine["problem"] else "may be used here"
+    if engine["problem"] is None:
+        state = f"{stale}not compared with this machine"
+    if "target" not in engine:
+        return [f"  {state}"]
+    kind = ", ".join(part for part in (engine["form"], engine["precision"], engine["weights"]) if part)
+    gpus = f" for {', '.join(engine['compute_capabilities'])}" if engine["compute_capabilities"] else ""
+    return [
+        f"  {engine['target']} {engine['version']}{gpus}: {kind}, {_bytes(engine['bytes'])}",
+        *_table(engine["limits"].items()),
+        f"  {state}",
+    ]
+
+
+def _model_lines(found: Mapping[str, Any]) -> list[str]:
+    dtypes = Counter(tensor["dtype"] for tensor in found["tensors"])
+    written = ", ".join(f"{number} {dtype}" for dtype, number in dtypes.items())
+    return [
+        f"model {found['path']}: {found['parameters']:,} parameters, {len(found['tensors'])} tensors ({written})",
+        *("", "Configuration", *_table((name, json.dumps(value)) for name, value in found["config"].items())),
+        *_generation_lines(found),
+        *("", "Tensors", *_table((t["name"], t["dtype"], _shape(t["shape"])) for t in found["tensors"])),
+        *(["", "Certificate", *_certificate_lines(found["certificate"])] if found["certificate"] else []),
+        *("", "Files", *_file_table(found["files"])),
+    ]
+
+
+def _generation_lines(found: Mapping[str, Any]) -> list[str]:
+    defaults = found["generation"]
+    rows = ((name, json.dumps(value)) for name, value in defaults.items())
+    return ["", "Generation, unless told otherwise", *_table(rows)] if defaults else []
+
+
+def _certificate_lines(found: Mapping[str, Any]) -> list[str]:
+    proof = f"proven: error {found.get('error')}, at most {found.get('tolerance')}" if found["proven"] else "NOT PROVEN"
+    lines = [f"  layout {found['layout']}, {proof}", *(f"  unverified  {entry}" for entry in found["unverified"])]
+    lines += _checkpoint_lines(found)
+    rows = [
+        (name, *(f"{key} {json.dumps(entry.get(key))}" for key in ("value", "nearest", "error")))
+        for name, entry in found["switches"].items()
+    ]
+    return [*lines, *(_table(rows) if rows else [])]
+
+
+def _checkpoint_lines(found: Mapping[str, Any]) -> list[str]:
+    """List the files that the weights were imported from."""
+    files = found["checkpoint"]
+    return [f"  imported from {name}, sha256 {file['sha256']}" for name, file in files.items()]
+
+
+def _graph_lines(found: Mapping[str, Any]) -> list[str]:
+    opsets = ", ".join(f"{domain} {version}" for domain, version in found["opsets"].items())
+    return [
+        f"graph {found['path']}: {_bytes(found['bytes'])}, opset {opsets}, IR version {found['ir_version']}",
+        f"  sha256  {found['sha256']}",
+        f"  weights {', '.join(found['weight_files']) or 'inside'}",
+        *("", "Tensors", *_tensor_table(found)),
+        *("", "Operators", *_table(found["operators"].items())),
+    ]
+
+
+def _tensor_table(graph: Mapping[str, Any]) -> list[str]:
+    """List inputs and outputs; those that differ only in the layer's number share a line."""
+    groups: dict[tuple[str, str, str, str], list[str]] = {}
+    for side, tensors in (("in", graph["inputs"]), ("out", graph["outputs"])):
+        for tensor in tensors:
+            stem, _, layer = tensor["name"].partition(".")
+            groups.setdefault((side, stem, tensor["dtype"], _shape(tensor["shape"])), []).append(layer)
+    return _table(
+        (
+            side,
+            stem + (f".{layers[0]}" if layers[0] else "") + (f" … .{layers[-1]}" if layers[1:] else ""),
+            dtype,
+            shape,
+        )
+        for (side, stem, dtype, shape), layers in groups.items()
+    )
+
+
+def _file_table(files: Mapping[str, Any]) -> list[str]:
+    return _table((name, f"{file['bytes']:>13,} bytes", f"sha256 {file['sha256']}") for name, file in files.items())
+
+
+def _table(rows: Iterable[Sequence[object]]) -> list[str]:
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells
+    ]
+
+
+def _shape(shape: Iterable[object]) -> str:
+    return f"[{', '.join(map(str, shape))}]"
+
+
+def _bytes(number: int) -> str:
+    size, unit = float(number), "bytes"
+    for larger in ("kB", "MB", "GB"):
+        if size >= 1000:
+            size, unit = size / 1000, larger
+    return f"{number} bytes" if unit == "bytes" else f"{size:.1f} {unit}"

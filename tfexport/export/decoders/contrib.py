@@ -1,0 +1,236 @@
+"""The contrib form: attention in ONNX Runtime's own operators, for its CPU.
+
+An attention is one operator, query, key and value one product, and the cache of
+the static form is written in place by the attention itself, which reads it no
+further than it is filled. The operators are documented in
+https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from tfexport.contract import ENCODER_CONTRIB, Precision
+from tfexport.export.decoders.form import OUTSIDE_ATTENTION, DecoderForm, Seam, Supported, unsupported
+from tfexport.export.passes.joint_products import join_products
+from tfexport.nn.attention import MultiHeadAttention
+from tfexport.nn.cache import KeyValue
+from tfexport.nn.config import TransformerConfig
+from tfexport.nn.dot_product import MASK_FILL
+
+_DOMAIN = "com.microsoft"
+# What divides the width of a head in `GroupQueryAttention`.
+_HEAD_DIM_STEP = 8
+
+SUPPORTED: Supported = {
+    **OUTSIDE_ATTENTION,
+    "positions": ("table", "none", "rotary"),
+    "relative_bias": ("none", "t5", "t5_per_layer", "alibi"),
+    "attention_softcap": (0.0,),
+    **dict.fromkeys(("num_heads", "num_kv_heads", "d_k", "d_v", "attention_bias", "attention_scale")),
+    **dict.fromkeys(("relative_buckets", "relative_max_distance")),
+    **dict.fromkeys(("rotary_base", "rotary_dim", "rotary_pairs", "rotary_cross")),
+}
+
+
+def supports(config: TransformerConfig | Seam, precision: Precision) -> list[str]:
+    """Say what of a model the operators cannot do; the other forms can."""
+    if isinstance(config, Seam):
+        has_decoder, width, value_width, others = config.has_decoder, config.head_dim, config.value_dim, _asked(config)
+    else:
+        has_decoder, others = config.decoder is not None, unsupported(config, SUPPORTED)
+        width, value_width = (config.d_k("decoder"), config.d_v("decoder")) if has_decoder else (0, 0)
+    if not has_decoder:
+        return ["it is an encoder alone"]
+    problems = []
+    if width != value_width or width % _HEAD_DIM_STEP:
+        problems.append(f"keys and values are not equally wide, or {_HEAD_DIM_STEP} does not divide that")
+    problems += others
+    if precision != "fp32":
+        problems.append(f"it is {precision}")
+    return problems
+
+
+def _asked(seam: Seam) -> list[str]:
+    asked = {"a layer attends in its own way, not through cache.attend": seam.by_hand, "scores level off": seam.softcap}
+    return [problem for problem, is_so in asked.items() if is_so]
+
+
+def joint_weights(model: nn.Module) -> Iterator[tuple[str, ...]]:
+    """Name the parameters that the contrib form reads as one: they have to lie side by side."""
+    for name, module in model.named_modules():
+        if isinstance(module, MultiHeadAttention) and name.endswith(".self"):
+            for kind, _ in module.q.named_parameters():
+                yield tuple(f"{name}.{part}.{kind}" for part in ("q", "k", "v"))
+
+
+class ContribCache:
+    """The buffers of the static form, which the attention itself writes.
+
+    It exists only in a trace: `GroupQueryAttention` has no PyTorch twin. It is causal by itself.
+
+    Attributes:
+        past: one `KeyValue` a layer, [rows, kv_heads, capacity, head_dim].
+        present: filled by `attend`, of the same shapes.
+        positions: int64 [rows, target_len].
+        key_len: the capacity.
+    """
+
+    def __init__(
+        self,
+        past: Sequence[KeyValue],
+        target_ids: Tensor,
+        positions: Tensor,
+        last_position: Tensor,
+        total_length: Tensor,
+    ) -> None:
+        """Begin a pass.
+
+        Args:
+            past: of each layer.
+            target_ids: the new tokens, int64 [rows, target_len].
+            positions: of the new tokens, int64 [rows, target_len].
+            last_position: the last of them, int32 [rows].
+            total_length: tokens in the cache after the step, int32 [1].
+        """
+        self.past, self.positions = past, positions
+        self._last_position, self._total_length = last_position, total_length
+        self.present: list[KeyValue] = []
+        self.key_len = past[0].key.shape[2]
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor | None = None,
+        *,
+        scale: float,
+        softcap: float = 0.0,
+    ) -> Tensor:
+        """Write the new tokens of `layer` and attend; see `tfexport.nn.cache.SelfAttention`."""
+        past = self.past[layer]
+        # Side by side, as the operator wants them and as `join_products` makes them in one product.
+        packed = _by_rows(torch.cat((query, key, value), 1), self.positions)
+        width = query.shape[1] * value.shape[2]
+        context, present_key, present_value = torch.onnx.ops.symbolic_multi_out(
+            f"{_DOMAIN}::GroupQueryAttention",
+            (packed, None, None, past.key, past.value, self._last_position, self._total_length, *self._bias(bias)),
+            {"num_heads": query.shape[1], "kv_num_heads": key.shape[1], "scale": scale},
+            dtypes=[packed.dtype] * 3,
+            shapes=[(*packed.shape[:2], width), past.key.shape, past.value.shape],
+            version=1,
+        )
+        self.present.append(KeyValue(present_key, present_value))
+        return context.flatten(0, 1)
+
+    def _bias(self, bias: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return a bias [rows or 1, heads, len, capacity] as the operator wants it: for as many keys as there are."""
+        if bias is None:
+            return ()
+        bounds = (torch.tensor([0], dtype=torch.int32), self._total_length, torch.tensor([3], dtype=torch.int32))
+        shorter = torch.onnx.ops.symbolic("Slice", (bias, *bounds), dtype=bias.dtype, shape=bias.shape, version=18)
+        return (None, None, None, shorter)  # behind the tables of rotary positions, which are turned in already
+
+
+class ContribCross:
+    """Keys and values of the source: the beams of a source are query positions, so that no key is repeated."""
+
+    def __init__(self, key_values: Sequence[KeyValue], mask: Tensor) -> None:
+        """Take each layer's [batch, kv_heads, source_len, …] and the mask, bool [batch, source_len]."""
+        self.key_values, self.mask = key_values, mask
+
+    def attend(self, layer: int, query: Tensor, *, scale: float, softcap: float = 0.0) -> Tensor:
+        """Attend to the source; see `tfexport.nn.cache.Cross`."""
+        kept = self.key_values[layer]
+        heads, width = kept.key.shape[1], kept.value.shape[3]
+        shared = query.shape[1] // heads
+        if shared == 1:
+            return _attention(query, kept.key, kept.value, self.mask, heads * width, scale, scales_query=True)
+        # The operator knows no shared keys: the heads that share one are more query positions of it.
+        queries = query.unflatten(1, (heads, shared)).transpose(1, 2).flatten(0, 1)  # type: ignore[no-untyped-call]
+        context = _attention(queries, kept.key, kept.value, self.mask, heads * width, scale, scales_query=True)
+        return context.unflatten(1, (heads, width)).unflatten(0, (-1, shared)).transpose(1, 2).flatten(1)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class ContribSource:
+    """Source tokens that attend to each other; the operator splits the heads."""
+
+    def __init__(self, mask: Tensor) -> None:
+        """Take the mask, bool [batch, source_len]."""
+        self.mask = mask
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor | None = None,
+        *,
+        scale: float,
+        softcap: float = 0.0,
+    ) -> Tensor:
+        """Attend from every token to every token; see `tfexport.nn.cache.SelfAttention`."""
+        width, shared = query.shape[1] * value.shape[2], query.shape[1] // key.shape[1]
+        # The operator knows no shared keys, and here they are read once.
+        key, value = (part if shared == 1 else part.repeat_interleave(shared, 1) for part in (key, value))
+        return _attention(query, _by_rows(key, self.mask), _by_rows(value, self.mask), self.mask, width, scale, bias)
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    width: int,
+    scale: float,
+    bias: Tensor | None = None,
+    *,
+    scales_query: bool = False,
+) -> Tensor:
+    """Attend from `query` [batch · len, heads, head_dim] to the tokens that `mask` [batch, source_len] leaves.
+
+    With `scales_query` the operator has nothing to scale: for queries of one token, as in a step, it then takes a
+    kernel that is up to twice as fast.
+    """
+    packed = _by_rows(query, mask)
+    if scales_query and scale != 1:
+        packed, scale = packed * scale, 1.0
+    context = torch.onnx.ops.symbolic(
+        f"{_DOMAIN}::MultiHeadAttention",
+        (packed, key, value, None, mask.to(torch.int32), *(() if bias is None else (bias,))),
+        {"num_heads": query.shape[1], "scale": scale, "mask_filter_value": MASK_FILL},
+        dtype=query.dtype,
+        shape=(*packed.shape[:2], width),
+        version=1,
+    )
+    return context.flatten(0, 1)
+
+
+def _by_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """View `x` [rows · len, heads, width] as [rows, len, heads · width], as many rows as the first axis of `rows` has.
+
+    PyTorch would work out `len`, in half a dozen operators of one number each; ONNX takes -1.
+    """
+    operator, long = torch.onnx.ops.symbolic, torch.int64
+    width = x.shape[1] * x.shape[2]
+    count = operator("Shape", (rows,), {"start": 0, "end": 1}, dtype=long, shape=(1,), version=18)
+    shape = operator("Concat", (count, torch.tensor([-1, width])), {"axis": 0}, dtype=long, shape=(3,), version=18)
+    sizes = (rows.shape[0], x.shape[0] // rows.shape[0], width)
+    return operator("Reshape", (x, shape), dtype=x.dtype, shape=sizes, version=18)
+
+
+CONTRIB = DecoderForm(
+    supports=supports,
+    cache=ContribCache,
+    cross=ContribCross,
+    source=ContribSource,
+    encoder=ENCODER_CONTRIB,
+    portable=False,
+    passes=(join_products,),
+)

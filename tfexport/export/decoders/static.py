@@ -1,0 +1,124 @@
+"""The static form: buffers of fixed capacity, and one ONNX `Attention` for each attention of the decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tfexport.contract import STATIC_OPSET, Precision
+from tfexport.export.decoders.form import OUTSIDE_ATTENTION, DecoderForm, Seam, Supported, unsupported
+from tfexport.nn.cache import KeyValue, merge_rows, split_rows
+from tfexport.nn.config import TransformerConfig
+from tfexport.nn.dot_product import MASK_FILL, dot_product_attention
+
+SUPPORTED: Supported = {
+    **OUTSIDE_ATTENTION,
+    "positions": ("table", "none", "rotary"),
+    "relative_bias": ("none", "t5", "t5_per_layer", "alibi"),
+    **dict.fromkeys(
+        ("num_heads", "num_kv_heads", "d_k", "d_v", "attention_bias", "attention_scale", "attention_softcap")
+    ),
+    **dict.fromkeys(("relative_buckets", "relative_max_distance")),
+    **dict.fromkeys(("rotary_base", "rotary_dim", "rotary_pairs", "rotary_cross")),
+}
+
+
+def supports(config: TransformerConfig | Seam, precision: Precision) -> list[str]:
+    """Say what of a model this form cannot do; a module of its own calls the same `attend`."""
+    return [] if isinstance(config, Seam) else unsupported(config, SUPPORTED)
+
+
+class StaticCache:
+    """Buffers of fixed capacity, written in place at each row's own position.
+
+    `TensorScatter` (ONNX opset 24) has no PyTorch twin: this cache exists only in a trace.
+    `tfexport.nn.row_cache.RowCache` does the same in PyTorch.
+
+    Attributes:
+        past: one `KeyValue` a layer, [rows, kv_heads, capacity, …].
+        present: filled by `attend`, of the same shapes.
+        positions: int64 [rows, target_len].
+        key_len: the capacity.
+        mask: the causal mask over the whole buffer, bool [rows, 1, target_len, capacity].
+    """
+
+    def __init__(self, past: Sequence[KeyValue], target_ids: Tensor, cache_lengths: Tensor) -> None:
+        """Begin a pass of `target_ids` [rows, target_len] over buffers filled up to `cache_lengths` int64 [rows]."""
+        self.past, self._cache_lengths, self._rows = past, cache_lengths, target_ids.shape[0]
+        self.present: list[KeyValue] = []
+        self.key_len = past[0].key.shape[2]
+        self.positions = cache_lengths[:, None] + torch.arange(target_ids.shape[1])
+        self.mask = torch.arange(self.key_len) <= self.positions[:, None, :, None]
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor | None = None,
+        *,
+        scale: float,
+        softcap: float = 0.0,
+    ) -> Tensor:
+        """Write the new tokens of `layer` and attend; see `tfexport.nn.cache.SelfAttention`."""
+        query, key, value = (split_rows(part, self._rows) for part in (query, key, value))
+        kept = self.update(layer, KeyValue(key, value))
+        return _attention(query, kept, self.mask, bias, scale, softcap)
+
+    def update(self, layer: int, new: KeyValue) -> KeyValue:
+        """Write new keys and values [rows, kv_heads, target_len, …] into the buffers of `layer` and return them."""
+        past = self.past[layer]
+        self.present.append(KeyValue(self._scatter(past.key, new.key), self._scatter(past.value, new.value)))
+        return self.present[-1]
+
+    def _scatter(self, buffer: Tensor, new: Tensor) -> Tensor:
+        return torch.onnx.ops.symbolic(
+            "TensorScatter",
+            (buffer, new, self._cache_lengths),
+            {"axis": 2, "mode": "linear"},
+            dtype=buffer.dtype,
+            shape=buffer.shape,
+            version=STATIC_OPSET,
+        )
+
+
+class StaticCross:
+    """Keys and values of the source, read by one `Attention`."""
+
+    def __init__(self, key_values: Sequence[KeyValue], mask: Tensor) -> None:
+        """Take each layer's [batch, kv_heads, source_len, …] and the mask, bool [batch, source_len]."""
+        self.key_values, self.mask = key_values, mask
+
+    def attend(self, layer: int, query: Tensor, *, scale: float, softcap: float = 0.0) -> Tensor:
+        """Attend to the source; see `tfexport.nn.cache.Cross`."""
+        kept = self.key_values[layer]
+        query, mask = split_rows(query, self.mask.shape[0]), self.mask[:, None, None, :]
+        return _attention(query, kept, mask, None, scale, softcap)
+
+
+def _attention(
+    query: Tensor, kept: KeyValue, mask: Tensor, bias: Tensor | None, scale: float, softcap: float
+) -> Tensor:
+    """Do what `dot_product_attention` does in one operator, which becomes ONNX `Attention`.
+
+    The mask is expanded to every query: some runtimes refuse or misread a broadcast one. It is added to the scores:
+    from one of bool TensorRT-RTX first works out which keys are left, and fails where 8 does not divide head_dim.
+
+    What levels off the scores is spelled out: runtimes do not agree whether `softcap` of the operator comes before the
+    mask or behind it.
+    """
+    if softcap:
+        return merge_rows(dot_product_attention(query, kept.key, kept.value, mask, bias, scale=scale, softcap=softcap))
+    mask = torch.where(mask, 0.0 if bias is None else bias, MASK_FILL).to(query.dtype)
+    mask = mask.expand(query.shape[0], -1, query.shape[2], kept.key.shape[2])
+    is_grouped = query.shape[1] != kept.key.shape[1]
+    return merge_rows(
+        F.scaled_dot_product_attention(query, kept.key, kept.value, attn_mask=mask, scale=scale, enable_gqa=is_grouped)
+    )
+
+
+STATIC = DecoderForm(supports=supports, cache=StaticCache, cross=StaticCross, opset=STATIC_OPSET)

@@ -1,0 +1,246 @@
+"""Trace a model into graphs with `torch.export`: encoder and decoder, the decoder in each of its forms.
+
+Any module will do that offers `encode` and `decode_step` as
+`tfexport.nn.transformer.Transformer` does (`hidden_states` for an encoder
+alone); the exporter takes the protocol, not the class.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import onnx_ir as ir
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+from tfexport.contract import (
+    LOGITS,
+    NUM_CANDIDATES,
+    SOURCE_IDS,
+    SOURCE_MASK,
+    TARGET_IDS,
+    AlignmentHeads,
+    Form,
+    GraphSpec,
+    ModelSpec,
+    TensorSpec,
+    alignment_graph,
+    decoder_graph,
+    encoder_graph,
+    key_value_names,
+)
+from tfexport.errors import GraphError, first_line
+from tfexport.export.capture import capture, lower
+from tfexport.export.decoders import FORMS
+from tfexport.export.operators import operators_built_once
+from tfexport.export.passes.logits_to_keep import keep_logits
+from tfexport.export.passes.reshapes import collapse_reshapes
+from tfexport.export.shortcuts import shortcuts
+from tfexport.nn.alignment import EncoderDecoder, align
+from tfexport.nn.cache import KeyValue, Source
+from tfexport.nn.source import PaddedSource
+
+# Sizes to trace with: all different and none of them 1, so that no two dimensions are taken for the same.
+SAMPLE = {"batch": 2, "rows": 6, "source_len": 5, "target_len": 3, "past_len": 4, "capacity": 7}
+
+
+class _Encoder(nn.Module):
+    def __init__(self, model: nn.Module, spec: ModelSpec, source: Callable[[Tensor], Source]) -> None:
+        super().__init__()
+        self.model, self.has_decoder, self.source = model, spec.has_decoder, source
+
+    def forward(self, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+        source_ids, source_mask = inputs[SOURCE_IDS], inputs[SOURCE_MASK]
+        if not self.has_decoder:
+            return [cast(Any, self.model).hidden_states(source_ids, source_mask).float()]
+        return _flatten(cast(EncoderDecoder, self.model).encode(source_ids, self.source(source_mask)))
+
+
+class _Decoder(nn.Module):
+    """The step with its caches as plain inputs and outputs, by their names in the contract."""
+
+    def __init__(self, model: nn.Module, spec: ModelSpec, form: Form) -> None:
+        super().__init__()
+        self.model, self.layers, self.form = model, spec.layers, FORMS[form]
+
+    def forward(self, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+        rest = dict(inputs)
+        target_ids, source_mask = rest.pop(TARGET_IDS), rest.pop(SOURCE_MASK)
+        cross, past = (_pair([rest.pop(name) for name in key_value_names(of, self.layers)]) for of in ("cross", "past"))
+        cache = self.form.cache(past, target_ids, **rest)
+        model = cast(EncoderDecoder, self.model)
+        return [model.decode_step(target_ids, self.form.cross(cross, source_mask), cache), *_flatten(cache.present)]
+
+
+class _Alignment(nn.Module):
+    def __init__(self, model: nn.Module, named: AlignmentHeads) -> None:
+        super().__init__()
+        self.model, self.named = model, named
+
+    def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        return align(cast(EncoderDecoder, self.model), self.named, *inputs.values())
+
+
+def _flatten(pairs: Sequence[KeyValue]) -> list[Tensor]:
+    return [tensor for pair in pairs for tensor in (pair.key, pair.value)]
+
+
+def _pair(tensors: Sequence[Tensor]) -> list[KeyValue]:
+    return [KeyValue(key, value) for key, value in zip(tensors[::2], tensors[1::2], strict=True)]
+
+
+def trace_encoder(
+    model: nn.Module, spec: ModelSpec, opset: int, source: Callable[[Tensor], Source] = PaddedSource
+) -> ir.Model:
+    """Trace the encoder.
+
+    Args:
+        model: in eval mode, of the precision that `spec` names.
+        spec: of the model.
+        opset: of the ONNX standard.
+        source: how its tokens attend to each other, from their mask.
+
+    Raises:
+        GraphError: the model does not trace, or not for every size.
+    """
+    return _trace(_Encoder(model, spec, source), encoder_graph(spec), opset, "encoder")
+
+
+def trace_decoder(model: nn.Module, spec: ModelSpec, form: Form, opset: int, *, speculation: bool = False) -> ir.Model:
+    """Trace one step of the decoder, without the selection of tokens.
+
+    Args:
+        model: in eval mode, of the precision that `spec` names.
+        spec: of the model.
+        form: how the cache is kept.
+        opset: of the ONNX standard; the static form needs 24.
+        speculation: give the logits of as many of the last positions as are asked for.
+
+    Raises:
+        GraphError: the model does not trace, or not for every size; or its last position is not found.
+    """
+    contract, present = decoder_graph(spec, form), key_value_names("present", spec.layers)
+    inputs = tuple(tensor for tensor in contract.inputs if tensor.name != NUM_CANDIDATES)
+    outputs = tuple(tensor for tensor in contract.outputs if tensor.name in (LOGITS, *present))
+    traced = _trace(_Decoder(model, spec, form), GraphSpec(inputs, outputs), opset, f"decoder, {form} form")
+    for change in FORMS[form].passes:
+        change(traced)
+    if speculation:
+        keep_logits(traced)
+    return traced
+
+
+def trace_alignment(model: nn.Module, spec: ModelSpec, named: AlignmentHeads, opset: int) -> ir.Model:
+    """Trace cross-attention as alignment, in basic operators; what lies behind the layer is left out.
+
+    Args:
+        model: in eval mode, of the precision that `spec` names.
+        spec: of the model.
+        named: layer and heads, as `AlignmentHeads.within` returns them.
+        opset: of the ONNX standard.
+
+    Raises:
+        GraphError: the model does not trace, or not for every size.
+    """
+    return _trace(_Alignment(model, named), alignment_graph(spec), opset, "alignment")
+
+
+def _trace(module: nn.Module, contract: GraphSpec, opset: int, subject: str) -> ir.Model:
+    try:
+        # Without the cache of operators' results, capturing a decoder took two thirds of the time when it was measured.
+        uncached = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
+        with _quiet(), torch.no_grad(), uncached, operators_built_once(), shortcuts():
+            program = capture(
+                module,
+                {tensor.name: _sample(tensor) for tensor in contract.inputs},
+                {tensor.name: _dynamic(tensor) for tensor in contract.inputs},
+            )
+            model = _translate(program, opset)
+    except Exception as error:
+        raise GraphError(
+            f"{subject}: the model does not trace ({_root_cause(error)}); "
+            "remove branches on tensor values and Python state from encode and decode_step"
+        ) from error
+    collapse_reshapes(model)
+    _name(model, contract)
+    return model
+
+
+def _translate(program: ExportedProgram, opset: int) -> ir.Model:
+    """Translate operator by operator, or where that cannot be done after the exporter has decomposed them."""
+    try:
+        translated = torch.onnx.export(lower(program), dynamo=True, opset_version=opset, optimize=True, verbose=False)
+    except torch.onnx.OnnxExporterError:
+        translated = torch.onnx.export(program, dynamo=True, opset_version=opset, optimize=True, verbose=False)
+    assert translated is not None
+    return translated.model
+
+
+def _root_cause(error: BaseException) -> str:
+    """Spell what lies under the exporter's own wrapping: type and first line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
+def _sample(tensor: TensorSpec) -> Tensor:
+    shape = [SAMPLE[dim] if isinstance(dim, str) else dim for dim in tensor.shape]
+    match tensor.dtype:
+        case "bool":
+            return torch.ones(shape, dtype=torch.bool)
+        case _:
+            return torch.zeros(shape, dtype=getattr(torch, tensor.dtype))
+
+
+def _dynamic(tensor: TensorSpec) -> dict[int, Any]:
+    return {axis: torch.export.Dim.DYNAMIC for axis, dim in enumerate(tensor.shape) if isinstance(dim, str)}
+
+
+def _name(model: ir.Model, contract: GraphSpec) -> None:
+    """Give inputs and outputs the names and dimensions of the contract, and drop what tells of this machine."""
+    for values, specs in ((model.graph.inputs, contract.inputs), (model.graph.outputs, contract.outputs)):
+        if len(values) != len(specs):
+            raise GraphError(
+                f"the traced graph has {len(values)} inputs or outputs, expected {len(specs)}; "
+                "make the number of layers in the specification and in the model agree"
+            )
+        for value, tensor in zip(values, specs, strict=True):
+            value.name = tensor.name
+            value.shape = ir.Shape(tensor.shape)
+    model.metadata_props.clear()
+    model.graph.metadata_props.clear()
+    model.graph.doc_string = model.doc_string = None
+    model.producer_name, model.producer_version = "tfexport", None
+    kept = {id(value) for value in (*model.graph.inputs, *model.graph.outputs, *model.graph.initializers.values())}
+    for node in model.graph:
+        node.metadata_props.clear()
+        node.doc_string = None
+        for value in node.outputs:
+            value.metadata_props.clear()
+            if id(value) not in kept:
+                value.shape = None
+    for value in (*model.graph.inputs, *model.graph.initializers.values()):
+        value.metadata_props.clear()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the exporter's own reports from the user's terminal, where what fails is raised, and fast paths off."""
+    logger, attention = logging.getLogger("torch"), torch.backends.mha
+    level, has_fast_path = logger.level, attention.get_fastpath_enabled()
+    logger.setLevel(logging.CRITICAL)
+    attention.set_fastpath_enabled(False)  # one operator for a whole layer of torch.nn, which ONNX has not
+    nowhere = io.StringIO()
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+        attention.set_fastpath_enabled(has_fast_path)

@@ -1,1 +1,0 @@
-"""From a PyTorch model to ONNX graphs: trace, append selection, share weights, check the contract."""

@@ -1,0 +1,127 @@
+"""What a Hugging Face directory generates with unless told otherwise: generation_config.json, or else config.json."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tfexport._io.names import CONFIG
+from tfexport.contract import TokenIds
+from tfexport.errors import CheckpointError, ConfigError, raise_all, shortened
+from tfexport.generation import LENGTHS, GenerationDefaults
+
+GENERATION_CONFIG = "generation_config.json"
+_OURS = {field.name for field in dataclasses.fields(GenerationDefaults)} - {"seed", "return_alternatives"}
+# What changes the text and is not here, with the values that change nothing.
+_NOT_HERE: dict[str, tuple[object, ...]] = {
+    "num_beam_groups": (1,),
+    "diversity_penalty": (0,),
+    "encoder_repetition_penalty": (1,),
+    "exponential_decay_length_penalty": (),
+    "begin_suppress_tokens": ([],),
+    "forced_decoder_ids": ([],),
+    "sequence_bias": ([], {}),
+    "constraints": ([],),
+    "force_words_ids": ([],),
+    "renormalize_logits": (False,),
+    "typical_p": (1,),
+    "min_p": (0,),
+    "top_h": (),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "penalty_alpha": (0,),
+    "dola_layers": (),
+    "guidance_scale": (1,),
+    "token_healing": (False,),
+    "watermarking_config": (),
+}
+# What changes how a text is computed or returned, not the text.
+_NO_MATTER = {
+    *("use_cache", "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size", "low_memory"),
+    *("output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate"),
+    *("is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
+    *("assistant_early_exit", "assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight", "use_mtp"),
+    *("prompt_lookup_num_tokens", "max_matching_ngram_size", "speculation_type", "compile_config", "disable_compile"),
+    *("continuous_batching_config", "remove_invalid_values", "pad_token_id", "bos_token_id", "transformers_version"),
+    *("_from_model_config", "_commit_hash", "_original_object_hash"),
+}
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What was found: the defaults, and what the caller should know of them, a line each."""
+
+    defaults: GenerationDefaults
+    notes: tuple[str, ...]
+
+
+def read_generation(
+    hf_config: Mapping[str, Any], hf_generation: Mapping[str, Any], tokens: TokenIds, vocab: int, given: Collection[str]
+) -> Generation:
+    """Read the defaults as transformers does: of generation_config.json alone where it is there, else of config.json.
+
+    Args:
+        hf_config: config.json.
+        hf_generation: generation_config.json; empty where there is none.
+        tokens: of the model, which are no defaults.
+        vocab: of the model's target.
+        given: settings of the import, which go before the file's tokens.
+
+    Raises:
+        CheckpointError: lists every value that is wrong or out of range.
+    """
+    name, found = (GENERATION_CONFIG, hf_generation) if hf_generation else (CONFIG, hf_config)
+    found = {key: value for key, value in found.items() if value is not None}
+    notes = _notes(found, has_own_file=bool(hf_generation))
+    options = _options(found, tokens, given, notes)
+    try:
+        defaults = GenerationDefaults.from_dict(options, subject=name)
+        raise_all(ConfigError, name, defaults.token_problems(vocab))
+    except ConfigError as error:
+        raise CheckpointError(f"{error}; change it there, or take it out") from error
+    told = ", ".join(f"{key} {json.dumps(value)}" for key, value in defaults.given().items())
+    first = [f"generates with {told} unless told otherwise"] if told else []
+    return Generation(defaults, tuple(f"{name}: {note}" for note in [*first, *notes]))
+
+
+def _options(found: Mapping[str, Any], tokens: TokenIds, given: Collection[str], notes: list[str]) -> dict[str, Any]:
+    """Return the options that a file gives as transformers reads it, and say what of them is left out."""
+    options = {key: value for key, value in found.items() if key in _OURS}
+    if found.get("force_bos_token_to_be_generated") and "bos_token_id" in found:  # BART, before forced_bos_token_id
+        options["forced_bos_token_id"] = found["bos_token_id"]
+    for with_prompt, new_tokens in LENGTHS.items():
+        if with_prompt in options and new_tokens in options:
+            del options[with_prompt]
+    start = options.pop("decoder_start_token_id", found.get("bos_token_id"))
+    if isinstance(start, list):
+        notes.append(
+            "decoder_start_token_id is a list, one for each text of a batch, and left out; give it with a call"
+        )
+    elif start is not None and start != tokens.start and "tokens.start" not in given:
+        options["decoder_start_token_id"] = start
+    ends = options.pop("eos_token_id", None)
+    if ends is None:
+        notes.append(f"has no eos_token_id, so that transformers ends no text before its limit; here {tokens.eos} does")
+    elif ends not in (tokens.eos, [tokens.eos]) and "tokens.eos" not in given:
+        options["eos_token_id"] = ends
+    if options.get("do_sample") and options.get("num_beams", 1) != 1:
+        notes.append("do_sample is left out: beams are not sampled here; texts will differ from those of transformers")
+        del options["do_sample"]
+    return options
+
+
+def _notes(found: Mapping[str, Any], *, has_own_file: bool) -> list[str]:
+    """Say what changes the text and is left out, and in a file of its own what nobody knows."""
+    notes = []
+    missing = [
+        f"{key} {shortened(found[key])}" for key, same in _NOT_HERE.items() if key in found and found[key] not in same
+    ]
+    if missing:
+        notes.append(f"{', '.join(missing)} left out: not known here; texts will differ from those of transformers")
+    unknown = sorted(found.keys() - _OURS - _NOT_HERE.keys() - _NO_MATTER) if has_own_file else []
+    if unknown:
+        notes.append(f"{', '.join(unknown)[:200]} ignored: transformers knows no such option either")
+    return notes

@@ -1,0 +1,460 @@
+"""Layouts: how the state dict of another implementation becomes the canonical model, as data in a YAML file.
+
+The grammar is documented in docs/layouts.md. What stands here is its syntax;
+`patterns` has the key names, `ops` the folds, `apply` the meaning.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache
+from importlib import resources
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from tfexport._io.strict_json import MAX_CONFIG_BYTES, plain_problem
+from tfexport.errors import ConfigError, raise_all, shortened
+from tfexport.importing.layout.arithmetic import names_in
+from tfexport.importing.layout.ops import JOINS, OPERATIONS, Step, parse_step
+from tfexport.importing.layout.patterns import Rule, rule
+from tfexport.nn.switches import SWITCHES, Switch, Value
+
+VERSION = 1
+SIDES = ("enc", "dec")
+SINUSOIDS = ("interleaved", "interleaved_exp", "halves_t2t", "halves_paper", "columns")
+_MAX_LINES = 1_000
+# Brackets in one another, of which a layout has two; finding out that they are too many takes time in their square.
+_MAX_DEPTH = 20
+_MAX_SETTING = 200
+_CANONICAL = re.compile(
+    r"(enc|dec)\.(embed\.weight|pos|rel_bias\.weight|(emb_norm|norm)\.(weight|bias)"
+    r"|layers\.\d+\.((self\.([qkvo]|[qk]_norm)|(post_)?norm[123]|ffn\.(fc1|fc2|gate))\.(weight|bias)|rel_bias\.weight))"
+    r"|dec\.layers\.\d+\.cross\.([qkvo]|[qk]_norm)\.(weight|bias)|out\.(weight|bias)"
+)
+_TOKENS = ("unk", "pad", "bos", "eos", "start")
+
+
+# What `arch` may say: the switches of the canonical model, and two sizes. These have no default and need none: heads
+# come with the import, the length from tables where there are any.
+ARCH_SWITCHES: dict[str, Switch] = {
+    **SWITCHES,
+    "num_heads": Switch(values=int, acts="attention", per_side=True),
+    "max_length": Switch(values=int, acts="positions"),
+}
+# Names that layouts were once written with, still read.
+_FORMER = {
+    "act": "activation",
+    "attn_scale": "attention_scale",
+    "dec_final_norm": "dec.final_norm",
+    "emb_norm": "embedding_norm",
+    "emb_scale": "embedding_scale",
+    "enc_final_norm": "enc.final_norm",
+    "ffn": "feed_forward",
+    "n_heads": "num_heads",
+    "pos": "positions",
+    "rel_bias": "relative_bias",
+    "rel_max_distance": "relative_max_distance",
+}
+
+
+class Line(NamedTuple):
+    """A parsed line of `map`: key patterns, folds, and whether it may match nothing."""
+
+    rule: Rule
+    steps: tuple[Step, ...]
+    optional: bool
+
+
+class Derived(NamedTuple):
+    """A parsed line of `derive`: "tie", "sinusoid", "attr" or "ones", its argument, and folds."""
+
+    kind: str
+    argument: str
+    steps: tuple[Step, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The way from one implementation's state dict to the canonical model.
+
+    `map` lines are "SRC -> DST |> fold |> …", with `->?` where no key need be
+    there. `arch` holds switches, "enc.NAME" and "dec.NAME" for one side alone;
+    texts in it are arithmetic in d_model, num_heads and d_k. `tokens` are ids or
+    the name of another token. `derive` makes tensors that the map does not give.
+    `baseline` is the relative error that the original makes in float64 itself
+    by computing parts in float32.
+    """
+
+    name: str
+    map: tuple[str, ...]
+    arch: Mapping[str, Value] = field(default_factory=dict)
+    tokens: Mapping[str, int | str] = field(default_factory=dict)
+    derive: Mapping[str, str] = field(default_factory=dict)
+    post: tuple[str, ...] = ()
+    assert_tied: tuple[tuple[str, ...], ...] = ()
+    ignore: tuple[str, ...] = ()
+    baseline: float = 0.0
+    about: str = ""
+
+    def __post_init__(self) -> None:
+        """Check every line and value.
+
+        Raises:
+            ConfigError: lists every problem.
+        """
+        raise_all(ConfigError, f"layout {self.name}", _problems(self))
+
+    def switch(self, name: str, side: str = "") -> Value:
+        """Return the value of a switch as written, of one side where that has its own, or its default."""
+        return self.arch.get(f"{side}.{name}", self.arch.get(name, ARCH_SWITCHES[name].default))
+
+
+@lru_cache(maxsize=20_000)
+def parse_line(text: str) -> Line:
+    """Parse a line of `map`.
+
+    Raises:
+        ConfigError: says what is wrong with it.
+    """
+    sides = re.fullmatch(r"\s*(\S+)\s+->(\??)\s+(\S+)\s*(\|>.*)?", text)
+    if sides is None:
+        raise ConfigError("expected 'SRC -> DST' and folds, each behind |>")
+    parsed = rule(sides[1], sides[3])
+    steps = _steps(sides[4])
+    if wrong := sorted(name for name in parsed.targets() if not _CANONICAL.fullmatch(name)):
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise ConfigError(f"{', '.join(wrong[:3])}{more}: no canonical name; docs/layouts.md lists them")
+    splits = [step.name for step in steps if OPERATIONS.get(step.name, OPERATIONS["squeeze"]).splits]
+    if len(splits) != parsed.splits:
+        raise ConfigError("[…/…] on the right and one fold that splits go together")
+    joins = [place for place, step in enumerate(steps) if step.name in JOINS]
+    if joins != ([0] if parsed.joins_heads else []):
+        raise ConfigError(f"{{h}} on the left and {' or '.join(JOINS)} as the first fold go together")
+    return Line(parsed, steps, bool(sides[2]))
+
+
+@cache
+def parse_derived(text: str) -> Derived:
+    """Parse the right side of a line of `derive`.
+
+    Raises:
+        ConfigError: says what is wrong with it.
+    """
+    first, *rest = text.split("|>")
+    kind, _, argument = first.strip().partition(" ")
+    argument = argument.strip()
+    fits: dict[str, Callable[[str], object]] = {
+        "tie": _CANONICAL.fullmatch,
+        "sinusoid": SINUSOIDS.__contains__,
+        "attr": re.compile(r"\w+(\.\w+)*").fullmatch,
+        "ones": "".__eq__,
+    }
+    if kind not in fits or not fits[kind](argument):
+        kinds = f"tie NAME, sinusoid {' or '.join(SINUSOIDS)}, attr path.to.it, ones"
+        raise ConfigError(f"{first.strip()!r} is none of {kinds}")
+    return Derived(kind, argument, tuple(parse_step(step) for step in rest))
+
+
+@cache
+def parse_post(text: str) -> Line:
+    """Parse a line of `post`, whose two sides are the same.
+
+    Raises:
+        ConfigError: says what is wrong with it.
+    """
+    target, _, steps = text.strip().partition(" ")
+    if not steps:
+        raise ConfigError("expected 'DST |> fold'")
+    line = parse_line(f"{target} -> {target} {steps}")
+    if line.rule.splits or line.rule.joins_heads:
+        raise ConfigError("changes tensors one by one: no [q/k/v], no {h}")
+    return line
+
+
+def _steps(text: str | None) -> tuple[Step, ...]:
+    return tuple(parse_step(step) for step in text.split("|>")[1:]) if text else ()
+
+
+def _problems(layout: Layout) -> list[str]:
+    problems = [] if re.fullmatch(r"[\w.-]{1,80}", layout.name) else ["name has characters other than a-z 0-9 _ - ."]
+    if not 0 < len(layout.map) <= _MAX_LINES:
+        problems.append(f"map has {len(layout.map)} lines, expected 1 to {_MAX_LINES}")
+    problems += _line_problems("map", layout.map, parse_line)
+    problems += _line_problems("post", layout.post, parse_post)
+    for target, text in layout.derive.items():
+        if not _CANONICAL.fullmatch(target.replace("{i}", "0", 1)):
+            problems.append(f"derive {target}: no canonical name")
+        problems += _line_problems(f"derive {target}", [text], parse_derived)
+    problems += [p for name, value in layout.arch.items() if (p := _switch_problem(name, value))]
+    problems += [p for name, value in layout.tokens.items() if (p := _token_problem(name, value, layout.tokens))]
+    if not 0 <= layout.baseline < 1e-3:
+        problems.append(f"baseline is {layout.baseline}, expected 0 or more and below 0.001")
+    return problems
+
+
+def _line_problems(part: str, lines: Sequence[str], parse: Callable[[str], object]) -> list[str]:
+    problems = []
+    for number, text in enumerate(lines, 1):
+        try:
+            parse(text)
+        except ConfigError as error:
+            place = f"{part} {number}" if len(lines) > 1 or part in ("map", "post") else part
+            problems.append(f"{place} {shortened(text)}: {error}")
+    return problems
+
+
+def _switch_problem(name: str, value: Value) -> str | None:
+    side, _, base = name.rpartition(".")
+    if base not in ARCH_SWITCHES or (side and (side not in SIDES or not ARCH_SWITCHES[base].per_side)):
+        sides = ", ".join(name for name, switch in ARCH_SWITCHES.items() if switch.per_side)
+        return f"switch {name[:80]} is unknown, expected one of {', '.join(ARCH_SWITCHES)}; below enc and dec: {sides}"
+    values = ARCH_SWITCHES[base].values
+    if values is bool:
+        return None if isinstance(value, bool) else f"{name} is {shortened(value)}, expected true or false"
+    if isinstance(values, tuple):
+        return None if value in values else f"{name} is {shortened(value)}, expected {' or '.join(values)}"
+    if isinstance(value, str):
+        try:
+            names = names_in(value)
+        except ConfigError as error:
+            return f"{name}: {error}"
+        unknown = names - {"d_model", "num_heads", "d_k"}
+        return f"{name} has {', '.join(sorted(unknown))}, expected d_model, num_heads, d_k" if unknown else None
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return None if is_number else f"{name} is {shortened(value)}, expected a number"
+
+
+def _token_problem(name: str, value: object, tokens: Mapping[str, int | str]) -> str | None:
+    if name not in _TOKENS:
+        return f"token {name[:80]} is unknown, expected one of {', '.join(_TOKENS)}"
+    if isinstance(value, str):
+        is_named = value != name and isinstance(tokens.get(value), int)
+        return None if is_named else f"tokens.{name} is {shortened(value)}, expected an id or a token that has one"
+    is_id = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return None if is_id else f"tokens.{name} is {shortened(value)}, expected 0 or more"
+
+
+def parse_setting(text: str) -> tuple[str, Value]:
+    """Parse KEY=VALUE of the command line; the value is read as in a layout file.
+
+    Raises:
+        ConfigError: there is no =, or the value is no number, word, true, false or null.
+    """
+    key, equals, written = text.partition("=")
+    try:
+        value = yaml.safe_load(written) if len(written) <= _MAX_SETTING else {}
+    except yaml.YAMLError:
+        value = {}
+    if not equals or not key or not isinstance(value, bool | int | float | str | None):
+        raise ConfigError(f"setting {shortened(text)}: expected KEY=VALUE, such as norm_eps=1e-6 or tokens.pad=0")
+    return _current(key.strip()), value
+
+
+def _current(name: str) -> str:
+    """Return the name of a switch today; that of a side keeps its side."""
+    side, dot, base = name.rpartition(".")
+    return side + dot + _FORMER.get(base, base)
+
+
+def override(layout: Layout, settings: Mapping[str, Value]) -> Layout:
+    """Return a layout with other switches and tokens.
+
+    Args:
+        layout: is not changed.
+        settings: by switch, such as "norm_eps" or "enc.norm_place", or by token, such as "tokens.pad". A switch given
+            for both sides takes the place of what the layout says of one side.
+
+    Raises:
+        ConfigError: lists every unknown name and wrong value.
+    """
+    arch, tokens = dict(layout.arch), dict(layout.tokens)
+    for name, value in settings.items():
+        kind, _, token = name.partition(".")
+        if kind == "tokens":
+            tokens[token] = value  # type: ignore[assignment]  # checked when the layout is made
+        else:
+            for side in SIDES:
+                arch.pop(f"{side}.{name}", None)
+            arch[name] = value
+    return replace(layout, arch=arch, tokens=tokens)
+
+
+class _Loader(yaml.SafeLoader):
+    """Plain data only: no tags that make objects, no references, which can blow up, no key twice, little depth."""
+
+    def fetch_flow_collection_start(self, TokenClass: type[yaml.Token]) -> None:  # noqa: N803, as it is called there
+        if self.flow_level == _MAX_DEPTH:
+            raise yaml.YAMLError("it is nested too deeply")
+        super().fetch_flow_collection_start(TokenClass)
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("it has a reference (*name), which layouts do without")
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        keys = sorted(str(key.value) for key, _ in node.value)
+        if twice := {one for one, other in pairwise(keys) if one == other}:
+            raise yaml.YAMLError(f"{', '.join(sorted(twice))[:200]} is given twice")
+        return super().construct_mapping(node, deep)
+
+
+def parse_layout(text: str, name: str) -> Layout:
+    """Parse a layout file.
+
+    Args:
+        text: YAML of at most 1 MiB.
+        name: of the file, for the error.
+
+    Raises:
+        ConfigError: lists every problem: YAML, unknown keys, types, lines, switches.
+    """
+    if len(text) > MAX_CONFIG_BYTES:
+        raise ConfigError(f"{name}: has {len(text)} characters, the limit is {MAX_CONFIG_BYTES}")
+    try:
+        data = yaml.load(text, Loader=_Loader)  # noqa: S506, a safe loader made stricter
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{name}: is no YAML that a layout may be: {reason[:300]}") from error
+    problems: list[str] = []
+    values = _values(data, problems)
+    raise_all(ConfigError, name, problems)
+    try:
+        return Layout(**values)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from error
+
+
+_TYPES: dict[str, tuple[str, type]] = {
+    "name": ("a text", str),
+    "about": ("a text", str),
+    "map": ("a list of lines", list),
+    "arch": ("switches", dict),
+    "tokens": ("ids by name", dict),
+    "derive": ("lines by name", dict),
+    "post": ("a list of lines", list),
+    "assert_tied": ("a list of lists of keys", list),
+    "ignore": ("a list of patterns", list),
+    "baseline": ("a number", float),
+}
+
+
+def _values(data: object, problems: list[str]) -> dict[str, Any]:
+    if not isinstance(data, dict):
+        problems.append("has no keys, expected layout, name and map")
+        return {}
+    if data.get("layout") != VERSION or isinstance(data.get("layout"), bool):
+        problems.append(f"layout is {shortened(data.get('layout'))}, expected the version {VERSION}")
+    problems += [f"key {shortened(key)} is unknown" for key in data if key != "layout" and key not in _TYPES]
+    problems += [f"key {key} is missing" for key in ("name", "map") if key not in data]
+    values = {}
+    for key, (expected, kind) in _TYPES.items():
+        value = float(data[key]) if key == "baseline" and type(data.get(key)) is int else data.get(key)
+        if key not in data:
+            continue
+        if not isinstance(value, kind) or not _fits(key, value):
+            problems.append(f"{key} is {shortened(value)}, expected {expected}")
+            continue
+        values[key] = value
+    return _frozen(values, problems)
+
+
+def _fits(key: str, value: Any) -> bool:
+    match key:
+        case "map" | "post" | "ignore":
+            return _are_texts(value)
+        case "assert_tied":
+            return all(
+                isinstance(keys, list) and len(keys) > 1 and all(isinstance(k, str) for k in keys) for keys in value
+            )
+        case "derive":
+            return _are_texts(value) and _are_texts(value.values())
+        case "arch" | "tokens":
+            return _are_texts(value)
+    return True
+
+
+def _are_texts(values: Iterable[object]) -> bool:
+    return all(isinstance(value, str) for value in values)
+
+
+def _frozen(values: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+    for key in ("map", "post", "ignore"):
+        if key in values:
+            values[key] = tuple(values[key])
+    if "assert_tied" in values:
+        values["assert_tied"] = tuple(tuple(keys) for keys in values["assert_tied"])
+    if "arch" in values:
+        values["arch"] = _flat(values["arch"], problems)
+    return values
+
+
+def _flat(arch: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+    """Turn `enc: {norm_place: pre}` into `enc.norm_place: pre`, and former names into those of today."""
+    pairs: list[tuple[str, Any]] = []
+    for name, value in arch.items():
+        if name in SIDES and isinstance(value, dict):
+            pairs += [(_current(f"{name}.{inner}"), v) for inner, v in value.items()]
+        else:
+            pairs.append((_current(name), value))
+    flat = dict(pairs)
+    if len(flat) < len(pairs):
+        twice = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        problems.append(f"switch {', '.join(twice)} is given twice, by its name and by a former one; keep one")
+    return flat
+
+
+def render_layout(layout: Layout) -> str:
+    """Write a layout as the text of a file that `parse_layout` reads back as the same."""
+    data: dict[str, Any] = {"layout": VERSION, "name": layout.name}
+    if layout.about:
+        data["about"] = layout.about
+    arch: dict[str, Any] = {}
+    for name, value in layout.arch.items():
+        side, _, base = name.rpartition(".")
+        (arch.setdefault(side, {}) if side else arch)[base] = value
+    parts: dict[str, Any] = {
+        "arch": arch,
+        "tokens": dict(layout.tokens),
+        "map": list(layout.map),
+        "derive": dict(layout.derive),
+        "post": list(layout.post),
+        "assert_tied": [list(keys) for keys in layout.assert_tied],
+        "ignore": list(layout.ignore),
+        "baseline": layout.baseline,
+    }
+    data |= {key: value for key, value in parts.items() if value}
+    return str(yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120))
+
+
+def read_layout(path: Path) -> Layout:
+    """Read a layout file.
+
+    Raises:
+        ConfigError: no plain file of at most 1 MiB in UTF-8; or see `parse_layout`.
+    """
+    try:
+        if problem := plain_problem(path):
+            raise ConfigError(f"{path}: {problem}; give the name of a built-in layout or a layout file")
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise ConfigError(f"{path}: has {path.stat().st_size} bytes, the limit is {MAX_CONFIG_BYTES}")
+        return parse_layout(path.read_text(encoding="utf-8"), str(path))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not UTF-8; save it again as text") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror or error}); check the file") from error
+
+
+@cache
+def builtin_layouts() -> Mapping[str, Layout]:
+    """Return the layouts that come with tfexport, by name."""
+    folder = resources.files("tfexport.importing.layout") / "layouts"
+    files = sorted((file for file in folder.iterdir() if file.name.endswith(".yaml")), key=lambda file: file.name)
+    layouts = [parse_layout(file.read_text(encoding="utf-8"), file.name) for file in files]
+    return {layout.name: layout for layout in layouts}

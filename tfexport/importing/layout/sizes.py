@@ -1,0 +1,223 @@
+"""Read the configuration of a model off the shapes of its tensors and the switches of its layout."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from tfexport.contract import TokenIds
+from tfexport.errors import ConfigError
+from tfexport.importing.layout.arithmetic import evaluate
+from tfexport.importing.layout.layout import Layout, parse_derived
+from tfexport.nn.config import StackConfig, TransformerConfig
+from tfexport.nn.meta import on_meta
+from tfexport.nn.switches import SWITCHES, Value
+from tfexport.nn.transformer import Transformer
+
+Shape = tuple[int, ...]
+
+# Biases that the canonical model has all of or none of; where a checkpoint has some, 0 stands for the others.
+_BIASES = {
+    "attention_bias": re.compile(r".*\.(self|cross)\.[qkvo]\.bias"),
+    "feed_forward_bias": re.compile(r".*\.ffn\.\w+\.bias"),
+    "norm_bias": re.compile(r".*norm\d?\.bias"),
+    "output_bias": re.compile(r"out\.bias"),
+}
+_LAYER = re.compile(r"(enc|dec)\.layers\.(\d+)\.")
+
+
+def read_heads(value: Value, query_rows: int, problems: list[str]) -> int:
+    """Return the number of heads, or 1 and a problem where `value` is none."""
+    fitting = ", ".join(str(n) for n in range(1, min(query_rows, 128) + 1) if query_rows % n == 0)
+    if value is None:
+        problems.append(f"the number of heads is not given and no shape tells it; give --heads, one of {fitting}")
+        return 1
+    heads = int(value) if isinstance(value, int) else 0
+    if heads < 1 or query_rows % heads:
+        problems.append(
+            f"num_heads is {value}, which does not divide {query_rows} rows of queries; expected one of {fitting}"
+        )
+        return 1
+    return heads
+
+
+def bias_table(shapes: Mapping[str, Shape], side: str) -> Shape | None:
+    """Return the shape of a side's bias by distance, [buckets, heads]: of all layers or of the first."""
+    return shapes.get(f"{side}.rel_bias.weight", shapes.get(f"{side}.layers.0.rel_bias.weight"))
+
+
+def read_tokens(layout: Layout) -> dict[str, int]:
+    """Return the ids that a layout gives, by name; "bos" may be among them."""
+    ids = {name: value for name, value in layout.tokens.items() if isinstance(value, int)}
+    return ids | {name: ids[value] for name, value in layout.tokens.items() if isinstance(value, str)}
+
+
+def read_config(
+    layout: Layout, shapes: Mapping[str, Shape], sizes: Mapping[str, Mapping[str, float]], problems: list[str]
+) -> TransformerConfig | None:
+    """Build the configuration.
+
+    Args:
+        layout: gives switches and tokens.
+        shapes: of the canonical tensors that the layout makes.
+        sizes: d_model, num_heads and d_k by name, for "enc" and "dec".
+        problems: receives what is missing or does not fit.
+
+    Returns:
+        None when it cannot be built for one of the problems.
+    """
+    has_decoder = any(name.startswith("dec.") for name in shapes)
+    before = len(problems)
+    values: dict[str, Any] = {
+        "d_model": int(sizes["enc"]["d_model"]),
+        "source_vocab": shapes["enc.embed.weight"][0],
+        "max_source_length": _length(layout, "enc", shapes, problems),
+        "encoder": _stack(layout, "enc", shapes, sizes["enc"], problems),
+        "decoder": None,
+        "dropout": 0.0,
+        "tokens": _token_ids(layout, has_decoder, problems),
+        **{flag: any(bias.fullmatch(name) for name in shapes) for flag, bias in _BIASES.items()},
+    }
+    if has_decoder:
+        values["target_vocab"] = shapes.get("dec.embed.weight", (None,))[0]
+        values["max_target_length"] = _length(layout, "dec", shapes, problems)
+        values["decoder"] = _stack(layout, "dec", shapes, sizes["dec"], problems)
+        if values["target_vocab"] is None:
+            problems.append("dec.embed.weight is missing; no line gives it")
+    values |= _switches(layout, sizes["dec" if has_decoder else "enc"], problems)
+    if (table := bias_table(shapes, "enc")) is not None:
+        values["relative_buckets"] = table[0]
+    if len(problems) > before:
+        return None
+    try:
+        return TransformerConfig(**values)
+    except ConfigError as error:
+        problems.append(str(error))
+        return None
+
+
+def _switches(layout: Layout, sizes: Mapping[str, float], problems: list[str]) -> dict[str, Any]:
+    """Return the switches of the whole model; those of a side are its stack's."""
+    found: dict[str, Any] = {}
+    for name, switch in SWITCHES.items():
+        if switch.per_side:
+            continue
+        value = layout.switch(name)
+        if value is None:
+            problems.append(f"switch {name} is not given and no shape tells it; give --set {name}=…")
+        elif switch.values in (int, float):
+            found[name] = switch.values(_number(name, value, sizes, problems))
+        else:
+            found[name] = value
+    # Arithmetic in d_k is that of each side; a number is the same for both, whose heads may be of two widths.
+    for name, usual in (("attention_scale", sizes["d_k"] ** -0.5), ("rotary_dim", sizes["d_k"])):
+        if isinstance(layout.switch(name), str) and found[name] == usual:
+            found[name] = None
+    return found
+
+
+def _number(name: str, value: Value, sizes: Mapping[str, float], problems: list[str]) -> float:
+    try:
+        return evaluate(str(value), sizes)
+    except ConfigError as error:
+        problems.append(f"{name}: {error}")
+        return 1.0
+
+
+def _stack(
+    layout: Layout, side: str, shapes: Mapping[str, Shape], sizes: Mapping[str, float], problems: list[str]
+) -> StackConfig | None:
+    layers = {int(found[2]) for name in shapes if (found := _LAYER.match(name)) and found[1] == side}
+    first = f"{side}.layers.0"
+    needed = (*(f"{first}.self.{part}.weight" for part in "qkv"), f"{first}.ffn.fc1.weight")
+    missing = [name for name in needed if len(shapes.get(name, ())) != 2]
+    place = layout.switch("norm_place", side)
+    if place is None:
+        problems.append(f"switch norm_place of {side} is not given and no shape tells it; give --set norm_place=…")
+    if missing:
+        problems += [f"{name} is missing or no matrix; no line gives it" for name in missing]
+        return None
+    if place is None:
+        return None
+    heads, d_model = int(sizes["num_heads"]), int(sizes["d_model"])
+    query, key, value = (shapes[f"{first}.self.{part}.weight"][0] for part in "qkv")
+    d_k = query // heads
+    if key % d_k or heads % (kv_heads := key // d_k):
+        problems.append(f"{side}: {key} rows of keys are no heads as wide as the {heads} of {query} rows of queries")
+        return None
+    d_v = value // kv_heads
+    is_plain = d_k == d_v == d_model / heads
+    return StackConfig(
+        layers=max(layers) + 1,
+        num_heads=heads,
+        d_ff=shapes[f"{first}.ffn.fc1.weight"][0],
+        norm_place=place,  # type: ignore[arg-type]  # the layout has checked it
+        final_norm=bool(layout.switch("final_norm", side)),
+        residual_scale=_number("residual_scale", layout.switch("residual_scale", side), sizes, problems),
+        d_k=None if is_plain else d_k,
+        d_v=None if is_plain else d_v,
+        num_kv_heads=None if kv_heads == heads else kv_heads,
+    )
+
+
+def _is_computed(layout: Layout) -> bool:
+    return any(parse_derived(text).kind == "sinusoid" for text in layout.derive.values())
+
+
+def _length(layout: Layout, side: str, shapes: Mapping[str, Shape], problems: list[str]) -> int:
+    limit = layout.switch("max_length")
+    if f"{side}.pos" in shapes:
+        if limit is not None and layout.switch("positions") == "table" and not _is_computed(layout):
+            problems.append(f"max_length is {limit}, but {side}.pos is stored; leave max_length out")
+        return shapes[f"{side}.pos"][0]
+    if isinstance(limit, int) and limit > 0:
+        return limit
+    if layout.switch("positions") != "table":
+        problems.append(f"{side} has no position table and so no longest text; give --set max_length=N")
+    return 1
+
+
+def _token_ids(layout: Layout, has_decoder: bool, problems: list[str]) -> TokenIds | None:
+    ids = {name: value for name, value in read_tokens(layout).items() if name != "bos"}
+    # Nothing decodes an encoder alone; it still needs a padding id.
+    needed = ("pad", "start", "eos") if has_decoder else ("pad",)
+    if missing := [name for name in needed if name not in ids]:
+        told = " ".join(f"--set tokens.{name}=ID" for name in missing)
+        problems.append(f"tokens {', '.join(missing)} are not given and no shape tells them; give {told}")
+        return None
+    return TokenIds(**{"start": ids["pad"], "eos": ids["pad"], **ids})
+
+
+@functools.lru_cache(maxsize=32)
+def expected_shapes(config: TransformerConfig) -> Mapping[str, Shape]:
+    """Return the shape of every canonical tensor of a configuration, tied ones under each of their names."""
+    with on_meta():
+        model = Transformer(replace(config, tie_embeddings=False, tie_output=False))
+    return MappingProxyType({name: tuple(parameter.shape) for name, parameter in model.named_parameters()})
+
+
+def check_shapes(config: TransformerConfig, shapes: Mapping[str, Shape], problems: list[str]) -> dict[str, Shape]:
+    """Compare what a layout makes with what its configuration needs.
+
+    Returns:
+        The biases to fill with 0, because others of their kind exist.
+    """
+    expected = expected_shapes(config)
+    absent = {name: shape for name, shape in expected.items() if name not in shapes}
+    fillable = {name for name in absent if name.endswith(".bias")}
+    problems += [f"missing {name} {list(shape)}" for name, shape in absent.items() if name not in fillable]
+    problems += [
+        f"unexpected {name} {list(shape)}, which the switches leave no place for"
+        for name, shape in shapes.items()
+        if name not in expected
+    ]
+    problems += [
+        f"{name} is {list(shapes[name])}, expected {list(shape)}"
+        for name, shape in expected.items()
+        if name in shapes and shapes[name] != shape
+    ]
+    return {name: absent[name] for name in absent if name in fillable}

@@ -1,0 +1,132 @@
+"""A module of the user's own and what an export asks of it, given in Python or by the name of a function."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import re
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from tfexport.bundle.manifest import ModuleEntry
+from tfexport.contract import ModelSpec
+from tfexport.errors import ConfigError, TfexportError, raise_all, raised_by, shortened
+from tfexport.generation import GenerationDefaults
+from tfexport.importing.reference.sums import joint_sum, tensor_sums
+from tfexport.importing.reference.texts import Texts
+from tfexport.importing.text import Tokenizers
+from tfexport.nn.eager import EagerModel, Reference, at_once
+from tfexport.text.config import TextConfig
+
+_NAME = re.compile(r"(?!preset:)[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+@dataclass(frozen=True)
+class OwnModule:
+    """A module that no layout expresses, and all that belongs into its bundle.
+
+    Attributes:
+        module: with `encode` and `decode_step`, or `hidden_states` for an encoder alone, see docs/your-own-module.md;
+            float32 on the CPU, its weights loaded. It is put into eval mode.
+        spec: sizes, limits and token ids, in fp32.
+        reference: computes all positions at once, as the training does; see `EagerModel`. None calls
+            module(source_ids, source_mask, target_ids), or `hidden_states` of an encoder alone.
+        tokenizers: of source and target; None where ids go in and out.
+        texts: sample texts and your own code around the model, which the tokenizers are compared with.
+        around: ids around a text, as far as the texts do not show them; its samples are not used.
+        generation: what the bundle generates with unless told otherwise.
+    """
+
+    module: nn.Module
+    spec: ModelSpec
+    reference: Reference | None = None
+    tokenizers: Tokenizers | None = None
+    texts: Texts | None = None
+    around: TextConfig = field(default_factory=TextConfig)
+    generation: GenerationDefaults = field(default_factory=GenerationDefaults)
+
+    def __post_init__(self) -> None:
+        """Check what was given.
+
+        Raises:
+            ConfigError: lists every problem.
+        """
+        kinds = {"module": (self.module, nn.Module), "spec": (self.spec, ModelSpec)}
+        problems = [
+            f"{name} is {shortened(value)}, expected a {kind.__name__}"
+            for name, (value, kind) in kinds.items()
+            if not isinstance(value, kind)
+        ]
+        raise_all(ConfigError, "own module", problems or self._problems())
+
+    def _problems(self) -> list[str]:
+        needed = ("encode", "decode_step") if self.spec.has_decoder else ("hidden_states",)
+        problems = [
+            f"{type(self.module).__name__} has no method {name}; see docs/your-own-module.md"
+            for name in needed
+            if not callable(getattr(self.module, name, None))
+        ]
+        if self.spec.precision != "fp32":
+            problems.append(
+                f"spec.precision is {self.spec.precision}, expected fp32; the graphs have that of --precision"
+            )
+        others = [
+            name
+            for name, tensor in self.module.named_parameters()
+            if tensor.dtype != torch.float32 or tensor.device.type != "cpu"
+        ]
+        if others:
+            problems.append(f"{others[0][:120]} is not float32 on the CPU; give module.float().cpu()")
+        if self.texts is not None and self.tokenizers is None:
+            problems.append("texts are given, but no tokenizers to compare with them; give tokenizers=Tokenizers(PATH)")
+        return [*problems, *self.generation.token_problems(self.spec.vocab)]
+
+    @property
+    def model(self) -> EagerModel:
+        """The module in eval mode, with its reference."""
+        return EagerModel(self.module.eval(), self.reference or at_once)
+
+    def entry(self) -> ModuleEntry:
+        """Return what the manifest says of the module."""
+        kind, sums = type(self.module), tensor_sums(self.module.state_dict())
+        return ModuleEntry(name=f"{kind.__module__}.{kind.__qualname__}", weights_sha256=joint_sum(sums, sums))
+
+    def versions(self) -> dict[str, str]:
+        """Return the versions of the distributions that the class is from, by name; nothing where it is of none."""
+        package = type(self.module).__module__.partition(".")[0]
+        distributions = importlib.metadata.packages_distributions().get(package, [])
+        return {name: importlib.metadata.version(name) for name in sorted(set(distributions))}
+
+
+def is_own_module(source: str) -> bool:
+    """Say whether what a user names is PACKAGE.MODULE:FACTORY, and no file or preset."""
+    return bool(_NAME.fullmatch(source)) and not os.path.lexists(source)
+
+
+def load_own_module(name: str) -> OwnModule:
+    """Import a Python module, which runs it, and call a function of it; only ever for a name that the user gives.
+
+    Args:
+        name: PACKAGE.MODULE:FACTORY; the working directory is looked in first, as Python does for a program. FACTORY
+            is called without arguments and returns an `OwnModule`.
+
+    Raises:
+        ConfigError: it cannot be imported or fails, with the line, or returns something else.
+    """
+    module, _, factory = name.partition(":")
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found = getattr(importlib.import_module(module), factory)()
+    except TfexportError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{name}: {raised_by(error)}; run it in Python by itself to see all of it") from error
+    if not isinstance(found, OwnModule):
+        raise ConfigError(f"{name}: returns {shortened(found)}, expected a tfexport.importing.own_module.OwnModule")
+    return found

@@ -1,0 +1,279 @@
+"""The certificate of an import: what the golden proves, and what it cannot tell.
+
+Equal outputs prove nothing about what does not show in them. So everything the
+import decided is changed in turn: every switch to each other value, every
+tensor by a little noise. Where the error does not grow clearly, the golden is
+blind, and the certificate says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tfexport.errors import ConfigError
+from tfexport.importing.formats.snapshot import FileSum
+from tfexport.importing.layout.apply import Canonical
+from tfexport.importing.layout.switches import configured, options
+from tfexport.importing.reference.compare import Comparator, Comparison, check_fits, tolerance
+from tfexport.importing.reference.golden import Golden
+from tfexport.nn.config import TransformerConfig
+from tfexport.nn.meta import on_meta
+from tfexport.nn.switches import SWITCHES, Value
+from tfexport.nn.transformer import Transformer
+
+# A change counts as seen when the error grows by this factor.
+GROWTH = 20
+# Float64 noise; below it a small error is not small by merit.
+_FLOOR = 5e-15
+_NOISE = 0.01
+_LAYER = re.compile(r"\.layers\.\d+\.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Changed:
+    """A switch, and the other value of it that comes nearest to the golden."""
+
+    value: Value
+    nearest: Value
+    error: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certificate:
+    """What an import can show for itself.
+
+    `proven` says whether a golden was reproduced; without one the rest is
+    empty. `error` and `tolerance` are relative to the largest absolute value.
+    `switches` has the error under the next best value of each, `lines` the
+    error that a hundredth of noise on any one tensor of a line makes, the
+    smallest of its tensors. `texts` is how many recorded texts the tokenizer was
+    compared with. `unverified` is what could be wrong unseen. `checkpoint` has
+    the sums of the files that the weights were read from, by name, `golden` that
+    of the golden.
+    """
+
+    layout: str
+    proven: bool
+    error: float | None = None
+    tolerance: float | None = None
+    rows: int = 0
+    switches: Mapping[str, Changed] = field(default_factory=dict)
+    lines: Mapping[str, float] = field(default_factory=dict)
+    texts: int = 0
+    unverified: tuple[str, ...] = ()
+    checkpoint: Mapping[str, FileSum] = field(default_factory=dict)
+    golden: FileSum | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the certificate as JSON values, figures in two digits."""
+        found = dataclasses.asdict(self)
+        found["lines"] = {line: _short(error) for line, error in self.lines.items()}
+        found["switches"] = {
+            name: {**changed, "error": _short(changed["error"])} for name, changed in found["switches"].items()
+        }
+        return {**found, "error": None if self.error is None else _short(self.error)}
+
+
+def unproven(layout: str) -> Certificate:
+    """Return the certificate of an import without a golden."""
+    return Certificate(layout=layout, proven=False, unverified=("everything: there was no golden to compare with",))
+
+
+def certify(
+    canonical: Canonical,
+    golden: Golden,
+    layout: str,
+    *,
+    baseline: float = 0.0,
+    on_progress: Callable[[float], None] = lambda done: None,
+) -> Certificate:
+    """Compare an import with its golden, then change everything in turn.
+
+    Args:
+        canonical: of the golden's state dict.
+        golden: inputs and expected outputs.
+        layout: its name.
+        baseline: the error that the layout documents for its family.
+        on_progress: told the share of the changes that were tried, from 0 to 1, after each.
+
+    Returns:
+        The certificate; `proven` is False where the error is above the tolerance.
+
+    Raises:
+        ParityError: the golden does not fit the model at all.
+    """
+    check_fits(canonical.config, golden)
+    comparator = Comparator(canonical, golden)
+    wanted = tolerance(golden, baseline)
+    error = comparator.compare(canonical.config).worst
+    blind = GROWTH * max(error, _FLOOR)
+    changes, kinds = list(_switch_changes(canonical, golden, comparator)), _kinds(comparator.model)
+    done, every = itertools.count(1), len(changes) + len(kinds)
+    switches: dict[str, Changed] = {}
+    unverified = []
+    for name, value, nearest, run in changes:
+        found = run().worst
+        on_progress(next(done) / every)
+        if name not in switches or found < switches[name].error:
+            switches[name] = Changed(value=value, nearest=nearest, error=found)
+    unverified += [
+        f"{name}: {_spelled(changed.value)} is not told from {_spelled(changed.nearest)}"
+        for name, changed in switches.items()
+        if not changed.error >= blind
+    ]
+    tensors: dict[str, float] = {}
+    for kind, members in kinds.items():
+        tensors[kind] = _disturbed(members, comparator, canonical.config)
+        on_progress(next(done) / every)
+    unverified += [f"{name}: makes no difference" for name, found in tensors.items() if not found >= blind]
+    lines = {
+        use.line: _weakest([tensors.get(_kind(name), 0.0) for name in use.targets], blind) for use in canonical.lines
+    }
+    return Certificate(
+        layout=layout,
+        proven=error <= wanted,
+        error=error,
+        tolerance=wanted,
+        rows=golden.source_ids.shape[0],
+        switches=switches,
+        lines=lines,
+        unverified=tuple(unverified),
+    )
+
+
+def _switch_changes(
+    canonical: Canonical, golden: Golden, comparator: Comparator
+) -> Iterator[tuple[str, Value, Value, Callable[[], Comparison]]]:
+    """Yield each switch, its value, another value, and what compares under that."""
+    config = canonical.config
+
+    def compare(other: Canonical, *, mask_source: bool = True) -> Comparison:
+        return Comparator(other, golden, mask_source=mask_source).compare(other.config)
+
+    for name, values in {**options(config), "num_heads": _heads(config)}.items():
+        current = _values(config)[name]
+        for value in values:
+            try:
+                changed = configured(config, {name: value})
+            except ConfigError:  # it does not go with the sizes
+                continue
+            if _values(changed)[name] != current:
+                yield name, current, value, partial(comparator.compare, changed)
+    yield "source mask", "kept", "dropped", partial(compare, canonical, mask_source=False)
+    for name, value, without in _dropped(config):
+        names = _parameter_names(without)
+        if names <= canonical.tensors.keys():
+            smaller = replace(canonical, config=without, tensors={n: canonical.tensors[n] for n in names})
+            yield name, value, without.switches()[name], partial(compare, smaller)
+    for name, value, twice in _doubled(config):
+        yield name, value, twice, partial(compare, replace(canonical, config=configured(config, {name: twice})))
+    if config.feed_forward == "glu":
+        yield "gate", "linear", "activated", partial(compare, _gates_swapped(canonical))
+
+
+def _base(name: str) -> str:
+    """Return the name of a switch without its side."""
+    return name.rpartition(".")[2]
+
+
+def _weakest(errors: Sequence[float], blind: float) -> float:
+    """Return the smallest error that shows; what does not show is listed apart."""
+    return min((error for error in errors if error >= blind), default=max(errors, default=0.0))
+
+
+def _values(config: TransformerConfig) -> dict[str, Value]:
+    """Return what a configuration says, in numbers that tensors have."""
+    scale = config.attention_scale or config.d_k("encoder") ** -0.5
+    turned = config.rotary_dim or config.d_k("encoder")
+    heads = config.encoder.num_heads
+    return {**config.switches(), "attention_scale": scale, "rotary_dim": turned, "num_heads": heads}
+
+
+def _heads(config: TransformerConfig) -> tuple[int, ...]:
+    """Return other numbers of heads for the same tensors; a relative bias or a norm of each head leaves one only."""
+    stacks = [stack for stack in (config.encoder, config.decoder) if stack is not None]
+    has_tensor = config.relative_bias not in ("none", "alibi") or config.qk_norm == "head"
+    if has_tensor or len({stack.num_heads for stack in stacks}) > 1:
+        return ()
+    widths = [n * stack.num_heads for stack in stacks for n in (stack.d_k, stack.d_v) if n] or [config.d_model]
+    common = math.gcd(*widths)
+    shared = [stack.num_heads // stack.num_kv_heads for stack in stacks if stack.num_kv_heads] or [1]
+    return tuple(n for n in range(1, min(common, 64) + 1) if common % n == 0 and n % math.lcm(*shared) == 0)
+
+
+def _dropped(config: TransformerConfig) -> Iterator[tuple[str, Value, TransformerConfig]]:
+    """Yield what no search goes through and is not as it mostly is, and the configuration without it."""
+    for name, value in config.switches().items():
+        switch = SWITCHES[_base(name)]
+        is_word = switch.values is bool or isinstance(switch.values, tuple)
+        if is_word and switch.default not in (None, value) and not switch.search and config.uses(_base(name)):
+            yield name, value, configured(config, {name: switch.default})
+
+
+def _doubled(config: TransformerConfig) -> Iterator[tuple[str, float, float]]:
+    """Yield the numbers that no search goes through, and twice as much of each."""
+    for name, value in config.switches().items():
+        switch = SWITCHES[_base(name)]
+        if switch.values in (int, float) and not switch.search and config.uses(_base(name)):
+            assert isinstance(value, int | float)
+            yield name, value, 2 * value
+
+
+def _parameter_names(config: TransformerConfig) -> set[str]:
+    with on_meta():
+        return set(Transformer(config).state_dict())
+
+
+def _gates_swapped(canonical: Canonical) -> Canonical:
+    names = {"fc1": "gate", "gate": "fc1"}
+    swapped = {
+        re.sub(r"\.ffn\.(fc1|gate)\.", lambda found: f".ffn.{names[found[1]]}.", name): tensor
+        for name, tensor in canonical.tensors.items()
+    }
+    return replace(canonical, tensors=swapped)
+
+
+def _kinds(model: Transformer) -> dict[str, list[Tensor]]:
+    """Sort the parameters by name, with * for the layer."""
+    kinds: dict[str, list[Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        kinds.setdefault(_kind(name), []).append(parameter)
+    return kinds
+
+
+def _disturbed(members: Sequence[Tensor], comparator: Comparator, config: TransformerConfig) -> float:
+    """Disturb tensors of the comparator's model, of all layers at once, and return the error that this makes."""
+    kept = [member.detach().clone() for member in members]
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for member in members:
+            size = float(member.std(correction=0)) or 1.0
+            noise = torch.randn(member.shape, generator=generator, dtype=member.dtype)
+            member.add_(noise, alpha=_NOISE * size)
+    error = comparator.compare(config).worst
+    with torch.no_grad():
+        for member, before in zip(members, kept, strict=True):
+            member.copy_(before)
+    return error
+
+
+def _kind(name: str) -> str:
+    return _LAYER.sub(".layers.*.", name)
+
+
+def _short(number: float) -> float:
+    return float(f"{number:.1e}") if math.isfinite(number) else 1e308
+
+
+def _spelled(value: Value) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,223 @@
+"""Compare a canonical model with a golden: the same batch, float64 on both sides, padding left out."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tfexport.errors import ParityError
+from tfexport.importing.reference.golden import Golden
+from tfexport.nn.config import Side, TransformerConfig
+from tfexport.nn.layers import LayerNorm
+from tfexport.nn.meta import on_meta
+from tfexport.nn.transformer import Block, Stack, Transformer
+
+# Relative to the largest log-probability. Float64 leaves about 2e-15.
+TOLERANCE = 1e-9
+# How far above the original's own error, where it computes parts in float32, an import may lie.
+BASELINES = 20
+
+
+class Canonical(Protocol):
+    """What is compared: a configuration and its tensors by canonical name."""
+
+    @property
+    def config(self) -> TransformerConfig:
+        """Sizes and switches."""
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Tensors by canonical name; a tied one under any of its names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """How far a canonical model is from a golden.
+
+    `error` is the largest difference over tokens, relative to the largest
+    absolute value; of log-probabilities, or of the states of an encoder alone.
+    `encoder_error` is that of the encoder's states, None where the golden has
+    none. `row` and `position` say where `error` is. NaN counts as infinity.
+    """
+
+    error: float
+    encoder_error: float | None
+    row: int
+    position: int
+
+    @property
+    def worst(self) -> float:
+        """The largest error of any stage."""
+        return max(self.error, self.encoder_error or 0.0)
+
+    def passed(self, tolerance: float) -> bool:
+        """Say whether every error is within `tolerance`."""
+        return self.worst <= tolerance
+
+    def stage(self, tolerance: float) -> str:
+        """Name the first stage that disagrees: "encoder", "decoder", or "encoder or decoder" where no one can tell."""
+        if self.encoder_error is None:
+            return "encoder or decoder"
+        return "encoder" if self.encoder_error > tolerance else "decoder"
+
+
+def tolerance(golden: Golden, baseline: float = 0.0) -> float:
+    """Return the largest error to accept.
+
+    Args:
+        golden: may have measured its own baseline.
+        baseline: the error that the layout documents for its family.
+    """
+    return max(TOLERANCE, BASELINES * max(baseline, golden.baseline))
+
+
+def compare(canonical: Canonical, golden: Golden) -> Comparison:
+    """Run a canonical model on the golden's batch.
+
+    Args:
+        canonical: complete and of the right shapes.
+        golden: inputs and expected outputs.
+
+    Raises:
+        ParityError: the golden does not fit the model at all: other vocabularies, longer than the tables, an encoder
+            alone against a decoder; all listed.
+    """
+    check_fits(canonical.config, golden)
+    return Comparator(canonical, golden).compare(canonical.config)
+
+
+def check_fits(config: TransformerConfig, golden: Golden) -> None:
+    """Check that the model takes the golden's ids and gives outputs of its shape.
+
+    Raises:
+        ParityError: lists everything that does not fit.
+    """
+    problems = [
+        *_id_problems("source", golden.source_ids, config.source_vocab, config.max_source_length),
+        *(
+            _id_problems("target", golden.target_ids, config.target_vocab or 0, config.max_target_length or 0)
+            if golden.target_ids is not None
+            else []
+        ),
+    ]
+    if (golden.target_ids is None) != (config.decoder is None):
+        has, expects = ("a decoder", "none") if config.decoder else ("no decoder", "one")
+        problems = [f"the model has {has}, the golden expects {expects}"]
+    for result, name, width in (
+        (golden.logits, "logits", config.target_vocab),
+        (golden.hidden_states, "hidden_states", config.d_model),
+    ):
+        if result is not None and result.shape[2] != width:
+            problems.append(f"{name} have width {result.shape[2]}, the model gives {width}")
+    if problems:
+        raise ParityError(f"golden: {'; '.join(problems)}; is it a golden of this model?")
+
+
+def _id_problems(side: str, ids: Tensor, vocab: int, length: int) -> list[str]:
+    problems = []
+    if int(ids.max()) >= vocab:
+        problems.append(f"{side} id {int(ids.max())} is not below the vocabulary {vocab}")
+    if ids.shape[1] > length:
+        problems.append(f"{ids.shape[1]} {side} positions, the model takes {length}")
+    return problems
+
+
+class Comparator:
+    """One set of tensors in float64 and one batch; compares under any switches.
+
+    Building a model costs far more than running a small one, so one is built for
+    each set of tensors and its switches are set.
+    """
+
+    def __init__(self, canonical: Canonical, golden: Golden, *, mask_source: bool = True) -> None:
+        """Convert the tensors; `mask_source` False lets padding be attended to."""
+        self.mask_source = mask_source
+        self.model = build(canonical.config, canonical.tensors)
+        self._take(golden)
+
+    def on(self, golden: Golden) -> Comparator:
+        """Return a comparator of the same tensors, in the same memory, on another batch."""
+        other = copy.copy(self)
+        other._take(golden)
+        return other
+
+    def _take(self, golden: Golden) -> None:
+        self.golden = golden
+        keep = golden.source_mask if golden.target_mask is None else golden.target_mask
+        expected = golden.hidden_states if golden.logits is None else golden.logits.log_softmax(-1)
+        assert expected is not None
+        self.keep, self.expected = keep, expected
+        self.scale = float(expected[keep].abs().max())
+
+    @torch.inference_mode()
+    def compare(self, config: TransformerConfig) -> Comparison:
+        """Compare under the switches of `config`; its sizes are those of the tensors."""
+        set_switches(self.model, config)
+        golden = self.golden
+        mask = golden.source_mask if self.mask_source else torch.ones_like(golden.source_mask)
+        encoder_error = None
+        if golden.target_ids is None:
+            found = self.model.hidden_states(golden.source_ids, mask)
+        else:
+            found = self.model(golden.source_ids, mask, golden.target_ids).log_softmax(-1)
+            if golden.hidden_states is not None:
+                states = self.model.hidden_states(golden.source_ids, mask)
+                errors = _errors(states, golden.hidden_states, golden.source_mask)
+                encoder_error = float(errors.max()) / float(golden.hidden_states[golden.source_mask].abs().max())
+        errors = _errors(found, self.expected, self.keep)
+        row, position = divmod(int(errors.argmax()), errors.shape[1])
+        return Comparison(
+            error=float(errors.max()) / self.scale, encoder_error=encoder_error, row=row, position=position
+        )
+
+
+def _errors(found: Tensor, expected: Tensor, keep: Tensor) -> Tensor:
+    """Return the largest difference of each token [batch, len], 0 for padding, infinity for NaN."""
+    difference = (found - expected).abs().nan_to_num(nan=math.inf, posinf=math.inf).amax(-1)
+    return difference.where(keep, 0.0)
+
+
+def build(config: TransformerConfig, tensors: Mapping[str, Tensor]) -> Transformer:
+    """Make a float64 model in eval mode of canonical tensors."""
+    with on_meta():
+        model = Transformer(config)
+    wide = {name: tensor.double() for name, tensor in tensors.items()}
+    shared = ["enc.embed.weight"] * config.tie_embeddings + ["dec.embed.weight"] + ["out.weight"] * config.tie_output
+    stored = [wide[name] for name in shared if name in wide]
+    for name in shared if len(shared) > 1 else ():
+        wide.setdefault(name, stored[0])
+    model.load_state_dict(wide, assign=True)
+    return model.eval()
+
+
+def set_switches(model: Transformer, config: TransformerConfig) -> None:
+    """Give a built model the switches and heads of another configuration for the same tensors."""
+    model.config = config
+    sides: list[tuple[Side, Stack | None]] = [("encoder", model.enc), ("decoder", model.dec)]
+    for side, stack in sides:
+        if stack is not None:
+            stack.embedding_scale = config.embedding_scale
+            stack.set_positions(config, side)
+            for block in stack.blocks:
+                _set_block_switches(block, config, side)
+    for module in model.modules():
+        if isinstance(module, LayerNorm):
+            module.kind, module.eps = config.norm, config.norm_eps
+
+
+def _set_block_switches(block: Block, config: TransformerConfig, side: Side) -> None:
+    sizes = config.encoder if side == "encoder" else config.decoder
+    assert sizes is not None
+    block.norm_place = sizes.norm_place
+    block.residual_scale = sizes.residual_scale
+    block.ffn.kind = config.activation
+    for attention in (block.self, block.cross) if side == "decoder" else (block.self,):
+        attention.num_heads, attention.num_kv_heads = sizes.num_heads, config.num_kv_heads(side)
+        attention.softcap, attention.qk_norm = config.attention_softcap, config.qk_norm
+        attention.scale = config.d_k(side) ** -0.5 if config.attention_scale is None else config.attention_scale

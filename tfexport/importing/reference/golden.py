@@ -1,0 +1,576 @@
+"""Goldens: what the original model computed, in float64, for a batch that shows every mistake of an import.
+
+A golden is a safetensors file. Its tensors: `source_ids`, `source_mask`, for a
+model with a decoder `target_ids`, `target_mask` and `logits`, for an encoder
+alone `hidden_states`, which a model with a decoder may have too. `state.NAME`
+is the state dict that computed them, `attribute.NAME` a tensor that the
+original keeps outside of it, and `real.…` the same outputs with the weights of
+the checkpoint itself. Its metadata `text` has texts, as JSON: the ids that the
+user's code makes of each, what the checkpoint's weights say, and that in words;
+`weights` the sum of each tensor of the model itself, by name, as JSON; and
+`sha256` the sum of all that the file holds, which the format itself lacks.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from tfexport._io.atomic import whole_file
+from tfexport._io.strict_json import parse_json, plain_problem
+from tfexport.errors import CheckpointError, ConfigError, raise_all, shortened
+from tfexport.importing.formats import kinds
+from tfexport.importing.formats.snapshot import FileSum, snapshot
+from tfexport.importing.reference.randomise import randomise
+from tfexport.importing.reference.sums import tensor_sums
+from tfexport.importing.reference.texts import Texts, record_texts
+from tfexport.text.config import TextConfig
+
+Outputs = Literal["logits", "log_probs", "hidden_states"]
+
+STATE, ATTRIBUTE, REAL = "state.", "attribute.", "real."
+TEXT = "text"
+_WEIGHTS, _SUM = "weights", "sha256"
+_INPUTS = ("source_ids", "source_mask", "target_ids", "target_mask")
+_RESULTS = ("logits", "hidden_states")
+# Names that goldens were once recorded with, still read.
+_FORMER = {"source_keep": "source_mask", "target_keep": "target_mask"}
+# Inputs and outputs of a few short rows; the state dict is not counted.
+_MAX_BYTES = 1024**3
+# What float32 inside the original may change between runs that should be equal.
+_CAUSAL = 1e-4
+_NUMBERS: dict[str, type] = {"heads": int, "pad_source": int, "pad_target": int, "baseline": float}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Golden:
+    """Inputs and float64 outputs of an original model.
+
+    `source_ids` int64 [batch, source_len], `source_mask` bool likewise, True =
+    token, padded on the right; `target_ids` and `target_mask` [batch,
+    target_len], None for an encoder alone. `logits` float64 [batch, target_len,
+    vocab], log-probabilities where `outputs` says so; `hidden_states` float64
+    [batch, source_len, d_model], the encoder's. `baseline` is the relative
+    error that the original makes itself by computing parts in float32. `text`
+    has the recorded texts; None where there are none. `weights` are the sums of
+    the model's own tensors, by name, see `tensor_sum`; goldens from before there
+    were such have none. `file` is the sum of the file that it was read from.
+    """
+
+    source_ids: Tensor
+    source_mask: Tensor
+    target_ids: Tensor | None = None
+    target_mask: Tensor | None = None
+    logits: Tensor | None = None
+    hidden_states: Tensor | None = None
+    outputs: Outputs = "logits"
+    heads: int | None = None
+    pad_source: int | None = None
+    pad_target: int | None = None
+    baseline: float = 0.0
+    state: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    attributes: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    real: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    text: TextConfig | None = None
+    weights: Mapping[str, str] = field(default_factory=dict, repr=False)
+    file: FileSum | None = None
+
+    def __post_init__(self) -> None:
+        """Check dtypes, shapes, padding and values.
+
+        Raises:
+            CheckpointError: lists every problem.
+        """
+        raise_all(CheckpointError, "golden", _problems(self))
+
+    def with_real_weights(self) -> Golden | None:
+        """Return the golden of the checkpoint's own weights, or None when it was not recorded."""
+        if not self.real:
+            return None
+        return Golden(
+            source_ids=self.source_ids,
+            source_mask=self.source_mask,
+            target_ids=self.target_ids,
+            target_mask=self.target_mask,
+            logits=self.real.get("logits"),
+            hidden_states=self.real.get("hidden_states"),
+            outputs=self.outputs,
+            heads=self.heads,
+            pad_source=self.pad_source,
+            pad_target=self.pad_target,
+            baseline=self.baseline,
+        )
+
+
+def read_golden(path: Path | str) -> Golden:
+    """Read a golden.
+
+    Args:
+        path: of a safetensors file as `record` writes it.
+
+    Returns:
+        The golden; the tensors of its state dict are those of the file, in their dtype.
+
+    Raises:
+        CheckpointError: no plain file, damaged, changed, too large, tensors that are
+            missing, unknown, of a kind that nothing can be read of, wrongly shaped,
+            not finite or padded on the left; all listed.
+    """
+    path = Path(path)
+    try:
+        if problem := plain_problem(path):
+            raise CheckpointError(f"{path}: {problem}; record one with tfexport.importing.reference.golden.record")
+        with snapshot(path) as private, safe_open(private.path, "pt") as file:
+            metadata = dict(file.metadata() or {})
+            names = list(file.keys())
+            _check_names(path, names, {name: file.get_slice(name) for name in names if not name.startswith(STATE)})
+            stored = {name: file.get_tensor(name) for name in names}
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from error
+    except CheckpointError:
+        raise
+    except Exception as error:  # of the library, and of PyTorch where it lacks a kind
+        raise CheckpointError(f"{path}: is no safetensors file or cut short ({error}); record it again") from error
+    raise_all(CheckpointError, str(path), kinds.problems(stored, private.sum.bytes))
+    if metadata.pop(_SUM, None) not in (None, _contents_sum(stored, metadata)):
+        raise CheckpointError(
+            f"{path}: was changed since it was recorded (its sum differs); copy it or record it again"
+        )
+    tensors = {_FORMER.get(name, name): tensor for name, tensor in stored.items()}
+    numbers = _metadata(path, metadata)
+    given: dict[str, Any] = {name: tensors.get(name) for name in (*_INPUTS, *_RESULTS)}
+    try:
+        return Golden(
+            **given,
+            **numbers,
+            outputs=cast(Outputs, metadata.get("outputs", "logits")),
+            state=_ordered(_under(STATE, tensors), metadata.get("state_order", "")),
+            attributes=_under(ATTRIBUTE, tensors),
+            real=_under(REAL, tensors),
+            text=_text(metadata.get(TEXT)),
+            weights=_weights(metadata.get(_WEIGHTS)),
+            file=private.sum,
+        )
+    except (CheckpointError, ConfigError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def record(
+    model: nn.Module,
+    forward: Callable[..., Tensor],
+    path: Path | str,
+    *,
+    source_vocab: int,
+    target_vocab: int | None = None,
+    heads: int | None = None,
+    pad_source: int = 0,
+    pad_target: int = 0,
+    encode: Callable[..., Tensor] | None = None,
+    source_len: int = 9,
+    target_len: int = 7,
+    seed: int = 0,
+    texts: Texts | None = None,
+) -> Golden:
+    """Write what a model computes, for `tfexport import --golden`.
+
+    Works on copies: one with random parameters, whose state dict is stored with
+    its outputs, and one with the model's own. Both run in eval mode, in float64,
+    on three rows of uneven length.
+
+    Args:
+        model: the original; it is not changed.
+        forward: called as forward(model, source_ids, source_mask, target_ids)
+            with int64 [batch, source_len], bool likewise (True = token) and int64
+            [batch, target_len], padded on the right; returns logits or
+            log-probabilities [batch, target_len, target_vocab]. Makes the masks
+            as the training does. The targets are the inputs of the decoder, the
+            start token first; a decoder that starts from a vector of its own
+            and no token leaves the first id out, which the golden then has as
+            `pad_target`. For an encoder alone called without
+            target_ids; returns states [batch, source_len, d_model].
+        path: file to write.
+        source_vocab: number of source ids.
+        target_vocab: number of target ids; None for an encoder alone.
+        heads: attention heads, which no shape tells.
+        pad_source: id that fills short sources; never drawn as a token.
+        pad_target: id that fills short targets; never drawn as a token.
+        encode: called as encode(model, source_ids, source_mask), returns the
+            encoder's states [batch, source_len, d_model]; lets a failing import
+            say which side is wrong.
+        source_len: length of the longest source.
+        target_len: length of the longest target.
+        seed: of ids and random parameters.
+        texts: sample texts, and your code around the model; without them
+            nothing says that text goes in and out as in your training.
+
+    Returns:
+        The golden as `read_golden` reads it.
+
+    Raises:
+        CheckpointError: the file exists or cannot be written; the model cannot be
+            copied; outputs have a wrong shape, are not finite, differ from run to
+            run, or depend on later tokens; a text cannot be recorded.
+    """
+    path = Path(path)
+    if os.path.lexists(path):
+        raise CheckpointError(f"{path} exists; remove it or choose another name")
+    generator = torch.Generator().manual_seed(seed)
+    source_ids, source_mask = _batch(source_vocab, source_len, pad_source, generator)
+    inputs = {"source_ids": source_ids, "source_mask": source_mask}
+    if target_vocab is not None:
+        inputs["target_ids"], inputs["target_mask"] = _batch(target_vocab, target_len, pad_target, generator)
+    original = _Original(forward, encode, inputs, target_vocab)
+    randomised = _copied(model)
+    randomise(randomised, generator)
+    state = {
+        name: value.detach().clone() for name, value in randomised.state_dict().items() if isinstance(value, Tensor)
+    }
+    attributes = _attributes(randomised, state)
+    _to_float64(randomised)
+    results = original.run(randomised)
+    original.check(randomised, results)
+    original.settle_start(randomised, results, pad_target)
+    own = _copied(model)
+    _to_float64(own)
+    golden = Golden(
+        **inputs,
+        **results,
+        outputs=_kind_of(results),
+        heads=heads,
+        pad_source=pad_source,
+        pad_target=pad_target if target_vocab is not None else None,
+        baseline=original.baseline(randomised, results),
+        state=state,
+        attributes=attributes,
+        real=original.run(own),
+        text=None if texts is None else record_texts(own, forward, texts, source_vocab, target_vocab),
+        weights=tensor_sums(model.state_dict()),
+        file=None,
+    )
+    write_golden(golden, path)
+    return golden
+
+
+def write_golden(golden: Golden, path: Path) -> None:
+    """Write a golden; the file appears whole or not at all.
+
+    Raises:
+        CheckpointError: it cannot be written.
+        BundleError: another process is writing it.
+    """
+    own = {name: getattr(golden, name) for name in (*_INPUTS, *_RESULTS)}
+    tensors = {name: tensor for name, tensor in own.items() if tensor is not None}
+    for prefix, more in ((STATE, golden.state), (ATTRIBUTE, golden.attributes), (REAL, golden.real)):
+        tensors |= {prefix + name: tensor for name, tensor in more.items()}
+    metadata = {name: str(value) for name in _NUMBERS if (value := getattr(golden, name)) is not None}
+    metadata |= {"state_order": "\n".join(golden.state)} if golden.state else {}
+    metadata |= {TEXT: json.dumps(golden.text.to_dict(), ensure_ascii=False)} if golden.text else {}
+    metadata |= {_WEIGHTS: json.dumps(dict(golden.weights))} if golden.weights else {}
+    metadata |= {"compute_dtype": "float64", "outputs": golden.outputs}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # One tensor under two names may not share its memory in the file.
+        stored = {name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()}
+        with whole_file(path) as draft:
+            save_file(stored, draft, metadata={**metadata, _SUM: _contents_sum(stored, metadata)})
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: cannot be written ({getattr(error, 'strerror', None) or error})") from error
+
+
+def _contents_sum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    """Return the sum of all that a golden holds but that sum."""
+    listed = json.dumps([tensor_sums(tensors), dict(metadata)], sort_keys=True)
+    return hashlib.sha256(listed.encode()).hexdigest()
+
+
+class _Original:
+    """The user's forward with one batch."""
+
+    def __init__(
+        self,
+        forward: Callable[..., Tensor],
+        encode: Callable[..., Tensor] | None,
+        inputs: Mapping[str, Tensor],
+        target_vocab: int | None,
+    ) -> None:
+        self.forward, self.encode, self.inputs, self.target_vocab = forward, encode, inputs, target_vocab
+
+    def run(self, model: nn.Module, target_ids: Tensor | None = None) -> dict[str, Tensor]:
+        """Return `logits`, `hidden_states` or both, float64."""
+        source = (self.inputs["source_ids"], self.inputs["source_mask"])
+        with torch.no_grad():
+            if self.target_vocab is None:
+                return {"hidden_states": self._checked(self.forward(model, *source), source[0], None)}
+            target_ids = self.inputs["target_ids"] if target_ids is None else target_ids
+            results = {"logits": self._checked(self.forward(model, *source, target_ids), target_ids, self.target_vocab)}
+            if self.encode is not None:
+                results["hidden_states"] = self._checked(self.encode(model, *source), source[0], None)
+        return results
+
+    def _checked(self, result: object, ids: Tensor, width: int | None) -> Tensor:
+        if (
+            not isinstance(result, Tensor)
+            or result.dim() != 3
+            or result.shape[:2] != ids.shape
+            or width not in (None, result.shape[2])
+        ):
+            got = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
+            expected = [*ids.shape, "d_model" if width is None else width]
+            raise CheckpointError(
+                f"golden: the original returned {got}, expected {expected}; reshape it in your forward"
+            )
+        return result.detach().double().cpu().clone()
+
+    def check(self, model: nn.Module, results: Mapping[str, Tensor]) -> None:
+        """Run once more: the same again, and the same where only later tokens differ."""
+        again = self.run(model)
+        if any(not torch.equal(again[name].nan_to_num(), result.nan_to_num()) for name, result in results.items()):
+            raise CheckpointError(
+                "golden: two runs differ; switch off what is random, such as dropout in functional form"
+            )
+        if self.target_vocab is None or self.inputs["target_ids"].shape[1] < 2:
+            return
+        changed = self.inputs["target_ids"].clone()
+        changed[:, -1] = changed[:, 0]
+        changed[:, -1] += torch.where(changed[:, -1] == self.inputs["target_ids"][:, -1], 1, 0)
+        changed %= self.target_vocab
+        later = self.run(model, changed)["logits"][:1, :-1]
+        if float((later - results["logits"][:1, :-1]).abs().max()) > _CAUSAL:
+            raise CheckpointError(
+                "golden: the outputs of earlier positions change with the last target token; "
+                "give the decoder its causal mask in your forward"
+            )
+
+    def settle_start(self, model: nn.Module, results: Mapping[str, Tensor], pad: int) -> None:
+        """Give every target `pad` for its first id where that id counts for nothing: the decoder starts by itself."""
+        if self.target_vocab is None:
+            return
+        target, keep = self.inputs["target_ids"], self.inputs["target_mask"]
+        changed = target.clone()
+        changed[:, 0] = (changed[:, 0] + 1) % self.target_vocab
+        if torch.equal(self.run(model, changed)["logits"][keep], results["logits"][keep]):
+            target[:, 0] = pad
+
+    def baseline(self, model: nn.Module, results: Mapping[str, Tensor]) -> float:
+        """Measure the steps that float32 inside the original leaves in its float64 outputs.
+
+        Weights move by a billionth of themselves, once and twice as far. Smooth
+        float64 arithmetic bends by the square of that; arithmetic that rounds to
+        float32 on the way jumps by its own precision.
+        """
+        start = [parameter.detach().clone() for parameter in model.parameters()]
+        worst = 0.0
+        for seed in range(3):
+            generator = torch.Generator().manual_seed(seed)
+            moves = [1e-9 * torch.randn(p.shape, generator=generator, dtype=torch.float64) * p for p in start]
+            moved = []
+            for steps in (1, 2):
+                with torch.no_grad():
+                    for parameter, origin, move in zip(model.parameters(), start, moves, strict=True):
+                        parameter.copy_(origin + steps * move)
+                moved.append(self.run(model))
+            for name, result in results.items():
+                keep = self.inputs["target_mask" if name == "logits" else "source_mask"]
+                bend = (moved[1][name] - 2 * moved[0][name] + result)[keep].abs().max()
+                worst = max(worst, float(bend / result[keep].abs().max()))
+        with torch.no_grad():
+            for parameter, origin in zip(model.parameters(), start, strict=True):
+                parameter.copy_(origin)
+        return worst
+
+
+def _batch(vocab: int, length: int, pad: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Draw three rows: the longest, one of about half, and one of a single token.
+
+    Attention over a single token is the token itself, so that its row does not
+    depend on heads, scales, queries and keys: a search decides on the rest first.
+    """
+    if vocab < 3 or length < 2 or not 0 <= pad < vocab:
+        raise CheckpointError(
+            f"golden: vocabulary {vocab}, length {length} and padding {pad}; expected a vocabulary of 3 or more, "
+            "a length of 2 or more and an id of the vocabulary"
+        )
+    lengths = torch.tensor([length, length // 2 + 1, 1])
+    keep = torch.arange(length)[None] < lengths[:, None]
+    ids = torch.randint(0, vocab - 1, (3, length), generator=generator)
+    ids += ids >= pad
+    return torch.where(keep, ids, pad), keep
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model).cpu().eval()
+    except (RuntimeError, TypeError) as error:
+        raise CheckpointError(
+            f"golden: the model cannot be copied ({error}); build a second one and load the state dict into it"
+        ) from error
+
+
+def _attributes(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """List tables that the state dict lacks: buffers that are not saved, tensors kept as plain attributes."""
+    found = dict(model.named_buffers())
+    for prefix, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor):
+                found[f"{prefix}.{name}".removeprefix(".")] = value
+    return {
+        name: value.detach().cpu().clone()
+        for name, value in found.items()
+        if name not in state and value.is_floating_point() and value.dim() >= 2
+    }
+
+
+def _to_float64(model: nn.Module) -> None:
+    model.double()
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, Tensor) and value.is_floating_point():
+                setattr(module, name, value.double().cpu())
+
+
+def _kind_of(results: Mapping[str, Tensor]) -> Outputs:
+    if "logits" not in results:
+        return "hidden_states"
+    # Probabilities that sum to 1 at every position are no accident.
+    return "log_probs" if float(results["logits"].logsumexp(-1).abs().nan_to_num(1).max()) < 1e-6 else "logits"
+
+
+def _text(raw: str | None) -> TextConfig | None:
+    if raw is None:
+        return None
+    try:
+        return TextConfig.from_dict(parse_json(raw.encode()), subject=TEXT)
+    except ValueError as error:
+        raise CheckpointError(f"{TEXT} is not JSON ({error}); record it again") from error
+
+
+def _weights(raw: str | None) -> dict[str, str]:
+    if raw is None:
+        return {}
+    try:
+        found = parse_json(raw.encode())
+    except ValueError as error:
+        raise CheckpointError(f"{_WEIGHTS} is not JSON ({error}); record it again") from error
+    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+        raise CheckpointError(f"{_WEIGHTS} is {shortened(found)}, expected sums by name; record it again")
+    return found
+
+
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def _ordered(state: Mapping[str, Tensor], order: str) -> dict[str, Tensor]:
+    """Put a state dict into the order in which the original defined it, which the file format does not keep."""
+    names = order.split("\n")
+    return {name: state[name] for name in names} if set(names) == set(state) else dict(state)
+
+
+def _check_names(path: Path, names: list[str], slices: Mapping[str, Any]) -> None:
+    known = {*_INPUTS, *_RESULTS, *(REAL + name for name in _RESULTS), *_FORMER}
+    inputs = [_FORMER.get(name, name) for name in names]
+    problems = [
+        f"unknown tensor {shortened(name)}"
+        for name in names
+        if name not in known and not name.startswith((STATE, ATTRIBUTE))
+    ]
+    problems += [f"missing tensor {name}" for name in ("source_ids", "source_mask") if name not in inputs]
+    problems += [
+        f"tensor {name} is there twice, as {former} too"
+        for former, name in _FORMER.items()
+        if {name, former} <= {*names}
+    ]
+    size = sum(8 * torch.Size(part.get_shape()).numel() for part in slices.values())
+    if size > _MAX_BYTES:
+        problems.append(f"inputs and outputs take {size} bytes, the limit is {_MAX_BYTES}; record fewer, shorter rows")
+    raise_all(CheckpointError, str(path), problems)
+
+
+def _metadata(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    problems = []
+    for name, kind in _NUMBERS.items():
+        if name in metadata:
+            try:
+                found[name] = kind(metadata[name])
+            except ValueError:
+                problems.append(f"{name} is {shortened(metadata[name])}, expected a number")
+    if metadata.get("compute_dtype", "float64") != "float64":
+        problems.append(f"compute_dtype is {shortened(metadata['compute_dtype'])}, expected float64")
+    raise_all(CheckpointError, str(path), problems)
+    return found
+
+
+def _problems(golden: Golden) -> list[str]:
+    problems = [
+        *_side_problems("source", golden.source_ids, golden.source_mask, golden.pad_source),
+        *_side_problems("target", golden.target_ids, golden.target_mask, golden.pad_target),
+    ]
+    if golden.outputs not in ("logits", "log_probs", "hidden_states"):
+        problems.append(f"outputs is {shortened(golden.outputs)}, expected logits, log_probs or hidden_states")
+    has_target = golden.target_ids is not None
+    if has_target != (golden.logits is not None):
+        problems.append("target_ids and logits need each other; record both, or neither for an encoder alone")
+    if has_target == (golden.outputs == "hidden_states"):
+        problems.append(
+            f"outputs is {golden.outputs}, which does not fit a golden {'with' if has_target else 'without'} target_ids"
+        )
+    if golden.logits is None and golden.hidden_states is None:
+        problems.append("there are neither logits nor hidden_states")
+    if golden.heads is not None and golden.heads < 1:
+        problems.append(f"heads is {golden.heads}, expected 1 or more")
+    if not 0 <= golden.baseline < 1e-3:  # NaN too
+        problems.append(f"baseline is {golden.baseline}, expected 0 to 1e-3; above it nothing could be told apart")
+    if not problems:
+        for results in ({name: getattr(golden, name) for name in _RESULTS}, golden.real):
+            problems += _result_problems(golden, results)
+    return problems
+
+
+def _side_problems(side: str, ids: Tensor | None, keep: Tensor | None, pad: int | None) -> list[str]:
+    if ids is None or keep is None:
+        return [] if ids is keep else [f"{side}_ids and {side}_mask need each other"]
+    if ids.dtype != torch.int64 or keep.dtype != torch.bool or ids.dim() != 2 or ids.shape != keep.shape:
+        return [
+            (
+                f"{side}_ids is {ids.dtype} {list(ids.shape)} and {side}_mask {keep.dtype} {list(keep.shape)}, "
+                f"expected int64 and bool of one shape [batch, {side}_len]"
+            )
+        ]
+    if not ids.numel():
+        return [f"{side}_ids is empty"]
+    problems = [f"{side}_ids has negative ids"] if int(ids.min()) < 0 else []
+    if pad is not None and pad < 0:
+        problems.append(f"pad_{side} is {pad}, expected 0 or more")
+    if not bool(keep[:, 0].all()) or bool((keep[:, 1:] & ~keep[:, :-1]).any()):
+        problems.append(
+            f"{side}_mask is not a row of tokens and then padding; pad on the right, at least one token a row"
+        )
+    return problems
+
+
+def _result_problems(golden: Golden, results: Mapping[str, Tensor | None]) -> list[str]:
+    problems = []
+    for name, result in results.items():
+        keep = golden.source_mask if name == "hidden_states" else golden.target_mask
+        if result is None or keep is None:
+            continue
+        if result.dtype != torch.float64 or result.dim() != 3 or result.shape[:2] != keep.shape:
+            problems.append(
+                f"{name} is {result.dtype} {list(result.shape)}, expected torch.float64 "
+                f"[{keep.shape[0]}, {keep.shape[1]}, …]"
+            )
+        elif not bool(result[keep].isfinite().all()):
+            problems.append(f"{name} holds NaN or infinity where there is no padding; the original itself fails there")
+    return problems

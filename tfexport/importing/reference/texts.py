@@ -1,0 +1,105 @@
+"""Texts of a golden: recorded with the user's own code around the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tfexport.errors import CheckpointError, raise_all
+from tfexport.text.config import TextConfig, TextSample
+
+Ids = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Texts:
+    """Sample texts, and the user's own code around the model.
+
+    Attributes:
+        samples: texts as users will send them; a dozen, odd ones among them, says more than a thousand.
+        to_ids: called as to_ids(text), returns the source ids of one text as the model saw them in training, with all
+            that stands around them.
+        to_text: called as to_text(target_ids) with a list of what the model says, its end token included; returns the
+            text that is shown. None for an encoder alone.
+        start: id that targets begin with.
+        end: id that ends a target.
+        target_prefix: ids that every target begins with, behind `start`.
+        max_new_tokens: after which a target without an end is cut.
+    """
+
+    samples: Sequence[str]
+    to_ids: Callable[[str], Sequence[int]]
+    to_text: Callable[[list[int]], str] | None = None
+    start: int | None = None
+    end: int | None = None
+    target_prefix: Sequence[int] = ()
+    max_new_tokens: int = 32
+
+
+def record_texts(
+    model: nn.Module, forward: Callable[..., Tensor], texts: Texts, source_vocab: int, target_vocab: int | None
+) -> TextConfig:
+    """Run every sample through the user's code and the model, greedily.
+
+    Args:
+        model: with the checkpoint's own weights, in eval mode.
+        forward: see `tfexport.importing.reference.golden.record`.
+        texts: what to record.
+        source_vocab: number of source ids.
+        target_vocab: number of target ids; None for an encoder alone.
+
+    Raises:
+        CheckpointError: lists what is missing and every text whose ids or words cannot be had.
+    """
+    problems = [] if texts.samples else ["there is no sample text; give a dozen"]
+    if target_vocab is not None:
+        needed = {"to_text": texts.to_text, "start": texts.start, "end": texts.end}
+        problems += [
+            f"{name} is missing; a model with a decoder needs it" for name, given in needed.items() if given is None
+        ]
+    raise_all(CheckpointError, "golden: texts", problems)
+    samples = []
+    for number, text in enumerate(texts.samples, 1):
+        try:
+            samples.append(_record_text(model, forward, texts, text, source_vocab, target_vocab))
+        except Exception as error:  # noqa: BLE001 - the user's own code
+            problems.append(f"text {number}: {type(error).__name__}: {error}")
+    raise_all(CheckpointError, "golden: texts", problems)
+    return TextConfig(target_prefix=_ids(texts.target_prefix), samples=tuple(samples))
+
+
+def _record_text(
+    model: nn.Module,
+    forward: Callable[..., Tensor],
+    texts: Texts,
+    text: str,
+    source_vocab: int,
+    target_vocab: int | None,
+) -> TextSample:
+    source = _ids(texts.to_ids(text))
+    if not source or not 0 <= min(source) <= max(source) < source_vocab:
+        raise CheckpointError(f"to_ids gives {list(source)[:8]}, expected ids below {source_vocab}")
+    if target_vocab is None:
+        return TextSample(text=text, source_ids=source)
+    assert texts.to_text is not None
+    assert texts.start is not None
+    said = _ids(texts.target_prefix)
+    source_ids = torch.tensor([source])
+    with torch.no_grad():
+        for _ in range(texts.max_new_tokens):
+            target_ids = torch.tensor([[texts.start, *said]])
+            logits = forward(model, source_ids, torch.ones_like(source_ids, dtype=torch.bool), target_ids)
+            said = (*said, int(logits[0, -1].argmax()))
+            if said[-1] == texts.end:
+                break
+    return TextSample(text=text, source_ids=source, target_ids=said, output=texts.to_text(list(said)))
+
+
+def _ids(given: Any) -> Ids:
+    """Take ids as a list, an array or a tensor of one row."""
+    flat = given.reshape(-1).tolist() if hasattr(given, "reshape") else given
+    return tuple(int(i) for i in flat)

@@ -1,0 +1,1 @@
+"""Optional integrations with other servers, each with its own extra."""

@@ -1,0 +1,89 @@
+"""One replica: the engines of the bundles behind the same app as the server's, in an actor of Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import ray
+from ray import serve
+from starlette.types import ASGIApp
+
+from tfexport.errors import BundleError, EngineFailed, TfexportError
+from tfexport.integrations.ray.arguments import Arguments
+from tfexport.serve.engine import Engine
+from tfexport.serve.http.app import build_app
+from tfexport.serve.metrics import Metrics
+from tfexport.serve.server.access import BearerTokens
+from tfexport.serve.server.run import SWITCH_INTERVAL_S
+
+
+@serve.ingress()
+class Replica:
+    """Serves bundles; Ray makes it, asks whether it is well, and drains it."""
+
+    async def __init__(self, arguments: Arguments) -> None:  # type: ignore[misc]  # Ray awaits it
+        """Load the bundles; no request comes before that.
+
+        Raises:
+            TfexportError: says on which node what cannot be served.
+        """
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        metrics, bundles = Metrics(), arguments.bundles
+        context = ray.get_runtime_context()
+        given = context.get_assigned_resources()
+        self._engines = {
+            name: Engine(
+                path,
+                arguments,
+                observer=metrics.observer(name),
+                backend=arguments.backend,
+                form=arguments.form,
+                device=arguments.device or ("cuda" if given.get("GPU") else "cpu"),
+                engine=arguments.engine,
+                threads=arguments.threads or max(1, int(given.get("CPU", 1)) // len(bundles)),
+                trusted_keys=arguments.keys,
+            )
+            for name, path in bundles.items()
+        }
+        app = build_app(self._engines, arguments, metrics)
+        try:
+            _check_paths(bundles.values())
+            self._app = BearerTokens(app, Path(arguments.token_file)) if arguments.token_file else app
+            for engine in self._engines.values():
+                await engine.start()
+        except TfexportError as error:
+            await asyncio.gather(*(engine.drain(0) for engine in self._engines.values()))
+            raise type(error)(f"node {ray.util.get_node_ip_address()}: {error}") from None
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        """Return the app; Ray asks for it once the replica is made."""
+        return self._app
+
+    async def check_health(self) -> None:
+        """Say whether the replica may go on.
+
+        An engine that is silent for a while may go on, and a replica that Ray replaces loses what it has accepted: so
+        this is what `/livez` tells, and `/readyz` is not.
+
+        Raises:
+            EngineFailed: an engine has failed, or has hung for `hang_s`; only a new process mends that.
+        """
+        dead = [name for name, engine in self._engines.items() if not engine.is_alive]
+        if dead:
+            raise EngineFailed(f"{', '.join(dead)}: the engine has failed or hangs, and its log says why")
+
+    async def __del__(self) -> None:
+        """Drain; Ray calls it when the requests of the replica are answered, and awaits it."""
+        await asyncio.gather(*(engine.drain() for engine in self._engines.values()))
+
+
+def _check_paths(paths: Iterable[Path]) -> None:
+    """Refuse paths that this node lacks, which is where machines differ, all at once."""
+    missing = [str(path.absolute()) for path in paths if not path.exists()]
+    if missing:
+        raise BundleError(
+            f"there is no bundle at {' or '.join(missing)}; each node that runs replicas needs it under this path"
+        )

@@ -1,0 +1,127 @@
+"""What Triton's Python backend runs: an engine behind `execute`, which answers each request when it is done.
+
+`execute` hands requests over to the engine and returns, so that those that come later join the running batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+
+from tfexport.bundle.bundle import open_bundle
+from tfexport.errors import (
+    BackendError,
+    BundleError,
+    Cancelled,
+    ConfigError,
+    DeadlineExceeded,
+    Draining,
+    InputError,
+    QueueFull,
+    TfexportError,
+)
+from tfexport.integrations.triton.answering import Answering
+from tfexport.integrations.triton.engine_thread import EngineThread
+from tfexport.integrations.triton.requests import as_array, read_request
+from tfexport.integrations.triton.settings import BUNDLE, Settings
+from tfexport.serve.protocol.errors import bounded
+from tfexport.serve.protocol.tensors import Tensor
+
+MAX_STREAM_BUFFER = 1_000_000
+logger = logging.getLogger(__name__)
+# By name: Triton adds the class to its module after this one is imported.
+_CODES: dict[type[TfexportError], str] = {
+    ConfigError: "INVALID_ARG",
+    InputError: "INVALID_ARG",
+    Cancelled: "CANCELLED",
+    QueueFull: "UNAVAILABLE",
+    Draining: "UNAVAILABLE",
+    DeadlineExceeded: "UNAVAILABLE",
+}
+
+
+class TritonPythonModel:
+    """One instance of a model: Triton makes it in a process of its own, and calls one method at a time."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Load the bundle; the model is ready when this returns.
+
+        Raises:
+            TritonModelException: the bundle is not the one that config.pbtxt names, or cannot be served.
+        """
+        config = json.loads(args["model_config"])
+        self._stream = pb_utils.using_decoupled_model_transaction_policy(config)
+        try:
+            self._settings = Settings.read({name: one["string_value"] for name, one in config["parameters"].items()})
+            bundle = Path(args["model_repository"], args["model_version"], BUNDLE)
+            self._thread = _serve(bundle, self._settings)
+        except TfexportError as error:
+            raise pb_utils.TritonModelException(str(error)) from error
+        self._answering = self._thread.run(_answering(self._thread, self._stream))
+
+    def execute(self, requests: Sequence[Any]) -> None:
+        """Hand requests over to the engine; each is answered through its own sender."""
+        for request in requests:
+            reply = _Reply(request.get_response_sender())
+            try:
+                sources, options = read_request(request, self._settings.limits, stream=self._stream)
+            except TfexportError as error:
+                self._thread.call_soon(reply.fail, error)
+            except Exception:
+                logger.exception("a request could not be read")
+                why = BackendError("the request could not be read; the server's log says why")
+                self._thread.call_soon(reply.fail, why)
+            else:
+                self._thread.call_soon(self._answering.take, sources, options, reply)
+
+    def is_ready(self) -> bool:
+        """Say whether the engine takes requests; newer versions of Triton ask it."""
+        return self._thread.engine.is_ready
+
+    def finalize(self) -> None:
+        """Answer all that was accepted, and free the bundle."""
+        self._thread.run(self._answering.finish())
+        self._thread.stop()
+
+
+class _Reply:
+    """Answers one request of Triton; see `Reply`."""
+
+    def __init__(self, sender: Any) -> None:
+        self._sender = sender
+
+    def send(self, outputs: Mapping[str, Tensor], *, is_last: bool) -> None:
+        tensors = [pb_utils.Tensor(name, as_array(tensor)) for name, tensor in outputs.items()]
+        flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if is_last else 0
+        self._sender.send(pb_utils.InferenceResponse(tensors), flags=flags)
+
+    def fail(self, error: TfexportError) -> None:
+        name = next((name for kind, name in _CODES.items() if isinstance(error, kind)), "INTERNAL")
+        told = pb_utils.TritonError(bounded(str(error)), getattr(pb_utils.TritonError, name))
+        response = pb_utils.InferenceResponse([], told)
+        self._sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+
+    def is_gone(self) -> bool:
+        return bool(self._sender.is_cancelled())
+
+
+def _serve(bundle: Path, settings: Settings) -> EngineThread:
+    """Start the engine of a bundle, where it is the one that is meant."""
+    if (found := open_bundle(bundle, weights=False).sha256) != settings.bundle_sha256:
+        raise BundleError(
+            f"bundle {bundle} has the sha256 {found}, config.pbtxt names {settings.bundle_sha256}; "
+            "write the repository anew"
+        )
+    # Who reads slowly is not seen here: Triton takes all, and keeps it for its client.
+    serving = dataclasses.replace(settings.serving, stream_buffer=MAX_STREAM_BUFFER)
+    return EngineThread(bundle, serving, **settings.loading)
+
+
+async def _answering(thread: EngineThread, stream: bool) -> Answering:
+    return Answering(thread.engine, stream=stream)

@@ -1,0 +1,193 @@
+"""Write a model repository for Triton: whole or not at all, and never over what is somebody else's.
+
+NAME/config.pbtxt           what Triton is told of the model
+NAME/1/model.py             what its Python backend runs
+NAME/1/bundle/              a copy of the bundle, every byte checked
+NAME_stream/                the same as a model that streams, with a copy of its own: each can be moved alone
+tfexport.json               the sum of every other file
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from tfexport._io import atomic
+from tfexport._io.extras import extra_command
+from tfexport._io.paths import checked_path
+from tfexport._io.sealed_json import seal, unseal
+from tfexport._io.signature import TrustedKeys
+from tfexport.bundle.bundle import Bundle, open_bundle, plain_problem, write_errors
+from tfexport.bundle.contents import own_names, walk
+from tfexport.config import read_as
+from tfexport.errors import BundleError, ConfigError, raise_all
+from tfexport.integrations.triton.description import describe
+from tfexport.integrations.triton.settings import BUNDLE, VERSION, Settings
+from tfexport.serve.config import ServingConfig
+from tfexport.serve.protocol.limits import Limits
+
+SEAL = "tfexport.json"
+FORMAT_VERSION = 1
+MAX_SEAL_BYTES = 16 * 1024 * 1024
+STREAM_SUFFIX = "_stream"
+# What Python leaves beside a file that it runs.
+_COMPILED = re.compile(rf"[^/]+/{VERSION}/__pycache__/model\.[\w.-]+\.pyc")
+_ADVICE = "--force replaces only what tfexport wrote: move that elsewhere, or choose another name"
+_MODEL = '''"""Serves the bundle beside this file; written by tfexport {version}."""
+
+try:
+    from tfexport.integrations.triton.backend import TritonPythonModel
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"{{error}}; install it where Triton's Python backend runs: {install}"
+    ) from error
+
+__all__ = ["TritonPythonModel"]
+'''
+
+
+def write_repository(
+    bundles: Mapping[str, Path],
+    output: Path,
+    *,
+    serving: ServingConfig,
+    limits: Limits,
+    stream: bool = True,
+    force: bool = False,
+    trusted_keys: Sequence[str | os.PathLike[str]] | None = None,
+    report: Callable[[str], None] = lambda line: None,
+    **loading: Any,
+) -> Path:
+    """Write a model repository that appears under `output` whole or not at all.
+
+    Args:
+        bundles: by the name of their model.
+        output: directory to make; missing parents are made, a symbolic link is followed.
+        serving: slots, queue and limits of each engine.
+        limits: of a request.
+        stream: add a model that streams for each bundle, which holds the weights a second time.
+        force: replace a repository that tfexport wrote and nobody has changed, or an empty directory.
+        trusted_keys: files of public keys, one of which must have signed each bundle; None takes whosever.
+        report: told what happens, a line at a time.
+        loading: options of `tfexport.load`: backend, form, device, engine, threads.
+
+    Returns:
+        The directory, without symbolic links.
+
+    Raises:
+        ConfigError: two models have the same name, or `output` can be no path.
+        BundleError: a bundle is damaged, or generates no text; `output` is taken, or cannot be written, and what was
+            there is still there.
+    """
+    output = checked_path(output, "output")
+    target = Path(os.path.realpath(output))
+    taken = [f"{name}{STREAM_SUFFIX}" for name in bundles if stream and f"{name}{STREAM_SUFFIX}" in bundles]
+    raise_all(ConfigError, "triton", [f"two models are called {name}; give the bundle another name" for name in taken])
+    keys = None if trusted_keys is None else TrustedKeys.read(trusted_keys)
+    opened = {name: _open(path, keys) for name, path in bundles.items()}
+    what = f"repository {output}"
+    with ExitStack() as stack:
+        with write_errors(what):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(atomic.locked(target))
+            atomic.recover(target)
+            _check_replaceable(target, output, force)
+            folder = stack.enter_context(atomic.temporary(target))
+        with write_errors(what, folder):
+            for name, bundle in opened.items():
+                settings = Settings(bundle.sha256, serving, limits, loading)
+                for is_stream in (False, True) if stream else (False,):
+                    model = f"{name}{STREAM_SUFFIX}" if is_stream else name
+                    has_texts = bundle.manifest.has_tokenizer
+                    told = describe(model, settings, has_texts=has_texts, stream=is_stream)
+                    _write_model(folder / model, told, bundle)
+                    report(f"{output / model}: bundle {bundle.path} with the sha256 {bundle.sha256[:12]}…")
+            _seal(folder)
+        with write_errors(what):
+            atomic.publish(folder, target, lambda former: _check_replaceable(former, output, force))
+    return target
+
+
+def _open(path: Path, keys: TrustedKeys | None) -> Bundle:
+    bundle = open_bundle(path, weights=False, trusted_keys=keys)
+    if not bundle.manifest.spec.has_decoder:
+        raise BundleError(f"bundle {path} is an encoder alone and generates no text; use tfexport embed")
+    return bundle
+
+
+def _write_model(folder: Path, told: str, bundle: Bundle) -> None:
+    """Write the directory of a model, with a copy of its bundle that was checked."""
+    copy = folder / VERSION / BUNDLE
+    copy.mkdir(parents=True)
+    (folder / "config.pbtxt").write_text(told, encoding="utf-8")
+    own = version("tfexport")
+    program = _MODEL.format(version=own, install=extra_command("cpu", own))
+    (folder / VERSION / "model.py").write_text(program, encoding="utf-8")
+    for name in sorted(own_names(bundle.path, bundle.manifest.files)):
+        if (bundle.path / name).exists():  # a signature and logs of engines need not be there
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(bundle.path / name, copy / name)
+    if open_bundle(copy).sha256 != bundle.sha256:
+        raise BundleError(f"bundle {bundle.path} was replaced while it was copied; run it again")
+
+
+def _seal(folder: Path) -> None:
+    """Write down what is ours."""
+    files = {name: _sum(folder / name) for name, _ in walk(folder)}
+    sealed = seal({"format_version": FORMAT_VERSION, "tfexport": version("tfexport"), "files": files})
+    (folder / SEAL).write_bytes(sealed)
+
+
+def _check_replaceable(folder: Path, output: Path, force: bool) -> None:
+    """Refuse an output that is taken by anything but what may be replaced.
+
+    Args:
+        folder: where it lies just now.
+        output: how the user calls it.
+        force: whether a repository may be replaced.
+    """
+    if not os.path.lexists(folder):
+        return
+    if not folder.is_dir():
+        raise BundleError(f"output {output} is a file, expected a new directory; choose another name")
+    if not any(folder.iterdir()):
+        return
+    if not force:
+        raise BundleError(f"output {output} exists; choose another name, or replace it with --force")
+    if not os.path.lexists(folder / SEAL):
+        raise BundleError(f"output {output} has no {SEAL}; {_ADVICE}")
+    files, problems = _sealed(folder, output), []
+    for name, status in walk(folder):
+        if problem := plain_problem(name, status):
+            problems.append(problem)
+        elif name not in files and name != SEAL and not _COMPILED.fullmatch(name):
+            problems.append(f"{name!r} is not part of it")
+        elif name in files and _sum(folder / name) != files[name]:
+            problems.append(f"{name!r} was changed")
+    if problems:
+        raise BundleError(f"output {output}: {'; '.join(sorted(problems)[:10])}; {_ADVICE}")
+
+
+def _sealed(folder: Path, output: Path) -> dict[str, str]:
+    """Return the sums of what was written, by name."""
+    status = os.lstat(folder / SEAL)
+    if plain_problem(SEAL, status) or status.st_size > MAX_SEAL_BYTES:
+        raise BundleError(f"output {output}: {SEAL} is no plain file of at most {MAX_SEAL_BYTES} bytes; {_ADVICE}")
+
+    def read(data: dict[str, Any]) -> dict[str, str]:
+        files: dict[str, str] = read_as(Mapping[str, str], data.get("files"), subject=SEAL, place="files")
+        return files
+
+    return unseal((folder / SEAL).read_bytes(), read, name=SEAL, format_version=FORMAT_VERSION, remedy=_ADVICE)
+
+
+def _sum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

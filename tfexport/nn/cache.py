@@ -1,0 +1,170 @@
+"""The seam of attention: what a layer attends to, and the cache that decoding keeps between steps.
+
+A layer projects and calls `attend`; how keys and values are kept and read is
+the affair of the object it calls. Here are the contracts and the cache that
+grows. What else fulfils them: `row_cache` and `source` beside this file, and
+the forms of the decoder graph in `tfexport.export.decoders`.
+
+New tokens lie in one axis as they do in the model, [rows · target_len, heads,
+head_dim]; keys and values that are kept have the heads in front.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tfexport.nn.dot_product import dot_product_attention
+
+
+@dataclass(frozen=True)
+class KeyValue:
+    """Keys and values of one attention.
+
+    Attributes:
+        key: [rows, kv_heads, len, head_dim].
+        value: [rows, kv_heads, len, value_dim].
+    """
+
+    key: Tensor
+    value: Tensor
+
+
+class SelfAttention(Protocol):
+    """Tokens that attend to each other, layer by layer."""
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor | None = None,
+        *,
+        scale: float,
+        softcap: float = 0.0,
+    ) -> Tensor:
+        """Keep a layer's new keys and values and attend to all that the new tokens may see.
+
+        Args:
+            layer: from 0; each layer once, in order.
+            query: of the new tokens, [rows · len, heads, head_dim].
+            key: [rows · len, kv_heads, head_dim]; as many heads as queries have, or fewer that several of them share.
+            value: [rows · len, kv_heads, value_dim].
+            bias: added to the scores, [rows or 1, heads, len, keys].
+            scale: factor on the scores.
+            softcap: where they level off, see `dot_product_attention`; 0 for nowhere.
+
+        Returns:
+            The context of every new token, its heads side by side, [rows · len, heads · value_dim].
+        """
+        ...
+
+
+class Source(SelfAttention, Protocol):
+    """The tokens of the source, as an encoder sees them: all at once, padding left out.
+
+    Attributes:
+        mask: bool [batch, source_len], True = token.
+    """
+
+    mask: Tensor
+
+
+class Cross(Protocol):
+    """The keys and values of the source, as a decoder's cross-attention sees them."""
+
+    def attend(self, layer: int, query: Tensor, *, scale: float, softcap: float = 0.0) -> Tensor:
+        """Attend from new target tokens to the source.
+
+        Args:
+            layer: from 0.
+            query: [rows · target_len, heads, head_dim]; rows is a multiple of
+                the sources, and the rows of one source lie side by side.
+            scale: factor on the scores.
+            softcap: where they level off, see `dot_product_attention`; 0 for nowhere.
+
+        Returns:
+            The context of every token, its heads side by side, [rows · target_len, heads · value_dim].
+        """
+        ...
+
+
+class Cache(SelfAttention, Protocol):
+    """The past of a decoder's self-attention and one pass of new tokens behind it.
+
+    Attributes:
+        positions: of every new token, int64 [rows or 1, target_len].
+        key_len: how many keys, at positions 0, 1, …, a bias has to cover.
+    """
+
+    positions: Tensor
+    key_len: int
+
+
+class ConcatCache:
+    """A cache that grows: the past and the new tokens, concatenated.
+
+    Attributes:
+        past: one `KeyValue` a layer of length past_len, which may be 0.
+        present: filled by `attend`, length past_len + target_len.
+        positions: past_len, past_len + 1, …, int64 [1, target_len].
+        key_len: past_len + target_len.
+        mask: the causal mask, bool [1, 1, target_len, key_len].
+    """
+
+    def __init__(self, past: Sequence[KeyValue], target_ids: Tensor, *, dropout: float = 0.0) -> None:
+        """Begin a pass.
+
+        Args:
+            past: of every layer; only read.
+            target_ids: the new tokens, int64 [rows, target_len].
+            dropout: probability of dropping an attention weight, in training.
+        """
+        self.past, self._rows, self._dropout = list(past), target_ids.shape[0], dropout
+        self.present: list[KeyValue] = []
+        past_len = past[0].key.shape[2]
+        self.key_len = past_len + target_ids.shape[1]
+        self.positions = torch.arange(past_len, self.key_len, device=target_ids.device)[None]
+        self.mask = torch.arange(self.key_len, device=target_ids.device) <= self.positions[:, None, :, None]
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor | None = None,
+        *,
+        scale: float,
+        softcap: float = 0.0,
+    ) -> Tensor:
+        """Append the new tokens of `layer` and attend; see `SelfAttention.attend`."""
+        query, key, value = (split_rows(part, self._rows) for part in (query, key, value))
+        kept = self.update(layer, KeyValue(key, value))
+        return merge_rows(
+            dot_product_attention(
+                query, kept.key, kept.value, self.mask, bias, scale=scale, softcap=softcap, dropout=self._dropout
+            )
+        )
+
+    def update(self, layer: int, new: KeyValue) -> KeyValue:
+        """Append new keys and values [rows, kv_heads, target_len, …]; return all, of length key_len."""
+        past = self.past[layer]
+        present = KeyValue(torch.cat((past.key, new.key), 2), torch.cat((past.value, new.value), 2))
+        self.present.append(present)
+        return present
+
+
+def split_rows(x: Tensor, rows: int) -> Tensor:
+    """View `x` [rows · len, heads, width] as [rows, heads, len, width]."""
+    return x.reshape(rows, -1, *x.shape[1:]).transpose(1, 2)
+
+
+def merge_rows(x: Tensor) -> Tensor:
+    """Put the heads of `x` [rows, heads, len, width] side by side, [rows · len, heads · width]."""
+    return x.transpose(1, 2).flatten(2).flatten(0, 1)

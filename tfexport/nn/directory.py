@@ -1,0 +1,271 @@
+"""Model directories: config.json, model.safetensors and, where there is text, tokenizer.json."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from tfexport._io.atomic import locked, publish, recover, restore, temporary
+from tfexport._io.names import (
+    CERTIFICATE,
+    CONFIG,
+    GENERATION,
+    LAYOUT,
+    MANIFEST,
+    MODEL_WEIGHTS,
+    TARGET_TOKENIZER,
+    TEXT,
+    TOKENIZER,
+)
+from tfexport._io.paths import checked_path
+from tfexport._io.safetensors_header import StoredTensor, read_header
+from tfexport._io.strict_json import plain_problem, read_json
+from tfexport.errors import CheckpointError, ConfigError, raise_all
+from tfexport.nn.config import TransformerConfig
+from tfexport.nn.meta import on_meta
+from tfexport.nn.transformer import Transformer
+
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+_PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
+# A zip archive, as torch.save writes it today, and a bare pickle of protocol 2 to 5, as it wrote before.
+_PICKLE_STARTS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+_PICKLE_REMEDY = (
+    "a pickle, which can run any code when opened; convert it to safetensors: "
+    "torch.load(weights_only=True), then safetensors.torch.save_file"
+)
+_MAX_LISTED = 8
+# All that a model directory may hold; whatever else lies in one is not replaced with it.
+_FILES = (CONFIG, MODEL_WEIGHTS, TOKENIZER, TARGET_TOKENIZER, TEXT, GENERATION, CERTIFICATE, LAYOUT)
+
+
+def load_model(path: Path | str) -> Transformer:
+    """Read a model directory; nothing in it is ever unpickled.
+
+    Weights stored as float16, bfloat16 or float64 become float32. A directory
+    that went missing because its replacement was killed is put back.
+
+    Args:
+        path: directory with config.json and model.safetensors.
+
+    Returns:
+        The model in eval mode, float32, on the CPU; it owns its memory.
+
+    Raises:
+        CheckpointError: a file is missing, damaged or a pickle; the weights do
+            not fit the configuration (all of them listed) or are not finite.
+        ConfigError: config.json has wrong values, all of them listed, or `path` can be no path.
+        BundleError: the directory is just being replaced.
+    """
+    directory = checked_path(path, "model")
+    try:
+        restore(Path(os.path.realpath(directory)))
+        _check_files(directory)
+        config = TransformerConfig.from_dict(read_json(directory / CONFIG, CONFIG))
+        return load_weights(directory / MODEL_WEIGHTS, config)
+    except OSError as error:
+        raise CheckpointError(f"{directory} cannot be read: {error.strerror or error}") from error
+
+
+def save_model(
+    model: Transformer,
+    path: Path | str,
+    tokenizer: Path | None = None,
+    *,
+    files: Mapping[str, bytes] | None = None,
+    force: bool = False,
+) -> None:
+    """Write a model directory, which appears whole or not at all.
+
+    Args:
+        model: its parameters are stored in their dtype, tied ones once.
+        path: directory to create; its parents are created too, a symbolic link is followed.
+        tokenizer: a tokenizer.json to copy into it.
+        files: further files of a model directory to put beside, by name.
+        force: replace a model directory that is there; it stays whole until the new one is.
+
+    Raises:
+        CheckpointError: the directory exists and is not empty, or with `force` is no model directory or holds more than
+            one; or it cannot be written.
+        BundleError: another process is writing it.
+    """
+    check_free(path, force=force)
+    target = Path(os.path.realpath(path))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with locked(target):
+            recover(target)
+            _check_free(target, path, force)
+            with temporary(target) as folder:
+                _write(model, folder, tokenizer)
+                for name, content in (files or {}).items():
+                    (folder / name).write_bytes(content)
+                publish(folder, target, lambda former: _check_free(former, path, force))
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}") from error
+
+
+def check_free(path: Path | str, *, force: bool) -> None:
+    """Check that a model directory may be written, before anything is computed for it.
+
+    Raises:
+        CheckpointError: see `save_model`.
+        BundleError: likewise.
+    """
+    target = Path(os.path.realpath(path))
+    try:
+        restore(target)
+        _check_free(target, path, force)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def _check_free(folder: Path, path: Path | str, force: bool) -> None:
+    """Refuse to write where there is anything but a model directory that may be replaced.
+
+    Args:
+        folder: where it lies just now.
+        path: how the user calls it.
+        force: whether a model directory may be replaced.
+    """
+    if not _is_there(folder) or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if not force:
+        raise CheckpointError(f"{path} exists and is not an empty directory; remove it or choose another name")
+    try:
+        TransformerConfig.from_dict(read_json(folder / CONFIG, CONFIG))
+    except ConfigError as error:
+        raise CheckpointError(
+            f"{path} is no model directory, which alone is replaced; choose another name ({error})"
+        ) from error
+    foreign = sorted(entry.name for entry in folder.iterdir() if entry.name not in _FILES or not entry.is_file())
+    if foreign:
+        listed = ", ".join(map(repr, foreign[:10]))
+        raise CheckpointError(
+            f"{path} holds more than a model directory: {listed}; --force deletes only what belongs to one: "
+            "move that elsewhere, or choose another name"
+        )
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def check_weights(found: Mapping[str, StoredTensor], config: TransformerConfig, subject: str = MODEL_WEIGHTS) -> None:
+    """Compare names, shapes and dtypes of stored tensors with what a configuration needs.
+
+    Args:
+        found: the stored tensors by name.
+        config: of the model to fill.
+        subject: named at the start of the error.
+
+    Raises:
+        CheckpointError: lists missing, unexpected, wrongly shaped and wrongly typed tensors.
+    """
+    with on_meta():
+        expected = {name: tuple(p.shape) for name, p in Transformer(config).named_parameters()}
+    problems = [f"missing {name} {list(shape)}" for name, shape in expected.items() if name not in found]
+    problems += [f"unexpected {name} {list(info.shape)}" for name, info in found.items() if name not in expected]
+    for name, shape in expected.items():
+        if name in found and found[name].shape != shape:
+            problems.append(f"{name} is {list(found[name].shape)}, expected {list(shape)}")
+        if name in found and found[name].dtype not in _DTYPES:
+            problems.append(f"{name} is {found[name].dtype}, expected {', '.join(_DTYPES)}")
+    raise_all(CheckpointError, f"{subject} does not fit {CONFIG}", _capped(problems))
+
+
+def _capped(items: Sequence[str]) -> list[str]:
+    more = len(items) - _MAX_LISTED
+    return [*items[:_MAX_LISTED], *([f"and {more} more"] if more > 0 else [])]
+
+
+def _check_files(directory: Path) -> None:
+    if directory.suffix in _PICKLE_SUFFIXES and directory.is_file():
+        raise CheckpointError(f"{directory} is {_PICKLE_REMEDY}")
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is not a model directory; expected one with {CONFIG} and {MODEL_WEIGHTS}")
+    if (directory / MANIFEST).is_file() and not (directory / CONFIG).exists():
+        raise CheckpointError(f"{directory} is a bundle; expected the model directory that it was made from")
+    problems = [f"{name} {problem}" for name in (CONFIG, MODEL_WEIGHTS) if (problem := plain_problem(directory / name))]
+    if problems:
+        pickles = sorted(file.name for file in directory.iterdir() if file.suffix in _PICKLE_SUFFIXES)
+        is_unconverted = pickles and not os.path.lexists(directory / MODEL_WEIGHTS)
+        problems[-1] += f", and {pickles[0]} is {_PICKLE_REMEDY}" if is_unconverted else "; write it with save_model"
+    raise_all(CheckpointError, str(directory), problems)
+
+
+def load_weights(path: Path, config: TransformerConfig) -> Transformer:
+    """Read a weight file for a known configuration; see `load_model`.
+
+    Args:
+        path: of a safetensors file with the canonical names.
+        config: of the model to fill.
+
+    Returns:
+        The model in eval mode, float32, on the CPU; it owns its memory.
+
+    Raises:
+        CheckpointError: the file is damaged or a pickle; the weights do not fit
+            the configuration (all of them listed) or are not finite.
+        OSError: the file cannot be read.
+    """
+    path.open("rb").close()  # the library calls a file missing that it may not read
+    try:
+        with safe_open(path, "pt"):
+            pass  # its checks of the header go further than ours
+    except SafetensorError as error:
+        with path.open("rb") as head:
+            is_pickle = head.read(4).startswith(_PICKLE_STARTS)
+        reason = _PICKLE_REMEDY if is_pickle else f"damaged or cut short ({error}); copy or convert it again"
+        raise CheckpointError(f"{path} is {reason}") from error
+    found = read_header(path)
+    check_weights(found, config, str(path))
+    model = Transformer.unfilled(config)
+    with path.open("rb") as file:
+        _fill(model, found, file, path)
+    return model.eval()
+
+
+def _fill(model: Transformer, found: Mapping[str, StoredTensor], file: BinaryIO, path: Path) -> None:
+    not_finite = []
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(_tensor(found[name], file, path))
+            if not parameter.isfinite().all():
+                not_finite.append(name)
+    if not_finite:
+        raise CheckpointError(
+            f"{path} holds NaN or infinity, as float32, in {', '.join(_capped(not_finite))}; "
+            "take a checkpoint from before the training diverged"
+        )
+
+
+def _tensor(stored: StoredTensor, file: BinaryIO, path: Path) -> torch.Tensor:
+    """Read one tensor into memory; were the file mapped, whoever cuts it short would end the process."""
+    raw = bytearray(stored.num_bytes)
+    file.seek(stored.offset)
+    if file.readinto(raw) != len(raw):  # type: ignore[attr-defined]  # every binary file has it
+        raise CheckpointError(f"{path} was cut short while it was read; copy it again")
+    return torch.frombuffer(raw, dtype=_DTYPES[stored.dtype]).reshape(stored.shape)
+
+
+def _write(model: Transformer, folder: Path, tokenizer: Path | None) -> None:
+    config, weights = folder / CONFIG, folder / MODEL_WEIGHTS
+    config.write_text(json.dumps(model.config.to_dict(), indent=2) + "\n", encoding="utf-8")
+    tensors = {name: parameter.detach().contiguous() for name, parameter in model.named_parameters()}
+    save_file(tensors, weights, metadata={"format": "pt"})
+    # safetensors makes files that only their owner can read.
+    weights.chmod(config.stat().st_mode & 0o777)
+    if tokenizer is not None:
+        shutil.copyfile(tokenizer, folder / TOKENIZER)

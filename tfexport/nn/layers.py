@@ -1,0 +1,75 @@
+"""The norms and the feed-forward network of a block."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tfexport.nn.config import TransformerConfig
+
+
+class LayerNorm(nn.Module):
+    """One of three norms over the last axis, statistics in float32 or wider.
+
+    layernorm: (x - mean) / sqrt(biased variance + eps).
+    std: (x - mean) / (unbiased standard deviation + eps).
+    rms: x / sqrt(mean of squares + eps), no bias.
+    """
+
+    def __init__(self, config: TransformerConfig, width: int | None = None) -> None:
+        """Create gain `weight` and, unless rms or switched off, `bias`, both [width]; None means d_model."""
+        super().__init__()
+        width = width or config.d_model
+        self.kind, self.eps = config.norm, config.norm_eps
+        self.weight = nn.Parameter(torch.ones(width))
+        has_bias = config.norm_bias and config.norm != "rms"
+        self.bias = nn.Parameter(torch.zeros(width)) if has_bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise `x` [tokens, …, width]."""
+        if self.kind == "layernorm":
+            return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        if self.kind == "std":
+            centred = wide - wide.mean(-1, keepdim=True)
+            variance = centred.square().sum(-1, keepdim=True) / (x.shape[-1] - 1)
+            scaled = centred / (variance.sqrt() + self.eps)
+        else:
+            scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        y = scaled.to(x.dtype) * self.weight
+        return y if self.bias is None else y + self.bias
+
+
+class FeedForward(nn.Module):
+    """Two linear maps around an activation; `glu` multiplies it by a third, linear one."""
+
+    def __init__(self, config: TransformerConfig, d_ff: int) -> None:
+        """Create `fc1` [d_ff, d_model], `fc2` [d_model, d_ff] and for glu `gate` [d_ff, d_model]."""
+        super().__init__()
+        bias = config.feed_forward_bias
+        self.kind = config.activation
+        self.dropout = nn.Dropout(config.dropout)
+        self.fc1 = nn.Linear(config.d_model, d_ff, bias=bias)
+        self.fc2 = nn.Linear(d_ff, config.d_model, bias=bias)
+        self.gate = nn.Linear(config.d_model, d_ff, bias=bias) if config.feed_forward == "glu" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `x` [tokens, d_model] to the same shape."""
+        hidden = self._activate(self.fc1(x))
+        if self.gate is not None:
+            hidden = hidden * self.gate(x)
+        return self.fc2(self.dropout(hidden))  # type: ignore[no-any-return]
+
+    def _activate(self, x: Tensor) -> Tensor:
+        match self.kind:
+            case "relu":
+                return F.relu(x)
+            case "relu2":
+                return F.relu(x).square()
+            case "gelu":
+                return F.gelu(x)
+            case "gelu_tanh":
+                return F.gelu(x, approximate="tanh")
+            case "silu":
+                return F.silu(x)

@@ -1,0 +1,325 @@
+"""The canonical encoder-decoder transformer: the reference that every stage is measured against.
+
+State dict names are the canonical ones: `{enc,dec}.embed.weight`, `.pos`,
+`.emb_norm`, `.rel_bias.weight`, `.layers.{i}.{self,cross}.{q,k,v,o}`,
+`.layers.{i}.{self,cross}.{q_norm,k_norm}`, `.layers.{i}.{norm,post_norm}1..3`,
+`.layers.{i}.ffn.{fc1,fc2,gate}`, `.layers.{i}.rel_bias.weight`, `.norm`; `out`.
+Inside, tokens lie in one axis, [rows · len, d_model].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tfexport.nn.attention import MultiHeadAttention
+from tfexport.nn.cache import Cache, ConcatCache, Cross, KeyValue, Source
+from tfexport.nn.config import Side, StackConfig, TransformerConfig
+from tfexport.nn.layers import FeedForward, LayerNorm
+from tfexport.nn.meta import on_meta
+from tfexport.nn.positions import Alibi, RelativeBias, Rotary, Rotation, sinusoid_table
+from tfexport.nn.source import CrossCache, PaddedSource
+
+
+class Block(nn.Module):
+    """One layer: self-attention, in a decoder cross-attention, feed-forward, each with its norm."""
+
+    def __init__(self, config: TransformerConfig, side: Side) -> None:
+        """Create the sublayers of one `side`."""
+        super().__init__()
+        stack = _stack(config, side)
+        self.norm_place = stack.norm_place
+        is_sandwich = stack.norm_place == "sandwich"
+        self.residual_scale = stack.residual_scale
+        self.dropout = nn.Dropout(config.dropout)
+        self.self = _attention(config, side)
+        self.norm1 = LayerNorm(config)
+        self.norm2 = LayerNorm(config)
+        self.post_norm1 = LayerNorm(config) if is_sandwich else None
+        self.post_norm2 = LayerNorm(config) if is_sandwich else None
+        if side == "decoder":
+            self.cross = _attention(config, side)
+            self.norm3 = LayerNorm(config)
+            self.post_norm3 = LayerNorm(config) if is_sandwich else None
+        self.rel_bias = _relative_bias(config, side) if config.relative_bias == "t5_per_layer" else None
+        self.ffn = FeedForward(config, stack.d_ff)
+
+    def residual(
+        self, x: Tensor, sublayer: Callable[[Tensor], Tensor], norm: LayerNorm, post_norm: LayerNorm | None
+    ) -> Tensor:
+        """Add `sublayer` to `x` [tokens, d_model], with the norm after the sum or before it, or one behind it too."""
+        if self.norm_place == "post":
+            return norm(self.residual_scale * x + self.dropout(sublayer(x)))  # type: ignore[no-any-return]
+        y = sublayer(norm(x))
+        if self.norm_place == "sandwich" and post_norm is not None:
+            y = post_norm(y)
+        return self.residual_scale * x + self.dropout(y)  # type: ignore[no-any-return]
+
+
+class Stack(nn.Module):
+    """One side: embedding, positions, blocks and the optional norms around them."""
+
+    def __init__(self, config: TransformerConfig, side: Side, vocab: int, max_length: int) -> None:
+        """Create one `side` with random weights and, where wanted, a table of positions."""
+        super().__init__()
+        stack = _stack(config, side)
+        self.embedding_scale = config.embedding_scale
+        self.embed = nn.Embedding(vocab, config.d_model)
+        # A parameter, so that it is saved and may be trained; frozen, because the paper's is fixed.
+        has_table = config.positions == "table"
+        self.pos = nn.Parameter(torch.empty(max_length, config.d_model), requires_grad=False) if has_table else None
+        self.emb_norm = LayerNorm(config) if config.embedding_norm else None
+        self.rel_bias = _relative_bias(config, side) if config.relative_bias == "t5" else None
+        self.set_positions(config, side)
+        self.dropout = nn.Dropout(config.dropout)
+        self.layers = nn.ModuleList(Block(config, side) for _ in range(stack.layers))
+        self.norm = LayerNorm(config) if stack.final_norm else None
+
+    def set_positions(self, config: TransformerConfig, side: Side) -> None:
+        """Take how positions are turned in or add to the scores, as far as nothing of it is learned."""
+        stack, width = _stack(config, side), config.d_k(side)
+        is_rotary = config.positions == "rotary"
+        dim = config.rotary_dim or width
+        self.rotary = Rotary(config.rotary_base, dim, width, config.rotary_pairs) if is_rotary else None
+        self.alibi = Alibi(stack.num_heads) if config.relative_bias == "alibi" else None
+
+    def embed_tokens(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """Look up tokens and positions.
+
+        Args:
+            ids: int64 [rows, len].
+            positions: int64 [rows or 1, len].
+
+        Returns:
+            [rows · len, d_model].
+        """
+        x = self.embed(ids) * self.embedding_scale
+        if self.pos is not None:
+            x = x + F.embedding(positions, self.pos)
+        x = x.flatten(0, 1)
+        if self.emb_norm is not None:
+            x = self.emb_norm(x)
+        return self.dropout(x)  # type: ignore[no-any-return]
+
+    @property
+    def blocks(self) -> Sequence[Block]:
+        """The layers in order, with their type."""
+        return cast("Sequence[Block]", self.layers)
+
+    def biases(self, positions: Tensor, key_len: int) -> Sequence[Tensor | None]:
+        """Return what each layer adds to its scores, [rows or 1, heads, len, key_len]; see `RelativeBias`."""
+        if self.alibi is not None:
+            wide = torch.promote_types(self.embed.weight.dtype, torch.float32)
+            return [self.alibi.bias(positions, key_len, wide)] * len(self.layers)
+        first = self.rel_bias or self.blocks[0].rel_bias
+        if first is None:
+            return [None] * len(self.layers)
+        bucket = first.bucket(positions, key_len)
+        if self.rel_bias is not None:
+            return [self.rel_bias(bucket)] * len(self.layers)
+        return [cast(RelativeBias, block.rel_bias)(bucket) for block in self.blocks]
+
+    def rotation(self, positions: Tensor, rows: int) -> Rotation | None:
+        """Return how the tokens of `rows` rows at `positions`, int64 [rows or 1, len], are turned; None if not."""
+        dtype = self.embed.weight.dtype
+        return None if self.rotary is None else self.rotary.at(positions.expand(rows, -1), dtype)
+
+    def finish(self, x: Tensor) -> Tensor:
+        """Apply the final norm, where there is one, to `x` [tokens, d_model]."""
+        return x if self.norm is None else self.norm(x)
+
+
+class Transformer(nn.Module):
+    """An encoder, a decoder and an output projection, or an encoder alone."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        """Create the model with random weights (Glorot; embeddings with variance 1/d_model)."""
+        super().__init__()
+        self.config = config
+        self.attention_dropout = config.dropout
+        self.enc = Stack(config, "encoder", config.source_vocab, config.max_source_length)
+        self.dec: Stack | None = None
+        self.out: nn.Linear | None = None
+        if config.target_vocab is not None and config.max_target_length is not None:
+            self.dec = Stack(config, "decoder", config.target_vocab, config.max_target_length)
+            self.out = nn.Linear(config.d_model, config.target_vocab, bias=config.output_bias)
+        self._initialise()
+        self._tie()
+
+    @classmethod
+    def unfilled(cls, config: TransformerConfig) -> Transformer:
+        """Allocate a model without values; the caller fills every parameter, tied ones once."""
+        with on_meta():
+            model = cls(config)
+        model.to_empty(device="cpu")
+        model._tie()
+        return model
+
+    def forward(self, source_ids: Tensor, source_mask: Tensor, target_ids: Tensor) -> Tensor:
+        """Compute the logits of every target position at once, as in training.
+
+        Targets are padded on the right, so that the causal mask alone keeps
+        padding from the tokens that count.
+
+        Args:
+            source_ids: int64 [batch, source_len].
+            source_mask: bool [batch, source_len], True = token, False = padding.
+            target_ids: decoder inputs, the labels shifted right behind the start
+                token, int64 [batch, target_len].
+
+        Returns:
+            Logits, float32 or wider, [batch, target_len, target_vocab].
+        """
+        dropout = self.attention_dropout if self.training else 0.0
+        cross = self.encode(source_ids, PaddedSource(source_mask, dropout=dropout))
+        cache = self.empty_cache(target_ids, dropout=dropout)
+        hidden = self._decode(target_ids, CrossCache(cross, source_mask, dropout=dropout), cache)
+        return self._project(hidden).unflatten(0, target_ids.shape)  # type: ignore[no-any-return, no-untyped-call]
+
+    def hidden_states(self, source_ids: Tensor, source_mask: Tensor) -> Tensor:
+        """Encode the source.
+
+        Args:
+            source_ids: int64 [batch, source_len].
+            source_mask: bool [batch, source_len], True = token.
+
+        Returns:
+            [batch, source_len, d_model]; rows of padding are meaningless.
+        """
+        hidden = self._encode(source_ids, PaddedSource(source_mask))
+        return hidden.unflatten(0, source_ids.shape)  # type: ignore[no-any-return, no-untyped-call]
+
+    def encode(self, source_ids: Tensor, source: Source) -> list[KeyValue]:
+        """Encode the source into what the decoder needs of it.
+
+        Args:
+            source_ids: int64 [batch, source_len].
+            source: knows which of them are tokens, and attends.
+
+        Returns:
+            For each decoder layer the cross-attention's keys and values,
+            [batch, kv_heads, source_len, …].
+        """
+        x, batch = self._encode(source_ids, source), source.mask.shape[0]
+        rotation = self._decoder.rotation(_positions(source_ids), batch) if self.config.rotary_cross else None
+        return [block.cross.key_value(x, batch, rotation) for block in self._decoder.blocks]
+
+    def decode_step(self, target_ids: Tensor, cross: Cross, cache: Cache) -> Tensor:
+        """Run the decoder on the newest tokens.
+
+        Args:
+            target_ids: int64 [rows, target_len], rows = batch · beams.
+            cross: attends to what `encode` returned.
+            cache: attends to the past; receives the new keys and values.
+
+        Returns:
+            Logits of the last position, float32 or wider, [rows, target_vocab].
+        """
+        hidden = self._decode(target_ids, cross, cache)
+        return self._project(hidden.unflatten(0, target_ids.shape)[:, -1])  # type: ignore[no-untyped-call]
+
+    def empty_cache(self, target_ids: Tensor, *, dropout: float = 0.0) -> ConcatCache:
+        """Return a cache without past for the first tokens `target_ids`, int64 [rows, target_len]."""
+        heads, d_k, d_v = self.config.num_kv_heads("decoder"), self.config.d_k("decoder"), self.config.d_v("decoder")
+        like = self._decoder.embed.weight
+        rows = target_ids.shape[0]
+        past = KeyValue(like.new_zeros(rows, heads, 0, d_k), like.new_zeros(rows, heads, 0, d_v))
+        return ConcatCache([past] * len(self._decoder.layers), target_ids, dropout=dropout)
+
+    def _encode(self, source_ids: Tensor, source: Source) -> Tensor:
+        enc, positions = self.enc, _positions(source_ids)
+        biases, rotation = enc.biases(positions, source_ids.shape[1]), enc.rotation(positions, source_ids.shape[0])
+        x = enc.embed_tokens(source_ids, positions)
+        for i, block in enumerate(enc.blocks):
+            attend = partial(block.self, cache=source, layer=i, bias=biases[i], rotation=rotation)
+            x = block.residual(x, attend, block.norm1, block.post_norm1)
+            x = block.residual(x, block.ffn, block.norm2, block.post_norm2)
+        return enc.finish(x)
+
+    def _decode(self, target_ids: Tensor, cross: Cross, cache: Cache) -> Tensor:
+        dec = self._decoder
+        biases = dec.biases(cache.positions, cache.key_len)
+        rotation = dec.rotation(cache.positions, target_ids.shape[0])
+        across = rotation if self.config.rotary_cross else None
+        x = dec.embed_tokens(target_ids, cache.positions)
+        for i, block in enumerate(dec.blocks):
+            attend = partial(block.self, cache=cache, layer=i, bias=biases[i], rotation=rotation)
+            attend_source = partial(block.cross.attend_source, cross=cross, layer=i, rotation=across)
+            x = block.residual(x, attend, block.norm1, block.post_norm1)
+            x = block.residual(x, attend_source, block.norm2, block.post_norm2)
+            x = block.residual(x, block.ffn, block.norm3, block.post_norm3)
+        return dec.finish(x)
+
+    def _project(self, x: Tensor) -> Tensor:
+        assert self.out is not None
+        logits = self.out(x)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * self.config.logit_scale
+        cap = self.config.logit_softcap
+        return cap * torch.tanh(logits / cap) if cap else logits
+
+    @property
+    def _decoder(self) -> Stack:
+        assert self.dec is not None, "an encoder alone has no decoder"
+        return self.dec
+
+    def _tie(self) -> None:
+        if self.dec is not None and self.config.tie_embeddings:
+            self.dec.embed.weight = self.enc.embed.weight
+        if self.dec is not None and self.out is not None and self.config.tie_output:
+            self.out.weight = self.dec.embed.weight
+
+    def _initialise(self) -> None:
+        if self.enc.embed.weight.is_meta:
+            return
+        for stack in (self.enc, self.dec):
+            if stack is not None and stack.pos is not None:
+                stack.pos.copy_(sinusoid_table(*stack.pos.shape))
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif isinstance(module, nn.Embedding):
+                nn.init.normal_(module.weight, std=self.config.d_model**-0.5)
+
+
+def _positions(ids: Tensor) -> Tensor:
+    """Count the places of `ids` [rows, len] from 0, int64 [1, len]."""
+    return torch.arange(ids.shape[1], device=ids.device)[None]
+
+
+def _attention(config: TransformerConfig, side: Side) -> MultiHeadAttention:
+    heads, kv_heads, d_k = config.num_heads(side), config.num_kv_heads(side), config.d_k(side)
+    widths = (d_k, d_k) if config.qk_norm == "head" else (heads * d_k, kv_heads * d_k)
+    return MultiHeadAttention(
+        config.d_model,
+        heads,
+        d_k,
+        config.d_v(side),
+        scale=config.attention_scale,
+        bias=config.attention_bias,
+        num_kv_heads=kv_heads,
+        softcap=config.attention_softcap,
+        qk_norm=config.qk_norm,
+        norms=None if config.qk_norm == "none" else (LayerNorm(config, widths[0]), LayerNorm(config, widths[1])),
+    )
+
+
+def _relative_bias(config: TransformerConfig, side: Side) -> RelativeBias:
+    return RelativeBias(
+        config.relative_buckets,
+        config.relative_max_distance,
+        _stack(config, side).num_heads,
+        bidirectional=side == "encoder",
+    )
+
+
+def _stack(config: TransformerConfig, side: Side) -> StackConfig:
+    stack = config.encoder if side == "encoder" else config.decoder
+    assert stack is not None
+    return stack

@@ -1,0 +1,86 @@
+"""Try each library of each backend, in a process of its own: a broken one may take its process down."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+from tfexport.runtime.registry import Backend, Requirement
+
+_TRY = """
+import importlib, json, sys
+print(json.dumps(importlib.import_module(sys.argv[1]).probe(sys.argv[2], bytes.fromhex(sys.argv[3]))))
+"""
+_GPUS = """
+import dataclasses, json
+from tfexport.tensorrt.cuda import find_gpus, need_gpu
+from tfexport.errors import BackendError
+
+try:
+    need_gpu()
+    reason = ""
+except BackendError as error:
+    reason = str(error)
+print(json.dumps({"problem": reason, "gpus": [dataclasses.asdict(gpu) for gpu in find_gpus()]}))
+"""
+# y = x + x on float32 [2], ONNX IR 8, opset 18: written out so that the probe does not need the onnx package.
+ADD_MODEL = bytes.fromhex(
+    "08083a350a0e0a01780a017812017922034164641201675a0f0a0178120a0a08080112040a020802620f0a0179120a0a08080112040a02080242040a001012"
+)
+TIMEOUT_S = 120
+_INT8 = """
+import json
+from tfexport.errors import BackendError
+from tfexport.runtime.ort.int8_products import describe_int8_products
+
+try:
+    print(json.dumps({"found": describe_int8_products()}))
+except BackendError as error:
+    print(json.dumps({"found": str(error)}))
+"""
+
+
+def run_probe(backend: Backend, library: Requirement) -> dict[str, str]:
+    """Try a library as a backend.
+
+    Returns:
+        "" for each device on which it computes rightly, else what is wrong; of a process that died, the reason under
+        the library's own device.
+    """
+    found = _run((_TRY, backend.trial, library.name, ADD_MODEL.hex()))
+    if isinstance(found, str):
+        return {library.device: found}
+    return {device: " ".join(problem.split()) for device, problem in found.items()}
+
+
+def find_gpus() -> tuple[list[dict[str, Any]], str]:
+    """Ask the driver for its GPUs.
+
+    Returns:
+        The fields of each GPU, and the reason when there is none.
+    """
+    found = _run((_GPUS,))
+    return ([], found) if isinstance(found, str) else (found["gpus"], found["problem"])
+
+
+def describe_int8() -> str:
+    """Measure how ONNX Runtime multiplies 8-bit integers on this CPU; returns a phrase."""
+    found = _run((_INT8,))
+    return found if isinstance(found, str) else found["found"]
+
+
+def _run(command: tuple[str, ...]) -> Any:
+    """Run a program and return the object that it prints, or in words how it died."""
+    try:
+        done = subprocess.run(  # noqa: S603 - our own constant, our own interpreter
+            [sys.executable, "-P", "-c", *command], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"no answer within {TIMEOUT_S} s"
+    if done.returncode < 0:
+        return f"crashed with signal {-done.returncode}"
+    if done.returncode:
+        return done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}"
+    return json.loads(done.stdout.strip().rpartition("\n")[2])

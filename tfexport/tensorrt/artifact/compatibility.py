@@ -1,0 +1,194 @@
+"""Whether an engine may be used here: what it is bound to, against this machine and this bundle.
+
+TensorRT binds a plan to its exact version and GPU model, unless it was built to
+be compatible; TensorRT-RTX to its version and the compute capabilities it was
+built for (NVIDIA's documentation, "Version Compatibility", "Hardware
+Compatibility" and "Engine portability").
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from tfexport.bundle.bundle import Bundle
+from tfexport.bundle.contents import stale_sources
+from tfexport.tensorrt.artifact.manifest import EngineManifest
+from tfexport.tensorrt.config import EngineConfig, Target
+from tfexport.tensorrt.cuda import Gpu, find_gpus
+from tfexport.tensorrt.library import INSTALL, MODULES, NAMED, installed_targets
+
+# Options of `tfexport trt` that are not spelled like their field.
+_OPTIONS = {
+    "min_shapes": "--minShapes",
+    "opt_shapes": "--optShapes",
+    "max_shapes": "--maxShapes",
+    "workspace_mib": "--workspace",
+    "hardware_compatibility": "--hardware-compatibility-level",
+    "compute_capabilities": "--compute-capability",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What is on a machine.
+
+    Attributes:
+        system: "Linux" or "Windows".
+        architecture: such as "x86_64".
+        libraries: full version of each target that is installed.
+        gpu: the one that would be used, None where there is none.
+    """
+
+    system: str
+    architecture: str
+    libraries: Mapping[Target, str]
+    gpu: Gpu | None
+
+
+@dataclass(frozen=True)
+class Incompatibility:
+    """One reason why an engine may not be used.
+
+    Attributes:
+        field: what differs.
+        built: its value when the engine was built.
+        here: its value here.
+        remedy: what to do about it.
+    """
+
+    field: str
+    built: str
+    here: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.field}: built with {self.built}, here is {self.here}"
+
+
+def this_machine() -> Machine:
+    """Look at this machine without importing a library or making a CUDA context."""
+    gpus = find_gpus()
+    distributions = importlib.metadata.packages_distributions()
+    libraries = {
+        target: importlib.metadata.version(names[0])
+        for target in installed_targets()
+        if (names := distributions.get(MODULES[target]))
+    }
+    return Machine(
+        system=platform.system(),
+        architecture=platform.machine(),
+        libraries=libraries,
+        gpu=gpus[0] if gpus else None,
+    )
+
+
+def incompatibilities(manifest: EngineManifest, bundle: Bundle, machine: Machine) -> list[Incompatibility]:
+    """List every reason why an engine may not be used with a bundle on a machine; none when it may."""
+    return [
+        *_source_problems(manifest, bundle),
+        *_library_problems(manifest, bundle.path, machine),
+        *_machine_problems(manifest, bundle.path, machine),
+    ]
+
+
+def explain(found: Sequence[Incompatibility]) -> str:
+    """Spell incompatibilities in one line: every one of them, then every remedy once."""
+    remedies = dict.fromkeys(each.remedy for each in found)
+    return "; ".join([*map(str, found), *remedies])
+
+
+def rebuild_command(bundle: Path, config: EngineConfig) -> str:
+    """Spell the command that builds an engine anew with the same options."""
+    words = ["tfexport", "trt", str(bundle)]
+    for field in fields(EngineConfig):
+        value = getattr(config, field.name)
+        option = _OPTIONS.get(field.name, "--" + field.name.replace("_", "-"))
+        if value is True:
+            words.append(option)
+        elif field.name == "capacities":
+            words += [option, ",".join(map(str, value))] if value else []
+        elif isinstance(value, tuple):
+            words += [word for item in value for word in (option, item)]
+        elif value != field.default:
+            words += [option, str(value)]
+    return shlex.join([*words, "--force"])
+
+
+def _rebuild(bundle: Path, config: EngineConfig) -> str:
+    return f"build it again with: {rebuild_command(bundle, config)}"
+
+
+def _source_problems(manifest: EngineManifest, bundle: Bundle) -> Iterator[Incompatibility]:
+    for name in stale_sources(manifest.sources, bundle.manifest.files):
+        entry = bundle.manifest.files.get(name)
+        built, now = manifest.sources[name], f"sha256 {entry.sha256[:12]}…" if entry else "no such file"
+        yield Incompatibility(name, f"sha256 {built[:12]}…", now, _rebuild(bundle.path, manifest.config))
+
+
+def _library_problems(manifest: EngineManifest, bundle: Path, machine: Machine) -> Iterator[Incompatibility]:
+    target = manifest.config.target
+    assert target is not None
+    version = machine.libraries.get(target)
+    if version is None:
+        installed = ", ".join(machine.libraries) or "none"
+        yield Incompatibility("target", target, f"{installed} installed", f"install it with: {INSTALL[target]}")
+    elif not _version_fits(manifest, version):
+        yield Incompatibility(f"{target} version", manifest.library_version, version, _rebuild(bundle, manifest.config))
+
+
+def _version_fits(manifest: EngineManifest, version: str) -> bool:
+    if version == manifest.library_version:
+        return True
+    built, now = _numbers(manifest.library_version), _numbers(version)
+    same_major = built[0] == now[0] or (built[0], now[0]) == (10, 11)
+    return manifest.config.version_compatible and same_major and now >= built
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)) or (0,)
+
+
+def _machine_problems(manifest: EngineManifest, bundle: Path, machine: Machine) -> Iterator[Incompatibility]:
+    config, built = manifest.config, manifest.machine
+    remedy = _rebuild(bundle, config)
+    systems = (f"{built.system} {built.architecture}", f"{machine.system} {machine.architecture}")
+    if config.target == "tensorrt" and systems[0] != systems[1]:
+        yield Incompatibility("system", systems[0], systems[1], remedy)
+    if machine.gpu is None:
+        wanted = ", ".join(config.compute_capabilities) or f"{built.gpu} ({built.compute_capability})"
+        yield Incompatibility("GPU", wanted, "none that can be used", "tfexport doctor says why")
+    elif config.target == "tensorrt-rtx":
+        here = machine.gpu.compute_capability
+        if here not in config.compute_capabilities:
+            # One that the library has no name for is built for by itself, and only where such a GPU is.
+            others = tuple(each for each in config.compute_capabilities if each in NAMED and here in NAMED)
+            wider = replace(config, compute_capabilities=(*others, here))
+            yield Incompatibility(
+                "compute capability",
+                ", ".join(config.compute_capabilities),
+                _spell(machine.gpu),
+                _rebuild(bundle, wider),
+            )
+    elif not _gpu_fits(manifest, machine.gpu):
+        level = {"none": ""}.get(config.hardware_compatibility, f", compatible with {config.hardware_compatibility}")
+        yield Incompatibility("GPU", f"{built.gpu} ({built.compute_capability}){level}", _spell(machine.gpu), remedy)
+
+
+def _gpu_fits(manifest: EngineManifest, gpu: Gpu) -> bool:
+    """Say whether a plan of TensorRT may run on a GPU."""
+    level, built = manifest.config.hardware_compatibility, manifest.machine
+    if level == "ampere_plus":
+        return _numbers(gpu.compute_capability) >= (8, 0)
+    if level == "same_compute_capability":
+        return gpu.compute_capability == built.compute_capability
+    return (gpu.name, gpu.compute_capability) == (built.gpu, built.compute_capability)
+
+
+def _spell(gpu: Gpu) -> str:
+    return f"{gpu.compute_capability} ({gpu.name})"

@@ -1,0 +1,167 @@
+"""The kernels of an engine that TensorRT-RTX has compiled on a GPU, kept beside its plans for the next process.
+
+    engines/tensorrt-rtx-static-fp16/kernels/
+        1.7.1.116-NVIDIA-L4-13.0/       a folder for each library, GPU and driver, there whole or not at all
+            kernels.json                what they were compiled for; size and sha256 of each file
+            decoder_static.kernels      a file for each plan
+
+Whatever does not fit is compiled again: nothing here is ever an error.
+"""
+
+import hashlib
+import logging
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from tfexport._io import atomic
+from tfexport._io.names import KERNELS, KERNELS_INDEX, KERNELS_SUFFIX
+from tfexport._io.sealed_json import seal, unseal
+from tfexport.bundle.bundle import plain_problem
+from tfexport.bundle.manifest import MAX_MANIFEST_BYTES, FileEntry
+from tfexport.config import Config
+from tfexport.errors import BundleError
+from tfexport.tensorrt.cuda import Gpu
+
+_FORMAT_VERSION = 1
+# Kernels hold no weights, so those of a plan are far below; more would fill the memory of the host.
+MAX_BYTES = 1024 * 1024 * 1024
+
+_log = logging.getLogger(__name__)
+
+
+class _Entry(FileEntry, subject="kernels"):
+    """A file of kernels and the plan they belong to."""
+
+    plan_sha256: str
+
+
+class _Index(Config, subject=KERNELS_INDEX):
+    """What the kernels of a folder were compiled for."""
+
+    format_version: int = _FORMAT_VERSION
+    library_version: str
+    gpu: str
+    driver: str
+    plans: Mapping[str, _Entry]
+
+
+class KernelStore:
+    """The kernels of one engine for the library, GPU and driver at hand; any number of processes may use one folder."""
+
+    def __init__(self, engine: Path, plans: Mapping[str, str], library_version: str, gpu: Gpu) -> None:
+        """Look at nothing yet.
+
+        Args:
+            engine: folder of the engine.
+            plans: sha256 of each plan by its name.
+            library_version: in full.
+            gpu: that compiles and runs the kernels.
+        """
+        self._plans = plans
+        self._bound = {"library_version": library_version, "gpu": gpu.name, "driver": gpu.driver_version}
+        name = "-".join(self._bound.values())
+        self._folder = engine / KERNELS / re.sub("[^A-Za-z0-9.]+", "-", name)
+        self._has_warned = False
+
+    def read(self, plan: str) -> bytes | None:
+        """Return what `write` was given for a plan; None where there is nothing, or nothing that fits.
+
+        Damage is logged as a warning, once.
+        """
+        try:
+            with _opened(self._folder) as folder:
+                entry = self._entries(folder).get(plan)
+                return None if entry is None else _read_entry(folder, plan + KERNELS_SUFFIX, entry)
+        except FileNotFoundError:
+            return None
+        except (OSError, BundleError) as error:
+            if not self._has_warned:
+                _log.warning("%s: kernels are compiled again: %s", self._folder, error)
+            self._has_warned = True
+            return None
+
+    def write(self, kernels: Mapping[str, bytes]) -> None:
+        """Keep the kernels of plans; those of other plans stay.
+
+        Nothing is written when they are there already. Where nothing can be written, nothing is kept.
+
+        Args:
+            kernels: serialised, by the name of the plan.
+        """
+        if not kernels:  # as of a library that compiles none
+            return
+        try:
+            self._folder.parent.mkdir(exist_ok=True)
+            with atomic.locked(self._folder):
+                atomic.recover(self._folder)
+                known = {plan: raw for plan in self._plans if (raw := self.read(plan)) is not None}
+                wanted = known | {plan: raw for plan, raw in kernels.items() if len(raw) <= MAX_BYTES}
+                if wanted != known:
+                    self._publish(wanted)
+        except (OSError, BundleError) as error:
+            _log.debug("%s: kernels are not kept: %s", self._folder, error)
+
+    def _publish(self, kernels: Mapping[str, bytes]) -> None:
+        with atomic.temporary(self._folder) as draft:
+            entries = {}
+            for plan, raw in kernels.items():
+                (draft / f"{plan}{KERNELS_SUFFIX}").write_bytes(raw)
+                digest = hashlib.sha256(raw).hexdigest()
+                entries[plan] = _Entry(bytes=len(raw), sha256=digest, plan_sha256=self._plans[plan]).to_dict()
+            (draft / KERNELS_INDEX).write_bytes(seal(_Index.from_dict({**self._bound, "plans": entries}).to_dict()))
+            atomic.publish(draft, self._folder, self._check_own)
+
+    def _check_own(self, folder: Path) -> None:
+        """Refuse to delete what no writing of kernels has made."""
+        own = {KERNELS_INDEX, *(f"{plan}{KERNELS_SUFFIX}" for plan in self._plans)}
+        if foreign := sorted({entry.name for entry in folder.iterdir()} - own):
+            raise BundleError(f"{self._folder} holds more than kernels: {', '.join(map(repr, foreign[:10]))}")
+
+    def _entries(self, folder: int) -> dict[str, _Entry]:
+        """Read what an open folder has for the plans as they are."""
+        raw = _read_plain(folder, KERNELS_INDEX, MAX_MANIFEST_BYTES)
+        index = unseal(
+            raw, _Index.from_dict, name=KERNELS_INDEX, format_version=_FORMAT_VERSION, remedy="remove the folder"
+        )
+        if {name: getattr(index, name) for name in self._bound} != self._bound:
+            return {}
+        return {plan: entry for plan, entry in index.plans.items() if self._plans.get(plan) == entry.plan_sha256}
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    """Open a folder, so that all that is read is of one writing although another process replaces it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _read_entry(folder: int, name: str, entry: _Entry) -> bytes:
+    if entry.bytes > MAX_BYTES:
+        raise BundleError(f"{name} has {entry.bytes} bytes, the limit is {MAX_BYTES}")
+    raw = _read_plain(folder, name, entry.bytes)
+    if len(raw) != entry.bytes or hashlib.sha256(raw).hexdigest() != entry.sha256:
+        raise BundleError(f"{name} was changed (its sha256 differs)")
+    return raw
+
+
+def _read_plain(folder: int, name: str, limit: int) -> bytes:
+    """Read a plain file, and nothing that would be read for ever."""
+
+    def opener(path: str, flags: int) -> int:
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+
+    with open(name, "rb", opener=opener) as file:
+        status = os.fstat(file.fileno())
+        if status.st_nlink == 0:  # another process has replaced the folder since it was opened
+            raise FileNotFoundError(name)
+        if problem := plain_problem(name, status):
+            raise BundleError(problem)
+        if status.st_size > limit:
+            raise BundleError(f"{name} has {status.st_size} bytes, expected at most {limit}")
+        return file.read()

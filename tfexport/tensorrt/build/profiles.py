@@ -1,0 +1,304 @@
+"""Which shapes an engine takes: limits of the engines, dimension by dimension, then one profile for each kind of call.
+
+A shape given in trtexec's spelling binds dimensions, not tensors: "source_ids:4x64" says batch = 4 and
+source_len = 64 wherever they occur, so that all inputs of all engines stay consistent.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from tfexport.contract import (
+    ENCODER,
+    NUM_CANDIDATES,
+    REORDER,
+    Form,
+    GraphSpec,
+    ModelSpec,
+    TensorSpec,
+    decoder_graph,
+    encoder_graph,
+    reorder_spec,
+)
+from tfexport.errors import ConfigError, raise_all, shortened
+from tfexport.tensorrt.config import EngineConfig, EngineLimits, decoder_plans, default_capacities
+from tfexport.tensorrt.profile import Profile, Shape, ShapeRange
+
+# What a step returns when nobody says otherwise, and what TensorRT's TopK takes at most.
+MAX_CANDIDATES, TOPK_LIMIT = 256, 3840
+
+# Tokens of a prefix that a decoder reads at once when nobody says otherwise; a session feeds longer ones in pieces. The
+# activations of a prefill grow with it, in fp32 with its square.
+PREFIX_PIECE = 16
+
+# Where ranges may begin; all others at 1. A session needs the least sizes whatever it is asked: it starts with no past,
+# and sources that end leave a batch of one. A prefill of one token is a step.
+_LEAST = {"past_len": (0,), "target_len": (1, 2)}
+
+Bound = Literal["min", "opt", "max"]
+_BOUNDS: tuple[Bound, ...] = ("min", "opt", "max")
+_ENTRY = re.compile(r"\s*(.+):([0-9]{1,9}(?:x[0-9]{1,9})*)\s*")
+
+
+@dataclass(frozen=True)
+class Range:
+    """From the least size over the usual one, which TensorRT tunes for, to the largest."""
+
+    min: int
+    opt: int
+    max: int
+
+
+@dataclass(frozen=True)
+class Profiles:
+    """What all engines of a bundle take.
+
+    Attributes:
+        limits: the largest sizes.
+        engines: by plan name, one profile each; a decoder has two, `STEP` and `PREFILL`.
+    """
+
+    limits: EngineLimits
+    engines: Mapping[str, tuple[Profile, ...]]
+
+
+def make_profiles(spec: ModelSpec, form: Form, config: EngineConfig) -> Profiles:
+    """Derive the profiles of all engines from limits and shapes.
+
+    Args:
+        spec: of the bundle; its lengths are the limits where `config` gives none.
+        form: of the decoder; not used for an encoder alone.
+        config: max_batch, the two lengths, the capacities and the three texts of shapes.
+
+    Raises:
+        ConfigError: lists every limit that the model does not have and every shape that is unknown, contradictory
+            or out of range.
+    """
+    problems = _length_problems(spec, config) + _capacity_problems(spec, form, config)
+    raise_all(ConfigError, "engine", problems)
+    limits = _limits(spec, form, config)
+    plans = decoder_plans(form, limits) if spec.has_decoder else {}
+    graphs = _graphs(spec, form, plans)
+    bound = {bound: _bind(bound, config, graphs, problems) for bound in _BOUNDS}
+    ranges = _ranges(spec, form, limits, max(PREFIX_PIECE, bound["opt"].get("target_len", 0)))
+    _follow(bound)
+    given = {name for sizes in bound.values() for name in sizes}
+    for name in given & ranges.keys():
+        ranges[name] = _override(ranges[name], {b: sizes[name] for b, sizes in bound.items() if name in sizes})
+    problems += _range_problems(spec, form, ranges, given)
+    raise_all(ConfigError, "engine", problems)
+    if spec.has_decoder:
+        ranges["width"] = _widths(spec, limits.max_target_length, ranges)
+    largest = {name: size.max for name, size in ranges.items()}
+    limits = replace(limits, max_batch=largest["batch"], max_source_length=largest["source_len"])
+    if spec.has_decoder:
+        limits = replace(limits, max_candidates=largest["num_candidates"])
+        if form == "concat":
+            limits = replace(limits, max_target_length=largest["past_len"] + 1)
+    return Profiles(limits, {name: _profiles(graph, ranges, plans.get(name)) for name, graph in graphs.items()})
+
+
+def _length_problems(spec: ModelSpec, config: EngineConfig) -> list[str]:
+    problems = []
+    for name in ("max_source_length", "max_target_length"):
+        wanted, most = getattr(config, name), getattr(spec, name)
+        if wanted is not None and wanted > most:
+            remedy = "export the bundle with more" if most else "leave it out for an encoder alone"
+            problems.append(f"{name} is {wanted}, the bundle has {most}; {remedy}")
+    return problems
+
+
+def _capacity_problems(spec: ModelSpec, form: Form, config: EngineConfig) -> list[str]:
+    given = ", ".join(map(str, config.capacities))
+    if not given:
+        return []
+    if not spec.has_decoder or form != "static":
+        return [f"capacities are {given}, which is for decoders of the static form; leave them out"]
+    most = config.max_target_length or spec.max_target_length
+    return (
+        [f"capacities are {given}, expected at most max_target_length, {most}"] if config.capacities[-1] > most else []
+    )
+
+
+def _limits(spec: ModelSpec, form: Form, config: EngineConfig) -> EngineLimits:
+    longest = config.max_target_length or spec.max_target_length
+    capacities: tuple[int, ...] = ()
+    if spec.has_decoder and form == "static":
+        shorter = tuple(capacity for capacity in config.capacities if capacity < longest)
+        capacities = (*shorter, longest) if config.capacities else default_capacities(longest)
+    return EngineLimits(
+        max_batch=config.max_batch,
+        max_source_length=config.max_source_length or spec.max_source_length,
+        max_target_length=longest,
+        max_candidates=min(spec.vocab, MAX_CANDIDATES),
+        capacities=capacities,
+    )
+
+
+def _graphs(spec: ModelSpec, form: Form, decoders: Mapping[str, int]) -> dict[str, GraphSpec]:
+    """Return the contract of each plan; decoders of the static form have their capacity as a number."""
+    graphs = {ENCODER: encoder_graph(spec)}
+    for plan, capacity in decoders.items():
+        decoder = decoder_graph(spec, form)
+        fixed = tuple(_fix(tensor, {"capacity": capacity}) for tensor in decoder.inputs)
+        graphs[plan] = replace(decoder, inputs=fixed)
+    if decoders:
+        graphs[REORDER] = reorder_spec(spec.precision)
+    return graphs
+
+
+def _fix(tensor: TensorSpec, sizes: Mapping[str, int]) -> TensorSpec:
+    return replace(tensor, shape=tuple(sizes.get(dim, dim) if isinstance(dim, str) else dim for dim in tensor.shape))
+
+
+def _ranges(spec: ModelSpec, form: Form, limits: EngineLimits, piece: int) -> dict[str, Range]:
+    """Return each free dimension; `target_len` is that of the prefill, which reads a `piece` of a prefix at once."""
+    ranges = {"batch": _up_to(limits.max_batch), "source_len": _up_to(limits.max_source_length)}
+    if spec.has_decoder:
+        most = limits.max_target_length
+        ranges |= {
+            "rows": _up_to(limits.max_batch),
+            "new_rows": _up_to(limits.max_batch),
+            "target_len": _up_to(min(most, piece)),
+            "num_candidates": Range(1, 1, limits.max_candidates),
+        }
+        if form == "concat":
+            ranges["past_len"] = Range(0, (most - 1) // 2, most - 1)
+    return ranges
+
+
+def _widths(spec: ModelSpec, capacity: int, ranges: Mapping[str, Range]) -> Range:
+    """Size one row of one cache tensor, viewed flat: the target's of `capacity` tokens, or the source's."""
+    narrow, wide = sorted((spec.cache_heads * spec.head_dim, spec.cache_heads * spec.value_dim))
+    longest = max(capacity, ranges["source_len"].max, ranges["past_len"].max if "past_len" in ranges else 0)
+    return Range(narrow, wide * capacity, wide * longest)
+
+
+def _up_to(most: int) -> Range:
+    return Range(1, (most + 1) // 2, most)
+
+
+def _bind(bound: Bound, config: EngineConfig, graphs: Mapping[str, GraphSpec], problems: list[str]) -> dict[str, int]:
+    """Read one of the three texts and return the dimensions that it binds."""
+    option = f"{bound}_shapes"
+    tensors = {
+        tensor.name: tensor
+        for name, graph in graphs.items()
+        if name != REORDER  # its sizes follow from those of the decoder
+        for tensor in graph.inputs
+    }
+    sizes: dict[str, int] = {}
+    source: dict[str, str] = {}
+    for name, shape in _entries(option, getattr(config, option), problems):
+        if name not in tensors:
+            problems.append(f"{option} has {shortened(name)}, expected among {', '.join(tensors)}")
+            continue
+        # What is given of a shape input is its value.
+        dims = (NUM_CANDIDATES,) if name == NUM_CANDIDATES else tensors[name].shape
+        if len(shape) != len(dims):
+            problems.append(f"{option} has {name} with {len(shape)} sizes, expected {_spell(dims)}")
+            continue
+        for dim, size in zip(dims, shape, strict=True):
+            if isinstance(dim, int):
+                if size != dim:
+                    problems.append(f"{option} has {size} in {name}, expected {dim} of {_spell(dims)}, which is fixed")
+            elif sizes.setdefault(dim, size) != size:
+                problems.append(f"{option} has {dim} {sizes[dim]} in {source[dim]} and {size} in {name}, expected one")
+            else:
+                source.setdefault(dim, name)
+    return sizes
+
+
+def _entries(option: str, text: str, problems: list[str]) -> Iterator[tuple[str, Shape]]:
+    """Split "name:1x2,other:3": trtexec's spelling, where a name may hold dots and colons."""
+    seen = set()
+    for entry in text.split(",") if text.strip() else ():
+        match = _ENTRY.fullmatch(entry)
+        if match is None:
+            problems.append(f"{option} has {shortened(entry)}, expected name:1x2x3")
+        elif match[1] in seen:
+            problems.append(f"{option} has {match[1]} twice")
+        else:
+            seen.add(match[1])
+            yield match[1], tuple(int(size) for size in match[2].split("x"))
+
+
+def _spell(dims: tuple[str | int, ...]) -> str:
+    return "x".join(str(dim) for dim in dims)
+
+
+def _follow(bound: Mapping[Bound, dict[str, int]]) -> None:
+    """Let `rows` and `batch` follow one another where only one is given, and `new_rows` follow them."""
+    for sizes in bound.values():
+        for given, other in (("batch", "rows"), ("rows", "batch")):
+            if given in sizes:
+                sizes.setdefault(other, sizes[given])
+        if "rows" in sizes:
+            sizes["new_rows"] = sizes["rows"]
+
+
+def _override(size: Range, given: Mapping[Bound, int]) -> Range:
+    """Put the given bounds in place; the usual size moves between them where it is not given."""
+    least, most = given.get("min", size.min), given.get("max", size.max)
+    return Range(least, given.get("opt", min(max(size.opt, least), most)), most)
+
+
+def _range_problems(spec: ModelSpec, form: Form, ranges: Mapping[str, Range], given: set[str]) -> list[str]:
+    most = {
+        "source_len": (spec.max_source_length, "the bundle has"),
+        "target_len": (spec.max_target_length, "the bundle has"),
+        "past_len": (spec.max_target_length - 1, "the bundle leaves"),
+        "num_candidates": (min(spec.vocab, TOPK_LIMIT), "a step returns at most"),
+    }
+    problems = []
+    for name in ranges:
+        size = ranges[name]
+        if name in given and name != "new_rows":
+            if size.min not in _LEAST.get(name, (1,)):
+                least = " or ".join(map(str, _LEAST.get(name, (1,))))
+                problems.append(f"{name} begins at {size.min}, expected {least}, where a session begins")
+            if not size.min <= size.opt <= size.max:
+                problems.append(f"{name} has min {size.min}, opt {size.opt}, max {size.max}, expected them in order")
+            if name in most and size.max > most[name][0]:
+                problems.append(f"{name} reaches {size.max}, {most[name][1]} {most[name][0]}")
+    return problems + (_row_problems(ranges) if spec.has_decoder else [])
+
+
+def _row_problems(ranges: Mapping[str, Range]) -> list[str]:
+    """The rows of a source are its beams, equally many each; both are limited by one number."""
+    rows, batch = ranges["rows"], ranges["batch"]
+    problems = [
+        f"{bound} has batch {of_batch} and rows {of_rows}, expected a multiple"
+        for bound, of_batch, of_rows in (("min", batch.min, rows.min), ("opt", batch.opt, rows.opt))
+        if of_batch and of_rows % of_batch
+    ]
+    if rows.max != batch.max:
+        problems.append(f"max has batch {batch.max} and rows {rows.max}, expected them equal")
+    return problems
+
+
+def _profiles(graph: GraphSpec, ranges: Mapping[str, Range], capacity: int | None) -> tuple[Profile, ...]:
+    """Return the profiles of a plan; a prefill of a decoder, which alone has a capacity, stays within it.
+
+    It begins at two tokens where it can: one is a step. With one among its lengths, TensorRT-RTX 1.7.1 leaves attention
+    of the concat form unfused from the third layer on, and wants gigabytes for it.
+    """
+    if capacity is None:
+        return (_profile(graph, ranges),)
+    target = ranges["target_len"]
+    most = min(target.max, capacity)
+    prefill = Range(min(2, most), min(max(2, target.opt), most), most)
+    return _profile(graph, {**ranges, "target_len": Range(1, 1, 1)}), _profile(graph, {**ranges, "target_len": prefill})
+
+
+def _profile(graph: GraphSpec, ranges: Mapping[str, Range]) -> Profile:
+    return {tensor.name: _shape_range(tensor, ranges) for tensor in graph.inputs}
+
+
+def _shape_range(tensor: TensorSpec, ranges: Mapping[str, Range]) -> ShapeRange:
+    dims = (NUM_CANDIDATES,) if tensor.name == NUM_CANDIDATES else tensor.shape
+    sizes = [Range(dim, dim, dim) if isinstance(dim, int) else ranges[dim] for dim in dims]
+    return ShapeRange(*(tuple(getattr(size, bound) for size in sizes) for bound in _BOUNDS))

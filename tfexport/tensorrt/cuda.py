@@ -1,0 +1,326 @@
+"""CUDA as far as engines need it, through cuda-python: which GPUs there are, memory, streams, events and graphs."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from tfexport._io.extras import install_command, older_cuda_command
+from tfexport.errors import BackendError
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU that the driver offers.
+
+    Attributes:
+        index: the CUDA ordinal, from 0, among those that CUDA_VISIBLE_DEVICES leaves.
+        name: such as "NVIDIA GeForce RTX 4090".
+        compute_capability: "8.9".
+        memory_bytes: of the whole device.
+        driver_version: newest CUDA version that the driver runs, "13.0".
+    """
+
+    index: int
+    name: str
+    compute_capability: str
+    memory_bytes: int
+    driver_version: str
+
+
+def find_gpus() -> list[Gpu]:
+    """List the GPUs; none where cuda-python or the driver is missing or finds no device.
+
+    Safe everywhere: this asks the driver alone, and creates no context.
+    """
+    return _probe()[0]
+
+
+def need_gpu() -> Gpu:
+    """Return the first GPU, which engines are built for and run on.
+
+    Raises:
+        BackendError: there is none; says why.
+    """
+    gpus, reason = _probe()
+    if not gpus:
+        raise BackendError(f"cuda: no GPU can be used here: {reason}")
+    return gpus[0]
+
+
+def _probe() -> tuple[list[Gpu], str]:
+    """Ask the driver for its devices; without any, say why."""
+    try:
+        from cuda.bindings import driver
+    except ImportError:
+        return [], f"cuda-python is not installed; {install_command('cuda')}"
+    try:
+        if problem := _version_problem(driver):
+            return [], problem
+        return _list_gpus(driver), "the driver finds none; check nvidia-smi and CUDA_VISIBLE_DEVICES"
+    except BackendError as error:
+        return [], f"{error}; check nvidia-smi and CUDA_VISIBLE_DEVICES"
+    except RuntimeError:  # what the bindings raise where libcuda is not found
+        return [], "the NVIDIA driver is not installed; install it or choose another backend"
+
+
+def _ask(driver: Any, name: str, *arguments: Any) -> Any:
+    code, *values = getattr(driver, name)(*arguments)
+    if code.value:
+        raise BackendError(f"{name} failed with {code.name}")
+    return values[0] if values else None
+
+
+def _version_problem(driver: Any) -> str | None:
+    """Compare the CUDA of the driver with that of the runtime in cuda-python.
+
+    Within one major version each runs the other; an older driver lists its GPUs, and then every call of the runtime
+    fails.
+    """
+    runs, needed = _ask(driver, "cuDriverGetVersion"), driver.CUDA_VERSION // 1000
+    if runs // 1000 >= needed:
+        return None
+    return f"the driver runs CUDA {_spell(runs)} and cuda-python is for CUDA {needed}; {_newer_driver(needed)}"
+
+
+def _newer_driver(major: int) -> str:
+    older = older_cuda_command(major)
+    return f"install a driver for CUDA {major}{older and f', or {older}'}"
+
+
+def _spell(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def _list_gpus(driver: Any) -> list[Gpu]:
+    ask = functools.partial(_ask, driver)
+    ask("cuInit", 0)
+    version = ask("cuDriverGetVersion")
+    kind = driver.CUdevice_attribute
+    major = kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
+    minor = kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR
+    found = []
+    for index in range(ask("cuDeviceGetCount")):
+        device = ask("cuDeviceGet", index)
+        found.append(
+            Gpu(
+                index=index,
+                name=ask("cuDeviceGetName", 256, device).split(b"\0")[0].decode(errors="replace"),
+                compute_capability=f"{ask('cuDeviceGetAttribute', major, device)}."
+                f"{ask('cuDeviceGetAttribute', minor, device)}",
+                memory_bytes=int(ask("cuDeviceTotalMem", device)),
+                driver_version=_spell(version),
+            )
+        )
+    return found
+
+
+class Graph:
+    """What a stream was given between the begin and the end of a capture, to be launched again and again.
+
+    Attributes:
+        handle: of the instantiated graph; 0 until the capture has ended.
+    """
+
+    def __init__(self) -> None:
+        """Begin without a handle; `Cuda.capture` fills it in."""
+        self.handle = 0
+
+
+class Cuda:
+    """The first GPU, through the CUDA runtime: memory, copies, streams, events and graphs.
+
+    Device memory, streams and events are whole numbers, as TensorRT takes them.
+    Whoever made something frees it. Copies and launches are queued on a stream
+    and return at once: what they read or write belongs to the device until an
+    event behind them was waited for.
+    """
+
+    def __init__(self) -> None:
+        """Look for a GPU.
+
+        Raises:
+            BackendError: there is none, or cuda-python is not installed.
+        """
+        need_gpu()
+        from cuda.bindings import runtime
+
+        self._runtime = runtime
+
+    def allocate(self, num_bytes: int) -> int:
+        """Return the address of device memory, aligned to 256 bytes.
+
+        Raises:
+            BackendError: the device has no more.
+        """
+        return int(self._call("cudaMalloc", num_bytes, doing=f"allocating {num_bytes} bytes on the GPU"))
+
+    def free(self, address: int) -> None:
+        """Free device memory that nothing queued uses any more."""
+        self._call("cudaFree", address)
+
+    def pinned(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+        """Return an array in page-locked host memory, which copies need to run beside the host; free it by `unpin`.
+
+        Raises:
+            BackendError: the host has no more.
+        """
+        kind = np.dtype(dtype)
+        num_bytes = math.prod(shape) * kind.itemsize
+        flags = self._runtime.cudaHostAllocDefault
+        address = int(self._call("cudaHostAlloc", num_bytes, flags, doing=f"pinning {num_bytes} bytes of host memory"))
+        memory = (ctypes.c_byte * num_bytes).from_address(address)
+        return np.ndarray(shape, kind, buffer=memoryview(memory))
+
+    def unpin(self, array: Array) -> None:
+        """Free an array of `pinned`; it and its views must not be read afterwards."""
+        self._call("cudaFreeHost", array.ctypes.data)
+
+    def upload(self, address: int, array: Array, stream: int) -> None:
+        """Queue a copy of a contiguous pinned array to the device."""
+        self._copy(address, array.ctypes.data, array.nbytes, "cudaMemcpyHostToDevice", stream)
+
+    def download(self, array: Array, address: int, stream: int) -> None:
+        """Queue a copy from the device to a contiguous pinned array."""
+        self._copy(array.ctypes.data, address, array.nbytes, "cudaMemcpyDeviceToHost", stream)
+
+    def copy(self, destination: int, source: int, num_bytes: int, stream: int) -> None:
+        """Queue a copy within the device."""
+        self._copy(destination, source, num_bytes, "cudaMemcpyDeviceToDevice", stream)
+
+    def copy_2d(self, destination: int, pitch: int, source: int, source_pitch: int, num_rows: int, stream: int) -> None:
+        """Queue a copy within the device of rows whose length changes; what a longer row has more stays as it was.
+
+        Args:
+            destination: address of the first row.
+            pitch: bytes of a row there.
+            source: address of the first row.
+            source_pitch: bytes of a row there.
+            num_rows: how many.
+            stream: to queue it on.
+        """
+        how, width = self._runtime.cudaMemcpyKind.cudaMemcpyDeviceToDevice, min(pitch, source_pitch)
+        self._call("cudaMemcpy2DAsync", destination, pitch, source, source_pitch, width, num_rows, how, stream)
+
+    def clear(self, address: int, num_bytes: int, stream: int) -> None:
+        """Queue zeros for device memory."""
+        self._call("cudaMemsetAsync", address, 0, num_bytes, stream)
+
+    def stream(self) -> int:
+        """Make a stream that does not wait for the default stream."""
+        return int(self._call("cudaStreamCreateWithFlags", self._runtime.cudaStreamNonBlocking))
+
+    def synchronize(self, stream: int) -> None:
+        """Wait until everything queued on a stream is done.
+
+        Raises:
+            BackendError: something queued before has failed.
+        """
+        self._call("cudaStreamSynchronize", stream)
+
+    def destroy_stream(self, stream: int) -> None:
+        """Free a stream."""
+        self._call("cudaStreamDestroy", stream)
+
+    def event(self) -> int:
+        """Make an event that takes no time stamps."""
+        return int(self._call("cudaEventCreateWithFlags", self._runtime.cudaEventDisableTiming))
+
+    def record(self, event: int, stream: int) -> None:
+        """Queue an event: it happens when what was queued before it is done."""
+        self._call("cudaEventRecord", event, stream)
+
+    def wait(self, event: int) -> None:
+        """Wait for the newest record of an event; one that was never recorded is over at once.
+
+        Raises:
+            BackendError: something queued before has failed.
+        """
+        self._call("cudaEventSynchronize", event)
+
+    def destroy_event(self, event: int) -> None:
+        """Free an event."""
+        self._call("cudaEventDestroy", event)
+
+    @contextmanager
+    def capture(self, stream: int) -> Iterator[Graph]:
+        """Record what the block queues on a stream instead of running it.
+
+        Calls of other threads go on as usual. The block must not wait, and
+        must not allocate.
+
+        Yields:
+            The graph, which can be launched when the block has ended.
+
+        Raises:
+            BackendError: something in the block cannot be captured.
+        """
+        graph = Graph()
+        mode = self._runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
+        self._call("cudaStreamBeginCapture", stream, mode)
+        try:
+            yield graph
+        except BaseException:
+            self._abandon_capture(stream)
+            raise
+        try:
+            made = self._call("cudaStreamEndCapture", stream, doing="capturing a CUDA graph")
+            try:
+                graph.handle = int(self._call("cudaGraphInstantiate", made, 0))
+            finally:
+                self._call("cudaGraphDestroy", made)
+        except BackendError:
+            self._runtime.cudaGetLastError()
+            raise
+
+    def _abandon_capture(self, stream: int) -> None:
+        """End a capture that has failed, without which the stream stays unusable; its codes say nothing new."""
+        _, *made = self._runtime.cudaStreamEndCapture(stream)
+        if made and made[0] and int(made[0]):
+            self._runtime.cudaGraphDestroy(made[0])
+        self._runtime.cudaGetLastError()  # else the next one who asks takes the error for its own
+
+    def launch(self, graph: Graph, stream: int) -> None:
+        """Queue a captured graph."""
+        self._call("cudaGraphLaunch", graph.handle, stream)
+
+    def destroy_graph(self, graph: Graph) -> None:
+        """Free a graph that is not running."""
+        if graph.handle:
+            self._call("cudaGraphExecDestroy", graph.handle)
+
+    def _copy(self, destination: int, source: int, num_bytes: int, kind: str, stream: int) -> None:
+        if num_bytes:
+            how = getattr(self._runtime.cudaMemcpyKind, kind)
+            self._call("cudaMemcpyAsync", destination, source, num_bytes, how, stream)
+
+    def _call(self, name: str, *arguments: Any, doing: str = "") -> Any:
+        """Call a function of the CUDA runtime and return its value, if it has one.
+
+        Raises:
+            BackendError: it returned an error; names the function, the error and `doing`.
+        """
+        code, *values = getattr(self._runtime, name)(*arguments)
+        if code.value:
+            raise BackendError(self._failure(name, code, doing))
+        return values[0] if values else None
+
+    def _failure(self, name: str, code: Any, doing: str) -> str:
+        text = self._runtime.cudaGetErrorString(code)[1].decode(errors="replace")
+        remedy = "restart the process; if it happens again, run it with CUDA_LAUNCH_BLOCKING=1 to see where"
+        if code.name == "cudaErrorMemoryAllocation":
+            remedy = "free memory, or build engines for less: a smaller --max-batch or --max-target-length"
+        if code.name == "cudaErrorInsufficientDriver":
+            remedy = _newer_driver(self._runtime.CUDART_VERSION // 1000)
+        where = f" while {doing}" if doing else ""
+        return f"cuda: {name} failed with {code.name} ({text}){where}; {remedy}"

@@ -1,0 +1,265 @@
+"""Where the sources of a batch lie on the device, and their caches: copied there, never on the host."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from tfexport.contract import CACHE, FLOAT, ORDER, REORDER, REORDERED, Form, decoder_graph, key_value_names
+from tfexport.runtime.session import Ids
+from tfexport.tensorrt.session.engine import Context
+from tfexport.tensorrt.session.graphs import MAX_GRAPHS, CudaGraphRunner, LruCache
+from tfexport.tensorrt.session.resources import ITEM_BYTES, DeviceResources, bytes_of, shape_of
+
+SCRATCH = "scratch"
+# Slot that a source leaves, slot that it takes.
+SlotCopy = tuple[int, int]
+# Cache that is read, cache that gets its rows.
+Pair = tuple[str, str]
+
+
+def bucket(number: int, most: int) -> int:
+    """Return the power of two from `number` up, or `most` where that is less."""
+    return min(1 << (number - 1).bit_length(), most)
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """The sources of a batch in the slots of the device.
+
+    The device decodes all slots, whether a source is in them or not, so that its shapes stay. A source that leaves
+    changes this map alone: its slot runs on and nobody reads it.
+
+    Attributes:
+        size: slots, the padded batch size.
+        width: rows of each slot.
+        source_len: tokens of a slot's source, padding included.
+        capacity: tokens that the cache of a row has room for.
+        slots: slot of each source, int64 [sources].
+    """
+
+    size: int
+    width: int
+    source_len: int
+    capacity: int
+    slots: Ids
+
+    @property
+    def num_rows(self) -> int:
+        """Rows on the device."""
+        return self.size * self.width
+
+    @cached_property
+    def rows(self) -> Ids:
+        """Device row of each row of the batch, int64 [rows]."""
+        rows: Ids = (self.slots[:, None] * self.width + np.arange(self.width)).ravel()
+        return rows
+
+    def fit(self, first: int, size: int) -> tuple[BatchLayout, list[SlotCopy]]:
+        """Bring all sources into the slots first … size - 1, of which there are enough.
+
+        Returns:
+            The layout afterwards and the copies that it takes, in any order: each goes into a slot that is free.
+        """
+        outside = (self.slots < first) | (self.slots >= size)
+        free = np.setdiff1d(np.arange(first, size), self.slots)[: np.count_nonzero(outside)]
+        copies = list(zip(self.slots[outside].tolist(), free.tolist(), strict=True))
+        slots = self.slots.copy()
+        slots[outside] = free
+        return replace(self, size=size, slots=slots), copies
+
+
+class Caches:
+    """Keys and values of source and target, row by row.
+
+    Rows are the leading axis of every tensor, so that a slot is one piece of memory. Each cache of the target has a
+    twin: what the buffer `past_*` holds moves into `present_*` in another order, or one token longer, and then the two
+    change their names. Static form: each row has the memory of `capacity` tokens, is written in place, and has a twin
+    from the first reorder on. Concat form: each row has the memory of past_len tokens, and each step writes the twins.
+
+    Attributes:
+        side: 0 or 1, which changes whenever the twins do: what was captured on one side holds there alone.
+    """
+
+    def __init__(self, device: DeviceResources, form: Form) -> None:
+        """Begin without memory."""
+        self.side = 0
+        self._device, self._form = device, form
+        spec = device.engines.spec
+        graph = decoder_graph(spec, form)
+        self._tensors = {tensor.name: tensor for tensor in (*graph.inputs, *graph.outputs)}
+        self._past, self._cross = key_value_names("past", spec.layers), key_value_names("cross", spec.layers)
+        self._present = key_value_names("present", spec.layers)
+        self._item_bytes = ITEM_BYTES[FLOAT[spec.precision]]
+        self._reorder = CacheReorder(device)
+
+    def sizes(self, layout: BatchLayout) -> dict[str, int]:
+        """Return the bytes that the buffers must have for a layout."""
+        twins = self._present if self._form == "concat" else ()
+        return self._sizes((*self._cross, *self._past, *twins), layout)
+
+    def twin_sizes(self, layout: BatchLayout) -> dict[str, int]:
+        """Return the bytes that the twins must have for a reorder."""
+        return self._sizes(self._present, layout)
+
+    def copy_slots(self, layout: BatchLayout, copies: Sequence[SlotCopy], past_len: int) -> None:
+        """Queue copies of whole slots, source and rows, into free ones; `layout` holds before and after."""
+        for names, rows in ((self._cross, 1), (self._past, layout.width)):
+            for name, numbers in self._row_sizes(names, layout, past_len).items():
+                num_bytes, address = rows * numbers * self._item_bytes, self._device.memory[name]
+                for source, target in copies:
+                    start = address + target * num_bytes
+                    self._device.cuda.copy(start, address + source * num_bytes, num_bytes, self._device.stream)
+
+    def resize(self, before: BatchLayout, after: BatchLayout) -> None:
+        """Queue the source length and the capacity of `after` for all its slots, which were those of `before`.
+
+        What is new is zero: a masked place has weight 0, and 0 · NaN is NaN.
+
+        Raises:
+            BackendError: the device has too little memory.
+        """
+        device = self._device
+        for names, rows in ((self._cross, after.size), (self._past, after.num_rows)):
+            old, new = (self._row_sizes(names, layout, 0) for layout in (before, after))
+            if old == new:
+                continue
+            device.memory.reserve({SCRATCH: rows * max(old.values()) * self._item_bytes})
+            pieces = rows * device.engines.spec.cache_heads
+            for name in names:
+                address, scratch = device.memory[name], device.memory[SCRATCH]
+                was, now = (rows * numbers[name] * self._item_bytes for numbers in (old, new))
+                device.cuda.copy(scratch, address, was, device.stream)
+                device.cuda.clear(address, now, device.stream)
+                device.cuda.copy_2d(address, now // pieces, scratch, was // pieces, pieces, device.stream)
+
+    def clear_rows(self, layout: BatchLayout, num_rows: int) -> None:
+        """Queue zeros for the first rows of the target's caches, where a NaN of their last user would count."""
+        for name, numbers in self._row_sizes(self._past, layout, 0).items():
+            num_bytes = num_rows * numbers * self._item_bytes
+            self._device.cuda.clear(self._device.memory[name], num_bytes, self._device.stream)
+
+    def reorder(self, layout: BatchLayout, order: Ids, past_len: int) -> None:
+        """Queue: row r becomes what row order[r] was, int64 [rows on the device]; the twins have room.
+
+        Raises:
+            BackendError: the engine refuses.
+        """
+        widths = self._row_sizes(self._past, layout, past_len)
+        pairs = {(name, twin): widths[name] for name, twin in zip(self._past, self._present, strict=True)}
+        key = (layout.num_rows, layout.capacity, self.side) if self._form == "static" else None
+        self._reorder.run(pairs, order, key)
+        self.exchange()
+
+    def exchange(self) -> None:
+        """Let what was written last, the twins, be what is read next."""
+        for past, present in zip(self._past, self._present, strict=True):
+            self._device.memory.exchange(past, present)
+        self.side = 1 - self.side
+
+    def forget(self) -> None:
+        """Free the graphs, because buffers were reallocated or the replica closes."""
+        self._reorder.forget()
+
+    def _sizes(self, names: Sequence[str], layout: BatchLayout) -> dict[str, int]:
+        lengths = dict.fromkeys(("capacity", "past_len", "past_len + target_len"), layout.capacity)
+        dims = {"batch": layout.size, "rows": layout.num_rows, "source_len": layout.source_len, **lengths}
+        return {name: bytes_of(self._tensors[name], dims) for name in names}
+
+    def _row_sizes(self, names: Sequence[str], layout: BatchLayout, past_len: int) -> dict[str, int]:
+        """Return how many numbers a row of each tensor has."""
+        lengths = {"source_len": layout.source_len, "capacity": layout.capacity, "past_len": past_len}
+        dims = {"batch": 1, "rows": 1, **lengths}
+        return {name: math.prod(shape_of(self._tensors[name], dims)) for name in names}
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """A reorder that comes again: a context bound to each width, and the graph."""
+
+    contexts: Mapping[int, Context]
+    runner: CudaGraphRunner
+
+    def close(self) -> None:
+        self.runner.close()
+
+
+class CacheReorder:
+    """Gathers rows by the engine `reorder`, from each cache into its twin, so that every number moves once."""
+
+    def __init__(self, device: DeviceResources) -> None:
+        """Prepare for as many rows as the engines take."""
+        self._device = device
+        self._order: Ids = device.pinned.array(device.engines.limits.max_batch, np.int64)
+        self._order_was_read = device.event()
+        device.memory.reserve({ORDER: self._order.nbytes})
+        self._context = device.context(REORDER)
+        self._recorded: LruCache[_Recorded] = LruCache(MAX_GRAPHS, device.synchronize)
+
+    def run(self, widths: Mapping[Pair, int], order: Ids, key: tuple[int, ...] | None) -> None:
+        """Queue: row r of each second cache becomes what row order[r] of the first one is.
+
+        Args:
+            widths: numbers in a row, by the caches that are read and written.
+            order: int64 [rows].
+            key: equal for calls with equal widths, rows and addresses, of which a CUDA graph is kept; None for none.
+
+        Raises:
+            BackendError: the engine refuses.
+        """
+        pairs: dict[int, list[Pair]] = defaultdict(list)
+        for pair, width in widths.items():
+            pairs[width].append(pair)
+        self._device.cuda.wait(self._order_was_read)
+        self._order[: order.size] = order
+        if key is not None:
+            self._replay(pairs, order.size, key)
+        else:
+            self._upload(order.size)
+            for width, group in pairs.items():
+                self._bind(self._context, width, order.size)
+                self._gather(self._context, group)
+        self._device.cuda.record(self._order_was_read, self._device.stream)
+
+    def forget(self) -> None:
+        """Free the graphs."""
+        self._recorded.clear()
+
+    def _replay(self, pairs: Mapping[int, Sequence[Pair]], num_rows: int, key: tuple[int, ...]) -> None:
+        device = self._device
+
+        def record() -> _Recorded:
+            contexts = {width: device.context(REORDER, use="be captured") for width in pairs}
+            for width, context in contexts.items():
+                self._bind(context, width, num_rows)
+            return _Recorded(contexts, CudaGraphRunner(device.cuda, device.stream, device.engines.capture))
+
+        recorded = self._recorded.get(key, record)
+
+        def queue() -> None:
+            self._upload(num_rows)
+            for width, group in pairs.items():
+                self._gather(recorded.contexts[width], group)
+
+        def can_capture() -> bool:
+            return all(context.can_be_captured(device.stream) for context in recorded.contexts.values())
+
+        recorded.runner.run(REORDER, queue, can_capture)
+
+    def _upload(self, num_rows: int) -> None:
+        self._device.cuda.upload(self._device.memory[ORDER], self._order[:num_rows], self._device.stream)
+
+    def _bind(self, context: Context, width: int, num_rows: int) -> None:
+        shapes = {CACHE: (num_rows, width), ORDER: (num_rows,)}
+        context.bind(shapes, {ORDER: self._device.memory[ORDER]})
+
+    def _gather(self, context: Context, pairs: Sequence[Pair]) -> None:
+        memory = self._device.memory
+        for source, target in pairs:
+            context.place({CACHE: memory[source], REORDERED: memory[target]})
+            context.run(self._device.stream)
