@@ -101,14 +101,6 @@ def dates_aligned(once: Callable[[str, Callable[[Path], object]], Path]) -> Path
 
 
 @pytest.fixture(scope="session")
-def dates_loop(dates_bundle: Path, once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
-    """Return the bundle of models/dates in fp32 with a loop graph of the concat form; not to be changed."""
-    from tests.export.looped import add_loop
-
-    return once("dates-loop", lambda path: add_loop(dates_bundle, path))
-
-
-@pytest.fixture(scope="session")
 def random_bundle(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
     """Export the preset tiny, of random weights, for the CPU alone: it ends texts late; not to be changed."""
     from tfexport.export import export_bundle
@@ -135,12 +127,10 @@ def meetings(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
 
 
 @pytest.fixture
-def workplace(
-    dates_bundle: Path, dates_aligned: Path, dates_loop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Path:
+def workplace(dates_bundle: Path, dates_aligned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Stand where a reader does who has run the first commands of the README, with some texts of their own."""
     (tmp_path / "build").mkdir()
-    bundles = {"dates": dates_bundle, "larger": dates_bundle, "aligned": dates_aligned, "loop": dates_loop}
+    bundles = {"dates": dates_bundle, "larger": dates_bundle, "aligned": dates_aligned}
     for name, bundle in bundles.items():
         (tmp_path / "build" / name).symlink_to(bundle)
     (tmp_path / "models").symlink_to(ROOT / "models")

@@ -20,7 +20,7 @@ import tfexport
 from tests.conftest import DATES, ROOT
 from tfexport.bundle.manifest import Manifest
 from tfexport.cli import main
-from tfexport.contract import DECODER, ModelSpec, alignment_graph, decoder_graph, encoder_graph, loop_graph
+from tfexport.contract import DECODER, ModelSpec, alignment_graph, decoder_graph, encoder_graph
 from tfexport.decode.result import Hypothesis
 from tfexport.errors import ConfigError
 from tfexport.generation import DecodeConfig
@@ -256,7 +256,7 @@ def test_the_graphs_have_the_names_that_are_shown(dates_bundle: Path) -> None:
     spec = tfexport.load(dates_bundle).spec
     alone = ModelSpec(d_model=8, source_vocab=9, max_source_length=9, tokens=spec.tokens, precision="fp32")
     graphs = [encoder_graph(spec), encoder_graph(alone), *(decoder_graph(spec, form) for form in DECODER)]
-    graphs += [alignment_graph(spec), loop_graph(spec)]
+    graphs += [alignment_graph(spec)]
     tensors = [tensor for graph in graphs for tensor in (*graph.inputs, *graph.outputs)]
     for name in {tensor.name.replace(".0", ".{i}").replace(".1", ".{i}") for tensor in tensors}:
         assert f"`{name}`" in text

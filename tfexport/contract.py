@@ -6,7 +6,7 @@ by side. `num_candidates` is how many best tokens a step returns.
 """
 
 import dataclasses
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
@@ -49,12 +49,6 @@ LOG_NORMALIZER = "log_normalizer"
 
 # The graph, and what it gives.
 ALIGNMENT = "alignment"
-
-LOOP = "loop"
-MAX_NEW_TOKENS = "max_new_tokens"
-GENERATED_IDS = "generated_ids"
-GENERATED_LENGTHS = "generated_lengths"
-LOG_PROBS = "log_probs"
 
 REORDER = "reorder"
 CACHE = "cache"
@@ -176,50 +170,6 @@ class AlignmentHeads(Config, subject="alignment"):
         return dataclasses.replace(self, layer=self.layer % spec.layers, heads=heads)
 
 
-class LoopSettings(Config, subject="loop"):
-    """What the loop graph generates: the greedy search of a bundle by its own defaults.
-
-    `prompt` is what the decoder reads first: the start token and what every target begins with. `ends` end a text.
-    `forced_first` and `forced_last` are what a text has to begin with and to say at its limit; None for anything.
-    `suppressed` are never said, and no end before `min_new_tokens`. `max_new_tokens` is the limit of who gives none.
-    """
-
-    prompt: tuple[TokenId, ...]
-    ends: tuple[TokenId, ...]
-    max_new_tokens: Size
-    min_new_tokens: SizeOrZero = 0
-    forced_first: TokenId | None = None
-    forced_last: TokenId | None = None
-    suppressed: tuple[TokenId, ...] = ()
-
-    def _problems(self) -> Iterator[str]:
-        for name, ids in self.tokens.items():
-            if name.startswith("forced") and set(ids) & set(self.suppressed):
-                yield f"{name} {ids[0]} is suppressed"
-            if not ids and name in ("prompt", "ends"):
-                yield f"{name} is empty, expected an id or several"
-
-    @property
-    def tokens(self) -> dict[str, tuple[int, ...]]:
-        """Return all token ids by the field's name."""
-        single = {"forced_first": self.forced_first, "forced_last": self.forced_last}
-        forced = {name: () if token is None else (token,) for name, token in single.items()}
-        return {"prompt": self.prompt, "ends": self.ends, **forced, "suppressed": self.suppressed}
-
-    def room(self, spec: ModelSpec) -> int:
-        """Return how many tokens a model leaves behind the prompt; the last one is never read."""
-        return spec.max_target_length - (len(self.prompt) - 1)
-
-    def problems_of(self, spec: ModelSpec) -> Iterator[str]:
-        """Say what does not fit a model."""
-        for name, ids in self.tokens.items():
-            if max(ids, default=-1) >= spec.vocab:
-                yield f"loop.{name} has {shortened(max(ids))}, expected below the vocabulary of {spec.vocab}"
-        if self.max_new_tokens > self.room(spec):
-            room = shortened(self.room(spec))
-            yield f"loop.max_new_tokens is {shortened(self.max_new_tokens)}, but the model has room for {room}"
-
-
 @dataclass(frozen=True)
 class TensorSpec:
     """One input or output of a graph; a dimension is a name or a number."""
@@ -310,33 +260,6 @@ def alignment_graph(spec: ModelSpec) -> GraphSpec:
     return GraphSpec(inputs, (TensorSpec(ALIGNMENT, "float32", ("batch", "target_len", "source_len")),))
 
 
-def loop_form(graphs: Collection[str]) -> Form | None:
-    """Return the form of the decoder that a bundle's loop graph is made of; None where there is none for it.
-
-    The static form has another opset than its encoder, and a loop would copy its buffers with each step.
-
-    Args:
-        graphs: that the bundle has, by name.
-    """
-    forms: tuple[Form, ...] = ("concat", "contrib")
-    return next((form for form in forms if DECODER[form] in graphs), None)
-
-
-def loop_graph(spec: ModelSpec) -> GraphSpec:
-    """Return the contract of `loop.onnx`, the whole greedy search: ids in, ids out.
-
-    `max_new_tokens` 0 means as many as `LoopSettings` says. Behind its end a row of `generated_ids` is filled with the
-    padding token; `generated_lengths` counts the tokens before that, the end among them.
-    """
-    inputs = (*encoder_graph(spec).inputs, TensorSpec(MAX_NEW_TOKENS, "int64", (1,)))
-    outputs = (
-        TensorSpec(GENERATED_IDS, "int64", ("batch", "generated_len")),
-        TensorSpec(GENERATED_LENGTHS, "int64", ("batch",)),
-        TensorSpec(LOG_PROBS, "float32", ("batch",)),
-    )
-    return GraphSpec(inputs, outputs)
-
-
 def reorder_spec(precision: Precision) -> GraphSpec:
     """Return the contract of the graph that copies rows of one cache tensor, viewed as [rows, width].
 
@@ -362,8 +285,6 @@ def graph_contract(spec: ModelSpec, name: str, *, speculation: bool = False) -> 
         return decoder_graph(spec, forms[name], speculation=speculation and forms[name] == "contrib")
     if name == REORDER:
         return reorder_spec(spec.precision)
-    if name == LOOP:
-        return loop_graph(spec)
     return alignment_graph(spec) if name == ALIGNMENT else encoder_graph(spec)
 
 

@@ -27,7 +27,7 @@ from tfexport.bundle.defaults import read_defaults
 from tfexport.bundle.manifest import read_sources
 from tfexport.bundle.unsealed import unsealed
 from tfexport.bundle.vocabulary import read_vocabulary
-from tfexport.contract import ALIGNMENT, LOOP
+from tfexport.contract import ALIGNMENT
 from tfexport.errors import CheckpointError, ConfigError, EngineError, GraphError, InputError
 from tfexport.generation import GenerationDefaults
 from tfexport.nn.config import TransformerConfig
@@ -205,7 +205,6 @@ def _bundle_lines(found: Mapping[str, Any]) -> list[str]:
     lines += _generation_lines(found)
     for name, graph in found["graphs"].items():
         what = _alignment_text(found["alignment"]) if name == ALIGNMENT else ""
-        what = _loop_text(found["loop"]) if name == LOOP else what
         lines += ["", f"Graph {name}: {graph['file']}, opset {graph['opset']}{what}", *_tensor_table(graph)]
     lines += ["", "Text", *_text_lines(found["text"], found["tokenizers"])]
     lines += ["", "Files", *_file_table(found["files"])]
@@ -227,12 +226,6 @@ def _module_lines(module: Mapping[str, Any] | None) -> list[str]:
 
 def _alignment_text(named: Mapping[str, Any]) -> str:
     return f", attention of layer {named['layer']}, heads {', '.join(map(str, named['heads']))}"
-
-
-def _loop_text(settings: Mapping[str, Any]) -> str:
-    """Say what the greedy search in the graph does, but for what is not set."""
-    said = {name: value for name, value in settings.items() if value not in (None, [], (), 0)}
-    return ", greedy: " + ", ".join(f"{name} {json.dumps(value)}" for name, value in said.items())
 
 
 def _tokenizers(bundle: Bundle) -> dict[str, Any]:

@@ -53,7 +53,7 @@ from tfexport.bundle.manifest import (
     ModuleEntry,
     kind_of,
 )
-from tfexport.contract import AlignmentHeads, LoopSettings, ModelSpec, Quantization
+from tfexport.contract import AlignmentHeads, ModelSpec, Quantization
 from tfexport.errors import MAX_PROBLEMS, BundleError, ConfigError, raise_all
 from tfexport.nn.config import TransformerConfig
 from tfexport.text.config import TextConfig
@@ -134,7 +134,6 @@ class Builder:
         provenance: Provenance | None = None,
         identity: Identity | None = None,
         module: ModuleEntry | None = None,
-        loop: LoopSettings | None = None,
     ) -> None:
         """Take stock of all files, write the manifest and sign it where there is a key.
 
@@ -164,7 +163,6 @@ class Builder:
                 provenance=provenance,
                 identity=identity or Identity(),
                 module=module,
-                loop=loop,
             )
         except ConfigError as error:
             raise BundleError(*error.problems, **error.of("bundle")) from error

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tfexport.bundle.graph_file import ExternalWeight, GraphFile, Known, read_graph
 from tfexport.bundle.manifest import GraphEntry, Manifest
-from tfexport.contract import LOOP, QUANTIZED_WEIGHTS, WEIGHTS, contract_problems
+from tfexport.contract import QUANTIZED_WEIGHTS, WEIGHTS, contract_problems
 from tfexport.errors import shortened
 
 WEIGHT_FILES = (WEIGHTS, QUANTIZED_WEIGHTS)
@@ -39,15 +39,13 @@ def graph_problems(root: Path, manifest: Manifest) -> list[str]:
     """
     sizes = {name: manifest.files[name].bytes for name in WEIGHT_FILES if name in manifest.files}
     problems, known = [], Known()
-    for name, entry in manifest.graphs.items():
+    for entry in manifest.graphs.values():
         try:
-            graph = read_graph((root / entry.file).read_bytes(), has_loop=name == LOOP, known=known)
+            graph = read_graph((root / entry.file).read_bytes(), known=known)
         except ValueError as error:
             problems.append(f"{entry.file} is no graph of tfexport ({error})")
         else:
             problems += [f"{entry.file}: {problem}" for problem in _problems(graph, entry, sizes)]
-            if graph.max_trips is not None and graph.max_trips > (most := manifest.spec.max_target_length):
-                problems.append(f"{entry.file}: its loop takes {graph.max_trips} steps, expected {most} at most")
     return problems
 
 

@@ -3,7 +3,6 @@
 Fields are numbered as in https://github.com/onnx/onnx/blob/main/onnx/onnx.proto. What no graph of tfexport has is
 refused by the reader itself, so that nothing that computes stays unread: functions of a model's own, graphs inside
 operators (Loop, If, Scan), sparse tensors, fields of later versions, and whatever stands twice where it may stand once.
-The loop graph alone has one `Loop`, whose body is read in the same way and has neither weights nor graphs of its own.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
-from tfexport.bundle.loop_file import read_loop
 from tfexport.bundle.onnx_message import GRAPH, MODEL, NODE, TENSOR, Kind, Message
 from tfexport.contract import Dim, DType, GraphSpec, TensorSpec
 from tfexport.errors import shortened
@@ -82,27 +80,24 @@ class GraphFile:
     Attributes:
         spec: inputs and outputs, in order; a dimension without name and number is "?".
         opsets: version of each domain; "" is ONNX's own.
-        operators: those of other domains as DOMAIN.NAME; those of a loop's body among them.
+        operators: those of other domains as DOMAIN.NAME.
         weights: that lie in files.
-        max_trips: steps that the loop can take at most; None where there is no loop.
     """
 
     spec: GraphSpec
     opsets: Mapping[str, int]
     operators: frozenset[str]
     weights: tuple[ExternalWeight, ...]
-    max_trips: int | None = None
 
 
 Known = dict[bytes, ExternalWeight | None]
 
 
-def read_graph(raw: bytes, *, has_loop: bool = False, known: Known | None = None) -> GraphFile:
+def read_graph(raw: bytes, *, known: Known | None = None) -> GraphFile:
     """Read an ONNX file.
 
     Args:
         raw: its bytes.
-        has_loop: whether it has to have a loop, which any other graph may not.
         known: tensors that were read before, by their bytes; those of this graph are added. The graphs of a bundle
             have most of their weights in common.
 
@@ -118,15 +113,11 @@ def read_graph(raw: bytes, *, has_loop: bool = False, known: Known | None = None
     tensors = list(map(bytes, graph.messages(5)))
     known = {} if known is None else known
     known |= {tensor: _read_tensor(memoryview(tensor)) for tensor in tensors if tensor not in known}
-    operators, max_trips = graph.messages(1), None
-    if has_loop:
-        operators, max_trips = read_loop(graph)
     return GraphFile(
         spec=GraphSpec(*(tuple(map(_read_value, graph.messages(side))) for side in (11, 12))),
         opsets=dict(opsets),
-        operators=_read_operators(operators),
+        operators=_read_operators(graph.messages(1)),
         weights=tuple(weight for tensor in tensors if (weight := known[tensor]) is not None),
-        max_trips=max_trips,
     )
 
 

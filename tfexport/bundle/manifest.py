@@ -14,12 +14,10 @@ from tfexport.contract import (
     DECODER,
     ENCODER,
     ENCODER_CONTRIB,
-    LOOP,
     REORDER,
     Accuracy,
     AlignmentHeads,
     GraphSpec,
-    LoopSettings,
     ModelSpec,
     Quantization,
     TensorSpec,
@@ -42,7 +40,7 @@ Kind = Literal["encoder-decoder", "encoder"]
 # backslash, and nothing that two file systems could spell differently but for the case.
 _PLAIN_PART = "[A-Za-z0-9_][A-Za-z0-9._-]*"
 _PLAIN_PATH = re.compile(f"{_PLAIN_PART}(/{_PLAIN_PART})*")
-_GRAPHS = frozenset({*DECODER.values(), ENCODER, ENCODER_CONTRIB, REORDER, ALIGNMENT, LOOP})
+_GRAPHS = frozenset({*DECODER.values(), ENCODER, ENCODER_CONTRIB, REORDER, ALIGNMENT})
 
 
 class FileEntry(Config, subject="file"):
@@ -105,7 +103,6 @@ class Manifest(Config, subject=MANIFEST):
             imported, and in bundles of before.
         provenance: how they were imported; None where nothing was, and in bundles of before.
         identity: what whoever made the bundle calls it.
-        loop: what the graph of that name generates; None where there is none.
         module: the user's own that was exported; None for the canonical model, and in bundles of before.
     """
 
@@ -124,7 +121,6 @@ class Manifest(Config, subject=MANIFEST):
     provenance: Provenance | None = None
     identity: Identity = Identity()
     module: ModuleEntry | None = None
-    loop: LoopSettings | None = None
 
     def _problems(self) -> list[str]:
         problems = [*self._spec_problems(), *self._text_problems(), *self._graph_problems()]
@@ -146,8 +142,6 @@ class Manifest(Config, subject=MANIFEST):
                     problems.append("alignment: layer and heads are not counted from 0 and all named")
             except ConfigError as error:
                 problems += [f"alignment: {problem}" for problem in error.problems]
-        if self.loop is not None:
-            problems += self.loop.problems_of(self.spec)
         if self.parity is not None and not isinstance(self.parity.get("passed"), bool):
             problems.append(f"parity.passed is {shortened(self.parity.get('passed'))}, expected true or false")
         return problems
@@ -159,9 +153,7 @@ class Manifest(Config, subject=MANIFEST):
         for index, sample in enumerate(text.samples):
             sides.append((f"samples[{index}].source_ids", sample.source_ids, source))
             sides.append((f"samples[{index}].target_ids", sample.target_ids, target))
-        begun = self.loop is None or self.loop.prompt[1:] == text.target_prefix
-        problems = [] if begun else ["the loop graph begins with another text.target_prefix; export without loop"]
-        return problems + [
+        return [
             f"text.{name} has {shortened(max(ids))}, expected below the vocabulary of {vocab}"
             for name, ids, vocab in sides
             if max(ids, default=-1) >= vocab
@@ -184,8 +176,6 @@ class Manifest(Config, subject=MANIFEST):
             )
         if (ALIGNMENT in self.graphs) != (self.alignment is not None):
             problems.append(f"of alignment and the graph {ALIGNMENT!r} there is only one, expected both or none")
-        if (LOOP in self.graphs) != (self.loop is not None):
-            problems.append(f"of loop and the graph {LOOP!r} there is only one, expected both or none")
         if self.spec.has_decoder != bool(decoders & set(self.graphs)):
             graphs = ", ".join(sorted(self.graphs))[:200] or "none"
             problems.append(f"kind is {self.kind!r}, but the graphs are {graphs}")
@@ -233,10 +223,11 @@ class Manifest(Config, subject=MANIFEST):
 
     @classmethod
     def _upgraded(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """Rename graphs that had other names once."""
-        graphs = data.get("graphs")
-        renamed = {_OLD_NAMES.get(name, name): graphs[name] for name in graphs} if isinstance(graphs, dict) else graphs
-        return data | {"graphs": renamed} if "graphs" in data else data
+        """Rename graphs that had other names, and leave out the greedy loop graph, which nothing runs any more."""
+        data = {name: value for name, value in data.items() if name != "loop"}
+        if isinstance(graphs := data.get("graphs"), dict):
+            data["graphs"] = {_OLD_NAMES.get(name, name): graphs[name] for name in graphs if name != "loop"}
+        return data
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> Self:

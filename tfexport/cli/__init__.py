@@ -9,13 +9,11 @@ from tfexport.cli.bench import bench, bench_compare
 from tfexport.cli.build import trt
 from tfexport.cli.checkpoint import import_
 from tfexport.cli.commands import Commands
-from tfexport.cli.diff import diff
 from tfexport.cli.export import onnx
 from tfexport.cli.generate import embed, generate
 from tfexport.cli.inspect import doctor, inspect
 from tfexport.cli.score import score
 from tfexport.cli.serve import serve
-from tfexport.cli.tokenizer import tokenizer
 from tfexport.cli.triton import triton
 from tfexport.cli.verify import verify
 
@@ -29,7 +27,6 @@ def main() -> None:
 for command in (
     import_,
     onnx,
-    tokenizer,
     trt,
     generate,
     score,
@@ -41,7 +38,6 @@ for command in (
     bench,
     bench_compare,
     inspect,
-    diff,
     doctor,
 ):
     main.add_command(command)

@@ -47,7 +47,6 @@ class HeadsOption(click.ParamType):  # type: ignore[type-arg]  # not generic bef
     help="Write cross-attention as alignment too: of this decoder layer, from 0 or -1 for the last, the mean of these "
     "heads, or of all when none is named.",
 )
-@field_option(ExportConfig, "loop")
 @field_option(ExportConfig, "speculation")
 @field_option(ExportConfig, "seed")
 @click.option("--verify/--no-verify", default=True, help="Compare every stage with PyTorch before writing.")

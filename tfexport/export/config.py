@@ -23,8 +23,8 @@ class ExportConfig(Config, subject="export"):
     and of `forms` only the fastest is written. `optimize_for` says how they compute; see `Quantization`.
     contrib is left out of several `forms` if ONNX Runtime's operators cannot do the model; the static form needs opset
     24 whatever `opset` is. The two lengths limit what the bundle takes, at most what the model can.
-    `alignment` names the cross-attention that gets a graph of its own; `loop` adds a graph of the whole greedy search
-    by the model's defaults. With `speculation` the contrib form verifies several tokens in one step.
+    `alignment` names the cross-attention that gets a graph of its own. With `speculation` the contrib form verifies
+    several tokens in one step.
     """
 
     precision: Annotated[
@@ -46,7 +46,6 @@ class ExportConfig(Config, subject="export"):
     max_source_length: Annotated[Size | None, Help("Most source tokens; the model's limit when not given.")] = None
     max_target_length: Annotated[Size | None, Help("Most target tokens; the model's limit when not given.")] = None
     alignment: AlignmentHeads | None = None
-    loop: Annotated[bool, Help("Write one graph too that decodes greedily by itself: ids in, ids out.")] = False
     speculation: Annotated[
         bool, Help("Let one step verify several tokens of a single text that copies or repeats.")
     ] = False
@@ -56,8 +55,6 @@ class ExportConfig(Config, subject="export"):
         problems = []
         if not self.forms or len(set(self.forms)) != len(self.forms):
             problems.append(f"forms is {', '.join(self.forms) or 'empty'}, expected concat, static, contrib, once each")
-        if self.loop and self.forms == ("static",):
-            problems.append("loop is made of the concat or the contrib form, and forms is static; add one of them")
         if self.speculation:
             problems += self._speculation_problems()
         return [*problems, *self._quantization_problems()]

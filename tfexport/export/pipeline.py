@@ -7,23 +7,18 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tfexport._io.names import GENERATION
 from tfexport._io.sealed_json import render
 from tfexport._io.signature import SigningKey
-from tfexport._io.strict_json import parse_json
 from tfexport.bundle.bundle import PARITY, SIGNATURE_DROPPED, Bundle, create_bundle
 from tfexport.bundle.identity import Identity
 from tfexport.bundle.manifest import GraphEntry
-from tfexport.contract import ENCODER, ENCODER_CONTRIB, LOOP, AlignmentHeads, Form, LoopSettings
+from tfexport.contract import ENCODER, ENCODER_CONTRIB, AlignmentHeads, Form
 from tfexport.errors import BackendError, ParityError
 from tfexport.export.config import ExportConfig
-from tfexport.export.loop.settings import loop_settings
-from tfexport.export.loop.write import write_loop
 from tfexport.export.precision import write_cast
 from tfexport.export.quantize.ort_quantize import fastest_form, write_integer_graphs
 from tfexport.export.seam import traits_of
 from tfexport.export.source import Source, of_module, open_source
-from tfexport.generation import GenerationDefaults
 from tfexport.importing.own_module import OwnModule
 from tfexport.runtime.registry import Graphs
 from tfexport.verify import Report, Stages, VerifyConfig, verify_stages
@@ -122,20 +117,17 @@ def _export(
 ) -> Bundle:
     """Write the graphs of a source, verify them, and seal the bundle."""
     alignment = config.alignment.within(source.spec) if config.alignment else None
-    loop = _loop_settings(source) if config.loop else None
     with create_bundle(output, force=force, key=key) as builder:
         if builder.drops_signature:
             report(SIGNATURE_DROPPED)
         graphs = _write(source, builder.path, config, report, alignment)
-        if loop is not None:
-            graphs[LOOP] = write_loop(builder.path, graphs, source.spec, loop)
         for name, raw in source.files.items():
             (builder.path / name).write_bytes(raw)
         parity = None
         if verify:
             paths = {name: builder.path / graph.file for name, graph in graphs.items()}
             weights = config.quantization.weights if config.quantization else None
-            written = Graphs(paths, source.spec, weights, alignment=alignment, loop=loop)
+            written = Graphs(paths, source.spec, weights, alignment=alignment)
             found = _verify(Stages(source.model, written, tokenizer=source.tokenizer), report)
             (builder.path / PARITY).write_bytes(render(found.to_dict()))
             parity = found.summary()
@@ -153,20 +145,12 @@ def _export(
             provenance=source.provenance,
             identity=identity,
             module=source.module,
-            loop=loop,
         )
     for name in builder.stale_engines:
         report(
             f"engine {name} was built from other graphs and may not be used; build it again, or remove engines/{name}"
         )
     return builder.bundle
-
-
-def _loop_settings(source: Source) -> LoopSettings:
-    """Return what the loop graph generates: what the model does by its own defaults, and its texts begin with."""
-    raw = source.files.get(GENERATION)
-    defaults = GenerationDefaults.from_dict(parse_json(raw), subject=GENERATION) if raw else GenerationDefaults()
-    return loop_settings(source.spec, defaults, source.tokenizer.text.target_prefix if source.tokenizer else ())
 
 
 def _write(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol, cast
 
 from tfexport._arguments import is_one_of
 from tfexport._io.extras import install_command
-from tfexport.contract import AlignmentHeads, Device, Form, LoopSettings, ModelSpec, WeightType
+from tfexport.contract import AlignmentHeads, Device, Form, ModelSpec, WeightType
 from tfexport.errors import BackendError, ConfigError, shortened
 from tfexport.runtime.threads import Threads
 
@@ -50,7 +50,6 @@ class Graphs:
         weights: type of the graphs' weights where it is narrower than `spec` says.
         bundle: that they lie in; None while it is being made.
         alignment: layer and heads of the graph of that name; None where there is none.
-        loop: what the graph of that name generates; None where there is none.
     """
 
     paths: Mapping[str, Path]
@@ -58,7 +57,6 @@ class Graphs:
     weights: WeightType | None = None
     bundle: Bundle | None = None
     alignment: AlignmentHeads | None = None
-    loop: LoopSettings | None = None
 
     @classmethod
     def of(cls, bundle: Bundle) -> Graphs:
@@ -66,7 +64,7 @@ class Graphs:
         manifest = bundle.manifest
         paths = {name: bundle.file(graph.file) for name, graph in manifest.graphs.items()}
         weights = manifest.quantization.weights if manifest.quantization else None
-        return cls(paths, manifest.spec, weights, bundle, manifest.alignment, manifest.loop)
+        return cls(paths, manifest.spec, weights, bundle, manifest.alignment)
 
 
 class Home(Protocol):

@@ -19,7 +19,7 @@ import numpy as np
 from tfexport._io.signature import TrustedKeys
 from tfexport.bundle.bundle import open_bundle
 from tfexport.config import Config, Count, Ge, Help, Le
-from tfexport.contract import Device, ModelSpec, loop_form
+from tfexport.contract import Device, ModelSpec
 from tfexport.errors import ConfigError
 from tfexport.model.load import load_tokenizer
 from tfexport.nn.eager import EagerModel
@@ -29,7 +29,6 @@ from tfexport.runtime.registry import Backend, Graphs, OpenOptions
 from tfexport.runtime.session import Aligns, Floats, Session, Verifies
 from tfexport.text.tokenizer import Tokenizer
 from tfexport.verify.divergence import measure_divergence
-from tfexport.verify.loop import STAGE, loop_decodes
 from tfexport.verify.numbers import Batch, compare, random_batches, random_sources, step_logits, verified_logits
 from tfexport.verify.recorded import recorded_texts
 from tfexport.verify.reference import reference_of
@@ -158,26 +157,10 @@ def _climb(stages: Stages, sessions: Sequence[Named], config: VerifyConfig, repo
     speculation = _speculation(stages.model, sessions, batches, rounding, report)
     numbers = [*rounding, *stepped, *speculation, *_alignment(eager, sessions, batches, rounding, report)]
     decodes = _decodes(eager, pairs, sources, report) if pairs else []
-    decodes += _loop(stages.graphs, eager, pairs, sources, report)
     rungs = [("eager", cast(Session, eager), max((number.worst for number in rounding), default=0.0))]
     rungs += [(stage, session, number.worst) for (stage, session), number in pairs]
     decodes += _recorded(stages.tokenizer, eager, rungs, report)
     return Report(stages.reference, config.samples, config.seed, tuple(numbers), tuple(decodes))
-
-
-def _loop(
-    graphs: Graphs,
-    eager: EagerSession,
-    stages: Sequence[tuple[Named, Numbers]],
-    sources: Sequence[Sequence[int]],
-    report: Callable[[str], None],
-) -> list[Decodes]:
-    """Compare the loop graph, where the form that it is made of was compared: its numbers are those of that form."""
-    noise = [number.worst for (stage, _), number in stages if stage == f"ort {loop_form(graphs.paths)}"]
-    if graphs.loop is None or not noise:
-        return []
-    report(f"decoding {len(sources)} sequences, greedy: {STAGE}")
-    return [loop_decodes(graphs, graphs.loop, eager, sources, noise[0])]
 
 
 def _recorded(

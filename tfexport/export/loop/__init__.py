@@ -1,1 +1,0 @@
-"""One graph that holds the whole greedy search: ids in, ids out."""
