@@ -190,6 +190,25 @@ class GraphSpec:
     outputs: tuple[TensorSpec, ...]
 
 
+class GraphEntry(Config, subject="graph"):
+    """One graph of a bundle: its file, ONNX opset, inputs and outputs in order."""
+
+    file: str
+    opset: int
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+    @classmethod
+    def of(cls, file: str, opset: int, spec: GraphSpec) -> Self:
+        """Describe a graph that keeps a contract."""
+        return cls(file=file, opset=opset, inputs=spec.inputs, outputs=spec.outputs)
+
+    @property
+    def spec(self) -> GraphSpec:
+        """Its inputs and outputs."""
+        return GraphSpec(self.inputs, self.outputs)
+
+
 def key_value_names(prefix: str, layers: int) -> list[str]:
     """Name the caches of all layers: prefix_key.0, prefix_value.0, prefix_key.1 and so on."""
     return [f"{prefix}_{part}.{layer}" for layer in range(layers) for part in ("key", "value")]

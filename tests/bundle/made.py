@@ -13,8 +13,7 @@ import pytest
 from onnx import helper
 
 from tfexport.bundle.bundle import Builder, Bundle, create_bundle, open_bundle
-from tfexport.bundle.manifest import GraphEntry
-from tfexport.contract import TensorSpec, TokenIds, decoder_graph, encoder_graph
+from tfexport.contract import GraphEntry, TensorSpec, TokenIds, decoder_graph, encoder_graph
 from tfexport.errors import BundleError
 from tfexport.nn.config import StackConfig, TransformerConfig, model_spec
 

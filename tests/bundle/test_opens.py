@@ -14,8 +14,7 @@ import pytest
 import tfexport
 from tests.bundle.made import CONFIG, CONTENT, FACTS, GRAPHS, SPEC, fill, graph, make, siblings
 from tfexport.bundle.bundle import create_bundle, open_bundle
-from tfexport.bundle.manifest import GraphEntry
-from tfexport.contract import encoder_graph
+from tfexport.contract import GraphEntry, encoder_graph
 from tfexport.errors import BundleError
 
 

@@ -26,9 +26,8 @@ import tfexport
 from tests import tiny
 from tests.tiny import VARIANT_NAMES, VARIANTS
 from tfexport.bundle.bundle import open_bundle
-from tfexport.bundle.manifest import GraphEntry
 from tfexport.cli import main
-from tfexport.contract import DECODER, decoder_graph
+from tfexport.contract import DECODER, GraphEntry, decoder_graph
 from tfexport.errors import BackendError, ConfigError, GraphError, ParityError
 from tfexport.export import export_bundle, pipeline
 from tfexport.export.config import ExportConfig

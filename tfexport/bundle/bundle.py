@@ -48,12 +48,11 @@ from tfexport.bundle.manifest import (
     FORMAT_VERSION,
     MAX_MANIFEST_BYTES,
     FileEntry,
-    GraphEntry,
     Manifest,
     ModuleEntry,
     kind_of,
 )
-from tfexport.contract import AlignmentHeads, ModelSpec, Quantization
+from tfexport.contract import AlignmentHeads, GraphEntry, ModelSpec, Quantization
 from tfexport.errors import MAX_PROBLEMS, BundleError, ConfigError, raise_all
 from tfexport.nn.config import TransformerConfig
 from tfexport.text.config import TextConfig

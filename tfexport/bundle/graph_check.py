@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from tfexport.bundle.graph_file import ExternalWeight, GraphFile, Known, read_graph
-from tfexport.bundle.manifest import GraphEntry, Manifest
-from tfexport.contract import QUANTIZED_WEIGHTS, WEIGHTS, contract_problems
+from tfexport.bundle.manifest import Manifest
+from tfexport.contract import QUANTIZED_WEIGHTS, WEIGHTS, GraphEntry, contract_problems
 from tfexport.errors import shortened
 
 WEIGHT_FILES = (WEIGHTS, QUANTIZED_WEIGHTS)

@@ -17,10 +17,9 @@ from tfexport.contract import (
     REORDER,
     Accuracy,
     AlignmentHeads,
-    GraphSpec,
+    GraphEntry,
     ModelSpec,
     Quantization,
-    TensorSpec,
     contract_problems,
     graph_contract,
     has_speculation,
@@ -62,25 +61,6 @@ class ModuleEntry(Config, subject="module"):
     def _problems(self) -> Iterator[str]:
         if not self.name.isprintable() or not 1 <= len(self.name) <= _MAX_NAME:
             yield f"name is {shortened(self.name)}, expected the name of a class"
-
-
-class GraphEntry(Config, subject="graph"):
-    """One graph: its file in the bundle, ONNX opset, inputs and outputs in order."""
-
-    file: str
-    opset: int
-    inputs: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec, ...]
-
-    @classmethod
-    def of(cls, file: str, opset: int, spec: GraphSpec) -> Self:
-        """Describe a graph that keeps a contract."""
-        return cls(file=file, opset=opset, inputs=spec.inputs, outputs=spec.outputs)
-
-    @property
-    def spec(self) -> GraphSpec:
-        """Its inputs and outputs."""
-        return GraphSpec(self.inputs, self.outputs)
 
 
 class Manifest(Config, subject=MANIFEST):

@@ -11,8 +11,7 @@ from tfexport._io.sealed_json import render
 from tfexport._io.signature import SigningKey
 from tfexport.bundle.bundle import PARITY, SIGNATURE_DROPPED, Bundle, create_bundle
 from tfexport.bundle.identity import Identity
-from tfexport.bundle.manifest import GraphEntry
-from tfexport.contract import ENCODER, ENCODER_CONTRIB, AlignmentHeads, Form
+from tfexport.contract import ENCODER, ENCODER_CONTRIB, AlignmentHeads, Form, GraphEntry
 from tfexport.errors import BackendError, ParityError
 from tfexport.export.config import ExportConfig
 from tfexport.export.precision import write_cast

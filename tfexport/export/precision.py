@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from tfexport.bundle.bundle import Bundle
-from tfexport.bundle.manifest import GraphEntry
-from tfexport.contract import ENCODER, FLOAT, REORDER, WEIGHTS, AlignmentHeads, Form, ModelSpec, Precision
+from tfexport.contract import ENCODER, FLOAT, REORDER, WEIGHTS, AlignmentHeads, Form, GraphEntry, ModelSpec, Precision
 from tfexport.errors import BundleError, GraphError, raise_all
 from tfexport.export.write import write_graphs
 from tfexport.nn.directory import load_weights

@@ -8,7 +8,6 @@ from pathlib import Path
 import onnx_ir as ir
 from torch import nn
 
-from tfexport.bundle.manifest import GraphEntry
 from tfexport.contract import (
     ALIGNMENT,
     CONCAT_OPSETS,
@@ -18,6 +17,7 @@ from tfexport.contract import (
     WEIGHTS,
     AlignmentHeads,
     Form,
+    GraphEntry,
     GraphSpec,
     ModelSpec,
     alignment_graph,

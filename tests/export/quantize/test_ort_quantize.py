@@ -17,8 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from tests.conftest import DATES
 from tfexport.bundle.bundle import open_bundle
-from tfexport.bundle.manifest import GraphEntry
-from tfexport.contract import WEIGHTS, Form, GraphSpec, Quantization, TensorSpec
+from tfexport.contract import WEIGHTS, Form, GraphEntry, GraphSpec, Quantization, TensorSpec
 from tfexport.errors import GraphError
 from tfexport.export.quantize.ort_quantize import write_integer_graphs
 from tfexport.model.model import Model

@@ -18,8 +18,7 @@ from torch import nn
 
 from tests.conftest import DATES
 from tfexport.bundle.bundle import Bundle, open_bundle
-from tfexport.bundle.manifest import GraphEntry
-from tfexport.contract import QUANTIZED_WEIGHTS, REORDER, Form, GraphSpec, ModelSpec, TensorSpec, WeightType
+from tfexport.contract import QUANTIZED_WEIGHTS, REORDER, Form, GraphEntry, GraphSpec, ModelSpec, TensorSpec, WeightType
 from tfexport.errors import GraphError
 from tfexport.export.passes.capacity import fix_capacity
 from tfexport.export.quantize.qdq import quantize_graphs

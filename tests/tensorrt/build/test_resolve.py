@@ -13,8 +13,7 @@ from tests.bundle.made import CONTENT, FACTS, GRAPHS, fill, make_contrib
 from tests.tensorrt.artifact import stored
 from tests.tensorrt.artifact.stored import L4
 from tfexport.bundle.bundle import Bundle, create_bundle
-from tfexport.bundle.manifest import GraphEntry
-from tfexport.contract import graph_contract
+from tfexport.contract import GraphEntry, graph_contract
 from tfexport.errors import ConfigError, EngineError
 from tfexport.tensorrt.build.resolve import resolve
 from tfexport.tensorrt.config import EngineConfig

@@ -20,8 +20,7 @@ from onnx.external_data_helper import set_external_data
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from tfexport.bundle.manifest import GraphEntry
-from tfexport.contract import ENCODER, ENCODER_CONTRIB, REORDER, WEIGHTS, Form, Quantization
+from tfexport.contract import ENCODER, ENCODER_CONTRIB, REORDER, WEIGHTS, Form, GraphEntry, Quantization
 from tfexport.errors import BundleError, GraphError, raise_all
 from tfexport.export.contract import check_graph
 from tfexport.export.decoders import FORMS

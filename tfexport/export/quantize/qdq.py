@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from onnx import helper, numpy_helper, version_converter
 from onnx.external_data_helper import set_external_data
 
-from tfexport.bundle.manifest import GraphEntry
-from tfexport.contract import QUANTIZED_WEIGHTS, WeightType
+from tfexport.contract import QUANTIZED_WEIGHTS, GraphEntry, WeightType
 from tfexport.errors import GraphError, first_line, raise_all
 from tfexport.export.contract import check_graph
 from tfexport.export.external_data import Span, external_weights, read_weight, span
