@@ -20,8 +20,9 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from torch import Tensor
 
+from models.from_scratch.notebook_000 import Notebook000
+from models.from_scratch.notebook_004 import Notebook004
 from tests.importing.layout.test_layout import IDENTITY, state
-from tests.nn.notebooks import Notebook000, Notebook004
 from tfexport.cli import main
 from tfexport.importing.layout.layout import read_layout, render_layout
 from tfexport.importing.reference.golden import record

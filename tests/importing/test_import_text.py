@@ -20,7 +20,7 @@ from tokenizers import Tokenizer as Inner
 from tokenizers import models, normalizers, pre_tokenizers
 
 import tfexport
-from tests.nn.notebooks import Notebook004
+from models.from_scratch.notebook_004 import Notebook004
 from tfexport.cli import main
 from tfexport.errors import CheckpointError
 from tfexport.importing.reference.golden import read_golden, record, write_golden

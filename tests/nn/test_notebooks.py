@@ -16,8 +16,10 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
+from models.from_scratch.notebook_001 import Notebook001
+from models.from_scratch.notebook_003 import Notebook003
 from tests import tiny
 from tfexport.nn.config import TransformerConfig
 from tfexport.nn.layers import LayerNorm
@@ -131,6 +133,18 @@ def test_equals_recorded_output(
     if notes["outputs"] == "log_probs":
         output = output.log_softmax(-1)
     expected, keep = golden["logits"], golden["target_keep"]
+    assert (output - expected)[keep].abs().max() < TOLERANCE * expected[keep].abs().max()
+
+
+@pytest.mark.skipif(not RECORDS.is_dir(), reason="recorded outputs of the notebooks are not here")
+@pytest.mark.parametrize(("model", "record"), [(Notebook001, "hkproj_2023_05"), (Notebook003, "lazyprogrammer")])
+def test_the_example_models_are_those_that_were_recorded(model: type[nn.Module], record: str) -> None:
+    example = model().eval()
+    example.load_state_dict(load_file(RECORDS / f"{record}.safetensors"))
+    recorded = load_file(RECORDS / f"{record}.golden.safetensors")
+    with torch.no_grad():
+        output = example.double()(recorded["source_ids"], recorded["source_keep"], recorded["target_ids"])
+    expected, keep = recorded["logits"], recorded["target_keep"]
     assert (output - expected)[keep].abs().max() < TOLERANCE * expected[keep].abs().max()
 
 

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.nn.notebooks import Notebook002
+from models.from_scratch.notebook_002 import Notebook002
 from tfexport.errors import CheckpointError, TfexportError
 from tfexport.importing.config import ImportConfig
 from tfexport.importing.formats import container

@@ -18,8 +18,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from models.from_scratch.notebook_000 import Notebook000
+from models.from_scratch.notebook_002 import Notebook002
+from models.from_scratch.notebook_004 import Notebook004
 from tests import tiny
-from tests.nn.notebooks import Notebook000, Notebook002, Notebook004
 from tfexport.decode.offline import decode
 from tfexport.errors import CheckpointError, ParityError
 from tfexport.export.config import ExportConfig
