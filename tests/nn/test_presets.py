@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +12,6 @@ from tfexport.nn.cache import ConcatCache
 from tfexport.nn.presets import PRESETS, build_preset, preset
 from tfexport.nn.source import CrossCache, PaddedSource
 from tfexport.nn.transformer import Transformer
-
-README = Path(__file__).resolve().parents[2] / "models" / "README.md"
 
 # Built in a moment; the others have the same code path and half a gigabyte of weights.
 SMALL = ("tiny", "notebook-003")
@@ -39,24 +36,6 @@ def test_names() -> None:
         "notebook-003",
         "notebook-004",
     )
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_readme_gives_the_sizes(name: str) -> None:
-    config = preset(name)
-    layers = " + ".join(str(stack.layers) for stack in (config.encoder, config.decoder) if stack)
-    vocabularies = dict.fromkeys(f"{size:,}" for size in (config.source_vocab, config.target_vocab) if size)
-    assert config.max_target_length in (config.max_source_length, None)
-    cells = (
-        f"`{name}`",
-        config.d_model,
-        layers,
-        config.encoder.num_heads,
-        config.encoder.d_ff,
-        " / ".join(vocabularies),
-        f"{config.max_source_length:,}",
-    )
-    assert f"| {' | '.join(map(str, cells))} |" in README.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("call", [preset, build_preset])

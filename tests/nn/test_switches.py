@@ -9,8 +9,6 @@ import pytest
 import torch
 
 from tests import tiny
-from tests.conftest import ROOT
-from tests.test_docs import code, table
 from tests.tiny import VARIANTS
 from tfexport.contract import ModelSpec
 from tfexport.errors import ConfigError
@@ -87,17 +85,6 @@ def test_the_configuration_has_the_field_of_the_switch(name: str) -> None:
     if switch.default is not None and not switch.per_side:
         is_arithmetic = isinstance(switch.default, str) and switch.values in (int, float)
         assert defaults[name] == (None if is_arithmetic else switch.default)
-
-
-def test_the_readme_has_the_switches_of_the_table() -> None:
-    rows = table(ROOT / "models" / "README.md", "switch")
-    assert [code(row[0])[0] for row in rows] == list(SWITCHES)
-    kinds = {bool: "bool", int: "whole number", float: "number"}
-    for row, switch in zip(rows, SWITCHES.values(), strict=True):
-        shown = tuple(code(row[1])) or row[1]
-        assert shown == (switch.values if isinstance(switch.values, tuple) else kinds[switch.values])
-        assert row[2] == switch.acts
-        assert ("of each side" in row[0]) == switch.per_side
 
 
 def test_a_configuration_tells_all_its_switches() -> None:
