@@ -129,9 +129,9 @@ def test_a_bundle_generates_without_torch_and_onnx(deployed: Path, dates_bundle:
 @pytest.mark.parametrize(
     ("arguments", "needs"),
     [
-        (["onnx", "preset:tiny", "--output", "{tmp}/out"], "onnx, which is not installed"),
+        (["onnx", "preset:tiny", "--output", "{tmp}/out"], "torch, which is not installed"),
         (["import", "x.pt", "--output", "{tmp}/out"], "torch, which is not installed"),
-        (["trt", "{bundle}"], "onnx, which is not installed"),
+        (["trt", "{bundle}"], "torch, which is not installed"),
         (["inspect", "{bundle}/encoder.onnx"], "needs the onnx package"),
         (["generate", "{bundle}", "x", "--backend", "eager"], "torch is not installed"),
         (["verify", "{bundle}"], "torch, which is not installed"),
