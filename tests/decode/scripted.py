@@ -9,20 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tfexport.contract import Accuracy, ModelSpec, TokenIds
-from tfexport.runtime.session import (
-    Candidates,
-    Floats,
-    Ids,
-    Limits,
-    Mask,
-    Prompts,
-    check_prompts,
-    check_rows,
-    check_source,
-    check_sources,
-    check_step,
-    close_up,
-)
+from tfexport.runtime.checked import CheckedBatch
+from tfexport.runtime.session import Candidates, Floats, Ids, Limits, Mask, Prompts, close_up
 
 PAD, START, EOS = 0, 1, 2
 Script = Callable[[tuple[int, ...], tuple[int, ...]], np.ndarray]
@@ -76,32 +64,29 @@ class ScriptedSession:
         pass
 
 
-class ScriptedBatch:
+class ScriptedBatch(CheckedBatch):
     """Sources and histories, instead of caches."""
 
     def __init__(self, session: ScriptedSession, width: int) -> None:
-        self.session, self.width, self.can_join = session, width, session.can_join
+        super().__init__(session.spec, width)
+        self.session, self.can_join = session, session.can_join
         self.sources: list[tuple[int, ...]] = []
         self.histories: list[tuple[int, ...]] = []
 
-    @property
-    def lengths(self) -> Ids:
-        return np.array([len(history) for history in self.histories], np.int64)
-
-    def add(self, source_ids: Ids, source_mask: Mask, prompts: Prompts) -> None:
-        check_source(self.session.spec, source_ids, source_mask)
-        check_prompts(self.session.spec, len(source_ids), prompts)
+    def _add(self, source_ids: Ids, source_mask: Mask, prompts: Prompts) -> None:
         if not self.can_join:
             assert not self.sources, "a batch that nobody may join was joined"
             assert len({len(prompt) for prompt in prompts}) == 1
         self.session.encoded.append(source_ids.shape)
         self.sources += [tuple(ids[mask].tolist()) for ids, mask in zip(source_ids, source_mask, strict=True)]
-        self.histories += [tuple(prompt[:-1]) for prompt in prompts for _ in range(self.width)]
+        self._measure([*self.histories, *(tuple(prompt[:-1]) for prompt in prompts for _ in range(self.width))])
 
-    def step(self, target_ids: Ids, num_candidates: int) -> Candidates:
-        check_step(self.session.spec, self.lengths, target_ids, num_candidates)
+    def _measure(self, histories: list[tuple[int, ...]]) -> None:
+        self.histories, self.lengths = histories, np.array([len(history) for history in histories], np.int64)
+
+    def _step(self, target_ids: Ids, num_candidates: int) -> Candidates:
         self.session.steps.append((len(target_ids), num_candidates))
-        self.histories = [(*history, new) for history, new in zip(self.histories, target_ids.tolist(), strict=True)]
+        self._measure([(*history, new) for history, new in zip(self.histories, target_ids.tolist(), strict=True)])
         logits = np.stack(
             [
                 self.session.script(self.sources[row // self.width], history)
@@ -115,15 +100,13 @@ class ScriptedBatch:
             np.array([np.log(np.exp(row).sum()) for row in logits], np.float32),
         )
 
-    def reorder(self, rows: Ids) -> None:
-        check_rows(self.lengths, self.width, rows)
+    def _reorder(self, rows: Ids) -> None:
         self.histories = [self.histories[row] for row in rows]
 
-    def remove(self, sources: Ids) -> None:
-        check_sources(len(self.sources), sources)
+    def _remove(self, sources: Ids) -> None:
         self.session.removed.append(sorted(sources.tolist()))
         kept = close_up(len(self.sources), sources)
-        self.histories = [self.histories[source * self.width + row] for source in kept for row in range(self.width)]
+        self._measure([self.histories[source * self.width + row] for source in kept for row in range(self.width)])
         self.sources = [self.sources[source] for source in kept]
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.decode.scripted import ScriptedSession, drawn
 from tests.runtime.joining import alone, differing, random_requests
 from tfexport.decode.loop import Loop
-from tfexport.decode.request import Request, check_requests
+from tfexport.decode.request import Request, Status, check_requests
 from tfexport.decode.search import Outcome
 from tfexport.generation import DecodeConfig
 
@@ -53,6 +53,7 @@ def test_cancelling_all_leaves_nothing() -> None:
     loop.step(1)
     assert loop.is_busy
     loop.cancel(requests)
+    assert {request.status for request in requests} == {Status.CANCELLED}
     assert not loop.is_busy
     assert loop.num_rows == 0
     assert loop.step() == []
@@ -90,3 +91,17 @@ def test_rows_are_counted_over_all_widths() -> None:
     assert loop.num_rows == 5
     assert loop.can_join(1)
     assert loop.can_join(7)
+
+
+def test_a_request_keeps_its_id_and_has_a_status_from_submission_to_answer() -> None:
+    first, second = (answer(text, DecodeConfig(min_new_tokens=3), stream=True) for text in range(2))
+    assert first.id != second.id != dataclasses.replace(second).id
+    loop, seen = Loop(SESSION, 1), [Status.WAITING]
+    loop.submit([first, second])
+    assert first.status is second.status is Status.WAITING
+    while loop.is_busy:
+        updates = loop.step(1)
+        assert all(update.request in (first, second) for update in updates)
+        seen += [first.status] * (first.status is not seen[-1])
+    assert seen == [Status.WAITING, Status.RUNNING, Status.DONE]
+    assert second.status is Status.DONE

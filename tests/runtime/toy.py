@@ -10,25 +10,12 @@ import onnxruntime as ort
 
 from tfexport.bundle.bundle import Bundle
 from tfexport.contract import Accuracy, ModelSpec, key_value_names
-from tfexport.errors import BackendError
+from tfexport.runtime.checked import CheckedBatch, CheckedSession
 from tfexport.runtime.registry import Backend, Graphs, OpenOptions, Requirement
-from tfexport.runtime.session import (
-    Candidates,
-    Floats,
-    Ids,
-    Limits,
-    Mask,
-    Prompts,
-    check_prompts,
-    check_rows,
-    check_source,
-    check_sources,
-    check_step,
-    close_up,
-)
+from tfexport.runtime.session import Candidates, Floats, Ids, Limits, Mask, Prompts, close_up
 
 
-class ToySession:
+class ToySession(CheckedSession):
     """The portable graphs of a model."""
 
     backend = "toy"
@@ -41,53 +28,47 @@ class ToySession:
             name: ort.InferenceSession(str(graphs[name]), providers=["CPUExecutionProvider"]) for name in names
         }
 
-    def batch(self, width: int = 1) -> ToyBatch:
-        self.run("encoder", None)
-        if not self.spec.has_decoder:
-            raise BackendError("toy: an encoder alone generates nothing")
+    @property
+    def _is_open(self) -> bool:
+        return self.graphs is not None
+
+    def _batch(self, width: int) -> ToyBatch:
         return ToyBatch(self, width)
 
-    def hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats:
-        if self.spec.has_decoder:
-            raise BackendError("toy: the model has a decoder")
-        check_source(self.spec, source_ids, source_mask)
+    def _hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats:
         hidden: Floats = self.run("encoder", {"source_ids": source_ids, "source_mask": source_mask})[0]
         return hidden
 
-    def run(self, name: str, feed: dict[str, np.ndarray] | None) -> list[np.ndarray]:
-        if self.graphs is None:
-            raise BackendError("toy: this session is closed")
-        return [] if feed is None else self.graphs[name].run(None, feed)
+    def run(self, name: str, feed: dict[str, np.ndarray]) -> list[np.ndarray]:
+        self._check_open()
+        assert self.graphs is not None
+        return self.graphs[name].run(None, feed)
 
     def close(self) -> None:
         self.graphs = None
 
 
-class ToyBatch:
+class ToyBatch(CheckedBatch):
     """What each source says to the decoder, and what each row has read."""
 
-    can_join = True
-
     def __init__(self, session: ToySession, width: int) -> None:
-        self.width, self._session, self._spec = width, session, session.spec
+        super().__init__(session.spec, width)
+        self._session = session
         self._sources: list[dict[str, np.ndarray]] = []
         self._histories: list[list[int]] = []
 
-    @property
-    def lengths(self) -> Ids:
-        return np.array([len(history) for history in self._histories], np.int64)
-
-    def add(self, source_ids: Ids, source_mask: Mask, prompts: Prompts) -> None:
-        check_source(self._spec, source_ids, source_mask)
-        check_prompts(self._spec, len(source_ids), prompts)
+    def _add(self, source_ids: Ids, source_mask: Mask, prompts: Prompts) -> None:
         for ids, mask, prompt in zip(source_ids, source_mask, prompts, strict=True):
             source = {"source_ids": ids[mask][None], "source_mask": mask[mask][None]}
             cross = zip(key_value_names("cross", self._spec.layers), self._session.run("encoder", source), strict=True)
             self._sources.append({"source_mask": source["source_mask"], **dict(cross)})
             self._histories += [list(prompt[:-1]) for _ in range(self.width)]
+        self._measure()
 
-    def step(self, target_ids: Ids, num_candidates: int) -> Candidates:
-        check_step(self._spec, self.lengths, target_ids, num_candidates)
+    def _measure(self) -> None:
+        self.lengths = np.array([len(history) for history in self._histories], np.int64)
+
+    def _step(self, target_ids: Ids, num_candidates: int) -> Candidates:
         found = []
         for row, (history, token) in enumerate(zip(self._histories, target_ids.tolist(), strict=True)):
             history.append(token)
@@ -97,18 +78,18 @@ class ToyBatch:
             feed = {"target_ids": np.array([history]), "num_candidates": np.array([num_candidates])}
             found.append(self._session.run("decoder", {**feed, **source, **past})[1:4])
         token_ids, logits, log_normalizer = (np.concatenate(part) for part in zip(*found, strict=True))
+        self._measure()
         return Candidates(token_ids, logits, log_normalizer[:, 0])
 
-    def reorder(self, rows: Ids) -> None:
-        check_rows(self.lengths, self.width, rows)
+    def _reorder(self, rows: Ids) -> None:
         self._histories = [list(self._histories[row]) for row in rows]
 
-    def remove(self, sources: Ids) -> None:
-        check_sources(len(self._sources), sources)
+    def _remove(self, sources: Ids) -> None:
         kept = close_up(len(self._sources), sources)
         rows = (kept[:, None] * self.width + np.arange(self.width)).ravel()
         self._sources = [self._sources[source] for source in kept]
         self._histories = [self._histories[row] for row in rows]
+        self._measure()
 
 
 def open_bundle(bundle: Bundle, options: OpenOptions) -> ToySession:

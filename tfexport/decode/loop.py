@@ -16,7 +16,7 @@ import numpy as np
 from tfexport.decode.beam import BeamSearch
 from tfexport.decode.greedy import GreedySearch
 from tfexport.decode.multi_step import take_steps
-from tfexport.decode.request import Request
+from tfexport.decode.request import Request, Status
 from tfexport.decode.search import Outcome, Search, forced_alone, settings
 from tfexport.runtime.session import Batch, Candidates, Ids, MultiStep, Session, Verifies, close_up, pad_right
 
@@ -82,21 +82,24 @@ class Loop:
     def submit(self, requests: Iterable[Request]) -> None:
         """Let requests wait for their turn, in this order."""
         for request in requests:
+            request.status = Status.WAITING
             if request.is_answered:
                 self._answered.append(Update(request, outcome=forced_alone(request, self._session.spec)))
                 continue
             self._waiting.setdefault(request.config.num_beams, deque()).append(request)
 
     def cancel(self, requests: Collection[Request]) -> None:
-        """Let requests leave, those that wait and those that run; nothing more is told of them."""
-        leaving = {id(request) for request in requests}
-        self._answered = [update for update in self._answered if id(update.request) not in leaving]
+        """Remove requests that wait or run; the loop reports nothing more about them."""
+        for request in requests:
+            if request.status is not Status.DONE:
+                request.status = Status.CANCELLED
+        self._answered = [update for update in self._answered if update.request.status is not Status.CANCELLED]
         for waiting in self._waiting.values():
-            stay = [request for request in waiting if id(request) not in leaving]
+            stay = [request for request in waiting if request.status is not Status.CANCELLED]
             waiting.clear()
             waiting.extend(stay)
         for running in self._running.values():
-            running.cancel(leaving)
+            running.remove_cancelled()
         self._forget_empty()
 
     def admit(self) -> None:
@@ -128,6 +131,9 @@ class Loop:
         for running in self._running.values():
             updates += running.step(most)
             self.num_steps += running.num_steps
+        for update in updates:
+            if update.outcome is not None:
+                update.request.status = Status.DONE
         self._forget_empty()
         return updates
 
@@ -157,8 +163,8 @@ def _equally_long(waiting: deque[Request], count: int) -> list[Request]:
     """Take up to `count` requests whose prompts are as long as the first one's; the others go on waiting."""
     length = len(waiting[0].prompt)
     taken = [request for request in waiting if len(request.prompt) == length][:count]
-    numbers = {id(request) for request in taken}
-    rest = [request for request in waiting if id(request) not in numbers]
+    numbers = {request.id for request in taken}
+    rest = [request for request in waiting if request.id not in numbers]
     waiting.clear()
     waiting.extend(rest)
     return taken
@@ -196,11 +202,15 @@ class _Running:
         first = self.num_sources
         source_ids, source_mask = pad_right([request.source_ids for request in requests], self._spec.tokens.pad)
         self._batch.add(source_ids, source_mask, [request.prompt for request in requests])
+        for request in requests:
+            request.status = Status.RUNNING
         self.num_sources += len(requests)
-        keys = {id(config): settings(config) for config in (request.config for request in requests)}
         alike: dict[tuple[object, ...], list[int]] = {}
+        newest, key = requests[0].config, settings(requests[0].config)
         for number, request in enumerate(requests):
-            alike.setdefault(keys[id(request.config)], []).append(number)
+            if request.config is not newest:  # the requests of a call share one
+                newest, key = request.config, settings(request.config)
+            alike.setdefault(key, []).append(number)
         for key, numbers in alike.items():
             if key not in self._parts:
                 search = BeamSearch if self.width > 1 else GreedySearch
@@ -275,10 +285,10 @@ class _Running:
         self._remove_done()
         return updates
 
-    def cancel(self, leaving: Collection[int]) -> None:
-        """Let the requests of these identities leave."""
+    def remove_cancelled(self) -> None:
         for part in self._parts.values():
-            part.done = {place: [] for place, one in enumerate(part.search.requests) if id(one) in leaving}
+            requests = enumerate(part.search.requests)
+            part.done = {place: [] for place, one in requests if one.status is Status.CANCELLED}
         self._remove_done()
 
     def _remove_done(self) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any
 
 from tfexport._arguments import ID_LISTS, as_list, is_whole, listed, listed_ids
@@ -15,11 +17,22 @@ from tfexport.generation import DecodeConfig
 from tfexport.runtime.session import Limits, Session
 
 
-@dataclass(frozen=True)
+class Status(Enum):
+    """Where a request is on its way through a loop."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    DONE = auto()
+    CANCELLED = auto()
+
+
+@dataclass(eq=False)
 class Request:
-    """One text to decode, or one sample of it.
+    """One text to decode, or one sample of it; the loop changes only `status`.
 
     Attributes:
+        id: unique in this process; `dataclasses.replace` gives a new one.
+        status: set by the loop that decodes the request.
         text: its place in the call.
         source_ids: the source, at least one token.
         prompt: start token, prefix, forced first token, alternative: what the decoder reads first.
@@ -50,6 +63,8 @@ class Request:
     biased_prefix: tuple[int, ...] = ()
     num_texts: int = 1
     place: int | None = None
+    id: int = field(init=False, default_factory=itertools.count().__next__)
+    status: Status = field(init=False, default=Status.WAITING)
 
     @property
     def name(self) -> str:

@@ -22,9 +22,9 @@ from tfexport.nn.eager import EagerModel
 from tfexport.nn.row_cache import RowCache
 from tfexport.nn.source import CrossCache, PaddedSource
 from tfexport.nn.transformer import Transformer
+from tfexport.runtime.checked import CheckedAligner, CheckedScoring
 from tfexport.runtime.registry import Graphs, OpenOptions
 from tfexport.runtime.session import (
-    NO_ALIGNMENT,
     Candidates,
     Floats,
     Ids,
@@ -32,13 +32,6 @@ from tfexport.runtime.session import (
     Mask,
     Prompts,
     Session,
-    check_prompts,
-    check_rows,
-    check_score_step,
-    check_source,
-    check_sources,
-    check_step,
-    check_targets,
     close_up,
     given_candidates,
 )
@@ -47,7 +40,7 @@ from tfexport.runtime.session import (
 FIRST_CAPACITY = 32
 
 
-class EagerSession:
+class EagerSession(CheckedAligner):
     """A model in PyTorch, on whatever device its weights are.
 
     It holds the model and no state of its own, so threads may share it. The
@@ -79,25 +72,16 @@ class EagerSession:
         self.limits = Limits.of(self.spec)
         self._model: nn.Module | None = model.eval()
 
-    def batch(self, width: int = 1) -> EagerBatch:
-        """Return an empty batch; see `Session.batch`."""
-        self.open_model()
-        if not self.spec.has_decoder:
-            raise BackendError("batch: this model is an encoder alone and cannot generate; use hidden_states")
+    @property
+    def _is_open(self) -> bool:
+        return self._model is not None
+
+    def _batch(self, width: int) -> EagerBatch:
         return EagerBatch(self, width)
 
     @torch.inference_mode()
-    def hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats:
-        """Encode a batch with an encoder alone; see `Session.hidden_states`.
-
-        Raises:
-            InputError: shapes, ids or lengths that the model cannot take.
-            BackendError: the model has a decoder, or the session is closed.
-        """
+    def _hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats:
         model = self.open_model()
-        if self.spec.has_decoder:
-            raise BackendError("hidden_states: this model has a decoder; only an encoder alone gives hidden states")
-        check_source(self.spec, source_ids, source_mask)
         device = next(model.parameters()).device
         ids, mask = torch.tensor(source_ids, device=device), torch.tensor(source_mask, device=device)
         hidden = model.hidden_states(ids, mask)
@@ -105,13 +89,9 @@ class EagerSession:
         return array
 
     @torch.inference_mode()
-    def align(self, source_ids: Ids, source_mask: Mask, target_ids: Ids) -> Floats:
-        """Return cross-attention as alignment; see `Aligns.align`."""
+    def _align(self, source_ids: Ids, source_mask: Mask, target_ids: Ids) -> Floats:
         model = self.open_model()
-        if self._alignment is None:
-            raise BackendError(NO_ALIGNMENT)
-        check_source(self.spec, source_ids, source_mask)
-        check_targets(self.spec, len(source_ids), target_ids)
+        assert self._alignment is not None
         device = next(model.parameters()).device
         inputs = (torch.tensor(array, device=device) for array in (source_ids, source_mask, target_ids))
         weights: Floats = align(model, self._alignment, *inputs).cpu().numpy()
@@ -122,42 +102,24 @@ class EagerSession:
         self._model = None
 
     def open_model(self) -> Any:
-        """Return the module.
-
-        Raises:
-            BackendError: the session is closed.
-        """
-        if self._model is None:
-            raise BackendError("eager: this session is closed; create a new one")
+        """Return the module."""
+        self._check_open()
         return self._model
 
 
-class EagerBatch:
-    """Sources being decoded in PyTorch; see `Batch`. The tensors lie on the model's device.
-
-    Attributes:
-        width: rows of each source.
-        can_join: True.
-        lengths: tokens in the cache of every row, int64 [rows].
-    """
-
-    can_join = True
+class EagerBatch(CheckedScoring):
+    """Sources being decoded in PyTorch, on the model's device."""
 
     def __init__(self, session: EagerSession, width: int) -> None:
-        """Begin without a source."""
-        self.width = width
-        self.lengths: Ids = np.empty(0, np.int64)
-        self._session, self._spec = session, session.spec
+        super().__init__(session.spec, width)
+        self._session = session
         self._device = next(session.open_model().parameters()).device
         self._source_mask = self._tensor(np.empty((0, 0), np.bool_))
         self._cross: list[KeyValue] = []  # of each layer, [sources, heads, source_len, …]
         self._past: list[KeyValue] = []  # of each layer, [rows, heads, capacity, …]
 
     @torch.inference_mode()
-    def add(self, source_ids: Ids, source_mask: Mask, prompts: Prompts) -> None:
-        """Encode sources and read their prompts; see `Batch.add`."""
-        check_source(self._spec, source_ids, source_mask)
-        check_prompts(self._spec, len(source_ids), prompts)
+    def _add(self, source_ids: Ids, source_mask: Mask, prompts: Prompts) -> None:
         new, mask = len(source_ids), self._tensor(source_mask)
         cross = self._session.open_model().encode(self._tensor(source_ids), PaddedSource(mask))
         first, length = self.lengths.size, max(source_mask.shape[1], self._source_mask.shape[1])
@@ -174,9 +136,7 @@ class EagerBatch:
         self._read(first, prompts)
 
     @torch.inference_mode()
-    def step(self, target_ids: Ids, num_candidates: int) -> Candidates:
-        """Read one token of every row; see `Batch.step`."""
-        check_step(self._spec, self.lengths, target_ids, num_candidates)
+    def _step(self, target_ids: Ids, num_candidates: int) -> Candidates:
         logits = self._run(slice(None), slice(None), target_ids[:, None])
         token_ids = _best(logits, num_candidates)
         return Candidates(
@@ -186,22 +146,16 @@ class EagerBatch:
         )
 
     @torch.inference_mode()
-    def score_step(self, target_ids: Ids, next_ids: Ids) -> Candidates:
-        """Read one token of every row; see `ScoresTokens.score_step`."""
-        check_score_step(self._spec, self.lengths, target_ids, next_ids)
+    def _score_step(self, target_ids: Ids, next_ids: Ids) -> Candidates:
         logits = self._run(slice(None), slice(None), target_ids[:, None])
         return given_candidates(next_ids, logits.cpu().numpy(), logits.logsumexp(1).cpu().numpy())
 
     @torch.inference_mode()
-    def reorder(self, rows: Ids) -> None:
-        """Let row r continue what row rows[r] was; see `Batch.reorder`."""
-        check_rows(self.lengths, self.width, rows)
+    def _reorder(self, rows: Ids) -> None:
         self._past = _take(self._past, self._tensor(rows))
 
     @torch.inference_mode()
-    def remove(self, sources: Ids) -> None:
-        """Let sources leave; see `Batch.remove`."""
-        check_sources(self.lengths.size // self.width, sources)
+    def _remove(self, sources: Ids) -> None:
         kept = close_up(self.lengths.size // self.width, sources)
         rows = (kept[:, None] * self.width + np.arange(self.width)).ravel()
         self.lengths = self.lengths[rows]

@@ -6,7 +6,6 @@ session may be shared between threads, a batch belongs to one.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -15,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tfexport.contract import Accuracy, ModelSpec
-from tfexport.errors import InputError
 
 Ids = NDArray[np.int64]
 Mask = NDArray[np.bool_]
@@ -358,111 +356,6 @@ def pad_right(sources: Sequence[Sequence[int]], pad_id: int) -> tuple[Ids, Mask]
     return ids, mask
 
 
-def check_source(spec: ModelSpec, source_ids: Ids, source_mask: Mask) -> None:
-    """Refuse a source batch that would be computed wrongly or not at all.
-
-    Raises:
-        InputError: names the first of shape, length, padding or id that is wrong.
-    """
-    if source_ids.ndim != 2 or source_ids.dtype != np.int64 or source_ids.size == 0:
-        raise InputError(f"source_ids is {source_ids.dtype} {source_ids.shape}, expected int64 [batch, source_len]")
-    if source_mask.shape != source_ids.shape or source_mask.dtype != np.bool_:
-        raise InputError(
-            f"source_mask is {source_mask.dtype} {source_mask.shape}, expected bool {source_ids.shape} like source_ids"
-        )
-    if source_ids.shape[1] > spec.max_source_length:
-        raise InputError(
-            f"source has {source_ids.shape[1]} tokens, the limit is {spec.max_source_length}; "
-            "shorten it, or export with a larger --max-source-length if the model allows it"
-        )
-    if not source_mask[:, 0].all() or (source_mask[:, 1:] & ~source_mask[:, :-1]).any():
-        raise InputError("source_mask must begin with True in every row and be padded on the right only")
-    if source_ids.min() < 0 or source_ids.max() >= spec.source_vocab:
-        raise InputError(
-            f"source_ids reach from {source_ids.min()} to {source_ids.max()}, expected 0 … {spec.source_vocab - 1}"
-        )
-
-
-def check_targets(spec: ModelSpec, sources: int, target_ids: Ids) -> None:
-    """Refuse whole targets that would be computed wrongly or not at all.
-
-    Raises:
-        InputError: names the first of shape, length or id that is wrong.
-    """
-    if target_ids.ndim != 2 or target_ids.dtype != np.int64 or len(target_ids) != sources or target_ids.size == 0:
-        raise InputError(f"target_ids is {target_ids.dtype} {target_ids.shape}, expected int64 [{sources}, target_len]")
-    check_prompts(spec, sources, target_ids.tolist())
-
-
-def check_prompts(spec: ModelSpec, sources: int, prompts: Prompts) -> None:
-    """Refuse prompts that would be computed wrongly or not at all.
-
-    Raises:
-        InputError: names the first that is wrong.
-    """
-    if len(prompts) != sources:
-        raise InputError(f"prompts are {len(prompts)}, expected one for each of {sources} sources")
-    for prompt in prompts:
-        if not 1 <= len(prompt) <= spec.max_target_length:
-            raise InputError(f"a prompt has {len(prompt)} tokens, expected 1 to {spec.max_target_length}")
-        if min(prompt) < 0 or max(prompt) >= spec.vocab:
-            raise InputError(f"a prompt reaches from {min(prompt)} to {max(prompt)}, expected 0 … {spec.vocab - 1}")
-
-
-def check_step(spec: ModelSpec, lengths: Ids, target_ids: Ids, num_candidates: int, steps: int = 1) -> None:
-    """Refuse a step that would be computed wrongly or not at all.
-
-    Raises:
-        InputError: names the first of shape, length, id or count that is wrong.
-    """
-    if target_ids.shape != lengths.shape or lengths.size == 0:
-        raise InputError(f"target_ids is {target_ids.shape}, expected [{lengths.size}], one or more")
-    longest = max(lengths.tolist()) + steps  # sooner than numpy's for the few rows of a batch
-    if longest > spec.max_target_length:
-        raise InputError(
-            f"target has {longest} tokens, the limit is {spec.max_target_length}; "
-            f"lower max_new_tokens, or {LONGER.format('target')}"
-        )
-    if target_ids.view(np.uint64).max() >= spec.vocab:  # what is negative counts as very large
-        raise InputError(
-            f"target_ids reach from {target_ids.min()} to {target_ids.max()}, expected 0 … {spec.vocab - 1}"
-        )
-    if not 1 <= num_candidates <= spec.vocab:
-        raise InputError(f"num_candidates is {num_candidates}, expected 1 … {spec.vocab}")
-
-
-def check_verify(spec: ModelSpec, lengths: Ids, target_ids: Ids, num_candidates: int) -> None:
-    """Refuse tokens of one row that would be read wrongly or not at all.
-
-    Raises:
-        InputError: names the first of shape, length, id or count that is wrong.
-    """
-    if lengths.size != 1 or target_ids.ndim != 1:
-        raise InputError(f"target_ids is {target_ids.shape} for {lengths.size} rows, expected [tokens] of one row")
-    check_step(spec, lengths.repeat(target_ids.size), target_ids, num_candidates, target_ids.size)
-
-
-def check_rewind(lengths: Ids, length: int) -> None:
-    """Refuse a length that the only row has not had.
-
-    Raises:
-        InputError: it is negative or above the row's, or there are several rows.
-    """
-    if lengths.size != 1 or not 0 <= length <= lengths[0]:
-        raise InputError(f"length is {length} for rows of {lengths.tolist()}, expected 0 up to that of one row")
-
-
-def check_score_step(spec: ModelSpec, lengths: Ids, target_ids: Ids, next_ids: Ids) -> None:
-    """Refuse a step whose tokens, or the next ones, are out of range or not one a row.
-
-    Raises:
-        InputError: names the first of shape, length or id that is wrong.
-    """
-    check_step(spec, lengths, target_ids, 1)
-    if next_ids.shape != lengths.shape or next_ids.min() < 0 or next_ids.max() >= spec.vocab:
-        raise InputError(f"next_ids is {next_ids.tolist()}, expected {lengths.size} of 0 … {spec.vocab - 1}")
-
-
 def given_candidates(next_ids: Ids, logits: Floats, log_normalizer: Floats) -> Candidates:
     """Take the logits of given tokens.
 
@@ -473,33 +366,3 @@ def given_candidates(next_ids: Ids, logits: Floats, log_normalizer: Floats) -> C
     """
     token_ids = next_ids[:, None]
     return Candidates(token_ids, np.take_along_axis(logits, token_ids, 1), log_normalizer)
-
-
-def check_rows(lengths: Ids, width: int, rows: Ids) -> None:
-    """Refuse an order of rows that breaks the layout.
-
-    Raises:
-        InputError: rows out of range or of another source.
-    """
-    if rows.shape != lengths.shape or (rows // width).tobytes() != _owners(lengths.size, width):
-        raise InputError(f"rows is {rows.tolist()}, expected {lengths.size} rows, each of the source that it is in")
-
-
-@functools.lru_cache(16)
-def _owners(rows: int, width: int) -> bytes:
-    """Say which source each row is of: steps of a batch of one size follow one another."""
-    return (np.arange(rows) // width).tobytes()
-
-
-def check_sources(num_sources: int, sources: Ids) -> None:
-    """Refuse to remove what is not there.
-
-    Raises:
-        InputError: sources out of range, or one of them twice.
-    """
-    if (
-        sources.ndim != 1
-        or np.unique(sources).size != sources.size
-        or (sources.size and not 0 <= sources.min() <= sources.max() < num_sources)
-    ):
-        raise InputError(f"sources is {sources.tolist()}, expected some of 0 … {num_sources - 1}, each once")

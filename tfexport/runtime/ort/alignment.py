@@ -8,10 +8,10 @@ from pathlib import Path
 
 import onnxruntime as ort
 
-from tfexport.contract import ALIGNMENT, SOURCE_IDS, SOURCE_MASK, TARGET_IDS, ModelSpec
+from tfexport.contract import ALIGNMENT, SOURCE_IDS, SOURCE_MASK, TARGET_IDS
 from tfexport.errors import BackendError
 from tfexport.runtime.ort.device import OrtDevice, run
-from tfexport.runtime.session import NO_ALIGNMENT, Floats, Ids, Mask, check_source, check_targets
+from tfexport.runtime.session import Floats, Ids, Mask
 
 
 class OrtAligner:
@@ -21,9 +21,9 @@ class OrtAligner:
         is_there: whether the bundle has the graph.
     """
 
-    def __init__(self, graphs: Mapping[str, Path], spec: ModelSpec, device: OrtDevice, threads: int | None) -> None:
+    def __init__(self, graphs: Mapping[str, Path], device: OrtDevice, threads: int | None) -> None:
         """Find the graph among a bundle's; `device` and `threads` are those of the session."""
-        self._path, self._spec, self._device, self._threads = graphs.get(ALIGNMENT), spec, device, threads
+        self._path, self._device, self._threads = graphs.get(ALIGNMENT), device, threads
         self.is_there = self._path is not None
         self._graph: ort.InferenceSession | None = None
         self._lock, self._is_closed = threading.Lock(), False
@@ -31,8 +31,6 @@ class OrtAligner:
     def align(self, source_ids: Ids, source_mask: Mask, target_ids: Ids) -> Floats:
         """Run the graph; see `tfexport.runtime.session.Aligns.align`."""
         graph = self._loaded()
-        check_source(self._spec, source_ids, source_mask)
-        check_targets(self._spec, len(source_ids), target_ids)
         io = graph.io_binding()
         for name, array in ((SOURCE_IDS, source_ids), (SOURCE_MASK, source_mask), (TARGET_IDS, target_ids)):
             io.bind_ortvalue_input(name, self._device.upload(array))
@@ -47,8 +45,7 @@ class OrtAligner:
             self._graph, self._is_closed = None, True
 
     def _loaded(self) -> ort.InferenceSession:
-        if self._path is None:
-            raise BackendError(NO_ALIGNMENT)
+        assert self._path is not None
         with self._lock:
             if self._is_closed:
                 raise BackendError("ort: this session is closed; load the bundle again")

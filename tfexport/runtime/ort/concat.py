@@ -10,53 +10,27 @@ import onnxruntime as ort
 
 from tfexport.contract import FLOAT, SOURCE_MASK, key_value_names
 from tfexport.errors import InputError
+from tfexport.runtime.checked import CheckedScoring
 from tfexport.runtime.ort.device import host_value
 from tfexport.runtime.ort.graphs import OrtGraphs, Step
 from tfexport.runtime.ort.lengths import rows_of
-from tfexport.runtime.session import (
-    Candidates,
-    Ids,
-    Mask,
-    Prompts,
-    check_prompts,
-    check_rows,
-    check_score_step,
-    check_source,
-    check_sources,
-    check_step,
-    close_up,
-)
+from tfexport.runtime.session import Candidates, Ids, Mask, Prompts, close_up
 
 
-class ConcatBatch:
-    """Sources that begin together; see `Batch`.
-
-    Attributes:
-        width: rows of each source.
-        can_join: False.
-        lengths: tokens in the cache of every row, all the same.
-    """
+class ConcatBatch(CheckedScoring):
+    """Sources that begin together; all rows have one length."""
 
     can_join = False
 
     def __init__(self, graphs: OrtGraphs, width: int) -> None:
-        """Start empty."""
-        self.width = width
-        self.lengths: Ids = np.zeros(0, np.int64)
+        super().__init__(graphs.spec, width)
         self._graphs = graphs
         self._source_mask: Mask = np.zeros((0, 0), np.bool_)
         self._cross: list[ort.OrtValue] = []
         self._past: list[ort.OrtValue] = []
 
-    def add(self, source_ids: Ids, source_mask: Mask, prompts: Prompts) -> None:
-        """Let sources begin; see `Batch.add`.
-
-        Raises:
-            InputError: others are being decoded, or the prompts are of unequal length.
-        """
-        spec, new = self._graphs.spec, len(source_ids)
-        check_source(spec, source_ids, source_mask)
-        check_prompts(spec, new, prompts)
+    def _add(self, source_ids: Ids, source_mask: Mask, prompts: Prompts) -> None:
+        spec, new = self._spec, len(source_ids)
         if self.lengths.size or len({len(prompt) for prompt in prompts}) > 1:
             raise InputError(
                 "the concat form keeps all rows equally long: sources begin together, with equally long prompts; "
@@ -77,31 +51,23 @@ class ConcatBatch:
         self._past = self._take(self._past, np.arange(new).repeat(self.width))
         self.lengths = np.full(new * self.width, read.shape[1])
 
-    def step(self, target_ids: Ids, num_candidates: int) -> Candidates:
-        """Read one token of every row; see `Batch.step`."""
-        check_step(self._graphs.spec, self.lengths, target_ids, num_candidates)
-        return self._step(target_ids, num_candidates).candidates()
+    def _step(self, target_ids: Ids, num_candidates: int) -> Candidates:
+        return self._read(target_ids, num_candidates).candidates()
 
-    def score_step(self, target_ids: Ids, next_ids: Ids) -> Candidates:
-        """Read one token of every row; see `ScoresTokens.score_step`."""
-        check_score_step(self._graphs.spec, self.lengths, target_ids, next_ids)
-        return self._step(target_ids, None).given(next_ids)
+    def _score_step(self, target_ids: Ids, next_ids: Ids) -> Candidates:
+        return self._read(target_ids, None).given(next_ids)
 
-    def reorder(self, rows: Ids) -> None:
-        """Let row r continue what row rows[r] was; see `Batch.reorder`."""
-        check_rows(self.lengths, self.width, rows)
+    def _reorder(self, rows: Ids) -> None:
         if not np.array_equal(rows, np.arange(rows.size)):
             self._past = self._take(self._past, rows)
 
-    def remove(self, sources: Ids) -> None:
-        """Let sources leave, the last ones take their places; see `Batch.remove`."""
-        check_sources(len(self._source_mask), sources)
+    def _remove(self, sources: Ids) -> None:
         kept = close_up(len(self._source_mask), sources)
         rows = rows_of(kept, self.width)
         self._cross, self._source_mask = self._take(self._cross, kept), self._source_mask[kept]
         self._past, self.lengths = self._take(self._past, rows), self.lengths[rows]
 
-    def _step(self, target_ids: Ids, num_candidates: int | None) -> Step:
+    def _read(self, target_ids: Ids, num_candidates: int | None) -> Step:
         step = self._run(target_ids[:, None], num_candidates)
         self.lengths = self.lengths + 1
         return step

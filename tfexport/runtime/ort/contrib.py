@@ -40,30 +40,13 @@ from tfexport.contract import (
     WeightType,
     key_value_names,
 )
-from tfexport.errors import BackendError
+from tfexport.runtime.checked import CheckedAligner, CheckedMultiStep, CheckedScoring, CheckedVerifying
 from tfexport.runtime.ort.alignment import OrtAligner
 from tfexport.runtime.ort.cache import FIRST_CAPACITY
 from tfexport.runtime.ort.device import STEP_SPIN_US, OrtDevice, host_value, run
 from tfexport.runtime.ort.lengths import has_many_scores, runs
 from tfexport.runtime.ort.tables import shared_tables
-from tfexport.runtime.session import (
-    Candidates,
-    Floats,
-    Ids,
-    Limits,
-    Mask,
-    Prompts,
-    check_prompts,
-    check_rewind,
-    check_rows,
-    check_score_step,
-    check_source,
-    check_sources,
-    check_step,
-    check_verify,
-    close_up,
-    given_candidates,
-)
+from tfexport.runtime.session import Candidates, Floats, Ids, Limits, Mask, Prompts, close_up, given_candidates
 from tfexport.runtime.threads import Threads, threads_of
 
 Array = NDArray[Any]
@@ -101,7 +84,7 @@ class Graphs:
     keeps_logits: bool
 
 
-class ContribSession:
+class ContribSession(CheckedAligner):
     """A model in ONNX Runtime's own operators.
 
     Attributes:
@@ -140,7 +123,7 @@ class ContribSession:
         self.accuracy: Accuracy = weights or spec.precision
         device = OrtDevice("cpu", weights)
         encoder_threads, decoder_threads = threads_of(threads)
-        self._aligner = OrtAligner(graphs, spec, device, encoder_threads)
+        self._aligner = OrtAligner(graphs, device, encoder_threads)
         self.has_alignment = self._aligner.is_there
         name = DECODER["contrib"]
         encoder_tables, decoder_tables = shared_tables(graphs[ENCODER_CONTRIB], graphs[name])
@@ -153,27 +136,23 @@ class ContribSession:
             encoder, decoder, spec, key_value_names("cross", spec.layers), list(caches), self.can_verify
         )
 
-    def batch(self, width: int = 1) -> ContribBatch:
-        """Return an empty batch; see `Session.batch`."""
-        self.graphs()
-        return ContribBatch(self, width)
-
     def graphs(self) -> Graphs:
-        """Return what all batches share.
-
-        Raises:
-            BackendError: the session is closed.
-        """
-        if self._graphs is None:
-            raise BackendError("ort: this session is closed; load the bundle again")
+        """Return what all batches share."""
+        self._check_open()
+        assert self._graphs is not None
         return self._graphs
 
-    def hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats:
-        """Refuse: only an encoder alone gives its hidden states; see `Session.hidden_states`."""
-        raise BackendError("ort: this bundle has a decoder and gives no hidden states; use generate")
+    @property
+    def _is_open(self) -> bool:
+        return self._graphs is not None
 
-    def align(self, source_ids: Ids, source_mask: Mask, target_ids: Ids) -> Floats:
-        """Return cross-attention as alignment; see `Aligns.align`."""
+    def _batch(self, width: int) -> ContribBatch:
+        return ContribBatch(self, width)
+
+    def _hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats:
+        raise NotImplementedError  # the form has a decoder
+
+    def _align(self, source_ids: Ids, source_mask: Mask, target_ids: Ids) -> Floats:
         return self._aligner.align(source_ids, source_mask, target_ids)
 
     def close(self) -> None:
@@ -182,25 +161,15 @@ class ContribSession:
         self._graphs = None
 
 
-class ContribBatch:
-    """Sources being decoded in buffers of numpy; see `Batch`, `MultiStep` and `Verifies`.
+class ContribBatch(CheckedScoring, CheckedMultiStep, CheckedVerifying):
+    """Sources being decoded in buffers of numpy.
 
     Source s has place s in the buffers of the encoder's keys and values and rows s · width … of the cache.
-
-    Attributes:
-        width: rows of each source.
-        can_join: True.
-        lengths: tokens in the cache of every row, int64 [rows].
-        can_verify: whether the bundle was exported for it.
     """
 
-    can_join = True
-
     def __init__(self, session: ContribSession, width: int) -> None:
-        """Begin without a source."""
-        self.width = width
-        self.lengths: Ids = np.empty(0, np.int64)
-        self._session, self._spec = session, session.spec
+        super().__init__(session.spec, width)
+        self._session = session
         self.can_verify = session.can_verify
         self._measure()
         self._num_sources = 0
@@ -214,10 +183,7 @@ class ContribBatch:
         self._rows_are_equal = False  # of each source, as they are behind a first step
         self._bindings: dict[tuple[int, ...], _Binding] = {}
 
-    def add(self, source_ids: Ids, source_mask: Mask, prompts: Prompts) -> None:
-        """Encode sources and read their prompts; see `Batch.add`."""
-        check_source(self._spec, source_ids, source_mask)
-        check_prompts(self._spec, len(source_ids), prompts)
+    def _add(self, source_ids: Ids, source_mask: Mask, prompts: Prompts) -> None:
         lengths, first = source_mask.sum(1), self._num_sources
         divided = runs(lengths)
         if first or len(divided) > 1:
@@ -241,9 +207,7 @@ class ContribBatch:
             self._shared += [_shared(self.width, length) for length in prompt_lengths.tolist()]
         self._read(first, prompts)
 
-    def step(self, target_ids: Ids, num_candidates: int) -> Candidates:
-        """Read one token of every row; see `Batch.step`."""
-        check_step(self._spec, self.lengths, target_ids, num_candidates)
+    def _step(self, target_ids: Ids, num_candidates: int) -> Candidates:
         if self.width > 1 and not self._longest and self._are_equal(target_ids):
             return self._first_step(target_ids, num_candidates)
         bound, rows = self._bound(num_candidates), self._cache_rows
@@ -253,9 +217,7 @@ class ContribBatch:
             bound.token_ids.take(rows, 0), bound.logits.take(rows, 0), bound.log_normalizer.ravel().take(rows)
         )
 
-    def score_step(self, target_ids: Ids, next_ids: Ids) -> Candidates:
-        """Read one token of every row; see `ScoresTokens.score_step`."""
-        check_score_step(self._spec, self.lengths, target_ids, next_ids)
+    def _score_step(self, target_ids: Ids, next_ids: Ids) -> Candidates:
         bound, rows = self._bound(1), self._cache_rows
         if bound.all_logits is None:
             bound.all_logits = np.empty((rows.size, self._spec.vocab), np.float32)
@@ -263,9 +225,7 @@ class ContribBatch:
         self._run(bound, target_ids)
         return given_candidates(next_ids, bound.all_logits[rows], bound.log_normalizer.ravel().take(rows))
 
-    def multi_step(self, target_ids: Ids, num_candidates: int, steps: int, stop_ids: frozenset[int]) -> Candidates:
-        """Take greedy steps until the best token of some row is one of `stop_ids`; see `MultiStep.multi_step`."""
-        check_step(self._spec, self.lengths, target_ids, num_candidates, steps)
+    def _multi_step(self, target_ids: Ids, num_candidates: int, steps: int, stop_ids: frozenset[int]) -> Candidates:
         token_ids = np.empty((steps, target_ids.size, num_candidates), np.int64)
         logits = np.empty((steps, target_ids.size, num_candidates), np.float32)
         log_normalizer = np.empty((steps, target_ids.size), np.float32)
@@ -293,9 +253,7 @@ class ContribBatch:
         every = np.s_[:taken, rows]
         return Candidates(token_ids[every], logits[every], log_normalizer[every])
 
-    def verify(self, target_ids: Ids, num_candidates: int) -> Candidates:
-        """Read tokens of the only row; see `Verifies.verify`."""
-        check_verify(self._spec, self.lengths, target_ids, num_candidates)
+    def _verify(self, target_ids: Ids, num_candidates: int) -> Candidates:
         count, begin = target_ids.size, self._longest
         bound = self._bound(num_candidates, count)
         bound.target_ids[0] = target_ids
@@ -306,14 +264,10 @@ class ContribBatch:
         self._longest += count
         return Candidates(bound.token_ids.copy(), bound.logits.copy(), bound.log_normalizer[:, 0].copy())
 
-    def rewind(self, length: int) -> None:
-        """Forget the last tokens of the only row; see `Verifies.rewind`."""
-        check_rewind(self.lengths, length)
+    def _rewind(self, length: int) -> None:
         self.lengths[0] = self._longest = length  # what lies behind is not read, and written anew
 
-    def reorder(self, rows: Ids) -> None:
-        """Let row r continue what row rows[r] was; see `Batch.reorder`."""
-        check_rows(self.lengths, self.width, rows)
+    def _reorder(self, rows: Ids) -> None:
         if self.width == 1 or self._rows_are_equal:
             return
         # Lists: 1.4 µs instead of 8 with arrays for 4 rows, 4 for 32, and for 128 hardly more than arrays.
@@ -332,9 +286,7 @@ class ContribBatch:
             cache_rows[row] = to
         self._cache_rows = np.array(cache_rows)
 
-    def remove(self, sources: Ids) -> None:
-        """Let sources leave; see `Batch.remove`."""
-        check_sources(self._num_sources, sources)
+    def _remove(self, sources: Ids) -> None:
         kept = close_up(self._num_sources, sources)
         for to in np.flatnonzero(kept != np.arange(kept.size)).tolist():
             self._move_source(to, int(kept[to]))

@@ -27,17 +27,18 @@ from tfexport.contract import (
     WeightType,
 )
 from tfexport.errors import BackendError, BundleError
+from tfexport.runtime.checked import CheckedAligner
 from tfexport.runtime.ort.alignment import OrtAligner
 from tfexport.runtime.ort.concat import ConcatBatch
-from tfexport.runtime.ort.device import STEP_SPIN_US, OrtDevice, still_open
+from tfexport.runtime.ort.device import STEP_SPIN_US, OrtDevice
 from tfexport.runtime.ort.gather import RowGather
 from tfexport.runtime.ort.graphs import OrtGraphs
 from tfexport.runtime.ort.static import StaticBatch
-from tfexport.runtime.session import Floats, Ids, Limits, Mask, check_source
+from tfexport.runtime.session import Floats, Ids, Limits, Mask
 from tfexport.runtime.threads import Threads, threads_of
 
 
-class OrtSession:
+class OrtSession(CheckedAligner):
     """An exported model in ONNX Runtime.
 
     Attributes:
@@ -88,7 +89,7 @@ class OrtSession:
         opened = OrtDevice(device, weights)
 
         encoder_threads, decoder_threads = threads_of(threads)
-        self._aligner = OrtAligner(graphs, spec, opened, encoder_threads)
+        self._aligner = OrtAligner(graphs, opened, encoder_threads)
         self.has_alignment = self._aligner.is_there
         on_host = device == "cpu" if host_caches is None else host_caches
         self._graphs = OrtGraphs(
@@ -100,26 +101,21 @@ class OrtSession:
             gather=None if form is None or on_host else _load_gather(graphs, spec, opened),
         )
 
-    def batch(self, width: int = 1) -> StaticBatch | ConcatBatch:
-        """Return an empty batch; see `Session.batch`."""
-        if self.form is None:
-            raise BackendError("ort: this bundle is an encoder alone and cannot generate; use embed")
-        still_open(self._graphs.decoder)
+    @property
+    def _is_open(self) -> bool:
+        return self._graphs.encoder is not None
+
+    def _batch(self, width: int) -> StaticBatch | ConcatBatch:
         return (ConcatBatch if self.form == "concat" else StaticBatch)(self._graphs, width)
 
-    def hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats:
-        """Encode a batch with an encoder alone; see `Session.hidden_states`."""
-        if self.form is not None:
-            raise BackendError("ort: this bundle has a decoder and gives no hidden states; use generate")
-        check_source(self.spec, source_ids, source_mask)
+    def _hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats:
         io = self._graphs.bind_encoder(source_ids, source_mask)
         self._graphs.device.bind_output(io, HIDDEN_STATES)
         self._graphs.run_encoder(io, *source_ids.shape)
         hidden: Floats = io.get_outputs()[0].numpy()
         return hidden
 
-    def align(self, source_ids: Ids, source_mask: Mask, target_ids: Ids) -> Floats:
-        """Return cross-attention as alignment; see `Aligns.align`."""
+    def _align(self, source_ids: Ids, source_mask: Mask, target_ids: Ids) -> Floats:
         return self._aligner.align(source_ids, source_mask, target_ids)
 
     def close(self) -> None:

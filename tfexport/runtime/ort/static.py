@@ -6,22 +6,11 @@ import numpy as np
 import onnxruntime as ort
 
 from tfexport.contract import SOURCE_MASK
+from tfexport.runtime.checked import CheckedScoring
 from tfexport.runtime.ort.cache import FIRST_CAPACITY, RowBuffers
 from tfexport.runtime.ort.graphs import OrtGraphs, Step
 from tfexport.runtime.ort.lengths import rows_of, runs
-from tfexport.runtime.session import (
-    Candidates,
-    Ids,
-    Mask,
-    Prompts,
-    check_prompts,
-    check_rows,
-    check_score_step,
-    check_source,
-    check_sources,
-    check_step,
-    close_up,
-)
+from tfexport.runtime.session import Candidates, Ids, Mask, Prompts, close_up
 
 # Bindings kept, of the numbers of rows and candidates used last.
 _STEPS = 8
@@ -29,29 +18,16 @@ _STEPS = 8
 _SOURCE_BLOCK = 16
 
 
-class StaticBatch:
-    """Sources that are decoded in the first rows of buffers; see `Batch`.
-
-    Attributes:
-        width: rows of each source.
-        can_join: True.
-        lengths: tokens in the cache of every row.
-    """
-
-    can_join = True
+class StaticBatch(CheckedScoring):
+    """Sources that are decoded in the first rows of buffers."""
 
     def __init__(self, graphs: OrtGraphs, width: int) -> None:
-        """Start empty."""
-        self.width = width
-        self.lengths: Ids = np.zeros(0, np.int64)
+        super().__init__(graphs.spec, width)
         self._graphs = graphs
         self._source_lengths: Ids = np.zeros(0, np.int64)
         self._begin()
 
-    def add(self, source_ids: Ids, source_mask: Mask, prompts: Prompts) -> None:
-        """Let sources join, behind those that are there; see `Batch.add`."""
-        check_source(self._graphs.spec, source_ids, source_mask)
-        check_prompts(self._graphs.spec, len(source_ids), prompts)
+    def _add(self, source_ids: Ids, source_mask: Mask, prompts: Prompts) -> None:
         if not self.lengths.size:
             self._begin()
         old, new = self._source_lengths.size, len(source_ids)
@@ -69,27 +45,19 @@ class StaticBatch:
         self._source_lengths = lengths
         self.lengths = np.concatenate((self.lengths, read.repeat(self.width)))
 
-    def step(self, target_ids: Ids, num_candidates: int) -> Candidates:
-        """Read one token of every row; see `Batch.step`."""
-        check_step(self._graphs.spec, self.lengths, target_ids, num_candidates)
+    def _step(self, target_ids: Ids, num_candidates: int) -> Candidates:
         return self._run(target_ids, num_candidates).candidates()
 
-    def score_step(self, target_ids: Ids, next_ids: Ids) -> Candidates:
-        """Read one token of every row; see `ScoresTokens.score_step`."""
-        check_score_step(self._graphs.spec, self.lengths, target_ids, next_ids)
+    def _score_step(self, target_ids: Ids, next_ids: Ids) -> Candidates:
         return self._run(target_ids, None).given(next_ids)
 
-    def reorder(self, rows: Ids) -> None:
-        """Let row r continue what row rows[r] was; see `Batch.reorder`."""
-        check_rows(self.lengths, self.width, rows)
+    def _reorder(self, rows: Ids) -> None:
         if np.array_equal(rows, np.arange(rows.size)):
             return
         if self._caches.reorder(rows, int(self.lengths.max())):
             self._steps.clear()
 
-    def remove(self, sources: Ids) -> None:
-        """Let sources leave, the last ones take their places; see `Batch.remove`."""
-        check_sources(self._source_lengths.size, sources)
+    def _remove(self, sources: Ids) -> None:
         kept = close_up(self._source_lengths.size, sources)
         moved = np.flatnonzero(kept != np.arange(kept.size))
         if moved.size:
@@ -183,12 +151,12 @@ class StaticBatch:
 
     def _run(self, target_ids: Ids, num_candidates: int | None) -> Step:
         self._reserve(self._caches.rows, int(self.lengths.max()) + 1)
-        step = self._step(num_candidates)
+        step = self._bound(num_candidates)
         step.run(target_ids, self.lengths)
         self.lengths = self.lengths + 1
         return step
 
-    def _step(self, num_candidates: int | None) -> Step:
+    def _bound(self, num_candidates: int | None) -> Step:
         """Return a step that is bound for the rows that there are."""
         key = self.lengths.size, num_candidates
         step = self._steps.pop(key, None)

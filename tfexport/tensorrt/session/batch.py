@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from tfexport.contract import Form, ModelSpec
 from tfexport.errors import InputError
+from tfexport.runtime.checked import check_prompts, check_rows, check_source, check_sources, check_step
 from tfexport.runtime.session import (
     Candidates,
     Ids,
@@ -19,11 +20,6 @@ from tfexport.runtime.session import (
     Limits,
     Mask,
     Prompts,
-    check_prompts,
-    check_rows,
-    check_source,
-    check_sources,
-    check_step,
     close_up,
     in_order_of_id,
 )

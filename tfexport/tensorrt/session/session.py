@@ -19,7 +19,8 @@ from tfexport.contract import (
     reorder_spec,
 )
 from tfexport.errors import BackendError, InputError
-from tfexport.runtime.session import LONGER, Floats, Ids, Limit, Limits, Mask, check_source
+from tfexport.runtime.checked import check_source
+from tfexport.runtime.session import LONGER, Floats, Ids, Limit, Limits, Mask
 from tfexport.tensorrt.config import EngineLimits, decoder_plans
 from tfexport.tensorrt.cuda import Cuda
 from tfexport.tensorrt.library import Library

@@ -1,0 +1,261 @@
+"""Validate the arguments of sessions and batches once, for all backends.
+
+A backend inherits from these classes and implements the method of the same name with an underscore. The protocols in
+`tfexport.runtime.session` describe arguments, results and errors.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+
+import numpy as np
+
+from tfexport.contract import Accuracy, ModelSpec
+from tfexport.errors import BackendError, InputError
+from tfexport.runtime.session import LONGER, NO_ALIGNMENT, Batch, Candidates, Floats, Ids, Limits, Mask, Prompts
+
+
+class CheckedSession(ABC):
+    """A `Session` that checks the arguments of its calls."""
+
+    backend: str
+    spec: ModelSpec
+    accuracy: Accuracy
+    limits: Limits
+
+    def batch(self, width: int = 1) -> Batch:
+        """Return an empty batch with `width` rows per source."""
+        self._check_open()
+        if not self.spec.has_decoder:
+            raise BackendError(f"{self.backend}: this model is an encoder alone and cannot generate; use embed")
+        if width < 1:
+            raise InputError(f"width is {width}, expected 1 or more")
+        return self._batch(width)
+
+    def hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats:
+        """Return the encoder's output, float32 [batch, source_len, d_model]."""
+        self._check_open()
+        if self.spec.has_decoder:
+            raise BackendError(f"{self.backend}: this model has a decoder and gives no hidden states; use generate")
+        check_source(self.spec, source_ids, source_mask)
+        return self._hidden_states(source_ids, source_mask)
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free the session's memory; it cannot be used afterwards."""
+
+    @property
+    @abstractmethod
+    def _is_open(self) -> bool: ...
+
+    @abstractmethod
+    def _batch(self, width: int) -> Batch: ...
+
+    @abstractmethod
+    def _hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats: ...
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise BackendError(f"{self.backend}: this session is closed; load the bundle again")
+
+
+class CheckedAligner(CheckedSession):
+    """A session that implements `Aligns`."""
+
+    has_alignment: bool
+
+    def align(self, source_ids: Ids, source_mask: Mask, target_ids: Ids) -> Floats:
+        """Return the mean cross-attention of the alignment heads, float32 [batch, target_len, source_len]."""
+        self._check_open()
+        if not self.has_alignment:
+            raise BackendError(NO_ALIGNMENT)
+        check_source(self.spec, source_ids, source_mask)
+        sources = len(source_ids)
+        if target_ids.ndim != 2 or target_ids.dtype != np.int64 or len(target_ids) != sources or target_ids.size == 0:
+            raise InputError(
+                f"target_ids is {target_ids.dtype} {target_ids.shape}, expected int64 [{sources}, target_len]"
+            )
+        check_prompts(self.spec, sources, target_ids.tolist())
+        return self._align(source_ids, source_mask, target_ids)
+
+    @abstractmethod
+    def _align(self, source_ids: Ids, source_mask: Mask, target_ids: Ids) -> Floats: ...
+
+
+class CheckedBatch(ABC):
+    """A `Batch` that checks the arguments of its calls.
+
+    Attributes:
+        width: rows of each source.
+        can_join: whether sources may join while others are decoded.
+        lengths: tokens in the cache of every row, int64 [rows].
+    """
+
+    can_join = True
+
+    def __init__(self, spec: ModelSpec, width: int) -> None:
+        """Start without a source."""
+        self.width = width
+        self.lengths: Ids = np.zeros(0, np.int64)
+        self._spec = spec
+
+    def add(self, source_ids: Ids, source_mask: Mask, prompts: Prompts) -> None:
+        """Encode sources and read every prompt except its last token."""
+        check_source(self._spec, source_ids, source_mask)
+        check_prompts(self._spec, len(source_ids), prompts)
+        self._add(source_ids, source_mask, prompts)
+
+    def step(self, target_ids: Ids, num_candidates: int) -> Candidates:
+        """Read one token of every row and return its best next tokens."""
+        check_step(self._spec, self.lengths, target_ids, num_candidates)
+        return self._step(target_ids, num_candidates)
+
+    def reorder(self, rows: Ids) -> None:
+        """Let row r continue row rows[r] of the same source."""
+        check_rows(self.lengths, self.width, rows)
+        self._reorder(rows)
+
+    def remove(self, sources: Ids) -> None:
+        """Remove sources; the last ones take their places, as in `close_up`."""
+        check_sources(self.lengths.size // self.width, sources)
+        self._remove(sources)
+
+    @abstractmethod
+    def _add(self, source_ids: Ids, source_mask: Mask, prompts: Prompts) -> None: ...
+
+    @abstractmethod
+    def _step(self, target_ids: Ids, num_candidates: int) -> Candidates: ...
+
+    @abstractmethod
+    def _reorder(self, rows: Ids) -> None: ...
+
+    @abstractmethod
+    def _remove(self, sources: Ids) -> None: ...
+
+
+class CheckedScoring(CheckedBatch):
+    """A batch that implements `ScoresTokens`."""
+
+    def score_step(self, target_ids: Ids, next_ids: Ids) -> Candidates:
+        """Read one token of every row and return the given next tokens as candidates, [rows, 1]."""
+        check_step(self._spec, self.lengths, target_ids, 1)
+        vocab = self._spec.vocab
+        if next_ids.shape != self.lengths.shape or next_ids.min() < 0 or next_ids.max() >= vocab:
+            raise InputError(f"next_ids is {next_ids.tolist()}, expected {self.lengths.size} of 0 … {vocab - 1}")
+        return self._score_step(target_ids, next_ids)
+
+    @abstractmethod
+    def _score_step(self, target_ids: Ids, next_ids: Ids) -> Candidates: ...
+
+
+class CheckedMultiStep(CheckedBatch):
+    """A batch that implements `MultiStep`."""
+
+    def multi_step(self, target_ids: Ids, num_candidates: int, steps: int, stop_ids: frozenset[int]) -> Candidates:
+        """Take greedy steps until the best token of some row is one of `stop_ids`."""
+        check_step(self._spec, self.lengths, target_ids, num_candidates, steps)
+        return self._multi_step(target_ids, num_candidates, steps, stop_ids)
+
+    @abstractmethod
+    def _multi_step(self, target_ids: Ids, num_candidates: int, steps: int, stop_ids: frozenset[int]) -> Candidates: ...
+
+
+class CheckedVerifying(CheckedBatch):
+    """A batch that implements `Verifies`."""
+
+    can_verify: bool
+
+    def verify(self, target_ids: Ids, num_candidates: int) -> Candidates:
+        """Read several tokens of the only row and return the candidates after each."""
+        lengths = self.lengths
+        if lengths.size != 1 or target_ids.ndim != 1:
+            raise InputError(f"target_ids is {target_ids.shape} for {lengths.size} rows, expected [tokens] of one row")
+        check_step(self._spec, lengths.repeat(target_ids.size), target_ids, num_candidates, target_ids.size)
+        return self._verify(target_ids, num_candidates)
+
+    def rewind(self, length: int) -> None:
+        """Forget the tokens of the only row from `length` on."""
+        if self.lengths.size != 1 or not 0 <= length <= self.lengths[0]:
+            raise InputError(
+                f"length is {length} for rows of {self.lengths.tolist()}, expected 0 up to that of one row"
+            )
+        self._rewind(length)
+
+    @abstractmethod
+    def _verify(self, target_ids: Ids, num_candidates: int) -> Candidates: ...
+
+    @abstractmethod
+    def _rewind(self, length: int) -> None: ...
+
+
+def check_source(spec: ModelSpec, source_ids: Ids, source_mask: Mask) -> None:
+    """Raise `InputError` for the first of shape, length, padding or id that is wrong in a source batch."""
+    if source_ids.ndim != 2 or source_ids.dtype != np.int64 or source_ids.size == 0:
+        raise InputError(f"source_ids is {source_ids.dtype} {source_ids.shape}, expected int64 [batch, source_len]")
+    if source_mask.shape != source_ids.shape or source_mask.dtype != np.bool_:
+        raise InputError(
+            f"source_mask is {source_mask.dtype} {source_mask.shape}, expected bool {source_ids.shape} like source_ids"
+        )
+    if source_ids.shape[1] > spec.max_source_length:
+        raise InputError(
+            f"source has {source_ids.shape[1]} tokens, the limit is {spec.max_source_length}; "
+            f"shorten it, or {LONGER.format('source')}"
+        )
+    if not source_mask[:, 0].all() or (source_mask[:, 1:] & ~source_mask[:, :-1]).any():
+        raise InputError("source_mask must begin with True in every row and be padded on the right only")
+    if source_ids.min() < 0 or source_ids.max() >= spec.source_vocab:
+        raise InputError(
+            f"source_ids reach from {source_ids.min()} to {source_ids.max()}, expected 0 … {spec.source_vocab - 1}"
+        )
+
+
+def check_prompts(spec: ModelSpec, sources: int, prompts: Prompts) -> None:
+    """Raise `InputError` for the first prompt with a wrong length or id."""
+    if len(prompts) != sources:
+        raise InputError(f"prompts are {len(prompts)}, expected one for each of {sources} sources")
+    for prompt in prompts:
+        if not 1 <= len(prompt) <= spec.max_target_length:
+            raise InputError(f"a prompt has {len(prompt)} tokens, expected 1 to {spec.max_target_length}")
+        if min(prompt) < 0 or max(prompt) >= spec.vocab:
+            raise InputError(f"a prompt reaches from {min(prompt)} to {max(prompt)}, expected 0 … {spec.vocab - 1}")
+
+
+def check_step(spec: ModelSpec, lengths: Ids, target_ids: Ids, num_candidates: int, steps: int = 1) -> None:
+    """Raise `InputError` for the first of shape, length, id or count that is wrong in a step."""
+    if target_ids.shape != lengths.shape or lengths.size == 0:
+        raise InputError(f"target_ids is {target_ids.shape}, expected [{lengths.size}], one or more")
+    longest = max(lengths.tolist()) + steps  # faster than numpy's for the few rows of a batch
+    if longest > spec.max_target_length:
+        raise InputError(
+            f"target has {longest} tokens, the limit is {spec.max_target_length}; "
+            f"lower max_new_tokens, or {LONGER.format('target')}"
+        )
+    if target_ids.view(np.uint64).max() >= spec.vocab:  # negative numbers become very large
+        raise InputError(
+            f"target_ids reach from {target_ids.min()} to {target_ids.max()}, expected 0 … {spec.vocab - 1}"
+        )
+    if not 1 <= num_candidates <= spec.vocab:
+        raise InputError(f"num_candidates is {num_candidates}, expected 1 … {spec.vocab}")
+
+
+def check_rows(lengths: Ids, width: int, rows: Ids) -> None:
+    """Raise `InputError` if an order of rows is out of range or crosses sources."""
+    if rows.shape != lengths.shape or (rows // width).tobytes() != _owners(lengths.size, width):
+        raise InputError(f"rows is {rows.tolist()}, expected {lengths.size} rows, each of the source that it is in")
+
+
+@functools.lru_cache(16)
+def _owners(rows: int, width: int) -> bytes:
+    """Return the source of each row; cached because a batch keeps its size for many steps."""
+    return (np.arange(rows) // width).tobytes()
+
+
+def check_sources(num_sources: int, sources: Ids) -> None:
+    """Raise `InputError` if sources are out of range or repeated."""
+    if (
+        sources.ndim != 1
+        or np.unique(sources).size != sources.size
+        or (sources.size and not 0 <= sources.min() <= sources.max() < num_sources)
+    ):
+        raise InputError(f"sources is {sources.tolist()}, expected some of 0 … {num_sources - 1}, each once")
