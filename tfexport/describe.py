@@ -21,11 +21,9 @@ from tfexport._io.paths import checked_path
 from tfexport._io.safetensors_header import read_header
 from tfexport._io.signature import TrustedKeys
 from tfexport._io.strict_json import plain_problem, read_json
-from tfexport.bundle.bundle import Bundle, open_bundle
-from tfexport.bundle.contents import stale_sources
-from tfexport.bundle.defaults import read_defaults
+from tfexport.bundle.bundle import Bundle, open_bundle, read_defaults
+from tfexport.bundle.contents import stale_sources, unsealed
 from tfexport.bundle.manifest import read_sources
-from tfexport.bundle.unsealed import unsealed
 from tfexport.bundle.vocabulary import read_vocabulary
 from tfexport.contract import ALIGNMENT
 from tfexport.errors import CheckpointError, ConfigError, EngineError, GraphError, InputError
@@ -100,7 +98,7 @@ def _inspect_bundle(path: Path, keys: TrustedKeys | None, for_here: bool) -> dic
     facts["generation"] = read_defaults(bundle).given()
     facts["tokenizers"] = _tokenizers(bundle)
     facts["signature"] = ("unchecked" if keys is None else "trusted") if bundle.is_signed else None
-    return {**facts, "engines": _inspect_engines(bundle, for_here), "unsealed": unsealed(bundle)}
+    return {**facts, "engines": _inspect_engines(bundle, for_here), "unsealed": unsealed(bundle.path)}
 
 
 def _inspect_engines(bundle: Bundle, for_here: bool) -> dict[str, Any]:

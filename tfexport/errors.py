@@ -203,7 +203,12 @@ def _count(value: Any) -> int:
 
 
 def raise_all(
-    error: type[TfexportError], subject: str, problems: Sequence[str], *, indices: Iterable[int] = ()
+    error: type[TfexportError],
+    subject: str,
+    problems: Sequence[str],
+    *,
+    remedy: str = "",
+    indices: Iterable[int] = (),
 ) -> None:
     """Raise one error that lists every problem; do nothing if there is none.
 
@@ -211,10 +216,11 @@ def raise_all(
         error: class to raise.
         subject: what was checked, the first words of the message.
         problems: each "what, got, expected, remedy", without a final stop.
+        remedy: of all problems, if they do not bring their own.
         indices: positions of all wrong inputs, from 0; repeated for an input with several problems.
 
     Raises:
         TfexportError: of class `error`, when `problems` is not empty.
     """
     if problems:
-        raise error(*problems, subject=subject, indices=indices)
+        raise error(*problems, subject=subject, remedy=remedy, indices=indices)

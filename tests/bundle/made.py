@@ -13,6 +13,7 @@ import pytest
 from onnx import helper
 
 from tfexport.bundle.bundle import Builder, Bundle, create_bundle, open_bundle
+from tfexport.bundle.manifest import Draft
 from tfexport.contract import GraphEntry, TensorSpec, TokenIds, decoder_graph, encoder_graph
 from tfexport.errors import BundleError
 from tfexport.nn.config import StackConfig, TransformerConfig, model_spec
@@ -70,7 +71,7 @@ def fill(builder: Builder, content: dict[str, bytes] = CONTENT, **facts: Any) ->
     for name, data in content.items():
         (builder.path / name).parent.mkdir(exist_ok=True)
         (builder.path / name).write_bytes(data)
-    builder.finish(**(FACTS | facts))
+    builder.finish(Draft(**(FACTS | facts)))
 
 
 def make_contrib(path: Path, graphs: dict[str, GraphEntry]) -> Bundle:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.bundle.made import edit, fill, refused
 from tfexport.bundle.bundle import create_bundle, open_bundle
-from tfexport.bundle.identity import Identity, Provenance
+from tfexport.bundle.manifest import Identity, Provenance
 from tfexport.describe import describe, inspect_path
 from tfexport.errors import ConfigError
 

@@ -6,11 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tfexport.bundle.manifest import Manifest
 from tfexport.contract import graph_contract
-from tfexport.errors import ConfigError
 
 # Written by tfexport 0.1.0: `tfexport onnx models/dates --name dates --license Apache-2.0 --alignment 1 --loop`.
 RECORDED = (Path(__file__).parent / "data" / "manifest.json").read_bytes()
@@ -46,23 +43,3 @@ def test_a_manifest_of_the_first_versions_is_read() -> None:
     assert manifest.checkpoint == {}
     assert manifest.text.samples == ()
     assert manifest.identity.given() == {}
-
-
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        ({"kind": "decoder"}, "kind is 'decoder', expected 'encoder-decoder' or 'encoder'"),
-        ({"wings": 2}, "unknown key wings"),
-        ({"files": []}, "files is [], expected an object"),
-        ({"versions": {"onnx": 1}}, "versions.onnx is 1, expected a text"),
-        (
-            {"checkpoint": {"a": {"bytes": -1, "sha256": "0" * 64}}},
-            "checkpoint.a: bytes is -1, expected 0 or more",
-        ),
-    ],
-)
-def test_a_wrong_value_is_named(change: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        Manifest.from_dict(recorded() | change, subject="manifest.json")
-    assert caught.value.subject == "manifest.json"
-    assert caught.value.problems == (problem,)

@@ -14,6 +14,7 @@ import pytest
 import tfexport
 from tests.bundle.made import CONFIG, CONTENT, FACTS, GRAPHS, SPEC, fill, graph, make, siblings
 from tfexport.bundle.bundle import create_bundle, open_bundle
+from tfexport.bundle.manifest import Draft
 from tfexport.contract import GraphEntry, encoder_graph
 from tfexport.errors import BundleError
 
@@ -74,7 +75,7 @@ def test_a_staged_bundle_opens_before_it_is_published(tmp_path: Path) -> None:
         fill(builder, parity=None)
         assert open_bundle(builder.path).manifest.parity is None
         (builder.path / "more.txt").write_text("more")
-        builder.finish(**FACTS)
+        builder.finish(Draft(**FACTS))
     assert open_bundle(tmp_path / "bundle").manifest.parity == FACTS["parity"]
     assert "more.txt" in builder.bundle.manifest.files
 

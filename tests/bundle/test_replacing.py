@@ -66,21 +66,21 @@ def refuses(bundle: Path, message: str) -> None:
 def test_a_file_that_no_manifest_names_stops_it(name: str, bundle: Path, engine: Path) -> None:
     (bundle / name).parent.mkdir(exist_ok=True)
     (bundle / name).write_text("mine")
-    refuses(bundle, f"holds more than a bundle: {name!r} is not part of the bundle; --force deletes only what")
+    refuses(bundle, f"holds more than a bundle: {name!r} does not belong to it; --force deletes only what")
     assert (bundle / name).read_text() == "mine"
 
 
 def test_all_such_files_are_named_at_once(bundle: Path, engine: Path) -> None:
     for name in ("b", "a", "engines/c"):
         (bundle / name).write_text("mine")
-    refuses(bundle, ": 'a' is not part of the bundle; 'b' is not part of the bundle; 'engines/c' is not part")
+    refuses(bundle, ": 'a' does not belong to it; 'b' does not belong to it; 'engines/c' does")
 
 
 def test_an_engine_without_its_manifest_is_not_known_to_be_one(bundle: Path, engine: Path) -> None:
     (engine / "engine.json").write_text("{}")
-    refuses(bundle, f"'engines/{NAME}/encoder.plan' is not part of the bundle")
+    refuses(bundle, f"'engines/{NAME}/encoder.plan' does not belong to it")
     (engine / "engine.json").unlink()
-    refuses(bundle, f"'engines/{NAME}/encoder.plan' is not part of the bundle")
+    refuses(bundle, f"'engines/{NAME}/encoder.plan' does not belong to it")
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_an_engine_without_its_manifest_is_not_known_to_be_one(bundle: Path, eng
 def test_an_engine_names_files_of_its_own_folder_alone(bundle: Path, engine: Path, plans: object) -> None:
     data = {"format_version": 1, "plans": plans, "sources": {}}
     (engine / "engine.json").write_bytes(seal(data))
-    refuses(bundle, f"'engines/{NAME}/engine.json' is not part of the bundle")
+    refuses(bundle, f"'engines/{NAME}/engine.json' does not belong to it")
 
 
 @pytest.mark.parametrize("place", ["engines", f"engines/{NAME}", f"engines/{NAME}/kernels"])
@@ -125,7 +125,7 @@ def test_only_a_manifest_that_tfexport_wrote_names_files(damage: Callable[[Path]
 def test_a_file_that_comes_while_the_bundle_is_written_stops_it(bundle: Path, engine: Path) -> None:
     before = open_bundle(bundle)
     with (
-        pytest.raises(BundleError, match=r"holds more than a bundle: 'notes\.txt' is not part of the bundle"),
+        pytest.raises(BundleError, match=r"holds more than a bundle: 'notes\.txt' does not belong to it"),
         create_bundle(bundle, force=True) as builder,
     ):
         fill(builder, NEW)

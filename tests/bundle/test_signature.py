@@ -276,7 +276,7 @@ def test_load_and_generate_take_what_is_signed(dates: Path, dates_bundle: Path, 
 def test_whatever_opens_a_bundle_takes_only_what_is_signed(signed: Path, others: Keys) -> None:
     before = (signed / "manifest.json").read_bytes()
     for problem in ("is signed by none of the trusted keys", "is not signed, and"):
-        for command in ("verify", "bench", "trt", "trt --dry-run", "tokenizer --source-prefix 3"):
+        for command in ("verify", "bench", "trt", "trt --dry-run"):
             name, *options = command.split()
             done = run(name, signed, *options, "--trusted-keys", others.trust)
             assert (done.exit_code, done.stdout) == (1, "")
@@ -327,7 +327,7 @@ def test_a_server_serves_only_what_is_signed(dates: Path, dates_bundle: Path, ke
     assert done.stderr.splitlines()[-1].startswith(f"error: bundle {dates_bundle}: manifest.json is not signed")
 
 
-def test_commands_sign_what_they_write(dates: Path, tmp_path: Path, keys: Keys, others: Keys) -> None:
+def test_commands_sign_what_they_write(tmp_path: Path, keys: Keys) -> None:
     encoder = replace(tiny.config(encoder={"layers": 1}), decoder=None, target_vocab=None, max_target_length=None)
     save_model(tiny.model(encoder, dtype=torch.float32), tmp_path / "model")
     export = ("onnx", tmp_path / "model", "--output", tmp_path / "out", "--forms", "concat", "--no-verify")
@@ -339,24 +339,12 @@ def test_commands_sign_what_they_write(dates: Path, tmp_path: Path, keys: Keys, 
     assert done.exit_code == 0, done.output
     assert "the bundle was signed and will not be; sign it with --sign-key\n" in done.stderr
     assert not open_bundle(tmp_path / "out").is_signed
-    copy = tmp_path / "dates"
-    shutil.copytree(dates, copy)
-    edit(copy, lambda data: data["text"].update(samples=[]))  # which have no prefix
-    changed = run("tokenizer", copy, "--target-prefix", "4", "--sign-key", others.sign)
-    assert changed.exit_code == 0, changed.output
-    assert "signed" not in changed.stderr
-    assert open_bundle(copy, trusted_keys=trusted(others)).manifest.text.target_prefix == (4,)
-    changed = run("tokenizer", copy, "--target-prefix", "", "--trusted-keys", others.trust)
-    assert changed.exit_code == 0, changed.output
-    assert "the bundle was signed and will not be; sign it with --sign-key\n" in changed.stderr
-    assert not open_bundle(copy).is_signed
 
 
 @pytest.mark.parametrize(
     "command",
     [
         lambda path, key: ("onnx", "preset:tiny", "--output", path / "out", "--sign-key", key),
-        lambda path, key: ("tokenizer", path / "bundle", "--source-prefix", "3", "--sign-key", key),
         lambda path, key: ("trt", path / "bundle", "--sign-key", key),
     ],
 )

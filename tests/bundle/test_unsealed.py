@@ -13,7 +13,7 @@ import pytest
 import tfexport
 from tests.tensorrt.artifact import stored
 from tfexport.bundle.bundle import Bundle, open_bundle
-from tfexport.bundle.unsealed import check_engines, unsealed
+from tfexport.bundle.contents import check_engines, unsealed
 from tfexport.describe import describe, inspect_path
 from tfexport.errors import BundleError
 
@@ -38,8 +38,8 @@ def test_an_engine_with_kernels_is_sealed(bundle: Bundle, engine: Path) -> None:
     (kept / "kernels.json").write_text("{}")
     (kept / "encoder.kernels").write_bytes(b"x")
     (engine / "engine.json.sig").write_bytes(bytes(64))
-    assert unsealed(bundle) == []
-    check_engines(bundle)
+    assert unsealed(bundle.path) == []
+    check_engines(bundle.path)
 
 
 def write(name: str) -> Callable[[Path], object]:
@@ -62,15 +62,18 @@ def link(engines: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (write("notes.txt"), "'engines/notes.txt' is named by no engine.json"),
-        (write(f"{NAME}/payload.so"), f"'engines/{NAME}/payload.so' is named by no engine.json"),
-        (write(f"{NAME}/deep/payload"), f"'engines/{NAME}/deep/payload' is named by no engine.json"),
-        (write(f"{NAME}/kernels/payload"), f"'engines/{NAME}/kernels/payload' is named by no engine.json"),
-        (write(f"{NAME}/kernels/L4/payload.kernels"), f"'engines/{NAME}/kernels/L4/payload.kernels' is named by no"),
-        (write("other/encoder.plan"), "'engines/other/encoder.plan' is named by no engine.json"),
-        (write(".hidden/plan"), "'engines/.hidden/plan' is named by no engine.json"),
-        (write(f".{NAME}.tmp-123/plan"), f"'engines/.{NAME}.tmp-123/plan' is named by no engine.json"),
-        (damage, f"'engines/{NAME}/encoder.plan' is named by no engine.json"),
+        (write("notes.txt"), "'engines/notes.txt' is not named by any engine.json"),
+        (write(f"{NAME}/payload.so"), f"'engines/{NAME}/payload.so' is not named by any engine.json"),
+        (write(f"{NAME}/deep/payload"), f"'engines/{NAME}/deep/payload' is not named by any engine.json"),
+        (write(f"{NAME}/kernels/payload"), f"'engines/{NAME}/kernels/payload' is not named by any engine.json"),
+        (
+            write(f"{NAME}/kernels/L4/payload.kernels"),
+            f"'engines/{NAME}/kernels/L4/payload.kernels' is not named by any",
+        ),
+        (write("other/encoder.plan"), "'engines/other/encoder.plan' is not named by any engine.json"),
+        (write(".hidden/plan"), "'engines/.hidden/plan' is not named by any engine.json"),
+        (write(f".{NAME}.tmp-123/plan"), f"'engines/.{NAME}.tmp-123/plan' is not named by any engine.json"),
+        (damage, f"'engines/{NAME}/encoder.plan' is not named by any engine.json"),
         (link, f"'engines/{NAME}/encoder.plan' is a symbolic link"),
         (lambda engines: os.mkfifo(engines / "pipe"), "'engines/pipe' is neither a file nor a directory"),
         (lambda engines: os.link(engines / NAME / "engine.json", engines / "twin"), "is a hard link (2 names)"),
@@ -92,8 +95,8 @@ def test_what_no_manifest_names_is_refused(
 def test_inspect_shows_what_load_refuses(bundle: Bundle) -> None:
     write("notes.txt")(bundle.path / "engines")
     found = inspect_path(bundle.path)
-    assert found["unsealed"] == ["'engines/notes.txt' is named by no engine.json"]
-    assert "  load refuses it: 'engines/notes.txt' is named by no engine.json" in describe(found)
+    assert found["unsealed"] == ["'engines/notes.txt' is not named by any engine.json"]
+    assert "  load refuses it: 'engines/notes.txt' is not named by any engine.json" in describe(found)
 
 
 @pytest.mark.parametrize(
@@ -102,11 +105,11 @@ def test_inspect_shows_what_load_refuses(bundle: Bundle) -> None:
 def test_what_writers_have_there_is_none_of_it(bundle: Bundle, name: str) -> None:
     write(name)(bundle.path / "engines")
     write(f"{NAME}/kernels/{name}")(bundle.path / "engines")
-    assert unsealed(bundle) == []
+    assert unsealed(bundle.path) == []
 
 
 def test_a_damaged_plan_is_for_who_loads_it(bundle: Bundle, engine: Path) -> None:
     """Another backend runs the bundle as well as before."""
     (engine / "encoder.plan").write_bytes(b"damaged")
     (engine / "reorder.plan").unlink()
-    assert unsealed(bundle) == []
+    assert unsealed(bundle.path) == []

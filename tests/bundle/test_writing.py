@@ -85,7 +85,7 @@ def test_force_deletes_nothing_but_bundles(bundle: Path, tmp_path: Path) -> None
             pytest.fail("the block must not run")
     (bundle / "deep" / "notes.txt").write_text("mine")
     with (
-        pytest.raises(BundleError, match=r"holds more than a bundle: 'deep/notes\.txt' is not part of the bundle"),
+        pytest.raises(BundleError, match=r"holds more than a bundle: 'deep/notes\.txt' does not belong to it"),
         create_bundle(bundle, force=True),
     ):
         pytest.fail("the block must not run")

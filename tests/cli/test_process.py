@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import re
 import shlex
@@ -12,17 +11,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from click.testing import CliRunner
 
-from tests import tiny
 from tfexport.bundle.bundle import open_bundle
 from tfexport.cli import main
-from tfexport.nn.directory import save_model
 
 TFEXPORT = str(Path(sys.executable).with_name("tfexport"))
 TINY = ("onnx", "preset:tiny", "--forms", "concat", "--max-source-length", "12", "--no-verify")
@@ -112,33 +107,6 @@ def test_a_signal_during_an_export(number: int, is_there: bool, code: int, said:
 
 
 # ---- names
-
-
-@pytest.fixture
-def strange(tmp_path: Path) -> Path:
-    """A folder whose name is no UTF-8."""
-    folder = tmp_path / os.fsdecode(b"\xff\xfe ")
-    folder.mkdir()
-    return folder
-
-
-def test_a_folder_whose_name_is_no_utf_8(strange: Path, dates_bundle: Path, tmp_path: Path) -> None:
-    encoder = replace(tiny.config(encoder={"layers": 1}), decoder=None, target_vocab=None, max_target_length=None)
-    save_model(tiny.model(encoder, dtype=torch.float32), tmp_path / "model")
-    made = CliRunner().invoke(main, ["onnx", str(tmp_path / "model"), "--output", str(strange / "tiny"), "--no-verify"])
-    shown = str(strange / "tiny").replace("\udcff\udcfe", r"\udcff\udcfe")
-    assert (made.exit_code, made.stdout) == (0, f"{shown}: encoder, fp32, not verified\n"), made.stderr
-    assert [path.name for path in strange.iterdir()] == ["tiny"]
-    assert shell("inspect", strange / "tiny").stdout.startswith(f"bundle {shown}: ")
-    found = shell("inspect", strange / "tiny", "--json")
-    assert json.loads(found.stdout)["path"] == str(strange / "tiny")
-    bundle = shutil.copytree(dates_bundle, strange / "dates")
-    (strange / "in").write_text("3. März 2026\n")
-    done = shell("generate", bundle, "--input", strange / "in", "--output", strange / "out")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert (strange / "out").read_text() == "2026-03-03\n"
-    assert sorted(path.name for path in strange.iterdir()) == ["dates", "in", "out", "tiny"]
-    one_line(shell("inspect", strange / "none"), r"\udcff\udcfe /none: does not exist")
 
 
 def test_names_of_250_bytes(copy: Path) -> None:

@@ -13,7 +13,6 @@ from tfexport.errors import ConfigError
 def test_a_path_is_returned_whatever_lies_there(tmp_path: Path) -> None:
     assert checked_path("a/b", "path") == Path("a/b")
     assert checked_path(tmp_path, "path") is not None
-    assert checked_path("caf\udce9", "path") == Path("caf\udce9"), "a byte of a name that is not UTF-8"
 
 
 @pytest.mark.parametrize("value", [None, 5, True, b"bytes", ["a"], 1.5])
@@ -28,7 +27,7 @@ class Bytes:
 
 
 @pytest.mark.parametrize(
-    ("value", "why"), [("a\0b", "null character"), ("\ud800", "not valid Unicode"), (Bytes(), "expected a path")]
+    ("value", "why"), [("a\0b", "null character"), ("caf\udce9", "not valid UTF-8"), (Bytes(), "expected a path")]
 )
 def test_what_no_path_can_hold_is_refused_in_one_line(value: object, why: str) -> None:
     with pytest.raises(ConfigError, match=why) as caught:

@@ -64,13 +64,7 @@ def altered(bundle: Path, output: Path, **changes: Change) -> Path:
             graph = onnx.load(path)
             change(graph)
             onnx.save(graph, path)
-        builder.finish(
-            spec=manifest.spec,
-            config=manifest.config,
-            graphs=manifest.graphs,
-            versions=manifest.versions,
-            alignment=manifest.alignment,
-        )
+        builder.finish(replace(manifest, parity=None))
     return output
 
 

@@ -19,7 +19,7 @@ from tfexport.errors import BundleError, ConfigError, shortened
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-_SUFFIX = ".sig"
+SIGNATURE_SUFFIX = ".sig"
 SIGNATURE_BYTES = 64
 _MAX_KEY_BYTES = 64 * 1024
 _PUBLIC_KEY = re.compile(rb"-----BEGIN PUBLIC KEY-----.*?-----END PUBLIC KEY-----", re.DOTALL)
@@ -108,7 +108,7 @@ class TrustedKeys:
 
 
 def _read_signature(file: Path) -> bytes | None:
-    place = file.with_name(file.name + _SUFFIX)
+    place = file.with_name(file.name + SIGNATURE_SUFFIX)
     if not os.path.lexists(place):
         return None
     with open(place, "rb", opener=_open_plain) as stream:

@@ -1,10 +1,13 @@
-"""What in the directory of a bundle is its own: the files that its manifest, and those of its engines, name."""
+"""The engines of a bundle as the bundle sees them: which files under `engines/` belong to one.
+
+What an engine is and whether it can run is up to `tfexport.tensorrt`. A bundle only has to know which files it may copy
+or delete with itself, and that nothing else is stored there.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-import stat
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,23 +25,25 @@ from tfexport._io.names import (
     SIGNATURE,
     TOKENIZER,
 )
+from tfexport._io.sealed_directory import FileEntry, plain_problem, read_manifest, walk
 from tfexport._io.sealed_json import unseal
-from tfexport.bundle.manifest import ENGINES, MAX_MANIFEST_BYTES, FileEntry
+from tfexport.bundle.manifest import ENGINES
 from tfexport.config import read_as
 from tfexport.errors import BundleError, ConfigError, raise_all, shortened
 
 ENGINE_FORMAT_VERSION = 1
-_REMEDY = "build it again"
 _PLAIN = re.compile("[A-Za-z0-9_][A-Za-z0-9._-]*")
+# An engine may be replaced while its folder is read.
+_ATTEMPTS = 3
 
 
 @dataclass(frozen=True)
 class EngineFiles:
-    """What the manifest of an engine says of files.
+    """What the manifest of an engine states about files.
 
     Attributes:
-        plans: in the engine's folder, by name of the plan.
-        sources: sha256 of each file of the bundle that it was made from, by name.
+        plans: file of each plan in the engine's folder, by the plan's name.
+        sources: sha256 of each file of the bundle that the engine was built from, by name.
     """
 
     plans: Mapping[str, str]
@@ -52,77 +57,104 @@ class EngineFiles:
             BundleError: it is missing or damaged.
             OSError: it cannot be read.
         """
-        file = folder / ENGINE_MANIFEST
-        try:
-            status = os.lstat(file)
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise BundleError(f"it has no {ENGINE_MANIFEST}") from error
-        if not _is_directory(folder) or not stat.S_ISREG(status.st_mode) or status.st_size > MAX_MANIFEST_BYTES:
-            raise BundleError(f"{ENGINE_MANIFEST} is no file of at most {MAX_MANIFEST_BYTES} bytes")
-        raw = file.read_bytes()
-        return unseal(raw, _read_engine, name=ENGINE_MANIFEST, format_version=ENGINE_FORMAT_VERSION, remedy=_REMEDY)
+        if not _is_directory(folder):
+            raise BundleError("it is not a directory")
+        raw = read_manifest(folder, ENGINE_MANIFEST)
+        return unseal(
+            raw, _read_engine, name=ENGINE_MANIFEST, format_version=ENGINE_FORMAT_VERSION, remedy="build it again"
+        )
 
     def names(self, folder: Path) -> set[str]:
-        """Return the names of all files that are the engine's in its folder, there or not."""
+        """Return the names of all files that belong to the engine, whether they exist or not."""
         kernels = [KERNELS_INDEX, *(f"{plan}{KERNELS_SUFFIX}" for plan in self.plans)]
-        kept = folder / KERNELS
-        places = [entry.name for entry in os.scandir(kept)] if _is_directory(kept) else []
-        among = {f"{KERNELS}/{place}/{name}" for place in places for name in kernels}
-        return {ENGINE_MANIFEST, ENGINE_SIGNATURE, BUILD_LOG, *self.plans.values(), *among}
+        machines = [entry.name for entry in _folders(folder / KERNELS)]
+        compiled = {f"{KERNELS}/{machine}/{name}" for machine in machines for name in kernels}
+        return {ENGINE_MANIFEST, ENGINE_SIGNATURE, BUILD_LOG, *self.plans.values(), *compiled}
 
 
 def stale_sources(sources: Mapping[str, str], files: Mapping[str, FileEntry]) -> list[str]:
-    """Name what an engine was made from and a bundle has no longer, or has otherwise.
-
-    Args:
-        sources: sha256 by name, as the engine's manifest has them.
-        files: of the bundle.
-    """
-    # The tokenizer is named by engines of before; they read ids, and it may be replaced.
+    """Name the files that an engine was built from and that a bundle does not have, or has with another hash."""
+    # Old engines name the tokenizer; they read token ids, and it may be replaced.
     names = sorted(set(sources) - {TOKENIZER})
     return [name for name in names if name not in files or files[name].sha256 != sources[name]]
 
 
-def walk(root: Path, *, without: str | None = None) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield the name, relative to `root`, and the status of all that is no directory; no link is followed.
-
-    Args:
-        root: a directory.
-        without: a directory in it that is left out.
-    """
-    folders = [""]
-    while folders:
-        folder = folders.pop()
-        for entry in os.scandir(root / folder):
-            name = f"{folder}{entry.name}"
-            status = entry.stat(follow_symlinks=False)
-            if not stat.S_ISDIR(status.st_mode):
-                yield name, status
-            elif name != without:
-                folders.append(f"{name}/")
-
-
 def engines_in(root: Path) -> dict[str, EngineFiles]:
-    """Return what can be read of the engines of a bundle, by the name of the folder."""
+    """Return the engines of a bundle whose manifests can be read, by the name of the folder."""
     found = {}
-    for folder in sorted((root / ENGINES).iterdir()) if _is_directory(root / ENGINES) else []:
+    for folder in _folders(root / ENGINES):
         try:
             found[folder.name] = EngineFiles.read(folder)
         except BundleError:
-            continue  # whatever it is, no manifest names what lies in it
+            continue  # no manifest names the files in it
     return found
+
+
+def own_names(root: Path, files: Collection[str]) -> set[str]:
+    """Return the names of all files that belong to the bundle in `root`, whose manifest lists `files`."""
+    engines = {
+        f"{ENGINES}/{name}/{file}"
+        for name, engine in engines_in(root).items()
+        for file in engine.names(root / ENGINES / name)
+    }
+    return {MANIFEST, SIGNATURE, *files, *engines}
+
+
+def unsealed(root: Path) -> list[str]:
+    """List everything in `engines/` that no engine's manifest names, or that is not a plain file.
+
+    Leftovers of writers are skipped: they are never read.
+
+    Raises:
+        BundleError: the folder cannot be read.
+    """
+    for _ in range(_ATTEMPTS):
+        try:
+            return list(_unsealed(root))
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise BundleError(f"bundle {root}: {ENGINES} cannot be read ({error.strerror})") from error
+    raise BundleError(f"bundle {root}: {ENGINES} is changed again and again; load it when that has ended")
+
+
+def check_engines(root: Path) -> None:
+    """Refuse a bundle with unsealed files in `engines/`.
+
+    Raises:
+        BundleError: lists them, or the folder cannot be read.
+    """
+    remedy = "remove that, or copy the bundle again from its source"
+    raise_all(BundleError, f"bundle {root}", unsealed(root), remedy=remedy)
+
+
+def _unsealed(root: Path) -> Iterator[str]:
+    if not (root / ENGINES).exists():
+        return
+    found = {f"{ENGINES}/{name}": status for name, status in walk(root / ENGINES)}
+    own = own_names(root, ())  # after the walk, so that an engine which appears meanwhile is known
+    for name, status in sorted(found.items()):
+        if any(map(atomic.is_leftover, name.split("/"))) or not os.path.lexists(root / name):
+            continue
+        if problem := plain_problem(name, status):
+            yield problem
+        elif name not in own:
+            yield f"{name!r} is not named by any engine.json"
+
+
+# ---- for writers
 
 
 def recover_engines(root: Path) -> None:
     """Clear up after killed writers of a bundle's engines and of their kernels.
 
     Raises:
-        BundleError: an engine, or its kernels, are just being written.
+        BundleError: an engine, or its kernels, are being written.
         OSError: they cannot be cleared up.
     """
     if _is_directory(root / ENGINES):
         atomic.recover_all(root / ENGINES)
-        for folder in sorted((root / ENGINES).iterdir()):
+        for folder in _folders(root / ENGINES):
             recover_kernels(folder)
 
 
@@ -132,26 +164,8 @@ def recover_kernels(engine: Path) -> None:
         atomic.recover_all(engine / KERNELS)
 
 
-def own_names(root: Path, files: Collection[str]) -> set[str]:
-    """Return the names of all that is a bundle's own in its directory.
-
-    Args:
-        root: its directory.
-        files: those that its manifest names.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    engines = {
-        f"{ENGINES}/{name}/{file}"
-        for name, engine in engines_in(root).items()
-        for file in engine.names(root / ENGINES / name)
-    }
-    return {MANIFEST, SIGNATURE, *files, *engines}
-
-
 def engine_state(root: Path) -> dict[str, tuple[int, int, int]]:
-    """Return what changes when an engine of a bundle is added, replaced or written to: inode, size and time by name."""
+    """Return inode, size and time of every file under `engines/`: they change when an engine is added or replaced."""
     if not _is_directory(root / ENGINES):
         return {}
     return {name: (status.st_ino, status.st_size, status.st_mtime_ns) for name, status in walk(root / ENGINES)}
@@ -159,18 +173,19 @@ def engine_state(root: Path) -> dict[str, tuple[int, int, int]]:
 
 def copy_engines(root: Path, target: Path) -> None:
     """Copy the engines of a bundle, and nothing else, into the directory of another."""
-    import shutil
+    import shutil  # reading a bundle does not need its compression modules
 
-    for name, engine in engines_in(root).items():
-        for file in sorted(engine.names(root / ENGINES / name)):
-            source, copy = (folder / ENGINES / name / file for folder in (root, target))
-            if source.exists():
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(source, copy)
+    for name in own_names(root, ()) - {MANIFEST, SIGNATURE}:
+        if (root / name).exists():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(root / name, target / name)
+
+
+def _folders(parent: Path) -> list[Path]:
+    return sorted(parent.iterdir()) if _is_directory(parent) else []
 
 
 def _is_directory(path: Path) -> bool:
-    """Say whether there is a directory, and no link to one."""
     return path.is_dir() and not path.is_symlink()
 
 
@@ -178,7 +193,7 @@ def _read_engine(data: dict[str, Any]) -> EngineFiles:
     plans = read_as(Mapping[str, Mapping[str, Any]], data.get("plans"), subject=ENGINE_MANIFEST, place="plans")
     sources = read_as(Mapping[str, str], data.get("sources"), subject=ENGINE_MANIFEST, place="sources")
     files = {name: plan.get("file") for name, plan in plans.items()}
-    # Files are copied and kernels are named by the plan, so both have plain names.
+    # Files are copied and kernels are named after the plan, so both must have plain names.
     problems = [
         f"plans.{name[:80]} has {shortened(given)}, expected a plain name"
         for name, file in files.items()

@@ -1,14 +1,16 @@
-"""The manifest: what a bundle says of itself, read strictly and written always alike."""
+"""The manifest: the description of a bundle, read strictly and written deterministically."""
 
+import dataclasses
+import datetime
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import field
 from typing import Any, Literal, Self
 
 from tfexport._io.names import MANIFEST, SIGNATURE, TOKENIZER
+from tfexport._io.sealed_directory import FileEntry
 from tfexport._io.sealed_json import seal, unseal
-from tfexport.bundle.identity import Identity, Provenance
-from tfexport.config import Config, Count, Sha256, read_as
+from tfexport.config import Config, Sha256, read_as
 from tfexport.contract import (
     ALIGNMENT,
     DECODER,
@@ -30,8 +32,7 @@ from tfexport.text.config import TextConfig
 
 ENGINES = "engines"
 FORMAT_VERSION = 1
-MAX_MANIFEST_BYTES = 4 * 1024 * 1024
-_MAX_NAME = 400
+_MAX_MODULE_NAME, _MAX_IDENTITY = 400, 200
 
 Kind = Literal["encoder-decoder", "encoder"]
 
@@ -40,58 +41,96 @@ Kind = Literal["encoder-decoder", "encoder"]
 _PLAIN_PART = "[A-Za-z0-9_][A-Za-z0-9._-]*"
 _PLAIN_PATH = re.compile(f"{_PLAIN_PART}(/{_PLAIN_PART})*")
 _GRAPHS = frozenset({*DECODER.values(), ENCODER, ENCODER_CONTRIB, REORDER, ALIGNMENT})
+# The contrib graphs were called "fused" once.
+_OLD_NAMES = {"encoder_fused": ENCODER_CONTRIB, "decoder_fused": DECODER["contrib"]}
 
 
-class FileEntry(Config, subject="file"):
-    """Size and sha256 (lower-case hex) of one file."""
+class Identity(Config, subject="identity"):
+    """Name, version, license (such as an SPDX identifier) and date (YYYY-MM-DD) that the maker gives to a bundle.
 
-    bytes: Count
-    sha256: Sha256
+    The date is given, not taken from the clock: the same input gives the same bytes on every day.
+    """
+
+    name: str | None = None
+    version: str | None = None
+    license: str | None = None
+    date: str | None = None
+
+    def _problems(self) -> Iterator[str]:
+        for name, value in self.given().items():
+            if not (value.strip() == value and value.isprintable() and 0 < len(value) <= _MAX_IDENTITY):
+                yield f"{name} is {shortened(value)}, expected 1 to {_MAX_IDENTITY} characters of one line"
+        if self.date is not None and not _is_date(self.date):
+            yield f"date is {shortened(self.date)}, expected YYYY-MM-DD, such as 2026-01-31"
+
+    def given(self) -> dict[str, str]:
+        """Return the values that are not None, by name."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+
+
+def _is_date(text: str) -> bool:
+    try:
+        return datetime.date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
+
+
+class Provenance(Config, subject="provenance"):
+    """How the weights were imported.
+
+    Attributes:
+        layout: name of the checkpoint layout.
+        layout_sha256: of the model directory's layout.yaml; None if it has none.
+        proven: whether the outputs of the original model were reproduced.
+        certificate_sha256: of the model directory's certificate.json.
+    """
+
+    layout: str
+    layout_sha256: Sha256 | None = None
+    proven: bool
+    certificate_sha256: Sha256
+
+    def _problems(self) -> Iterator[str]:
+        if not self.layout.isprintable():
+            yield f"layout is {shortened(self.layout)}, expected a name in one line"
 
 
 class ModuleEntry(Config, subject="module"):
-    """A module of the user's own that a bundle was made from: the name of its class, which nobody imports, and a sum.
+    """The user's own module that a bundle was exported from: its class name, and a hash of its state dict.
 
-    `weights_sha256` is one sum of the names, types, shapes and values of all tensors in its state dict.
+    `weights_sha256` covers names, dtypes, shapes and values of all tensors. The class is never imported.
     """
 
     name: str
     weights_sha256: Sha256
 
     def _problems(self) -> Iterator[str]:
-        if not self.name.isprintable() or not 1 <= len(self.name) <= _MAX_NAME:
+        if not self.name.isprintable() or not 1 <= len(self.name) <= _MAX_MODULE_NAME:
             yield f"name is {shortened(self.name)}, expected the name of a class"
 
 
-class Manifest(Config, subject=MANIFEST):
-    """The content of manifest.json.
+class Draft(Config, subject=MANIFEST):
+    """The content of a manifest, except for its files.
 
     Attributes:
-        format_version: 1.
-        kind: an encoder alone has no decoder graph.
         spec: sizes, limits, token ids and precision.
         config: None for a module that is not the canonical transformer.
-        graphs: by name: encoder, decoder, decoder_static; encoder_contrib and decoder_contrib together; reorder, which
-            bundles of before do not have; alignment where it was asked for.
-        files: every file but the manifest and engines, by path relative to the bundle.
+        graphs: by name: encoder, decoder, decoder_static; encoder_contrib and decoder_contrib together; reorder, except
+            in old bundles; optionally alignment.
         versions: of the tools that made the bundle, by name.
-        parity: summary of the verification with at least `passed`; None when there was none.
-        quantization: how the weights are stored; None where they have the type of the graphs.
-        text: what surrounds the ids of a text, and the texts that were compared.
-        alignment: layer and heads of the graph of that name; None where there is none.
-        checkpoint: the files that the weights were imported from, by name, as they were read; empty where nothing was
-            imported, and in bundles of before.
-        provenance: how they were imported; None where nothing was, and in bundles of before.
-        identity: what whoever made the bundle calls it.
-        module: the user's own that was exported; None for the canonical model, and in bundles of before.
+        parity: summary of the verification with at least `passed`; None if it was not verified.
+        quantization: how the weights are stored; None if they have the dtype of the graphs.
+        text: token ids around a text, and recorded texts.
+        alignment: layer and heads of the alignment graph; None without one.
+        checkpoint: the files that the weights were imported from, by name.
+        provenance: how the weights were imported; None if they were not, or in old bundles.
+        identity: given by the maker.
+        module: the user's own module; None for the canonical model.
     """
 
-    format_version: int
-    kind: Kind
     spec: ModelSpec
     config: TransformerConfig | None
     graphs: Mapping[str, GraphEntry]
-    files: Mapping[str, FileEntry]
     versions: Mapping[str, str]
     parity: Mapping[str, Any] | None
     quantization: Quantization | None = None
@@ -102,108 +141,105 @@ class Manifest(Config, subject=MANIFEST):
     identity: Identity = Identity()
     module: ModuleEntry | None = None
 
+
+class Manifest(Draft, subject=MANIFEST):
+    """The content of manifest.json.
+
+    Attributes:
+        format_version: 1.
+        kind: whether there is a decoder.
+        files: every file except the manifest, its signature and engines, by path relative to the bundle.
+    """
+
+    format_version: int
+    kind: Kind
+    files: Mapping[str, FileEntry]
+
     def _problems(self) -> list[str]:
         problems = [*self._spec_problems(), *self._text_problems(), *self._graph_problems()]
         return [*problems, *self._contract_problems(), *self._path_problems()]
 
-    def _spec_problems(self) -> list[str]:
-        problems = []
+    def _spec_problems(self) -> Iterator[str]:
         if self.kind != kind_of(self.spec):
-            problems.append(f"kind is {self.kind!r}, but spec describes an {kind_of(self.spec)}")
+            yield f"kind is {self.kind!r}, but spec describes an {kind_of(self.spec)}"
         if self.config is not None and model_spec(self.config, self.spec.precision) != self.spec:
-            problems.append("spec and config describe different models")
+            yield "spec and config describe different models"
         if self.config is not None and self.module is not None:
-            problems.append("config and module are both given, but a model is the canonical one or the user's own")
+            yield "config and module are both given, but a model is the canonical one or the user's own"
         if self.quantization is not None and self.spec.precision != "fp32":
-            problems.append(f"quantization is given, but spec.precision is {self.spec.precision}, expected fp32")
+            yield f"quantization is given, but spec.precision is {self.spec.precision}, expected fp32"
         if self.alignment is not None:
             try:
                 if self.alignment.within(self.spec) != self.alignment:
-                    problems.append("alignment: layer and heads are not counted from 0 and all named")
+                    yield "alignment: layer and heads are not counted from 0 and all named"
             except ConfigError as error:
-                problems += [f"alignment: {problem}" for problem in error.problems]
+                yield from (f"alignment: {problem}" for problem in error.problems)
         if self.parity is not None and not isinstance(self.parity.get("passed"), bool):
-            problems.append(f"parity.passed is {shortened(self.parity.get('passed'))}, expected true or false")
-        return problems
+            yield f"parity.passed is {shortened(self.parity.get('passed'))}, expected true or false"
 
-    def _text_problems(self) -> list[str]:
+    def _text_problems(self) -> Iterator[str]:
         text, source, target = self.text, self.spec.source_vocab, self.spec.vocab
         sides = [("source_prefix", text.source_prefix, source), ("source_suffix", text.source_suffix, source)]
         sides.append(("target_prefix", text.target_prefix, target))
         for index, sample in enumerate(text.samples):
             sides.append((f"samples[{index}].source_ids", sample.source_ids, source))
             sides.append((f"samples[{index}].target_ids", sample.target_ids, target))
-        return [
-            f"text.{name} has {shortened(max(ids))}, expected below the vocabulary of {vocab}"
-            for name, ids, vocab in sides
-            if max(ids, default=-1) >= vocab
-        ]
+        for name, ids, vocab in sides:
+            if max(ids, default=-1) >= vocab:
+                yield f"text.{name} has {shortened(max(ids))}, expected below the vocabulary of {vocab}"
 
-    def _graph_problems(self) -> list[str]:
-        problems = [
-            f"graphs.{name[:80]} is {graph.file[:200]!r}, which is not among the files"
-            for name, graph in self.graphs.items()
-            if graph.file not in self.files
-        ]
-        decoders = set(DECODER.values())
-        problems += [f"unknown graph {name[:80]!r}" for name in self.graphs if name not in _GRAPHS]
+    def _graph_problems(self) -> Iterator[str]:
+        names, decoders = set(self.graphs), set(DECODER.values())
+        for name, graph in self.graphs.items():
+            if graph.file not in self.files:
+                yield f"graphs.{name[:80]} is {graph.file[:200]!r}, which is not among the files"
+        yield from (f"unknown graph {name[:80]!r}" for name in self.graphs if name not in _GRAPHS)
         portable = decoders - {DECODER["contrib"]}
-        if ENCODER not in self.graphs and (ENCODER_CONTRIB not in self.graphs or portable & set(self.graphs)):
-            problems.append(f"missing graph {ENCODER!r}")
-        if (ENCODER_CONTRIB in self.graphs) != (DECODER["contrib"] in self.graphs):
-            problems.append(
-                f"of {ENCODER_CONTRIB!r} and {DECODER['contrib']!r} there is only one, expected both or none"
-            )
-        if (ALIGNMENT in self.graphs) != (self.alignment is not None):
-            problems.append(f"of alignment and the graph {ALIGNMENT!r} there is only one, expected both or none")
-        if self.spec.has_decoder != bool(decoders & set(self.graphs)):
-            graphs = ", ".join(sorted(self.graphs))[:200] or "none"
-            problems.append(f"kind is {self.kind!r}, but the graphs are {graphs}")
-        return problems
+        if ENCODER not in names and (ENCODER_CONTRIB not in names or portable & names):
+            yield f"missing graph {ENCODER!r}"
+        if (ENCODER_CONTRIB in names) != (DECODER["contrib"] in names):
+            yield f"graphs has only one of {ENCODER_CONTRIB!r} and {DECODER['contrib']!r}, expected both or none"
+        if (ALIGNMENT in names) != (self.alignment is not None):
+            yield f"only one of alignment and the graph {ALIGNMENT!r} is given, expected both or none"
+        if self.spec.has_decoder != bool(decoders & names):
+            yield f"kind is {self.kind!r}, but the graphs are {', '.join(sorted(names))[:200] or 'none'}"
 
-    def _contract_problems(self) -> list[str]:
+    def _contract_problems(self) -> Iterator[str]:
         graphs = {name: graph for name, graph in self.graphs.items() if name in _GRAPHS}
-        problems = [
-            f"graphs.{name} is {graph.file[:200]!r}, expected a file NAME.onnx beside the weights"
-            for name, graph in graphs.items()
-            if "/" in graph.file or not graph.file.endswith(".onnx")
-        ]
-        return problems + [
-            f"graphs.{name}: {problem}"
-            for name, graph in graphs.items()
-            for problem in contract_problems(
-                graph.spec, graph_contract(self.spec, name, speculation=has_speculation(graph.spec))
-            )
-        ]
+        for name, graph in graphs.items():
+            if "/" in graph.file or not graph.file.endswith(".onnx"):
+                yield f"graphs.{name} is {graph.file[:200]!r}, expected a file NAME.onnx next to the weights"
+        for name, graph in graphs.items():
+            contract = graph_contract(self.spec, name, speculation=has_speculation(graph.spec))
+            yield from (f"graphs.{name}: {problem}" for problem in contract_problems(graph.spec, contract))
 
-    def _path_problems(self) -> list[str]:
-        problems = _name_problems("checkpoint", self.checkpoint)
+    def _path_problems(self) -> Iterator[str]:
+        yield from _name_problems("checkpoint", self.checkpoint)
         seen: dict[str, str] = {}
         for path in self.files:
             if not _PLAIN_PATH.fullmatch(path) or path.split("/")[0].lower() in (MANIFEST, SIGNATURE, ENGINES):
-                problems.append(f"files has {path[:200]!r}, expected a plain relative path inside the bundle")
+                yield f"files has {path[:200]!r}, expected a plain relative path inside the bundle"
             elif path.lower() in seen:
-                problems.append(f"files has {seen[path.lower()]!r} and {path!r}, one file where case does not count")
+                yield f"files has {seen[path.lower()]!r} and {path!r}, one file where case does not count"
             seen[path.lower()] = path
-        return problems
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether texts go in and out; ids alone otherwise."""
+        """Whether the model takes texts; it takes only token ids otherwise."""
         return TOKENIZER in self.files
 
     @property
     def accuracy(self) -> Accuracy:
-        """What bounds how exactly the graphs compute."""
+        """The type that limits how exactly the graphs compute."""
         return self.quantization.weights if self.quantization else self.spec.precision
 
     def to_bytes(self) -> bytes:
-        """Write the manifest as JSON: sorted keys, its own sum as `self_sha256`."""
+        """Write the manifest as JSON with sorted keys and its own hash as `self_sha256`."""
         return seal(self.to_dict())
 
     @classmethod
     def _upgraded(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """Rename graphs that had other names, and leave out the greedy loop graph, which nothing runs any more."""
+        """Rename graphs that had other names, and drop the greedy loop graph, which nothing runs any more."""
         data = {name: value for name, value in data.items() if name != "loop"}
         if isinstance(graphs := data.get("graphs"), dict):
             data["graphs"] = {_OLD_NAMES.get(name, name): graphs[name] for name in graphs if name != "loop"}
@@ -214,8 +250,7 @@ class Manifest(Config, subject=MANIFEST):
         """Read what `to_bytes` wrote.
 
         Raises:
-            BundleError: not JSON, made by a newer version, or any byte was changed;
-                lists every wrong value.
+            BundleError: it is not JSON, was changed or was made by a newer version; lists every wrong value.
         """
         return unseal(
             raw,
@@ -227,12 +262,12 @@ class Manifest(Config, subject=MANIFEST):
 
 
 def kind_of(spec: ModelSpec) -> Kind:
-    """Say what a model is: it generates, or only encodes."""
+    """Return whether a model generates or only encodes."""
     return "encoder-decoder" if spec.has_decoder else "encoder"
 
 
 def read_sources(value: object, name: str) -> dict[str, FileEntry]:
-    """Read sizes and sums of files that weights were imported from, by name; raises ConfigError."""
+    """Read size and hash of the files that weights were imported from, by name; raises ConfigError."""
     files: dict[str, FileEntry] = read_as(Mapping[str, FileEntry], value, subject=name, place="files")
     raise_all(ConfigError, name, _name_problems("files", files))
     return files
@@ -241,7 +276,3 @@ def read_sources(value: object, name: str) -> dict[str, FileEntry]:
 def _name_problems(place: str, files: Mapping[str, FileEntry]) -> list[str]:
     strange = [file for file in files if not file.isprintable()]
     return [f"{place} has {shortened(strange[0])}, expected names of files"] if strange else []
-
-
-# The form in ONNX Runtime's own operators was called "fused" once; such bundles are read as they are.
-_OLD_NAMES = {"encoder_fused": ENCODER_CONTRIB, "decoder_fused": DECODER["contrib"]}

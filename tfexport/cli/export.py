@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from tfexport.bundle.identity import Identity
+from tfexport.bundle.manifest import Identity
 from tfexport.cli.options import PATH, field_option, sign_key_option
 from tfexport.cli.process import says_whether_written
 from tfexport.cli.terminal import report_line

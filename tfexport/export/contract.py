@@ -8,7 +8,6 @@ from typing import cast
 import onnx
 from onnx import helper
 
-from tfexport._io.utf8_path import utf8_path
 from tfexport.contract import DType, GraphSpec, TensorSpec, contract_problems
 from tfexport.errors import GraphError, raise_all
 from tfexport.export.passes.attention_check import attention_problems
@@ -26,8 +25,7 @@ def check_graph(path: Path, contract: GraphSpec, *, portable: bool = True) -> No
         GraphError: lists every difference.
     """
     try:
-        with utf8_path(path) as given:
-            onnx.checker.check_model(given, full_check=True)
+        onnx.checker.check_model(str(path), full_check=True)
         model = onnx.load(str(path), load_external_data=False)
     except Exception as error:
         raise GraphError(f"{path.name}: not valid ONNX: {str(error).strip().splitlines()[0]}") from error

@@ -10,7 +10,7 @@ from pathlib import Path
 from tfexport._io.sealed_json import render
 from tfexport._io.signature import SigningKey
 from tfexport.bundle.bundle import PARITY, SIGNATURE_DROPPED, Bundle, create_bundle
-from tfexport.bundle.identity import Identity
+from tfexport.bundle.manifest import Draft, Identity
 from tfexport.contract import ENCODER, ENCODER_CONTRIB, AlignmentHeads, Form, GraphEntry
 from tfexport.errors import BackendError, ParityError
 from tfexport.export.config import ExportConfig
@@ -20,6 +20,7 @@ from tfexport.export.seam import traits_of
 from tfexport.export.source import Source, of_module, open_source
 from tfexport.importing.own_module import OwnModule
 from tfexport.runtime.registry import Graphs
+from tfexport.text.config import TextConfig
 from tfexport.verify import Report, Stages, VerifyConfig, verify_stages
 
 
@@ -131,20 +132,21 @@ def _export(
             (builder.path / PARITY).write_bytes(render(found.to_dict()))
             parity = found.summary()
         made_with = {name: importlib.metadata.version(name) for name in ("tfexport", "torch", "onnx", "onnxscript")}
-        builder.finish(
+        draft = Draft(
             spec=source.spec,
             config=source.config,
             graphs=graphs,
             versions={**source.versions, **made_with},
             parity=parity,
             quantization=config.quantization,
-            text=source.tokenizer.text if source.tokenizer else None,
+            text=source.tokenizer.text if source.tokenizer else TextConfig(),
             alignment=alignment,
             checkpoint=source.checkpoint,
             provenance=source.provenance,
-            identity=identity,
+            identity=identity or Identity(),
             module=source.module,
         )
+        builder.finish(draft)
     for name in builder.stale_engines:
         report(
             f"engine {name} was built from other graphs and may not be used; build it again, or remove engines/{name}"

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tfexport._io.names import CERTIFICATE, GENERATION, LAYOUT, TARGET_TOKENIZER, TEXT, TOKENIZER
+from tfexport._io.sealed_directory import FileEntry
 from tfexport._io.sealed_json import render
 from tfexport._io.strict_json import read_json
-from tfexport.bundle.identity import Provenance
-from tfexport.bundle.manifest import FileEntry, ModuleEntry, read_sources
+from tfexport.bundle.manifest import ModuleEntry, Provenance, read_sources
 from tfexport.contract import ModelSpec
 from tfexport.errors import ConfigError, raise_all
 from tfexport.export.config import ExportConfig

@@ -12,9 +12,8 @@ from tfexport._arguments import as_list, is_one_of, is_whole, word_problems
 from tfexport._io.names import TARGET_TOKENIZER, TOKENIZER
 from tfexport._io.paths import checked_path
 from tfexport._io.signature import TrustedKeys
-from tfexport.bundle.bundle import Bundle, check_weights, open_bundle
-from tfexport.bundle.defaults import read_defaults
-from tfexport.bundle.unsealed import check_engines
+from tfexport.bundle.bundle import Bundle, check_weights, open_bundle, read_defaults
+from tfexport.bundle.contents import check_engines
 from tfexport.contract import Device, Form
 from tfexport.decode.warm_up import warm_up as run_warm_up
 from tfexport.errors import ConfigError, TfexportError, raise_all, shortened
@@ -65,7 +64,7 @@ def load(
     batches = _warm_up_batches(warm_up)
     keys = None if trusted_keys is None else TrustedKeys.read(trusted_keys)
     bundle = open_bundle(folder, weights=False, trusted_keys=keys)
-    check_engines(bundle)
+    check_engines(bundle.path)
     tokenizer, defaults = load_tokenizer(bundle), read_defaults(bundle)
     with ThreadPoolExecutor(1) as pool:  # the sums of the weights take as long as the rest
         checked = pool.submit(check_weights, bundle)

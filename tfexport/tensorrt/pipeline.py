@@ -14,10 +14,11 @@ from typing import Any
 
 from tfexport._io.interrupts import interrupts_held
 from tfexport._io.names import BUILD_LOG, ENGINE_MANIFEST, ENGINE_SIGNATURE
+from tfexport._io.sealed_directory import FileEntry
 from tfexport._io.signature import SigningKey, TrustedKeys
 from tfexport.bundle.bundle import open_bundle
 from tfexport.bundle.contents import ENGINE_FORMAT_VERSION
-from tfexport.bundle.manifest import ENGINES, FileEntry
+from tfexport.bundle.manifest import ENGINES
 from tfexport.tensorrt.artifact.manifest import BuildMachine, EngineManifest, PlanEntry
 from tfexport.tensorrt.artifact.store import add_engine
 from tfexport.tensorrt.build.builder import SerializedEngine, build_engine

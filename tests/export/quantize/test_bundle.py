@@ -19,7 +19,7 @@ import tfexport
 from tests import tiny
 from tests.conftest import DATES
 from tfexport.bundle.bundle import create_bundle, open_bundle
-from tfexport.bundle.manifest import Manifest
+from tfexport.bundle.manifest import Draft, Manifest
 from tfexport.bundle.step_weights import step_weight_bytes
 from tfexport.cli import main
 from tfexport.contract import Quantization, TokenIds
@@ -61,13 +61,15 @@ def throughput(once: Once, dates_bundle: Path) -> Path:
         with create_bundle(path) as builder:
             graphs = write_integer_graphs(source.path, manifest.graphs, builder.path, quantization)
             (builder.path / "tokenizer.json").write_bytes(source.file("tokenizer.json").read_bytes())
-            builder.finish(
+            draft = Draft(
                 spec=manifest.spec,
                 config=manifest.config,
                 graphs=graphs,
                 versions=manifest.versions,
                 quantization=quantization,
+                parity=None,
             )
+            builder.finish(draft)
 
     return once("dates-bundle-throughput", make)
 

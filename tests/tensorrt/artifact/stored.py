@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.bundle.made import make
+from tfexport._io.sealed_directory import FileEntry
 from tfexport._io.signature import SigningKey
 from tfexport.bundle.bundle import Bundle
-from tfexport.bundle.manifest import FileEntry
 from tfexport.contract import ModelSpec, decoder_graph, encoder_graph, key_value_names, reorder_spec
 from tfexport.tensorrt.artifact.compatibility import Machine
 from tfexport.tensorrt.artifact.manifest import BuildMachine, EngineManifest, PlanEntry

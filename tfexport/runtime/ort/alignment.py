@@ -8,9 +8,9 @@ from pathlib import Path
 
 import onnxruntime as ort
 
-from tfexport.contract import ALIGNMENT, SOURCE_IDS, SOURCE_MASK, TARGET_IDS
+from tfexport.contract import ALIGNMENT, SOURCE_IDS, SOURCE_MASK, TARGET_IDS, ModelSpec
 from tfexport.errors import BackendError
-from tfexport.runtime.ort.device import OrtDevice, run
+from tfexport.runtime.ort.device import OrtDevice, check_contract, run
 from tfexport.runtime.session import Floats, Ids, Mask
 
 
@@ -21,9 +21,9 @@ class OrtAligner:
         is_there: whether the bundle has the graph.
     """
 
-    def __init__(self, graphs: Mapping[str, Path], device: OrtDevice, threads: int | None) -> None:
+    def __init__(self, graphs: Mapping[str, Path], spec: ModelSpec, device: OrtDevice, threads: int | None) -> None:
         """Find the graph among a bundle's; `device` and `threads` are those of the session."""
-        self._path, self._device, self._threads = graphs.get(ALIGNMENT), device, threads
+        self._path, self._spec, self._device, self._threads = graphs.get(ALIGNMENT), spec, device, threads
         self.is_there = self._path is not None
         self._graph: ort.InferenceSession | None = None
         self._lock, self._is_closed = threading.Lock(), False
@@ -50,5 +50,7 @@ class OrtAligner:
             if self._is_closed:
                 raise BackendError("ort: this session is closed; load the bundle again")
             if self._graph is None:
-                self._graph = self._device.load(self._path, self._path.name, self._threads)
+                graph = self._device.load(self._path, self._path.name, self._threads)
+                check_contract(graph, ALIGNMENT, self._spec)
+                self._graph = graph
             return self._graph

@@ -43,9 +43,8 @@ from tfexport.contract import (
 from tfexport.runtime.checked import CheckedAligner, CheckedMultiStep, CheckedScoring, CheckedVerifying
 from tfexport.runtime.ort.alignment import OrtAligner
 from tfexport.runtime.ort.cache import FIRST_CAPACITY
-from tfexport.runtime.ort.device import STEP_SPIN_US, OrtDevice, host_value, run
+from tfexport.runtime.ort.device import STEP_SPIN_US, OrtDevice, check_contract, host_value, run
 from tfexport.runtime.ort.lengths import has_many_scores, runs
-from tfexport.runtime.ort.tables import shared_tables
 from tfexport.runtime.session import Candidates, Floats, Ids, Limits, Mask, Prompts, close_up, given_candidates
 from tfexport.runtime.threads import Threads, threads_of
 
@@ -123,13 +122,14 @@ class ContribSession(CheckedAligner):
         self.accuracy: Accuracy = weights or spec.precision
         device = OrtDevice("cpu", weights)
         encoder_threads, decoder_threads = threads_of(threads)
-        self._aligner = OrtAligner(graphs, device, encoder_threads)
+        self._aligner = OrtAligner(graphs, spec, device, encoder_threads)
         self.has_alignment = self._aligner.is_there
         name = DECODER["contrib"]
-        encoder_tables, decoder_tables = shared_tables(graphs[ENCODER_CONTRIB], graphs[name])
         # One after the other, the larger one first: while a weight is packed, it lies in memory twice.
-        decoder = device.load(graphs[name], name, decoder_threads, spin_us=STEP_SPIN_US, initializers=decoder_tables)
-        encoder = device.load(graphs[ENCODER_CONTRIB], ENCODER_CONTRIB, encoder_threads, initializers=encoder_tables)
+        decoder = device.load(graphs[name], name, decoder_threads, spin_us=STEP_SPIN_US)
+        encoder = device.load(graphs[ENCODER_CONTRIB], ENCODER_CONTRIB, encoder_threads)
+        check_contract(decoder, name, spec)
+        check_contract(encoder, ENCODER_CONTRIB, spec)
         caches = zip(key_value_names("past", spec.layers), key_value_names("present", spec.layers), strict=True)
         self.can_verify = any(tensor.name == LOGITS_TO_KEEP for tensor in decoder.get_inputs())
         self._graphs: Graphs | None = Graphs(

@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import io
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,18 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from tfexport._io.extras import extra_command, replacing_command
-from tfexport._io.utf8_path import utf8_path
-from tfexport.contract import Device, DType, WeightType
-from tfexport.errors import BackendError, first_line
+from tfexport.contract import (
+    Device,
+    DType,
+    GraphSpec,
+    ModelSpec,
+    TensorSpec,
+    WeightType,
+    contract_problems,
+    graph_contract,
+    has_speculation,
+)
+from tfexport.errors import BackendError, BundleError, first_line, raise_all
 from tfexport.runtime.ort.int8_products import int8_session_options
 from tfexport.runtime.ort.libraries import load_libraries, needed, where_looked
 
@@ -31,6 +40,8 @@ MINIMUM: dict[Device, str] = {"cpu": "1.25", "cuda": "1.30"}
 _OPTIONS: dict[Device, dict[str, str]] = {"cpu": {}, "cuda": {"use_tf32": "0"}}
 # TensorProto.DataType
 ELEMENT_TYPE: dict[DType, int] = {"float32": 1, "int32": 6, "int64": 7, "bool": 9, "float16": 10, "bfloat16": 16}
+# The dtypes of the contract as ONNX Runtime spells the types of inputs and outputs.
+_DTYPE: dict[str, DType] = {f"tensor({'float' if dtype == 'float32' else dtype})": dtype for dtype in ELEMENT_TYPE}
 # What ONNX Runtime computes on the CPU on purpose beside a GPU: sums on shapes, of a few numbers each.
 SHAPE_OPERATORS = frozenset(
     "Add Cast Concat Constant ConstantOfShape Div Equal Expand Gather Identity Less LessOrEqual Max Min Mod Mul Range "
@@ -84,7 +95,6 @@ class OrtDevice:
         threads: int | None,
         *,
         spin_us: int = 0,
-        initializers: Mapping[str, ort.OrtValue] | None = None,
     ) -> ort.InferenceSession:
         """Load a graph onto the device.
 
@@ -93,7 +103,6 @@ class OrtDevice:
             name: used in errors.
             threads: of the CPU for one call; None for as many as ONNX Runtime finds cores.
             spin_us: how long its threads wait awake for the next run, in microseconds.
-            initializers: of the graph, by name, in place of those that it refers to; the session keeps them alive.
 
         Raises:
             BackendError: the graph does not load.
@@ -107,22 +116,18 @@ class OrtDevice:
             options.add_session_config_entry("session.intra_op.spin_duration_us", str(spin_us))
         else:
             options.add_session_config_entry("session.force_spinning_stop", "1")
-        for weight, value in (initializers or {}).items():
-            options.add_initializer(weight, value)
         options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
         for key, entry in self._config_entries.items():
             options.add_session_config_entry(key, entry)
         try:
-            with utf8_path(graph) as path:
-                session = ort.InferenceSession(
-                    path, options, providers=[(PROVIDER[self.type], _OPTIONS[self.type])], enable_fallback=0
-                )
+            session = ort.InferenceSession(
+                str(graph), options, providers=[(PROVIDER[self.type], _OPTIONS[self.type])], enable_fallback=0
+            )
         except Exception as error:
             raise BackendError(
                 f"ort: {name} does not load in onnxruntime {ort.__version__}, which must be {MINIMUM[self.type]} or "
                 f"newer on {self.type}: {first_line(error)}"
             ) from error
-        session.initializers = initializers  # of which ONNX Runtime keeps addresses alone
         if self.type != "cpu":
             _check_placement(session, name, PROVIDER[self.type])
         return session
@@ -148,6 +153,21 @@ class OrtDevice:
     def zeros(self, num_bytes: int) -> ort.OrtValue:
         """Copy bytes that are 0 to the device."""
         return ort.OrtValue.ortvalue_from_numpy(np.zeros(num_bytes, np.uint8), self.type, 0)
+
+
+def check_contract(session: ort.InferenceSession, name: str, spec: ModelSpec) -> None:
+    """Compare the inputs and outputs of a loaded graph with the contract of its name.
+
+    Raises:
+        BundleError: lists those that differ.
+    """
+    inputs, outputs = (
+        tuple(TensorSpec(one.name, _DTYPE.get(one.type, one.type), tuple(one.shape)) for one in side)
+        for side in (session.get_inputs(), session.get_outputs())
+    )
+    found = GraphSpec(inputs, outputs)
+    problems = contract_problems(found, graph_contract(spec, name, speculation=has_speculation(found)))
+    raise_all(BundleError, f"graph {name}", problems, remedy="export the bundle again")
 
 
 def host_value(array: Array) -> ort.OrtValue:

@@ -30,7 +30,7 @@ from tfexport.errors import BackendError, BundleError
 from tfexport.runtime.checked import CheckedAligner
 from tfexport.runtime.ort.alignment import OrtAligner
 from tfexport.runtime.ort.concat import ConcatBatch
-from tfexport.runtime.ort.device import STEP_SPIN_US, OrtDevice
+from tfexport.runtime.ort.device import STEP_SPIN_US, OrtDevice, check_contract
 from tfexport.runtime.ort.gather import RowGather
 from tfexport.runtime.ort.graphs import OrtGraphs
 from tfexport.runtime.ort.static import StaticBatch
@@ -89,7 +89,7 @@ class OrtSession(CheckedAligner):
         opened = OrtDevice(device, weights)
 
         encoder_threads, decoder_threads = threads_of(threads)
-        self._aligner = OrtAligner(graphs, opened, encoder_threads)
+        self._aligner = OrtAligner(graphs, spec, opened, encoder_threads)
         self.has_alignment = self._aligner.is_there
         on_host = device == "cpu" if host_caches is None else host_caches
         self._graphs = OrtGraphs(
@@ -100,6 +100,9 @@ class OrtSession(CheckedAligner):
             encoder=opened.load(graphs[ENCODER], graphs[ENCODER].name, encoder_threads),
             gather=None if form is None or on_host else _load_gather(graphs, spec, opened),
         )
+        check_contract(self._graphs.encoder, ENCODER, spec)
+        if form is not None:
+            check_contract(self._graphs.decoder, DECODER[form], spec)
 
     @property
     def _is_open(self) -> bool:

@@ -18,9 +18,8 @@ from pathlib import Path
 
 from tfexport._io import atomic
 from tfexport._io.names import KERNELS, KERNELS_INDEX, KERNELS_SUFFIX
+from tfexport._io.sealed_directory import MAX_MANIFEST_BYTES, FileEntry, plain_problem
 from tfexport._io.sealed_json import seal, unseal
-from tfexport.bundle.bundle import plain_problem
-from tfexport.bundle.manifest import MAX_MANIFEST_BYTES, FileEntry
 from tfexport.config import Config
 from tfexport.errors import BundleError
 from tfexport.tensorrt.cuda import Gpu

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Self
 
 from tfexport._io.names import ENGINE_MANIFEST
+from tfexport._io.sealed_directory import FileEntry
 from tfexport._io.sealed_json import seal, unseal
 from tfexport.bundle.contents import ENGINE_FORMAT_VERSION
-from tfexport.bundle.manifest import FileEntry
 from tfexport.config import Config, Count, Match, Sha256
 from tfexport.contract import ENCODER, REORDER, TensorSpec
 from tfexport.errors import ConfigError, shortened

@@ -23,10 +23,11 @@ from pathlib import Path
 
 from tfexport._io import atomic
 from tfexport._io.names import BUILD_LOG, ENGINE_MANIFEST, ENGINE_SIGNATURE, KERNELS
+from tfexport._io.sealed_directory import MAX_MANIFEST_BYTES, FileEntry, plain_problem, walk, write_errors
 from tfexport._io.signature import SIGNATURE_BYTES, SigningKey, TrustedKeys
-from tfexport.bundle.bundle import Bundle, plain_problem, write_errors
-from tfexport.bundle.contents import EngineFiles, recover_kernels, walk
-from tfexport.bundle.manifest import ENGINES, MAX_MANIFEST_BYTES, FileEntry
+from tfexport.bundle.bundle import Bundle
+from tfexport.bundle.contents import EngineFiles, recover_kernels
+from tfexport.bundle.manifest import ENGINES
 from tfexport.errors import BundleError, EngineError
 from tfexport.tensorrt.artifact.compatibility import Machine, explain, incompatibilities
 from tfexport.tensorrt.artifact.manifest import EngineManifest

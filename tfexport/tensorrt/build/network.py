@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from tfexport._io.extras import install_command
-from tfexport._io.utf8_path import utf8_path
 from tfexport.contract import GraphSpec
 from tfexport.errors import EngineError, raise_all
 from tfexport.tensorrt.library import Library
@@ -102,8 +101,7 @@ def parse_graph(library: Library, graph: Graph) -> Network:
     builder = library.builder(log)
     definition = _made(builder.create_network(library.strongly_typed()), subject, "network", log)
     parser = _made(library.trt.OnnxParser(definition, library.logger), subject, "parser", log)
-    with utf8_path(graph.path) as path:
-        is_parsed = parser.parse(graph.data, path)
+    is_parsed = parser.parse(graph.data, str(graph.path))
     errors = [parser.get_error(i) for i in range(parser.num_errors)]
     if errors or not is_parsed:
         problems = [_describe(error) for error in errors] or [log.reason()]
