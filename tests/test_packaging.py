@@ -131,7 +131,7 @@ def test_a_bundle_generates_without_torch_and_onnx(deployed: Path, dates_bundle:
     [
         (["onnx", "preset:tiny", "--output", "{tmp}/out"], "torch, which is not installed"),
         (["import", "x.pt", "--output", "{tmp}/out"], "torch, which is not installed"),
-        (["trt", "{bundle}"], "torch, which is not installed"),
+        (["trt", "{bundle}"], "onnx, which is not installed"),
         (["inspect", "{bundle}/encoder.onnx"], "needs the onnx package"),
         (["generate", "{bundle}", "x", "--backend", "eager"], "torch is not installed"),
         (["verify", "{bundle}"], "torch, which is not installed"),
