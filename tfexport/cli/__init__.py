@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import click
 
-from tfexport.cli.align import align
-from tfexport.cli.bench import bench, bench_compare
-from tfexport.cli.build import trt
-from tfexport.cli.checkpoint import import_
 from tfexport.cli.commands import Commands
-from tfexport.cli.export import onnx
-from tfexport.cli.generate import embed, generate
-from tfexport.cli.inspect import doctor, inspect
-from tfexport.cli.score import score
+from tfexport.cli.generate import generate
+from tfexport.cli.make import import_, onnx, triton, trt
+from tfexport.cli.score import align, embed, score
 from tfexport.cli.serve import serve
-from tfexport.cli.triton import triton
-from tfexport.cli.verify import verify
+from tfexport.cli.tools import bench, bench_compare, doctor, inspect, verify
 
 
 @click.group(cls=Commands, context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})

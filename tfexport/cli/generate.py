@@ -1,35 +1,40 @@
-"""`tfexport generate` and `tfexport embed`: texts in, texts or vectors out."""
+"""`tfexport generate`: texts or whole files in, texts out."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from tfexport.cli.bulk import generate_in_bulk
 from tfexport.cli.options import (
     bulk_options,
     decode_options,
-    form_option,
     is_given,
     json_option,
-    text_options,
     token_ids,
 )
-from tfexport.cli.terminal import inputs_of, json_text, lines_to, progress
-from tfexport.contract import Device, Form
+from tfexport.cli.process import Terminated
+from tfexport.cli.terminal import inputs_of, json_text, lines_to, progress, report_line
 from tfexport.errors import InputError
 
 if TYPE_CHECKING:
-    from tfexport.model.model import Model, Pooling
+    from tfexport.bulk.progress import Progress
+    from tfexport.model.model import Model
+
+# The output is there, and rows of it have an error; apart from what a supervisor would try again.
+EXIT_ROWS = 3
+# Seconds between two lines of progress, on a terminal, where the one takes the place of the other, and in a log.
+_ON_TERMINAL_S, _IN_LOG_S = 0.2, 30.0
 
 
 @click.command()
 @bulk_options
-@form_option
 @click.option("--prefix", help="Text that every output begins with.")
 @json_option
 @decode_options
@@ -40,12 +45,7 @@ def generate(
     output: Path | str | None,
     input_column: str | None,
     output_column: str | None,
-    backend: str,
-    engine: str | None,
-    device: Device,
-    threads: int | Literal["auto"],
-    trusted_keys: tuple[Path, ...],
-    form: Form | None,
+    loading: dict[str, Any],
     batch_size: int,
     prefix: str | None,
     as_json: bool,
@@ -71,21 +71,13 @@ def generate(
         inputs = inputs_of(texts, plain[0])
     from tfexport.model.load import load
 
-    with load(
-        bundle,
-        backend=backend,
-        form=form,
-        threads=threads,
-        device=device,
-        engine=engine,
-        trusted_keys=trusted_keys or None,
-    ) as model:
+    with load(bundle, **loading) as model:
         if not model.spec.has_decoder:
             raise InputError(f"{bundle}: is an encoder alone and generates no text; use tfexport embed {bundle}")
         given = token_ids(given, model.tokenizer.target_id if model.tokenizer else None)
         if in_bulk:
             columns = (input_column, output_column)
-            generate_in_bulk(model, str(source), str(output), *columns, prefix, batch_size, given)
+            _generate_in_bulk(model, str(source), str(output), *columns, prefix, batch_size, given)
         else:
             _generate_plainly(model, inputs, plain[1], prefix, batch_size, as_json, given)
 
@@ -136,39 +128,86 @@ def _plain_files(
     return source, output
 
 
-@click.command()
-@text_options
-@click.option("--pooling", type=click.Choice(["mean", "cls"]), default="mean", help="How tokens become one vector.")
-@click.option("--normalize/--no-normalize", default=True, help="Scale every vector to length 1.")
-def embed(
-    bundle: Path,
-    texts: tuple[str, ...],
-    source: Path | None,
-    output: Path | None,
-    backend: str,
-    engine: str | None,
-    device: Device,
-    threads: int | Literal["auto"],
-    trusted_keys: tuple[Path, ...],
+def _generate_in_bulk(
+    model: Model,
+    source: str,
+    output: str,
+    input_column: str | None,
+    output_column: str | None,
+    prefix: str | None,
     batch_size: int,
-    pooling: Pooling,
-    normalize: bool,
+    options: dict[str, Any],
 ) -> None:
-    """Write the vector of each TEXT with an encoder-only bundle, one JSON object a line."""
-    inputs = inputs_of(texts, source)
-    from tfexport.model.load import load
+    """Generate for a file, with progress on standard error; exits with 3 where rows have errors."""
+    from tfexport.bulk.config import BulkConfig
+    from tfexport.bulk.run import generate_file
 
-    with (
-        load(
-            bundle,
-            backend=backend,
-            threads=threads,
-            device=device,
-            engine=engine,
-            trusted_keys=trusted_keys or None,
-        ) as model,
-        lines_to(output) as write,
-    ):
-        vectors = model.embed(inputs, pooling=pooling, normalize=normalize, batch_size=batch_size)
-        for index, (text, vector) in enumerate(zip(inputs, vectors, strict=True)):
-            write(json_text({"index": index, "input": text, "embedding": vector.tolist()}))
+    config = BulkConfig(
+        input_column=input_column,
+        output_column=BulkConfig.output_column if output_column is None else output_column,
+        prefix=prefix,
+        batch_size=batch_size,
+    )
+    with _says_how_to_go_on(), _progress() as (report, on_progress):
+        summary = generate_file(model, source, output, config, report=report, on_progress=on_progress, **options)
+    report_line(
+        f"{output}: {summary.num_rows:,} rows, {summary.num_decoded:,} of them decoded now"
+        f" at {summary.rows_per_s:,.0f} rows a second"
+    )
+    if summary.num_errors:
+        report_line(
+            f"{summary.num_errors:,} of {summary.num_rows:,} rows could not be decoded; "
+            f"{output} has the reason of each in column {config.output_column}_error"
+        )
+        click.get_current_context().exit(EXIT_ROWS)
+
+
+@contextmanager
+def _progress() -> Iterator[tuple[Callable[[str], None], Callable[[Progress], None]]]:
+    """Show one line that changes on a terminal, and a line now and then elsewhere."""
+    is_terminal, shown_at = sys.stderr.isatty(), time.monotonic()
+    is_line_open = False
+
+    def report(line: str) -> None:
+        nonlocal is_line_open
+        if is_line_open:
+            click.echo(err=True)
+        is_line_open = False
+        report_line(line)
+
+    def on_progress(progress: Progress) -> None:
+        nonlocal shown_at, is_line_open
+        now = time.monotonic()
+        if now - shown_at < (_ON_TERMINAL_S if is_terminal else _IN_LOG_S):
+            return
+        shown_at = now
+        if is_terminal:
+            is_line_open = True
+            click.echo(f"\r\x1b[K{_progress_line(progress)}", nl=False, err=True)
+        else:
+            report_line(_progress_line(progress))
+
+    try:
+        yield report, on_progress
+    finally:
+        if is_line_open:
+            click.echo(err=True)
+
+
+def _progress_line(progress: Progress) -> str:
+    """Spell how far a run is: rows, rate, time left."""
+    share = progress.done / progress.num_rows if progress.num_rows else 1
+    line = f"{progress.done:,} of {progress.num_rows:,} rows ({share:.1%}), {progress.rows_per_s:,.0f} rows/s"
+    if progress.left_s is None:
+        return line
+    minutes, seconds = divmod(int(progress.left_s), 60)
+    return f"{line}, {minutes // 60}:{minutes % 60:02}:{seconds:02} left"
+
+
+@contextmanager
+def _says_how_to_go_on() -> Iterator[None]:
+    try:
+        yield
+    except (KeyboardInterrupt, Terminated) as stop:
+        stop.add_note("what is done is kept; run the same command again to go on")
+        raise

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 
 import click
 from click.core import ParameterSource
@@ -80,33 +81,49 @@ class PathOrUri(click.Path):
 PATH = click.Path(path_type=Path)
 IDS = CommaList(click.IntRange(min=0))
 INPUT = click.Path(exists=True, dir_okay=False, readable=True, allow_dash=True, path_type=Path)
-backend_option = click.option("--backend", type=click.Choice(names()), default=AUTO, help="What runs the bundle.")
-device_option = click.option(
-    "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="Where ONNX Runtime computes."
-)
-form_option = click.option(
-    "--form",
-    type=click.Choice(get_args(Form)),
-    help="Decoder graph that ONNX Runtime runs; the fastest that bundle and device have when not given.",
-)
 engine_option = click.option(
-    "--engine", help="TensorRT engine of the bundle; the only one that fits here when not given."
+    "--engine", help="TensorRT engine of the bundle; by default the only one that runs on this machine."
 )
-threads_option = click.option(
-    "--threads",
-    type=NumberOrAuto(),
-    default=AUTO,
-    help="Of the CPU in ONNX Runtime; auto takes what the size of the model and the cores are good for.",
-)
+device_option = click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="Where graphs run.")
 trusted_keys_option = click.option(
     "--trusted-keys",
     type=PATH,
     multiple=True,
     show_default=False,
-    help="File of public keys, one of which must have signed what is loaded; give it again for more.",
+    callback=lambda _context, _parameter, keys: keys or None,
+    help="File of public keys, one of which must have signed what is loaded; repeatable.",
 )
-sign_key_option = click.option("--sign-key", type=PATH, help="Private key, Ed25519 in PEM, that signs what is written.")
+sign_key_option = click.option("--sign-key", type=PATH, help="Private key (Ed25519, PEM) that signs what is written.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+_LOADING = {
+    "backend": click.option("--backend", type=click.Choice(names()), default=AUTO, help="What runs the bundle."),
+    "form": click.option(
+        "--form",
+        type=click.Choice(get_args(Form)),
+        help="Decoder graph that ONNX Runtime runs; by default the fastest that bundle and device have.",
+    ),
+    "device": device_option,
+    "engine": engine_option,
+    "threads": click.option(
+        "--threads",
+        type=NumberOrAuto(),
+        default=AUTO,
+        help="CPU threads of ONNX Runtime; auto chooses by the size of the model and the cores.",
+    ),
+    "trusted_keys": trusted_keys_option,
+}
+
+
+def loading_options(command: F) -> F:
+    """Add the options of `tfexport.load`; the command receives them as one dictionary, `loading`."""
+
+    @functools.wraps(command)
+    def grouped(**values: Any) -> Any:
+        return command(loading={name: values.pop(name) for name in _LOADING}, **values)
+
+    for add in reversed(_LOADING.values()):
+        grouped = add(grouped)
+    return cast(F, grouped)
 
 
 def field_option(config: type[Config], field: str, *names: str, **more: Any) -> Callable[[F], F]:
@@ -196,21 +213,22 @@ def _early_stopping(_context: click.Context, _parameter: click.Parameter, value:
 
 
 def text_options(command: F) -> F:
-    """Add what every command takes that reads texts and runs a bundle."""
+    """Add the arguments and options of every command that reads texts and runs a bundle."""
     return _text_options(
         command,
         click.option("--input", "source", type=INPUT, help="File with one text a line; - is standard input."),
-        click.option("--output", type=PATH, help="File to write, whole or not at all; standard output when not given."),
+        click.option("--output", type=PATH, help="File to write, whole or not at all; by default standard output."),
     )
 
 
 def bulk_options(command: F) -> F:
-    """Add the same, for files of any size and format too."""
+    """Add the same for files of any size and format, with their columns."""
     for add in (
         click.option(
-            "--output-column", help="Name of the answers in bulk; more columns begin with it.  [default: output]"
+            "--output-column",
+            help="Column of the outputs; further columns begin with its name.  [default: output]",
         ),
-        click.option("--input-column", help="That has the texts in bulk; the only one, or the one called text."),
+        click.option("--input-column", help="Column of the texts; by default the only one, or the one named text."),
     ):
         command = add(command)
     return _text_options(
@@ -219,28 +237,19 @@ def bulk_options(command: F) -> F:
             "--input",
             "source",
             type=PathOrUri(exists=True, dir_okay=False, readable=True, allow_dash=True, path_type=Path),
-            help="File with one text a line; - is standard input. In bulk .parquet, .jsonl, .csv or .txt, also s3://….",
+            help="File with one text a line (- is standard input), or .parquet, .jsonl, .csv or .txt, also s3://….",
         ),
         click.option(
             "--output",
             type=PathOrUri(path_type=Path),
-            help="File to write, whole or not at all; standard output when not given. In bulk as --input.",
+            help="File to write, whole or not at all; by default standard output. Formats as for --input.",
         ),
     )
 
 
 def _text_options(command: F, source: Callable[[F], F], output: Callable[[F], F]) -> F:
-    for add in (
-        click.option("--batch-size", type=click.IntRange(min=1), default=32, help="Texts to run together."),
-        backend_option,
-        engine_option,
-        device_option,
-        threads_option,
-        trusted_keys_option,
-        output,
-        source,
-        click.argument("texts", nargs=-1, metavar="[TEXT]..."),
-        click.argument("bundle", type=PATH),
-    ):
+    batch_size = click.option("--batch-size", type=click.IntRange(min=1), default=32, help="Texts in a batch.")
+    texts = click.argument("texts", nargs=-1, metavar="[TEXT]...")
+    for add in (batch_size, loading_options, output, source, texts, click.argument("bundle", type=PATH)):
         command = add(command)
     return command

@@ -1,21 +1,22 @@
-"""`tfexport score`: pairs of texts in, log-probabilities out."""
+"""`tfexport score`, `align` and `embed`: texts in, numbers out."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from tfexport.cli.options import form_option, json_option, text_options
+from tfexport.cli.options import json_option, text_options
 from tfexport.cli.terminal import inputs_of, json_text, lines_to, progress
-from tfexport.contract import Device, Form
+
+if TYPE_CHECKING:
+    from tfexport.model.model import Pooling
 
 
 @click.command()
 @text_options
-@form_option
 @click.option("--add-eos/--no-add-eos", default=True, help="Score the end token behind each target too.")
 @json_option
 def score(
@@ -23,12 +24,7 @@ def score(
     texts: tuple[str, ...],
     source: Path | None,
     output: Path | None,
-    backend: str,
-    engine: str | None,
-    device: Device,
-    threads: int | Literal["auto"],
-    trusted_keys: tuple[Path, ...],
-    form: Form | None,
+    loading: dict[str, Any],
     batch_size: int,
     add_eos: bool,
     as_json: bool,
@@ -44,15 +40,7 @@ def score(
     from tfexport.model.load import load
 
     with (
-        load(
-            bundle,
-            backend=backend,
-            form=form,
-            threads=threads,
-            device=device,
-            engine=engine,
-            trusted_keys=trusted_keys or None,
-        ) as model,
+        load(bundle, **loading) as model,
         lines_to(output) as write,
         progress(len(sources), batch_size, "scoring") as tick,
     ):
@@ -62,3 +50,67 @@ def score(
                 write(json_text({"index": index, "input": text, "text": target, **dataclasses.asdict(one)}))
             else:
                 write(f"{one.log_prob:z.4f}")
+
+
+@click.command()
+@text_options
+@json_option
+def align(
+    bundle: Path,
+    texts: tuple[str, ...],
+    source: Path | None,
+    output: Path | None,
+    loading: dict[str, Any],
+    batch_size: int,
+    as_json: bool,
+) -> None:
+    """Write which source token each target token of each TEXT was read from, as 0-0 1-2: source and target, from 0.
+
+    A TEXT is a source and a target with a tab between them, or a JSON object with "input" and "text", such as
+    tfexport generate --json writes. Without TEXT and --input it reads standard input, one pair a line. With --json the
+    tokens and all weights are written. The bundle must have been exported with --alignment.
+    """
+    from tfexport._io.text import split_pairs
+
+    sources, targets = split_pairs(inputs_of(texts, source))
+    from tfexport.model.load import load
+
+    with (
+        load(bundle, **loading) as model,
+        lines_to(output) as write,
+        progress(len(sources), batch_size, "aligning") as tick,
+    ):
+        found = model.align(sources, targets, batch_size=batch_size, on_progress=tick)
+        for index, (text, target, one) in enumerate(zip(sources, targets, found, strict=True)):
+            if as_json:
+                values = {**dataclasses.asdict(one), "weights": one.weights.tolist()}
+                write(json_text({"index": index, "input": text, "text": target, **values}))
+            else:
+                write(" ".join(f"{place}-{number}" for number, place in enumerate(one.source_positions)))
+
+
+@click.command()
+@text_options
+@click.option("--pooling", type=click.Choice(["mean", "cls"]), default="mean", help="How tokens become one vector.")
+@click.option("--normalize/--no-normalize", default=True, help="Scale every vector to length 1.")
+def embed(
+    bundle: Path,
+    texts: tuple[str, ...],
+    source: Path | None,
+    output: Path | None,
+    loading: dict[str, Any],
+    batch_size: int,
+    pooling: Pooling,
+    normalize: bool,
+) -> None:
+    """Write the vector of each TEXT with an encoder-only bundle, one JSON object a line."""
+    inputs = inputs_of(texts, source)
+    from tfexport.model.load import load
+
+    with (
+        load(bundle, **loading) as model,
+        lines_to(output) as write,
+    ):
+        vectors = model.embed(inputs, pooling=pooling, normalize=normalize, batch_size=batch_size)
+        for index, (text, vector) in enumerate(zip(inputs, vectors, strict=True)):
+            write(json_text({"index": index, "input": text, "embedding": vector.tolist()}))

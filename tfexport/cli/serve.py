@@ -4,22 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import click
 
 from tfexport.cli.commands import EXIT_ERROR
-from tfexport.cli.options import (
-    backend_option,
-    device_option,
-    engine_option,
-    field_option,
-    form_option,
-    threads_option,
-    trusted_keys_option,
-)
-from tfexport.contract import Device, Form
+from tfexport.cli.options import field_option, loading_options
 from tfexport.errors import printable
 from tfexport.serve.config import ServingConfig
 from tfexport.serve.http.config import HttpConfig
@@ -33,12 +23,7 @@ _LEVELS = ["debug", "info", "warning", "error"]
 @click.argument("bundles", nargs=-1, required=True, metavar="[NAME=]BUNDLE...")
 @field_option(ServerConfig, "host")
 @field_option(ServerConfig, "port")
-@backend_option
-@form_option
-@device_option
-@engine_option
-@threads_option
-@trusted_keys_option
+@loading_options
 @field_option(ServingConfig, "slots")
 @field_option(ServingConfig, "encoder_budget")
 @field_option(ServingConfig, "max_waiting")
@@ -59,12 +44,7 @@ _LEVELS = ["debug", "info", "warning", "error"]
 @click.option("--access-log", is_flag=True, help="Log every request.")
 def serve(
     bundles: tuple[str, ...],
-    backend: str,
-    form: Form | None,
-    device: Device,
-    engine: str | None,
-    threads: int | Literal["auto"],
-    trusted_keys: tuple[Path, ...],
+    loading: dict[str, Any],
     log_level: str,
     access_log: bool,
     **options: Any,
@@ -86,12 +66,7 @@ def serve(
         http=_config(HttpConfig, options),
         report=lambda line: click.echo(printable(line)),
         access_log=access_log,
-        backend=backend,
-        form=form,
-        device=device,
-        engine=engine,
-        threads=threads,
-        trusted_keys=trusted_keys or None,
+        **loading,
     )
     click.get_current_context().exit(0 if done else EXIT_ERROR)
 

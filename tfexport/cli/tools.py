@@ -1,4 +1,4 @@
-"""`tfexport bench` and `tfexport bench compare`."""
+"""Commands that compare, measure and show: `tfexport verify`, `bench`, `inspect` and `doctor`."""
 
 from __future__ import annotations
 
@@ -10,21 +10,65 @@ from typing import Any, get_args
 import click
 
 from tfexport.bench.config import BenchConfig, Scenario
+from tfexport.cli.commands import EXIT_ERROR, EXIT_PARITY
 from tfexport.cli.options import (
     INPUT,
     PATH,
     CommaList,
-    backend_option,
     device_option,
     engine_option,
-    form_option,
-    threads_option,
+    json_option,
+    loading_options,
     trusted_keys_option,
 )
-from tfexport.cli.terminal import inputs_of, report_line
+from tfexport.cli.terminal import inputs_of, print_result, report_line
+from tfexport.contract import Device
 from tfexport.errors import BenchError, printable, raise_all
+from tfexport.runtime.registry import comparable
 
+_COMPARABLE = [backend.name for backend in comparable()]
 _SIZES = CommaList(click.INT)
+
+
+@click.command()
+@click.argument("bundle", type=PATH)
+@click.option("--against", metavar="SOURCE", help="Model directory or PACKAGE.MODULE:FACTORY that it was made from.")
+@click.option("--samples", default=100, help="Random sequences to decode for each form and method.")
+@click.option("--seed", default=0, help="Of the sequences.")
+@click.option(
+    "--backend", type=click.Choice(_COMPARABLE), default=_COMPARABLE[0], help="Compare the graphs, or an engine."
+)
+@engine_option
+@device_option
+@trusted_keys_option
+@json_option
+def verify(
+    bundle: Path,
+    against: str | None,
+    samples: int,
+    seed: int,
+    backend: str,
+    engine: str | None,
+    device: Device,
+    trusted_keys: tuple[Path, ...] | None,
+    as_json: bool,
+) -> None:
+    """Compare every stage of BUNDLE with PyTorch; exit with 2 when one differs."""
+    from tfexport.verify import VerifyConfig, verify_bundle
+
+    config = VerifyConfig(samples=samples, seed=seed)
+    result = verify_bundle(
+        bundle,
+        against=against,
+        config=config,
+        backend=backend,
+        device=device,
+        engine=engine,
+        trusted_keys=trusted_keys,
+        report=report_line,
+    )
+    print_result(result.to_dict(), result.lines(), as_json)
+    click.get_current_context().exit(0 if result.passed else EXIT_PARITY)
 
 
 @click.command()
@@ -35,12 +79,7 @@ _SIZES = CommaList(click.INT)
     default=BenchConfig.scenario,
     help="Measure single requests, batches, requests that arrive at --rate, or all combinations of sizes.",
 )
-@backend_option
-@device_option
-@form_option
-@threads_option
-@engine_option
-@trusted_keys_option
+@loading_options
 @click.option("--batch-size", type=_SIZES, default=(), show_default=False, help="Texts decoded together.")
 @click.option("--source-length", type=_SIZES, default=(), show_default=False, help="Tokens of each random source.")
 @click.option("--target-length", type=_SIZES, default=(), show_default=False, help="New tokens of each text, exactly.")
@@ -65,7 +104,7 @@ _SIZES = CommaList(click.INT)
 def bench(
     bundle: Path | None,
     source: Path | None,
-    trusted_keys: tuple[Path, ...],
+    loading: dict[str, Any],
     verify: bool,
     against: str | None,
     json_file: Path | None,
@@ -76,7 +115,7 @@ def bench(
 
     `tfexport bench compare` compares two reports.
     """
-    settings = BenchConfig(**config, trusted_keys=tuple(map(str, trusted_keys)))
+    settings = BenchConfig(**config, **loading | {"trusted_keys": tuple(map(str, loading["trusted_keys"] or ()))})
     if json_file and html_file and json_file.resolve() == html_file.resolve():
         raise click.UsageError("--json and --html are the same file; choose two.")
     texts = None if source is None else inputs_of((), source)
@@ -118,3 +157,33 @@ def bench_compare(first: Path, second: Path, fail_if: tuple[str, ...], vary: tup
     found = compare(read_result(first), read_result(second), conditions, vary)
     click.echo("\n".join(map(printable, found.lines)))
     raise_all(BenchError, "bench compare", found.failures)
+
+
+@click.command()
+@click.argument("path", type=PATH)
+@trusted_keys_option
+@click.option(
+    "--untrusted", is_flag=True, help="Read it in a process with bounded memory and time that can write nothing."
+)
+@json_option
+def inspect(path: Path, trusted_keys: tuple[Path, ...] | None, untrusted: bool, as_json: bool) -> None:
+    """Show what a bundle, a model directory or an .onnx file holds."""
+    from tfexport.describe import describe, inspect_path
+    from tfexport.sandbox import inspect_untrusted
+
+    if untrusted:
+        found = inspect_untrusted(path, trusted_keys=trusted_keys or ())
+    else:
+        found = inspect_path(path, trusted_keys=trusted_keys)
+    print_result(found, describe(found), as_json)
+
+
+@click.command()
+@json_option
+def doctor(as_json: bool) -> None:
+    """Show what is installed, which backends work and how to repair the rest; exit with 1 when none works."""
+    from tfexport.doctor import diagnose
+
+    found = diagnose()
+    print_result(found.to_dict(), found.lines(), as_json)
+    click.get_current_context().exit(0 if found.works else EXIT_ERROR)
