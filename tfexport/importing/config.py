@@ -1,7 +1,6 @@
 """How a foreign checkpoint is imported."""
 
 from tfexport.config import Config, Heads, Size
-from tfexport.importing.detect.budget import CANDIDATES
 
 
 class ImportConfig(Config, subject="import"):
@@ -27,7 +26,8 @@ class ImportConfig(Config, subject="import"):
     source_language: str | None = None
     target_language: str | None = None
     builtin: bool = True
-    search_budget: Size = CANDIDATES
+    # The most that a recorded model is known to need is a quarter of it.
+    search_budget: Size = 20_000
     accept_unverified: bool = False
 
     def _problems(self) -> list[str]:

@@ -16,15 +16,13 @@ from tfexport.contract import ModelSpec
 from tfexport.errors import CheckpointError, ConfigError, ParityError, raise_all
 from tfexport.generation import GenerationDefaults
 from tfexport.importing.config import ImportConfig
-from tfexport.importing.detect.budget import Budget
-from tfexport.importing.detect.detect import Detection, detect
-from tfexport.importing.detect.search import FLOAT32_TOLERANCE
+from tfexport.importing.detect.search import FLOAT32_TOLERANCE, Budget, Detection, detect
 from tfexport.importing.family import Family, as_transformers_loads, read_family
 from tfexport.importing.formats.container import Checkpoint, read_checkpoint, without_prefix
 from tfexport.importing.formats.generation import Generation, read_generation
 from tfexport.importing.formats.language_pair import AS_IT_IS, LanguagePair
 from tfexport.importing.formats.snapshot import FileSum
-from tfexport.importing.layout.apply import Canonical, apply_layout, fits_names
+from tfexport.importing.layout.apply import Canonical, apply_layout, fits_names, unsupported
 from tfexport.importing.layout.layout import (
     SIDES,
     Layout,
@@ -34,7 +32,6 @@ from tfexport.importing.layout.layout import (
     read_layout,
     render_layout,
 )
-from tfexport.importing.layout.unsupported import unsupported
 from tfexport.importing.reference.certificate import Certificate, certify, unproven
 from tfexport.importing.reference.compare import BASELINES, Comparison, compare, tolerance
 from tfexport.importing.reference.golden import Golden, read_golden

@@ -21,11 +21,9 @@ from models.from_scratch.numbered_blocks import NumberedBlocks
 from models.from_scratch.pieces import HEADS, SOURCE, TARGET
 from tests.importing.selfmade import SELFMADE
 from tfexport.errors import CheckpointError
-from tfexport.importing.detect.budget import Budget
-from tfexport.importing.detect.compress import compress
-from tfexport.importing.detect.detect import Detection, detect
-from tfexport.importing.detect.match import proposals
-from tfexport.importing.detect.words import attention_role, field, natural, side, words
+from tfexport.importing.detect.draft import compress, drafts
+from tfexport.importing.detect.layers import attention_role, leaf_field, natural, side, words
+from tfexport.importing.detect.search import Budget, Detection, detect
 from tfexport.importing.layout.apply import apply_layout, possible_heads
 from tfexport.importing.layout.layout import Layout, builtin_layouts, parse_layout, parse_line, render_layout
 from tfexport.importing.reference.compare import compare
@@ -170,13 +168,13 @@ def test_two_layouts_that_fit_by_name_are_both_named() -> None:
 )
 def test_what_is_no_transformer_is_refused(tensors: dict[str, Tensor], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
-        next(proposals(tensors))
+        next(drafts(tensors))
 
 
 def test_layers_without_a_network_are_refused() -> None:
     layers = nn.ModuleDict({"layers": nn.ModuleList(nn.MultiheadAttention(8, 2) for _ in range(2))})
     with pytest.raises(CheckpointError, match=r"no list of equal layers|no attention and feed-forward network"):
-        next(proposals(layers.state_dict()))
+        next(drafts(layers.state_dict()))
 
 
 def test_heads_that_share_keys_are_as_many_as_rows_of_keys_allow() -> None:
@@ -184,27 +182,27 @@ def test_heads_that_share_keys_are_as_many_as_rows_of_keys_allow() -> None:
     tensors = {f"layers.{i}.{name}.weight": torch.randn(shape) for i in range(2) for name, shape in shapes.items()}
     tensors |= {f"layers.{i}.norm{n}.weight": torch.ones(8) for i in range(2) for n in (1, 2)}
     tensors["embed.weight"] = torch.randn(9, 8)
-    layout = next(proposals(tensors)).layout
+    layout = next(drafts(tensors))
     assert layout.arch["positions"] == "rotary"
     assert possible_heads(layout, tensors) == [2, 4]
     not_turned = replace(layout, arch={**layout.arch, "positions": "none"})
     assert possible_heads(not_turned, tensors) == [2, 4, 8]
     normed = {**tensors, **{f"layers.{i}.{n}_norm.weight": torch.ones(2) for i in range(2) for n in "qk"}}
-    layout = next(proposals(normed)).layout
+    layout = next(drafts(normed))
     assert layout.arch["qk_norm"] == "head"
     assert possible_heads(layout, normed) == [4]
 
 
 def test_the_first_proposal_reads_names() -> None:
     """Heads in a list, roles by word, sides by word: one proposal, without a golden."""
-    layout = next(proposals(HeadLists().state_dict())).layout
+    layout = next(drafts(HeadLists().state_dict()))
     assert "encode_layers.{i}.sa.heads.{h}.query.{weight,bias} -> enc.layers.{i}.self.q.{weight,bias} |> join_rows" in [
         line.replace("{query,key,value}", "query").replace("{q,k,v}", "q") for line in layout.map
     ]
 
 
 def test_one_table_for_all_is_tied() -> None:
-    layout = next(proposals(Mixed().state_dict())).layout
+    layout = next(drafts(Mixed().state_dict()))
     assert layout.derive["dec.embed.weight"] == "tie enc.embed.weight"
     assert layout.derive["out.weight"] == "tie dec.embed.weight"
 
@@ -232,9 +230,9 @@ def test_words_are_split_and_sorted() -> None:
     assert side("model.src_embed.weight") == "enc"
     assert side("encoder_decoder.trg.0") == "dec"
     assert side("encoder_decoder.weight") is None
-    assert field("in_proj_bias") == ("in proj", "bias")
-    assert field("gamma") == ("", "weight")
-    assert field("pe") == ("pe", "")
+    assert leaf_field("in_proj_bias") == ("in proj", "bias")
+    assert leaf_field("gamma") == ("", "weight")
+    assert leaf_field("pe") == ("pe", "")
     assert sorted(["l.10", "l.2", "l.1"], key=natural) == ["l.1", "l.2", "l.10"]
     assert sorted(["x.{3i+2}", "x.{3i}", "x.{3i+1}"], key=natural) == ["x.{3i}", "x.{3i+1}", "x.{3i+2}"]
 

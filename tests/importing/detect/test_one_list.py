@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from models.from_scratch.parts import HEADS, LENGTH, SOURCE, TARGET, D, Tree, attend, causal
 from tfexport.errors import CheckpointError
-from tfexport.importing.detect.budget import Budget
-from tfexport.importing.detect.detect import detect
-from tfexport.importing.detect.match import proposals
+from tfexport.importing.detect.draft import drafts
+from tfexport.importing.detect.search import Budget, detect
 from tfexport.importing.layout.apply import apply_layout
 from tfexport.importing.layout.layout import parse_layout, render_layout
 from tfexport.importing.reference.golden import record
@@ -87,4 +86,4 @@ def test_a_list_of_both_sides_is_cut(tmp_path: Path) -> None:
 def test_one_layer_before_or_behind_others_is_no_side(encoder: int, decoder: int) -> None:
     """A single element may be anything: a stem, a head, a whole encoder."""
     with pytest.raises(CheckpointError, match="no list of equal layers"):
-        next(proposals(OneList(encoder, decoder).state_dict()))
+        next(drafts(OneList(encoder, decoder).state_dict()))

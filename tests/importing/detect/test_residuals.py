@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from models.from_scratch.parts import HEADS, SOURCE, TARGET, D, Tree, attend, causal, layers, waves
-from tfexport.importing.detect.budget import Budget
-from tfexport.importing.detect.detect import detect
+from tfexport.importing.detect.search import Budget, detect
 from tfexport.importing.layout.apply import apply_layout
 from tfexport.importing.layout.layout import parse_layout, render_layout
 from tfexport.importing.reference.certificate import certify

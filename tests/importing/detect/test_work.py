@@ -18,9 +18,8 @@ from torch import Tensor
 from tests.importing.detect.test_match import made
 from tests.importing.selfmade import SELFMADE
 from tfexport.errors import CheckpointError
-from tfexport.importing.detect.budget import Budget
-from tfexport.importing.detect.detect import Detection, detect
-from tfexport.importing.detect.match import proposals
+from tfexport.importing.detect.draft import drafts
+from tfexport.importing.detect.search import Budget, Detection, detect
 from tfexport.importing.importer import import_checkpoint
 from tfexport.importing.layout.apply import fits_names
 from tfexport.importing.layout.layout import builtin_layouts, render_layout
@@ -149,7 +148,7 @@ def test_the_matcher_takes_twice_the_work_for_twice_the_keys(kind: str) -> None:
     def read(n: int) -> None:
         tensors = {Key(key): tensor for key, tensor in GROWING[kind](n).items()}
         with contextlib.suppress(CheckpointError):
-            next(proposals(tensors))
+            next(drafts(tensors))
 
     few, many = (work(partial(read, n)) for n in (400, 1600))
     assert many < 6 * few

@@ -11,7 +11,7 @@ from models.from_scratch.wmathor import Wmathor
 from tfexport.errors import CheckpointError, ConfigError
 from tfexport.importing.layout.apply import apply_layout
 from tfexport.importing.layout.layout import builtin_layouts, override, parse_derived, parse_layout, render_layout
-from tfexport.importing.layout.sinusoid import sinusoid
+from tfexport.importing.layout.ops import sinusoid
 
 LINE = "layout: 1\nname: a\nmap: [a -> out.bias]\nderive: {%s}"
 

@@ -32,8 +32,7 @@ from models.from_scratch.wmathor import Wmathor
 from models.from_scratch.x_transformers import XTransformers
 from tfexport.errors import CheckpointError
 from tfexport.importing.config import ImportConfig
-from tfexport.importing.detect.budget import Budget
-from tfexport.importing.detect.detect import detect
+from tfexport.importing.detect.search import Budget, detect
 from tfexport.importing.importer import import_checkpoint
 from tfexport.importing.layout.apply import fits_names
 from tfexport.importing.layout.layout import builtin_layouts

@@ -18,8 +18,8 @@ from tfexport._io.names import CERTIFICATE
 from tfexport.cli import main
 from tfexport.describe import inspect_path
 from tfexport.importing.layout.apply import Canonical, LineUse
-from tfexport.importing.layout.switches import configured as with_values
-from tfexport.importing.layout.switches import options
+from tfexport.importing.layout.sizes import configured as with_values
+from tfexport.importing.layout.sizes import options
 from tfexport.importing.reference.certificate import Certificate, certify, unproven
 from tfexport.importing.reference.compare import Comparator
 from tfexport.importing.reference.golden import Golden

@@ -1,8 +1,8 @@
-"""The search: proposals of the matcher and values of the switches, compared with a golden alone.
+"""Find the layout of a checkpoint: drafts and values of the switches, compared with reference outputs.
 
-Most proposals are wrong in a way that shows at once: on the shortest row, at the
-first target position, every combination of switches is run, the likeliest first.
-Only what comes near there is refined on the whole batch, one switch after the other.
+Most candidates are wrong in a way that shows at once: on the shortest row, at the first target position, every
+combination of switches is run, the likeliest first. Only those that come near there are refined on the whole batch,
+one switch after the other.
 """
 
 from __future__ import annotations
@@ -16,40 +16,72 @@ from typing import Any
 from torch import Tensor
 
 from tfexport.errors import CheckpointError, ConfigError, ParityError
-from tfexport.importing.detect.budget import Budget
-from tfexport.importing.detect.match import Proposal
-from tfexport.importing.layout.apply import Canonical, apply_layout, possible_heads
+from tfexport.importing.config import ImportConfig
+from tfexport.importing.detect.draft import drafts
+from tfexport.importing.layout.apply import Canonical, apply_layout, fits_names, possible_heads
 from tfexport.importing.layout.layout import Layout
-from tfexport.importing.layout.switches import Switches, configured, options, with_switches
+from tfexport.importing.layout.sizes import Switches, configured, options, with_switches
+from tfexport.importing.reference.certificate import GROWTH, certify
 from tfexport.importing.reference.compare import TOLERANCE, Comparator, Comparison, check_fits, tolerance
 from tfexport.importing.reference.golden import Golden
 from tfexport.nn.switches import SWITCHES, Value
 
 # An original that computes parts in float32 comes no nearer than this.
 FLOAT32_TOLERANCE = 1e-6
-# Nothing is nearer than what float64 leaves.
+# What float64 leaves; nothing is nearer.
 _EXACT = 1e-13
-# On the shortest row every switch but eps and the kind of gelu is decided; wrong ones are at least as far off as this.
+# On the shortest row every switch but eps and the kind of gelu is decided; wrong values are off by at least this.
 _NEAR = 0.05
-# Nearer than this no other combination of the decided switches is, so that it is refined before any other is run.
+# No other combination of the decided switches is nearer than this, so it is refined before any other is run.
 _HIT = 1e-3
-_REFINED = 6
-# Behind a hit that float32 could explain, so many proposals may still be better.
+_MAX_REFINED, _MAX_ROUNDS, _MAX_DRAFTS = 6, 4, 100_000
+# After a hit that float32 could explain, so many drafts may still be better.
 _MORE = 24
-# When so many proposals cannot even be applied, none can.
+# If so many drafts cannot even be applied, none can.
 _HOPELESS = 16
-_ROUNDS = 4
-# What a layout says and no search changes: no tensor shows it, and the matcher proposes it.
+# Switches that a draft decides and no search changes.
 _DECIDED = ("positions", "relative_bias")
-# Attention over one token is that token, whatever its scale and heads, and however it is turned.
+# Attention over one token is that token, whatever its scale, heads and rotation.
 _OF_SEVERAL = ("num_heads", "attention_scale", "rotary_pairs", "rotary_cross")
-# Folds that make other tensors of another number of heads.
+# Switches that rounding cannot hide, of all that are searched; two values of eps may be too close to tell.
+_DECIDING = {"num_heads", *(name for name, switch in SWITCHES.items() if switch.search and not switch.rare)} - {
+    "norm_eps"
+}
+# Folds whose result depends on the number of heads.
 _BY_HEAD = ("split_heads", "block_diag", "heads_last")
+# Decoding needs these ids, comparing does not.
+_PLACEHOLDERS: dict[str, Value] = {"tokens.pad": 0, "tokens.start": 0, "tokens.eos": 0}
+
+
+class Budget:
+    """Limits a search by the candidates that it runs, so that it finds the same on every machine, busy or not."""
+
+    def __init__(
+        self,
+        limit: int,
+        report: Callable[[str], None] = lambda _: None,
+        on_progress: Callable[[float], None] = lambda _: None,
+    ) -> None:
+        """Start to count; `report` receives a line for every tenth, `on_progress` the share after each candidate."""
+        self.limit, self.spent = limit, 0
+        self._report, self._on_progress = report, on_progress
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no further candidate may be run."""
+        return self.spent >= self.limit
+
+    def spend(self) -> None:
+        """Count a candidate."""
+        self.spent += 1
+        self._on_progress(min(self.spent / self.limit, 1.0))
+        if self.spent * 10 // self.limit > (self.spent - 1) * 10 // self.limit and not self.is_over:
+            self._report(f"searching: {self.spent:,} of {self.limit:,} candidates")
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with all its switches, and how far it is from the golden."""
+    """A layout with all its switches, and how far it is from the reference outputs."""
 
     layout: Layout
     comparison: Comparison
@@ -63,13 +95,11 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Search:
-    """What a search came to.
+    """The result of a search.
 
-    `best` is the nearest candidate, None where none could be run; `accepted`
-    says whether it is within `tolerance`; `is_float32` that only the wider
-    tolerance for originals that compute parts in float32 takes it. `proposals`
-    counts the mappings that were tried; `is_cut` says that the budget
-    ended it before one was accepted.
+    `best` is the nearest candidate, None if none could be run. `accepted` tells whether it is within `tolerance`,
+    `is_float32` whether only within the wider one for originals that compute parts in float32. `proposals` counts the
+    layouts that were tried; `is_cut` tells whether the budget ended the search before one was accepted.
     """
 
     best: Candidate | None
@@ -79,6 +109,90 @@ class Search:
     is_cut: bool
     tolerance: float
     refused: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Detection:
+    """The layout that was found, and the search; None without reference outputs: then nothing is proven."""
+
+    layout: Layout
+    is_builtin: bool
+    search: Search | None
+
+
+def detect(
+    tensors: Mapping[str, Tensor],
+    golden: Golden | None,
+    builtin: Sequence[Layout],
+    *,
+    budget: Budget | None = None,
+    heads: int | None = None,
+    settings: Mapping[str, Value] | None = None,
+    report: Callable[[str], None] = lambda _: None,
+) -> Detection:
+    """Find the layout of a checkpoint: first known ones whose names fit, then drafts.
+
+    With reference outputs only numbers decide. The nearest candidate is returned even if it is not near enough, see
+    `Search.accepted`.
+
+    Args:
+        tensors: the state dict that the reference outputs were recorded with, best in float64; else the checkpoint's.
+        golden: what the original computed, or None.
+        builtin: layouts to try first.
+        budget: of candidates.
+        heads: attention heads, if known.
+        settings: switches and tokens that are given.
+        report: receives a line for each step.
+
+    Raises:
+        CheckpointError: no layers are recognized, or, without reference outputs, two known layouts fit by name.
+    """
+    known = [layout for layout in builtin if fits_names(layout, tensors)]
+    if known:
+        report(f"names fit the layout {' and '.join(layout.name for layout in known)}")
+    if golden is None:
+        return _unproven(tensors, known)
+    searcher = Searcher(
+        tensors, golden, budget=budget or Budget(ImportConfig.search_budget), heads=heads, settings=settings
+    )
+    search = None
+    if known:
+        # A model with the names of a known layout may have other switches: as an option of its code, in a fork.
+        for as_written in (True, False):
+            search = searcher.run(known, report, as_written=as_written)
+            if search.best is not None and (search.accepted or search.is_cut):
+                return Detection(layout=search.best.layout, is_builtin=True, search=search)
+        report("no known layout reproduces the golden; matching names, indices and shapes")
+    drafted = searcher.run(itertools.islice(drafts(tensors, golden), _MAX_DRAFTS), report)
+    if drafted.best is not None and drafted.accepted and drafted.is_float32:
+        drafted = _if_clear(drafted, drafted.best.layout, tensors, golden, report)
+    best = drafted.best or (search.best if search else None)
+    return Detection(layout=best.layout if best else next(drafts(tensors, golden)), is_builtin=False, search=drafted)
+
+
+def _if_clear(
+    search: Search, layout: Layout, tensors: Mapping[str, Tensor], golden: Golden, report: Callable[[str], None]
+) -> Search:
+    """Accept an error that float32 may have caused only if every other value of a switch is clearly worse."""
+    canonical = apply_layout(layout, tensors, settings=_PLACEHOLDERS, attributes=golden.attributes)
+    found = certify(canonical, golden, layout.name)
+    clear = GROWTH * (found.error or 0.0)
+    unclear = [
+        name for name, other in found.switches.items() if name.rpartition(".")[2] in _DECIDING and other.error < clear
+    ]
+    if unclear:
+        report(f"error {found.error:.1e}, but other values of {', '.join(unclear)} come as near")
+    return replace(search, accepted=not unclear)
+
+
+def _unproven(tensors: Mapping[str, Tensor], known: Sequence[Layout]) -> Detection:
+    if len(known) > 1:
+        names = ", ".join(layout.name for layout in known)
+        raise CheckpointError(
+            f"{len(known)} layouts fit by name ({names}) and nothing tells which; give --layout with one of them, "
+            "or a golden, which decides"
+        )
+    return Detection(layout=known[0] if known else next(drafts(tensors)), is_builtin=bool(known), search=None)
 
 
 class Searcher:
@@ -93,16 +207,7 @@ class Searcher:
         heads: int | None = None,
         settings: Mapping[str, Value] | None = None,
     ) -> None:
-        """Prepare a search.
-
-        Args:
-            tensors: the state dict that the golden was recorded with; float64, so that nothing is converted again and
-                again.
-            golden: decides.
-            budget: of candidates; several searches may share it.
-            heads: attention heads; None leaves it to the golden, or tries every divisor.
-            settings: switches and tokens that are not to be searched.
-        """
+        """Prepare a search; see `detect`. Without `heads`, those of the golden count, or every divisor is tried."""
         self.tensors, self.golden, self.budget = tensors, golden, budget
         self.heads = heads or golden.heads
         self.settings = dict(settings or {})
@@ -110,30 +215,26 @@ class Searcher:
         self.refused = ""
 
     def run(
-        self,
-        proposals: Iterable[Proposal],
-        report: Callable[[str], None] = lambda _: None,
-        *,
-        as_written: bool = False,
+        self, layouts: Iterable[Layout], report: Callable[[str], None] = lambda _: None, *, as_written: bool = False
     ) -> Search:
-        """Try proposals until one reproduces the golden.
+        """Try layouts, the likeliest first, until one reproduces the golden.
 
         Args:
-            proposals: the likeliest first.
+            layouts: to try.
             report: receives a line whenever one is nearer than all before.
             as_written: leave the switches as the layouts have them.
         """
         tried = 0
         best: Candidate | None = None
         accepted_at: int | None = None
-        for proposal in proposals:
+        for layout in layouts:
             if self.budget.is_over or (accepted_at is not None and tried > accepted_at + _MORE):
                 break
             tried += 1
             if tried > _HOPELESS and best is None:
                 break
             found = {} if best is None or accepted_at is None else best.switches
-            candidate = self.try_proposal(proposal.layout, as_written=as_written, found=found)
+            candidate = self._try(layout, found, as_written=as_written)
             if candidate is not None and (best is None or candidate.error < best.error):
                 best = candidate
                 report(f"mapping {tried}, candidate {self.budget.spent:,}: error {best.error:.1e}")
@@ -142,36 +243,22 @@ class Searcher:
             if accepted_at is None and best is not None and best.error <= FLOAT32_TOLERANCE:
                 accepted_at = tried
         error, wanted = (math.inf, TOLERANCE) if best is None else (best.error, self._tolerance(best))
-        return Search(
-            best,
-            accepted=error <= max(wanted, FLOAT32_TOLERANCE),
-            is_float32=error > wanted,
-            proposals=tried,
-            is_cut=error > max(wanted, FLOAT32_TOLERANCE) and self.budget.is_over,
-            tolerance=wanted,
-            refused=self.refused,
-        )
+        accepted = error <= max(wanted, FLOAT32_TOLERANCE)
+        is_cut = not accepted and self.budget.is_over
+        return Search(best, accepted, error > wanted, tried, is_cut, wanted, self.refused)
 
     def _tolerance(self, candidate: Candidate) -> float:
         return tolerance(self.golden, candidate.layout.baseline)
 
-    def try_proposal(
-        self, layout: Layout, *, as_written: bool = False, found: Switches | None = None
-    ) -> Candidate | None:
-        """Find the switches that bring one layout nearest to the golden; None where it cannot be applied.
-
-        Args:
-            layout: to try.
-            as_written: leave its switches as they are.
-            found: switches that another layout came near with, to begin with.
-        """
+    def _try(self, layout: Layout, found: Switches, *, as_written: bool) -> Candidate | None:
+        """Find the switches that bring one layout nearest; `found` are those that another one came near with."""
         best: Candidate | None = None
         for heads in self._heads(layout):
             canonical = self._applied(layout, heads[0])
             if canonical is None:
                 continue
             choices = self._choices(canonical, layout, heads, as_written=as_written)
-            candidate = self._search(canonical, layout, choices, found or {})
+            candidate = self._search(canonical, layout, choices, found)
             if candidate is not None and (best is None or candidate.error < best.error):
                 best = candidate
         return best
@@ -183,7 +270,7 @@ class Searcher:
             return [[given]]
         every = possible_heads(layout, self.tensors, self.golden.attributes)
         if not every:
-            self._applied(layout, 1)  # says what does not fit
+            self._applied(layout, 1)  # reports what does not fit
             return []
         depends = any(fold in line for line in layout.map for fold in _BY_HEAD)
         return [[n] for n in every] if depends else [every]
@@ -191,15 +278,17 @@ class Searcher:
     def _choices(
         self, canonical: Canonical, layout: Layout, heads: Sequence[int], *, as_written: bool
     ) -> dict[str, tuple[Value, ...]]:
-        """Return the values to try of every switch, the likeliest first; one alone where it is given."""
-        given = {**(layout.arch if as_written else dict.fromkeys(_DECIDED)), **self.settings}
+        """Return the values to try of every switch that is not given, the likeliest first."""
+        if as_written:
+            return {"num_heads": tuple(heads)}
+        given = {*_DECIDED, *self.settings}
         choices = {
             name: values
             for name, values in options(canonical.config).items()
-            if not as_written and not _is_given(name, given)
+            if not {name, name.rpartition(".")[2]} & given
         }
         for side, stack in (("enc", canonical.config.encoder), ("dec", canonical.config.decoder)):
-            # A norm behind the last layer mostly means that none stands behind each of them.
+            # A norm after the last layer mostly means that there is none after each of them.
             place = f"{side}.norm_place"
             if place in choices and stack is not None and stack.final_norm:
                 choices[place] = choices[place][::-1]
@@ -232,37 +321,36 @@ class Searcher:
         }
         first = Comparator(canonical, self.first)
         whole = first.on(self.golden)
-        best: tuple[float, Switches, Comparison] | None = None
+        best: tuple[Comparison, Switches] | None = None
         for error, switches in self._starts(first, canonical, start, coarse):
             if error > _NEAR and best is not None:
                 break
-            # With switches that another mapping came near with, a mapping is near on the whole batch too, or wrong.
+            # With switches that another layout came near with, this one is near on the whole batch too, or wrong.
             refined = self._refined(
                 whole, canonical, switches, choices if error <= _NEAR else {}, within=_HIT if found else math.inf
             )
-            if best is None or refined[0] < best[0]:
+            if best is None or refined[0].worst < best[0].worst:
                 best = refined
-            if best[0] <= FLOAT32_TOLERANCE:
+            if best[0].worst <= FLOAT32_TOLERANCE:
                 break
-        if best is None:
-            return None
-        return Candidate(with_switches(layout, {**best[1], **self.settings}), best[2], best[1])
+        return Candidate(with_switches(layout, {**best[1], **self.settings}), *best) if best else None
 
     def _starts(
         self, comparator: Comparator, canonical: Canonical, start: Switches, coarse: Mapping[str, Sequence[Value]]
     ) -> Iterator[tuple[float, dict[str, Value]]]:
         """Yield what to refine, with its error on the first position: a hit at once, then the nearest of the others."""
         others: list[tuple[float, int, dict[str, Value]]] = []
-        for values in _likeliest_first(coarse):
+        places = itertools.product(*(range(len(values)) for values in coarse.values()))
+        for picked in sorted(places, key=sum):  # those with few and little unusual values first
             if self.budget.is_over:
                 break
-            switches = {**start, **values}
-            error = self._compared(comparator, canonical, switches).worst
+            values = {name: values[place] for (name, values), place in zip(coarse.items(), picked, strict=True)}
+            error = self._compared(comparator, canonical, {**start, **values}).worst
             if error <= _HIT:
-                yield error, switches
+                yield error, {**start, **values}
             else:
-                others.append((error, len(others), switches))
-        for error, _, switches in sorted(others)[:_REFINED]:
+                others.append((error, len(others), {**start, **values}))
+        for error, _, switches in sorted(others)[:_MAX_REFINED]:
             yield error, switches
 
     def _refined(
@@ -273,14 +361,13 @@ class Searcher:
         choices: Mapping[str, tuple[Value, ...]],
         *,
         within: float,
-    ) -> tuple[float, Switches, Comparison]:
+    ) -> tuple[Comparison, Switches]:
         """Change one switch after the other, as long as that brings nearer what is `within` some error already."""
-        comparison = self._compared(comparator, canonical, switches)
-        best = (comparison.worst, dict(switches), comparison)
-        for _ in range(_ROUNDS if comparison.worst <= within else 0):
-            before = best[0]
+        best = self._compared(comparator, canonical, switches), dict(switches)
+        for _ in range(_MAX_ROUNDS if best[0].worst <= within else 0):
+            before = best[0].worst
             for change in _single_changes(choices):
-                if best[0] <= _EXACT or self.budget.is_over:
+                if best[0].worst <= _EXACT or self.budget.is_over:
                     return best
                 changed = {**best[1], **change}
                 if changed == best[1]:
@@ -289,30 +376,15 @@ class Searcher:
                     comparison = self._compared(comparator, canonical, changed)
                 except ConfigError:  # it does not go with the sizes
                     continue
-                if comparison.worst < best[0]:
-                    best = (comparison.worst, changed, comparison)
-            if best[0] == before:
+                if comparison.worst < best[0].worst:
+                    best = comparison, changed
+            if best[0].worst == before:
                 break
         return best
 
     def _compared(self, comparator: Comparator, canonical: Canonical, switches: Switches) -> Comparison:
         self.budget.spend()
         return comparator.compare(configured(canonical.config, switches))
-
-
-# Decoding needs these ids, comparing does not.
-_PLACEHOLDERS: dict[str, Value] = {"tokens.pad": 0, "tokens.start": 0, "tokens.eos": 0}
-
-
-def _is_given(name: str, given: Switches) -> bool:
-    return name in given or name.rpartition(".")[2] in given
-
-
-def _likeliest_first(choices: Mapping[str, Sequence[Value]]) -> Iterator[dict[str, Value]]:
-    """List the combinations, those with few and little unusual values first."""
-    places = itertools.product(*(range(len(values)) for values in choices.values()))
-    for picked in sorted(places, key=sum):
-        yield {name: values[place] for (name, values), place in zip(choices.items(), picked, strict=True)}
 
 
 def _single_changes(choices: Mapping[str, tuple[Value, ...]]) -> Iterator[dict[str, Value]]:
@@ -323,9 +395,9 @@ def _single_changes(choices: Mapping[str, tuple[Value, ...]]) -> Iterator[dict[s
     pairs = [name for name in ("num_heads", "attention_scale") if name in choices]
     for values in itertools.product(*(choices[name] for name in pairs)):
         yield dict(zip(pairs, values, strict=True))
-    for name, options_of in sorted(choices.items(), key=lambda choice: choice[0] != "norm_eps"):
+    for name, values in sorted(choices.items(), key=lambda choice: choice[0] != "norm_eps"):
         if name not in pairs:
-            yield from ({name: value} for value in options_of)
+            yield from ({name: value} for value in values)
 
 
 def _first_position(golden: Golden) -> Golden:

@@ -1,16 +1,21 @@
-"""Apply a layout: a state dict of another implementation becomes configuration and tensors of the canonical model."""
+"""Apply a layout: the state dict of another implementation becomes the configuration and tensors of a model."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from tfexport.config import MAX_SIZE
-from tfexport.errors import CheckpointError, raise_all
-from tfexport.importing.layout.execute import Execution, LineUse, Pair, fits_names, pair_names, same
-from tfexport.importing.layout.layout import SIDES, Layout, override
+from tfexport.errors import CheckpointError, ConfigError, raise_all, shortened
+from tfexport.importing.layout.grammar import Match, Names, matches
+from tfexport.importing.layout.layout import SIDES, Derived, Layout, override, parse_derived, parse_line, parse_post
+from tfexport.importing.layout.ops import Context, Step, run, sinusoid
 from tfexport.importing.layout.sizes import (
     bias_table,
     check_shapes,
@@ -19,24 +24,39 @@ from tfexport.importing.layout.sizes import (
     read_heads,
     read_tokens,
 )
-from tfexport.importing.layout.unsupported import unsupported
 from tfexport.nn.config import TransformerConfig
 from tfexport.nn.meta import on_meta
 from tfexport.nn.switches import Value
 from tfexport.nn.transformer import Transformer
 
-__all__ = ["Canonical", "LineUse", "apply_layout", "fits_names", "possible_heads"]
+_MAX_HEADS = 64
+_EMBEDDING = "enc.embed.weight"
+# Architectures that the canonical model does not have, and the names that show them.
+_UNSUPPORTED = {
+    "relative positions by Shaw": r"rel(ative)?_(pos(itions?)?_?)?(keys?|values?|k|v)(_emb\w*)?\b",
+    "a mixture of experts": r"experts?\b|\brouter\b",
+    "a copy mechanism": r"copy_?(attn|gen)|pointer_?gen|\bp_gen\b",
+    "talking heads": r"talking",
+    "an adaptive softmax": r"adaptive_softmax|out_layers\.\d+",
+    "memory tokens": r"mem(ory)?_(kv|tokens?|keys?)\b",
+    "a recurrent layer": r"weight_(ih|hh)_l\d|\b(lstm|gru)\b",
+}
 
-_MOST_HEADS = 64
+
+class LineUse(NamedTuple):
+    """One line of a layout, the checkpoint's keys that it took and the canonical tensors that it made or changed."""
+
+    line: str
+    sources: tuple[str, ...]
+    targets: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Canonical:
     """A checkpoint in canonical form.
 
-    `tensors` has every canonical name, tied ones under each of theirs, in the
-    dtype of the checkpoint. `lines` says which line of the layout took which keys
-    and made which tensors, `notes` what is in none of them.
+    `tensors` has every canonical name, tied ones under each of theirs, in the dtype of the checkpoint. `lines` lists
+    what each line of the layout took and made, `notes` what the caller should know.
     """
 
     config: TransformerConfig
@@ -66,8 +86,8 @@ def apply_layout(
     Args:
         layout: which key becomes what, and the switches.
         tensors: the state dict; not changed, and its values not read before all names and shapes fit.
-        heads: attention heads, which no shape tells; None where the layout or `settings` has `num_heads`.
-        settings: switches and tokens in place of the layout's, see `override`.
+        heads: attention heads, which no shape tells; None if the layout or `settings` has `num_heads`.
+        settings: switches and tokens that replace the layout's, see `override`.
         attributes: tensors outside of the state dict, for `derive: attr`.
 
     Raises:
@@ -77,120 +97,122 @@ def apply_layout(
         ConfigError: lists every setting that is unknown or has a wrong value.
     """
     layout = override(layout, {**(settings or {}), **({} if heads is None else {"num_heads": heads})})
-    problems: list[str] = []
-    execution = Execution(layout, pair_names(layout, list(tensors), problems), attributes or {})
-    # Said only where names do not fit: an ignored buffer may have any name.
+    execution = _Execution(layout, tensors, attributes or {})
+    problems = execution.problems
+    # Only if names do not fit: an ignored buffer may have any name.
     problems += unsupported(tensors) if problems else []
-    problems += _source_problems(layout, tensors, execution.pairs)
-    sizes, config, filled = _sizes(layout, tensors, execution, problems)
-    # What is wrong on both sides alike is said once.
-    raise_all(CheckpointError, f"layout {layout.name}", list(dict.fromkeys(problems)))
-    assert config is not None
-    made = execution.run(tensors, sizes, _said_length(layout), problems)
-    raise_all(CheckpointError, f"layout {layout.name}", problems or _not_finite(made, execution))
-    made |= {name: made["enc.embed.weight"].new_zeros(shape) for name, shape in filled.items()}
-    notes = (f"{len(filled)} biases that the checkpoint has not are 0, {next(iter(filled))} first",) if filled else ()
-    complete = {name: made[name].contiguous() for name in expected_shapes(config)}
-    return Canonical(_with_ties(config, complete), complete, tuple(execution.uses), notes)
-
-
-def _source_problems(layout: Layout, tensors: Mapping[str, Tensor], pairs: Sequence[Pair]) -> list[str]:
-    used = {key for pair in pairs for key in pair.sources}
-    problems = [
+    used = {key for _, pair in execution.pairs for key in pair.sources}
+    problems += [
         f"key {key[:120]} holds {str(tensor.dtype).removeprefix('torch.')}, expected floating point"
         for key, tensor in tensors.items()
         if key in used and not tensor.is_floating_point()
     ]
     for keys in layout.assert_tied:
-        there = [key for key in keys if key in tensors]
+        first, *others = [key for key in keys if key in tensors] or [""]
         problems += [
-            f"{there[0]} and {other} differ, but the layout says that they are tied"
-            for other in there[1:]
-            if not same(tensors[there[0]], tensors[other])
+            f"{first} and {other} differ, but the layout says that they are tied"
+            for other in others
+            if not _same(tensors[first], tensors[other])
         ]
-    return problems
+    sizes, config, filled = _sizes(execution)
+    # Problems of both sides are reported once.
+    raise_all(CheckpointError, f"layout {layout.name}", list(dict.fromkeys(problems)))
+    assert config is not None
+    made = execution.run(tensors, sizes)
+    raise_all(CheckpointError, f"layout {layout.name}", problems or _not_finite(made, execution))
+    made |= {name: made[_EMBEDDING].new_zeros(shape) for name, shape in filled.items()}
+    notes = (f"{len(filled)} biases that the checkpoint has not are 0, {next(iter(filled))} first",) if filled else ()
+    complete = {name: made[name].contiguous() for name in expected_shapes(config)}
+    if config.decoder is not None:  # equal tables are stored once, which equal values make exact
+        table = complete["dec.embed.weight"]
+        is_tied, is_output = _same(complete[_EMBEDDING], table), _same(complete["out.weight"], table)
+        config = replace(config, tie_embeddings=is_tied, tie_output=is_output)
+    return Canonical(config, complete, tuple(execution.uses), notes)
 
 
-def _sizes(
-    layout: Layout, tensors: Mapping[str, Tensor], execution: Execution, problems: list[str]
-) -> tuple[dict[str, dict[str, float]], TransformerConfig | None, dict[str, tuple[int, ...]]]:
-    """Find all sizes by running the layout without values, on the device "meta".
-
-    Returns:
-        Sizes by name for each side, the configuration, and the biases to fill.
-    """
-    sizes, made = _made(layout, tensors, execution, problems)
-    if not made:
-        return {}, None, {}
-    shapes = {name: tuple(tensor.shape) for name, tensor in made.items()}
-    for side in SIDES:
-        query = made.get(f"{side}.layers.0.self.q.weight")
-        if query is not None:
-            bias = bias_table(shapes, side)
-            told = None if bias is None else bias[-1]
-            heads = read_heads(layout.switch("num_heads", side) or told, query.shape[0], problems)
-            sizes[side] |= {"num_heads": heads, "d_k": query.shape[0] // heads}
-    config = read_config(layout, shapes, sizes, problems)
-    filled = check_shapes(config, shapes, problems) if config is not None else {}
-    return sizes, config, filled
-
-
-def _made(
-    layout: Layout, tensors: Mapping[str, Tensor], execution: Execution, problems: list[str]
-) -> tuple[dict[str, dict[str, float]], dict[str, Tensor]]:
-    """Make the canonical tensors without values; returns what is known of the sizes of each side too."""
-    meta = {key: tensor.to("meta") for key, tensor in tensors.items()}
-    names: dict[str, float] = {"d_model": 1.0, "num_heads": 1.0, "d_k": 1.0, **read_tokens(layout)}
-    width = execution.width(meta, names, problems)
-    if width is None:
-        return {}, {}
-    sizes = {side: {**names, "d_model": float(width), "num_heads": _said_heads(layout, side)} for side in SIDES}
-    return sizes, execution.run(meta, sizes, _said_length(layout), problems)
+def fits_names(layout: Layout, keys: Iterable[str]) -> bool:
+    """Return whether every key and line has its counterpart; the first key that does not fit ends it."""
+    lines = [parse_line(text) for text in layout.map]
+    is_ignored, used = _ignored(layout), set[int]()
+    for key in keys:
+        taking = [number for number, line in enumerate(lines) if line.rule.match(key)]
+        if len(taking) + is_ignored(key) != 1:
+            return False
+        used.update(taking)
+    return all(line.optional or number in used for number, line in enumerate(lines))
 
 
 def possible_heads(
     layout: Layout, tensors: Mapping[str, Tensor], attributes: Mapping[str, Tensor] | None = None
 ) -> list[int]:
-    """Return the numbers of heads that the shapes leave open; none where the names do not fit."""
-    problems: list[str] = []
-    execution = Execution(layout, pair_names(layout, list(tensors), problems), attributes or {})
-    _, made = _made(override(layout, {"num_heads": 1}), tensors, execution, problems)
+    """Return the numbers of heads that the shapes leave open; none if the names do not fit."""
+    execution = _Execution(override(layout, {"num_heads": 1}), tensors, attributes or {})
+    _, made = _on_meta(execution)
     rows = {name: tensor.shape[0] for name, tensor in made.items() if tensor.dim()}
-    attentions = [
-        name.removesuffix("q.weight") for name in rows if name.endswith((".self.q.weight", ".cross.q.weight"))
-    ]
+    attentions = [name[: -len("q.weight")] for name in rows if name.endswith((".self.q.weight", ".cross.q.weight"))]
     is_turned = layout.switch("positions") == "rotary"
-    return [
-        heads
-        for heads in range(1, _MOST_HEADS + 1 if attentions else 1)
-        if all(_are_heads(heads, rows, attention, is_turned=is_turned) for attention in attentions)
-    ]
+
+    def fits(heads: int, attention: str) -> bool:
+        query = rows[f"{attention}q.weight"]
+        key, value = (rows.get(f"{attention}{part}.weight", query) for part in "kv")
+        width = query // heads
+        if query % heads or (is_turned and width % 2):
+            return False
+        if key % width or heads % (key // width) or value % (key // width):
+            return False
+        return rows.get(f"{attention}q_norm.weight", query) in (query, width)
+
+    most = _MAX_HEADS if attentions else 0
+    return [heads for heads in range(1, most + 1) if all(fits(heads, attention) for attention in attentions)]
 
 
-def _are_heads(heads: int, rows: Mapping[str, int], attention: str, *, is_turned: bool) -> bool:
-    """Say whether so many heads cut the rows of queries, keys and values of one attention into equal parts."""
-    query = rows[f"{attention}q.weight"]
-    key, value = (rows.get(f"{attention}{part}.weight", query) for part in "kv")
-    if query % heads or (is_turned and query // heads % 2):
-        return False
-    width = query // heads
-    if key % width or heads % (key // width) or value % (key // width):
-        return False
-    return rows.get(f"{attention}q_norm.weight", query) in (query, width)
+def unsupported(keys: Iterable[str]) -> list[str]:
+    """List what no layout can express but the keys of a state dict show, each with the first key that shows it."""
+    keys = list(keys)
+    found = []
+    for name, pattern in _UNSUPPORTED.items():
+        key = next((key for key in keys if re.search(pattern, key, re.IGNORECASE)), None)
+        if key is not None:
+            found.append(f"key {key[:120]} looks like {name}, which the canonical model has no place for")
+    return found
 
 
-def _said_heads(layout: Layout, side: str) -> float:
-    value = layout.switch("num_heads", side)
-    return float(value) if isinstance(value, int) and value > 0 else 1.0
+def _sizes(
+    execution: _Execution,
+) -> tuple[dict[str, dict[str, float]], TransformerConfig | None, dict[str, tuple[int, ...]]]:
+    """Find the sizes of each side, the configuration, and the biases to fill, without reading values."""
+    layout, problems = execution.layout, execution.problems
+    sizes, made = _on_meta(execution)
+    if not made:
+        return {}, None, {}
+    shapes = {name: tuple(tensor.shape) for name, tensor in made.items()}
+    for side in SIDES:
+        query = shapes.get(f"{side}.layers.0.self.q.weight")
+        if query is not None:
+            bias = bias_table(shapes, side)
+            heads = read_heads(layout.switch("num_heads", side) or (bias and bias[-1]), query[0], problems)
+            sizes[side] |= {"num_heads": heads, "d_k": query[0] // heads}
+    config = read_config(layout, shapes, sizes, problems)
+    return sizes, config, check_shapes(config, shapes, problems) if config is not None else {}
 
 
-def _said_length(layout: Layout) -> int:
-    value = layout.switch("max_length")
-    return value if isinstance(value, int) and 0 < value <= MAX_SIZE else 0
+def _on_meta(execution: _Execution) -> tuple[dict[str, dict[str, float]], dict[str, Tensor]]:
+    """Make the canonical tensors without values; returns the sizes of each side that are known too."""
+    layout = execution.layout
+    meta = {key: tensor.to("meta") for key, tensor in execution.tensors.items()}
+    names: dict[str, float] = {"d_model": 1.0, "num_heads": 1.0, "d_k": 1.0, **read_tokens(layout)}
+    width = execution.width(meta, names)
+    if width is None:
+        return {}, {}
+    sizes = {side: {**names, "d_model": float(width)} for side in SIDES}
+    for side in SIDES:
+        heads = layout.switch("num_heads", side)
+        sizes[side]["num_heads"] = float(heads) if isinstance(heads, int) and heads > 0 else 1.0
+    return sizes, execution.run(meta, sizes)
 
 
-def _not_finite(made: Mapping[str, Tensor], execution: Execution) -> list[str]:
-    origin = {target: pair.sources[0] for pair in execution.pairs for target in pair.targets}
+def _not_finite(made: Mapping[str, Tensor], execution: _Execution) -> list[str]:
+    origin = {target: pair.sources[0] for _, pair in execution.pairs for target in pair.targets}
     return [
         f"{origin.get(name, name)[:120]} holds NaN or infinity; take a checkpoint from before the training diverged"
         for name, tensor in made.items()
@@ -198,13 +220,192 @@ def _not_finite(made: Mapping[str, Tensor], execution: Execution) -> list[str]:
     ]
 
 
-def _with_ties(config: TransformerConfig, tensors: Mapping[str, Tensor]) -> TransformerConfig:
-    """Say which tables are equal, so that they are stored once; equal values make that exact."""
-    if config.decoder is None:
-        return config
-    table = tensors["dec.embed.weight"]
-    return replace(
-        config,
-        tie_embeddings=same(tensors["enc.embed.weight"], table),
-        tie_output=same(tensors["out.weight"], table),
-    )
+def _ignored(layout: Layout) -> Callable[[str], bool]:
+    """Return the test whether a layout ignores a key; keys without wildcards are looked up."""
+    whole = frozenset(layout.ignore)
+    patterns = [pattern for pattern in layout.ignore if set("*?[") & set(pattern)]
+    return lambda key: key in whole or any(fnmatchcase(key, pattern) for pattern in patterns)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are equal bit by bit; on the device "meta", whether they could be."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if one.is_meta or one is other or torch.equal(one, other):
+        return True
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+def _side_of(name: str) -> str:
+    return "enc" if name.startswith("enc.") else "dec"
+
+
+class _Execution:
+    """The lines of one layout with the keys that they take, run once for shapes and once for values.
+
+    `pairs` are the numbers of lines, from 1, with keys and what they become. `problems` collects what does not fit.
+    """
+
+    def __init__(self, layout: Layout, tensors: Mapping[str, Tensor], attributes: Mapping[str, Tensor]) -> None:
+        self.layout, self.tensors, self.attributes = layout, tensors, attributes
+        self.problems: list[str] = []
+        self.uses: list[LineUse] = []
+        self.pairs: list[tuple[int, Match]] = []
+        self._pair_names()
+
+    def _pair_names(self) -> None:
+        """Match the lines of `map` and the keys, strictly both ways."""
+        used: dict[str, int] = {}
+        keys = list(self.tensors)
+        for number, text in enumerate(self.layout.map, 1):
+            line = parse_line(text)
+            found = matches(line.rule, keys)
+            if not found and not line.optional:
+                self.problems.append(f"map {number} {shortened(text)}: no key matches")
+            for pair in found:
+                self.problems += [
+                    f"key {key[:120]} is used twice, by map {used[key]} and map {number}"
+                    for key in pair.sources
+                    if used.setdefault(key, number) != number
+                ]
+                self.pairs.append((number, pair))
+        is_ignored = _ignored(self.layout)
+        for key in keys:
+            if (key in used) == is_ignored(key):
+                state = "both used and ignored" if key in used else "not used; map or ignore it"
+                self.problems.append(f"key {key[:120]} is {state}")
+
+    def width(self, meta: Mapping[str, Tensor], names: Names) -> int | None:
+        """Return d_model, the width of the source embedding, found without knowing any size."""
+        for number, pair in self.pairs:
+            if _EMBEDDING in pair.targets:
+                found = self._run_pair(number, pair, meta, {"enc": names, "dec": names})
+                shape = list(found[pair.targets.index(_EMBEDDING)].shape) if found else []
+                if len(shape) == 2:
+                    return shape[1]
+                self.problems.append(f"{pair.sources[0]} becomes {_EMBEDDING} {shape}, expected [vocab, d_model]")
+                return None
+        self.problems.append(f"{_EMBEDDING} is missing; no line gives it")
+        return None
+
+    def run(self, tensors: Mapping[str, Tensor], names: Mapping[str, Names]) -> dict[str, Tensor]:
+        """Make every tensor that the layout gives.
+
+        Args:
+            tensors: the state dict, with values or on the device "meta".
+            names: sizes by name, for "enc" and "dec".
+        """
+        made: dict[str, Tensor] = {}
+        origin: dict[str, str] = {}
+        used: dict[int, list[Match]] = {}
+        for number, pair in self.pairs:
+            used.setdefault(number, []).append(pair)
+            for name, tensor in zip(pair.targets, self._run_pair(number, pair, tensors, names), strict=False):
+                if name in made and not _same(made[name], tensor):
+                    self.problems.append(f"{name} comes from {origin[name]} and from {pair.sources[0]}, which differ")
+                made.setdefault(name, tensor)
+                origin.setdefault(name, pair.sources[0])
+        self.uses = [
+            LineUse(
+                self.layout.map[number - 1],
+                tuple(key for pair in own for key in pair.sources),
+                tuple(dict.fromkeys(name for pair in own for name in pair.targets)),
+            )
+            for number, own in sorted(used.items())
+        ]
+        for target, text in self.layout.derive.items():
+            missing = [name for name in _of_layers(target, made) if name not in made]
+            given = [name for name in missing if self._derive(name, parse_derived(text), made, names[_side_of(name)])]
+            if given:
+                self.uses.append(LineUse(f"derive {target}: {text}", (), tuple(given)))
+        for number, text in enumerate(self.layout.post, 1):
+            self._post(number, text, made, names)
+        return made
+
+    def _run_pair(
+        self, number: int, pair: Match, tensors: Mapping[str, Tensor], names: Mapping[str, Names]
+    ) -> list[Tensor]:
+        """Return the parts that one pair becomes, none if there is a problem."""
+        line = parse_line(self.layout.map[number - 1])
+        context = Context(names[_side_of(pair.targets[0])], len(pair.targets), _no_sibling)
+        if line.rule.joins_heads and len(pair.sources) != context.heads:
+            self.problems.append(
+                f"map {number}: {pair.targets[0]} has {len(pair.sources)} heads, expected {context.heads}"
+            )
+            return []
+        place = f"map {number}: {pair.sources[0][:120]}"
+        return self._folded(place, line.steps, [tensors[key] for key in pair.sources], context)
+
+    def _derive(self, name: str, derived: Derived, made: dict[str, Tensor], sizes: Names) -> bool:
+        context = Context(sizes, 1, _no_sibling)
+        start = self._start(derived, made, context)
+        if isinstance(start, str):
+            self.problems.append(f"derive {name}: {start}")
+            return False
+        if next(iter(made.values()), start).is_meta:
+            start = start.to("meta")
+        folded = self._folded(f"derive {name}", derived.steps, [start], context)
+        if folded:
+            made[name] = folded[0]
+        return bool(folded)
+
+    def _start(self, derived: Derived, made: Mapping[str, Tensor], context: Context) -> Tensor | str:
+        width = int(context.names["d_model"])
+        match derived.kind:
+            case "tie":
+                return made.get(derived.argument, f"{derived.argument} is missing")
+            case "attr":
+                known = ", ".join(self.attributes) or "none"
+                missing = f"no tensor {derived.argument} outside of the state dict (there: {known}); record a golden"
+                return self.attributes.get(derived.argument, missing)
+            case "ones":
+                return next(iter(made.values())).new_ones(width)
+        length = self.layout.switch("max_length")
+        if not isinstance(length, int) or not 0 < length <= MAX_SIZE:
+            return "the table is computed and its length not known; give --set max_length=N"
+        cut = sum(context.whole(step.arguments[0]) for step in derived.steps if step.name == "slice")
+        return sinusoid(derived.argument, length + cut, width)
+
+    def _post(self, number: int, text: str, made: dict[str, Tensor], names: Mapping[str, Names]) -> None:
+        line = parse_post(text)
+        found = [match.targets[0] for match in matches(line.rule, made)]
+        if not found:
+            self.problems.append(f"post {number} {shortened(text)}: no tensor matches")
+        changed = {}
+        for name in found:
+
+            def sibling(other: str, name: str = name) -> Tensor:
+                neighbor = f"{name.rpartition('.')[0]}.{other}"
+                if neighbor not in made:
+                    raise CheckpointError(f"needs {neighbor}, which is missing")
+                return made[neighbor]
+
+            context = Context(names[_side_of(name)], 1, sibling)
+            if folded := self._folded(f"post {number}: {name}", line.steps, [made[name]], context):
+                changed[name] = folded[0]
+        made.update(changed)
+        self.uses.append(LineUse(f"post {text}", (), tuple(changed)))
+
+    def _folded(self, place: str, steps: Sequence[Step], tensors: Sequence[Tensor], context: Context) -> list[Tensor]:
+        try:
+            parts = run(steps, tensors, context)
+        except (CheckpointError, ConfigError, RuntimeError, IndexError) as error:
+            self.problems.append(f"{place} {list(tensors[0].shape)}: {str(error).splitlines()[0]}")
+            return []
+        if len(parts) != context.parts:
+            self.problems.append(f"{place} becomes {len(parts)} tensors, the line names {context.parts}")
+            return []
+        return parts
+
+
+def _of_layers(target: str, made: Iterable[str]) -> list[str]:
+    """Return the names that a target of `derive` means: with {i} one for each layer that the map has made."""
+    if "{i}" not in target:
+        return [target]
+    before, after = target.split("{i}")
+    indices = {name.removeprefix(before).split(".")[0] for name in made if name.startswith(before)}
+    return [f"{before}{index}{after}" for index in sorted(indices, key=int)]
+
+
+def _no_sibling(name: str) -> Tensor:
+    raise CheckpointError(f"has nothing next to it called {name}; add_scaled belongs in post")

@@ -1,14 +1,14 @@
 """Layouts: how the state dict of another implementation becomes the canonical model, as data in a YAML file.
 
-The grammar is documented in docs/layouts.md. What stands here is its syntax;
-`patterns` has the key names, `ops` the folds, `apply` the meaning.
+docs/layouts.md documents the format. This module has the file and its checks; `grammar` has the patterns and the
+arithmetic, `ops` the folds, `apply` the meaning.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from importlib import resources
@@ -20,16 +20,14 @@ import yaml
 
 from tfexport._io.strict_json import MAX_CONFIG_BYTES, plain_problem
 from tfexport.errors import ConfigError, raise_all, shortened
-from tfexport.importing.layout.arithmetic import names_in
-from tfexport.importing.layout.ops import JOINS, OPERATIONS, Step, parse_step
-from tfexport.importing.layout.patterns import Rule, rule
+from tfexport.importing.layout.grammar import Rule, names_in, rule
+from tfexport.importing.layout.ops import OPERATIONS, SINUSOIDS, Step, parse_step
 from tfexport.nn.switches import SWITCHES, Switch, Value
 
 VERSION = 1
 SIDES = ("enc", "dec")
-SINUSOIDS = ("interleaved", "interleaved_exp", "halves_t2t", "halves_paper", "columns")
 _MAX_LINES = 1_000
-# Brackets in one another, of which a layout has two; finding out that they are too many takes time in their square.
+# Nested brackets, of which a layout has two; finding out that they are too many takes time in their square.
 _MAX_DEPTH = 20
 _MAX_SETTING = 200
 _CANONICAL = re.compile(
@@ -40,8 +38,8 @@ _CANONICAL = re.compile(
 _TOKENS = ("unk", "pad", "bos", "eos", "start")
 
 
-# What `arch` may say: the switches of the canonical model, and two sizes. These have no default and need none: heads
-# come with the import, the length from tables where there are any.
+# The keys of `arch`: the switches of the canonical model, and two sizes. These have no default and need none: heads
+# come with the import, the length from tables if there are any.
 ARCH_SWITCHES: dict[str, Switch] = {
     **SWITCHES,
     "num_heads": Switch(values=int, acts="attention", per_side=True),
@@ -83,12 +81,10 @@ class Derived(NamedTuple):
 class Layout:
     """The way from one implementation's state dict to the canonical model.
 
-    `map` lines are "SRC -> DST |> fold |> …", with `->?` where no key need be
-    there. `arch` holds switches, "enc.NAME" and "dec.NAME" for one side alone;
-    texts in it are arithmetic in d_model, num_heads and d_k. `tokens` are ids or
-    the name of another token. `derive` makes tensors that the map does not give.
-    `baseline` is the relative error that the original makes in float64 itself
-    by computing parts in float32.
+    `map` lines are "SRC -> DST |> fold |> …", with `->?` if no key need match. `arch` holds switches, "enc.NAME" and
+    "dec.NAME" for one side only; texts in it are arithmetic in d_model, num_heads and d_k. `tokens` are ids or the
+    name of another token. `derive` makes tensors that the map does not give. `baseline` is the relative error that
+    the original makes in float64 itself by computing parts in float32.
     """
 
     name: str
@@ -103,11 +99,7 @@ class Layout:
     about: str = ""
 
     def __post_init__(self) -> None:
-        """Check every line and value.
-
-        Raises:
-            ConfigError: lists every problem.
-        """
+        """Check every line and value; a ConfigError lists every problem."""
         raise_all(ConfigError, f"layout {self.name}", _problems(self))
 
     def switch(self, name: str, side: str = "") -> Value:
@@ -117,45 +109,31 @@ class Layout:
 
 @lru_cache(maxsize=20_000)
 def parse_line(text: str) -> Line:
-    """Parse a line of `map`.
-
-    Raises:
-        ConfigError: says what is wrong with it.
-    """
+    """Parse a line of `map`; a ConfigError reports what is wrong with it."""
     sides = re.fullmatch(r"\s*(\S+)\s+->(\??)\s+(\S+)\s*(\|>.*)?", text)
     if sides is None:
-        raise ConfigError("expected 'SRC -> DST' and folds, each behind |>")
+        raise ConfigError("expected 'SRC -> DST' and folds, each after |>")
     parsed = rule(sides[1], sides[3])
-    steps = _steps(sides[4])
+    steps = tuple(parse_step(step) for step in (sides[4] or "").split("|>")[1:])
     if wrong := sorted(name for name in parsed.targets() if not _CANONICAL.fullmatch(name)):
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise ConfigError(f"{', '.join(wrong[:3])}{more}: no canonical name; docs/layouts.md lists them")
-    splits = [step.name for step in steps if OPERATIONS.get(step.name, OPERATIONS["squeeze"]).splits]
-    if len(splits) != parsed.splits:
+    shapes = [OPERATIONS[step.name].shape for step in steps]
+    if shapes.count("splits") != parsed.splits:
         raise ConfigError("[…/…] on the right and one fold that splits go together")
-    joins = [place for place, step in enumerate(steps) if step.name in JOINS]
-    if joins != ([0] if parsed.joins_heads else []):
-        raise ConfigError(f"{{h}} on the left and {' or '.join(JOINS)} as the first fold go together")
+    if [place for place, shape in enumerate(shapes) if shape == "joins"] != [0] * parsed.joins_heads:
+        raise ConfigError("{h} on the left and join_rows or join_columns as the first fold go together")
     return Line(parsed, steps, bool(sides[2]))
 
 
 @cache
 def parse_derived(text: str) -> Derived:
-    """Parse the right side of a line of `derive`.
-
-    Raises:
-        ConfigError: says what is wrong with it.
-    """
+    """Parse the right side of a line of `derive`; a ConfigError reports what is wrong with it."""
     first, *rest = text.split("|>")
     kind, _, argument = first.strip().partition(" ")
     argument = argument.strip()
-    fits: dict[str, Callable[[str], object]] = {
-        "tie": _CANONICAL.fullmatch,
-        "sinusoid": SINUSOIDS.__contains__,
-        "attr": re.compile(r"\w+(\.\w+)*").fullmatch,
-        "ones": "".__eq__,
-    }
-    if kind not in fits or not fits[kind](argument):
+    pattern = {"tie": _CANONICAL.pattern, "sinusoid": "|".join(SINUSOIDS), "attr": r"\w+(\.\w+)*", "ones": ""}.get(kind)
+    if pattern is None or not re.fullmatch(pattern, argument):
         kinds = f"tie NAME, sinusoid {' or '.join(SINUSOIDS)}, attr path.to.it, ones"
         raise ConfigError(f"{first.strip()!r} is none of {kinds}")
     return Derived(kind, argument, tuple(parse_step(step) for step in rest))
@@ -163,11 +141,7 @@ def parse_derived(text: str) -> Derived:
 
 @cache
 def parse_post(text: str) -> Line:
-    """Parse a line of `post`, whose two sides are the same.
-
-    Raises:
-        ConfigError: says what is wrong with it.
-    """
+    """Parse a line of `post`, whose two sides are the same; a ConfigError reports what is wrong with it."""
     target, _, steps = text.strip().partition(" ")
     if not steps:
         raise ConfigError("expected 'DST |> fold'")
@@ -175,10 +149,6 @@ def parse_post(text: str) -> Line:
     if line.rule.splits or line.rule.joins_heads:
         raise ConfigError("changes tensors one by one: no [q/k/v], no {h}")
     return line
-
-
-def _steps(text: str | None) -> tuple[Step, ...]:
-    return tuple(parse_step(step) for step in text.split("|>")[1:]) if text else ()
 
 
 def _problems(layout: Layout) -> list[str]:
@@ -351,63 +321,74 @@ def _values(data: object, problems: list[str]) -> dict[str, Any]:
         return {}
     if data.get("layout") != VERSION or isinstance(data.get("layout"), bool):
         problems.append(f"layout is {shortened(data.get('layout'))}, expected the version {VERSION}")
-    problems += [f"key {shortened(key)} is unknown" for key in data if key != "layout" and key not in _TYPES]
+    problems += [f"key {shortened(key)} is unknown" for key in data if key != "layout" and key not in _FIELDS]
     problems += [f"key {key} is missing" for key in ("name", "map") if key not in data]
     values = {}
-    for key, (expected, kind) in _TYPES.items():
-        value = float(data[key]) if key == "baseline" and type(data.get(key)) is int else data.get(key)
-        if key not in data:
-            continue
-        if not isinstance(value, kind) or not _fits(key, value):
-            problems.append(f"{key} is {shortened(value)}, expected {expected}")
-            continue
-        values[key] = value
-    return _frozen(values, problems)
-
-
-def _fits(key: str, value: Any) -> bool:
-    match key:
-        case "map" | "post" | "ignore":
-            return _are_texts(value)
-        case "assert_tied":
-            return all(
-                isinstance(keys, list) and len(keys) > 1 and all(isinstance(k, str) for k in keys) for keys in value
-            )
-        case "derive":
-            return _are_texts(value) and _are_texts(value.values())
-        case "arch" | "tokens":
-            return _are_texts(value)
-    return True
-
-
-def _are_texts(values: Iterable[object]) -> bool:
-    return all(isinstance(value, str) for value in values)
-
-
-def _frozen(values: dict[str, Any], problems: list[str]) -> dict[str, Any]:
-    for key in ("map", "post", "ignore"):
-        if key in values:
-            values[key] = tuple(values[key])
-    if "assert_tied" in values:
-        values["assert_tied"] = tuple(tuple(keys) for keys in values["assert_tied"])
+    for key, (expected, read) in _FIELDS.items():
+        if key in data:
+            try:
+                values[key] = read(data[key])
+            except TypeError:
+                problems.append(f"{key} is {shortened(data[key])}, expected {expected}")
     if "arch" in values:
         values["arch"] = _flat(values["arch"], problems)
     return values
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    return value
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list):
+        raise TypeError
+    return tuple(map(_text, value))
+
+
+def _named(value: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError
+    return {_text(name): one for name, one in value.items()}
+
+
+def _ties(value: object) -> tuple[tuple[str, ...], ...]:
+    if not isinstance(value, list) or any(isinstance(keys, list) and len(keys) < 2 for keys in value):
+        raise TypeError
+    return tuple(map(_texts, value))
+
+
+def _number(value: object) -> float:
+    if type(value) not in (int, float):
+        raise TypeError
+    return float(value)  # type: ignore[arg-type]
+
+
+# The keys of a file but `layout`: what is expected, and how it is read.
+_FIELDS: dict[str, tuple[str, Callable[[object], Any]]] = {
+    "name": ("a text", _text),
+    "about": ("a text", _text),
+    "map": ("a list of lines", _texts),
+    "arch": ("switches", _named),
+    "tokens": ("ids by name", _named),
+    "derive": ("lines by name", lambda value: {name: _text(line) for name, line in _named(value).items()}),
+    "post": ("a list of lines", _texts),
+    "assert_tied": ("a list of lists of keys", _ties),
+    "ignore": ("a list of patterns", _texts),
+    "baseline": ("a number", _number),
+}
 
 
 def _flat(arch: dict[str, Any], problems: list[str]) -> dict[str, Any]:
     """Turn `enc: {norm_place: pre}` into `enc.norm_place: pre`, and former names into those of today."""
     pairs: list[tuple[str, Any]] = []
     for name, value in arch.items():
-        if name in SIDES and isinstance(value, dict):
-            pairs += [(_current(f"{name}.{inner}"), v) for inner, v in value.items()]
-        else:
-            pairs.append((_current(name), value))
-    flat = dict(pairs)
-    if len(flat) < len(pairs):
-        twice = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        inner = value if name in SIDES and isinstance(value, dict) else {"": value}
+        pairs += [(_current(f"{name}.{one}".rstrip(".")), v) for one, v in inner.items()]
+    if twice := sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1):
         problems.append(f"switch {', '.join(twice)} is given twice, by its name and by a former one; keep one")
-    return flat
+    return dict(pairs)
 
 
 def render_layout(layout: Layout) -> str:

@@ -1,96 +1,120 @@
-"""Folds: what a layout does to a tensor between the checkpoint and the canonical model.
+"""Folds: the operations of a layout between the checkpoint's tensor and the canonical one.
 
-Each works on any device, "meta" included, so that shapes can be checked before
-any value is read, and leaves its input as it is.
+Each works on any device, "meta" included, so that shapes can be checked before any value is read, and leaves its
+input unchanged.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tfexport.errors import CheckpointError, ConfigError
-from tfexport.importing.layout.arithmetic import evaluate, names_in
+from tfexport.importing.layout.grammar import Names, evaluate, names_in
 
-Names = Mapping[str, float]
+SINUSOIDS = ("interleaved", "interleaved_exp", "halves_t2t", "halves_paper", "columns")
 
 
 class Step(NamedTuple):
-    """One fold: its name and the text behind the name."""
+    """One fold and its arguments, as expressions; "add_scaled" has a name as the last one."""
 
     name: str
-    argument: str
+    arguments: tuple[str, ...] = ()
 
 
 class Context(NamedTuple):
-    """What a fold may need to know besides the tensor."""
+    """What a fold may need besides the tensor: sizes by name, the number of parts, the tensors next to it."""
 
     names: Names
     parts: int
     sibling: Callable[[str], Tensor]
 
-    def number(self, text: str) -> float:
-        """Compute an argument."""
-        return evaluate(text, self.names)
+    @property
+    def heads(self) -> int:
+        """The number of heads."""
+        return int(self.names["num_heads"])
 
     def whole(self, text: str) -> int:
-        """Compute an argument that counts something.
-
-        Raises:
-            CheckpointError: it is no whole number of 0 or more.
-        """
-        value = self.number(text)
+        """Compute an expression that counts something; a CheckpointError if it is not a whole number of 0 or more."""
+        value = evaluate(text, self.names)
         if value != int(value) or value < 0:
             raise CheckpointError(f"{text} is {value:g}, expected a whole number")
         return int(value)
 
 
-def squeeze(x: Tensor, _argument: str, _context: Context) -> Tensor:
-    """Drop every axis of length 1."""
+_Run = Callable[..., Tensor | Sequence[Tensor]]
+_Takes = Literal["", "number", "whole", "list", "list?", "number name"]
+
+
+class Operation(NamedTuple):
+    """A fold: `run(tensor, context, *arguments)`, or, if it joins, `run(tensors, context)`.
+
+    `takes` are its arguments: nothing, a number, a whole number, several (or optionally several) whole numbers, or a
+    number and a name.
+    """
+
+    run: _Run
+    takes: _Takes
+    shape: str
+
+
+OPERATIONS: dict[str, Operation] = {}
+
+
+def _operation(name: str, takes: _Takes = "", shape: Literal["", "splits", "joins"] = "") -> Callable[[_Run], _Run]:
+    def declare(run: _Run) -> _Run:
+        OPERATIONS[name] = Operation(run, takes, shape)
+        return run
+
+    return declare
+
+
+@_operation("squeeze")
+def _squeeze(x: Tensor, _: Context) -> Tensor:
     return x.squeeze()
 
 
-def transpose(x: Tensor, _argument: str, _context: Context) -> Tensor:
-    """Swap the last two axes; a vector stays as it is, so that a bias may take the same line."""
+@_operation("transpose")
+def _transpose(x: Tensor, _: Context) -> Tensor:
+    # A vector stays as it is, so that a bias may take the same line.
     return x.transpose(-1, -2) if x.dim() > 1 else x
 
 
-def flatten(x: Tensor, _argument: str, _context: Context) -> Tensor:
-    """Merge the first two axes, as of projections stored by head; a vector stays as it is."""
+@_operation("flatten")
+def _flatten(x: Tensor, _: Context) -> Tensor:
     return x.flatten(0, 1) if x.dim() > 1 else x
 
 
-def expand(x: Tensor, _argument: str, context: Context) -> Tensor:
-    """Repeat a single number d_model times; what has d_model numbers stays as it is."""
+@_operation("expand")
+def _expand(x: Tensor, context: Context) -> Tensor:
     return x.reshape(-1).expand(int(context.names["d_model"])) if x.numel() == 1 else x
 
 
-def add(x: Tensor, argument: str, context: Context) -> Tensor:
-    """Add a number."""
-    number = context.number(argument)
+@_operation("add", "number")
+def _add(x: Tensor, _: Context, number: float) -> Tensor:
     return _computed(x, lambda wide: wide + number)
 
 
-def mul(x: Tensor, argument: str, context: Context) -> Tensor:
-    """Multiply by a number."""
-    number = context.number(argument)
+@_operation("mul", "number")
+def _mul(x: Tensor, _: Context, number: float) -> Tensor:
     return _computed(x, lambda wide: wide * number)
 
 
-def add_scaled(x: Tensor, argument: str, context: Context) -> Tensor:
-    """Add a number times the tensor beside it: `add_scaled 1e-5 weight` on a bias."""
-    factor, name = argument.rsplit(maxsplit=1)
-    number, other = context.number(factor), context.sibling(name)
+@_operation("add_scaled", "number name")
+def _add_scaled(x: Tensor, context: Context, number: float, name: str) -> Tensor:
+    other = context.sibling(name)
     return _computed(x, lambda wide: wide + number * other.double())
 
 
-def block_diag(x: Tensor, _argument: str, context: Context) -> Tensor:
+@_operation("block_diag")
+def _block_diag(x: Tensor, context: Context) -> Tensor:
     """Give each head its copy of a projection that all heads share."""
-    heads = int(context.names["num_heads"])
+    heads = context.heads
     if x.dim() != 2:
         return _joined([x] * heads, 0)
     height, width = x.shape
@@ -100,33 +124,30 @@ def block_diag(x: Tensor, _argument: str, context: Context) -> Tensor:
     return whole
 
 
-def heads_last(x: Tensor, _argument: str, context: Context) -> Tensor:
+@_operation("heads_last")
+def _heads_last(x: Tensor, context: Context) -> Tensor:
     """Reorder rows that count (d_k, heads) to (heads, d_k)."""
-    heads = int(context.names["num_heads"])
-    if x.shape[0] % heads:
-        raise CheckpointError(f"has {x.shape[0]} rows, which {heads} heads do not divide")
-    return x.reshape(-1, heads, *x.shape[1:]).transpose(0, 1).flatten(0, 1)
+    if x.shape[0] % context.heads:
+        raise CheckpointError(f"has {x.shape[0]} rows, which {context.heads} heads do not divide")
+    return x.reshape(-1, context.heads, *x.shape[1:]).transpose(0, 1).flatten(0, 1)
 
 
-def slice_rows(x: Tensor, argument: str, context: Context) -> Tensor:
-    """Drop the first rows."""
-    first = context.whole(argument)
+@_operation("slice", "whole")
+def _slice(x: Tensor, _: Context, first: int) -> Tensor:
     if first >= x.shape[0]:
         raise CheckpointError(f"has {x.shape[0]} rows, nothing is left from row {first}")
     return x[first:]
 
 
-def rows(x: Tensor, argument: str, context: Context) -> Tensor:
-    """Take rows by number, in this order."""
-    wanted = [context.whole(part) for part in argument.split(",")]
+@_operation("rows", "list")
+def _rows(x: Tensor, _: Context, *wanted: int) -> Tensor:
     if beyond := [row for row in wanted if row >= x.shape[0]]:
         raise CheckpointError(f"has {x.shape[0]} rows, there is no row {beyond[0]}")
-    return x[wanted]
+    return x[list(wanted)]
 
 
-def zero_row(x: Tensor, argument: str, context: Context) -> Tensor:
-    """Set one row to 0."""
-    row = context.whole(argument)
+@_operation("zero_row", "whole")
+def _zero_row(x: Tensor, _: Context, row: int) -> Tensor:
     if row >= x.shape[0]:
         raise CheckpointError(f"has {x.shape[0]} rows, there is no row {row}")
     x = x.clone()
@@ -134,17 +155,14 @@ def zero_row(x: Tensor, argument: str, context: Context) -> Tensor:
     return x
 
 
-def append_zero_row(x: Tensor, _argument: str, _context: Context) -> Tensor:
-    """Put a row of 0 behind the last."""
+@_operation("append_zero_row")
+def _append_zero_row(x: Tensor, _: Context) -> Tensor:
     return _joined((x, torch.zeros_like(x[:1])), 0)
 
 
-def split_rows(x: Tensor, argument: str, context: Context) -> Sequence[Tensor]:
-    """Cut blocks of rows, equal ones unless sizes are given."""
-    if argument:
-        sizes = [context.whole(part) for part in argument.strip("[]").split(",")]
-    else:
-        sizes = [x.shape[0] // context.parts] * context.parts
+@_operation("split_rows", "list?", "splits")
+def _split_rows(x: Tensor, context: Context, *given: int) -> Sequence[Tensor]:
+    sizes = list(given) or [x.shape[0] // context.parts] * context.parts
     if sum(sizes) != x.shape[0] or len(sizes) != context.parts:
         raise CheckpointError(
             f"has {x.shape[0]} rows, expected {' + '.join(map(str, sizes))} for {context.parts} parts"
@@ -152,25 +170,45 @@ def split_rows(x: Tensor, argument: str, context: Context) -> Sequence[Tensor]:
     return torch.split(x, sizes)
 
 
-def split_heads(x: Tensor, _argument: str, context: Context) -> Sequence[Tensor]:
+@_operation("split_heads", shape="splits")
+def _split_heads(x: Tensor, context: Context) -> Sequence[Tensor]:
     """Cut rows that count (heads, parts, d_k)."""
-    heads, parts = int(context.names["num_heads"]), context.parts
+    heads, parts = context.heads, context.parts
     if x.shape[0] % (heads * parts):
         raise CheckpointError(f"has {x.shape[0]} rows, which {heads} heads of {parts} parts do not divide")
     return [part.flatten(0, 1) for part in x.reshape(heads, parts, -1, *x.shape[1:]).unbind(1)]
 
 
+@_operation("join_rows", shape="joins")
+def _join_rows(tensors: Sequence[Tensor], _: Context) -> Tensor:
+    return _join(tensors, 0)
+
+
+@_operation("join_columns", shape="joins")
+def _join_columns(tensors: Sequence[Tensor], _: Context) -> Tensor:
+    return _join(tensors, 1)
+
+
+def _join(tensors: Sequence[Tensor], axis: int) -> Tensor:
+    shapes = {tuple(tensor.shape) for tensor in tensors}
+    if len(shapes) > 1:
+        raise CheckpointError(f"has heads of shapes {', '.join(str(list(s)) for s in sorted(shapes))}, expected one")
+    if tensors[0].dim() <= axis:
+        raise CheckpointError(f"has {tensors[0].dim()} axes, expected {axis + 1} to join columns")
+    return _joined(tensors, axis)
+
+
 def _computed(x: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
     """Compute in float64 and return to the dtype of `x`, to float32 from float16 and bfloat16, which could not hold it.
 
-    On "meta" nothing is computed: even a sum has PyTorch load its compiler there.
+    On "meta" nothing is computed: even a sum makes PyTorch load its compiler there.
     """
     wide = x if x.is_meta else compute(x.double())
     return wide.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _joined(tensors: Sequence[Tensor], axis: int) -> Tensor:
-    """Put tensors behind each other, as torch.cat does, which on "meta" loads the compiler."""
+    """Concatenate as torch.cat does, which loads the compiler on "meta"."""
     shape = list(tensors[0].shape)
     shape[axis] = sum(tensor.shape[axis] for tensor in tensors)
     whole, start = tensors[0].new_empty(shape), 0
@@ -178,36 +216,6 @@ def _joined(tensors: Sequence[Tensor], axis: int) -> Tensor:
         whole.narrow(axis, start, tensor.shape[axis]).copy_(tensor)
         start += tensor.shape[axis]
     return whole
-
-
-class Operation(NamedTuple):
-    """A fold, whether it takes an argument, and whether it makes several tensors of one."""
-
-    run: Callable[[Tensor, str, Context], Tensor | Sequence[Tensor]]
-    argument: str = ""
-    splits: bool = False
-
-
-# `argument` is what may stand behind the name: an expression, a list of them, with ? where it may be left out.
-OPERATIONS: dict[str, Operation] = {
-    "squeeze": Operation(squeeze),
-    "transpose": Operation(transpose),
-    "flatten": Operation(flatten),
-    "expand": Operation(expand),
-    "add": Operation(add, "expression"),
-    "mul": Operation(mul, "expression"),
-    "add_scaled": Operation(add_scaled, "expression name"),
-    "block_diag": Operation(block_diag),
-    "heads_last": Operation(heads_last),
-    "slice": Operation(slice_rows, "expression"),
-    "rows": Operation(rows, "list"),
-    "zero_row": Operation(zero_row, "expression"),
-    "append_zero_row": Operation(append_zero_row),
-    "split_rows": Operation(split_rows, "list?", splits=True),
-    "split_heads": Operation(split_heads, splits=True),
-}
-# Joins keys that are one a head; stands first in its line.
-JOINS = {"join_rows": 0, "join_columns": 1}
 
 
 def parse_step(text: str) -> Step:
@@ -218,64 +226,76 @@ def parse_step(text: str) -> Step:
     """
     name, _, argument = text.strip().partition(" ")
     argument = argument.strip()
-    if name in JOINS:
-        wanted = ""
-    elif name in OPERATIONS:
-        wanted = OPERATIONS[name].argument
-    else:
-        raise ConfigError(f"fold {name!r} is unknown, expected one of {', '.join((*OPERATIONS, *JOINS))}")
-    if argument and not wanted:
+    if name not in OPERATIONS:
+        raise ConfigError(f"fold {name!r} is unknown, expected one of {', '.join(OPERATIONS)}")
+    takes = OPERATIONS[name].takes
+    if argument and not takes:
         raise ConfigError(f"fold {name} takes no argument, got {argument!r}")
-    if not argument and wanted and not wanted.endswith("?"):
-        raise ConfigError(f"fold {name} needs an argument: {wanted}")
-    for expression in _expressions(argument, wanted):
-        names_in(expression)
-    return Step(name, argument)
-
-
-def _expressions(argument: str, wanted: str) -> list[str]:
     if not argument:
-        return []
-    if wanted == "expression name":
-        words = argument.rsplit(maxsplit=1)
-        if len(words) != 2 or not re.fullmatch("[a-z_]+", words[1]):
-            raise ConfigError(f"fold add_scaled has {argument!r}, expected an expression and a name such as weight")
-        return words[:1]
-    return argument.strip("[]").split(",") if wanted.startswith("list") else [argument]
+        if takes and takes != "list?":
+            raise ConfigError(f"fold {name} needs an argument: {takes}")
+        return Step(name)
+    parts = argument.strip("[]").split(",") if takes.startswith("list") else [argument]
+    if takes == "number name":
+        parts = argument.rsplit(maxsplit=1)
+        if len(parts) != 2 or not re.fullmatch("[a-z_]+", parts[1]):
+            raise ConfigError(f"fold {name} has {argument!r}, expected an expression and a name such as weight")
+    for expression in parts[:1] if takes == "number name" else parts:
+        names_in(expression)
+    return Step(name, tuple(parts))
 
 
 def run(steps: Sequence[Step], tensors: Sequence[Tensor], context: Context) -> list[Tensor]:
-    """Apply folds in order.
-
-    Args:
-        steps: of one line; what stands behind a split is done to each part.
-        tensors: one, or one for each head.
-        context: sizes by name, the number of parts wanted, and the tensors beside.
-
-    Returns:
-        As many tensors as there are parts.
+    """Apply folds in order to one tensor, or to one for each head; folds after a split apply to each part.
 
     Raises:
-        CheckpointError: a tensor has not the shape that a fold needs.
+        CheckpointError: a tensor does not have the shape that a fold needs.
         ConfigError: an expression has no value.
     """
     found = list(tensors)
-    for step in steps:
-        if step.name in JOINS:
-            found = [_join(found, JOINS[step.name])]
-            continue
-        operation, several = OPERATIONS[step.name], list[Tensor]()
-        for tensor in found:
-            made = operation.run(tensor, step.argument, context)
-            several.extend([made] if isinstance(made, Tensor) else made)
-        found = several
+    for name, texts in steps:
+        operation, arguments = OPERATIONS[name], list[object]()
+        if operation.takes.startswith("number"):
+            arguments = [evaluate(texts[0], context.names), *texts[1:]]
+        elif operation.takes:
+            arguments = [context.whole(text) for text in texts]
+        made = [operation.run(x, context, *arguments) for x in ([found] if operation.shape == "joins" else found)]
+        found = [part for one in made for part in ([one] if isinstance(one, Tensor) else one)]
     return found
 
 
-def _join(tensors: Sequence[Tensor], axis: int) -> Tensor:
-    shapes = {tuple(tensor.shape) for tensor in tensors}
-    if len(shapes) > 1:
-        raise CheckpointError(f"has heads of shapes {', '.join(str(list(s)) for s in sorted(shapes))}, expected one")
-    if tensors[0].dim() <= axis:
-        raise CheckpointError(f"has {tensors[0].dim()} axes, expected {axis + 1} to join columns")
-    return _joined(tensors, axis)
+def sinusoid(kind: str, length: int, d_model: int) -> Tensor:
+    """Compute a table of positions that some implementations never store, in their arithmetic, rounding included.
+
+    Args:
+        kind: "interleaved" has sines at even and cosines at odd columns, its wavelengths by a power;
+            "interleaved_exp" the same by an exponential; "halves_t2t" all sines, then all cosines, as Tensor2Tensor
+            does; "halves_paper" the halves with the wavelengths of "Attention is all you need", §3.5; "columns" is
+            "interleaved" with twice the exponent, of the column and not of its pair. The last two are computed in
+            float64.
+        length: rows, from position 0.
+        d_model: if it is odd there is one sine more than cosines, and a last column of 0 for "halves_t2t".
+
+    Returns:
+        float32 [length, d_model].
+    """
+    wide = torch.float64 if kind in ("halves_paper", "columns") else torch.float32
+    position, column = torch.arange(length, dtype=wide)[:, None], torch.arange(0, d_model, 2, dtype=wide)
+    half = d_model // 2
+    if kind == "columns":
+        every = torch.arange(d_model, dtype=wide)
+        waves = position / 10000 ** (2 * every / d_model)
+        return torch.where(every % 2 == 0, waves.sin(), waves.cos()).float()
+    match kind:
+        case "interleaved_exp":
+            angle = position * torch.exp(column * -(math.log(10000.0) / d_model))
+        case "halves_t2t":
+            angle = position * torch.exp(torch.arange(half, dtype=wide) * -(math.log(10000) / max(half - 1, 1)))
+        case _:
+            angle = position / 10000 ** (column / d_model)
+    table, sines = torch.zeros(length, d_model, dtype=wide), angle.shape[1]
+    first, second = slice(0, sines), slice(sines, sines + half)
+    if kind.startswith("interleaved"):
+        first, second = slice(0, None, 2), slice(1, None, 2)
+    table[:, first], table[:, second] = angle.sin(), angle[:, :half].cos()
+    return table.float()

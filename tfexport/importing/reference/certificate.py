@@ -23,7 +23,7 @@ from torch import Tensor
 from tfexport.errors import ConfigError
 from tfexport.importing.formats.snapshot import FileSum
 from tfexport.importing.layout.apply import Canonical
-from tfexport.importing.layout.switches import configured, options
+from tfexport.importing.layout.sizes import configured, options
 from tfexport.importing.reference.compare import Comparator, Comparison, check_fits, tolerance
 from tfexport.importing.reference.golden import Golden
 from tfexport.nn.config import TransformerConfig

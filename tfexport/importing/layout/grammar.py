@@ -1,0 +1,256 @@
+"""The language of layout lines: patterns of key names, and arithmetic.
+
+Left of the arrow, `{a,b,c}` is one of several words, `{i}` the index of a layer, `{2i+1}` one that counts otherwise,
+`{h}` the index of a head, `{wb}` weight or bias. Right of it, the k-th list gives the word at the place that the k-th
+list on the left had, `{i}` and `{wb}` are those found, and `[q/k/v]` names the parts of one tensor. Arithmetic has
+numbers, sizes by name, + - * / ** and sqrt.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import itertools
+import math
+import operator
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+from tfexport.errors import ConfigError, raise_all, shortened
+
+_MAX_LENGTH, _MAX_NAMES = 200, 10_000
+# Names that layouts were once written with, still read.
+_FORMER = {"n_heads": "num_heads"}
+_BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    # math.pow works in float64: it overflows at once where ** on whole numbers would fill the memory.
+    ast.Pow: math.pow,
+}
+_LANGUAGE = "numbers, sizes, + - * / ** and sqrt(…)"
+Names = Mapping[str, float]
+
+
+def names_in(text: str) -> frozenset[str]:
+    """Return the names that an expression uses.
+
+    Raises:
+        ConfigError: it is not an expression of this language.
+    """
+    return _parse(text)[1]
+
+
+def evaluate(text: str, names: Names) -> float:
+    """Compute an expression such as `sqrt(d_model)` or `d_model ** -0.5`.
+
+    Raises:
+        ConfigError: it is not an expression of this language, uses an unknown name or has no finite real value.
+    """
+    compute, used = _parse(text)
+    if unknown := sorted(used - names.keys()):
+        raise ConfigError(f"{unknown[0]!r} is no known size, expected one of {', '.join(sorted(names))}")
+    try:
+        value = compute(names)
+    except (ArithmeticError, ValueError) as error:
+        raise ConfigError(f"{text!r} has no value: {error}; expected a finite number") from error
+    if not math.isfinite(value):
+        raise ConfigError(f"{text!r} is {value}, expected a finite number")
+    return value
+
+
+@functools.lru_cache(maxsize=1024)
+def _parse(text: str) -> tuple[Callable[[Names], float], frozenset[str]]:
+    if len(text) > _MAX_LENGTH:
+        raise ConfigError(f"{shortened(text)} has {len(text)} characters, the limit is {_MAX_LENGTH}")
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ConfigError(f"{text!r} is no arithmetic, expected {_LANGUAGE}") from error
+    used: set[str] = set()
+    return _compiled(tree, text, used), frozenset(used)
+
+
+def _compiled(node: ast.expr, text: str, used: set[str]) -> Callable[[Names], float]:
+    match node:
+        case ast.Constant(value=value) if type(value) in (int, float):
+            number = float(value)  # type: ignore[arg-type]
+            return lambda names: number
+        case ast.Name(id=written):
+            name = _FORMER.get(written, written)
+            used.add(name)
+            return lambda names: float(names[name])
+        case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign, operand=inner):
+            value, factor = _compiled(inner, text, used), -1 if isinstance(sign, ast.USub) else 1
+            return lambda names: factor * value(names)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
+            one, other, compute = _compiled(left, text, used), _compiled(right, text, used), _BINARY[type(op)]
+            return lambda names: compute(one(names), other(names))
+        case ast.Call(func=ast.Name(id="sqrt"), args=[inner], keywords=[]):
+            value = _compiled(inner, text, used)
+            return lambda names: math.sqrt(value(names))
+    raise ConfigError(f"{text!r} has {shortened(ast.unparse(node))}, expected {_LANGUAGE}")
+
+
+# Patterns
+
+
+class Match(NamedTuple):
+    """Checkpoint keys and the canonical names that they become: one each, one to several parts, or heads to one."""
+
+    sources: tuple[str, ...]
+    targets: tuple[str, ...]
+
+
+class Found(NamedTuple):
+    """The names that a key becomes, mostly one, and its head if there is a key for each head."""
+
+    targets: tuple[str, ...]
+    head: int | None
+
+
+class _Piece(NamedTuple):
+    """Plain text, or what one pair of brackets holds; `{2i+1}` has the factor 2 and the offset 1."""
+
+    kind: Literal["text", "list", "parts", "i", "wb", "h"]
+    words: tuple[str, ...] = ()
+    factor: int = 1
+    offset: int = 0
+
+    @property
+    def regex(self) -> str:
+        match self.kind:
+            case "text":
+                return re.escape(self.words[0])
+            case "i" | "h":
+                return "(0|[1-9][0-9]{0,3})"
+        return f"({'|'.join(map(re.escape, self.words))})"
+
+
+def _pieces(text: str) -> tuple[_Piece, ...]:
+    found: list[_Piece] = []
+    end = 0
+    for token in re.finditer(r"\{([^{}]*)\}|\[([^\[\]]*)\]", text):
+        found.append(_Piece("text", (text[end : token.start()],)))
+        found.append(_braces(token[1]) if token[1] is not None else _Piece("parts", tuple(token[2].split("/"))))
+        end = token.end()
+    found.append(_Piece("text", (text[end:],)))
+    if left := {c for piece in found if piece.kind == "text" for c in piece.words[0] if c in "{}[] ,"}:
+        raise ConfigError(f"{text!r} has {' '.join(map(repr, sorted(left)))} outside of a list; close every bracket")
+    return tuple(found)
+
+
+def _braces(inner: str) -> _Piece:
+    if inner == "wb":
+        return _Piece("wb", ("weight", "bias"))
+    if inner == "h":
+        return _Piece("h")
+    if index := re.fullmatch(r"(\d*)i(?:([+-])(\d+))?", inner):
+        if int(index[1] or 1) == 0:
+            raise ConfigError(f"{{{inner}}} counts no layers; expected a factor of 1 or more")
+        return _Piece("i", factor=int(index[1] or 1), offset=int(f"{index[2] or '+'}{index[3] or 0}"))
+    return _Piece("list", tuple(word.strip() for word in inner.split(",")))
+
+
+class Rule:
+    """The two sides of one line, checked against each other."""
+
+    def __init__(self, source: str, target: str) -> None:
+        """Parse both sides.
+
+        Raises:
+            ConfigError: lists everything that does not fit together.
+        """
+        left, self._target = _pieces(source), _pieces(target)
+        raise_all(ConfigError, f"{source} -> {target}", _problems(left, self._target))
+        self._regex = re.compile("".join(piece.regex for piece in left))
+        self._variable = [piece for piece in left if piece.kind != "text"]
+        self.joins_heads = any(piece.kind == "h" for piece in left)
+        self.splits = any(piece.kind == "parts" for piece in self._target)
+
+    def match(self, key: str) -> Found | None:
+        """Return what a key becomes, None if the line does not take it."""
+        found = self._regex.fullmatch(key)
+        if found is None:
+            return None
+        places: list[int] = []
+        values: dict[str, str] = {}
+        for piece, text in zip(self._variable, found.groups(), strict=True):
+            if piece.kind == "list":
+                places.append(piece.words.index(text))
+                continue
+            value = text
+            if piece.kind == "i":
+                layer, rest = divmod(int(text) - piece.offset, piece.factor)
+                if rest or layer < 0:
+                    return None
+                value = str(layer)
+            if values.setdefault(piece.kind, value) != value:
+                return None
+        return Found(self._names(places, values), int(values["h"]) if self.joins_heads else None)
+
+    def targets(self) -> set[str]:
+        """Return every name that the right side can give for layer 0."""
+        lists = (range(len(piece.words)) for piece in self._variable if piece.kind == "list")
+        kinds = [{"i": "0", "wb": kind} for kind in ("weight", "bias")]
+        return {name for places in itertools.product(*lists) for kind in kinds for name in self._names(places, kind)}
+
+    def _names(self, places: Sequence[int], values: Mapping[str, str]) -> tuple[str, ...]:
+        names, left = [""], iter(places)
+        for piece in self._target:
+            ends = piece.words
+            if piece.kind == "list":
+                ends = (piece.words[next(left)],)
+            elif piece.kind in ("i", "wb"):
+                ends = (values[piece.kind],)
+            names = [name + end for name in names for end in ends]
+        return tuple(names)
+
+
+def _problems(source: Sequence[_Piece], target: Sequence[_Piece]) -> list[str]:
+    left, right = ([piece.words for piece in side if piece.kind == "list"] for side in (source, target))
+    kinds = [[piece.kind for piece in side] for side in (source, target)]
+    problems = []
+    if len(left) != len(right):
+        problems.append(f"{len(left)} lists on the left and {len(right)} on the right, expected as many")
+    for one, other in zip(left, right, strict=False):
+        if len(one) != len(other):
+            problems.append(f"{{{','.join(one)}}} and {{{','.join(other)}}} differ in length")
+    problems += [f"{{{','.join(one)}}} names a word twice" for one in left if len(set(one)) < len(one)]
+    problems += [
+        f"{{{kind}}} is on the {'left' if kind in kinds[0] else 'right'} only"
+        for kind in ("i", "wb")
+        if (kind in kinds[0]) != (kind in kinds[1])
+    ]
+    if any(piece.kind == "i" and piece != _Piece("i") for piece in target):
+        problems.append("the right side counts layers only with {i}")
+    if math.prod(map(len, left)) > _MAX_NAMES:
+        problems.append(f"its lists give more than {_MAX_NAMES} names")
+    if "h" in kinds[1]:
+        problems.append("{h} may be on the left only, where it joins the heads")
+    if "parts" in kinds[0]:
+        problems.append("[…/…] may be on the right only, where it cuts a tensor")
+    if kinds[1].count("parts") > 1 or kinds[0].count("h") > 1:
+        problems.append("[…/…] and {h} may be there once")
+    return problems
+
+
+@functools.lru_cache(maxsize=4096)
+def rule(source: str, target: str) -> Rule:
+    """Return the rule of a line; the same object for the same text."""
+    return Rule(source, target)
+
+
+def matches(rule: Rule, keys: Iterable[str]) -> list[Match]:
+    """Return what a line takes of `keys`, in their order; the keys of the heads of one tensor together."""
+    found: list[Match] = []
+    heads: dict[tuple[str, ...], dict[int, str]] = {}
+    for key in keys:
+        if one := rule.match(key):
+            if one.head is None:
+                found.append(Match((key,), one.targets))
+            else:
+                heads.setdefault(one.targets, {})[one.head] = key
+    return found + [Match(tuple(by[head] for head in sorted(by)), targets) for targets, by in heads.items()]
