@@ -21,7 +21,8 @@ from torch import Tensor
 from tfexport.errors import CheckpointError
 from tfexport.importing.detect import layers as of
 from tfexport.importing.detect.layers import FAR, LIKELY, POSSIBLE, Choice, Layer, Layers, Part, Reading, Shape, Style
-from tfexport.importing.layout.layout import SINUSOIDS, Layout
+from tfexport.importing.layout.layout import Layout
+from tfexport.importing.layout.ops import SINUSOIDS
 from tfexport.importing.reference.golden import Golden
 from tfexport.importing.reference.randomise import is_position_table
 from tfexport.nn.switches import Value
@@ -92,7 +93,8 @@ def drafts(tensors: Mapping[str, Tensor], golden: Golden | None = None, *, name:
     """
     found = _Outline(tensors, golden).drafts()
     heap: list[tuple[float, int, int, tuple[int, ...]]] = []
-    seen, drafted = set(), set()
+    seen = set[tuple[int, tuple[int, ...]]]()
+    drafted = set[object]()
 
     def push(number: int, picks: tuple[int, ...]) -> None:
         if (number, picks) not in seen:
@@ -226,7 +228,7 @@ class _Outline:
     def _sums(self, draft: _Draft) -> list[_Draft]:
         """Vary the residual sums: a factor on x, which DeepNet takes from the layers, on what is added, or on both."""
         counts = [found.count for found in self.sides.values()]
-        deep = ((2 * counts[0]) ** 0.25,)
+        deep: tuple[float, ...] = ((2 * counts[0]) ** 0.25,)
         if len(counts) == 2:
             deep = (0.81 * (counts[0] ** 4 * counts[1]) ** (1 / 16), (3 * counts[1]) ** 0.25)
 
@@ -273,7 +275,7 @@ class _Outline:
     def _start(self) -> Choice:
         """If every target starts with padding, the decoder starts from zeros of its own: that row becomes zeros."""
         golden = self.golden
-        if golden is None or golden.target_ids is None or (golden.target_ids[:, 0] != golden.pad_target).any():
+        if golden is None or golden.target_ids is None or set(golden.target_ids[:, 0].tolist()) != {golden.pad_target}:
             return ()
         return Reading((f"post dec.embed.weight |> zero_row {golden.pad_target}",)), Reading((), POSSIBLE)
 
@@ -449,7 +451,7 @@ class _Outside:
     def _embeddings(self, parts: Sequence[Part]) -> None:
         """Give each side its embedding; equal tables under other names count as the same."""
         own = {side: [part for part in parts if self._side(part) == side] for side in self.sides}
-        shared = []
+        shared: list[Part] = []
         for part in (part for part in parts if self._side(part) is None):
             twin = next((side for side in self.sides for other in own[side] if self._are_same(part, other)), None)
             (own[twin] if twin else shared).append(part)

@@ -667,7 +667,7 @@ def _shapes_fit(by_role: Mapping[str, _Matrix]) -> bool:
 
 def _attention_choice(attentions: Sequence[_Attention], d_model: int, layer: str, style: Style) -> Choice:
     if len(attentions) == 1:
-        orders = [("self",)]
+        orders: list[tuple[str, ...]] = [("self",)]
     else:
         first, second = ({word for m in one.maps for word in m.part.words} for one in attentions)
         are_cross = [bool((first - second) & CROSS), bool((second - first) & CROSS)]

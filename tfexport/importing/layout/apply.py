@@ -189,8 +189,8 @@ def _sizes(
     for side in SIDES:
         query = shapes.get(f"{side}.layers.0.self.q.weight")
         if query is not None:
-            bias = bias_table(shapes, side)
-            heads = read_heads(layout.switch("num_heads", side) or (bias and bias[-1]), query[0], problems)
+            told = (bias_table(shapes, side) or (None,))[-1]
+            heads = read_heads(layout.switch("num_heads", side) or told, query[0], problems)
             sizes[side] |= {"num_heads": heads, "d_k": query[0] // heads}
     config = read_config(layout, shapes, sizes, problems)
     return sizes, config, check_shapes(config, shapes, problems) if config is not None else {}

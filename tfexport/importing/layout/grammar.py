@@ -75,8 +75,8 @@ def _parse(text: str) -> tuple[Callable[[Names], float], frozenset[str]]:
 
 def _compiled(node: ast.expr, text: str, used: set[str]) -> Callable[[Names], float]:
     match node:
-        case ast.Constant(value=value) if type(value) in (int, float):
-            number = float(value)  # type: ignore[arg-type]
+        case ast.Constant(value=constant) if type(constant) in (int, float):
+            number = float(constant)  # type: ignore[arg-type]
             return lambda names: number
         case ast.Name(id=written):
             name = _FORMER.get(written, written)
