@@ -92,11 +92,11 @@ def read(path: Path) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = pyarrow.parquet.read_table(path).to_pylist()
         return rows
     if path.suffix == ".jsonl":
-        return [json.loads(line) for line in path.read_text().splitlines()]
-    if path.suffix == ".csv":
+        return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+    if path.suffix in (".csv", ".tsv"):
         with path.open(newline="") as stream:
-            return list(csv.DictReader(stream))
-    return [{"output": line} for line in path.read_text().split("\n")[:-1]]
+            return list(csv.DictReader(stream, delimiter="," if path.suffix == ".csv" else "\t"))
+    return [{"output": line} for line in path.read_bytes().decode().split("\n")[:-1]]
 
 
 def expected(model: Model, texts: list[str] = TEXTS, **options: Any) -> list[tuple[Any, ...]]:
@@ -107,7 +107,7 @@ def expected(model: Model, texts: list[str] = TEXTS, **options: Any) -> list[tup
 def answers(path: Path) -> list[tuple[Any, ...]]:
     """Return the same of an output; of CSV, texts as what they spell."""
     found = [tuple(row[name] for name in ANSWERS) for row in read(path)]
-    if path.suffix == ".csv":
+    if path.suffix in (".csv", ".tsv"):
         return [(text, float(score), end, error or None) for text, score, end, error in found]
     return found
 

@@ -13,6 +13,7 @@ import pytest
 from tests.bulk.corpus import TEXTS, answers, expected, near, no_litter, write_csv, write_jsonl
 from tests.fuzz.faults.inject import Injector
 from tfexport.bulk.config import BulkConfig
+from tfexport.bulk.job import Store
 from tfexport.bulk.run import Summary, generate_file
 from tfexport.errors import BundleError, InputError
 from tfexport.model.model import Model
@@ -45,11 +46,18 @@ def test_what_is_done_is_not_done_again(model: Model, tmp_path: Path) -> None:
     source, target = write_jsonl(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
     begin(model, source, target, 2)
     no_litter(tmp_path, "in.jsonl", "out.jsonl.parts")
-    no_litter(tmp_path / "out.jsonl.parts", "job.json", "part-00000000.jsonl", "part-00000001.jsonl")
+    no_litter(
+        tmp_path / "out.jsonl.parts",
+        "job.json",
+        "rows.parquet",
+        "texts.parquet",
+        "part-00000000.parquet",
+        "part-00000001.parquet",
+    )
     told: list[str] = []
     summary = go_on(model, source, target, report=told.append)
     assert (summary.num_rows, summary.num_decoded) == (len(TEXTS), len(TEXTS) - 6)
-    assert "going on behind a former run: 6 of 11 rows are done" in told
+    assert "resuming a former run: 6 of 11 rows are done" in told
     near(answers(target), expected(model))
     no_litter(tmp_path, "in.jsonl", "out.jsonl")
 
@@ -57,7 +65,7 @@ def test_what_is_done_is_not_done_again(model: Model, tmp_path: Path) -> None:
 def test_parts_that_are_missing_in_between_are_made(model: Model, tmp_path: Path) -> None:
     source, target = write_csv(tmp_path / "in.csv"), tmp_path / "out.parquet"
     begin(model, source, target, 3)
-    (tmp_path / "out.parquet.parts" / "part-00000001.jsonl").unlink()
+    (tmp_path / "out.parquet.parts" / "part-00000001.parquet").unlink()
     assert go_on(model, source, target).num_decoded == 5
     near(answers(target), expected(model))
 
@@ -70,7 +78,7 @@ def test_parts_that_are_missing_in_between_are_made(model: Model, tmp_path: Path
         ({"config": {"output_column": "iso"}}, "output_column is 'iso' and was 'output'"),
         ({"config": {"prefix": "1999-"}}, "prefix is '1999-' and was None"),
         ({"config": {"rows_per_part": 4}}, "rows_per_part is 4 and was 3"),
-        ({"input": b'{"text": "1.1.2000"}\n'}, "the input was changed"),
+        ({"input": b'{"text": "1.1.2000"}\n'}, "input_sha256 is "),
     ],
     ids=str,
 )
@@ -82,8 +90,8 @@ def test_a_run_of_something_else_is_refused(change: dict[str, Any], said: str, m
     with pytest.raises(InputError) as caught:
         go_on(model, source, target, config, **change)
     assert said in str(caught.value)
-    assert str(caught.value).endswith(f"or remove {target}.parts to begin anew")
-    assert len(list((tmp_path / "out.jsonl.parts").iterdir())) == 3
+    assert f"remove {target}.parts" in str(caught.value)
+    assert len(list((tmp_path / "out.jsonl.parts").glob("part-*"))) == 2
 
 
 def test_another_bundle_is_refused(model: Model, dates_bundle: Path, dates_fp16: Path, tmp_path: Path) -> None:
@@ -91,35 +99,46 @@ def test_another_bundle_is_refused(model: Model, dates_bundle: Path, dates_fp16:
 
     source, target = write_jsonl(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
     begin(model, source, target, 1)
-    with tfexport.load(dates_fp16) as other, pytest.raises(InputError, match="the bundle is another one"):
+    with tfexport.load(dates_fp16) as other, pytest.raises(InputError, match="bundle_sha256 is "):
         go_on(other, source, target)
     shutil.copytree(dates_bundle, tmp_path / "copy")  # the same, wherever it lies
     with tfexport.load(tmp_path / "copy") as same:
         assert go_on(same, source, target, BulkConfig(rows_per_part=3, batch_size=7)).num_decoded == 8
 
 
-def test_an_input_that_changes_during_the_run_is_refused(model: Model, tmp_path: Path) -> None:
+def test_an_input_that_changes_while_it_is_read_is_refused(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source, target = write_jsonl(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
 
-    def change(_progress: object) -> None:
+    def change(_line: object) -> None:
         write_jsonl(source, TEXTS[::-1])
 
-    with pytest.raises(InputError, match=r"in\.jsonl was changed during the run; put back .* remove .*parts"):
-        generate_file(model, source, target, SMALL, on_progress=change)
-    assert not target.exists()
+    stage = Store.stage
+    with monkeypatch.context() as patch, pytest.raises(InputError, match=r"in\.jsonl was changed while it was read"):
+        patch.setattr(Store, "stage", lambda *given: (stage(*given), change(None)))
+        generate_file(model, source, target, SMALL)
+    no_litter(tmp_path, "in.jsonl")
+    write_jsonl(source)
+    generate_file(model, source, target, SMALL, on_progress=change)
+    near(answers(target), expected(model))
 
 
-@pytest.mark.parametrize("where", ["part-00000001.jsonl", "job.json"])
+@pytest.mark.parametrize("where", ["part-00000001.parquet", "texts.parquet", "rows.parquet", "job.json"])
 def test_damage_of_what_was_kept_is_found(where: str, model: Model, tmp_path: Path) -> None:
     source, target = write_jsonl(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
     begin(model, source, target, 3)
     path = tmp_path / "out.jsonl.parts" / where
     raw = bytearray(path.read_bytes())
-    raw[-10] ^= 1
+    raw[-10 if where == "job.json" else raw.index(b"\x28\xb5\x2f\xfd") + 8] ^= 1  # in the first page
     path.write_bytes(raw)
-    with pytest.raises((InputError, BundleError), match=rf"{where} (is damaged; remove it|was changed|is not JSON)"):
+    if where == "texts.parquet":
+        path.with_name("part-00000000.parquet").unlink()  # so that its texts are read
+    with pytest.raises((InputError, BundleError), match=rf"{where} (is damaged|was changed|is not JSON)"):
         go_on(model, source, target)
     assert not target.exists()
+    if where in ("texts.parquet", "rows.parquet"):
+        return
     path.unlink()
     summary = go_on(model, source, target)
     assert summary.num_decoded == (len(TEXTS) if where == "job.json" else 3)
@@ -130,7 +149,7 @@ def test_damage_of_what_was_kept_is_found(where: str, model: Model, tmp_path: Pa
 def test_files_of_others_in_the_folder_of_parts_stay(model: Model, tmp_path: Path) -> None:
     (tmp_path / "out.jsonl.parts").mkdir()
     (tmp_path / "out.jsonl.parts" / "notes").write_text("mine")
-    with pytest.raises(InputError, match=r"out\.jsonl\.parts has notes, which is no part of a run; move it away"):
+    with pytest.raises(InputError, match=r"out\.jsonl\.parts has notes"):
         go_on(model, write_jsonl(tmp_path / "in.jsonl"), tmp_path / "out.jsonl")
     no_litter(tmp_path / "out.jsonl.parts", "notes")
 
@@ -138,7 +157,7 @@ def test_files_of_others_in_the_folder_of_parts_stay(model: Model, tmp_path: Pat
 @pytest.fixture(scope="module")
 def injector(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Injector]:
     injector = Injector(tmp_path_factory.mktemp("injector"))
-    injector.warm("tests.fuzz.faults.calls:load", "tfexport.bulk.run", "tfexport.bulk.formats.columns", "onnxruntime")
+    injector.warm("tests.fuzz.faults.calls:load", "tfexport.bulk.run", "tfexport.bulk.job", "onnxruntime")
     yield injector
     injector.close()
 
@@ -168,7 +187,7 @@ def attempt(
         second = injector.run(folder, dates_bundle, source, target, call=CALL)
         assert second.status == 0, second.said
         if kept and list(folder.glob("out*.parts/job.json")):
-            assert "going on behind a former run" in second.out
+            assert "resuming a former run" in second.out
         near(answers(target), wanted)
         no_litter(folder, "in.csv", target.name)
         shutil.rmtree(folder)
@@ -181,14 +200,14 @@ def test_a_kill_at_some_calls_of_the_file_system_loses_nothing(attempt: Callable
     """Those that change names, for each is a stage."""
     calls = attempt(".jsonl")
     renames = [at for at, call in enumerate(calls, 1) if call == "rename"]
-    assert len(renames) == 1 + 4 + 1  # job, parts, output
+    assert len(renames) == 3 + 4 + 1  # rows, texts, job, parts, output
     for at in renames[::2]:
         attempt(".jsonl", at)
     removals = [at for at, call in enumerate(calls, 1) if call in ("unlink", "rmdir") and at > renames[-1]]
-    assert len(removals) >= 1 + 4 + 1
+    assert len(removals) >= 3 + 4 + 1
     attempt(".jsonl", removals[0])
     attempt(".jsonl", removals[2])
-    attempt(".jsonl", renames[3], "ENOSPC")
+    attempt(".jsonl", renames[5], "ENOSPC")
 
 
 @pytest.mark.slow
@@ -211,11 +230,10 @@ def test_a_disk_that_is_full_says_what_is_kept(injector: Injector, dates_bundle:
     source, target = write_csv(folder / "in.csv"), folder / "out.jsonl"
     calls = injector.run(folder, dates_bundle, source, target, call=CALL).calls
     target.unlink()
-    third = [at for at, call in enumerate(calls, 1) if call == "rename"][3]
+    third = [at for at, call in enumerate(calls, 1) if call == "rename"][5]
     done = injector.run(folder, dates_bundle, source, target, at=third, action="ENOSPC", call=CALL)
     assert done.status == 1
-    assert done.said == (
-        f"error: {target}.parts: cannot be written (No space left on device); repair that and run the same command "
-        f"again, what is done is kept in {target}.parts\n"
-    )
+    assert done.said.startswith(f"error: {target}.parts: cannot be written (No space left on device); ")
+    assert done.said.count("\n") == 1
+    assert done.said.endswith(f"kept in {target}.parts\n")
     assert json.loads((folder / "out.jsonl.parts" / "job.json").read_text())["rows_per_part"] == 3

@@ -1,6 +1,6 @@
-"""Whole files through a model: read in parts, decoded, kept part by part, joined in the end.
+"""Generate for whole files: stage the input in parts, decode each part, join the parts into the output.
 
-A run goes on where a killed one ended, and each row of the input has one row of the output, in its order:
+A run that was killed resumes from its finished parts, and each row of the input has one row in the output, in order:
 
-    input ─scan→ parts ─decode→ OUTPUT.parts/part-….jsonl ─join with the input→ OUTPUT
+    input ─stage→ OUTPUT.parts/{texts,rows}.parquet ─decode→ OUTPUT.parts/part-….parquet ─join→ OUTPUT
 """

@@ -1,23 +1,33 @@
-"""What a run in bulk is told besides how to decode."""
+"""Settings, file formats and progress of a bulk run; nothing here needs pyarrow."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path, PurePosixPath
+from typing import Literal, get_args
 
 from tfexport.config import Config
+from tfexport.errors import InputError
 
+Format = Literal[".parquet", ".jsonl", ".csv", ".tsv", ".txt"]
 MAX_ROWS_PER_PART = 1_000_000
+_LINE_BREAK = re.compile(r"\r\n?|\n")
 
 
 class BulkConfig(Config, subject="bulk"):
-    """What a run in bulk is told besides how to decode.
+    """Settings of a bulk run, apart from how to decode.
 
     Attributes:
-        input_column: that has the texts; None for the only one with texts, or the one called "text".
-        output_column: that gets the answers; three more begin with its name.
-        prefix: what every answer begins with; None for nothing.
-        batch_size: texts decoded at once; no answer depends on it.
-        rows_per_part: rows that are kept, or lost by a kill, together; they are decoded longest first.
+        input_column: column with the texts; None for the only text column, or the one called "text".
+        output_column: name of the column with the outputs; the names of three more columns begin with it.
+        prefix: text that every output begins with; None for nothing.
+        batch_size: texts decoded at once; no output depends on it.
+        rows_per_part: rows that are decoded and saved together, fewer if they take more than 32 MiB.
     """
 
     input_column: str | None = None
@@ -35,3 +45,91 @@ class BulkConfig(Config, subject="bulk"):
             yield f"batch_size is {self.batch_size}, expected 1 or more"
         if not 1 <= self.rows_per_part <= MAX_ROWS_PER_PART:
             yield f"rows_per_part is {self.rows_per_part}, expected 1 to {MAX_ROWS_PER_PART}"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Progress of a run: its rows, those that are done, the rate, and the seconds left (None without a rate)."""
+
+    num_rows: int
+    done: int
+    rows_per_s: float
+    left_s: float | None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Result of a run.
+
+    Attributes:
+        num_rows: rows of the output.
+        num_decoded: rows that this run decoded; the others were done by earlier runs.
+        num_errors: rows with an error instead of an output.
+        rows_per_s: rate at which this run decoded.
+    """
+
+    num_rows: int
+    num_decoded: int
+    num_errors: int
+    rows_per_s: float
+
+
+class Meter:
+    """Count decoded rows and report progress."""
+
+    def __init__(self, num_rows: int, done: int, on_progress: Callable[[Progress], None] | None) -> None:
+        self._num_rows, self._former, self._on_progress = num_rows, done, on_progress
+        self._began, self._decoded = time.perf_counter(), 0
+
+    def add(self, rows: int) -> None:
+        """Count rows."""
+        self.set(self._decoded + rows)
+
+    def set(self, decoded: int) -> None:
+        """Set the number of rows decoded by this run."""
+        self._decoded = decoded
+        if self._on_progress:
+            done, rate = self._former + decoded, self.rate()
+            self._on_progress(Progress(self._num_rows, done, rate, (self._num_rows - done) / rate if rate else None))
+
+    def rate(self) -> float:
+        """Return rows per second so far."""
+        return self._decoded / max(time.perf_counter() - self._began, 1e-9)
+
+
+def format_of(name: str | PathLike[str]) -> Format | None:
+    """Return the format of a path or URI by its suffix, None if bulk does not know it."""
+    text = str(name).partition("?")[0] if "://" in str(name) else str(name)
+    suffix = PurePosixPath(text).suffix.lower().replace(".ndjson", ".jsonl")
+    return next((known for known in get_args(Format) if known == suffix), None)
+
+
+def need_format(name: str | PathLike[str], argument: str) -> Format:
+    """Return the format of a path or URI.
+
+    Raises:
+        InputError: its suffix is not one of a format.
+    """
+    if (found := format_of(name)) is None:
+        raise InputError(f"{argument}: its suffix is not one of {', '.join(get_args(Format))}; rename it")
+    return found
+
+
+def is_bulk(*names: str | PathLike[str] | None) -> bool:
+    """Return whether all names are files that bulk reads and writes; pipes and devices are not."""
+    return all(name is not None and format_of(name) is not None and _may_be_file(name) for name in names)
+
+
+def is_table(name: str | PathLike[str]) -> bool:
+    """Return whether a name is a file whose lines are not texts."""
+    return format_of(name) not in (None, ".txt") and _may_be_file(name)
+
+
+def _may_be_file(name: str | PathLike[str]) -> bool:
+    return "://" in str(name) or not os.path.lexists(name) or Path(name).is_file()
+
+
+def answer_line(text: str, number: int | None, score: float) -> str:
+    """Format an output as one line, after the number of its input and its score if a number is given."""
+    line = _LINE_BREAK.sub(" ", text)
+    return line if number is None else f"{number}\t{score:z.4f}\t{line}"

@@ -1,16 +1,23 @@
-"""A run in bulk on this machine, the whole way on one page."""
+"""Run a file through a model on this machine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from os import PathLike
 from typing import Any
 
-from tfexport.bulk.config import BulkConfig
-from tfexport.bulk.decode import Decoder, need_tokenizer
-from tfexport.bulk.progress import Meter, Progress, Summary
-from tfexport.bulk.task import check_unchanged, prepared, read_texts
+from tfexport.bulk.config import BulkConfig, Meter, Progress, Summary
+from tfexport.bulk.job import NO_TEXT, Part, Store, prepared
+from tfexport.decode.request import check_requests
+from tfexport.errors import BackendError, InputError, TfexportError
+from tfexport.generation import DecodeConfig
+from tfexport.model.copies import check_copies
 from tfexport.model.model import Model, bundle_sha256
+from tfexport.model.result import Result
+from tfexport.text.tokenizer import Tokenizer
+
+# The values of a row in a part: texts, scores, reasons of the end, error.
+Answer = tuple[Any, Any, Any, str | None]
 
 
 def generate_file(
@@ -23,40 +30,138 @@ def generate_file(
     on_progress: Callable[[Progress], None] | None = None,
     **options: Any,
 ) -> Summary:
-    """Generate for every row of a file, and write all of its columns with the answers to another.
+    """Generate for every row of a file, and write its columns and the outputs to another file.
 
-    Each row of the input has one row of the output, at the same place, with what `Model.generate` answers to it in a
-    call over all texts. A run that was killed is gone on with by the same call. The output appears when it is whole.
+    Row n of the output is row n of the input, with what one call of `Model.generate` over all texts returns for it.
+    The same call resumes a run that was killed. The output appears when it is complete.
 
     Args:
         model: of a bundle.
-        source: path or URI of the input, .parquet, .jsonl, .csv or .txt.
-        target: of the output, in any of these formats; replaced if there is one.
+        source: path or URI of the input: .parquet, .jsonl, .csv, .tsv or .txt.
+        target: path or URI of the output, in any of these formats; an existing file is replaced.
         config: of the run; None for the defaults.
-        report: told what happens.
-        on_progress: told how far the run is, whenever rows are finished.
+        report: receives lines about what happens.
+        on_progress: called whenever rows are finished.
         options: fields of `DecodeConfig`, as `Model.generate` takes them.
 
     Raises:
         ConfigError: options that are unknown, out of range or contradictory.
-        InputError: lists what is broken in the input, or the output cannot be written, or is another run's.
+        InputError: lists what is broken in the input, or the output cannot be written, or belongs to another run.
         BundleError: another process writes the output.
-        BackendError: the backend failed; what is done is kept.
+        BackendError: the backend failed; finished parts are kept.
     """
     config = config or BulkConfig()
-    tokenizer = need_tokenizer(model)
     decoder = Decoder(model, config, model.decoding(**options))
-    sha256, backend = bundle_sha256(model), model.session.backend
-    with prepared(source, target, config, decoder.decoding, tokenizer, sha256, backend, report) as task:
-        num_left = sum(part.count for part in task.missing)
-        meter = Meter(task.scan.num_rows, task.scan.num_rows - num_left, on_progress)
+    about = decoder.tokenizer, bundle_sha256(model), model.session.backend
+
+    def decode(missing: Sequence[Part], meter: Meter) -> None:
         decoded = 0
-        for part in task.missing:
-            texts = read_texts(task.source, part, task.column)
-            answers = decoder.answers(texts, part.first, meter.add)
-            check_unchanged(task.source.place, task.stamp, task.store.name)
-            task.store.write(part, answers)
-            meter.tell(decoded := decoded + part.count)
-        rate = meter.rate()
-        report(f"joining {task.scan.num_rows:,} rows into {task.target.name}")
-        return Summary(task.scan.num_rows, num_left, task.finish(), rate)
+        for part in missing:
+            decoder.decode(store, part, meter.add)
+            meter.set(decoded := decoded + part.count)
+
+    with prepared(source, target, config, decoder.decoding, *about, report) as store:
+        return complete(store, decode, report, on_progress)
+
+
+def complete(
+    store: Store,
+    decode: Callable[[Sequence[Part], Meter], None],
+    report: Callable[[str], None],
+    on_progress: Callable[[Progress], None] | None,
+) -> Summary:
+    """Decode the missing parts of a run and write its output."""
+    missing = store.missing()
+    num_rows, num_left = (sum(part.count for part in parts) for parts in (store.parts, missing))
+    meter = Meter(num_rows, num_rows - num_left, on_progress)
+    decode(missing, meter)
+    rate = meter.rate()
+    report(f"joining {num_rows:,} rows into {store.target.name}")
+    return Summary(num_rows, num_left, store.finish(), rate)
+
+
+class Decoder:
+    """Decode parts with an open model."""
+
+    def __init__(self, model: Model, config: BulkConfig, decoding: DecodeConfig) -> None:
+        """Check everything that can be checked without a text.
+
+        Raises:
+            InputError: the model generates no text, or not with these settings or this prefix.
+            ConfigError: it cannot replace unknown tokens.
+        """
+        self.tokenizer, self.decoding = need_tokenizer(model), decoding
+        self._model, self._config = model, config
+        if decoding.replace_unknowns:
+            check_copies(model.session, model.tokenizer)
+        begin, tokens = self.tokenizer.begin_target(config.prefix or ""), self.tokenizer
+        source = [[model.spec.tokens.eos]]
+        check_requests(model.session, source, decoding, [begin], tokens.decode, len(tokens.text.target_prefix))
+
+    def decode(self, store: Store, part: Part, on_progress: Callable[[int], None] | None = None) -> None:
+        """Decode a part as one call over the whole input would, and save it.
+
+        Args:
+            store: of the run.
+            part: of its input.
+            on_progress: called with the number of rows that a step has finished.
+
+        Raises:
+            BackendError: the backend failed, or the model returns no numbers for any of the texts.
+        """
+        texts = store.texts(part)
+        found: dict[int, Answer] = {i: (None, None, None, NO_TEXT) for i, text in enumerate(texts) if text is None}
+        while left := {place: text for place, text in enumerate(texts) if place not in found}:
+            try:
+                found |= self._generate(left, part.first, on_progress)
+            except TfexportError as error:
+                if not error.indices:
+                    raise
+                places = list(left)
+                wrong = [places[index] for index in error.indices]
+                for place in wrong:
+                    found[place] = self._alone(place, texts[place], part.first)
+                if len(found) == len(texts) and isinstance(error, BackendError):
+                    raise
+        store.save(part, [found[place] for place in range(part.count)])
+
+    def _generate(
+        self, texts: dict[int, Any], first: int, on_progress: Callable[[int], None] | None = None
+    ) -> dict[int, Answer]:
+        prefix = self._config.prefix
+        results = self._model.generate(
+            list(texts.values()),
+            indices=[first + place for place in texts],  # by which seeds are counted
+            prefixes=None if prefix is None else [prefix] * len(texts),
+            batch_size=self._config.batch_size,
+            on_progress=on_progress,
+            config=self.decoding,
+        )
+        found: dict[int, list[Result]] = {place: [] for place in texts}
+        for result in results:
+            found[result.index - first].append(result)
+        return {place: self._answer(results) for place, results in found.items()}
+
+    def _alone(self, place: int, text: Any, first: int) -> Answer:
+        try:
+            return self._generate({place: text}, first)[place]
+        except TfexportError as error:
+            if not error.indices:
+                raise
+            return None, None, None, error.reason
+
+    def _answer(self, results: Sequence[Result]) -> Answer:
+        columns = [[getattr(result, name) for result in results] for name in ("text", "score", "finish_reason")]
+        texts, scores, ends = columns if self.decoding.num_return_sequences > 1 else [column[0] for column in columns]
+        return texts, scores, ends, None
+
+
+def need_tokenizer(model: Model) -> Tokenizer:
+    """Return the tokenizer of a model.
+
+    Raises:
+        InputError: it has none.
+    """
+    if model.tokenizer is None:
+        raise InputError("this bundle has no tokenizer and reads no texts; export it with its tokenizer")
+    return model.tokenizer

@@ -24,7 +24,7 @@ from tfexport.cli.terminal import inputs_of, json_text, lines_to, progress, repo
 from tfexport.errors import InputError
 
 if TYPE_CHECKING:
-    from tfexport.bulk.progress import Progress
+    from tfexport.bulk.config import Progress
     from tfexport.model.model import Model
 
 # The output is there, and rows of it have an error; apart from what a supervisor would try again.
@@ -63,7 +63,7 @@ def generate(
     given here before both.
     """
     given = {name: value for name, value in decode.items() if is_given(name)}
-    from tfexport.bulk.formats.registry import is_bulk
+    from tfexport.bulk.config import is_bulk
 
     in_bulk = not texts and not as_json and is_bulk(source, output)
     if not in_bulk:
@@ -92,7 +92,7 @@ def _generate_plainly(
     options: dict[str, Any],
 ) -> None:
     """Generate for texts in one call, and write what comes of it."""
-    from tfexport.bulk.formats.lines import answer_line
+    from tfexport.bulk.config import answer_line
 
     prefixes = None if prefix is None else [prefix] * len(inputs)
     with lines_to(output) as write, progress(len(inputs), batch_size) as tick:
@@ -109,7 +109,7 @@ def _plain_files(
     source: Path | str | None, output: Path | str | None, *columns: str | None
 ) -> tuple[Path | None, Path | None]:
     """Refuse what works in bulk alone."""
-    from tfexport.bulk.formats.registry import is_table
+    from tfexport.bulk.config import is_table
 
     what = None
     if any(isinstance(given, str) for given in (source, output)):
@@ -125,6 +125,8 @@ def _plain_files(
         )
     assert not isinstance(source, str)
     assert not isinstance(output, str)
+    if source and output and source.is_file() and output.is_file() and source.samefile(output):
+        raise InputError(f"{output} is also the input; choose another --output")
     return source, output
 
 

@@ -1,0 +1,499 @@
+"""Input and output files of a bulk run: where they are, and how their formats are read and written.
+
+Paths and URIs are those of `pyarrow.fs`: https://arrow.apache.org/docs/python/filesystems.html
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+import math
+import os
+import secrets
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias, cast
+
+import pyarrow
+import pyarrow.csv
+from pyarrow import fs, parquet
+
+from tfexport._io.paths import checked_path
+from tfexport._io.strict_json import parse_json, plain_problem
+from tfexport.bulk.config import Format, answer_line
+from tfexport.errors import MAX_PROBLEMS, InputError, first_line, raise_all, shortened
+
+TEXT_COLUMN = "text"
+# Bytes of one row in a text format, bytes of rows that are read at once, and different keys in a JSON Lines file.
+_MAX_ROW_BYTES, _BATCH_BYTES, _MAX_COLUMNS = 64 * 2**20, 8 * 2**20, 10_000
+_BATCH_ROWS, _BUFFER = 1024, 1 << 20
+# Row groups of a Parquet output end at the first of these.
+_GROUP_ROWS, _GROUP_BYTES = 128 * 1024, 64 * 2**20
+# S3 moves an object by copying it, and copies at most this much in one request.
+_MAX_MOVED = 5 * 2**30
+DRAFT, _BOM = ".tmp-", b"\xef\xbb\xbf"
+_DELIMITERS = {".csv": ",", ".tsv": "\t"}
+_NOT_UTF8 = "is not UTF-8; convert the file, for example with iconv -t utf-8"
+_ARROW_ERRORS = (pyarrow.ArrowException, OverflowError)
+
+
+class Place:
+    """A file or folder on this machine, or on a file system of `pyarrow.fs`; `name` is for messages."""
+
+    def __init__(self, system: fs.FileSystem, path: str, name: str = "") -> None:
+        self.system, self.path = system, path
+        self.is_local = isinstance(system, fs.LocalFileSystem)
+        self.name = name or (path if self.is_local else f"{system.type_name}://{path}")
+
+    def __truediv__(self, name: str) -> Place:
+        """Return a file in this folder."""
+        return Place(self.system, f"{self.path}/{name}")
+
+    def is_same(self, other: Place) -> bool:
+        """Return whether both are one file."""
+        paths = Path(self.path), Path(other.path)
+        if self.is_local and other.is_local and all(path.exists() for path in paths):
+            return paths[0].samefile(paths[1])
+        return self.system.equals(other.system) and self.path == other.path
+
+    def open(self) -> pyarrow.NativeFile:
+        """Open the file for reading at any position."""
+        if self.is_local and (problem := plain_problem(Path(self.path))):
+            raise InputError(f"{self.name}: {problem}; check the path")
+        return self.system.open_input_file(self.path)
+
+    def stamp(self) -> tuple[int, int]:
+        """Return the size in bytes and the time of the last change in nanoseconds."""
+        found = self.system.get_file_info(self.path)
+        return found.size or 0, found.mtime_ns or 0
+
+    def sha256(self) -> str:
+        """Return the hash of the file in hex."""
+        with self.open() as stream:
+            return hashlib.file_digest(io.BufferedReader(cast(Any, stream), _BUFFER), "sha256").hexdigest()
+
+    def names(self) -> frozenset[str]:
+        """List the files of a folder; none if it is missing."""
+        selector = fs.FileSelector(self.path, allow_not_found=True)
+        return frozenset(info.base_name for info in self.system.get_file_info(selector))
+
+    def delete(self) -> None:
+        """Delete the file."""
+        self.system.delete_file(self.path)
+
+    @contextmanager
+    def writing(self, target: Place) -> Iterator[pyarrow.NativeFile]:
+        """Write `target` by a draft in this folder; it appears when the block ends well, or not at all."""
+        draft = self / f"{DRAFT}{secrets.token_hex(8)}"
+        try:
+            # Closing an object of a store publishes it even after an error, so it never has its final name here.
+            with self.system.open_output_stream(draft.path) as stream:
+                yield stream
+            if self.is_local:
+                _sync(draft.path)
+            if not self.is_local and draft.stamp()[0] > _MAX_MOVED:
+                with draft.open() as source, self.system.open_output_stream(target.path) as stream:
+                    shutil.copyfileobj(source, stream, _BUFFER)
+            else:
+                self.system.move(draft.path, target.path)
+            if self.is_local:
+                _sync(os.path.dirname(target.path))  # noqa: PTH120 - of a text
+        finally:
+            with suppress(OSError):
+                if self.system.get_file_info(draft.path).type != fs.FileType.NotFound:
+                    draft.delete()
+
+
+def find_place(given: str | PathLike[str]) -> Place:
+    """Return the place of a path, whose links are followed, or of a URI such as s3://bucket/file.parquet.
+
+    Raises:
+        InputError: pyarrow does not know the file system, or cannot reach it.
+    """
+    if isinstance(given, str) and "://" in given:
+        try:
+            system, path = fs.FileSystem.from_uri(given)
+        except (OSError, ValueError) as error:  # the message leaves the URI out, because it may contain a key
+            scheme, _, rest = given.partition("://")
+            reason = first_line(error).replace(rest, "…")
+            raise InputError(f"{scheme}://…: cannot be reached ({reason}); check the URI") from error
+        if not isinstance(system, fs.LocalFileSystem):
+            return Place(system, path)
+        given = path
+    path = checked_path(given, "path")
+    return Place(fs.LocalFileSystem(), os.path.realpath(path), str(path))
+
+
+@contextmanager
+def accessing(name: str, verb: str, remedy: str = "check the place") -> Iterator[None]:
+    """Raise `InputError` if a file cannot be read or written."""
+    try:
+        yield
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else first_line(error)
+        raise InputError(f"{name}: cannot be {verb} ({reason}); {remedy}") from error
+
+
+def _sync(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# ---- reading
+
+
+class Row(NamedTuple):
+    """A row of a text format: its values, its size, and for JSON Lines its text."""
+
+    values: dict[str, Any]
+    size: int
+    json: str = ""
+
+
+Batch: TypeAlias = "Sequence[Row] | pyarrow.RecordBatch"
+
+
+@dataclass(frozen=True)
+class Source:
+    """An input file whose structure was checked.
+
+    Attributes:
+        columns: name of each column, in order, and whether it has texts.
+        batches: reads the rows in batches of bounded size.
+        schema: returns their types in Parquet.
+    """
+
+    columns: Mapping[str, bool]
+    batches: Callable[[], Iterator[Batch]]
+    schema: Callable[[], pyarrow.Schema]
+
+    @staticmethod
+    def texts(batch: Batch, column: str) -> list[str | None]:
+        """Return the texts of a batch; None for a row without one."""
+        if isinstance(batch, pyarrow.RecordBatch):
+            values = batch.column(column).to_pylist()
+        else:
+            values = [row.values.get(column) for row in batch]
+        return [value if isinstance(value, str) else None for value in values]
+
+
+@contextmanager
+def open_source(place: Place, form: Format) -> Iterator[Source]:
+    """Open an input file.
+
+    Raises:
+        InputError: lists what is broken in it.
+    """
+    with accessing(place.name, "read"), place.open() as stream:
+        yield _parquet_source(place.name, stream) if form == ".parquet" else _text_source(place.name, form, stream)
+
+
+def _text_source(name: str, form: Format, file: pyarrow.NativeFile) -> Source:
+    stream = io.BufferedReader(cast(Any, file), _BUFFER)
+    columns: dict[str, bool] = {TEXT_COLUMN: True} if form == ".txt" else {}
+
+    def rows() -> Iterator[Row | str]:
+        stream.seek(0)
+        stream.seek(len(_BOM) if stream.read(len(_BOM)) == _BOM else 0)
+        lines = iter(lambda: stream.readline(_MAX_ROW_BYTES + 1), b"")
+        if form in _DELIMITERS:
+            return _cell_rows(lines, _DELIMITERS[form], columns)
+        return _line_rows(lines, _json_row if form == ".jsonl" else _text_row)
+
+    def batches() -> Iterator[list[Row]]:
+        batch, size = list[Row](), 0
+        for row in rows():
+            assert isinstance(row, Row)  # or the file was refused
+            batch.append(row)
+            size += row.size
+            if len(batch) == _BATCH_ROWS or size > _BATCH_BYTES:
+                yield batch
+                batch, size = [], 0
+        if batch:
+            yield batch
+
+    _check(name, form, rows(), columns)
+    texts = pyarrow.schema([(column, pyarrow.string()) for column in columns])
+    return Source(columns, batches, lambda: _common_schema(name, columns, batches()) if form == ".jsonl" else texts)
+
+
+def _check(name: str, form: Format, rows: Iterator[Row | str], columns: dict[str, bool]) -> None:
+    """Read all rows, note the columns of JSON Lines, and refuse a file that is broken."""
+    problems, is_empty = list[str](), form not in _DELIMITERS
+    for row in rows:
+        is_empty = False
+        if isinstance(row, str):
+            problems.append(row)
+        elif form == ".jsonl":
+            for key, value in row.values.items():
+                columns[key] = columns.get(key, False) or isinstance(value, str)
+        if len(columns) > _MAX_COLUMNS:
+            raise InputError(f"{name} has more than {_MAX_COLUMNS} different columns, the limit; check it")
+        if len(problems) > MAX_PROBLEMS:
+            problems[MAX_PROBLEMS:] = ["and perhaps more"]
+            break
+    if is_empty or not (columns or problems):
+        problems.append("is empty, expected a row or more; check the file")
+    raise_all(InputError, name, problems)
+
+
+def _line_rows(lines: Iterator[bytes], read: Callable[[bytes], Row]) -> Iterator[Row | str]:
+    for number, line in enumerate(lines, 1):
+        try:
+            yield read(_checked(line))
+        except UnicodeDecodeError:
+            yield f"line {number} {_NOT_UTF8}"
+        except ValueError as error:
+            yield f"line {number} {first_line(error)}; repair it or remove it"
+
+
+def _text_row(line: bytes) -> Row:
+    return Row({TEXT_COLUMN: line.removesuffix(b"\n").removesuffix(b"\r").decode()}, len(line))
+
+
+def _json_row(line: bytes) -> Row:
+    if not (raw := line.strip()):
+        raise ValueError("is empty, expected an object")
+    text = raw.decode()
+    try:
+        values = parse_json(raw)
+    except ValueError as error:
+        raise ValueError(f"is not JSON ({first_line(error)}), expected an object") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"is {shortened(values)}, expected an object")
+    return Row(values, len(line), text)
+
+
+def _cell_rows(lines: Iterator[bytes], delimiter: str, columns: dict[str, bool]) -> Iterator[Row | str]:
+    """Read cells with the parser of Python, because that of pyarrow accepts a quote that is never closed."""
+    csv.field_size_limit(_MAX_ROW_BYTES)
+    reader = csv.reader((_checked(line).decode() for line in lines), delimiter=delimiter, strict=True)
+    header: list[str] | None = None
+    try:
+        for cells in reader:
+            if not cells:  # a blank line
+                continue
+            if header is None:
+                header = cells
+                columns |= dict.fromkeys(cells, True)
+                if twice := [shortened(cell) for cell, count in Counter(cells).items() if count > 1]:
+                    yield f"line {reader.line_num} names {', '.join(twice)} twice; rename the columns"
+            elif len(cells) == len(header):
+                yield Row(dict(zip(header, cells, strict=True)), sum(map(len, cells)))
+            else:
+                problem = f"has {len(cells)} cells, expected {len(header)} as in the first line; repair it"
+                yield f"line {reader.line_num} {problem}"
+    except UnicodeDecodeError:
+        yield f"line {reader.line_num + 1} {_NOT_UTF8}"
+    except (csv.Error, ValueError) as error:
+        yield f"line {reader.line_num} is not a row of cells ({error}); quote cells with line breaks or quotes"
+
+
+def _checked(line: bytes) -> bytes:
+    if len(line) > _MAX_ROW_BYTES:
+        raise ValueError(f"has more than {_MAX_ROW_BYTES} bytes, the limit of a line")
+    return line
+
+
+def _common_schema(name: str, columns: Mapping[str, bool], batches: Iterator[Batch]) -> pyarrow.Schema:
+    """Return the types that hold all values of JSON Lines."""
+    types: dict[str, pyarrow.DataType] = dict.fromkeys(columns, pyarrow.null())
+    problems: dict[str, str] = {}
+    for batch in batches:
+        for column in types.keys() - problems.keys():
+            try:
+                found = pyarrow.array([row.values.get(column) for row in batch]).type
+                both = [pyarrow.schema([(column, kind)]) for kind in (types[column], found)]
+                types[column] = pyarrow.unify_schemas(both, promote_options="permissive").field(column).type
+            except _ARROW_ERRORS as error:
+                problems[column] = f"column {json.dumps(column)} has no common type ({first_line(error)}); write .jsonl"
+    raise_all(InputError, f"{name} as .parquet", list(problems.values()))
+    return pyarrow.schema(types.items())
+
+
+def _parquet_source(name: str, stream: pyarrow.NativeFile) -> Source:
+    with _undamaged(name):
+        file = parquet.ParquetFile(stream, pre_buffer=False, buffer_size=_BUFFER, page_checksum_verification=True)
+        schema = file.schema_arrow
+        groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
+    columns = {field.name: _is_text(field.type) for field in schema}
+    if len(columns) < len(schema):
+        raise InputError(f"{name} has two columns of one name; rename them")
+    row_bytes = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=0)
+
+    def batches() -> Iterator[pyarrow.RecordBatch]:
+        with _undamaged(name):
+            yield from file.iter_batches(min(max(_BATCH_BYTES // max(row_bytes, 1), 1), _BATCH_ROWS), use_threads=False)
+
+    return Source(columns, batches, lambda: schema)
+
+
+@contextmanager
+def _undamaged(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (pyarrow.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno:
+            raise
+        problem = f"is not a complete Parquet file ({first_line(error)})"
+        raise InputError(f"{name} {problem}; copy it again from its source") from error
+
+
+def _is_text(kind: pyarrow.DataType) -> bool:
+    types = pyarrow.types
+    kind = kind.value_type if types.is_dictionary(kind) else kind
+    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
+
+
+# ---- rows as the output has them
+
+
+def output_schema(source: Source, form: Format) -> pyarrow.Schema:
+    """Return how rows are staged: the columns for .parquet, texts of cells for .csv, one column of JSON for .jsonl.
+
+    Raises:
+        InputError: JSON Lines have values that no Parquet type holds.
+    """
+    if form == ".parquet":
+        return source.schema()
+    names = {".jsonl": ["row"], ".txt": []}.get(form, source.columns)
+    return pyarrow.schema([(name, pyarrow.string()) for name in names])
+
+
+def output_rows(batch: Batch, form: Format, schema: pyarrow.Schema) -> pyarrow.RecordBatch:
+    """Return a batch of the input with a schema of `output_schema`.
+
+    Raises:
+        ValueError: the format cannot hold a value; so do all that pyarrow raises, except OverflowError.
+    """
+    if form == ".parquet":
+        if isinstance(batch, pyarrow.RecordBatch):
+            return batch
+        rows = pyarrow.array([row.values for row in batch], pyarrow.struct(list(schema)))
+        return pyarrow.RecordBatch.from_struct_array(rows)
+    if isinstance(batch, pyarrow.RecordBatch):
+        plain = pyarrow.schema([(field.name, _plain(field.type, field.name)) for field in batch.schema])
+        batch = [Row(values, 0) for values in pyarrow.Table.from_batches([batch]).cast(plain).to_pylist()]
+    if form == ".jsonl":
+        columns = [[row.json or _object_text(row.values) for row in batch]]
+    else:
+        columns = [[_cell_text(row.values.get(name)) for row in batch] for name in schema.names]
+    return pyarrow.record_batch([pyarrow.array(column, pyarrow.string()) for column in columns], schema=schema)
+
+
+def _plain(kind: pyarrow.DataType, name: str) -> pyarrow.DataType:
+    """Return the type that JSON and cells have for another; times and decimals are texts."""
+    types = pyarrow.types
+    if types.is_dictionary(kind):
+        return _plain(kind.value_type, name)
+    if types.is_struct(kind):
+        return pyarrow.struct([(field.name, _plain(field.type, name)) for field in kind])
+    if types.is_map(kind):
+        return pyarrow.map_(_plain(kind.key_type, name), _plain(kind.item_type, name))
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return pyarrow.list_(_plain(kind.value_type, name))
+    if types.is_temporal(kind) or types.is_decimal(kind):
+        return pyarrow.string()
+    if types.is_primitive(kind) or types.is_null(kind) or _is_text(kind):
+        return kind
+    raise ValueError(f"column {name} has {kind}")
+
+
+def _object_text(row: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(row, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(row), ensure_ascii=False)
+
+
+def _cell_text(value: object) -> str:
+    return value or "" if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _finite(value: Any) -> Any:
+    """Replace numbers that JSON does not have by null."""
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# ---- writing
+
+
+def write_output(
+    stream: pyarrow.NativeFile,
+    form: Format,
+    schema: pyarrow.Schema,
+    parts: Iterator[tuple[pyarrow.Table, pyarrow.Table]],
+) -> None:
+    """Write rows of `output_schema` and their outputs.
+
+    Args:
+        stream: left open.
+        form: of the file.
+        schema: of a Parquet or CSV file.
+        parts: rows and their outputs, whose columns are text, score, reason of the end and error.
+    """
+    if form == ".parquet":
+        with parquet.ParquetWriter(stream, schema, compression="zstd") as writer:
+            for table in regrouped(map(_side_by_side, parts), _GROUP_ROWS, _GROUP_BYTES):
+                writer.write_table(table)
+    elif form in _DELIMITERS:
+        options = pyarrow.csv.WriteOptions(delimiter=_DELIMITERS[form])
+        with pyarrow.csv.CSVWriter(stream, schema, write_options=options) as writer:
+            for part in parts:
+                writer.write_table(_side_by_side(part))
+    elif form == ".jsonl":
+        for rows, answers in parts:
+            objects = map(_extended, rows["row"].to_pylist(), answers.to_pylist())
+            stream.write("".join(f"{text}\n" for text in objects).encode())
+    else:
+        number = 0
+        for _, answers in parts:
+            is_numbered, lines = pyarrow.types.is_list(answers.schema.types[0]), list[str]()
+            for text, score in zip(*(column.to_pylist() for column in answers.columns[:2]), strict=True):
+                number += 1
+                # Without numbers a row that has an error leaves an empty line, so that line n is row n.
+                pairs = zip(text or (), score or (), strict=True) if is_numbered else [(text or "", 0.0)]
+                lines += [answer_line(one, number if is_numbered else None, two) for one, two in pairs]
+            stream.write("".join(f"{line}\n" for line in lines).encode())
+
+
+def regrouped(tables: Iterable[pyarrow.Table], max_rows: int, max_bytes: int) -> Iterator[pyarrow.Table]:
+    """Yield the same rows in tables of `max_rows`, or fewer once they have `max_bytes`."""
+    waiting, num_rows, num_bytes = list[pyarrow.Table](), 0, 0
+    for table in tables:
+        start = 0
+        while start < table.num_rows:
+            piece = table.slice(start, max_rows - num_rows)
+            start, num_rows, num_bytes = start + piece.num_rows, num_rows + piece.num_rows, num_bytes + piece.nbytes
+            waiting.append(piece)
+            if num_rows == max_rows or num_bytes >= max_bytes:
+                yield pyarrow.concat_tables(waiting)
+                waiting, num_rows, num_bytes = [], 0, 0
+    if waiting:
+        yield pyarrow.concat_tables(waiting)
+
+
+def _side_by_side(part: tuple[pyarrow.Table, pyarrow.Table]) -> pyarrow.Table:
+    rows, answers = part
+    for field, column in zip(answers.schema, answers.columns, strict=True):
+        rows = rows.append_column(field, column)
+    return rows
+
+
+def _extended(row: str, answer: dict[str, Any]) -> str:
+    begun = row.removesuffix("}").rstrip()
+    return f"{begun}{'' if begun == '{' else ', '}{_object_text(answer).removeprefix('{')}"

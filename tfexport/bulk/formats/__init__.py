@@ -1,1 +1,0 @@
-"""The formats of files: one sibling each, told by the suffix."""

@@ -1,1 +1,0 @@
-"""Where files lie: on this machine, or where pyarrow finds them."""
