@@ -18,7 +18,6 @@ from tfexport._io.atomic import restore
 from tfexport._io.extras import install_command
 from tfexport._io.names import CERTIFICATE, CONFIG, GENERATION, MANIFEST, MODEL_WEIGHTS, TARGET_TOKENIZER, TOKENIZER
 from tfexport._io.paths import checked_path
-from tfexport._io.safetensors_header import read_header
 from tfexport._io.signature import TrustedKeys
 from tfexport._io.strict_json import plain_problem, read_json
 from tfexport.bundle.bundle import Bundle, open_bundle, read_defaults
@@ -179,9 +178,10 @@ def _file(path: Path) -> dict[str, Any]:
 def _stored_tensors(path: Path) -> list[dict[str, Any]]:
     if problem := plain_problem(path):
         raise CheckpointError(f"{path}: {problem}; a model directory has {CONFIG} and {MODEL_WEIGHTS}")
-    return [
-        {"name": name, "dtype": tensor.dtype, "shape": list(tensor.shape)} for name, tensor in read_header(path).items()
-    ]
+    from tfexport.nn.stored import read_header  # needs safetensors, which inspecting a bundle does not
+
+    tensors = sorted(read_header(path).items())
+    return [{"name": name, "dtype": tensor.dtype, "shape": list(tensor.shape)} for name, tensor in tensors]
 
 
 def _bundle_lines(found: Mapping[str, Any]) -> list[str]:

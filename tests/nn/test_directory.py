@@ -19,10 +19,10 @@ from safetensors.torch import load_file, save_file
 
 from tests import tiny
 from tests.tiny import VARIANTS
-from tfexport._io.safetensors_header import StoredTensor
 from tfexport.describe import inspect_path
 from tfexport.errors import CheckpointError, ConfigError, TfexportError
 from tfexport.nn.directory import check_free, check_weights, load_model, save_model
+from tfexport.nn.stored import StoredTensor
 from tfexport.nn.transformer import Transformer
 
 ENCODER_ALONE = replace(VARIANTS["post"], decoder=None, target_vocab=None, max_target_length=None)
@@ -212,6 +212,7 @@ CUT_WHILE_READ = """
 import sys
 from pathlib import Path
 from tfexport.errors import CheckpointError
+from tfexport.nn.stored import StoredTensor
 from tfexport.nn.directory import load_model
 from tfexport.nn.transformer import Transformer
 weights, unfilled = Path(sys.argv[1]) / "model.safetensors", Transformer.unfilled

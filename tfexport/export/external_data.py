@@ -11,8 +11,8 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper
 
-from tfexport._io.safetensors_header import read_header
 from tfexport.errors import GraphError, shortened
+from tfexport.nn.stored import read_header
 
 
 class Span(NamedTuple):

@@ -29,8 +29,7 @@ from tfexport.nn.presets import build_preset
 from tfexport.nn.transformer import Transformer
 from tfexport.text.config import TextConfig
 from tfexport.text.tokenizer import Tokenizer
-from tfexport.text.trial import try_tokenizer
-from tfexport.text.vocabulary import read_plain
+from tfexport.text.vocabulary import read_plain, try_tokenizer
 
 PRESET = "preset:"
 Report = Callable[[str], None]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from tfexport._io.atomic import locked, publish, recover, restore, temporary
@@ -26,11 +26,11 @@ from tfexport._io.names import (
     TOKENIZER,
 )
 from tfexport._io.paths import checked_path
-from tfexport._io.safetensors_header import StoredTensor, read_header
 from tfexport._io.strict_json import plain_problem, read_json
 from tfexport.errors import CheckpointError, ConfigError, raise_all
 from tfexport.nn.config import TransformerConfig
 from tfexport.nn.meta import on_meta
+from tfexport.nn.stored import StoredTensor, read_header
 from tfexport.nn.transformer import Transformer
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
@@ -220,16 +220,13 @@ def load_weights(path: Path, config: TransformerConfig) -> Transformer:
             the configuration (all of them listed) or are not finite.
         OSError: the file cannot be read.
     """
-    path.open("rb").close()  # the library calls a file missing that it may not read
     try:
-        with safe_open(path, "pt"):
-            pass  # its checks of the header go further than ours
-    except SafetensorError as error:
+        found = read_header(path)
+    except CheckpointError as error:
         with path.open("rb") as head:
-            is_pickle = head.read(4).startswith(_PICKLE_STARTS)
-        reason = _PICKLE_REMEDY if is_pickle else f"damaged or cut short ({error}); copy or convert it again"
-        raise CheckpointError(f"{path} is {reason}") from error
-    found = read_header(path)
+            if head.read(4).startswith(_PICKLE_STARTS):
+                raise CheckpointError(f"{path} is {_PICKLE_REMEDY}") from error
+        raise
     check_weights(found, config, str(path))
     model = Transformer.unfilled(config)
     with path.open("rb") as file:

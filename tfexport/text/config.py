@@ -1,22 +1,22 @@
-"""What a user's code does around its model, as data: the ids around a text, and texts that show that it is the same."""
+"""The token ids around a text, and recorded texts that show that a tokenizer is the right one."""
 
 from collections.abc import Iterator
 
 from tfexport.config import Config
 
-# A recorded text is there to be compared, not to train on; both together stay far below the limit of a manifest.
+# Recorded texts are compared, not trained on; these limits keep a manifest far below its own.
 MAX_SAMPLES, MAX_SAMPLE_CHARACTERS = 1000, 2000
 
 
 class TextSample(Config, subject="sample"):
-    """One text and what the user's own code and model made of it.
+    """One text with the token ids that the user's own code and model produced.
 
     Attributes:
-        text: that went in.
-        source_ids: what the user's code made of it, as the model saw it in training.
-        target_ids: what the model said, greedily: the target prefix, what follows, and an end token that came;
-            empty where nothing is known of the model's own weights, or for an encoder alone.
-        output: what the user's code made of that; None where `target_ids` is empty.
+        text: the input.
+        source_ids: its token ids, as the model saw them in training.
+        target_ids: greedy output ids: the target prefix, the generated ids and an end token if there was one; empty if
+            the model was not run, or for an encoder-only model.
+        output: `target_ids` as text; None if they are empty.
     """
 
     text: str
@@ -36,13 +36,13 @@ class TextSample(Config, subject="sample"):
 
 
 class TextConfig(Config, subject="text"):
-    """What surrounds the ids of a text, and texts that were recorded beside the user's own code.
+    """Token ids around a text, and recorded texts.
 
     Attributes:
-        source_prefix: ids before what the tokenizer makes of a source.
-        source_suffix: ids behind it.
-        target_prefix: ids that every target begins with, behind the start token.
-        samples: texts that were compared; empty where none ever was.
+        source_prefix: ids before the tokenizer's ids of a source.
+        source_suffix: ids after them.
+        target_prefix: ids after the start token that every target begins with.
+        samples: recorded texts; empty if texts were never compared.
     """
 
     source_prefix: tuple[int, ...] = ()
@@ -59,6 +59,6 @@ class TextConfig(Config, subject="text"):
 
     @property
     def proof(self) -> str:
-        """Say in words whether texts were compared."""
+        """A phrase that states how many texts were compared."""
         count = len(self.samples)
         return f"{count} recorded text{'s' if count > 1 else ''}" if count else "its texts were never compared"

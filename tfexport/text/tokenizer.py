@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from tfexport._arguments import as_list
@@ -13,21 +13,19 @@ from tfexport.text.vocabulary import Vocabulary, need_library, read_plain
 
 MIN_CHARACTER_LIMIT = 10_000
 CHARACTERS_PER_TOKEN = 100
-MAX_DECODED = 256 * 1024 * 1024
 
 
 class Tokenizer:
     """The vocabularies of source and target, often one, and the ids around a text; may be shared between threads.
 
-    Texts are encoded one by one: the library's parallel mode warns when the
-    process forks afterwards.
+    Texts are encoded one by one: the library's parallel mode warns when the process forks afterwards.
 
     Attributes:
-        text: what surrounds the ids, and texts that were recorded.
+        text: ids around a text, and recorded texts.
     """
 
     def __init__(self, source: Vocabulary, target: Vocabulary, spec: ModelSpec, text: TextConfig | None = None) -> None:
-        """Join what was read; use `load`."""
+        """Combine vocabularies; use `load` or `parse`."""
         self.text = text or TextConfig()
         self._source, self._target, self._spec = source, target, spec
 
@@ -35,41 +33,39 @@ class Tokenizer:
     def load(
         cls, path: Path, spec: ModelSpec, *, target: Path | None = None, text: TextConfig | None = None
     ) -> Tokenizer:
-        """Read the tokenizer of the model that `spec` describes; see `parse`.
+        """Read the tokenizer of a model; see `parse`.
 
         Args:
-            path: a tokenizer.json, of the source or of both.
+            path: a tokenizer.json, of the source or of both sides.
             spec: of the model.
-            target: the target's own tokenizer.json; None where one serves both.
-            text: what surrounds the ids; None for nothing.
+            target: the target's own tokenizer.json; None if one serves both sides.
+            text: ids around a text; None for none.
 
         Raises:
             BackendError: the package `tokenizers` is not installed.
             BundleError: a file is missing, or refused by `parse`.
         """
-        need_library()  # it is missed before a file is
+        need_library()  # before a missing file is reported
         return cls.parse([(str(file), read_plain(file)) for file in (path, target) if file], spec, text=text)
 
     @classmethod
     def parse(cls, files: Sequence[tuple[str, bytes]], spec: ModelSpec, *, text: TextConfig | None = None) -> Tokenizer:
-        """Read the bytes of the tokenizer of the model that `spec` describes.
+        """Read the tokenizer of a model from bytes.
 
         Args:
-            files: a tokenizer.json of both sides, or that of the source and that of the target; each with its name for
-                errors.
+            files: name for errors and content of a tokenizer.json for both sides, or for the source and the target.
             spec: of the model.
-            text: what surrounds the ids; None for nothing.
+            text: ids around a text; None for none.
 
         Raises:
             BackendError: the package `tokenizers` is not installed.
-            BundleError: a file is damaged or has more tokens than the model; or ids around a text that it does not
-                have.
+            BundleError: a file is damaged or has more tokens than the model, or the model lacks ids around a text.
         """
         (name, raw), *others = files
         text, tokens = text or TextConfig(), spec.tokens
         around = {*text.source_prefix, *text.source_suffix}
         ends = {tokens.pad, tokens.start, tokens.eos}
-        # Where the target has its own ids, start and end of a target are ordinary words of the source.
+        # If the target has its own ids, start and end of a target are ordinary tokens of the source.
         source = Vocabulary.parse(raw, name, {tokens.pad, *around} if others else ends | around, tokens.unk)
         target, theirs = name, source
         for target, own in others:
@@ -79,11 +75,6 @@ class Tokenizer:
             sides.append((target, theirs, "target_vocab", spec.vocab))
         _check_vocabularies(sides)
         _check_around(text, spec)
-        if spec.has_decoder and (most := theirs.decoded_bytes * spec.max_target_length) > MAX_DECODED:
-            raise BundleError(
-                f"{target}: {spec.max_target_length} tokens may become {most} bytes, the limit is "
-                f"{MAX_DECODED}; use the tokenizer that the model was trained with"
-            )
         return cls(source, theirs, spec, text)
 
     @property
@@ -92,23 +83,24 @@ class Tokenizer:
         return self._spec.tokens.eos
 
     @property
+    def unknown(self) -> int | None:
+        """The id of the target's unknown token; None if there is none."""
+        return self._target.unknown
+
+    @property
     def ends_sources(self) -> bool:
         """Whether a source ends with the model's end token."""
-        behind = (*self._source.added_ids, *self.text.source_suffix)
-        return bool(behind) and behind[-1] == self.eos
+        after = (*self._source.added_ids, *self.text.source_suffix)
+        return bool(after) and after[-1] == self.eos
 
     def encode(self, texts: Iterable[str]) -> list[list[int]]:
-        """Encode sources, with all that stands around them.
-
-        Args:
-            texts: at least one.
+        """Encode sources, with the ids around them.
 
         Returns:
             Token ids of each text, 1 … max_source_length of them.
 
         Raises:
-            InputError: lists every text, counted from 1 where there are several, that is empty, too long or
-                that the vocabulary cannot say; `indices` has their places.
+            InputError: there is no text, or lists every text that cannot be encoded; `indices` has their positions.
         """
         given = as_list(texts)
         if given is None:
@@ -128,10 +120,10 @@ class Tokenizer:
         return encoded
 
     def encode_target(self, text: str) -> list[int]:
-        """Encode what a target shall begin with, without special tokens.
+        """Encode the beginning of a target, without special tokens.
 
         Raises:
-            InputError: it is empty, leaves no room for a further token, or the vocabulary cannot say it.
+            InputError: it cannot be encoded, is empty, or leaves no room for a further token.
         """
         try:
             return self._encode_target(text)
@@ -139,23 +131,15 @@ class Tokenizer:
             raise InputError(f"prefix {error}") from error
 
     def begin_target(self, prefix: str = "") -> list[int]:
-        """Return the ids that a target begins with: those that every target does, then a prefix where there is one.
-
-        Raises:
-            InputError: see `encode_target`.
-        """
+        """Return the ids that a target begins with: the model's target prefix, then `prefix`; see `encode_target`."""
         is_empty = type(prefix) is str and not prefix
         return [*self.text.target_prefix, *(() if is_empty else self.encode_target(prefix))]
 
     def begin_targets(self, prefixes: Sequence[str]) -> list[list[int]]:
         """Return the ids that each target begins with; see `begin_target`.
 
-        Args:
-            prefixes: of each; empty for none.
-
         Raises:
-            InputError: lists the prefixes, counted from 1, that `encode_target` refuses, those that are refused alike
-                once; `indices` has the places of all.
+            InputError: lists wrong prefixes, equal problems once; `indices` has the positions of all.
         """
         begun, problems, indices = [], dict[str, str](), []
         for index, prefix in enumerate(prefixes):
@@ -172,23 +156,17 @@ class Tokenizer:
     def encode_pairs(
         self, sources: Sequence[str], targets: Sequence[str], subject: str
     ) -> tuple[list[list[int]], list[list[int]]]:
-        """Encode sources, with all that stands around them, and whole targets, without special tokens.
-
-        Args:
-            sources: texts.
-            targets: as many.
-            subject: named at the start of the error.
+        """Encode sources, with the ids around them, and whole targets, without special tokens.
 
         Raises:
-            InputError: lists every pair, counted from 1 where there are several, of which a text is empty, too long
-                or more than the vocabulary can say; `indices` has their places.
+            InputError: about `subject`, lists every text that cannot be encoded; `indices` has the positions.
         """
         pairs: tuple[list[list[int]], list[list[int]]] = ([], [])
+        encoders: list[Callable[[str], list[int]]] = [self._encode_source, self._encode_target]
         problems, indices = [], []
         for index, texts in enumerate(zip(sources, targets, strict=True)):
             pair = f"pair {index + 1}: " if len(sources) > 1 else ""
-            sides = zip(("source", "target"), (self._encode_source, self._encode_target), texts, pairs, strict=True)
-            for side, encode, text, encoded in sides:
+            for side, encode, text, encoded in zip(("source", "target"), encoders, texts, pairs, strict=True):
                 try:
                     encoded.append(encode(text))
                 except InputError as error:
@@ -198,44 +176,34 @@ class Tokenizer:
         return pairs
 
     def target_id(self, token: str) -> int:
-        """Return the id of a token of the target by its name, such as that of a language.
-
-        Raises:
-            InputError: the vocabulary has no such token.
-        """
+        """Return the id of a token of the target, such as a language; raises InputError if there is none."""
         found = self._target.id_of(token)
         if found is None:
             raise InputError(f"token {token!r} is none of the target's vocabulary; give one of its tokens, or an id")
         return found
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Turn token ids of a target into text, leaving out special tokens and ids that have no token."""
+        """Turn token ids of a target into text, without special tokens and ids that have no token."""
         return self._target.decode(ids)
 
-    @property
-    def unknown(self) -> int | None:
-        """The id of what the target's vocabulary does not know; None where there is none."""
-        return self._target.unknown
+    def decode_with(self, ids: Sequence[int], tokens: Mapping[int, str]) -> str:
+        """Decode ids of a target with other tokens at some positions; see `Vocabulary.decode_with`."""
+        return self._target.decode_with(ids, tokens)
 
     def copies(self, text: str) -> list[str | None]:
-        """Say what may stand in a target for each id of a source; None for those that stand around the text.
+        """Return what can be copied into a target for each id of a source; None for ids around the text.
 
-        That is the token as it is spelled, and for one that the vocabulary does not know what stands in the text.
-        Where source and target spell their tokens differently it is what stands in the text of all.
+        That is the token as it is spelled, or the part of the text if the token is unknown or if source and target
+        spell tokens differently.
         """
         pieces = self._source.pieces(text, spelled=self._source.decodes_like(self._target))
         return [*[None] * len(self.text.source_prefix), *pieces, *[None] * len(self.text.source_suffix)]
 
-    def decode_with(self, ids: Sequence[int], tokens: Mapping[int, str]) -> str:
-        """Turn token ids of a target into text, with other tokens in some places; see `Vocabulary.decode_with`."""
-        return self._target.decode_with(ids, tokens)
-
     def tokens(self, source_ids: Sequence[int], target_ids: Sequence[int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return tokens of a source and of a target as their vocabularies spell them."""
+        """Return the tokens of a source and of a target as their vocabularies spell them."""
         return tuple(map(self._source.token, source_ids)), tuple(map(self._target.token, target_ids))
 
     def _encode_source(self, text: str) -> list[int]:
-        """Encode one source; the error has no subject."""
         self._check(text)
         own = self._source.encode(text, special=True)
         ids = [*self.text.source_prefix, *own, *self.text.source_suffix]
@@ -243,7 +211,6 @@ class Tokenizer:
         return ids
 
     def _encode_target(self, text: str) -> list[int]:
-        """Encode a target, behind which a token has room; the error has no subject."""
         self._check(text)
         ids = self._target.encode(text, special=False)
         _check_length(ids, self._spec.max_target_length - 1 - len(self.text.target_prefix))

@@ -1,98 +1,86 @@
-"""One tokenizer.json made safe for text of any origin."""
+"""One tokenizer.json, made safe for untrusted text; and a trial of untrusted tokenizers in a subprocess."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import stat
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tfexport._io.extras import extra_command
-from tfexport.errors import BackendError, BundleError, InputError
-from tfexport.text.border import border
-from tfexport.text.parts import Parts, num_bytes, read_parts
+from tfexport._io.process import ProcessError, call_in_process
+from tfexport.errors import BackendError, BundleError, InputError, TfexportError, shortened
 
 if TYPE_CHECKING:
     import tokenizers
 
 MAX_BYTES = 256 * 1024 * 1024
-# Bytes that a text may have when it comes to the model of the tokenizer, and within a step of its normalizer. Of the
-# first each takes up to 450 bytes where all characters are split, of the second some 40.
-MAX_NORMALIZED, MAX_STEP = 2 * 1024 * 1024, 4 * 1024 * 1024
-# A token of this name, which no text becomes, is the first of those that split texts and that the model has no id for.
+# Splits off the pieces that the model has no id for; no text becomes a token of this name.
 BEYOND = " beyond the model's vocabulary"
 
 
 class Vocabulary:
     """A tokenizer.json of Hugging Face `tokenizers`; may be shared between threads.
 
-    - Text never becomes a special token: "</s>" in a text is read as the
-      characters it consists of, or as unknown where the vocabulary holds it whole.
-    - Nothing is cut, padded or drawn at random, whatever the file says.
-    - Pieces behind the token `BEYOND` become the unknown token.
-    - Characters outside the vocabulary become the unknown token. A vocabulary
-      without one would drop them silently, so such a text is refused.
+    - Text never becomes a special token: "</s>" in a text is read as its characters, or as unknown if the vocabulary
+      holds it whole.
+    - Truncation, padding and dropout of the file are switched off.
+    - Pieces with ids from the token `BEYOND` on become the unknown token.
+    - Characters outside the vocabulary become the unknown token. Without one they would be dropped silently, so such a
+      text is refused.
     """
 
     def __init__(
-        self,
-        inner: tokenizers.Tokenizer,
-        model: dict[str, Any],
-        parts: Parts,
-        special: Collection[int],
-        unknown: int | None,
+        self, inner: tokenizers.Tokenizer, model: dict[str, Any], special: Collection[int], unknown: int | None
     ) -> None:
         """Wrap `inner`; use `parse`.
 
         Args:
             inner: the library's tokenizer.
             model: "model" of its tokenizer.json.
-            parts: of the file.
-            special: ids that no text becomes and that no text shows, besides those that the file names.
-            unknown: id of what is not known where the file names none; None where there is none.
+            special: ids of special tokens, in addition to those of the file.
+            unknown: id of the unknown token if the file names none; None if there is none.
         """
-        self._inner, self._parts = inner, parts
-        own_unknown = _unknown_id(inner, model)
+        self._inner = inner
+        token = model.get("unk_token")
+        own_unknown: int | None = model.get("unk_id") if token is None else inner.token_to_id(token)
         self._unknown = unknown if own_unknown is None else own_unknown
         added = inner.get_added_tokens_decoder()
         self._beyond = inner.token_to_id(BEYOND)
         self._special = frozenset({*special, *(i for i, t in added.items() if t.special)} - {self._unknown})
         self._unseen = self._special | {i for i, t in added.items() if t.special}
         self._plain_added = [token.content for token in added.values() if not token.special]
-        drops_unknown = parts.model == "BPE" and own_unknown is None and not model.get("byte_fallback")
-        self._bpe = model if drops_unknown else None
+        is_bpe = type(inner.model).__name__ == "BPE"
+        self._bpe = model if is_bpe and own_unknown is None and not model.get("byte_fallback") else None
 
     @classmethod
     def parse(cls, raw: bytes, name: str, special: Collection[int], unknown: int | None) -> Vocabulary:
-        """Read the bytes of a tokenizer.json; see the constructor for the rest.
-
-        Args:
-            raw: the file.
-            name: of it, for errors.
-            special: see the constructor.
-            unknown: likewise.
+        """Read the bytes of a tokenizer.json; `name` begins errors, see the constructor for the rest.
 
         Raises:
             BackendError: the package `tokenizers` is not installed.
-            BundleError: it is damaged, or has parts that `read_parts` refuses.
+            BundleError: the file is damaged or too large.
         """
         library = need_library()
 
         def refused(reason: str) -> BundleError:
             return BundleError(f"{name} is no tokenizer.json ({reason}); save the tokenizer again")
 
+        if len(raw) > MAX_BYTES:
+            raise refused(f"it has {len(raw)} bytes, the limit is {MAX_BYTES}")
         with border(refused):
             text = raw.decode("utf-8")
-            data = json.loads(text)
-            parts = read_parts(data)
             inner = library.Tokenizer.from_str(text)
             inner.no_padding()
             inner.no_truncation()
             inner.encode_special_tokens = True
-            if data["model"].get("dropout"):
+            model = json.loads(text)["model"]
+            if model.get("dropout"):
                 inner.model.dropout = None
-            return cls(inner, data["model"], parts, special, unknown)
+            return cls(inner, model, special, unknown)
 
     @property
     def largest_id(self) -> int:
@@ -109,23 +97,26 @@ class Vocabulary:
         return ids
 
     @property
-    def decoded_bytes(self) -> int:
-        """Bytes of text that a token may become."""
-        return self._parts.longest * self._parts.decoded
+    def unknown(self) -> int | None:
+        """The id of the unknown token; None if there is none."""
+        return self._unknown
 
     def id_of(self, token: str) -> int | None:
-        """Return the id of a token by its name, such as a language; None where there is none."""
+        """Return the id of a token such as a language; None if there is none."""
         found: int | None = self._inner.token_to_id(token)
         return None if found is None or (self._beyond is not None and found >= self._beyond) else found
+
+    def token(self, token_id: int) -> str:
+        """Return a token as the vocabulary spells it; "" for an id without one."""
+        return self._inner.id_to_token(token_id) or ""
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         """Encode one text; `special` adds the tokens that the file puts around it.
 
         Raises:
-            InputError: the vocabulary cannot say it; the error has no subject.
+            InputError: the text cannot be encoded; the error has no subject.
         """
         with border(_not_encoded):
-            self._check_growth(text)
             lost = self._lost_characters(text)
         if lost:
             raise InputError(f"has {lost}, which the vocabulary lacks and would drop; leave that out")
@@ -141,27 +132,12 @@ class Vocabulary:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Turn token ids into text, leaving out special tokens and ids that have no token."""
+        """Turn token ids into text, without special tokens and ids that have no token."""
         with border(_not_decoded):
             return self._inner.decode([int(i) for i in ids if i not in self._special], skip_special_tokens=True)
 
-    @property
-    def unknown(self) -> int | None:
-        """The id of what is not known; None where there is none."""
-        return self._unknown
-
-    def decodes_like(self, other: Vocabulary) -> bool:
-        """Say whether two vocabularies spell their tokens alike, such as with "▁" in front of a word."""
-        ours, theirs = (one._inner.decoder and one._inner.decoder.__getstate__() for one in (self, other))
-        return bool(ours == theirs)
-
     def decode_with(self, ids: Sequence[int], tokens: Mapping[int, str]) -> str:
-        """Do what `decode` does, with other tokens in some places.
-
-        Args:
-            ids: of a target.
-            tokens: as this vocabulary would spell them, by place.
-        """
+        """Decode ids with other tokens, spelled as in this vocabulary, at some positions."""
         spelled = [
             tokens.get(place, "" if token in self._unseen else self.token(token)) for place, token in enumerate(ids)
         ]
@@ -170,13 +146,15 @@ class Vocabulary:
             text: str = self._inner.decoder.decode(seen) if self._inner.decoder else " ".join(seen)
         return text
 
-    def pieces(self, text: str, *, spelled: bool) -> list[str | None]:
-        """Say what each id of `encode(text, special=True)` stands for: None for those around the text.
+    def decodes_like(self, other: Vocabulary) -> bool:
+        """Return whether two vocabularies spell their tokens alike, such as with "▁" before a word."""
+        ours, theirs = (one._inner.decoder and one._inner.decoder.__getstate__() for one in (self, other))
+        return bool(ours == theirs)
 
-        Args:
-            text: that was encoded.
-            spelled: give tokens as the vocabulary spells them, and only of unknown ones what stands in the text; else
-                what stands in the text of all.
+    def pieces(self, text: str, *, spelled: bool) -> list[str | None]:
+        """Return the part of the text for each id of `encode(text, special=True)`; None for ids around the text.
+
+        `spelled` returns known tokens as the vocabulary spells them.
         """
         with border(_not_encoded):
             encoding = self._inner.encode(text, add_special_tokens=True)
@@ -184,50 +162,24 @@ class Vocabulary:
         rows = zip(encoding.ids, encoding.tokens, encoding.offsets, encoding.special_tokens_mask, strict=True)
         for token_id, token, (first, last), is_added in rows:
             is_known = token_id != self._unknown and not self._is_none_of_text(token_id)
-            said = text[first:last].strip() or text[first:last]
-            found.append(None if is_added else token if spelled and is_known else said)
+            part = text[first:last].strip() or text[first:last]
+            found.append(None if is_added else token if spelled and is_known else part)
         return found
-
-    def token(self, token_id: int) -> str:
-        """Return a token as the vocabulary spells it; "" where there is none of that id."""
-        return self._inner.id_to_token(token_id) or ""
 
     def _is_none_of_text(self, token: int) -> bool:
         return token in self._special or (self._beyond is not None and token >= self._beyond)
 
     def _as_text(self, special: int) -> int:
-        """Return what stands for a special token that was spelled out in a text, or for a piece that has no id."""
+        """Replace a special token that is spelled out in a text, or a piece without an id."""
         if self._unknown is None:
             raise InputError(f"has {self._inner.id_to_token(special)!r}, which has a special meaning; leave it out")
         return self._unknown
 
-    def _check_growth(self, text: str) -> None:
-        """Refuse a text that becomes too large, before it does.
-
-        What the parts of the tokenizer can make of any text is known; where that is too much, the normalizer is tried
-        step by step, each only as far as it cannot make too much.
-        """
-        size = num_bytes(text)
-        if size * self._parts.growth <= MAX_NORMALIZED:
-            return
-        for step, normalizer in zip(self._parts.steps, _normalizers(self._inner.normalizer), strict=True):
-            size = step.most(text)
-            if size <= MAX_STEP:
-                text = normalizer.normalize_str(text)
-                size = num_bytes(text)
-            if size * self._parts.unseen > MAX_NORMALIZED:
-                break
-        if size * self._parts.unseen > MAX_NORMALIZED:
-            raise InputError(
-                f"may become {size * self._parts.unseen} bytes before it is split into tokens, the limit is "
-                f"{MAX_NORMALIZED}; split it"
-            )
-
     def _lost_characters(self, text: str) -> str:
         """Name the characters of `text` that byte-pair encoding without an unknown token would drop.
 
-        Follows its lookup of single characters: the prefix goes before every one
-        but a word's first, the suffix behind a word's last.
+        Follows its lookup of single characters: the prefix goes before every one but a word's first, the suffix after
+        a word's last.
         """
         if self._bpe is None:
             return ""
@@ -252,28 +204,33 @@ class Vocabulary:
         return [word for word, _ in self._inner.pre_tokenizer.pre_tokenize_str(text)]
 
 
-def need_library() -> Any:
-    """Import `tokenizers`.
+@contextmanager
+def border(refused: Callable[[str], TfexportError]) -> Iterator[None]:
+    """Convert exceptions and Rust panics of `tokenizers` to the error that `refused` makes from their message."""
+    try:
+        yield
+    except TfexportError:
+        raise
+    except Exception as error:
+        raise refused(" ".join(str(error).split()) or type(error).__name__) from error
+    except BaseException as error:
+        if not _is_panic(error):
+            raise
+        raise refused("tokenizers panicked: " + " ".join(str(error).split())) from error
 
-    Raises:
-        BackendError: it is not installed.
-    """
+
+def _is_panic(error: BaseException | None) -> bool:
+    # A BaseException of a class that cannot be imported.
+    return type(error).__module__ == "pyo3_runtime"
+
+
+def need_library() -> Any:
+    """Import `tokenizers`; raises BackendError if it is not installed."""
     try:
         import tokenizers
     except ImportError as error:
         raise BackendError(f"the package tokenizers is not installed; {extra_command('')}") from error
     return tokenizers
-
-
-def _normalizers(normalizer: Any) -> Iterator[Any]:
-    """Return the parts of a normalizer one after the other, in the order of `Parts.steps`."""
-    from tokenizers.normalizers import Sequence as Chain
-
-    if isinstance(normalizer, Chain):
-        for place in range(len(normalizer)):
-            yield from _normalizers(normalizer[place])
-    elif normalizer is not None:
-        yield normalizer
 
 
 def _not_encoded(reason: str) -> InputError:
@@ -284,17 +241,11 @@ def _not_decoded(reason: str) -> InputError:
     return InputError(f"token ids cannot be decoded ({reason}); give the tokenizer that the model was trained with")
 
 
-def _unknown_id(inner: tokenizers.Tokenizer, model: dict[str, Any]) -> int | None:
-    """Return the id that the tokenizer gives to what it does not know, None when it has none."""
-    token, unknown = model.get("unk_token"), model.get("unk_id")
-    return unknown if token is None else inner.token_to_id(token)
-
-
 def read_plain(path: Path) -> bytes:
     """Read a tokenizer.json.
 
     Raises:
-        BundleError: it is no plain file, too large, or cannot be read.
+        BundleError: it is not a plain file, too large or cannot be read.
     """
     try:
         status = path.stat()
@@ -305,3 +256,59 @@ def read_plain(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise BundleError(f"cannot read {path}: {error.strerror}; check the file") from error
+
+
+# ---- trial
+
+TRIAL_MEMORY, TRIAL_MEMORY_PER_BYTE = 2 * 1024**3, 8
+TRIAL_CPU_S, _TRIAL_WALL_S = 30, 600
+_REMEDY = "give the tokenizer that the model was trained with"
+# Texts that normalizers and regexes stumble over; each is shorter than the limit of every model.
+ODD_TEXTS = (
+    "",
+    " ",
+    "The quick brown fox, 12.345 times!",
+    "Größe café ﬁ ½ ﷺ İ ẞ ﬃ ＡＢＣ ①",
+    "素早い茶色の狐がのろまな犬を飛び越える。",
+    "السلام عليكم שלום नमस्ते สวัสดี",
+    "👩‍👩‍👧‍👦 🇩🇪 e\u0301\u0302\u0303 \u202eright to left\u202c \ufeff\u200b\u00ad",
+    "\0\x01\x1b\x7f\x85\u2028\uffff\U0010ffff\ue000",
+    "</s><pad><unk> ▁▁ Ġ ## @@ <0x0A>",
+    "line\nbreak\r\n\ttab  two   three",
+    *(char * 2000 + end for char, end in (("a", "!"), ("1", "!"), ("!", "a"), (" ", "a"), ("é", "!"), ("中", "!"))),
+    "ab " * 700,
+    "aA1 _-" * 350,
+    "a" + "\u0301" * 2000,
+)
+# Hashes of tokenizers that have passed in this process.
+_passed: set[bytes] = set()
+
+
+def try_tokenizer(raw: bytes, name: str) -> None:
+    """Read a tokenizer.json in a subprocess and encode and decode odd texts, before it is read in this process.
+
+    Raises:
+        BundleError: it is damaged or panics, or needs more than 30 s of CPU time, or more memory than 2 GiB and eight
+            times its size. Systems that cannot limit these give it ten minutes.
+    """
+    digest = hashlib.sha256(raw).digest()
+    if digest in _passed:
+        return
+    limits: dict[str, Any] = {"memory_bytes": TRIAL_MEMORY + TRIAL_MEMORY_PER_BYTE * len(raw), "cpu_s": TRIAL_CPU_S}
+    try:
+        call_in_process("tfexport.text.vocabulary:_try", name, **limits, wall_s=_TRIAL_WALL_S, data=raw)
+    except ProcessError as error:
+        raise BundleError(f"{name}: a trial with short texts {error}; {_REMEDY}") from error
+    _passed.add(digest)
+
+
+def _try(name: str, raw: bytes) -> None:
+    vocabulary = Vocabulary.parse(raw, name, (), None)
+    for text in ODD_TEXTS:
+        try:
+            ids = vocabulary.encode(text, special=True)
+            vocabulary.pieces(text, spelled=True)
+            vocabulary.decode(ids)
+        except InputError as error:  # the vocabulary may lack the characters
+            if _is_panic(error.__cause__) or isinstance(error.__cause__, MemoryError):
+                raise BundleError(f"{name} fails at the text {shortened(text)} ({error}); {_REMEDY}") from error

@@ -9,8 +9,7 @@ from tokenizers import Tokenizer as Inner
 from tfexport.contract import ModelSpec
 from tfexport.errors import CheckpointError
 from tfexport.importing.formats.vocabulary import Side, vocabulary_size
-from tfexport.text.border import border
-from tfexport.text.vocabulary import BEYOND
+from tfexport.text.vocabulary import BEYOND, border
 
 # Vocabularies are padded to multiples, and have languages and sentinels that no text becomes: that is neither.
 _PADDING = 256

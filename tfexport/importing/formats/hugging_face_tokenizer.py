@@ -18,7 +18,7 @@ from tfexport.importing.formats.multilingual import SPM_BPE, fairseq, m2m100
 from tfexport.importing.formats.spm import read_sentencepiece, with_ids
 from tfexport.importing.formats.tokenizer_parts import TokenizerFiles, as_json, family_of, read_ids, read_settings
 from tfexport.importing.formats.vocabulary import read_vocabulary, tokenizer_json
-from tfexport.text.border import border
+from tfexport.text.vocabulary import border
 
 _BYTE_SPACE = "Ġ"  # how byte-level vocabularies write a space
 

@@ -11,7 +11,6 @@ from tokenizers import Tokenizer as Inner
 
 from tfexport._io.extras import install_command
 from tfexport.errors import BackendError, CheckpointError
-from tfexport.text.parts import charsmap_growth
 from tfexport.text.vocabulary import BEYOND
 
 SPACE = "▁"
@@ -54,11 +53,10 @@ def read_sentencepiece(raw: bytes, path: Path) -> Any:
         raise CheckpointError(f"tokenizer {path}: is neither a unigram nor a BPE model; give a tokenizer.json")
     if (longest := max(len(piece.piece) for piece in proto.pieces)) > MAX_PIECE:
         raise CheckpointError(f"tokenizer {path}: has a piece of {longest} characters, expected at most {MAX_PIECE}")
-    if proto.normalizer_spec.precompiled_charsmap:
-        try:
-            charsmap_growth(proto.normalizer_spec.precompiled_charsmap)
-        except ValueError as error:
-            raise CheckpointError(f"tokenizer {path}: {error}; download or save it again") from error
+    if charsmap := proto.normalizer_spec.precompiled_charsmap:
+        size = int.from_bytes(charsmap[:4], "little")  # of its trie, which the library allocates unasked
+        if size > len(charsmap) - 4:
+            raise CheckpointError(f"tokenizer {path}: has a damaged character map; download or save it again")
     return proto
 
 

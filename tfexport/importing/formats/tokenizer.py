@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tfexport._io.names import TARGET_TOKENIZER, TOKENIZER
+from tfexport._io.process import limits_memory
 from tfexport.contract import ModelSpec
 from tfexport.errors import BundleError, CheckpointError
 from tfexport.importing.formats.coverage import check_coverage
@@ -13,7 +14,7 @@ from tfexport.importing.formats.hugging_face_tokenizer import tokenizer_files
 from tfexport.importing.formats.language_pair import LanguagePair, with_languages
 from tfexport.importing.formats.tokenizer_parts import TokenizerFiles
 from tfexport.importing.formats.vocabulary import Side, tokenizer_json
-from tfexport.text.trial import limits_memory, try_tokenizer
+from tfexport.text.vocabulary import try_tokenizer
 
 
 def read_tokenizer(path: Path, spec: ModelSpec, side: Side | None = None) -> TokenizerFiles:

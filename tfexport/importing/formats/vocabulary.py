@@ -17,7 +17,7 @@ from tfexport.errors import CheckpointError, raise_all
 from tfexport.importing.formats.bpe_codes import CODES, codes_beside, goes_on, read_codes, with_codes
 from tfexport.importing.formats.spm import SPACE, from_sentencepiece, is_ordinary, read_sentencepiece, with_ids
 from tfexport.importing.formats.token_list import read_tokens
-from tfexport.text.border import border
+from tfexport.text.vocabulary import border
 
 Side = Literal["source", "target"]
 # What fairseq calls the SentencePiece model whose pieces a list has.

@@ -1,0 +1,126 @@
+"""Call a function in a subprocess with limits: hostile or broken input then ends that process and not this one."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from typing import Any
+
+from tfexport import errors
+from tfexport.errors import TfexportError
+
+# Not on Windows, where only the time is limited.
+resource: Any = importlib.import_module("resource") if importlib.util.find_spec("resource") else None
+_MAX_FILES = 64
+
+
+class ProcessError(Exception):
+    """The process ended without a result; the message is a reason such as "was ended by signal 11"."""
+
+
+def call_in_process(
+    function: str,
+    *arguments: Any,
+    wall_s: float,
+    memory_bytes: int | None = None,
+    cpu_s: int | None = None,
+    data: bytes | None = None,
+) -> Any:
+    """Call a function in a new Python process and return its result.
+
+    With a limit of memory the process can also write no file and open few.
+
+    Args:
+        function: "module:name"; `arguments` and the result are JSON values.
+        arguments: of the function.
+        wall_s: time limit in seconds.
+        memory_bytes: limit of the address space; None for no limit.
+        cpu_s: limit of CPU time in seconds; None for no limit.
+        data: passed as the last argument.
+
+    Raises:
+        ProcessError: the process took too much, crashed or failed.
+        TfexportError: raised by the function.
+    """
+    request = {"function": function, "arguments": arguments, "memory": memory_bytes, "cpu": cpu_s}
+    try:
+        done = subprocess.run(  # noqa: S603 - our own module, our own interpreter
+            [sys.executable, "-P", "-m", __name__, json.dumps({**request, "has_data": data is not None})],
+            input=data or b"",
+            # Each thread of OpenBLAS takes memory, which is limited.
+            env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "RUST_BACKTRACE": "0"},
+            capture_output=True,
+            timeout=wall_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ProcessError(f"takes more than {wall_s:g} s") from error
+    except OSError as error:
+        raise ProcessError(f"cannot be started ({error}), free memory or processes") from error
+    if done.returncode:
+        raise ProcessError(_reason(done.returncode, done.stderr.decode(errors="replace"), memory_bytes, cpu_s))
+    found: dict[str, Any] = json.loads(done.stdout.rpartition(b"\n")[2])
+    if "failed" in found:
+        raise ProcessError(found["failed"])
+    if "error" in found:
+        kind: type[TfexportError] = getattr(errors, found.pop("error"), TfexportError)
+        raise kind(*found.pop("problems"), **found)
+    return found["result"]
+
+
+def limits_memory() -> bool:
+    """Return whether this system can limit the memory of a process."""
+    return resource is not None
+
+
+def _reason(code: int, stderr: str, memory_bytes: int | None, cpu_s: int | None) -> str:
+    if "memory allocation" in stderr or "MemoryError" in stderr:
+        return _too_much_memory(memory_bytes)
+    if code == -getattr(signal, "SIGXCPU", 0) or (code == -getattr(signal, "SIGKILL", 0) and cpu_s is not None):
+        return f"takes more than {cpu_s} s of CPU time"
+    if code < 0:
+        return f"was ended by signal {-code}"
+    return f"failed ({(stderr.strip().splitlines() or ['no reason given'])[-1]})"
+
+
+def _too_much_memory(memory_bytes: int | None) -> str:
+    return f"needs more than {memory_bytes} bytes of memory"
+
+
+def _main() -> None:
+    request = json.loads(sys.argv[1])
+    data = [sys.stdin.buffer.read()] if request["has_data"] else []
+    _limit(request["memory"], request["cpu"])
+    module, _, name = request["function"].partition(":")
+    try:
+        found = {"result": getattr(importlib.import_module(module), name)(*request["arguments"], *data)}
+    except TfexportError as error:
+        found = {"error": type(error).__name__, "problems": error.problems}
+        found |= {"subject": error.subject, "remedy": error.remedy}
+    except MemoryError:
+        found = {"failed": _too_much_memory(request["memory"])}
+    print("\n" + json.dumps(found), end="")  # noqa: T201 - to the process that has started this one
+
+
+def _limit(memory_bytes: int | None, cpu_s: int | None) -> None:
+    """Set the limits of this process; it cannot raise them again, unless it is root."""
+    if resource is None:
+        return
+    limits = [] if cpu_s is None else [(resource.RLIMIT_CPU, cpu_s, cpu_s + 1)]
+    if memory_bytes is not None:
+        limits.append((resource.RLIMIT_AS, memory_bytes, memory_bytes))
+        limits += [(resource.RLIMIT_FSIZE, 0, 0), (resource.RLIMIT_CORE, 0, 0)]
+        limits.append((resource.RLIMIT_NOFILE, _MAX_FILES, _MAX_FILES))
+    for kind, soft, hard in limits:
+        with suppress(ValueError, OSError):  # there is a lower limit, or the system has none of this kind
+            resource.setrlimit(kind, (soft, hard))
+
+
+if __name__ == "__main__":
+    _main()
