@@ -14,8 +14,8 @@ from tfexport._io.names import TOKENIZER
 from tfexport.contract import AlignmentHeads, Form, TokenIds
 from tfexport.export import export_bundle
 from tfexport.export.config import ExportConfig
-from tfexport.nn.alignment import align
 from tfexport.nn.directory import save_model
+from tfexport.nn.eager import align
 from tfexport.nn.transformer import Transformer
 
 PAD, START, EOS, UNK = range(4)

@@ -11,13 +11,11 @@ import onnxruntime
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 from tests import tiny
 from tfexport.contract import ModelSpec, TokenIds
 from tfexport.export.capture import Lowered, capture, lower
-from tfexport.export.operators import operators_built_once
-from tfexport.export.passes.reshapes import collapse_reshapes
+from tfexport.export.passes import collapse_reshapes
 from tfexport.export.trace import trace_decoder, trace_encoder
 from tfexport.nn.config import model_spec
 
@@ -88,11 +86,6 @@ def test_what_changes_its_arguments_is_left_to_the_exporter() -> None:
     assert lower(program) is program
 
 
-def test_a_program_that_is_lowered_is_not_traced_again() -> None:
-    lowered = lower(captured(lambda x: x + 1))
-    assert lowered.run_decompositions() is lowered
-
-
 def in_place_states(states: Tensor) -> Tensor:
     states[:, :1] = 0.5
     return states.clamp_(min=-1.0)
@@ -126,35 +119,6 @@ def test_what_cannot_be_translated_as_it_is_gets_decomposed(layer: Callable[[Ten
         [found] = session.run(None, dict(zip(names, (ids.numpy(), mask.numpy()), strict=True)))
         with torch.no_grad():
             np.testing.assert_allclose(found, module.hidden_states(ids, mask).numpy(), atol=1e-6)
-
-
-def test_the_table_of_operators_is_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    built: list[object] = []
-
-    def noted(*_: object, **options: object) -> Any:
-        built.append(options)
-        return build(**options)  # type: ignore[arg-type]
-
-    build = ONNXRegistry.from_torchlib
-    monkeypatch.setattr(ONNXRegistry, "from_torchlib", staticmethod(noted))
-    module = Encodes(torch.relu).eval()
-    for opset in (18, 19, 18, 19):
-        assert trace_encoder(module, SPEC, opset).opset_imports[""] == opset
-    assert len(built) == 1
-
-
-def test_the_table_of_an_opset_is_the_one_that_the_exporter_builds() -> None:
-    def operators(table: ONNXRegistry) -> dict[object, list[tuple[str, int]]]:
-        named = table.functions.items()
-        return {name: [(each.onnx_function.__name__, each.opset_introduced) for each in made] for name, made in named}
-
-    built = {opset: ONNXRegistry.from_torchlib(opset_version=opset) for opset in (18, 24)}
-    with operators_built_once():
-        for opset, table in built.items():
-            found = ONNXRegistry.from_torchlib(opset_version=opset)
-            assert found.opset_version == opset
-            assert operators(found) == operators(table)
-    assert operators(built[18]) != operators(built[24])
 
 
 @pytest.mark.parametrize("name", [pytest.param("pre-std", marks=pytest.mark.slow), "modern"])

@@ -120,5 +120,5 @@ def test_a_size_that_depends_on_values_is_refused(tmp_path: Path) -> None:
 
 def test_what_is_no_model_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "g.onnx").write_bytes(b"no model")
-    with pytest.raises(GraphError, match=r"^g\.onnx: is not an ONNX model; export it again"):
+    with pytest.raises(GraphError, match=r"g\.onnx: is not an ONNX model"):
         activation_bytes(tmp_path / "g.onnx", {})

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from tfexport.bundle.bundle import open_bundle
 from tfexport.errors import BundleError, GraphError
-from tfexport.export.precision import write_precision
+from tfexport.export.write import write_precision
 
 
 def test_the_graphs_are_those_of_an_export(dates_bundle: Path, dates_fp16: Path, tmp_path: Path) -> None:

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from tests import tiny
 from tests.tiny import VARIANTS, VOCAB
-from tfexport.nn.cache import ConcatCache, KeyValue
-from tfexport.nn.row_cache import RowCache
+from tfexport.nn.cache import ConcatCache, KeyValue, RowCache
 from tfexport.nn.source import CrossCache, PaddedSource
 from tfexport.nn.transformer import Transformer
 

@@ -1,8 +1,7 @@
-"""Capture a module with `torch.export`, in operators that the ONNX exporter translates as they are.
+"""Capture a module with `torch.export`, in operators that the ONNX exporter translates directly.
 
-The exporter traces what it is given once more, to decompose operators that it
-does not know, which takes as long as everything else together. Models of the
-kind exported here have a few of these operators, which are rewritten instead.
+The exporter traces a program again to decompose operators that it does not know, which takes as long as everything
+else together. Transformers have only a few of these operators, which are rewritten here instead.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 _ATEN = torch.ops.aten
-# What `torch.export` notes of sizes and types holds for every size by the contract, or the graph is refused.
+# Assertions about sizes and types; the contract of the graphs holds for every size.
 _NOTES = {_ATEN._assert_scalar.default, _ATEN._assert_tensor_metadata.default}
 
 
@@ -31,35 +30,23 @@ class Lowered(ExportedProgram):
 
 
 def capture(module: nn.Module, inputs: Mapping[str, Tensor], dynamic_shapes: Mapping[str, Any]) -> ExportedProgram:
-    """Trace a module.
-
-    Args:
-        module: in eval mode; takes one argument, `inputs`.
-        inputs: samples by name.
-        dynamic_shapes: of each, as `torch.export.export` takes them.
-
-    Raises:
-        Exception: as `torch.export.export`, where the module does not trace.
-    """
+    """Trace a module in eval mode that takes one argument, `inputs`; raises what `torch.export.export` raises."""
     given: Any = {"kwargs": {"inputs": inputs}, "dynamic_shapes": {"inputs": dynamic_shapes}}
     try:
         return torch.export.export(module, (), **given, strict=False)
-    except Exception as error:  # noqa: BLE001 - whatever keeps code of others from being followed
+    except Exception as error:  # noqa: BLE001 - a user's code can fail to trace in any way
         try:
-            # Reads the code of the module, and so knows that `len` of a tensor is no constant.
+            # Reads the code of the module, so `len` of a tensor is not a constant.
             return torch.export.export(module, (), **given, strict=True)
-        except Exception:  # noqa: BLE001 - the first says more
+        except Exception:  # noqa: BLE001 - the first is more helpful
             raise error from error.__cause__
 
 
 def lower(program: ExportedProgram) -> ExportedProgram:
-    """Rewrite in place what keeps operators from being translated one by one.
-
-    Args:
-        program: as `capture` returns it; its operators are changed, what it computes is not.
+    """Rewrite the operators in place that the exporter does not translate directly.
 
     Returns:
-        The program, as `Lowered` where no operator changes its arguments; else as it was given.
+        The program as `Lowered`, or unchanged if an operator changes its arguments.
     """
     graph = program.graph
     graph.eliminate_dead_code()
@@ -75,8 +62,29 @@ def lower(program: ExportedProgram) -> ExportedProgram:
     return lowered
 
 
+def promotes(program: ExportedProgram) -> bool:
+    """Whether an operator may convert an argument to another type by itself, which operators of ONNX never do."""
+    return any(_promotes(node) for node in program.graph.nodes if getattr(node.target, "namespace", "") == "aten")
+
+
+def _promotes(node: Node) -> bool:
+    result = node.meta.get("val")
+    if node.target is _ATEN._to_copy.default or not isinstance(result, Tensor):
+        return False
+    values = [arg.meta["val"] if isinstance(arg, Node) else arg for arg in node.args]
+    types = {value.dtype for value in values if isinstance(value, Tensor)}
+    if torch.Tag.pointwise not in getattr(node.target, "tags", ()):
+        return bool(types) and result.dtype not in types
+    types -= {torch.bool}  # of conditions
+    if result.dtype != torch.bool:
+        types.add(result.dtype)
+    types |= {torch.int64 for value in values if isinstance(value, int | torch.SymInt)}
+    types |= {torch.float32 for value in values if isinstance(value, float | torch.SymFloat)}
+    return len(types) > 1
+
+
 def _cast(node: Node) -> None:
-    """Leave out a cast to the type that a tensor has; what the graph returns keeps its name."""
+    """Leave out a cast to the type that a tensor has, except at an output of the graph."""
     source, dtype = _tensor(node), node.args[1]
     node.target, node.args, node.kwargs = _ATEN._to_copy.default, (source,), {"dtype": dtype}
     if source.meta["val"].dtype == dtype:
@@ -101,7 +109,7 @@ def _unflatten(node: Node) -> None:
 
 
 def _flatten(node: Node) -> None:
-    """Multiply sizes in the middle that are numbers; at an end the exporter needs no sizes to flatten."""
+    """Multiply known sizes in the middle; at either end the exporter flattens without sizes."""
     shape, count = _tensor(node).meta["val"].shape, len(node.args)
     start, end = node.args[1] if count > 1 else 0, node.args[2] if count > 2 else -1
     assert isinstance(start, int)
@@ -113,7 +121,7 @@ def _flatten(node: Node) -> None:
 
 
 def _reshape(node: Node, start: int, end: int, sizes: Sequence[Any]) -> None:
-    """Give the dimensions from `start` to `end` other sizes, and write out those of the others."""
+    """Replace the dimensions from `start` to `end` by `sizes`, and write out the others."""
     source = _tensor(node)
     shape = source.meta["val"].shape
     with node.graph.inserting_before(node):

@@ -1,91 +1,53 @@
-"""Say what is in one ONNX file, whoever wrote it."""
+"""Describe the content of an ONNX file, whoever wrote it."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import onnx
+import onnx_ir as ir
 
-from tfexport.errors import GraphError
+from tfexport.export.graph_file import external_weights, load_graph, span, tensor_spec
 
 
 def describe_graph(path: Path) -> dict[str, Any]:
     """Read inputs, outputs, operators and weight files of a graph; the weights themselves stay on disk.
 
-    Args:
-        path: an ONNX file.
-
     Returns:
-        JSON values: `opsets` by domain, `ir_version`, `operators` with their number, most frequent first,
-        `weight_files`, and `inputs` and `outputs` as objects with `name`, `dtype` and `shape`.
+        JSON values: `opsets` by domain, `ir_version`, the count of `operators`, most frequent first, `weight_files`,
+        and `inputs` and `outputs` as objects with `name`, `dtype` and `shape`.
 
     Raises:
-        GraphError: the file cannot be read or is no ONNX model.
+        GraphError: the file cannot be read or is not an ONNX model.
     """
-    try:
-        model = onnx.load(str(path), load_external_data=False)
-    except Exception as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise GraphError(f"{path}: is not an ONNX model ({reason}); export it again") from error
-    if not model.opset_import:
-        raise GraphError(f"{path}: is not an ONNX model (it names no opset); export it again")
+    model = load_graph(path)
+    graph = model.graph
+    nodes = ir.traversal.RecursiveGraphIterator(graph)
+    operators = Counter(f"{node.domain}.{node.op_type}" if node.domain else node.op_type for node in nodes)
     # Up to IR version 3 weights count among the inputs.
-    weights = {initializer.name for initializer in model.graph.initializer}
-    operators = Counter(
-        f"{node.domain}.{node.op_type}" if node.domain else node.op_type for node in _nodes(model.graph)
-    )
+    inputs = [value for value in graph.inputs if value.name not in graph.initializers]
     return {
         "ir_version": model.ir_version,
-        "opsets": {entry.domain or "ai.onnx": entry.version for entry in model.opset_import},
+        "opsets": {domain or "ai.onnx": version for domain, version in model.opset_imports.items()},
         "operators": dict(sorted(operators.items(), key=lambda item: (-item[1], item[0]))),
-        "weight_files": sorted(
-            {
-                entry.value
-                for initializer in model.graph.initializer
-                for entry in initializer.external_data
-                if entry.key == "location"
-            }
-        ),
-        "inputs": [_tensor(value) for value in model.graph.input if value.name not in weights],
-        "outputs": [_tensor(value) for value in model.graph.output],
+        "weight_files": sorted({span(weight).location for weight in external_weights(graph)}),
+        "inputs": [_described(value) for value in inputs],
+        "outputs": [_described(value) for value in graph.outputs],
     }
 
 
 def weight_bytes(graph: bytes) -> int:
-    """Add up the weights of a graph, inside it and beside it; those that share their bytes count once.
-
-    Args:
-        graph: a serialised ONNX model whose weight files need not be there.
-    """
-    model = onnx.load_model_from_string(graph)
-    outside: dict[tuple[str, str], int] = {}
-    inside = 0
-    for tensor in model.graph.initializer:
-        facts = {entry.key: entry.value for entry in tensor.external_data}
-        if facts:
-            outside[facts["location"], facts.get("offset", "0")] = int(facts["length"])
-        else:
-            inside += tensor.ByteSize()
-    return sum(outside.values()) + inside
+    """Add up the weights inside and outside of a serialized graph; those that share their bytes count once."""
+    model = ir.from_proto(onnx.load_model_from_string(graph))
+    outside = {span(weight) for weight in external_weights(model.graph)}
+    tensors = [value.const_value for value in model.graph.initializers.values()]
+    inside = [tensor.nbytes for tensor in tensors if tensor is not None and not isinstance(tensor, ir.ExternalTensor)]
+    return sum(place.length for place in outside) + sum(inside)
 
 
-def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
-    """Walk over the operators of a graph and of those inside of them."""
-    for node in graph.node:
-        yield node
-        for attribute in node.attribute:
-            for inner in (attribute.g, *attribute.graphs):
-                yield from _nodes(inner)
-
-
-def _tensor(value: onnx.ValueInfoProto) -> dict[str, Any]:
-    tensor = value.type.tensor_type
-    dtype = onnx.TensorProto.DataType.Name(tensor.elem_type).lower()
-    return {
-        "name": value.name,
-        "dtype": {"float": "float32", "double": "float64"}.get(dtype, dtype),
-        "shape": [dim.dim_param or (dim.dim_value if dim.HasField("dim_value") else "?") for dim in tensor.shape.dim],
-    }
+def _described(value: ir.Value) -> dict[str, Any]:
+    described = dataclasses.asdict(tensor_spec(value))
+    return {**described, "shape": list(described["shape"])}

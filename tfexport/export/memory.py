@@ -1,4 +1,4 @@
-"""Estimate the memory that a graph needs for what lies between its inputs and outputs."""
+"""Estimate the memory that a graph needs for its activations."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ import onnx_ir as ir
 from onnxscript import optimizer
 
 from tfexport.errors import GraphError, raise_all, shortened
+from tfexport.export.graph_file import load_graph
 
-# Only computations of shapes are folded; a constant of that size is as good as none.
+# Fold only computations of shapes; a constant of that size needs no memory to speak of.
 _FOLDED_ITEMS = 1024
-# They change how memory is read, not what is in it.
+# Their outputs share the memory of their inputs.
 _VIEWS = ("Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten")
 
 
 def activation_bytes(path: Path, sizes: Mapping[str, int]) -> int:
-    """Say how many bytes are in use at once while a graph runs node by node.
+    """Return the most bytes in use at once while a graph runs node by node.
 
-    Every result is counted from its node to its last reader; a view of it counts as itself. `Attention` is counted
-    with its scores and their softmax in float32, as where no kernel fuses it. Weights, inputs and outputs are not
-    counted. A runtime that fuses nodes needs less, one that rounds sizes up or keeps work space for a node more.
+    Every result is counted from its node to its last reader, together with its views. `Attention` is counted with its
+    scores and their softmax in float32, as if no kernel fused it. Weights, inputs and outputs are not counted. A
+    runtime that fuses nodes needs less; one that rounds sizes up or keeps workspaces needs more.
 
     Args:
         path: of the graph.
@@ -31,7 +32,7 @@ def activation_bytes(path: Path, sizes: Mapping[str, int]) -> int:
     Raises:
         GraphError: the graph cannot be read, a dimension is missing, or a size depends on more than dimensions.
     """
-    model = _load(path)
+    model = load_graph(path)
     _fix(model.graph, sizes, path.name)
     try:
         optimizer.fold_constants(
@@ -42,17 +43,10 @@ def activation_bytes(path: Path, sizes: Mapping[str, int]) -> int:
     return _peak(model.graph, path.name)
 
 
-def _load(path: Path) -> ir.Model:
-    try:
-        return ir.load(path)
-    except Exception as error:
-        raise GraphError(f"{path.name}: is not an ONNX model; export it again") from error
-
-
 def _fix(graph: ir.Graph, sizes: Mapping[str, int], subject: str) -> None:
-    """Put numbers for the dimensions of the inputs and forget every shape that follows from them.
+    """Replace the dimensions of the inputs by numbers and drop every shape that follows from them.
 
-    What `TopK` gives follows from the value of an input: of the outputs of a graph the dimensions that have names stay.
+    The output of `TopK` depends on the value of an input, so it keeps its declared dimensions.
     """
     names = {dim.value for value in graph.inputs for dim in value.shape or () if isinstance(dim, ir.SymbolicDim)}
     problems = [f"dimension {name} has no size" for name in sorted(map(str, names - sizes.keys()))]
@@ -67,7 +61,6 @@ def _fix(graph: ir.Graph, sizes: Mapping[str, int], subject: str) -> None:
 
 
 def _sized(shape: ir.Shape, sizes: Mapping[str, int]) -> ir.Shape:
-    """Put numbers for the names that have one."""
     return ir.Shape([dim if isinstance(dim, int) else sizes.get(str(dim.value), dim) for dim in shape])
 
 
@@ -99,7 +92,7 @@ def _peak(graph: ir.Graph, subject: str) -> int:
 
 
 def _scratch(node: ir.Node) -> int:
-    """Size what lies inside a node: scores [batch, heads, target_len, len] and their softmax."""
+    """Return the bytes used inside a node: scores [batch, heads, target_len, len] and their softmax."""
     shapes = [value.shape for value in node.inputs[:2] if value is not None and value.shape is not None]
     if node.op_type != "Attention" or len(shapes) < 2 or not all(s.is_static() and len(s) == 4 for s in shapes):
         return 0

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-from onnx import helper
+import onnx_ir as ir
 
-from tfexport.contract import CACHE, CONCAT_OPSETS, ORDER, REORDER, REORDERED, Precision, reorder_spec
-from tfexport.export.contract import value_info
+from tfexport.contract import CONCAT_OPSETS, REORDER, Precision, TensorSpec, reorder_spec
 
-# Those of the concat form: what takes that form takes this graph. IR 8 came with opset 18.
+# The opset of the concat variant, and the IR version that came with it: whatever runs that variant runs this graph.
 _OPSET, _IR_VERSION = CONCAT_OPSETS[0], 8
 
 
-def reorder_graph(precision: Precision) -> bytes:
-    """Make the graph of `tfexport.contract.reorder_spec`: reordered[r] = cache[order[r]].
-
-    Args:
-        precision: of the cache.
-
-    Returns:
-        A serialised ONNX model without weights, equal bytes for equal precision.
-    """
+def reorder_model(precision: Precision) -> ir.Model:
+    """Build the graph of `tfexport.contract.reorder_spec`: reordered[r] = cache[order[r]]."""
     contract = reorder_spec(precision)
-    graph = helper.make_graph(
-        [helper.make_node("Gather", [CACHE, ORDER], [REORDERED], name=REORDER, axis=0)],
-        REORDER,
-        [value_info(tensor) for tensor in contract.inputs],
-        [value_info(tensor) for tensor in contract.outputs],
-    )
-    model = helper.make_model(
-        graph, opset_imports=[helper.make_opsetid("", _OPSET)], ir_version=_IR_VERSION, producer_name="tfexport"
-    )
-    raw: bytes = model.SerializeToString(deterministic=True)
+    cache, order, reordered = map(_value, (*contract.inputs, *contract.outputs))
+    axis = [ir.AttrInt64("axis", 0)]
+    gather = ir.Node("", "Gather", [cache, order], axis, outputs=[reordered], name=REORDER)
+    graph = ir.Graph([cache, order], [reordered], nodes=[gather], opset_imports={"": _OPSET}, name=REORDER)
+    return ir.Model(graph, ir_version=_IR_VERSION, producer_name="tfexport")
+
+
+def reorder_graph(precision: Precision) -> bytes:
+    """Serialize the graph for a cache of some precision; equal bytes for equal precision."""
+    raw: bytes = ir.to_proto(reorder_model(precision)).SerializeToString(deterministic=True)
     return raw
+
+
+def _value(tensor: TensorSpec) -> ir.Value:
+    dtype = {"float32": "float"}.get(tensor.dtype, tensor.dtype)
+    return ir.val(tensor.name, ir.DataType[dtype.upper()], tensor.shape)

@@ -1,13 +1,14 @@
-"""What becomes a bundle, wherever it comes from: a model directory, a preset, or a module of the user's own."""
+"""The source of an export: a model directory, a preset, or a module of the user's own."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tfexport._io.names import CERTIFICATE, GENERATION, LAYOUT, TARGET_TOKENIZER, TEXT, TOKENIZER
 from tfexport._io.sealed_directory import FileEntry
@@ -24,7 +25,6 @@ from tfexport.importing.text import import_text
 from tfexport.nn.config import TransformerConfig, model_spec
 from tfexport.nn.directory import load_model
 from tfexport.nn.eager import EagerModel
-from tfexport.nn.lengths import shorten
 from tfexport.nn.presets import build_preset
 from tfexport.nn.transformer import Transformer
 from tfexport.text.config import TextConfig
@@ -37,18 +37,18 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A model and what goes beside its graphs.
+    """A model and the files and facts that go into its bundle.
 
     Attributes:
-        model: that is traced, and that every stage is compared with.
-        spec: of the graphs: their precision and lengths.
-        config: of the canonical model; None for a module of the user's own.
-        module: what the manifest says of that; None for the canonical model.
-        tokenizer: read, tried and compared with recorded texts; None where there is none.
+        model: is traced, and is the reference for every stage.
+        spec: of the graphs, in their precision and with their lengths.
+        config: of the canonical model; None for a user's own module.
+        module: identifies a user's own module in the manifest.
+        tokenizer: compared with the recorded texts; None if there is none.
         files: of the bundle, by name.
         checkpoint: the files that the weights were imported from, by name.
-        provenance: how they were imported; None where nothing was.
-        versions: of what the user's module is from, by name.
+        provenance: how they were imported.
+        versions: of the packages of a user's own module, by name.
     """
 
     model: EagerModel
@@ -62,42 +62,72 @@ class Source:
     versions: Mapping[str, str] = field(default_factory=dict)
 
 
-def open_source(name: str, config: ExportConfig, report: Report) -> Source:
-    """Open what a user names.
-
-    Args:
-        name: a model directory, "preset:NAME" for seeded random weights, or PACKAGE.MODULE:FACTORY, which is imported.
-        config: precision, lengths and seed.
-        report: told what is found, a line at a time.
+def open_source(source: str | OwnModule, config: ExportConfig, report: Report) -> Source:
+    """Open a source by its name, or a user's own module.
 
     Raises:
-        ConfigError: the model cannot be had this way.
+        ConfigError: there is no such preset or factory, or the lengths are longer than the model's.
         CheckpointError: weights are missing, damaged or do not fit, or a tokenizer cannot be read.
         BundleError: a tokenizer does not fit the model.
         ParityError: a tokenizer differs from a recorded text.
     """
-    if name.startswith(PRESET):
-        return _canonical(build_preset(name.removeprefix(PRESET), config.seed), config)
-    if is_own_module(name):
-        return of_module(load_own_module(name), config, report)
-    return of_directory(Path(name), config)
+    if isinstance(source, OwnModule):
+        return _from_module(source, config, report)
+    if source.startswith(PRESET):
+        return _canonical(build_preset(source.removeprefix(PRESET), config.seed), config)
+    if is_own_module(source):
+        return _from_module(load_own_module(source), config, report)
+    return _from_directory(Path(source), config)
 
 
-def of_directory(directory: Path, config: ExportConfig) -> Source:
-    """Read a model directory; see `open_source`."""
+def _canonical(model: Transformer, config: ExportConfig) -> Source:
+    model.shorten(config.max_source_length, config.max_target_length)
+    spec = model_spec(model.config, config.graph_precision)
+    return Source(model=EagerModel(model), spec=spec, config=model.config)
+
+
+def _from_directory(directory: Path, config: ExportConfig) -> Source:
     found = _canonical(load_model(directory), config)
     paths = {name: path for name in (TOKENIZER, TARGET_TOKENIZER) if os.path.lexists(path := directory / name)}
     files = {name: read_plain(path) for name, path in paths.items()}
-    named = [(str(path), files[name]) for name, path in paths.items()]
-    tokenizer = _tokenizer(named, found.spec, _text(directory)) if TOKENIZER in files else None
-    if generation := _generation(directory, found.spec):
-        files[GENERATION] = render(generation.given())
-    sources, provenance = _imported(directory)
-    return dataclasses.replace(found, tokenizer=tokenizer, files=files, checkpoint=sources, provenance=provenance)
+    tokenizer = None
+    if TOKENIZER in files:
+        path = directory / TEXT  # directories of earlier versions have none
+        text = TextConfig.from_dict(read_json(path, TEXT), subject=TEXT) if os.path.lexists(path) else TextConfig()
+        named = [(str(path), files[name]) for name, path in paths.items()]
+        for name, raw in named:
+            try_tokenizer(raw, name)
+        tokenizer = Tokenizer.parse(named, found.spec, text=text)
+    path = directory / GENERATION
+    if os.path.lexists(path):
+        defaults = GenerationDefaults.from_dict(read_json(path, str(path)), subject=str(path))
+        raise_all(ConfigError, str(path), defaults.token_problems(found.spec.vocab))
+        files[GENERATION] = render(defaults.given())
+    checkpoint, provenance = _imported(directory)
+    return dataclasses.replace(found, tokenizer=tokenizer, files=files, checkpoint=checkpoint, provenance=provenance)
 
 
-def of_module(own: OwnModule, config: ExportConfig, report: Report) -> Source:
-    """Take a module of the user's own, and run its samples through the user's code; see `open_source`."""
+def _imported(directory: Path) -> tuple[dict[str, FileEntry], Provenance | None]:
+    """Read from the certificate of an import which files the weights came from, and how."""
+    path, layout = directory / CERTIFICATE, directory / LAYOUT
+    found = read_json(path, str(path)) if os.path.lexists(path) else None
+    if not isinstance(found, dict):
+        return {}, None
+    checkpoint = found.get("checkpoint")
+    files = read_sources({} if checkpoint is None else checkpoint, f"{path}: checkpoint")
+    if not {"layout", "proven"} <= set(found):
+        return files, None
+    sums = {"certificate_sha256": _sha256(path), "layout_sha256": _sha256(layout) if layout.is_file() else None}
+    facts = {"layout": found["layout"], "proven": found["proven"], **sums}
+    return files, Provenance.from_dict(facts, subject=str(path))
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _from_module(own: OwnModule, config: ExportConfig, report: Report) -> Source:
+    """Take a user's own module, and run its sample texts through the user's code."""
     model, recorded = own.model, None
     if own.texts is not None:
         report("recording texts")
@@ -118,16 +148,10 @@ def of_module(own: OwnModule, config: ExportConfig, report: Report) -> Source:
     )
 
 
-def _canonical(model: Transformer, config: ExportConfig) -> Source:
-    shorten(model, config.max_source_length, config.max_target_length)
-    spec = model_spec(model.config, config.graph_precision)
-    return Source(model=EagerModel(model), spec=spec, config=model.config)
-
-
 def _limited(spec: ModelSpec, config: ExportConfig) -> ModelSpec:
-    """Return a specification of the graphs' precision with the lengths that are asked for."""
-    lengths = {name: getattr(config, name) for name in ("max_source_length", "max_target_length")}
-    lengths = {name: length for name, length in lengths.items() if length is not None}
+    """Apply the precision and the requested lengths to the specification of a module."""
+    limits = {"max_source_length": config.max_source_length, "max_target_length": config.max_target_length}
+    lengths: dict[str, Any] = {name: length for name, length in limits.items() if length is not None}
     problems = [
         f"{name} is {length}, above the {getattr(spec, name)} of the module's spec; ask for less, or raise that"
         for name, length in lengths.items()
@@ -135,45 +159,3 @@ def _limited(spec: ModelSpec, config: ExportConfig) -> ModelSpec:
     ]
     raise_all(ConfigError, "export", problems)
     return dataclasses.replace(spec, precision=config.graph_precision, **lengths)
-
-
-def _text(directory: Path) -> TextConfig:
-    """Read what surrounds the ids; directories from before there was such a file have nothing around them."""
-    path = directory / TEXT
-    return TextConfig.from_dict(read_json(path, TEXT), subject=TEXT) if os.path.lexists(path) else TextConfig()
-
-
-def _tokenizer(files: Sequence[tuple[str, bytes]], spec: ModelSpec, text: TextConfig) -> Tokenizer:
-    """Try and read the tokenizers of a model directory, each with the name of its file; the first is the source's."""
-    for name, raw in files:
-        try_tokenizer(raw, name)
-    return Tokenizer.parse(files, spec, text=text)
-
-
-def _generation(directory: Path, spec: ModelSpec) -> GenerationDefaults | None:
-    """Return what a model directory says of generation, where it does."""
-    path = directory / GENERATION
-    if not os.path.lexists(path):
-        return None
-    defaults = GenerationDefaults.from_dict(read_json(path, str(path)), subject=str(path))
-    raise_all(ConfigError, str(path), defaults.token_problems(spec.vocab))
-    return defaults
-
-
-def _imported(directory: Path) -> tuple[dict[str, FileEntry], Provenance | None]:
-    """Return the files that the weights were read from and how, as the certificate of an import says."""
-    path, layout = directory / CERTIFICATE, directory / LAYOUT
-    found = read_json(path, str(path)) if os.path.lexists(path) else None
-    if not isinstance(found, dict):
-        return {}, None
-    checkpoint = found.get("checkpoint")
-    sources = read_sources({} if checkpoint is None else checkpoint, f"{path}: checkpoint")
-    if not {"layout", "proven"} <= set(found):
-        return sources, None
-    sums = {"certificate_sha256": _sha256(path), "layout_sha256": _sha256(layout) if layout.is_file() else None}
-    said = {"layout": found["layout"], "proven": found["proven"], **sums}
-    return sources, Provenance.from_dict(said, subject=str(path))
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()

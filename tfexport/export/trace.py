@@ -1,13 +1,15 @@
-"""Trace a model into graphs with `torch.export`: encoder and decoder, the decoder in each of its forms.
+"""Trace a model into graphs with `torch.export`: the encoder, and the decoder in each of its variants.
 
-Any module will do that offers `encode` and `decode_step` as
-`tfexport.nn.transformer.Transformer` does (`hidden_states` for an encoder
-alone); the exporter takes the protocol, not the class.
+Works for any module with the methods `encode` and `decode_step` of `tfexport.nn.transformer.Transformer`
+(`hidden_states` for an encoder alone).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
+import importlib
 import io
 import logging
 import warnings
@@ -16,6 +18,7 @@ from typing import Any, cast
 
 import onnx_ir as ir
 import torch
+from onnxscript.version_converter import convert_version
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
@@ -36,17 +39,19 @@ from tfexport.contract import (
     key_value_names,
 )
 from tfexport.errors import GraphError, first_line
-from tfexport.export.capture import capture, lower
+from tfexport.export.capture import Lowered, capture, lower, promotes
 from tfexport.export.decoders import FORMS
-from tfexport.export.operators import operators_built_once
-from tfexport.export.passes.logits_to_keep import keep_logits
-from tfexport.export.passes.reshapes import collapse_reshapes
-from tfexport.export.shortcuts import shortcuts
-from tfexport.nn.alignment import EncoderDecoder, align
+from tfexport.export.passes import collapse_reshapes, keep_logits, simplify
 from tfexport.nn.cache import KeyValue, Source
+from tfexport.nn.eager import EncoderDecoder, align
 from tfexport.nn.source import PaddedSource
 
-# Sizes to trace with: all different and none of them 1, so that no two dimensions are taken for the same.
+_EXPORTER = "torch.onnx._internal.exporter"
+# A setting of PyTorch 2.13.
+_STACK_TRACES = "do_not_emit_stack_traces"
+_log = logging.getLogger(__name__)
+
+# Sizes to trace with: all different and none of them 1, so that no two dimensions are mistaken for one.
 SAMPLE = {"batch": 2, "rows": 6, "source_len": 5, "target_len": 3, "past_len": 4, "capacity": 7}
 
 
@@ -63,7 +68,7 @@ class _Encoder(nn.Module):
 
 
 class _Decoder(nn.Module):
-    """The step with its caches as plain inputs and outputs, by their names in the contract."""
+    """A decode step with its caches as plain inputs and outputs, by their names in the contract."""
 
     def __init__(self, model: nn.Module, spec: ModelSpec, form: Form) -> None:
         super().__init__()
@@ -98,13 +103,9 @@ def _pair(tensors: Sequence[Tensor]) -> list[KeyValue]:
 def trace_encoder(
     model: nn.Module, spec: ModelSpec, opset: int, source: Callable[[Tensor], Source] = PaddedSource
 ) -> ir.Model:
-    """Trace the encoder.
+    """Trace the encoder of a model in eval mode, in the precision of `spec`.
 
-    Args:
-        model: in eval mode, of the precision that `spec` names.
-        spec: of the model.
-        opset: of the ONNX standard.
-        source: how its tokens attend to each other, from their mask.
+    `source` makes the object through which source tokens attend to each other, from their mask.
 
     Raises:
         GraphError: the model does not trace, or not for every size.
@@ -116,11 +117,11 @@ def trace_decoder(model: nn.Module, spec: ModelSpec, form: Form, opset: int, *, 
     """Trace one step of the decoder, without the selection of tokens.
 
     Args:
-        model: in eval mode, of the precision that `spec` names.
+        model: in eval mode, in the precision of `spec`.
         spec: of the model.
-        form: how the cache is kept.
-        opset: of the ONNX standard; the static form needs 24.
-        speculation: give the logits of as many of the last positions as are asked for.
+        form: the variant.
+        opset: of the ONNX standard; the static variant needs 24.
+        speculation: let a step return the logits of several last positions.
 
     Raises:
         GraphError: the model does not trace, or not for every size; or its last position is not found.
@@ -137,13 +138,9 @@ def trace_decoder(model: nn.Module, spec: ModelSpec, form: Form, opset: int, *, 
 
 
 def trace_alignment(model: nn.Module, spec: ModelSpec, named: AlignmentHeads, opset: int) -> ir.Model:
-    """Trace cross-attention as alignment, in basic operators; what lies behind the layer is left out.
+    """Trace cross-attention as alignment, in basic operators and only up to its layer.
 
-    Args:
-        model: in eval mode, of the precision that `spec` names.
-        spec: of the model.
-        named: layer and heads, as `AlignmentHeads.within` returns them.
-        opset: of the ONNX standard.
+    `named` is the layer and heads, as `AlignmentHeads.within` returns them.
 
     Raises:
         GraphError: the model does not trace, or not for every size.
@@ -153,9 +150,9 @@ def trace_alignment(model: nn.Module, spec: ModelSpec, named: AlignmentHeads, op
 
 def _trace(module: nn.Module, contract: GraphSpec, opset: int, subject: str) -> ir.Model:
     try:
-        # Without the cache of operators' results, capturing a decoder took two thirds of the time when it was measured.
+        # Without PyTorch's cache of operator results, capturing a decoder takes two thirds of the time.
         uncached = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
-        with _quiet(), torch.no_grad(), uncached, operators_built_once(), shortcuts():
+        with _quiet(), torch.no_grad(), uncached:
             program = capture(
                 module,
                 {tensor.name: _sample(tensor) for tensor in contract.inputs},
@@ -173,17 +170,44 @@ def _trace(module: nn.Module, contract: GraphSpec, opset: int, subject: str) -> 
 
 
 def _translate(program: ExportedProgram, opset: int) -> ir.Model:
-    """Translate operator by operator, or where that cannot be done after the exporter has decomposed them."""
+    """Translate operator by operator, or if that fails after the exporter has decomposed the operators."""
     try:
-        translated = torch.onnx.export(lower(program), dynamo=True, opset_version=opset, optimize=True, verbose=False)
+        model = _to_onnx(lower(program), opset)
     except torch.onnx.OnnxExporterError:
-        translated = torch.onnx.export(program, dynamo=True, opset_version=opset, optimize=True, verbose=False)
-    assert translated is not None
+        model = _to_onnx(program, opset)
+    simplify(model)
+    return model
+
+
+def _to_onnx(program: ExportedProgram, opset: int) -> ir.Model:
+    """Do what `torch.onnx.export` does, without repeating its preparations for every graph.
+
+    The table of operators takes a second to build, and the pass that makes types explicit runs every operator again.
+    The public function has no arguments for either.
+    """
+    try:
+        core, operators = importlib.import_module(_EXPORTER + "._core"), _operators(opset)
+        export, translate = core.export, core._exported_program_to_onnx_program
+    except (ImportError, AttributeError):
+        _log.info("export takes longer with this version of PyTorch, whose exporter is not known")
+        translated = torch.onnx.export(program, dynamo=True, opset_version=opset, optimize=False, verbose=False)
+        assert translated is not None
+        return translated.model
+    if isinstance(program, Lowered) and not promotes(program):
+        translated = translate(program, registry=operators)
+        convert_version(translated.model, opset, fallback=True)
+    else:
+        translated = export(program, registry=operators, opset_version=opset, optimize=False, verbose=False)
     return translated.model
 
 
+@functools.cache
+def _operators(opset: int) -> Any:
+    return importlib.import_module(_EXPORTER + "._registration").ONNXRegistry.from_torchlib(opset_version=opset)
+
+
 def _root_cause(error: BaseException) -> str:
-    """Spell what lies under the exporter's own wrapping: type and first line."""
+    """Return type and first line of the error that the exporter wrapped."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {first_line(error)}"
@@ -191,11 +215,7 @@ def _root_cause(error: BaseException) -> str:
 
 def _sample(tensor: TensorSpec) -> Tensor:
     shape = [SAMPLE[dim] if isinstance(dim, str) else dim for dim in tensor.shape]
-    match tensor.dtype:
-        case "bool":
-            return torch.ones(shape, dtype=torch.bool)
-        case _:
-            return torch.zeros(shape, dtype=getattr(torch, tensor.dtype))
+    return torch.full(shape, tensor.dtype == "bool", dtype=getattr(torch, tensor.dtype))
 
 
 def _dynamic(tensor: TensorSpec) -> dict[int, Any]:
@@ -203,7 +223,7 @@ def _dynamic(tensor: TensorSpec) -> dict[int, Any]:
 
 
 def _name(model: ir.Model, contract: GraphSpec) -> None:
-    """Give inputs and outputs the names and dimensions of the contract, and drop what tells of this machine."""
+    """Give inputs and outputs the names and dimensions of the contract, and drop everything about this machine."""
     for values, specs in ((model.graph.inputs, contract.inputs), (model.graph.outputs, contract.outputs)):
         if len(values) != len(specs):
             raise GraphError(
@@ -231,11 +251,15 @@ def _name(model: ir.Model, contract: GraphSpec) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the exporter's own reports from the user's terminal, where what fails is raised, and fast paths off."""
-    logger, attention = logging.getLogger("torch"), torch.backends.mha
-    level, has_fast_path = logger.level, attention.get_fastpath_enabled()
+    """Hide the exporter's own reports, since errors are raised, and switch off what slows it down or ONNX lacks."""
+    logger, attention, config = logging.getLogger("torch"), torch.backends.mha, torch.fx.config
+    level, has_fast_path, is_collecting = logger.level, attention.get_fastpath_enabled(), gc.isenabled()
+    traces = getattr(config, _STACK_TRACES, None)
     logger.setLevel(logging.CRITICAL)
-    attention.set_fastpath_enabled(False)  # one operator for a whole layer of torch.nn, which ONNX has not
+    attention.set_fastpath_enabled(False)  # one operator for a whole layer of torch.nn, which ONNX does not have
+    gc.disable()  # a trace has many objects and little garbage
+    if traces is not None:
+        setattr(config, _STACK_TRACES, True)  # one for each operator
     nowhere = io.StringIO()
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
@@ -244,3 +268,7 @@ def _quiet() -> Iterator[None]:
     finally:
         logger.setLevel(level)
         attention.set_fastpath_enabled(has_fast_path)
+        if is_collecting:
+            gc.enable()
+        if traces is not None:
+            setattr(config, _STACK_TRACES, traces)

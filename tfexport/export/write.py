@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import onnx_ir as ir
+import torch
 from torch import nn
 
+from tfexport.bundle.bundle import Bundle
 from tfexport.contract import (
     ALIGNMENT,
     CONCAT_OPSETS,
     DECODER,
     ENCODER,
+    FLOAT,
     REORDER,
     WEIGHTS,
     AlignmentHeads,
@@ -20,25 +25,25 @@ from tfexport.contract import (
     GraphEntry,
     GraphSpec,
     ModelSpec,
+    Precision,
     alignment_graph,
     decoder_graph,
     encoder_graph,
     reorder_spec,
 )
-from tfexport.errors import GraphError
-from tfexport.export.contract import check_graph
-from tfexport.export.decoders import FORMS
+from tfexport.errors import BundleError, GraphError, raise_all
+from tfexport.export.decoders import FORMS, ModuleTraits
 from tfexport.export.decoders.contrib import joint_weights
-from tfexport.export.decoders.form import Seam
-from tfexport.export.passes.lookups import separate_lookups
-from tfexport.export.passes.topk import append_selection
-from tfexport.export.reorder import reorder_graph
-from tfexport.export.seam import traits_of
+from tfexport.export.graph_file import save_graph
+from tfexport.export.module_probe import traits_of
+from tfexport.export.passes import append_selection, separate_lookups
+from tfexport.export.reorder import reorder_model
 from tfexport.export.trace import trace_alignment, trace_decoder, trace_encoder
 from tfexport.export.weights import write_weights
 from tfexport.nn.config import TransformerConfig
+from tfexport.nn.directory import load_weights
 
-_TEACH = "list what is new in tfexport/export/decoders"
+_REMEDY = "list what is new in tfexport/export/decoders"
 
 
 def write_graphs(
@@ -52,32 +57,33 @@ def write_graphs(
     speculation: bool = False,
     report: Callable[[str], None],
 ) -> dict[str, GraphEntry]:
-    """Trace, append selection, share weights, write and check.
+    """Trace a model, append the selection of tokens, share the weights, write and check the graphs.
 
     Args:
-        model: in eval mode, its parameters of the precision that `spec` names.
+        model: in eval mode, in the precision of `spec`.
         spec: of the model.
-        directory: existing; receives `NAME.onnx` for each graph and the weight file.
-        forms: of the decoder; not used for an encoder alone, and contrib not where the operators cannot do the model.
-        opset: of the encoder and the concat form.
-        alignment: layer and heads, as `AlignmentHeads.within` returns them; None for no such graph.
-        speculation: let the decoder of the contrib form give the logits of several positions.
-        report: told what happens, a line at a time.
+        directory: receives `NAME.onnx` for each graph and the weight file.
+        forms: variants of the decoder; those that the model does not support are left out. Not used for an encoder
+            alone.
+        opset: of the encoder and the concat variant.
+        alignment: layer and heads, as `AlignmentHeads.within` returns them; None for no alignment graph.
+        speculation: let the contrib variant return the logits of several positions.
+        report: receives progress lines.
 
     Returns:
-        What the manifest says of each graph, by its name in the contract.
+        The graphs as a manifest lists them.
 
     Raises:
-        GraphError: the model does not trace, has no form that was asked for, or a graph breaks the contract.
+        GraphError: the model does not trace or supports no requested variant, or a graph violates the contract.
     """
     possible = _possible(forms, traits_of(model, spec), spec, report)
     if speculation and "contrib" not in possible:
-        raise GraphError("speculation: it is made of the contrib form, which this export has not; leave it out")
+        raise GraphError("speculation: needs the contrib form, which this export does not have; leave it out")
     report("tracing the encoder")
     traced: dict[str, tuple[ir.Model, GraphSpec, int]] = {
         ENCODER: (trace_encoder(model, spec, opset), encoder_graph(spec), opset)
     }
-    portable = {ENCODER}
+    portable = {ENCODER, ALIGNMENT}
     for form in possible:
         report(f"tracing the decoder, {form} form")
         kind = FORMS[form]
@@ -91,55 +97,110 @@ def write_graphs(
     if alignment is not None:
         report("tracing the alignment")
         traced[ALIGNMENT] = (trace_alignment(model, spec, alignment, opset), alignment_graph(spec), opset)
-        portable.add(ALIGNMENT)
     report("writing graphs and weights")
     graphs = [graph for graph, *_ in traced.values()]
     write_weights(directory / WEIGHTS, dict(model.named_parameters()), graphs, joint=list(joint_weights(model)))
     if "contrib" in possible:
         separate_lookups(traced[DECODER["contrib"]][0])
+    if set(possible) - {"contrib"}:  # the variants that a GPU runs
+        traced[REORDER] = (reorder_model(spec.precision), reorder_spec(spec.precision), CONCAT_OPSETS[0])
+        portable.add(REORDER)
     written = {}
     for name, (graph, contract, graph_opset) in traced.items():
         path = directory / f"{name}.onnx"
-        _save(graph, path)
-        check_graph(path, contract, portable=name in portable)
+        save_graph(graph, path, contract, portable=name in portable)
         written[name] = GraphEntry.of(path.name, graph_opset, contract)
-    if set(possible) - {"contrib"}:  # what a GPU may run
-        written[REORDER] = _write_reorder(spec, directory)
     return written
 
 
-def _write_reorder(spec: ModelSpec, directory: Path) -> GraphEntry:
-    path, contract = directory / f"{REORDER}.onnx", reorder_spec(spec.precision)
-    path.write_bytes(reorder_graph(spec.precision))
-    check_graph(path, contract)
-    return GraphEntry.of(path.name, CONCAT_OPSETS[0], contract)
+def write_cast(
+    model: nn.Module,
+    spec: ModelSpec,
+    directory: Path,
+    *,
+    forms: Sequence[Form],
+    opset: int,
+    alignment: AlignmentHeads | None = None,
+    speculation: bool = False,
+    report: Callable[[str], None] = lambda line: None,
+) -> dict[str, GraphEntry]:
+    """Write the graphs of a model in the precision of `spec`, as `write_graphs` does; the model does not change."""
+    dtype = getattr(torch, FLOAT[spec.precision])
+    shared = {id(parameter): parameter for parameter in model.parameters() if parameter.dtype == dtype}
+    cast = copy.deepcopy(model, shared).to(dtype)
+    more = {"alignment": alignment, "speculation": speculation}
+    return write_graphs(cast, spec, directory, forms=forms, opset=opset, report=report, **more)  # type: ignore[arg-type]
+
+
+def write_precision(
+    bundle: Bundle,
+    precision: Precision,
+    form: Form | None,
+    directory: Path,
+    *,
+    report: Callable[[str], None] = lambda line: None,
+) -> dict[str, GraphEntry]:
+    """Rebuild the model of a bundle, cast it and write its graphs.
+
+    A wider precision than the bundle's does not restore the digits that its weights have lost.
+
+    Args:
+        bundle: opened and checked.
+        precision: of the new graphs.
+        form: the only variant of the decoder to write; None for an encoder alone.
+        directory: receives the graphs and a weight file.
+        report: receives progress lines.
+
+    Returns:
+        The graphs as a manifest lists them.
+
+    Raises:
+        BundleError: the bundle has graphs only.
+        CheckpointError: the weights do not fit the model.
+        GraphError: lists every weight that is too large for the precision.
+    """
+    manifest = bundle.manifest
+    if manifest.config is None or WEIGHTS not in manifest.files:
+        raise BundleError(
+            f"{bundle.path}: holds graphs in {manifest.spec.precision} and no model to cast; "
+            f"export it again with: tfexport onnx SOURCE --precision {precision}"
+        )
+    report(f"casting the model to {precision}")
+    model = load_weights(bundle.file(WEIGHTS), manifest.config).to(getattr(torch, FLOAT[precision]))
+    problems = [
+        f"{name} is too large for {precision}, use bf16 or fp32"
+        for name, parameter in model.named_parameters()
+        if not parameter.isfinite().all()
+    ]
+    raise_all(GraphError, str(bundle.path), problems)
+    spec = replace(manifest.spec, precision=precision)
+    opset, forms = manifest.graphs[ENCODER].opset, () if form is None else (form,)
+    graphs = write_graphs(model, spec, directory, forms=forms, opset=opset, report=report)
+    graphs.pop(REORDER, None)  # each engine has its own
+    return graphs
 
 
 def _possible(
-    forms: Sequence[Form], traits: TransformerConfig | Seam, spec: ModelSpec, report: Callable[[str], None]
+    forms: Sequence[Form],
+    traits: TransformerConfig | ModuleTraits,
+    spec: ModelSpec,
+    report: Callable[[str], None],
 ) -> list[Form]:
-    """Leave out a form that cannot do the model, with the reason; refuse where none is left.
+    """Leave out the variants that do not support the model and report why; refuse if none is left.
 
-    An encoder alone has no form, but its graph is of the same trace as that of the concat form.
+    An encoder alone has no variants, but its graph is traced as with the concat variant.
     """
     if not spec.has_decoder:
         if unknown := FORMS["concat"].supports(traits, spec.precision):
-            raise GraphError(f"encoder: {' and '.join(unknown)}; {_TEACH}")
+            raise GraphError(f"encoder: {' and '.join(unknown)}; {_REMEDY}")
         return []
     problems = {form: FORMS[form].supports(traits, spec.precision) for form in FORMS}
     reasons = [f"no {form} form of this model: {' and '.join(problems[form])}" for form in forms if problems[form]]
     possible = [form for form in forms if not problems[form]]
     if not possible:
         able = ",".join(form for form in FORMS if not problems[form])
-        remedy = f"export it with --forms {able}" if able else _TEACH
+        remedy = f"export it with --forms {able}" if able else _REMEDY
         raise GraphError(f"decoder: {'; '.join(reasons)}; {remedy}")
     for reason in reasons:
         report(reason)
     return possible
-
-
-def _save(graph: ir.Model, path: Path) -> None:
-    try:
-        ir.save(graph, path)
-    except (ValueError, TypeError) as error:
-        raise GraphError(f"{path.name}: the traced graph cannot be written: {error}") from error

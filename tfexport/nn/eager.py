@@ -1,13 +1,19 @@
-"""A model in PyTorch as all that comes behind it knows it, whoever wrote it: the reference of every stage."""
+"""The model in PyTorch that every later stage is compared with, whoever wrote it, and its alignment."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
+
+from tfexport.contract import AlignmentHeads
+from tfexport.nn.cache import Cache, ConcatCache, Cross, KeyValue, Source, split_rows
+from tfexport.nn.dot_product import attention_weights
+from tfexport.nn.source import CrossCache, PaddedSource
 
 Reference = Callable[..., Tensor]
 
@@ -24,7 +30,7 @@ class EagerModel:
     """A module that is exported, and what it says of all positions at once.
 
     Attributes:
-        module: float32, in eval mode; it has `encode` and `decode_step` as `tfexport.nn.alignment.EncoderDecoder`
+        module: float32, in eval mode; it has `encode` and `decode_step` as `tfexport.nn.eager.EncoderDecoder`
             says, or for an encoder alone `hidden_states`.
         reference: called with the module, source_ids int64 [batch, source_len], source_mask bool likewise (True =
             token) and target_ids int64 [batch, target_len]; returns logits [batch, target_len, vocab]. For an encoder
@@ -46,3 +52,64 @@ class EagerModel:
                 if isinstance(value, Tensor) and value.is_floating_point():
                     setattr(module, name, value.double())
         return replace(self, module=wide)
+
+
+class EncoderDecoder(Protocol):
+    """An encoder and a decoder with an explicit cache."""
+
+    def encode(self, source_ids: Tensor, source: Source) -> list[KeyValue]:
+        """Return each decoder layer's cross-attention keys and values, [batch, kv_heads, source_len, …]."""
+        ...
+
+    def decode_step(self, target_ids: Tensor, cross: Cross, cache: Cache) -> Tensor:
+        """Return the last position's logits, float32 [rows, vocab]; every layer attends through `cross` and `cache`."""
+        ...
+
+
+class AlignedCross(CrossCache):
+    """Attention to the source that keeps the weights of some heads of one layer.
+
+    Attributes:
+        alignment: their mean, float32 or wider [batch, target_len, source_len], once the layer has attended.
+    """
+
+    alignment: Tensor
+
+    def __init__(self, key_values: Sequence[KeyValue], mask: Tensor, named: AlignmentHeads) -> None:
+        """Take what an encoder returned, the mask of its source, and what is kept, counted from 0."""
+        super().__init__(key_values, mask)
+        self._named = named
+
+    def attend(self, layer: int, query: Tensor, *, scale: float, softcap: float = 0.0) -> Tensor:
+        """Attend to the source; see `Cross.attend`."""
+        if layer == self._named.layer:
+            key = self.key_values[layer].key
+            rows, mask = split_rows(query, key.shape[0]), self.mask[:, None, None, :]
+            weights = attention_weights(rows, key, mask, scale=scale, softcap=softcap)
+            heads = self._named.heads
+            if len(heads) < weights.shape[1]:
+                weights = weights.index_select(1, torch.tensor(heads, device=weights.device))
+            self.alignment = weights.mean(1)
+        return super().attend(layer, query, scale=scale, softcap=softcap)
+
+
+def align(
+    model: EncoderDecoder, named: AlignmentHeads, source_ids: Tensor, source_mask: Tensor, target_ids: Tensor
+) -> Tensor:
+    """Read whole targets and return what their tokens attend to.
+
+    Args:
+        model: in eval mode.
+        named: layer and heads, as `AlignmentHeads.within` returns them.
+        source_ids: int64 [batch, source_len].
+        source_mask: bool [batch, source_len], True = token.
+        target_ids: decoder inputs, the start token first, int64 [batch, target_len].
+
+    Returns:
+        float32 [batch, target_len, source_len]; a row sums to 1 and has 0 at padding.
+    """
+    cross = AlignedCross(model.encode(source_ids, PaddedSource(source_mask)), source_mask, named)
+    # Self-attention has the heads and widths of cross-attention; of a source that is not there, no past.
+    past = [KeyValue(kept.key[:, :, :0], kept.value[:, :, :0]) for kept in cross.key_values]
+    model.decode_step(target_ids, cross, ConcatCache(past, target_ids))
+    return cross.alignment.float()

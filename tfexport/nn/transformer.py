@@ -9,14 +9,16 @@ Inside, tokens lie in one axis, [rows · len, d_model].
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tfexport.errors import ConfigError, raise_all
 from tfexport.nn.attention import MultiHeadAttention
 from tfexport.nn.cache import Cache, ConcatCache, Cross, KeyValue, Source
 from tfexport.nn.config import Side, StackConfig, TransformerConfig
@@ -230,6 +232,29 @@ class Transformer(nn.Module):
         rows = target_ids.shape[0]
         past = KeyValue(like.new_zeros(rows, heads, 0, d_k), like.new_zeros(rows, heads, 0, d_v))
         return ConcatCache([past] * len(self._decoder.layers), target_ids, dropout=dropout)
+
+    def shorten(self, max_source_length: int | None, max_target_length: int | None) -> None:
+        """Limit the lengths and cut the position tables; None keeps a length.
+
+        Raises:
+            ConfigError: lists every length that the model does not have.
+        """
+        wanted = {"max_source_length": max_source_length, "max_target_length": max_target_length}
+        limits: dict[str, Any] = {name: length for name, length in wanted.items() if length is not None}
+        problems = []
+        for name, length in limits.items():
+            most = getattr(self.config, name)
+            if most is None:
+                problems.append(f"{name} is {length}, but the model is an encoder alone; leave it out")
+            elif length > most and self.config.positions == "table":
+                problems.append(
+                    f"{name} is {length}, above the model's position table of {most}; ask for {most} or less"
+                )
+        raise_all(ConfigError, "export", problems)
+        self.config = dataclasses.replace(self.config, **limits)
+        for stack, rows in ((self.enc, self.config.max_source_length), (self.dec, self.config.max_target_length)):
+            if stack is not None and stack.pos is not None and len(stack.pos) != rows:
+                stack.pos = nn.Parameter(stack.pos[:rows].clone(), requires_grad=False)
 
     def _encode(self, source_ids: Tensor, source: Source) -> Tensor:
         enc, positions = self.enc, _positions(source_ids)

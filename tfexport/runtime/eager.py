@@ -14,12 +14,10 @@ from torch.nn import functional as F
 from tfexport.bundle.bundle import Bundle
 from tfexport.contract import WEIGHTS, Accuracy, AlignmentHeads, ModelSpec
 from tfexport.errors import BackendError, BundleError
-from tfexport.nn.alignment import align
-from tfexport.nn.cache import KeyValue
+from tfexport.nn.cache import KeyValue, RowCache
 from tfexport.nn.config import model_spec
 from tfexport.nn.directory import load_weights
-from tfexport.nn.eager import EagerModel
-from tfexport.nn.row_cache import RowCache
+from tfexport.nn.eager import EagerModel, align
 from tfexport.nn.source import CrossCache, PaddedSource
 from tfexport.nn.transformer import Transformer
 from tfexport.runtime.checked import CheckedAligner, CheckedScoring

@@ -20,7 +20,7 @@ from tfexport.contract import ModelSpec, Precision
 from tfexport.errors import GraphError
 from tfexport.export import write
 from tfexport.export.decoders.contrib import CONTRIB, joint_weights
-from tfexport.export.seam import traits_of
+from tfexport.export.module_probe import traits_of
 from tfexport.export.write import write_graphs
 from tfexport.nn.config import model_spec
 from tfexport.nn.directory import save_model

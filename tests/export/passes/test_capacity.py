@@ -16,7 +16,7 @@ import torch
 from tests import tiny
 from tfexport.contract import FLOAT, Precision, key_value_names
 from tfexport.errors import GraphError
-from tfexport.export.passes.capacity import fix_capacity
+from tfexport.export.passes import fix_capacity
 from tfexport.export.write import write_graphs
 from tfexport.nn.config import model_spec
 from tfexport.tensorrt.build.builder import build_engine
@@ -98,7 +98,7 @@ def test_another_graph_is_refused(dates_bundle: Path, tmp_path: Path) -> None:
     with pytest.raises(GraphError, match=r"^decoder\.onnx: has no dimension 'capacity'; give a graph of the static"):
         fix_capacity(dates_bundle / "decoder.onnx", 8)
     (tmp_path / "cut.onnx").write_bytes((dates_bundle / "decoder.onnx").read_bytes()[:999])
-    with pytest.raises(GraphError, match=r"^cut\.onnx: is not an ONNX model"):
+    with pytest.raises(GraphError, match=r"cut\.onnx: is not an ONNX model"):
         fix_capacity(tmp_path / "cut.onnx", 8)
 
 

@@ -10,7 +10,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from tfexport.export.passes.joint_products import join_products
+from tfexport.export.passes import join_products
 
 D, HEADS, WIDTH, TOKENS = 6, 2, 3, 5
 RNG = np.random.default_rng(0)

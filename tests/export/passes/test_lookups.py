@@ -11,8 +11,8 @@ import onnxruntime as ort
 import pytest
 import torch
 
-from tfexport.export.external_data import external_weights, span
-from tfexport.export.passes.lookups import separate_lookups
+from tfexport.export.graph_file import span
+from tfexport.export.passes import separate_lookups
 from tfexport.export.weights import write_weights
 
 ROWS, WIDTH = 7, 4
@@ -51,7 +51,7 @@ def test_two_names_refer_to_the_same_bytes_and_mean_the_same(tmp_path: Path) -> 
     separate_lookups(model)
     proto = written(tmp_path, model)
     assert {node.op_type: [*node.input] for node in proto.graph.node}["Gather"] == ["table.rows", "ids"]
-    weights = external_weights(proto.graph)
+    weights = model.graph.initializers
     assert span(weights["table"]) == span(weights["table.rows"])
     assert (tmp_path / "weights.safetensors").stat().st_size == size
     (found,) = ort.InferenceSession(tmp_path / "g.onnx").run(None, {"ids": IDS})

@@ -7,7 +7,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 
-from tfexport.export.passes.reshapes import collapse_reshapes
+from tfexport.export.passes import collapse_reshapes
 
 
 def shape(name: str, *sizes: int) -> ir.Value:

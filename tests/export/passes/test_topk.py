@@ -8,7 +8,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from tfexport.export.passes.topk import append_selection
+from tfexport.export.passes import append_selection
 
 VOCAB = 32_000
 RNG = np.random.default_rng(0)

@@ -26,7 +26,7 @@ from tfexport.contract import Quantization, TokenIds
 from tfexport.errors import BackendError, BundleError, ConfigError
 from tfexport.export import export_bundle
 from tfexport.export.config import ExportConfig
-from tfexport.export.quantize.ort_quantize import write_integer_graphs
+from tfexport.export.quantize.integers import write_integer_graphs
 from tfexport.nn.config import StackConfig, TransformerConfig
 from tfexport.nn.directory import load_model, save_model
 from tfexport.nn.transformer import Transformer

@@ -13,7 +13,7 @@ from tests.tensorrt.artifact.stored import L4
 from tests.tensorrt.engine_graphs import add, attention, cache_update, project
 from tfexport.bundle.manifest import Manifest
 from tfexport.errors import EngineError
-from tfexport.export.passes.capacity import fix_capacity
+from tfexport.export.passes import fix_capacity
 from tfexport.tensorrt.build.builder import SerializedEngine, build_engine
 from tfexport.tensorrt.build.network import Graph, Network, parse_graph
 from tfexport.tensorrt.build.options import resolve_options

@@ -20,7 +20,7 @@ from tfexport.bundle.bundle import Bundle, open_bundle
 from tfexport.contract import DECODER, ENCODER, REORDER, Form, Precision
 from tfexport.export import export_bundle
 from tfexport.export.config import ExportConfig
-from tfexport.export.passes.capacity import fix_capacity
+from tfexport.export.passes import fix_capacity
 from tfexport.export.reorder import reorder_graph
 from tfexport.nn.config import TransformerConfig
 from tfexport.nn.directory import save_model

@@ -18,7 +18,7 @@ from onnx import TensorProto, helper
 from tests.tensorrt.engine_graphs import CAPACITY, HEADS, WIDTH, add, attention, cache_update, model, value
 from tfexport.contract import GraphSpec, TensorSpec
 from tfexport.errors import EngineError
-from tfexport.export.passes.capacity import fix_capacity
+from tfexport.export.passes import fix_capacity
 from tfexport.tensorrt.build.network import Graph, Network, Tensor, _causal_problem, check_contract, parse_graph
 from tfexport.tensorrt.library import Library, load_library
 

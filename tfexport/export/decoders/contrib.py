@@ -1,8 +1,7 @@
-"""The contrib form: attention in ONNX Runtime's own operators, for its CPU.
+"""The contrib variant: attention in ONNX Runtime's own operators, for its CPU.
 
-An attention is one operator, query, key and value one product, and the cache of
-the static form is written in place by the attention itself, which reads it no
-further than it is filled. The operators are documented in
+An attention is one operator, and query, key and value are one product. The attention writes the cache of the static
+variant in place, and reads only the filled part of it. The operators are documented in
 https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md.
 """
 
@@ -14,53 +13,41 @@ import torch
 from torch import Tensor, nn
 
 from tfexport.contract import ENCODER_CONTRIB, Precision
-from tfexport.export.decoders.form import OUTSIDE_ATTENTION, DecoderForm, Seam, Supported, unsupported
-from tfexport.export.passes.joint_products import join_products
+from tfexport.export.decoders.form import SUPPORTED, DecoderForm, ModuleTraits, unsupported
+from tfexport.export.passes import join_products
 from tfexport.nn.attention import MultiHeadAttention
 from tfexport.nn.cache import KeyValue
 from tfexport.nn.config import TransformerConfig
 from tfexport.nn.dot_product import MASK_FILL
 
 _DOMAIN = "com.microsoft"
-# What divides the width of a head in `GroupQueryAttention`.
+# Divides the width of a head in `GroupQueryAttention`.
 _HEAD_DIM_STEP = 8
-
-SUPPORTED: Supported = {
-    **OUTSIDE_ATTENTION,
-    "positions": ("table", "none", "rotary"),
-    "relative_bias": ("none", "t5", "t5_per_layer", "alibi"),
-    "attention_softcap": (0.0,),
-    **dict.fromkeys(("num_heads", "num_kv_heads", "d_k", "d_v", "attention_bias", "attention_scale")),
-    **dict.fromkeys(("relative_buckets", "relative_max_distance")),
-    **dict.fromkeys(("rotary_base", "rotary_dim", "rotary_pairs", "rotary_cross")),
-}
+_SUPPORTED = {**SUPPORTED, "attention_softcap": (0.0,)}
 
 
-def supports(config: TransformerConfig | Seam, precision: Precision) -> list[str]:
-    """Say what of a model the operators cannot do; the other forms can."""
-    if isinstance(config, Seam):
-        has_decoder, width, value_width, others = config.has_decoder, config.head_dim, config.value_dim, _asked(config)
+def supports(traits: TransformerConfig | ModuleTraits, precision: Precision) -> list[str]:
+    """Return what of a model the operators cannot compute; the other variants can."""
+    if isinstance(traits, ModuleTraits):
+        has_decoder, width, value_width = traits.has_decoder, traits.head_dim, traits.value_dim
+        others = ["a layer attends in its own way, not through cache.attend"] if traits.by_hand else []
+        others += ["scores are capped"] if traits.softcap else []
     else:
-        has_decoder, others = config.decoder is not None, unsupported(config, SUPPORTED)
-        width, value_width = (config.d_k("decoder"), config.d_v("decoder")) if has_decoder else (0, 0)
+        has_decoder, others = (
+            traits.decoder is not None,
+            unsupported(traits, _SUPPORTED),
+        )
+        width, value_width = (traits.d_k("decoder"), traits.d_v("decoder")) if has_decoder else (0, 0)
     if not has_decoder:
         return ["it is an encoder alone"]
     problems = []
     if width != value_width or width % _HEAD_DIM_STEP:
         problems.append(f"keys and values are not equally wide, or {_HEAD_DIM_STEP} does not divide that")
-    problems += others
-    if precision != "fp32":
-        problems.append(f"it is {precision}")
-    return problems
-
-
-def _asked(seam: Seam) -> list[str]:
-    asked = {"a layer attends in its own way, not through cache.attend": seam.by_hand, "scores level off": seam.softcap}
-    return [problem for problem, is_so in asked.items() if is_so]
+    return [*problems, *others, *([f"it is {precision}"] if precision != "fp32" else [])]
 
 
 def joint_weights(model: nn.Module) -> Iterator[tuple[str, ...]]:
-    """Name the parameters that the contrib form reads as one: they have to lie side by side."""
+    """Name the parameters that the contrib variant reads as one; they have to be stored next to each other."""
     for name, module in model.named_modules():
         if isinstance(module, MultiHeadAttention) and name.endswith(".self"):
             for kind, _ in module.q.named_parameters():
@@ -68,9 +55,9 @@ def joint_weights(model: nn.Module) -> Iterator[tuple[str, ...]]:
 
 
 class ContribCache:
-    """The buffers of the static form, which the attention itself writes.
+    """The buffers of the static variant, which the attention itself writes.
 
-    It exists only in a trace: `GroupQueryAttention` has no PyTorch twin. It is causal by itself.
+    `GroupQueryAttention` has no PyTorch equivalent: this cache works only in a trace. It is always causal.
 
     Attributes:
         past: one `KeyValue` a layer, [rows, kv_heads, capacity, head_dim].
@@ -87,7 +74,7 @@ class ContribCache:
         last_position: Tensor,
         total_length: Tensor,
     ) -> None:
-        """Begin a pass.
+        """Start a step.
 
         Args:
             past: of each layer.
@@ -112,9 +99,9 @@ class ContribCache:
         scale: float,
         softcap: float = 0.0,
     ) -> Tensor:
-        """Write the new tokens of `layer` and attend; see `tfexport.nn.cache.SelfAttention`."""
+        """Implement `tfexport.nn.cache.SelfAttention.attend`."""
         past = self.past[layer]
-        # Side by side, as the operator wants them and as `join_products` makes them in one product.
+        # Concatenated, as the operator expects them and as `join_products` computes them in one product.
         packed = _by_rows(torch.cat((query, key, value), 1), self.positions)
         width = query.shape[1] * value.shape[2]
         context, present_key, present_value = torch.onnx.ops.symbolic_multi_out(
@@ -129,12 +116,12 @@ class ContribCache:
         return context.flatten(0, 1)
 
     def _bias(self, bias: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return a bias [rows or 1, heads, len, capacity] as the operator wants it: for as many keys as there are."""
+        """Cut a bias [rows or 1, heads, len, capacity] to the keys in the cache, as the operator expects."""
         if bias is None:
             return ()
         bounds = (torch.tensor([0], dtype=torch.int32), self._total_length, torch.tensor([3], dtype=torch.int32))
         shorter = torch.onnx.ops.symbolic("Slice", (bias, *bounds), dtype=bias.dtype, shape=bias.shape, version=18)
-        return (None, None, None, shorter)  # behind the tables of rotary positions, which are turned in already
+        return (None, None, None, shorter)  # after the rotary tables, which are already applied
 
 
 class ContribCross:
@@ -145,13 +132,13 @@ class ContribCross:
         self.key_values, self.mask = key_values, mask
 
     def attend(self, layer: int, query: Tensor, *, scale: float, softcap: float = 0.0) -> Tensor:
-        """Attend to the source; see `tfexport.nn.cache.Cross`."""
+        """Implement `tfexport.nn.cache.Cross.attend`."""
         kept = self.key_values[layer]
         heads, width = kept.key.shape[1], kept.value.shape[3]
         shared = query.shape[1] // heads
         if shared == 1:
             return _attention(query, kept.key, kept.value, self.mask, heads * width, scale, scales_query=True)
-        # The operator knows no shared keys: the heads that share one are more query positions of it.
+        # The operator has no shared keys: heads that share one become more query positions of it.
         queries = query.unflatten(1, (heads, shared)).transpose(1, 2).flatten(0, 1)  # type: ignore[no-untyped-call]
         context = _attention(queries, kept.key, kept.value, self.mask, heads * width, scale, scales_query=True)
         return context.unflatten(1, (heads, width)).unflatten(0, (-1, shared)).transpose(1, 2).flatten(1)  # type: ignore[no-untyped-call, no-any-return]
@@ -175,9 +162,9 @@ class ContribSource:
         scale: float,
         softcap: float = 0.0,
     ) -> Tensor:
-        """Attend from every token to every token; see `tfexport.nn.cache.SelfAttention`."""
+        """Implement `tfexport.nn.cache.SelfAttention.attend`."""
         width, shared = query.shape[1] * value.shape[2], query.shape[1] // key.shape[1]
-        # The operator knows no shared keys, and here they are read once.
+        # The operator has no shared keys, and here they are read once.
         key, value = (part if shared == 1 else part.repeat_interleave(shared, 1) for part in (key, value))
         return _attention(query, _by_rows(key, self.mask), _by_rows(value, self.mask), self.mask, width, scale, bias)
 
@@ -193,10 +180,10 @@ def _attention(
     *,
     scales_query: bool = False,
 ) -> Tensor:
-    """Attend from `query` [batch · len, heads, head_dim] to the tokens that `mask` [batch, source_len] leaves.
+    """Attend from `query` [batch · len, heads, head_dim] to the tokens of `mask` [batch, source_len].
 
-    With `scales_query` the operator has nothing to scale: for queries of one token, as in a step, it then takes a
-    kernel that is up to twice as fast.
+    With `scales_query` the operator does not scale: for queries of one token, as in a step, it then uses a kernel that
+    is up to twice as fast.
     """
     packed = _by_rows(query, mask)
     if scales_query and scale != 1:
@@ -213,9 +200,9 @@ def _attention(
 
 
 def _by_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """View `x` [rows · len, heads, width] as [rows, len, heads · width], as many rows as the first axis of `rows` has.
+    """View `x` [rows · len, heads, width] as [rows, len, heads · width], with the first axis of `rows`.
 
-    PyTorch would work out `len`, in half a dozen operators of one number each; ONNX takes -1.
+    PyTorch would compute `len` with half a dozen operators; ONNX accepts -1.
     """
     operator, long = torch.onnx.ops.symbolic, torch.int64
     width = x.shape[1] * x.shape[2]

@@ -1,4 +1,4 @@
-"""What a form of the decoder graph consists of, and how it says what it can do."""
+"""What a variant of the decoder graph consists of, what it supports, and the concat variant."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ import onnx_ir as ir
 from torch import Tensor
 
 from tfexport.contract import ENCODER, Precision
-from tfexport.nn.cache import Cache, Cross, KeyValue, Source
+from tfexport.nn.cache import Cache, ConcatCache, Cross, KeyValue, Source
 from tfexport.nn.config import StackConfig, TransformerConfig
 from tfexport.nn.source import CrossCache, PaddedSource
 from tfexport.nn.switches import SWITCHES
 
-# The fields of a configuration that a form can do, and of each the values; None means every value.
+# The fields of a configuration that a variant supports, and the values of each; None means every value.
 Supported = Mapping[str, Collection[object] | None]
 
-# What no attention sees: the switches that act elsewhere, sizes, ties, biases. A form adds what its attention can do.
-OUTSIDE_ATTENTION: Supported = {
+# Supported by every variant; one that supports fewer values of a field overrides it. New switches of attention and new
+# values of theirs are refused until they are listed here.
+SUPPORTED: Supported = {
+    # Switches outside of attention do not concern the decoder's variant.
     **{
         name: switch.values if isinstance(switch.values, tuple) else None
         for name, switch in SWITCHES.items()
@@ -29,17 +31,23 @@ OUTSIDE_ATTENTION: Supported = {
     **dict.fromkeys(("d_model", "d_ff", "layers", "source_vocab", "target_vocab", "tokens", "dropout")),
     **dict.fromkeys(("max_source_length", "max_target_length", "tie_embeddings", "tie_output")),
     **dict.fromkeys(("feed_forward_bias", "norm_bias", "output_bias")),
+    "positions": ("table", "none", "rotary"),
+    "relative_bias": ("none", "t5", "t5_per_layer", "alibi"),
+    **dict.fromkeys(("num_heads", "num_kv_heads", "d_k", "d_v")),
+    **dict.fromkeys(("attention_bias", "attention_scale", "attention_softcap")),
+    **dict.fromkeys(("relative_buckets", "relative_max_distance")),
+    **dict.fromkeys(("rotary_base", "rotary_dim", "rotary_pairs", "rotary_cross")),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seam:
-    """What a module of the user's own asks of attention, as far as a form may not have it.
+class ModuleTraits:
+    """What a user's own module needs from attention, as far as a variant may not support it.
 
     Attributes:
         has_decoder: False for an encoder alone.
-        by_hand: a layer of the decoder attends in its own way to what the cache keeps.
-        softcap: scores level off somewhere.
+        by_hand: a decoder layer computes attention itself from what the cache keeps.
+        softcap: scores are capped somewhere.
         head_dim: width of one head's keys.
         value_dim: width of one head's values.
     """
@@ -52,33 +60,38 @@ class Seam:
 
 
 class TracedCache(Cache, Protocol):
-    """A cache whose buffers go into a graph and come out of it.
+    """A cache whose buffers are inputs and outputs of a graph.
 
     Attributes:
-        present: one `KeyValue` a layer, complete when every layer has attended.
+        present: one `KeyValue` a layer, complete after every layer has attended.
     """
 
     present: list[KeyValue]
 
 
+def supports_config(traits: TransformerConfig | ModuleTraits, precision: Precision) -> list[str]:
+    """Return what every variant lacks; a user's own module is traced as it is written."""
+    return [] if isinstance(traits, ModuleTraits) else unsupported(traits, SUPPORTED)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecoderForm:
-    """One form of the decoder: how it keeps its cache and attends.
+    """A variant of the decoder: how it stores its cache and attends.
 
     Attributes:
-        supports: says what of a model the form cannot do, given the
-            configuration, or what a module of the user's own asks for, and the precision.
-        cache: of the decoder's self-attention, from the past of every layer, the new tokens and, by its name in the
-            contract, what else the form has for an input.
-        cross: of its attention to the source, from what the encoder returned and the mask.
+        supports: returns what of a model the variant does not support, given its configuration, or the traits of a
+            user's own module, and the precision.
+        cache: of the decoder's self-attention, from the past of every layer, the new tokens and, by their names in the
+            contract, the other inputs of the variant.
+        cross: of its attention to the source, from the result of the encoder and the mask.
         source: of the encoder's self-attention, from the mask.
-        encoder: name of the encoder graph that belongs to the form.
-        opset: the one it needs; None where the export may choose.
-        portable: whether other runtimes than ONNX Runtime are to read it.
-        passes: over the traced decoder, which they change in place.
+        encoder: name of the encoder graph that belongs to the variant.
+        opset: the one it needs; None if the export may choose.
+        portable: whether other runtimes than ONNX Runtime read it.
+        passes: over the traced decoder.
     """
 
-    supports: Callable[[TransformerConfig | Seam, Precision], list[str]]
+    supports: Callable[[TransformerConfig | ModuleTraits, Precision], list[str]] = supports_config
     cache: Callable[..., TracedCache]
     cross: Callable[[Sequence[KeyValue], Tensor], Cross] = CrossCache
     source: Callable[[Tensor], Source] = PaddedSource
@@ -88,12 +101,15 @@ class DecoderForm:
     passes: tuple[Callable[[ir.Model], None], ...] = ()
 
 
+# What eager PyTorch computes, traced as it is. Every runtime that reads ONNX can run it.
+CONCAT = DecoderForm(cache=ConcatCache)
+
+
 def unsupported(config: TransformerConfig, supported: Supported) -> list[str]:
-    """Name the fields and the values that a form does not list: what it was never taught it does not do."""
+    """Name the fields of a configuration, with their values, that are not listed as supported."""
     problems = []
     for path, value in _fields(config):
-        name = path.rpartition(".")[2]
-        values = supported.get(name, ())
+        values = supported.get(path.rpartition(".")[2], ())
         if values is not None and value not in values:
             problems.append(f"{path} is {value}")
     return problems

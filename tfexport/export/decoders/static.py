@@ -1,4 +1,4 @@
-"""The static form: buffers of fixed capacity, and one ONNX `Attention` for each attention of the decoder."""
+"""The static variant: buffers of fixed capacity, and one ONNX `Attention` for each attention of the decoder."""
 
 from __future__ import annotations
 
@@ -8,34 +8,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tfexport.contract import STATIC_OPSET, Precision
-from tfexport.export.decoders.form import OUTSIDE_ATTENTION, DecoderForm, Seam, Supported, unsupported
+from tfexport.contract import STATIC_OPSET
+from tfexport.export.decoders.form import DecoderForm
 from tfexport.nn.cache import KeyValue, merge_rows, split_rows
-from tfexport.nn.config import TransformerConfig
 from tfexport.nn.dot_product import MASK_FILL, dot_product_attention
-
-SUPPORTED: Supported = {
-    **OUTSIDE_ATTENTION,
-    "positions": ("table", "none", "rotary"),
-    "relative_bias": ("none", "t5", "t5_per_layer", "alibi"),
-    **dict.fromkeys(
-        ("num_heads", "num_kv_heads", "d_k", "d_v", "attention_bias", "attention_scale", "attention_softcap")
-    ),
-    **dict.fromkeys(("relative_buckets", "relative_max_distance")),
-    **dict.fromkeys(("rotary_base", "rotary_dim", "rotary_pairs", "rotary_cross")),
-}
-
-
-def supports(config: TransformerConfig | Seam, precision: Precision) -> list[str]:
-    """Say what of a model this form cannot do; a module of its own calls the same `attend`."""
-    return [] if isinstance(config, Seam) else unsupported(config, SUPPORTED)
 
 
 class StaticCache:
     """Buffers of fixed capacity, written in place at each row's own position.
 
-    `TensorScatter` (ONNX opset 24) has no PyTorch twin: this cache exists only in a trace.
-    `tfexport.nn.row_cache.RowCache` does the same in PyTorch.
+    `TensorScatter` (ONNX opset 24) has no PyTorch equivalent: this cache works only in a trace.
+    `tfexport.nn.cache.RowCache` does the same in PyTorch.
 
     Attributes:
         past: one `KeyValue` a layer, [rows, kv_heads, capacity, …].
@@ -46,7 +29,7 @@ class StaticCache:
     """
 
     def __init__(self, past: Sequence[KeyValue], target_ids: Tensor, cache_lengths: Tensor) -> None:
-        """Begin a pass of `target_ids` [rows, target_len] over buffers filled up to `cache_lengths` int64 [rows]."""
+        """Start a step of `target_ids` [rows, target_len] over buffers filled up to `cache_lengths` int64 [rows]."""
         self.past, self._cache_lengths, self._rows = past, cache_lengths, target_ids.shape[0]
         self.present: list[KeyValue] = []
         self.key_len = past[0].key.shape[2]
@@ -64,7 +47,7 @@ class StaticCache:
         scale: float,
         softcap: float = 0.0,
     ) -> Tensor:
-        """Write the new tokens of `layer` and attend; see `tfexport.nn.cache.SelfAttention`."""
+        """Implement `tfexport.nn.cache.SelfAttention.attend`."""
         query, key, value = (split_rows(part, self._rows) for part in (query, key, value))
         kept = self.update(layer, KeyValue(key, value))
         return _attention(query, kept, self.mask, bias, scale, softcap)
@@ -94,7 +77,7 @@ class StaticCross:
         self.key_values, self.mask = key_values, mask
 
     def attend(self, layer: int, query: Tensor, *, scale: float, softcap: float = 0.0) -> Tensor:
-        """Attend to the source; see `tfexport.nn.cache.Cross`."""
+        """Implement `tfexport.nn.cache.Cross.attend`."""
         kept = self.key_values[layer]
         query, mask = split_rows(query, self.mask.shape[0]), self.mask[:, None, None, :]
         return _attention(query, kept, mask, None, scale, softcap)
@@ -105,11 +88,9 @@ def _attention(
 ) -> Tensor:
     """Do what `dot_product_attention` does in one operator, which becomes ONNX `Attention`.
 
-    The mask is expanded to every query: some runtimes refuse or misread a broadcast one. It is added to the scores:
-    from one of bool TensorRT-RTX first works out which keys are left, and fails where 8 does not divide head_dim.
-
-    What levels off the scores is spelled out: runtimes do not agree whether `softcap` of the operator comes before the
-    mask or behind it.
+    The mask is expanded to every query, because some runtimes refuse or misread a broadcast one. It is added to the
+    scores, because TensorRT-RTX fails on a bool mask if 8 does not divide head_dim. A soft cap is written in basic
+    operators, because runtimes disagree whether the operator's `softcap` comes before or after the mask.
     """
     if softcap:
         return merge_rows(dot_product_attention(query, kept.key, kept.value, mask, bias, scale=scale, softcap=softcap))
@@ -121,4 +102,4 @@ def _attention(
     )
 
 
-STATIC = DecoderForm(supports=supports, cache=StaticCache, cross=StaticCross, opset=STATIC_OPSET)
+STATIC = DecoderForm(cache=StaticCache, cross=StaticCross, opset=STATIC_OPSET)

@@ -1,147 +1,110 @@
-"""Find the linear maps of graphs, the embeddings, and the weights that nothing else uses."""
+"""Find the linear maps of a graph and the matrices that nothing else reads."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
-import onnx
-from onnx import helper
+import onnx_ir as ir
 
 from tfexport.contract import LOGITS
-from tfexport.export.external_data import Span, external_weights, span
+from tfexport.export.graph_file import Span, external_weights, span
 
-# Attributes of a Gemm that changes nothing but to multiply and add.
-_PLAIN = {"alpha": 1.0, "beta": 1.0, "transA": 0}
+# A smaller matrix saves nothing worth a kernel.
+LEAST_WEIGHTS = 4096
 
 
 @dataclass(frozen=True)
-class Product:
-    """One linear map whose matrix lies in a file.
+class LinearMap:
+    """A MatMul or Gemm with a matrix from the weight file.
 
     Attributes:
-        node: that multiplies.
-        weight: name of the initializer.
+        node: multiplies.
+        weight: the initializer, [outputs, inputs] or [inputs, outputs].
         outputs: axis of the outputs in it, 0 or 1.
-        bias: name of what is added, [outputs]; "" for nothing.
-        activation: operator that the node applies to the sum; "" for none.
-        is_projection: whether it gives the logits.
+        bias: added to the product, if any.
+        is_projection: whether it computes the logits.
     """
 
-    node: onnx.NodeProto
-    weight: str
+    node: ir.Node
+    weight: ir.Value
     outputs: int
-    bias: str
-    activation: str
+    bias: ir.Value | None
     is_projection: bool
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it only multiplies and adds a vector; a Gemm can also scale both, or transpose its input."""
+        get = self.node.attributes
+        is_scaled = get.get_float("alpha", 1.0) != 1 or get.get_float("beta", 1.0) != 1
+        is_vector = self.bias is None or (self.bias.const_value is not None and len(self.bias.const_value.shape) == 1)
+        return is_vector and not is_scaled and not get.get_int("transA", 0)
 
-def products(graph: onnx.GraphProto, *, least: int) -> Iterator[Product]:
-    """List the linear maps of a graph: MatMul, Gemm, and the FusedGemm of ONNX Runtime.
 
-    A Gemm with factors, or with a bias that is no vector, is not among them.
-
-    Args:
-        graph: to search.
-        least: how many weights a matrix has to have.
-    """
-    matrices = _matrices(graph, least)
-    turned = {node.output[0]: node.input[0] for node in graph.node if _turns(node)}
-    vectors = {weight.name for weight in graph.initializer if len(weight.dims) == 1}
+def linear_maps(graph: ir.Graph) -> Iterator[LinearMap]:
+    """Find the linear maps with at least 4096 weights, in the order of the graph."""
     projection = _projection(graph)
-    for node in graph.node:
-        if node.op_type not in ("MatMul", "Gemm", "FusedGemm") or len(node.input) < 2:
-            continue
-        weight = turned.get(node.input[1], node.input[1])
-        bias = node.input[2] if len(node.input) > 2 else ""
-        factors = _attributes(node)
-        is_turned = bool(factors.pop("transB", 0)) != (node.input[1] in turned)
-        activation = factors.pop("activation", b"").decode()
-        is_plain = all(value == _PLAIN.get(name) for name, value in factors.items())
-        if weight in matrices and is_plain and (not bias or bias in vectors):
-            is_projection = node.output[0] == projection
-            yield Product(node, weight, 0 if is_turned else 1, bias, activation, is_projection)
+    for node in graph:
+        operand = node.inputs[1] if node.op_type in ("MatMul", "Gemm") else None
+        turn = operand.producer() if operand else None
+        is_turned = turn is not None and is_transpose(turn)
+        weight = turn.inputs[0] if turn and is_turned else operand
+        if weight and is_large_matrix(weight):
+            axis = 0 if bool(node.attributes.get_int("transB", 0)) != is_turned else 1
+            bias = node.inputs[2] if len(node.inputs) > 2 else None
+            yield LinearMap(node, weight, axis, bias, node is projection)
 
 
-def lookups(graph: onnx.GraphProto, *, least: int) -> Iterator[onnx.NodeProto]:
-    """List the embeddings of a graph: each Gather that takes rows of a matrix in a file by token id.
+def only_linear(graphs: Iterable[ir.Graph]) -> dict[Span, int]:
+    """Find the matrices that only linear maps read, in all graphs together, and the axis of their outputs.
 
-    Args:
-        graph: to search.
-        least: how many weights a matrix has to have.
+    The output projection does not count: it decides between close logits, and is often the embedding too.
     """
-    matrices, inputs = _matrices(graph, least), {value.name for value in graph.input}
-    for node in graph.node:
-        is_gather = node.op_type == "Gather" and not _attributes(node).get("axis")
-        if is_gather and node.input[0] in matrices and node.input[1] in inputs:
-            yield node
-
-
-def linear_maps(graphs: Iterable[onnx.GraphProto], *, least: int) -> dict[Span, int]:
-    """Find the matrices that only linear maps use, in all graphs together, and the axis of their outputs.
-
-    The output projection does not count: it decides between neighbours, and is often the embedding too.
-
-    Args:
-        graphs: that share weights.
-        least: how many weights a matrix has to have.
-    """
-    uses: dict[Span, set[int | None]] = defaultdict(set)
+    axes: dict[Span, set[int | None]] = defaultdict(set)
     for graph in graphs:
-        weights = external_weights(graph)
-        for name, axis in _uses(graph):
-            if name in weights:
-                dims = weights[name].dims
-                is_large = len(dims) == 2 and dims[0] * dims[1] >= least
-                uses[span(weights[name])].add(axis if is_large else None)
-    only = {place: axes.pop() for place, axes in uses.items() if len(axes) == 1}
+        maps: Counter[ir.Value] = Counter()
+        for found in linear_maps(graph):
+            axes[span(found.weight)].add(None if found.is_projection else found.outputs)
+            maps[found.weight] += 1
+        for weight in external_weights(graph):
+            if maps[weight] != sum(1 for _ in _readers(weight)):
+                axes[span(weight)].add(None)
+    only = {place: found.pop() for place, found in axes.items() if len(found) == 1}
     return {place: axis for place, axis in only.items() if axis is not None}
 
 
-def _uses(graph: onnx.GraphProto) -> Iterator[tuple[str, int | None]]:
-    """List every use of every tensor: the axis of the outputs where it is the matrix of a linear map, else None."""
-    readers: dict[str, list[onnx.NodeProto]] = defaultdict(list)
-    for node in graph.node:
-        for name in node.input:
-            readers[name].append(node)
-    projection = _projection(graph)
-    for node in graph.node:
-        for place, name in enumerate(node.input):
-            yield name, None if node.output[0] == projection else _outputs_axis(node, place, readers)
+def lookups(graph: ir.Graph) -> Iterator[ir.Node]:
+    """Find the embeddings: each Gather that takes rows of a large matrix by token id."""
+    for node in graph:
+        is_gather = node.op_type == "Gather" and not node.attributes.get_int("axis", 0)
+        if is_gather and node.inputs[0] and is_large_matrix(node.inputs[0]) and node.inputs[1] in graph.inputs:
+            yield node
 
 
-def _matrices(graph: onnx.GraphProto, least: int) -> set[str]:
-    weights = external_weights(graph).items()
-    return {name for name, weight in weights if len(weight.dims) == 2 and weight.dims[0] * weight.dims[1] >= least}
+def is_large_matrix(value: ir.Value) -> bool:
+    """Whether a value is a matrix of the weight file with at least 4096 weights."""
+    tensor = value.const_value
+    return isinstance(tensor, ir.ExternalTensor) and len(tensor.shape) == 2 and tensor.size >= LEAST_WEIGHTS
 
 
-def _attributes(node: onnx.NodeProto) -> dict[str, Any]:
-    return {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+def is_transpose(node: ir.Node) -> bool:
+    """Whether a node transposes a matrix, as `tfexport.export.weights` writes some linear maps."""
+    return node.op_type == "Transpose" and node.attributes.get_ints("perm", ()) == (1, 0)
 
 
-def _turns(node: onnx.NodeProto) -> bool:
-    """Say whether a node turns a matrix: how the exporter writes a linear map, see `tfexport.export.weights`."""
-    return node.op_type == "Transpose" and _attributes(node).get("perm") == [1, 0]
+def _readers(weight: ir.Value) -> Iterator[ir.Node]:
+    for node, _ in weight.uses():
+        if is_transpose(node):
+            yield from (reader for reader, _ in node.outputs[0].uses())
+        else:
+            yield node
 
 
-def _outputs_axis(node: onnx.NodeProto, place: int, readers: Mapping[str, list[onnx.NodeProto]]) -> int | None:
-    if node.op_type == "Gemm" and place == 1:
-        return 0 if _attributes(node).get("transB") else 1
-    if node.op_type == "MatMul" and place == 1:
-        return 1
-    if _turns(node):
-        turned = node.output[0]
-        found = [(reader.op_type, list(reader.input).index(turned)) for reader in readers[turned]]
-        return 0 if set(found) == {("MatMul", 1)} else None
-    return None
-
-
-def _projection(graph: onnx.GraphProto) -> str | None:
-    """Name the output of the linear map that gives the logits."""
-    makers = {output: node for node in graph.node for output in node.output}
-    maker = makers.get(LOGITS)
+def _projection(graph: ir.Graph) -> ir.Node | None:
+    """Return the linear map that computes the logits."""
+    values = {value.name: value for node in graph for value in node.outputs}
+    maker = values[LOGITS].producer() if LOGITS in values else None
     while maker is not None and maker.op_type in ("Cast", "Mul"):
-        maker = next((makers[name] for name in maker.input if name in makers), None)
-    return None if maker is None else maker.output[0]
+        maker = next((value.producer() for value in maker.inputs if value and value.producer()), None)
+    return maker

@@ -1,7 +1,6 @@
-"""Store the matrices of linear maps in 8 or 4 bits: weights narrower than what the graph computes in.
+"""Store the matrices of linear maps in 8 or 4 bits for TensorRT, each behind an explicit DequantizeLinear.
 
-Each becomes an explicit DequantizeLinear, of which TensorRT keeps the narrow side. Embeddings, norms, biases, tables
-of positions and the output projection stay as they are.
+Embeddings, norms, biases, position tables and the output projection do not change.
 """
 
 from __future__ import annotations
@@ -11,41 +10,46 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
-import onnx
+import onnx_ir as ir
 from numpy.typing import NDArray
-from onnx import helper, numpy_helper, version_converter
-from onnx.external_data_helper import set_external_data
+from onnxscript.version_converter import convert_version
 
 from tfexport.contract import QUANTIZED_WEIGHTS, GraphEntry, WeightType
-from tfexport.errors import GraphError, first_line, raise_all
-from tfexport.export.contract import check_graph
-from tfexport.export.external_data import Span, external_weights, read_weight, span
-from tfexport.export.quantize.linear import linear_maps
-from tfexport.export.quantize.weight_quantize import BLOCK, round_matrix
+from tfexport.errors import GraphError, first_line
+from tfexport.export.graph_file import (
+    Span,
+    check_weights,
+    external_weights,
+    load_graph,
+    read_weight,
+    refer,
+    save_graph,
+    span,
+)
+from tfexport.export.quantize.linear import LEAST_WEIGHTS, only_linear
+from tfexport.export.quantize.rounding import BLOCK, Rounded, round_matrix
 
-# The first opsets whose DequantizeLinear has float16 scales and float8, and 4 bits in blocks.
+# The first opsets whose DequantizeLinear has float16 scales and float8, and blocks of 4 bits.
 _OPSET: dict[WeightType, int] = {"int8": 19, "fp8": 19, "int4": 21}
-_IR_VERSION = 10  # that of opset 21
-# What is smaller saves nothing worth a kernel.
-_LEAST_WEIGHTS = 4096
+_IR_VERSION = 10  # the version of opset 21
 _ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """One tensor in the new file; `suffix` is what its name in a graph has more than the weight's."""
+    """A tensor of the new file."""
 
-    suffix: str
-    tensor: onnx.TensorProto
+    tensor: ir.TensorProtocol
+    place: Span
 
 
 @dataclass(frozen=True)
 class _Weight:
-    """What has become of one weight: itself, or values and scales with the attributes of DequantizeLinear."""
+    """A weight in the new file: unchanged, or narrow values with scales."""
 
-    parts: tuple[_Stored, ...]
-    attributes: dict[str, Any]
+    values: _Stored
+    scales: _Stored | None = None
+    attributes: Mapping[str, int] | None = None
 
 
 def quantize_graphs(
@@ -56,46 +60,44 @@ def quantize_graphs(
     *,
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, GraphEntry]:
-    """Write graphs that hold the matrices of linear maps in a narrower type.
+    """Write graphs that store the matrices of linear maps in a narrower type.
 
-    A weight that several graphs share is stored once. Where 64 does not divide the inputs of a matrix, int4 becomes
-    int8, and the report says so. Names, types and shapes of inputs and outputs stay; the opset becomes 19, or 21 for
-    int4, where it was lower.
+    A weight that several graphs share is stored once. If 64 does not divide the inputs of a matrix, int4 becomes int8.
+    Inputs and outputs do not change; the opset becomes at least 19, or 21 for int4.
 
     Args:
-        source: directory of the graphs and of the weight files that they refer to.
-        graphs: to read, by name in the contract; all that share weights.
-        directory: another one, existing; receives the graphs under their file names and `weights.bin`.
+        source: directory of the graphs and of their weight files.
+        graphs: to read, by name; all that share weights.
+        directory: another one; receives the graphs under their file names and `weights.bin`.
         weights: the narrow type.
-        report: told what happens, a line at a time.
+        report: receives progress lines.
 
     Returns:
-        What a manifest says of each graph, by its name.
+        The graphs as a manifest lists them.
 
     Raises:
-        GraphError: a graph is no valid ONNX or has nothing to store so; lists every weight that lies outside
-            `source` or is not finite.
+        GraphError: a graph is not valid ONNX or has no large linear map; lists every weight outside `source` or not
+            finite.
         OSError: a weight file cannot be read, or the new one not written.
     """
     models = {name: _load(source / entry.file, _OPSET[weights]) for name, entry in graphs.items()}
     bodies = [model.graph for model in models.values()]
     with (directory / QUANTIZED_WEIGHTS).open("xb") as file:
-        moved = _move(bodies, source, file, weights, report)
+        moved = _move(bodies, file, weights, report)
     written = {}
     for name, model in models.items():
         entry = graphs[name]
-        _refer(model.graph, moved)
-        onnx.save(model, str(directory / entry.file))
-        check_graph(directory / entry.file, entry.spec)
-        written[name] = GraphEntry.of(entry.file, _opset(model), entry.spec)
+        _refer(model.graph, moved, directory)
+        save_graph(model, directory / entry.file, entry.spec)
+        written[name] = GraphEntry.of(entry.file, model.opset_imports[""], entry.spec)
     return written
 
 
-def _load(path: Path, opset: int) -> onnx.ModelProto:
+def _load(path: Path, opset: int) -> ir.Model:
+    model = load_graph(path)
     try:
-        model = onnx.load(str(path), load_external_data=False)
-        if _opset(model) < opset:
-            model = version_converter.convert_version(model, opset)
+        if model.opset_imports.get("", 0) < opset:
+            convert_version(model, opset)
     except Exception as error:
         raise GraphError(
             f"{path.name}: cannot be raised to opset {opset} ({first_line(error)}); export it again"
@@ -104,74 +106,59 @@ def _load(path: Path, opset: int) -> onnx.ModelProto:
     return model
 
 
-def _opset(model: onnx.ModelProto) -> int:
-    return next((entry.version for entry in model.opset_import if not entry.domain), 0)
-
-
 def _move(
-    graphs: Iterable[onnx.GraphProto],
-    source: Path,
-    file: BinaryIO,
-    weights: WeightType,
-    report: Callable[[str], None],
+    graphs: Iterable[ir.Graph], file: BinaryIO, weights: WeightType, report: Callable[[str], None]
 ) -> dict[Span, _Weight]:
-    """Write every weight once, narrow where only linear maps use it."""
-    external = {span(weight): weight for graph in graphs for weight in external_weights(graph).values()}
-    chosen = linear_maps(graphs, least=_LEAST_WEIGHTS)
+    """Write every weight once, narrow if only linear maps use it."""
+    chosen = only_linear(graphs)
     if not chosen:
-        raise GraphError(f"{weights}: no linear map has {_LEAST_WEIGHTS} weights; build without --weights")
-    moved, problems, uneven = {}, [], 0
+        raise GraphError(f"{weights}: no linear map has {LEAST_WEIGHTS} weights; build without --weights")
+    check_weights(graphs, weights)
+    external = {span(weight): weight for graph in graphs for weight in external_weights(graph)}
+    moved: dict[Span, _Weight] = {}
+    uneven = 0
     for place, weight in external.items():
-        try:
-            array = read_weight(source, weight)
-            if place in chosen:
-                moved[place] = _narrow(array, weights, chosen[place], file)
-                uneven += weights == "int4" and not moved[place].attributes.get("block_size")
-            else:
-                moved[place] = _Weight((_write(file, "", array),), {})
-        except GraphError as error:
-            problems.append(str(error))
-    raise_all(GraphError, weights, problems)
+        array = read_weight(weight)
+        if place in chosen:
+            rounded = round_matrix(array, weights, chosen[place])
+            moved[place] = _Weight(_write(file, rounded.values), _write(file, rounded.scales), _attributes(rounded))
+            uneven += weights == "int4" and not rounded.block
+        else:
+            moved[place] = _Weight(_write(file, array))
     report(f"{len(chosen)} of {len(external)} weights are stored as {weights}")
     if uneven:
         report(f"of these {uneven} as int8: they have inputs that {BLOCK} does not divide")
     return moved
 
 
-def _narrow(matrix: NDArray[Any], weights: WeightType, outputs: int, file: BinaryIO) -> _Weight:
-    rounded = round_matrix(matrix, weights, outputs)
-    attributes = {"axis": rounded.axis} | ({"block_size": rounded.block} if rounded.block else {})
-    return _Weight((_write(file, "_narrow", rounded.values), _write(file, "_scale", rounded.scales)), attributes)
+def _attributes(rounded: Rounded) -> dict[str, int]:
+    return {"axis": rounded.axis, **({"block_size": rounded.block} if rounded.block else {})}
 
 
-def _write(file: BinaryIO, suffix: str, array: NDArray[Any]) -> _Stored:
-    tensor = numpy_helper.from_array(np.ascontiguousarray(array))  # packs two values of 4 bits into a byte
+def _write(file: BinaryIO, array: NDArray[Any]) -> _Stored:
+    tensor = ir.tensor(array)
     file.write(bytes(-file.tell() % _ALIGNMENT))
-    offset, length = file.tell(), file.write(tensor.raw_data)
-    set_external_data(tensor, QUANTIZED_WEIGHTS, offset, length)
-    tensor.ClearField("raw_data")
-    return _Stored(suffix, tensor)
+    offset, length = file.tell(), file.write(tensor.tobytes())  # packs two values of 4 bits into a byte
+    return _Stored(tensor, Span(QUANTIZED_WEIGHTS, offset, length))
 
 
-def _refer(graph: onnx.GraphProto, moved: Mapping[Span, _Weight]) -> None:
-    """Let a graph refer to the new file, in place."""
-    nodes, initializers = [], []
-    for old in graph.initializer:
-        if old.data_location != onnx.TensorProto.EXTERNAL:
-            initializers.append(old)
+def _refer(graph: ir.Graph, moved: Mapping[Span, _Weight], directory: Path) -> None:
+    """Let a graph refer to the new file."""
+    tape = ir.tape.Tape()
+    for value in external_weights(graph):
+        weight, name = moved[span(value)], value.name or ""
+        if weight.scales is None:
+            refer(value, weight.values.place, directory)
             continue
-        weight = moved[span(old)]
-        names = []
-        for part in weight.parts:
-            new = onnx.TensorProto()
-            new.CopyFrom(part.tensor)
-            new.name = old.name + part.suffix
-            initializers.append(new)
-            names.append(new.name)
-        if weight.attributes:
-            name = f"{old.name}_dequantize"
-            nodes.append(helper.make_node("DequantizeLinear", names, [old.name], name=name, **weight.attributes))
-    nodes += graph.node
-    del graph.initializer[:], graph.node[:]
-    graph.initializer.extend(initializers)
-    graph.node.extend(nodes)
+        del graph.initializers[name]
+        value.name = None  # free the name for the restored matrix
+        parts = [(f"{name}_narrow", weight.values), (f"{name}_scale", weight.scales)]
+        inputs = [tape.initializer(part.tensor, name) for name, part in parts]
+        for part, (_, stored) in zip(inputs, parts, strict=True):
+            refer(part, stored.place, directory)
+        restored = ir.Value(name=name, type=value.type, shape=value.shape)
+        tape.op("DequantizeLinear", inputs, weight.attributes, name=f"{name}_dequantize", output=restored)
+        value.replace_all_uses_with(restored)
+    for part in tape.initializers:
+        graph.register_initializer(part)
+    graph.insert_before(graph[0], tape.nodes)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tfexport.contract import DECODER, ENCODER, REORDER, Form
-from tfexport.export.passes.capacity import fix_capacity
+from tfexport.export.passes import fix_capacity
 from tfexport.export.quantize.qdq import quantize_graphs
 from tfexport.export.reorder import reorder_graph
 from tfexport.tensorrt.build.network import Graph
@@ -29,7 +29,7 @@ def prepare_graphs(resolved: ResolvedBuild, directory: Path, report: Callable[[s
     config, manifest, folder = resolved.config, resolved.bundle.manifest, resolved.bundle.path
     entries = {name: manifest.graphs[name] for name in resolved.graphs}
     if resolved.is_exported_again:
-        from tfexport.export.precision import write_precision
+        from tfexport.export.write import write_precision
 
         folder = _folder(directory, resolved.spec.precision)
         entries = write_precision(resolved.bundle, resolved.spec.precision, resolved.form, folder, report=report)

@@ -182,7 +182,7 @@ def _graph_problems(graph: bytes) -> list[str]:
     """Say which attention the parser reads otherwise than it is meant; what it drops, the network does not show."""
     if importlib.util.find_spec("onnx") is None:
         return [f"the graph has attention, which cannot be checked without onnx; {install_command('onnx')}"]
-    from tfexport.export.passes.attention_check import attention_problems
+    from tfexport.export.attention_check import attention_problems
 
     return attention_problems(graph)
 

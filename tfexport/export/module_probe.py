@@ -1,4 +1,4 @@
-"""How a module of the user's own meets the caches: tried on a few tokens, before anything is traced."""
+"""Try a user's own module on a few tokens before it is traced."""
 
 from __future__ import annotations
 
@@ -10,28 +10,25 @@ from torch import Tensor, nn
 
 from tfexport.contract import FLOAT, ModelSpec
 from tfexport.errors import GraphError, raise_all, raised_by
-from tfexport.export.decoders.form import Seam
-from tfexport.nn.alignment import EncoderDecoder
+from tfexport.export.decoders import ModuleTraits
 from tfexport.nn.cache import ConcatCache, KeyValue
 from tfexport.nn.config import TransformerConfig
+from tfexport.nn.eager import EncoderDecoder
 from tfexport.nn.source import CrossCache, PaddedSource
 from tfexport.nn.transformer import Transformer
 
-# Sizes of the trial, all different.
+# Sizes of the trial run, all different.
 _BATCH, _SOURCE_LEN, _PAST_LEN, _TARGET_LEN = 2, 5, 4, 3
 T = TypeVar("T")
 
 
-def traits_of(model: nn.Module, spec: ModelSpec) -> TransformerConfig | Seam:
-    """Return what decides on the forms of a model: its configuration, or what a module of the user's own asks for.
+def traits_of(model: nn.Module, spec: ModelSpec) -> TransformerConfig | ModuleTraits:
+    """Return the configuration of a model, or for a user's own module what it needs from attention.
 
-    Args:
-        model: in eval mode, of the precision that `spec` names. What is no `Transformer` runs on a few tokens.
-        spec: of the model.
+    A module that is not a `Transformer` is run on a few tokens. It is in eval mode, in the precision of `spec`.
 
     Raises:
-        GraphError: a method fails, with the line of the module's code; or lists every shape that is not the
-            specification's.
+        GraphError: a method fails, with the line of the module's code; or lists every shape that differs from `spec`.
     """
     if isinstance(model, Transformer):
         return model.config
@@ -40,11 +37,11 @@ def traits_of(model: nn.Module, spec: ModelSpec) -> TransformerConfig | Seam:
         states = _called("hidden_states", lambda: cast(Any, model).hidden_states(source_ids, mask))
         wanted = [_BATCH, _SOURCE_LEN, spec.d_model]
         _raise(_shape_problems("hidden_states returns", states, wanted, "batch, source_len, d_model"))
-        return Seam(has_decoder=False)
+        return ModuleTraits(has_decoder=False)
     module, source = cast(EncoderDecoder, model), _WatchedSource(mask)
     pairs = _called("encode", lambda: module.encode(source_ids, source))
     _raise(_pair_problems(pairs, spec))
-    cross, cache = _WatchedCross(pairs, mask), _WatchedCache.behind_a_past(spec)
+    cross, cache = _WatchedCross(pairs, mask), _WatchedCache.with_past(spec)
     target_ids = torch.zeros(_BATCH, _TARGET_LEN, dtype=torch.int64)
     logits: object = _called("decode_step", lambda: module.decode_step(target_ids, cross, cache))
     problems = _shape_problems("decode_step returns", logits, [_BATCH, spec.vocab], "rows, vocab: of the last position")
@@ -56,7 +53,7 @@ def traits_of(model: nn.Module, spec: ModelSpec) -> TransformerConfig | Seam:
     elif isinstance(logits, Tensor) and logits.dtype != torch.float32:
         problems.append(f"decode_step returns {logits.dtype}, expected torch.float32; end it with .float()")
     _raise(problems)
-    return Seam(
+    return ModuleTraits(
         by_hand=len(cache.softcaps) < spec.layers,
         softcap=any((*source.softcaps, *cross.softcaps, *cache.softcaps)),
         head_dim=spec.head_dim,
@@ -65,7 +62,7 @@ def traits_of(model: nn.Module, spec: ModelSpec) -> TransformerConfig | Seam:
 
 
 class _Watched:
-    """Notes the soft cap of every call; a layer that attends by hand makes none."""
+    """Records the soft cap of every call of `attend`; a layer that computes attention itself makes none."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -84,7 +81,7 @@ class _WatchedCross(_Watched, CrossCache): ...
 
 class _WatchedCache(_Watched, ConcatCache):
     @classmethod
-    def behind_a_past(cls, spec: ModelSpec) -> _WatchedCache:
+    def with_past(cls, spec: ModelSpec) -> _WatchedCache:
         rows, dtype = (_BATCH, spec.cache_heads, _PAST_LEN), getattr(torch, FLOAT[spec.precision])
         past = KeyValue(*(torch.zeros(*rows, width, dtype=dtype) for width in (spec.head_dim, spec.value_dim)))
         return cls([past] * spec.layers, torch.zeros(_BATCH, _TARGET_LEN, dtype=torch.int64))

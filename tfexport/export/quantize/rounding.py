@@ -1,7 +1,7 @@
 """Round a matrix to fewer bits, with a scale for each output or for each block of inputs.
 
 `round_matrix` is symmetric and signed, for DequantizeLinear and for products in 8 bits. `round_blocks` has a zero point
-for each block, for the operators of ONNX Runtime that take one: at equal speed the error of 4 bits is a sixth lower.
+for each block, for ONNX Runtime's operators that take one: at equal speed the error of 4 bits is a sixth lower.
 """
 
 from __future__ import annotations
@@ -11,29 +11,29 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from onnx import TensorProto, helper
+from onnx_ir import DataType
 
 from tfexport.contract import WeightType
 
 # Inputs that share a scale in int4: the smaller of the two sizes that TensorRT is known to take.
 BLOCK = 64
 
-_TYPE = {"int8": TensorProto.INT8, "int4": TensorProto.INT4, "fp8": TensorProto.FLOAT8E4M3FN}
-# The largest value; -8 and -128 are left out, so that a weight and its negative round alike.
+_TYPE = {"int8": DataType.INT8, "int4": DataType.INT4, "fp8": DataType.FLOAT8E4M3FN}
+# The largest value; -8 and -128 are not used, so that a weight and its negative round alike.
 _LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
-# Below its normal numbers float16 has fewer digits. From here on a scale is exact to 1/256, and a row of zeros has one.
+# Below its normal numbers float16 has fewer digits. From here up a scale is exact to 1/256; zeros need a scale too.
 _LEAST_SCALE = {"float16": 2.0**-17, "float32": 2.0**-126, "bfloat16": 2.0**-126}
 
 
 @dataclass(frozen=True)
 class Rounded:
-    """What DequantizeLinear takes to give the matrix back, and its attributes.
+    """The inputs and attributes of a DequantizeLinear that restores the matrix.
 
     Attributes:
         values: of the narrow type, [rows, columns] like the matrix.
         scales: of the matrix's type: [outputs], or in blocks the shape of the matrix with inputs / block.
-        axis: the outputs', or in blocks the inputs'.
-        block: inputs that share a scale; 0 when all do.
+        axis: of the outputs, or in blocks of the inputs.
+        block: inputs that share a scale; 0 if all do.
     """
 
     values: NDArray[Any]
@@ -47,7 +47,7 @@ def round_matrix(matrix: NDArray[Any], weights: WeightType, outputs: int) -> Rou
 
     Args:
         matrix: float32, float16 or bfloat16 [rows, columns], finite.
-        weights: the narrow type. Where `BLOCK` does not divide the inputs, int4 becomes int8.
+        weights: the narrow type. If `BLOCK` does not divide the inputs, int4 becomes int8.
         outputs: the axis of the outputs, 0 or 1.
     """
     inputs = 1 - outputs
@@ -58,11 +58,11 @@ def round_matrix(matrix: NDArray[Any], weights: WeightType, outputs: int) -> Rou
     groups = matrix.astype(np.float64)
     groups = groups.reshape(*matrix.shape[:inputs], length // block, block, *matrix.shape[inputs + 1 :])
     largest = np.abs(groups).max(inputs + 1, keepdims=True) / _LARGEST[weights]
-    # What is divided by is the scale as it is stored.
+    # Divide by the scale as it is stored.
     scales = np.maximum(largest, _LEAST_SCALE[matrix.dtype.name]).astype(matrix.dtype)
     values = np.clip(groups / scales.astype(np.float64), -_LARGEST[weights], _LARGEST[weights])
-    rounded = values if weights == "fp8" else np.rint(values)  # to fp8 the cast rounds
-    narrow = rounded.astype(helper.tensor_dtype_to_np_dtype(_TYPE[weights])).reshape(matrix.shape)
+    rounded = values if weights == "fp8" else np.rint(values)  # the cast to fp8 rounds
+    narrow = rounded.astype(_TYPE[weights].numpy()).reshape(matrix.shape)
     if weights == "int4":
         return Rounded(narrow, scales.squeeze(inputs + 1), inputs, BLOCK)
     return Rounded(narrow, scales.reshape(-1), outputs, 0)
@@ -70,12 +70,12 @@ def round_matrix(matrix: NDArray[Any], weights: WeightType, outputs: int) -> Rou
 
 @dataclass(frozen=True)
 class Blocks:
-    """What MatMulNBits and GatherBlockQuantized of ONNX Runtime take: weight = (value - zero point) · scale.
+    """The weights of ONNX Runtime's MatMulNBits and GatherBlockQuantized: weight = (value - zero point) · scale.
 
     Attributes:
-        values: uint8 [outputs, blocks, block · bits / 8]; of two values in a byte the first is in its low half.
+        values: uint8 [outputs, blocks, block · bits / 8]; the first of two values is in the low half of a byte.
         scales: float32 [outputs, blocks].
-        zero_points: uint8 [outputs, blocks · bits / 8, rounded up], packed likewise.
+        zero_points: uint8 [outputs, blocks · bits / 8, rounded up], packed in the same way.
         block: inputs that share a scale; zeros fill the last.
     """
 

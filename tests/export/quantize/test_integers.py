@@ -19,7 +19,7 @@ from tests.conftest import DATES
 from tfexport.bundle.bundle import open_bundle
 from tfexport.contract import WEIGHTS, Form, GraphEntry, GraphSpec, Quantization, TensorSpec
 from tfexport.errors import GraphError
-from tfexport.export.quantize.ort_quantize import write_integer_graphs
+from tfexport.export.quantize.integers import write_integer_graphs
 from tfexport.model.model import Model
 from tfexport.nn.directory import load_weights
 from tfexport.nn.eager import EagerModel
@@ -92,16 +92,13 @@ def dequantised(folder: Path, name: str) -> NDArray[np.float64]:
 
 def product(kind: str) -> tuple[list[onnx.NodeProto], Initializers]:
     """Write y = x · W + b with 128 inputs and 96 outputs, as one of the ways that exporters have."""
-    stored = random(96, 128) if kind in ("gemm", "turned", "contrib") else random(128, 96)
+    stored = random(96, 128) if kind in ("gemm", "turned") else random(128, 96)
     bias = {"b": random(96, seed=1)}
     match kind:
         case "gemm":
             return [helper.make_node("Gemm", ["x", "w", "b"], ["y"], transB=1)], {"w": stored, **bias}
         case "gemm of [inputs, outputs]":
             return [helper.make_node("Gemm", ["x", "w", "b"], ["y"])], {"w": stored, **bias}
-        case "contrib":
-            more: dict[str, Any] = {"domain": "com.microsoft", "activation": "Relu", "transB": 1}
-            return [helper.make_node("FusedGemm", ["x", "w", "b"], ["y"], **more)], {"w": stored, **bias}
         case "matmul":
             return [helper.make_node("MatMul", ["x", "w"], ["y"])], {"w": stored}
         case _:
@@ -109,7 +106,7 @@ def product(kind: str) -> tuple[list[onnx.NodeProto], Initializers]:
             return [turn, helper.make_node("MatMul", ["x", "t"], ["y"])], {"w": stored}
 
 
-@pytest.mark.parametrize("kind", ["gemm", "gemm of [inputs, outputs]", "contrib", "matmul", "turned"])
+@pytest.mark.parametrize("kind", ["gemm", "gemm of [inputs, outputs]", "matmul", "turned"])
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_to_write_a_linear_map(way: str, kind: str, tmp_path: Path) -> None:
     """The operator gives what NumPy makes of the file, but for its 8-bit activations; the file is near the matrix."""
@@ -118,8 +115,6 @@ def test_every_way_to_write_a_linear_map(way: str, kind: str, tmp_path: Path) ->
     write_integer_graphs(tmp_path / "source", graphs, tmp_path / "out", WAYS[way])
     x, narrow = random(5, 128, seed=2), dequantised(tmp_path / "out", "w")
     expected = x @ narrow.T + weights.get("b", np.zeros(96))
-    if kind == "contrib":
-        expected = expected.clip(0)
     found = run(tmp_path / "out" / "g.onnx", x=x)
     assert 0 < np.abs(found - expected).std() < 0.01 * expected.std()
     original = run(tmp_path / "source" / "g.onnx", x=x)
@@ -127,9 +122,64 @@ def test_every_way_to_write_a_linear_map(way: str, kind: str, tmp_path: Path) ->
     graph = onnx.load(str(tmp_path / "out" / "g.onnx"), load_external_data=False).graph
     operator = "MatMulIntegerToFloat" if way == "int8 throughput" else "MatMulNBits"
     assert [node.op_type for node in graph.node if "MatMul" in node.op_type] == [operator]
-    assert (graph.node[-1].op_type == "Relu") == (kind == "contrib")
     outside = {weight.name for weight in graph.initializer if weight.data_location == TensorProto.EXTERNAL}
     assert outside == set(load_file(tmp_path / "out" / WEIGHTS))
+
+
+def row_products(folder: Path, *, relu: bool, count: int = 1) -> tuple[Path, list[NDArray[np.float64]]]:
+    """Write y = Σ (relu) x · W{i} in integers; return the graph and each W as it is stored."""
+    read, names = "positive" if relu else "x", [f"w{i}" for i in range(count)]
+    nodes = [helper.make_node("Relu", ["x"], [read])] if relu else []
+    nodes += [helper.make_node("MatMul", [read, name], [f"y{name}"]) for name in names]
+    nodes.append(helper.make_node("Sum", [f"y{name}" for name in names], ["y"]))
+    weights = {name: random(128, 96, seed=i) for i, name in enumerate(names)}
+    graphs = write(folder / "source", nodes, weights, 96)
+    write_integer_graphs(folder / "source", graphs, folder / "out", WAYS["int8 throughput"])
+    return folder / "out" / "g.onnx", [dequantised(folder / "out", name).T for name in names]
+
+
+def rounded_rows(x: NDArray[np.float64], steps: int) -> NDArray[np.float64]:
+    largest = np.abs(x).max(-1, keepdims=True)
+    return np.rint(x / np.where(largest == 0, 1, largest) * steps) / steps * largest
+
+
+@pytest.mark.parametrize(("relu", "steps"), [(False, 127), (True, 255)])
+def test_a_product_is_that_of_the_rounded_rows(relu: bool, steps: int, tmp_path: Path) -> None:
+    """Activations that are never negative have all 255 steps; rows of very different size, or zero, are exact."""
+    path, (matrix,) = row_products(tmp_path, relu=relu)
+    x = random(21, 128, seed=1) * np.geomspace(1e-20, 1e20, 21, dtype=np.float32).reshape(21, 1)
+    x[9] = 0
+    x[17] = -np.abs(x[17])  # a ReLU makes it zero
+    found = run(path, x=x)
+    read = (x.clip(0) if relu else x).astype(np.float64)
+    expected = rounded_rows(read, steps) @ matrix
+    size = np.abs(expected).max(-1, keepdims=True) + 1e-30
+    # In float32 a value between two steps may be rounded to the other one.
+    step = np.abs(read).max(-1, keepdims=True) / steps * np.abs(matrix).max()
+    assert (np.abs(found - expected) <= 1e-5 * size + step).all()
+    assert np.median(np.abs(found - expected) / size) < 1e-6
+    assert not found[9].any()
+    assert found[17].any() != relu
+    assert ("Relu" in {node.op_type for node in onnx.load(str(path)).graph.node}) is False
+
+
+def test_a_row_is_the_same_to_the_bit_in_any_batch(tmp_path: Path) -> None:
+    path, _ = row_products(tmp_path, relu=False)
+    x = random(20, 128, seed=2)
+    x[4:] *= 1000
+    together = run(path, x=x)
+    for row in range(0, 20, 5):
+        np.testing.assert_array_equal(run(path, x=x[row : row + 1])[0], together[row])
+
+
+def test_an_activation_is_rounded_once_for_all_its_readers(tmp_path: Path) -> None:
+    path, matrices = row_products(tmp_path, relu=False, count=3)
+    operators = [node.op_type for node in onnx.load(str(path)).graph.node]
+    assert operators.count("MatMulIntegerToFloat") == operators.count("Mul") == 3
+    assert operators.count("QuantizeLinear") == operators.count("ReduceMax") == 1
+    x = random(6, 128, seed=3)
+    expected = sum(rounded_rows(x.astype(np.float64), 127) @ matrix for matrix in matrices)
+    np.testing.assert_allclose(run(path, x=x), expected, rtol=0, atol=0.15)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -1,0 +1,136 @@
+"""Graph files: read, write and check them, and read the weights that they refer to.
+
+Works without PyTorch, so that engines can be built without it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from tfexport.contract import DType, GraphSpec, TensorSpec, contract_problems
+from tfexport.errors import GraphError, first_line, raise_all, shortened
+from tfexport.export.attention_check import attention_problems
+from tfexport.nn.stored import read_header
+
+_DTYPES = {"float": "float32", "double": "float64"}
+
+
+def load_graph(path: Path) -> ir.Model:
+    """Read a graph; its weights stay in their file.
+
+    Raises:
+        GraphError: the file cannot be read or is not an ONNX model.
+    """
+    try:
+        model = ir.load(path)
+    except Exception as error:
+        raise GraphError(f"{path}: is not an ONNX model ({first_line(error.__cause__ or error)}); export it again") from error
+    if not model.opset_imports:  # an empty file is a valid protobuf
+        raise GraphError(f"{path}: is not an ONNX model (it names no opset); export it again")
+    return model
+
+
+def save_graph(model: ir.Model, path: Path, contract: GraphSpec, *, portable: bool = True) -> None:
+    """Write a graph and check the file: valid ONNX, and the inputs and outputs of the contract.
+
+    Args:
+        model: refers to weight files next to `path`.
+        path: of the file.
+        contract: inputs and outputs that it must have, in order.
+        portable: refuse attention that TensorRT would misread.
+
+    Raises:
+        GraphError: lists every difference.
+    """
+    try:
+        ir.save(model, path)
+        onnx.checker.check_model(str(path), full_check=True)
+        written = ir.load(path)
+    except Exception as error:
+        raise GraphError(f"{path.name}: not valid ONNX: {first_line(error)}") from error
+    found = GraphSpec(tuple(map(tensor_spec, written.graph.inputs)), tuple(map(tensor_spec, written.graph.outputs)))
+    problems = contract_problems(found, contract) + (attention_problems(written) if portable else [])
+    raise_all(GraphError, path.name, problems)
+
+
+def tensor_spec(value: ir.Value) -> TensorSpec:
+    """Describe an input or output of a graph; an unknown dimension is "?"."""
+    name = value.dtype.name.lower() if value.dtype is not None else "?"
+    shape = [dim if isinstance(dim, int) else dim.value or "?" for dim in value.shape or ()]
+    return TensorSpec(value.name or "", cast(DType, _DTYPES.get(name, name)), tuple(shape))
+
+
+class Span(NamedTuple):
+    """Bytes of a file; graphs that share a weight refer to equal spans, whatever they call it."""
+
+    location: str
+    offset: int
+    length: int
+
+
+def external_weights(graph: ir.Graph) -> list[ir.Value]:
+    """Return the initializers that refer to a file."""
+    return [value for value in graph.initializers.values() if isinstance(value.const_value, ir.ExternalTensor)]
+
+
+def span(weight: ir.Value) -> Span:
+    """Return the bytes that an external weight refers to."""
+    tensor = _external(weight)
+    return Span(str(tensor.location), tensor.offset or 0, tensor.length or 0)
+
+
+def refer(value: ir.Value, place: Span, directory: Path) -> None:
+    """Let an initializer refer to bytes of a file in `directory`."""
+    assert value.const_value is not None
+    shape, dtype, name = ir.Shape(value.const_value.shape.numpy()), value.const_value.dtype, value.name or ""
+    value.const_value = ir.ExternalTensor(*place, dtype, shape=shape, name=name, base_dir=directory)
+
+
+def read_weight(weight: ir.Value) -> NDArray[Any]:
+    """Read an external weight.
+
+    Raises:
+        GraphError: the file is in another directory than the graph or too short, or a value is not finite.
+        OSError: the file cannot be read.
+    """
+    tensor, place, name = _external(weight), span(weight), shortened(weight.name or "")
+    path = Path(tensor.base_dir) / place.location
+    if Path(place.location).name != place.location or path.is_symlink():
+        raise GraphError(f"{name} is in {shortened(place.location)}, expected a file next to the graph")
+    dtype, shape = tensor.dtype.numpy(), tensor.shape.numpy()
+    count = math.prod(shape)
+    if place.length != count * dtype.itemsize or not 0 <= place.offset <= path.stat().st_size - place.length:
+        raise GraphError(f"{name} does not fit {place.location}; export the bundle again")
+    array = np.fromfile(path, dtype, count, offset=place.offset).reshape(shape)
+    if not np.isfinite(array.astype(np.float32)).all():
+        raise GraphError(f"{name} holds NaN or infinity; take a model from before the training diverged")
+    return array
+
+
+def check_weights(graphs: Iterable[ir.Graph], subject: str) -> None:
+    """Raise one GraphError that lists every external weight that cannot be read or is not finite."""
+    problems = []
+    for weight in {span(weight): weight for graph in graphs for weight in external_weights(graph)}.values():
+        try:
+            read_weight(weight)
+        except GraphError as error:
+            problems.append(str(error))
+    raise_all(GraphError, subject, problems)
+
+
+def tensor_spans(path: Path) -> dict[str, Span]:
+    """Return the bytes of each tensor of a safetensors file."""
+    return {name: Span(path.name, tensor.offset, tensor.num_bytes) for name, tensor in read_header(path).items()}
+
+
+def _external(weight: ir.Value) -> ir.ExternalTensor:
+    assert isinstance(weight.const_value, ir.ExternalTensor)
+    return weight.const_value

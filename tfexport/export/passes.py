@@ -1,0 +1,332 @@
+"""Passes over the graphs: simplify, append the selection of tokens, and prepare graphs for a runtime.
+
+Every pass changes an `ir.Model` in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes import InPlacePass, PassManager, PassResult, Sequential
+from onnx_ir.passes import common as standard
+from onnxscript.optimizer import fold_constants
+from onnxscript.rewriter import RewriteRuleSet
+from onnxscript.rewriter.rules import common as rules
+
+from tfexport.config import MAX_SIZE
+from tfexport.contract import (
+    CACHE_LENGTHS,
+    CANDIDATE_IDS,
+    CANDIDATE_LOGITS,
+    KEPT,
+    LOG_NORMALIZER,
+    LOGITS,
+    LOGITS_TO_KEEP,
+    NUM_CANDIDATES,
+)
+from tfexport.errors import GraphError
+from tfexport.export.graph_file import load_graph
+
+_CAPACITY = "capacity"
+# Operators between `cache_lengths` and the index of the position table.
+_SAME_POSITION = ("Add", "Cast", "Identity", "Reshape", "Unsqueeze")
+# The slice bound that means the end of an axis.
+_END = np.iinfo(np.int64).max
+
+# The rules of onnxscript that apply to transformers, by the operator that each starts from. Trying only these is much
+# faster than trying every rule at every node, and gives the same graphs.
+_RULES: dict[str, Sequence[Any]] = {
+    "Mul": rules.mul_by_1_rule.commute(),
+    "Add": rules.add_0_rule.commute(),
+    "Sub": [rules.sub_0_rule],
+    "Div": [rules.div_by_1_rule],
+    "Slice": [rules.collapse_slice_rule, rules.collapse_slice2_rule],
+    "Cast": [rules.cast_cast_rule, rules.no_op_cast_rule],
+    "Expand": [rules.no_op_expand_rule],
+    "Flatten": [rules.flatten_to_reshape_rule],
+    "Reshape": [
+        rules.two_reshapes_matmul_reshape_rule,
+        rules.one_reshape_matmul_reshape_rule,
+        rules.materialize_reshape_shape_rule,
+        rules.reshape_reshape_rule,
+        rules.squeeze_reshape_1d_rule,
+    ],
+    "Transpose": [rules.no_op_transpose_rule, rules.transpose_transpose_rule],
+    "Unsqueeze": [rules.unsqueeze_unsqueeze_rule],
+    "Relu": [rules.successive_relu_rule],
+}
+
+
+class _AtOperator:
+    """A rewrite rule that is tried only at nodes of one operator."""
+
+    def __init__(self, rule: Any, operator: str) -> None:
+        self._rule, self._operator = rule, operator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._rule, name)
+
+    def try_rewrite(self, model: ir.Model, graph: Any, node: ir.Node, **options: Any) -> Any:
+        """Apply the rule at a node if it can match there."""
+        return self._rule.try_rewrite(model, graph, node, **options) if node.op_type == self._operator else None
+
+
+class _Rewrite(InPlacePass):
+    """Fold constants, then apply the rules."""
+
+    _placed: ClassVar[list[Any]] = [_AtOperator(rule, operator) for operator, some in _RULES.items() for rule in some]
+    _rules = RewriteRuleSet(_placed)
+
+    def call(self, model: ir.Model) -> PassResult:
+        """Change the model in place."""
+        folded = fold_constants(model, onnx_shape_inference=True)
+        return PassResult(model, modified=bool(self._rules.apply_to_model(model) or folded.modified))
+
+
+def simplify(model: ir.Model) -> None:
+    """Do what `onnxscript.optimizer.optimize` does, with the rules that apply to transformers."""
+    unused: list[Any] = [standard.RemoveUnusedFunctionsPass(), standard.RemoveUnusedOpsetsPass()]  # type: ignore[no-untyped-call]
+    Sequential(
+        standard.InlinePass(),
+        PassManager([_Rewrite(), standard.RemoveUnusedNodesPass(), *unused], steps=2),
+        standard.RemoveUnusedNodesPass(),
+        standard.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+        standard.LiftSubgraphInitializersToMainGraphPass(),
+        standard.DeduplicateInitializersPass(),
+        standard.CommonSubexpressionEliminationPass(),
+        standard.OutputFixPass(),
+        standard.NameFixPass(),
+    )(model)
+
+
+def collapse_reshapes(model: ir.Model) -> None:
+    """Let every Reshape read the input of the Reshape before it.
+
+    A shape that contains a 0, which copies a size of its input, keeps its input. All other zeros are sizes.
+    """
+    for node in model.graph:
+        if node.op_type != "Reshape" or _copies_a_size(node.inputs[1]):
+            continue
+        node.attributes["allowzero"] = ir.AttrInt64("allowzero", 1)
+        source = node.inputs[0].producer() if node.inputs[0] else None
+        if source and source.op_type == "Reshape":
+            node.replace_input_with(0, source.inputs[0])
+    standard.RemoveUnusedNodesPass()(model)
+
+
+def _copies_a_size(shape: ir.Value | None) -> bool:
+    """Whether a shape contains a 0; one that is computed from the sizes of inputs does not."""
+    return bool(shape and shape.const_value and 0 in shape.const_value.numpy())
+
+
+def join_products(model: ir.Model) -> None:
+    """Replace products of one input whose results are concatenated by one product over concatenated weights.
+
+    Gemm(x, Wᵢ, bᵢ), each viewed as [tokens, heads, width], concatenated along the heads and viewed otherwise, becomes
+    Gemm(x, W, b). Its weights are named after the module of the first product: a.q.weight becomes a.weight.
+    """
+    for concat in [node for node in model.graph if node.op_type == "Concat"]:
+        products = [product for value in concat.inputs if (product := _viewed_product(value))]
+        if len(products) == len(concat.inputs) and _are_joinable(concat, products):
+            _join(model.graph, concat, products)
+    standard.RemoveUnusedNodesPass()(model)
+
+
+def _viewed_product(value: ir.Value | None) -> ir.Node | None:
+    """Return the Gemm that `value` is a view of."""
+    view = value.producer() if value else None
+    source = view.inputs[0] if view and view.op_type == "Reshape" else None
+    product = source.producer() if source else None
+    return product if product and product.op_type == "Gemm" else None
+
+
+def _are_joinable(concat: ir.Node, products: Sequence[ir.Node]) -> bool:
+    """Whether only views read the whole, and the products differ only in their weights."""
+    first = products[0]
+    return (
+        concat.attributes.get_int("axis") == 1
+        and all(use.node.op_type == "Reshape" for use in concat.outputs[0].uses())
+        and all(node.inputs[0] is first.inputs[0] and node.attributes == first.attributes for node in products)
+        and len({len(node.inputs) for node in products}) == 1
+        and all(value and value.const_value for node in products for value in node.inputs[1:])
+    )
+
+
+def _join(graph: ir.Graph, concat: ir.Node, products: Sequence[ir.Node]) -> None:
+    first = products[0]
+    operands = list(zip(*(node.inputs[1:] for node in products), strict=True))
+    # Equal biases of several layers were merged under the name of the first; weights have names of their own.
+    module = (operands[0][0].name or "").rsplit(".", 2)[0]
+    joint = [first.inputs[0]]
+    for values in operands:
+        array = np.concatenate([value.const_value.numpy() for value in values if value and value.const_value])
+        joint.append(_constant(graph, f"{module}.{(values[0].name or '').rpartition('.')[2]}", array))
+    product = ir.Node("", "Gemm", joint, list(first.attributes.values()), num_outputs=1)
+    product.outputs[0].type = first.outputs[0].type
+    graph.insert_before(concat, product)
+    concat.outputs[0].replace_all_uses_with(product.outputs[0])
+
+
+def append_selection(model: ir.Model) -> None:
+    """Add input `num_candidates` and outputs `candidate_ids`, `candidate_logits` and `log_normalizer`.
+
+    The first output of the decoder is `logits` [rows, vocab]. TopK sorts, and by its definition returns the lower id
+    first if logits are equal (https://onnx.ai/onnx/operators/onnx__TopK.html). ONNX Runtime complies on the CPU; on
+    CUDA it does not for every size, and TensorRT documents no order, so sessions there sort the result.
+    """
+    graph = model.graph
+    logits = graph.outputs[0]
+    assert logits.name == LOGITS
+    assert logits.shape is not None
+    count = ir.val(NUM_CANDIDATES, ir.DataType.INT64, [1])
+    tape = ir.tape.Tape()
+    best, ids = tape.op_multi_out("TopK", [logits, count], {"axis": -1, "sorted": 1}, num_outputs=2)
+    # log Σ exp = logit - log_softmax at the best token, whose probability is at least 1/vocab. Softmax is much faster
+    # in ONNX Runtime than ReduceLogSumExp.
+    share = tape.op("Softmax", [logits], {"axis": -1})
+    first = _constant(graph, "best", np.array([0], np.int64))
+    best_id = tape.op("Gather", [ids, first], {"axis": 1})
+    best_logit = tape.op("Gather", [best, first], {"axis": 1})
+    best_share = tape.op("GatherElements", [share, best_id], {"axis": 1})
+    total = tape.op("Sub", [best_logit, tape.op("Log", [best_share])])
+    named: list[tuple[ir.Value, str, ir.DataType, str | int]] = [
+        (ids, CANDIDATE_IDS, ir.DataType.INT64, "num_candidates"),
+        (best, CANDIDATE_LOGITS, ir.DataType.FLOAT, "num_candidates"),
+        (total, LOG_NORMALIZER, ir.DataType.FLOAT, 1),
+    ]
+    for value, name, dtype, width in named:
+        value.name, value.type, value.shape = name, ir.TensorType(dtype), ir.Shape([logits.shape[0], width])
+    graph.inputs.append(count)
+    graph.extend(tape.nodes)
+    graph.outputs[1:1] = [value for value, *_ in named]
+
+
+def keep_logits(model: ir.Model) -> None:
+    """Add input `logits_to_keep`, so that one step can return the logits of several last positions.
+
+    The first output of the decoder changes from `logits` [rows, vocab] to [rows · logits_to_keep, vocab].
+
+    Raises:
+        GraphError: the last of [rows, target_len] positions is not taken in exactly one place.
+    """
+    graph = model.graph
+    found = [node for node in _ancestors(graph.outputs[0]) if _takes_last_position(node)]
+    if len(found) != 1:
+        raise GraphError(
+            f"speculation: the last position is taken in {len(found)} places of the decoder, expected one; take it "
+            "with hidden[:, -1] before the projection to the vocabulary, or export without speculation"
+        )
+    (last,) = found
+    count = ir.val(LOGITS_TO_KEEP, ir.DataType.INT64, [1])
+    tape = ir.tape.Tape()
+    bounds = {"end": _END, "axis": 1}
+    end, axis = (_constant(graph, f"{LOGITS_TO_KEEP}.{name}", np.array([n], np.int64)) for name, n in bounds.items())
+    kept = tape.op("Slice", [last.inputs[0], tape.op("Neg", [count]), end, axis])
+    rows = tape.op("Flatten", [kept], {"axis": 2})
+    rows.type = last.outputs[0].type
+    graph.insert_before(last, tape.nodes)
+    last.outputs[0].replace_all_uses_with(rows)
+    graph.remove(last, safe=True)
+    graph.inputs.append(count)
+    logits = graph.outputs[0]
+    assert logits.name == LOGITS
+    assert logits.shape is not None
+    logits.shape = ir.Shape([KEPT, logits.shape[1]])
+
+
+def _ancestors(value: ir.Value) -> list[ir.Node]:
+    """Return every node that a value depends on."""
+    found: dict[ir.Node, None] = {}
+    waiting = [value]
+    while waiting:
+        node = waiting.pop().producer()
+        if node is not None and node not in found:
+            found[node] = None
+            waiting += [source for source in node.inputs if source is not None]
+    return list(found)
+
+
+def _takes_last_position(node: ir.Node) -> bool:
+    if node.op_type != "Gather" or node.attributes.get_int("axis", 0) != 1:
+        return False
+    index = node.inputs[1].const_value if node.inputs[1] else None
+    return index is not None and index.size == 1 and int(index.numpy()) == -1
+
+
+def separate_lookups(model: ir.Model) -> None:
+    """Give the rows of a table that is also multiplied with a name of their own, for the same bytes of the file.
+
+    ONNX Runtime on the CPU packs the weights of products into its own memory and then frees the weight, unless another
+    operator reads it too. Of a table that is only looked up, memory holds the pages that are read. On a GPU each name
+    would be a copy, so this is only for graphs that run on the CPU.
+    """
+    graph = model.graph
+    for name, weight in list(graph.initializers.items()):
+        stored = weight.const_value
+        readers = [node for node, _ in weight.uses() if node.op_type == "Gather"]
+        if not isinstance(stored, ir.ExternalTensor) or len(readers) in (0, len(weight.uses())):
+            continue
+        shape = ir.Shape(stored.shape.numpy())
+        span = stored.location, stored.offset, stored.length
+        tensor = ir.ExternalTensor(*span, stored.dtype, shape=shape, name=f"{name}.rows", base_dir=stored.base_dir)
+        rows = ir.Value(name=tensor.name, type=weight.type, shape=weight.shape, const_value=tensor)
+        graph.register_initializer(rows)
+        for node in readers:
+            node.replace_input_with(0, rows)
+
+
+def fix_capacity(path: Path, capacity: int) -> bytes:
+    """Replace the dimension `capacity` of `decoder_static.onnx` by a number, which TensorRT needs for in-place caches.
+
+    Args:
+        path: of the graph.
+        capacity: tokens that every cache buffer holds, at most the rows of the position table, if there is one.
+
+    Returns:
+        A serialized ONNX model. Its weights stay where they are; parse it with `path`.
+
+    Raises:
+        GraphError: not a graph of the static variant, or positions outside the table.
+    """
+    model = load_graph(path)
+    values = [*model.graph.inputs, *(value for node in model.graph for value in node.outputs)]
+    buffers = [(value, shape) for value in values if _CAPACITY in (shape := [*map(_dim, value.shape or ())])]
+    if not buffers:
+        raise GraphError(f"{path.name}: has no dimension {_CAPACITY!r}; give a graph of the static variant")
+    most = min(_position_rows(model.graph), default=MAX_SIZE)
+    if not 1 <= capacity <= most:
+        raise GraphError(
+            f"{path.name}: capacity is {capacity}, expected 1 to {most}, the positions that the model has; "
+            "change --max-target-length"
+        )
+    for value, shape in buffers:
+        value.shape = ir.Shape([capacity if dim == _CAPACITY else dim for dim in shape])
+    raw: bytes = ir.to_proto(model).SerializeToString(deterministic=True)
+    return raw
+
+
+def _dim(dim: int | ir.SymbolicDim) -> int | str | None:
+    return dim if isinstance(dim, int) else dim.value
+
+
+def _position_rows(graph: ir.Graph) -> list[int]:
+    """Return the lengths of the tables that are indexed by `cache_lengths` plus an offset."""
+    positions = {value for value in graph.inputs if value.name == CACHE_LENGTHS}
+    rows = []
+    for node in graph:
+        if node.op_type in _SAME_POSITION and positions.intersection(node.inputs):
+            positions.update(node.outputs)
+        table = node.inputs[0].const_value if node.op_type == "Gather" and node.inputs[0] else None
+        if table is not None and node.inputs[1] in positions:
+            rows.append(table.shape.numpy()[0])
+    return rows
+
+
+def _constant(graph: ir.Graph, name: str, array: np.ndarray[Any, Any]) -> ir.Value:
+    value = ir.Value(name=name, const_value=ir.tensor(array, name=name))
+    graph.register_initializer(value)
+    return value

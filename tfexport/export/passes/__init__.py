@@ -1,1 +1,0 @@
-"""What is done to a graph once it is traced or loaded: one pass a file."""

@@ -1,0 +1,300 @@
+"""Let graphs compute in integers: linear maps and embeddings as ONNX Runtime's CPU operators for 8 and 4 bits.
+
+MatMulNBits reads weights in blocks and is the fastest for the few rows of a decode step. MatMulIntegerToFloat is
+faster if there are many rows, as in an encoder. Both round the activations of every row separately, so a text does not
+depend on the others of its batch.
+https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md describes the operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
+
+from tfexport.contract import ENCODER, ENCODER_CONTRIB, REORDER, WEIGHTS, Form, GraphEntry, Quantization
+from tfexport.errors import BundleError, GraphError
+from tfexport.export.decoders import FORMS, ModuleTraits
+from tfexport.export.graph_file import (
+    Span,
+    check_weights,
+    external_weights,
+    load_graph,
+    read_weight,
+    refer,
+    save_graph,
+    span,
+    tensor_spans,
+)
+from tfexport.export.quantize.linear import LEAST_WEIGHTS, LinearMap, linear_maps, lookups
+from tfexport.export.quantize.rounding import round_blocks, round_matrix
+from tfexport.nn.config import TransformerConfig
+
+# How a weight is stored: unchanged, in blocks of 8 or 4 bits, or in 8 bits with a scale for each output.
+_Kind = Literal["plain", "int8_blocks", "int4_blocks", "int8_columns"]
+
+_DOMAIN = "com.microsoft"
+# Activations are rounded to 8 bits; otherwise they are multiplied in float32, at a fraction of the speed.
+_ACCURACY_LEVEL = 4
+# Inputs that share a scale, by bits: larger blocks are no faster, smaller ones are more exact and take more space.
+_BLOCK = {8: 128, 4: 32}
+# The smallest block that the operators accept.
+_LEAST_BLOCK = 16
+# The integers that the largest magnitude of a row and 0 become: on both sides of 128, or from 0 up if no value is
+# negative.
+_SIGNED, _UNSIGNED = (127, 128), (255, 0)
+# The magnitude of a row of zeros, such as padding may be.
+_LEAST_MAGNITUDE = 1e-30
+
+
+def fastest_form(forms: Sequence[Form], traits: TransformerConfig | ModuleTraits) -> tuple[Form, ...]:
+    """Choose the only variant worth quantizing: ONNX Runtime needs no other than its fastest."""
+    fastest: tuple[Form, ...] = ("contrib", "static", "concat")
+    able = [form for form in fastest if form in forms and not FORMS[form].supports(traits, "fp32")]
+    return tuple(able[:1] or forms)
+
+
+def write_integer_graphs(
+    source: Path,
+    graphs: Mapping[str, GraphEntry],
+    directory: Path,
+    quantization: Quantization,
+    *,
+    report: Callable[[str], None] = lambda line: None,
+) -> dict[str, GraphEntry]:
+    """Write graphs whose linear maps and embeddings have 8 or 4 bits.
+
+    The output projection and the embeddings always have 8 bits, which models/dates needs. Norms, biases, position
+    tables, matrices below 4096 weights and scaled Gemms do not change, and neither do inputs and outputs.
+
+    Args:
+        source: directory of the fp32 graphs and of their weight file.
+        graphs: to read, by name; all share the weight file. `reorder` is for GPUs and is left out.
+        directory: another one; receives the graphs under their file names and `weights.safetensors`.
+        quantization: how weights are stored.
+        report: receives progress lines.
+
+    Returns:
+        The graphs as a manifest lists them.
+
+    Raises:
+        GraphError: a graph has no large linear map; lists every weight outside `source` or not finite.
+        BundleError: the disk is full.
+    """
+    graphs = {name: entry for name, entry in graphs.items() if name != REORDER}
+    models = {name: load_graph(source / entry.file) for name, entry in graphs.items()}
+    check_weights((model.graph for model in models.values()), quantization.weights)
+    encoders = [models[name].graph for name in (ENCODER, ENCODER_CONTRIB) if name in models]
+    many_rows = {span(found.weight) for graph in encoders for found in linear_maps(graph)}
+    store = _Store({place: name for name, place in tensor_spans(source / WEIGHTS).items()})
+    for model in models.values():
+        _IntegerGraph(model.graph, store, quantization, many_rows).rewrite()
+        RemoveUnusedNodesPass()(model)
+        model.graph.opset_imports.setdefault(_DOMAIN, 1)
+    store.save(directory / WEIGHTS)
+    for name, model in models.items():
+        save_graph(model, directory / graphs[name].file, graphs[name].spec, portable=False)
+    report(f"{sum(tensor.nbytes for tensor in store.tensors.values()):,} bytes of weights as {quantization.weights}")
+    return graphs
+
+
+class _Store:
+    """The tensors of the new weight file: a weight is stored once in each kind, however many graphs read it.
+
+    `names` are those of the old file. `parts` are initializers that become references when the file is written, each
+    with the name of its tensor.
+    """
+
+    def __init__(self, names: Mapping[Span, str]) -> None:
+        self.names = names
+        self.tensors: dict[str, NDArray[Any]] = {}
+        self.parts: list[tuple[ir.Value, str]] = []
+        self._made: dict[tuple[Span, _Kind, int], list[str]] = {}
+
+    def put(self, weight: ir.Value, kind: _Kind, outputs: int = 0) -> list[str]:
+        """Store a weight and name its tensors: the weight, or values, scales and for blocks zero points."""
+        key = (span(weight), kind, outputs)
+        if key not in self._made:
+            # Joint parameters have no name in the file; graphs name them within a module `model`.
+            name = self.names.get(span(weight), (weight.name or "").removeprefix("model."))
+            tensors = _round(name, read_weight(weight), kind, outputs)
+            assert not tensors.keys() & self.tensors.keys()
+            self._made[key] = list(tensors)
+            self.tensors.update(tensors)
+        return self._made[key]
+
+    def save(self, path: Path) -> None:
+        """Write the file and let the initializers refer to it."""
+        try:
+            save_file(dict(self.tensors), path)
+        except SafetensorError as error:  # the library wraps every OSError
+            raise BundleError(
+                f"cannot write bundle: {path.name}: {error}; free some space or choose another output"
+            ) from error
+        path.chmod(0o644)  # safetensors creates files that only their owner can read
+        spans = tensor_spans(path)
+        for value, tensor in self.parts:
+            refer(value, spans[tensor], path.parent)
+
+
+class _IntegerGraph:
+    """The rewriting of one graph; an activation that several products read is rounded once."""
+
+    def __init__(
+        self, graph: ir.Graph, store: _Store, quantization: Quantization, many_rows: frozenset[Span] | set[Span]
+    ) -> None:
+        self._graph, self._store, self._quantization, self._many_rows = graph, store, quantization, many_rows
+        self._constants: dict[str, ir.Value] = {}
+        self._parts: dict[str, ir.Value] = {}
+        self._rounded: dict[ir.Value, tuple[ir.Value, ir.Value]] = {}
+
+    def rewrite(self) -> None:
+        """Replace linear maps and embeddings, and every reference to the old weight file."""
+        graph, old = self._graph, external_weights(self._graph)
+        maps = [found for found in linear_maps(graph) if found.is_plain]
+        if not maps:
+            raise GraphError(
+                f"{self._quantization.weights}: no linear map has {LEAST_WEIGHTS} weights; export with fp32"
+            )
+        tables = list(lookups(graph))
+        for found in maps:
+            self._replace(found.node, *self._linear(found))
+        for node in tables:
+            self._replace(node, *self._lookup(node))
+        for weight in old:
+            del graph.initializers[weight.name or ""]
+        still_read = {node for node in graph if node.op_type != "Transpose" or node.outputs[0].uses()}
+        for weight in sorted(old, key=lambda weight: weight.name or ""):
+            if any(node in still_read for node, _ in weight.uses()):
+                (tensor,) = self._store.put(weight, "plain")
+                self._parts[weight.name or ""] = weight
+                self._store.parts.append((weight, tensor))
+        for value in (*self._constants.values(), *self._parts.values()):
+            graph.register_initializer(value)
+
+    def _replace(self, node: ir.Node, tape: ir.tape.Tape, output: ir.Value) -> None:
+        ir.convenience.replace_nodes_and_values(self._graph, node, [node], tape.nodes, node.outputs, [output])
+
+    def _linear(self, found: LinearMap) -> tuple[ir.tape.Tape, ir.Value]:
+        tape, node = ir.tape.Tape(), found.node
+        kind = self._kind(found)
+        tensors = [self._part(tensor) for tensor in self._store.put(found.weight, kind, found.outputs)]
+        bias = [] if found.bias is None else [found.bias]
+        if kind == "int8_columns":
+            target = f"{node.outputs[0].name}_product" if bias else f"{node.outputs[0].name}"
+            output = self._row_product(tape, node, tensors, target)
+            return tape, tape.op("Add", [output, *bias], name="") if bias else output
+        assert found.weight.shape is not None
+        inputs, outputs = found.weight.shape.numpy()[1 - found.outputs], found.weight.shape.numpy()[found.outputs]
+        bits = 4 if kind == "int4_blocks" else 8
+        settings = {"accuracy_level": _ACCURACY_LEVEL, "bits": bits, "block_size": _block(inputs, bits)}
+        read = [node.inputs[0], *tensors, *([None, *bias] if bias else [])]
+        sizes = {"K": inputs, "N": outputs, **settings}
+        return tape, tape.op("MatMulNBits", read, sizes, domain=_DOMAIN, name=node.name)
+
+    def _kind(self, found: LinearMap) -> _Kind:
+        if self._quantization.weights == "int4":
+            return "int8_blocks" if found.is_projection else "int4_blocks"
+        is_wide = span(found.weight) in self._many_rows or self._quantization.optimize_for == "throughput"
+        return "int8_columns" if is_wide else "int8_blocks"
+
+    def _row_product(self, tape: ir.tape.Tape, node: ir.Node, tensors: list[ir.Value], target: str) -> ir.Value:
+        """Multiply activations [..., inputs] with int8 [inputs, outputs] and float32 scales [outputs]."""
+        rows = node.inputs[0]
+        assert rows is not None
+        relu = rows.producer()
+        is_signed = relu is None or relu.op_type != "Relu"
+        largest, zero = _SIGNED if is_signed else _UNSIGNED
+        axis = self._constant("row_axis", np.array([-1]))
+        least = self._constant("row_least", np.array(_LEAST_MAGNITUDE, np.float32))
+        unit = self._constant(f"row_unit_{largest}", np.array(1 / largest, np.float32))
+        zero_point = self._constant(f"row_zero_{zero}", np.array(zero, np.uint8))
+        if rows not in self._rounded:
+
+            def step(operator: str, read: list[ir.Value | None], made: str) -> ir.Value:
+                return tape.op(operator, read, name="", output=ir.Value(name=f"{rows.name}_{made}"))
+
+            # Rounding from 0 up cuts off negative values, so a ReLU before it is not needed.
+            source = rows if is_signed or relu is None else relu.inputs[0]
+            magnitudes = step("Abs", [source], "magnitudes") if is_signed else source
+            magnitude = step("Max", [step("ReduceMax", [magnitudes, axis], "largest"), least], "magnitude")
+            scaled = step("Div", [source, magnitude], "unit")
+            self._rounded[rows] = step("QuantizeLinear", [scaled, unit, zero_point], "rounded"), magnitude
+        rounded, magnitude = self._rounded[rows]
+        values, scales = tensors
+        product = ir.Value(name=f"{target}_of_unit_rows")
+        read = [rounded, values, unit, scales, zero_point]
+        tape.op("MatMulIntegerToFloat", read, domain=_DOMAIN, name=node.name, output=product)
+        return tape.op("Mul", [product, magnitude], name="", output=ir.Value(name=target))
+
+    def _lookup(self, node: ir.Node) -> tuple[ir.tape.Tape, ir.Value]:
+        """Write an embedding; a table that is also the output projection is stored once."""
+        tape, (weight, ids) = ir.tape.Tape(), node.inputs
+        assert weight is not None
+        assert weight.shape is not None
+        values, *rest = self._store.put(weight, "int8_blocks")
+        outputs, blocks, block = self._store.tensors[values].shape
+        rows = self._part(values, f"{values}.rows", (outputs, blocks * block))
+        settings = {"bits": 8, "block_size": block, "gather_axis": 0, "quantize_axis": 1}
+        read = [rows, ids, *map(self._part, rest)]
+        gathered = tape.op("GatherBlockQuantized", read, settings, domain=_DOMAIN, name=node.name)
+        width = weight.shape.numpy()[1]
+        if blocks * block == width:
+            return tape, gathered
+        # Cut off the padding of the last block.
+        target = node.outputs[0].name
+        gathered.name = f"{target}_padded"
+        bounds = [
+            tape.op("Constant", [], {"value_ints": [bound]}, name="", output=ir.Value(name=f"{target}_{name}"))
+            for name, bound in (("begin", 0), ("end", width), ("axis", -1))
+        ]
+        return tape, tape.op("Slice", [gathered, *bounds], name="")
+
+    def _part(self, tensor: str, name: str = "", shape: tuple[int, ...] = ()) -> ir.Value:
+        """Return the initializer of a tensor of the new file; its own name and shape unless others are given."""
+        name = name or tensor
+        if name not in self._parts:
+            array = self._store.tensors[tensor].reshape(shape or self._store.tensors[tensor].shape)
+            self._parts[name] = _initializer(name, array)
+            self._store.parts.append((self._parts[name], tensor))
+        return self._parts[name]
+
+    def _constant(self, name: str, array: NDArray[Any]) -> ir.Value:
+        return self._constants.setdefault(name, _initializer(name, array))
+
+
+def _initializer(name: str, array: NDArray[Any]) -> ir.Value:
+    tensor = ir.tensor(array, name=name)
+    return ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape), const_value=tensor)
+
+
+def _block(inputs: int, bits: int) -> int:
+    """Choose how many inputs share a scale: a size that divides them, or a small one for a short last block."""
+    sizes = [_BLOCK[bits] >> shift for shift in range(8) if _BLOCK[bits] >> shift >= _LEAST_BLOCK]
+    return next((size for size in sizes if inputs % size == 0), _BLOCK[4])
+
+
+def _round(name: str, array: NDArray[Any], kind: _Kind, outputs: int) -> dict[str, NDArray[Any]]:
+    """Return the tensors of a weight under their names in the file."""
+    if kind == "plain":
+        return {name: array}
+    # safetensors writes an array as it is in memory, so transposing needs a copy.
+    matrix = array if outputs == 0 else array.T.copy()
+    if kind == "int8_columns":
+        rounded = round_matrix(matrix, "int8", 0)
+        return {f"{name}.{kind}.values": rounded.values.T.copy(), f"{name}.{kind}.scales": rounded.scales}
+    bits = 4 if kind == "int4_blocks" else 8
+    blocks = round_blocks(matrix, bits, _block(matrix.shape[1], bits))
+    made: dict[str, NDArray[Any]] = {
+        "values": blocks.values,
+        "scales": blocks.scales,
+        "zero_points": blocks.zero_points,
+    }
+    return {f"{name}.{kind}.{part}": array for part, array in made.items()}
