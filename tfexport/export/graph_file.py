@@ -32,7 +32,9 @@ def load_graph(path: Path) -> ir.Model:
     try:
         model = ir.load(path)
     except Exception as error:
-        raise GraphError(f"{path}: is not an ONNX model ({first_line(error.__cause__ or error)}); export it again") from error
+        raise GraphError(
+            f"{path}: is not an ONNX model ({first_line(error.__cause__ or error)}); export it again"
+        ) from error
     if not model.opset_imports:  # an empty file is a valid protobuf
         raise GraphError(f"{path}: is not an ONNX model (it names no opset); export it again")
     return model

@@ -198,7 +198,8 @@ def _to_onnx(program: ExportedProgram, opset: int) -> ir.Model:
         convert_version(translated.model, opset, fallback=True)
     else:
         translated = export(program, registry=operators, opset_version=opset, optimize=False, verbose=False)
-    return translated.model
+    model: ir.Model = translated.model
+    return model
 
 
 @functools.cache
