@@ -1,0 +1,156 @@
+"""Run a command once for each call of the file system, which fails, is the last before kill -9, or is interrupted.
+
+python -m tests.fuzz.faults COMMAND HOME ACTION...
+
+An audit hook sees the calls, in a fork of a process that has loaded everything. After each run the target is the old or
+the new one, other files are unchanged, and a second run succeeds and leaves nothing behind. The actions take turns.
+Prints the number of calls and what went wrong, as JSON.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.bundle.made import CONTENT, fill
+from tfexport.bundle.bundle import create_bundle, open_bundle
+from tfexport.cli import main as tfexport
+from tfexport.errors import TfexportError
+from tfexport.tensorrt.artifact.store import engine_names
+
+Content = dict[str, str]
+EXIT = {"SIGKILL": -9, "SIGTERM": 143, "SIGINT": 130}
+EVENTS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.scandir", "os.listdir", "os.chmod", "os.utime"}
+
+
+def rewrite(folder: Path) -> None:
+    """Replace a bundle, whose engine stays."""
+    with create_bundle(folder / "out" / "bundle", force=True) as builder:
+        fill(builder, CONTENT | {"parity.json": b'{"other": 1}'})
+
+
+def import_again(folder: Path) -> None:
+    """Replace a model directory."""
+    words = f"import {folder}/weights --layout {folder}/identity.yaml --heads 4 --output {folder}/out/model --force"
+    tfexport(args=words.split(), prog_name="tfexport")
+
+
+def bundle_of(folder: Path) -> Content:
+    """Read a bundle, without leftovers of a writer in engines/."""
+    engine_names(open_bundle(folder / "out" / "bundle").path)
+    return {name: digest for name, digest in content(folder / "out" / "bundle").items() if "/." not in name}
+
+
+def model_of(folder: Path) -> Content:
+    from tfexport.nn.directory import load_model
+
+    load_model(folder / "out" / "model")
+    return content(folder / "out" / "model")
+
+
+COMMANDS: dict[str, tuple[Callable[[Path], None], str, Callable[[Path], Content]]] = {
+    "bundle": (rewrite, "out/bundle", bundle_of),
+    "import": (import_again, "out/model", model_of),
+}
+
+
+def content(folder: Path) -> Content:
+    """Return the hash of every file below, and a dash for every directory."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "-"
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+def run(command: Callable[[Path], None], folder: Path, at: int = 0, action: str = "") -> tuple[int, str, int]:
+    """Run in a fork; return the exit code or minus the signal, the last line of stderr, and the number of calls."""
+    said, calls = folder.with_name("said"), folder.with_name("calls")
+    calls.write_text("")
+    if child := os.fork():
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        lines = said.read_text().splitlines() or [""]
+        return status, lines[-1], calls.stat().st_size
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+    counter, inside = os.open(calls, os.O_WRONLY), f"{folder}/"
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        path = arguments[0] if event in EVENTS else None
+        is_ours = isinstance(path, str | Path) and (str(path)[:1] != "/" or str(path).startswith(inside))
+        if is_ours or event == "fsync":
+            os.write(counter, b".")
+            if os.lseek(counter, 0, os.SEEK_CUR) == at:
+                if action in EXIT:
+                    os.kill(os.getpid(), getattr(signal, action))
+                else:
+                    raise OSError(getattr(errno, action), os.strerror(getattr(errno, action)), path)
+
+    # Python does not audit it, and it takes most of the time.
+    os.fsync = lambda _: hook("fsync", (None,))  # type: ignore[assignment]
+    sys.addaudithook(hook)
+    code = 0
+    try:
+        command(folder)
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    except TfexportError as error:
+        print("error:", error, file=sys.stderr)
+        code = 1
+    except KeyboardInterrupt:
+        code = 130
+    except BaseException as error:  # noqa: BLE001 - what Python would print
+        print("Traceback", repr(error), file=sys.stderr)
+        code = 2
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def main(name: str, home: Path, actions: list[str]) -> dict[str, Any]:
+    """Try all places; return the number of calls and what went wrong."""
+    command, target, read = COMMANDS[name]
+    folder = home.with_name("copy")
+
+    def fresh() -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(home, folder)
+
+    fresh()
+    status, said, calls = run(command, folder)
+    assert status == 0, said
+    old, new, old_target, new_target = content(home), content(folder), read(home), read(folder)
+    others = {path: digest for path, digest in old.items() if path != target and not path.startswith(f"{target}/")}
+    assert old_target != new_target
+    wrong = []
+    for number in range(1, calls + 1):
+        action = actions[number % len(actions)]
+        fresh()
+        status, said, _ = run(command, folder, number, action)
+        left = content(folder)
+        try:
+            found = read(folder)
+            assert found in (old_target, new_target), "half"
+            assert others.items() <= left.items(), "files of others are lost"
+            assert "Traceback" not in said, said
+            assert status in ((EXIT[action], 0) if action in EXIT else (0, 1)), f"exit code {status}"
+            if action not in EXIT:
+                assert (status == 0) == (found == new_target), f"exit code {status}, and that is not there"
+            elif action != "SIGKILL":
+                assert left in (old, new), "there is litter"
+                assert not said or ("is written and whole" in said) == (found == new_target), said
+            status, said, _ = run(command, folder)
+            assert (status, content(folder)) == (0, new), f"the next run fails or leaves litter: {said}"
+        except (AssertionError, TfexportError, OSError) as error:
+            wrong.append(f"{action} at call {number}: {error!r}")
+    return {"calls": calls, "wrong": wrong}
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])))
