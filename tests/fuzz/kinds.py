@@ -10,7 +10,7 @@ import torch
 
 from tests import tiny
 from tests.conftest import DATES
-from tests.fuzz import bundles, checkpoints, engines, options, requests, tokenizers
+from tests.fuzz import bundles, checkpoints, options, requests, tokenizers
 from tests.fuzz.kind import Kind
 from tfexport.nn.directory import save_model
 
@@ -20,10 +20,10 @@ KINDS: dict[str, Callable[[Path, Path], Kind]] = {
     "bundle-graph": bundles.damaged("decoder_contrib.onnx"),
     "bundle-weights": bundles.damaged("weights.safetensors"),
     "bundle-tokenizer": bundles.damaged("tokenizer.json"),
-    "bundle-sealed": bundles.sealed,
-    "engine-manifest": engines.damaged("engine.json"),
-    "engine-plan": engines.damaged("decoder_static.plan"),
-    "engine-sealed": engines.sealed,
+    "bundle-sealed": bundles.sealed("manifest.json"),
+    "engine-manifest": bundles.damaged("engines/*/engine.json", "with-engine", bundles.engines_of),
+    "engine-plan": bundles.damaged("engines/*/decoder_static.plan", "with-engine", bundles.engines_of),
+    "engine-sealed": bundles.sealed("engines/*/engine.json", "with-engine", bundles.engines_of),
     "weights-safetensors": checkpoints.weights("weights.safetensors", is_summed=False),
     "weights-torch": checkpoints.weights("weights.pt", is_summed=True),
     "weights-legacy": checkpoints.weights("weights.legacy", is_summed=False),
@@ -39,7 +39,6 @@ KINDS: dict[str, Callable[[Path, Path], Kind]] = {
     "tokenizer-list": tokenizers.read_as("tokens.txt"),
     "generation-json": options.defaults,
     "options": options.generation,
-    "command-line": options.command_line,
     "requests": requests.kind,
 }
 
@@ -59,5 +58,4 @@ def prepare(folder: Path) -> None:
     save_model(model, folder / "model", tokenizer=DATES / "tokenizer.json")
     bundles.prepare(folder / "model", folder)
     checkpoints.prepare(folder)
-    engines.prepare(folder)
     tokenizers.prepare(folder)

@@ -1,4 +1,4 @@
-"""Options of generation, in Python and on the command line."""
+"""Options of generation."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from click.testing import CliRunner
 from hypothesis import strategies as st
 
 import tfexport
 from tests.fuzz.bundles import TEXTS
 from tests.fuzz.kind import Kind
 from tests.fuzz.mutations import mutated_json
-from tfexport.cli import main
-from tfexport.errors import InputError, TfexportError
+from tfexport.errors import TfexportError
 from tfexport.generation import DecodeConfig
 
 _NUMBERS = st.one_of(
@@ -102,35 +100,3 @@ def defaults(folder: Path, scratch: Path) -> Kind:
         return GenerationDefaults.from_dict(read_json(scratch / "generation.json", "generation.json"))
 
     return Kind(mutated_json(json.loads(json.dumps(everything))), use, use(json.dumps(everything).encode()))
-
-
-def command_line(folder: Path, scratch: Path) -> Kind:
-    """Return the kind of command lines of `tfexport generate`."""
-
-    def spelled(name: str, value: Any) -> list[str]:
-        option = "--" + name.replace("_", "-")
-        if isinstance(value, bool) and name != "early_stopping":
-            return [option if value else option.replace("--", "--no-", 1)]
-        if isinstance(value, list):
-            value = ",".join(",".join(map(str, one)) if isinstance(one, list) else str(one) for one in value)
-        return [option, str(value).lower() if isinstance(value, bool) else str(value)]
-
-    def line(options: dict[str, Any]) -> bytes:
-        words = [word for name, value in options.items() for word in spelled(name, value)]
-        return json.dumps(words).encode()
-
-    def use(raw: bytes) -> int:
-        result = CliRunner().invoke(
-            main, ["generate", str(folder / "bundle"), TEXTS[0], "--threads", "1", *json.loads(raw)]
-        )
-        if result.exception and not isinstance(result.exception, SystemExit):
-            raise result.exception
-        assert result.exit_code in (0, 1, 2), result.exit_code
-        assert "Traceback" not in result.output
-        said = result.stderr.strip().splitlines()
-        assert result.exit_code == 0 or said[-1].startswith("error: "), said
-        if result.exit_code:
-            raise InputError(said[-1])
-        return 0
-
-    return Kind(_drawn(odd=4).map(line), use, 0)
