@@ -34,15 +34,6 @@ def test_both_are_kept_and_shown(bundle: Path) -> None:
     assert f"  layout hf_marian, proven; certificate sha256 {'0' * 64}" in lines
 
 
-def test_bundles_of_before_have_none(bundle: Path) -> None:
-    def older(data: dict[str, Any]) -> None:
-        del data["identity"], data["provenance"]
-
-    edit(bundle, older)
-    manifest = open_bundle(bundle).manifest
-    assert (manifest.identity, manifest.provenance) == (Identity(), None)
-
-
 @pytest.mark.parametrize(
     ("wrong", "problem"),
     [

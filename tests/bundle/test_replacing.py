@@ -70,12 +70,6 @@ def test_a_file_that_no_manifest_names_stops_it(name: str, bundle: Path, engine:
     assert (bundle / name).read_text() == "mine"
 
 
-def test_all_such_files_are_named_at_once(bundle: Path, engine: Path) -> None:
-    for name in ("b", "a", "engines/c"):
-        (bundle / name).write_text("mine")
-    refuses(bundle, ": 'a' does not belong to it; 'b' does not belong to it; 'engines/c' does")
-
-
 def test_an_engine_without_its_manifest_is_not_known_to_be_one(bundle: Path, engine: Path) -> None:
     (engine / "engine.json").write_text("{}")
     refuses(bundle, f"'engines/{NAME}/encoder.plan' does not belong to it")
@@ -178,14 +172,6 @@ def test_engines_of_other_graphs_stay_and_are_called_stale(bundle: Path, engine:
     )
 
 
-def test_an_engine_with_a_damaged_plan_stays_as_it_is(bundle: Path, engine: Path) -> None:
-    (engine / "encoder.plan").write_bytes(b"damaged")
-    (engine / "reorder.plan").unlink()
-    before = contents(engine)
-    make(bundle, NEW, force=True)
-    assert contents(engine) == before
-
-
 def test_an_engine_that_is_being_built_is_waited_for(bundle: Path, engine: Path) -> None:
     opened = open_bundle(bundle)
     with add_engine(opened.path, "other", force=False) as folder:
@@ -246,16 +232,6 @@ def test_a_long_name_has_short_siblings(tmp_path: Path, name: str) -> None:
             pytest.fail("the block must not run")
     assert open_bundle(tmp_path / name) == builder.bundle
     assert siblings(tmp_path / name) == []
-
-
-def test_a_long_name_is_recovered(tmp_path: Path) -> None:
-    target = tmp_path / ("x" * 250)
-    before = make(target)
-    hidden = f".{atomic._stem(target)}"
-    target.rename(tmp_path / f"{hidden}.old-0123456789abcdef")
-    (tmp_path / f"{hidden}.tmp-0123456789abcdef").mkdir()
-    assert open_bundle(target) == before
-    assert siblings(target) == []
 
 
 def test_a_name_that_is_too_long_is_known_before_the_work(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -22,10 +21,6 @@ from tests.bundle.made import CONTENT, fill, make, refused, siblings
 from tfexport._io import atomic
 from tfexport.bundle.bundle import create_bundle, open_bundle
 from tfexport.errors import BundleError
-
-
-def test_missing_parents_are_made(tmp_path: Path) -> None:
-    assert make(tmp_path / "a" / "b" / "c").path == tmp_path / "a" / "b" / "c"
 
 
 def test_an_existing_output_is_refused_before_any_work(bundle: Path) -> None:
@@ -210,22 +205,6 @@ def test_a_full_disk_is_one_line(bundle: Path) -> None:
     assert siblings(bundle) == []
 
 
-def test_a_file_above_the_limit_of_the_system_is_one_line(bundle: Path) -> None:
-    before = open_bundle(bundle)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        with (
-            pytest.raises(BundleError, match="File too large; free some space"),
-            create_bundle(bundle, force=True) as builder,
-        ):
-            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-            (builder.path / "weights.safetensors").write_bytes(bytes(10_000))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert open_bundle(bundle) == before
-    assert siblings(bundle) == []
-
-
 @contextmanager
 def without_permission(folder: Path) -> Iterator[None]:
     """Take the right to write; root has it always, and so becomes nobody for a while."""
@@ -300,64 +279,6 @@ def test_killed_while_writing(tmp_path: Path, exists: bool) -> None:
     assert siblings(target) == []
 
 
-def replace_and_die_at_rename(target: Path, count: int) -> None:
-    run_and_die(
-        f"""
-        rename, calls = os.rename, []
-        def counted(*names):
-            calls.append(names)
-            die() if len(calls) == {count} else rename(*names)
-        os.rename = counted
-        make(output, CONTENT | {{"weights.safetensors": b"new"}}, force=True)
-        """,
-        target,
-    )
-
-
-def test_killed_between_the_renames_opening_puts_it_back(bundle: Path) -> None:
-    before = open_bundle(bundle)
-    replace_and_die_at_rename(bundle, 2)
-    assert not bundle.exists()
-    assert open_bundle(bundle) == before
-    assert siblings(bundle) == []
-
-
-def test_killed_between_the_renames_writing_puts_it_back(bundle: Path) -> None:
-    before = open_bundle(bundle)
-    replace_and_die_at_rename(bundle, 2)
-    with pytest.raises(BundleError, match="exists"), create_bundle(bundle):
-        pytest.fail("the block must not run")
-    assert open_bundle(bundle) == before
-    replace_and_die_at_rename(bundle, 2)
-    with pytest.raises(ZeroDivisionError), create_bundle(bundle, force=True):
-        raise ZeroDivisionError
-    assert open_bundle(bundle) == before
-    assert siblings(bundle) == []
-
-
-def test_killed_before_the_renames_nothing_has_changed(bundle: Path) -> None:
-    before = open_bundle(bundle)
-    replace_and_die_at_rename(bundle, 1)
-    assert open_bundle(bundle) == before
-    make(bundle, force=True)
-    assert siblings(bundle) == []
-
-
-def test_killed_while_the_former_is_deleted(bundle: Path) -> None:
-    run_and_die(
-        """
-        import shutil
-        shutil.rmtree = die
-        make(output, CONTENT | {"weights.safetensors": b"new"}, force=True)
-        """,
-        bundle,
-    )
-    assert open_bundle(bundle).file("weights.safetensors").read_bytes() == b"new"
-    assert any(".tmp-" in name for name in siblings(bundle))
-    make(bundle, force=True)
-    assert siblings(bundle) == []
-
-
 def test_leftovers_of_the_living_and_of_other_names_stay(bundle: Path) -> None:
     others = [".bundle.tmp-mine", ".bundle2.tmp-0123456789abcdef", ".bundle.tmp-0123456789abcdeg"]
     for name in others:
@@ -374,12 +295,3 @@ def test_a_reader_waits_for_no_writer_but_says_that_there_is_one(bundle: Path) -
     with atomic.locked(bundle):
         refused(bundle, "is being written by another process")
     open_bundle(bundle)
-
-
-def test_the_manifest_needs_a_verdict(tmp_path: Path) -> None:
-    with (
-        pytest.raises(BundleError, match=r"parity\.passed is None, expected true or false"),
-        create_bundle(tmp_path / "bundle") as builder,
-    ):
-        fill(builder, parity={})
-    assert siblings(tmp_path / "bundle") == []

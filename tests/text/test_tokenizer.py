@@ -203,12 +203,6 @@ def test_every_bad_text_is_named_at_once(dates: Tokenizer) -> None:
     assert caught.value.indices == tuple(range(1, 8))
 
 
-def test_many_bad_texts_are_counted(dates: Tokenizer) -> None:
-    with pytest.raises(InputError, match=r"text 21 is empty; leave it out; and 80 more$") as caught:
-        dates.encode(["3", *[""] * 100])
-    assert caught.value.indices == tuple(range(1, 101))
-
-
 def test_every_bad_prefix_is_named_and_what_is_wrong_alike_once(dates: Tokenizer) -> None:
     assert dates.begin_targets(["", "20"]) == [[], dates.encode_target("20")]
     with pytest.raises(InputError) as caught:
@@ -274,12 +268,6 @@ def test_unknown_among_known_characters_is_unknown(dates: Tokenizer) -> None:
     assert ids == [len(SPECIAL) + CHARACTERS.index("3"), 3, 3, 3, 3]
 
 
-def test_what_the_normalizer_drops_alone_is_nothing(dates: Tokenizer) -> None:
-    assert dates.encode(["\u200e3\u200f"]) == dates.encode(["3"])
-    with pytest.raises(InputError, match="no character that the vocabulary knows"):
-        dates.encode(["\u200e\u200f"])
-
-
 @pytest.mark.parametrize("text", ["aéb", "a☃ b", "é", "x€", "€x€"])
 def test_characters_that_byte_pairs_would_drop_are_refused(tmp_path: Path, text: str) -> None:
     inner = character_pairs()
@@ -319,24 +307,6 @@ def test_byte_pairs_drop_nothing_unsaid(model: dict[str, str], text: str) -> Non
     else:
         with pytest.raises(InputError, match="would drop"):
             tokenizer.encode([text])
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
-        models.WordLevel({"<pad>": 0, "a": 1}),
-        models.Unigram([("<pad>", 0.0), ("a", 0.0)]),
-        models.BPE({"<pad>": 0, "a": 1}, [], unk_token="<gone>"),
-    ],
-    ids=["WordLevel", "Unigram", "BPE"],
-)
-def test_a_library_error_about_unknown_characters_is_one_line(tmp_path: Path, model: object) -> None:
-    inner = tokenizers.Tokenizer(model)
-    inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = wrap(inner, tmp_path, tokens=TokenIds(pad=0, start=0, eos=0))
-    with pytest.raises(InputError, match=r"^input of 2 texts: text 2 (cannot be encoded|has 'z')") as caught:
-        tokenizer.encode(["a", "z"])
-    assert "\n" not in str(caught.value)
 
 
 def test_prefixes_are_checked_and_leave_room_for_a_token(dates: Tokenizer) -> None:
