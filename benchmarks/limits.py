@@ -29,7 +29,7 @@ from tfexport.bench.timing import Effort, interleaved, median, repeat, stopwatch
 from tfexport.bundle.bundle import Bundle, open_bundle
 from tfexport.bundle.step_weights import step_weight_bytes
 from tfexport.errors import TfexportError
-from tfexport.runtime.cores import available_cores
+from tfexport.runtime.cpu import available_cores
 from tfexport.runtime.session import Session
 
 TURN = Effort(warm_up=1, least_runs=3, least_s=0.05)

@@ -20,7 +20,7 @@ import click
 from tfexport.bench.machine import environment
 from tfexport.bench.timing import Effort
 from tfexport.errors import BenchError
-from tfexport.runtime.cores import available_cores
+from tfexport.runtime.cpu import available_cores
 
 BENCHMARKS = Path(__file__).resolve().parent
 ROOT = BENCHMARKS.parent

@@ -34,7 +34,7 @@ from runner import CTRANSLATE2, CTRANSLATE2_PYTHON, OURS, PAUSE_S, Weights, Work
 from tfexport.bench.machine import environment
 from tfexport.bench.timing import interleaved
 from tfexport.errors import BenchError, TfexportError
-from tfexport.runtime.cores import available_cores
+from tfexport.runtime.cpu import available_cores
 
 SCHEMA = "tfexport.serving/2"
 # System, precision and policy.

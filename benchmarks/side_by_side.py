@@ -48,7 +48,7 @@ from runner import (
 
 from tfexport.bench.timing import interleaved, median, repeat
 from tfexport.errors import BenchError, TfexportError
-from tfexport.runtime.cores import available_cores
+from tfexport.runtime.cpu import available_cores
 
 PRESETS = ("tiny", "paper-base", "paper-big")
 PEER_PRECISIONS = {REVISION: ("fp32", "int8"), CTRANSLATE2: ("fp32", "int8")}

@@ -53,7 +53,7 @@ def test_importing_the_command_line_loads_only_click() -> None:
 
 
 def test_a_deployment_machine_needs_neither_torch_nor_onnx() -> None:
-    loaded = loaded_by("import tfexport; tfexport.load; import tfexport.describe, tfexport.runtime.ort.session")
+    loaded = loaded_by("import tfexport; tfexport.load; import tfexport.describe, tfexport.runtime.ort.backend")
     assert "onnxruntime" in loaded
     assert not loaded & {"torch", "onnx", "onnx_ir", "onnxscript", "safetensors"}
 

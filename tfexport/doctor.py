@@ -11,7 +11,7 @@ from typing import Any
 
 from tfexport._io.extras import extra_command, install_command, repair_command, replacing_command
 from tfexport.runtime import registry
-from tfexport.runtime.cores import instruction_sets
+from tfexport.runtime.cpu import instruction_sets
 from tfexport.runtime.probes import describe_int8, find_gpus, run_probe
 from tfexport.runtime.registry import Requirement
 

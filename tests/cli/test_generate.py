@@ -53,13 +53,13 @@ def test_texts_on_the_command_line(dates_bundle: Path) -> None:
 @pytest.mark.parametrize("form", ["concat", "static", "contrib"])
 def test_the_form_that_is_asked_for_runs(form: str, dates_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = []
-    take = ort_backend.open_graphs
+    take = ort_backend.OrtSession
 
-    def note(graphs: Any, spec: Any, form: Any, *more: Any, **settings: Any) -> Any:
+    def note(graphs: Any, form: Any, *more: Any, **settings: Any) -> Any:
         opened.append(form)
-        return take(graphs, spec, form, *more, **settings)
+        return take(graphs, form, *more, **settings)
 
-    monkeypatch.setattr(ort_backend, "open_graphs", note)
+    monkeypatch.setattr(ort_backend, "OrtSession", note)
     result = run("generate", dates_bundle, TEXTS[0], "--form", form)
     assert (result.exit_code, result.stdout.splitlines(), opened) == (0, ISO[:1], [form])
 

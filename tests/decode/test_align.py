@@ -24,7 +24,8 @@ from tfexport.export.write import write_graphs
 from tfexport.nn.config import model_spec
 from tfexport.nn.transformer import Transformer
 from tfexport.runtime.eager import EagerSession
-from tfexport.runtime.ort.backend import open_graphs
+from tfexport.runtime.ort.backend import OrtSession
+from tfexport.runtime.registry import Graphs
 from tfexport.runtime.session import Session
 
 LAYERS, HEADS = 3, 4
@@ -66,7 +67,7 @@ def opened(backend: str, model: Transformer, named: AlignmentHeads, folder: Path
     if backend == "eager":
         return EagerSession(model, alignment=named)
     write_graphs(model, spec, folder, forms=("concat",), opset=18, alignment=named, report=lambda line: None)
-    return open_graphs({path.stem: path for path in folder.glob("*.onnx")}, spec, "concat", threads=1)
+    return OrtSession(Graphs({path.stem: path for path in folder.glob("*.onnx")}, spec), "concat", threads=1)
 
 
 def assert_same(found: list[Alignment], expected: list[np.ndarray]) -> None:

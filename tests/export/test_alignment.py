@@ -20,7 +20,8 @@ from tfexport.export import export_bundle
 from tfexport.export.config import ExportConfig
 from tfexport.nn.directory import save_model
 from tfexport.runtime.eager import EagerSession
-from tfexport.runtime.ort.backend import open_graphs
+from tfexport.runtime.ort.backend import OrtSession
+from tfexport.runtime.registry import Graphs
 from tfexport.runtime.session import Aligns
 
 
@@ -52,7 +53,7 @@ def test_every_variant_says_what_eager_says(name: str, variant: Callable[[str], 
     bundle = open_bundle(variant(name))
     spec, named = bundle.manifest.spec, bundle.manifest.alignment
     assert named is not None
-    session = open_graphs({path.stem: path for path in bundle.path.glob("*.onnx")}, spec, "concat", threads=1)
+    session = OrtSession(Graphs({path.stem: path for path in bundle.path.glob("*.onnx")}, spec), "concat", threads=1)
     assert isinstance(session, Aligns)
     for source_len, target_len in ((9, 7), (1, 1), (24, 24), (2, 5)):
         source_ids, source_mask, target_ids = (

@@ -18,7 +18,8 @@ from tfexport.export.write import write_graphs
 from tfexport.generation import DecodeConfig
 from tfexport.nn.cache import Cache, ConcatCache, Cross, KeyValue, Source
 from tfexport.nn.source import CrossCache, PaddedSource
-from tfexport.runtime.ort.backend import open_graphs
+from tfexport.runtime.ort.backend import OrtSession
+from tfexport.runtime.registry import Graphs
 
 VOCAB, D, HEADS, LAYERS, LENGTH = 37, 32, 4, 2, 20
 WIDTH = D // HEADS
@@ -172,7 +173,7 @@ def exported(request: pytest.FixtureRequest, once: Callable[[str, Callable[[Path
 
 def opened(path: Path, form: str) -> object:
     files = {"encoder": "encoder.onnx", "decoder": "decoder.onnx", "decoder_static": "decoder_static.onnx"}
-    return open_graphs({name: path / file for name, file in files.items()}, SPEC, form)
+    return OrtSession(Graphs({name: path / file for name, file in files.items()}, SPEC), form)
 
 
 @pytest.mark.parametrize("form", ["concat", "static"])

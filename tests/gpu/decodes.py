@@ -16,7 +16,7 @@ from tfexport.bundle.bundle import open_bundle
 from tfexport.contract import FLOAT, ModelSpec
 from tfexport.decode.offline import decode
 from tfexport.generation import DecodeConfig
-from tfexport.runtime.registry import OpenOptions, open_session
+from tfexport.runtime.registry import LoadOptions, open_session
 from tfexport.tensorrt.session.resources import ITEM_BYTES
 
 NEW_TOKENS, SOURCE_LEN = 32, 32
@@ -138,4 +138,4 @@ def _call(session: Any, batch: int, beams: int, new_tokens: int) -> Callable[[],
 
 def open_engine(bundle: Path, name: str) -> Any:
     """Open a session on an engine of a bundle."""
-    return open_session(open_bundle(bundle), "trt", OpenOptions(engine=name))
+    return open_session(open_bundle(bundle), LoadOptions(backend="trt", engine=name))

@@ -31,7 +31,7 @@ from tfexport.bundle.bundle import open_bundle
 from tfexport.contract import ModelSpec, TokenIds
 from tfexport.doctor import Diagnosis, Library
 from tfexport.nn.directory import load_model
-from tfexport.runtime.registry import OpenOptions, open_session
+from tfexport.runtime.registry import LoadOptions, open_session
 from tfexport.tensorrt.cuda import find_gpus
 
 Once = Callable[[str, Callable[[Path], object]], Path]
@@ -302,7 +302,7 @@ def test_the_eager_model_is_measured(job: Job, small: None, monkeypatch: pytest.
 def test_nothing_is_forbidden_that_asks_for_more_candidates_than_greedy_takes(dates_bundle: Path) -> None:
     """The end of a text, which a minimum of tokens forbids, costs a candidate and the step that overlaps the host."""
     asked: set[int] = set()
-    session: Any = open_session(open_bundle(dates_bundle), "ort", OpenOptions(form="static", threads=1))
+    session: Any = open_session(open_bundle(dates_bundle), LoadOptions(backend="ort", form="static", threads=1))
     begin = session.batch
 
     def batch(width: int = 1) -> Any:
@@ -318,7 +318,7 @@ def test_nothing_is_forbidden_that_asks_for_more_candidates_than_greedy_takes(da
 
 
 def test_steps_are_those_that_were_run(dates_bundle: Path) -> None:
-    session: Any = open_session(open_bundle(dates_bundle), "ort", OpenOptions(form="static", threads=1))
+    session: Any = open_session(open_bundle(dates_bundle), LoadOptions(backend="ort", form="static", threads=1))
     longest = max(len(token_ids) for token_ids in decodes.hypotheses(session, 8, 1))
     assert decodes.num_steps(session, 8, 1, decodes.NEW_TOKENS) == longest < decodes.NEW_TOKENS
     assert decodes.num_steps(session, 8, 1, 3) == 3
@@ -386,7 +386,7 @@ def test_primitives_are_reported(job: Job, monkeypatch: pytest.MonkeyPatch) -> N
 def test_sessions_are_compared_from_threads(dates_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decodes, "NEW_TOKENS", 6)
     bundle = open_bundle(dates_bundle)
-    opened = [open_session(bundle, "ort", OpenOptions(form=form, threads=1)) for form in ("static", "concat")]
+    opened = [open_session(bundle, LoadOptions(backend="ort", form=form, threads=1)) for form in ("static", "concat")]
     sessions.together(opened)
 
     class Wrong:

@@ -17,7 +17,7 @@ from tests.tensorrt.session.trt_double import trt_session
 from tfexport.bundle.bundle import open_bundle
 from tfexport.bundle.step_weights import step_weight_bytes
 from tfexport.contract import FLOAT, Device, Precision
-from tfexport.runtime.registry import Graphs, OpenOptions, open_session
+from tfexport.runtime.registry import Graphs, LoadOptions, open_session
 from tfexport.tensorrt.config import Target
 from tfexport.tensorrt.session.resources import ITEM_BYTES
 
@@ -101,7 +101,7 @@ def ort_latency(job: Job, device: Device = "cuda") -> None:
         for form in ("static", "concat"):
             with job.check(f"ort {device} {form} {precision}") as numbers:
                 path = job.bundle(MEASURED, precision)
-                session = open_session(open_bundle(path), "ort", OpenOptions(form=form, device=device))
+                session = open_session(open_bundle(path), LoadOptions(backend="ort", form=form, device=device))
                 report(session, weight_bytes(path, precision), numbers)
                 session.close()
 

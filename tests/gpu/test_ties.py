@@ -20,7 +20,8 @@ def ties(job: Job) -> None:
     """Both forms in ONNX Runtime CUDA, with a few values for all logits."""
     from tfexport.export.write import write_graphs
     from tfexport.nn.config import model_spec
-    from tfexport.runtime.ort.session import OrtSession
+    from tfexport.runtime.ort.backend import OrtSession
+    from tfexport.runtime.registry import Graphs
 
     for vocab in VOCABULARIES:
         model, row = planted(vocab, levels=5)
@@ -30,7 +31,7 @@ def ties(job: Job) -> None:
         graphs = {path.stem: path for path in folder.glob("*.onnx")}
         for form in ("concat", "static"):
             with job.check(f"{form}, {vocab} tokens") as numbers:
-                batch = OrtSession(graphs, spec, form, device="cuda").batch()
+                batch = OrtSession(Graphs(graphs, spec), form, device="cuda").batch()
                 batch.add(*sources(tiny.config()), [[1]] * 4)
                 numbers["last ties as on the CPU"] = ", ".join(
                     str(count) for count in COUNTS if is_ranked(batch.step(np.ones(4, np.int64), count), row, count)

@@ -21,8 +21,9 @@ from tfexport.export.write import write_graphs
 from tfexport.nn.config import TransformerConfig, model_spec
 from tfexport.nn.directory import save_model
 from tfexport.nn.transformer import Transformer
+from tfexport.runtime.ort.backend import OrtSession
 from tfexport.runtime.ort.cache import FIRST_CAPACITY
-from tfexport.runtime.ort.session import OrtSession
+from tfexport.runtime.registry import Graphs
 from tfexport.runtime.session import Ids, Mask
 
 Once = Callable[[str, Callable[[Path], object]], Path]
@@ -85,7 +86,7 @@ def digest(model: Transformer) -> str:
 
 def ort_session(model: Transformer, form: Form, once: Once, *, host_caches: bool = True) -> OrtSession:
     graphs, spec = exported(model, once)
-    return OrtSession(graphs, spec, form if spec.has_decoder else None, threads=1, host_caches=host_caches)
+    return OrtSession(Graphs(graphs, spec), form if spec.has_decoder else None, threads=1, host_caches=host_caches)
 
 
 def sources(config: TransformerConfig, lengths: tuple[int, ...] = (9, 4, 1, 6), seed: int = 0) -> tuple[Ids, Mask]:

@@ -24,8 +24,8 @@ from tfexport.export.decoders.contrib import CONTRIB
 from tfexport.nn.config import TransformerConfig
 from tfexport.nn.transformer import Transformer
 from tfexport.runtime.eager import EagerSession
-from tfexport.runtime.ort.backend import open_graphs
-from tfexport.runtime.registry import Graphs, OpenOptions, get, registered
+from tfexport.runtime.ort.backend import OrtSession
+from tfexport.runtime.registry import Graphs, LoadOptions, get, registered
 from tfexport.runtime.session import Batch, Candidates, Ids, Mask, MultiStep, ScoresTokens, Session, close_up
 
 MakeSession = Callable[[Transformer], Session]
@@ -35,7 +35,7 @@ def contrib_session(model: Transformer, once: Once) -> Session:
     graphs, spec = exported(model, once)
     if spec.has_decoder and DECODER["contrib"] not in graphs:
         pytest.skip(f"no contrib form: {' and '.join(CONTRIB.supports(model.config, 'fp32'))}")
-    return open_graphs(graphs, spec, "contrib" if spec.has_decoder else None, threads=1)
+    return OrtSession(Graphs(graphs, spec), "contrib" if spec.has_decoder else None, threads=1)
 
 
 def engine_session(model: Transformer, form: Form, once: Once, *, prompt: bool = False) -> Session:
@@ -47,7 +47,7 @@ def toy_session(model: Transformer, once: Once) -> Session:
     """Open a backend that only this test knows, through the registry."""
     graphs, spec = exported(model, once)
     with registered(TOY):
-        ((_, session),) = get("toy").rungs(Graphs(graphs, spec), OpenOptions())
+        ((_, session),) = get("toy").rungs(Graphs(graphs, spec), LoadOptions())
     return session
 
 

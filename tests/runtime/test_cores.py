@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tfexport.runtime.cores import available_cores
+from tfexport.runtime.cpu import available_cores
 
 ALLOWED = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 pytestmark = pytest.mark.skipif(not ALLOWED, reason="this system says nothing of affinity and quotas")
@@ -71,7 +71,7 @@ def test_a_quota_of_the_first_version_of_control_groups(root: Path, quota: str, 
 def test_here_there_is_one_core_at_least() -> None:
     assert 1 <= available_cores() <= (os.cpu_count() or 1)
     code = (
-        f"import os, tfexport.runtime.cores as c; os.sched_setaffinity(0, {{{ALLOWED[0]}}}); print(c.available_cores())"
+        f"import os, tfexport.runtime.cpu as c; os.sched_setaffinity(0, {{{ALLOWED[0]}}}); print(c.available_cores())"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout == "1\n"

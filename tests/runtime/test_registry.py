@@ -22,9 +22,8 @@ from tfexport.describe import describe, inspect_path
 from tfexport.errors import BackendError, BundleError, ConfigError
 from tfexport.runtime import registry
 from tfexport.runtime.ort import backend as ort
-from tfexport.runtime.ort.contrib import ContribSession
-from tfexport.runtime.ort.device import PlacementError
-from tfexport.runtime.registry import Backend, Graphs, OpenOptions, get, open_session, registered
+from tfexport.runtime.ort.backend import OrtSession
+from tfexport.runtime.registry import Backend, Graphs, LoadOptions, get, open_session, registered
 from tfexport.verify import VerifyConfig, verify_bundle
 
 ENCODER = {"encoder": GRAPHS["encoder"]}
@@ -102,14 +101,14 @@ def test_auto_takes_the_first_that_is_installed_and_can_run_the_bundle(
     dates_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bundle = read_bundle(dates_bundle)
-    assert registry.choose(bundle, OpenOptions()).name == "ort"
+    assert registry.choose(bundle, LoadOptions()).name == "ort"
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    assert registry.choose(bundle, OpenOptions()).name == "eager"
+    assert registry.choose(bundle, LoadOptions()).name == "eager"
     with pytest.raises(BackendError, match=r"ort: onnxruntime is not installed; .*; eager: has no device cuda; trt: "):
-        registry.choose(bundle, OpenOptions(device="cuda"))
+        registry.choose(bundle, LoadOptions(device="cuda"))
     # What is asked of a backend that is there is never answered by another.
     with pytest.raises(BackendError, match="auto: engine fast is for TensorRT; use it with --backend trt, or leave"):
-        registry.choose(bundle, OpenOptions(engine="fast"))
+        registry.choose(bundle, LoadOptions(engine="fast"))
 
 
 def test_a_registration_may_replace_another_for_a_while() -> None:
@@ -125,13 +124,13 @@ def test_a_registration_may_replace_another_for_a_while() -> None:
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[Form | None]:
-    """Note the forms that are opened; the graphs of these bundles are none."""
+    """Note the forms that are opened; the graphs of these bundles are placeholders."""
     forms: list[Form | None] = []
 
-    def note(graphs: Any, spec: Any, form: Form | None, *more: Any, **settings: Any) -> None:
+    def note(graphs: Any, form: Form | None, *more: Any, **settings: Any) -> None:
         forms.append(form)
 
-    monkeypatch.setattr(ort, "open_graphs", note)
+    monkeypatch.setattr(ort, "OrtSession", note)
     return forms
 
 
@@ -148,73 +147,25 @@ def test_the_form_is_the_fastest_that_bundle_and_device_have(
     graphs: Any, device: Device, form: Form, tmp_path: Path, opened: list[Form | None]
 ) -> None:
     bundle = make_contrib(tmp_path / "b", graphs)
-    open_session(bundle, "ort", OpenOptions(device=device))
+    open_session(bundle, LoadOptions(backend="ort", threads=1, device=device))
     assert opened == [form]
-
-
-def test_concat_is_opened_and_said_where_static_has_no_kernels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    forms: list[Form | None] = []
-
-    def refuse_static(graphs: Any, spec: Any, form: Form | None, *more: Any, **settings: Any) -> str:
-        forms.append(form)
-        if form == "static":
-            raise PlacementError("ort: decoder_static.onnx: no kernel for Cast; update onnxruntime-gpu")
-        return "opened"
-
-    monkeypatch.setattr(ort, "open_graphs", refuse_static)
-    bundle = make(tmp_path / "b")
-    assert open_session(bundle, "ort", OpenOptions(device="cuda")) == "opened"
-    assert forms == ["static", "concat"]
-    (said,) = caplog.records
-    assert (said.name, said.levelname) == ("tfexport.runtime.ort.backend", "WARNING")
-    assert said.getMessage() == (
-        "ort: decoder_static.onnx: no kernel for Cast; the concat form runs instead; "
-        "update onnxruntime-gpu to 1.30 or newer for the static form"
-    )
-    # What is asked for by name is never replaced by another, and where there is no other nothing is.
-    with pytest.raises(PlacementError, match="no kernel for Cast"):
-        open_session(bundle, "ort", OpenOptions(device="cuda", form="static"))
-    alone = make_contrib(tmp_path / "alone", ENCODER | {"decoder_static": GRAPHS["decoder_static"]})
-    with pytest.raises(PlacementError, match="no kernel for Cast"):
-        open_session(alone, "ort", OpenOptions(device="cuda"))
-    assert len(caplog.records) == 1
-
-
-def test_verification_says_which_form_has_no_kernels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse_static(graphs: Any, spec: Any, form: Form | None, *more: Any, **settings: Any) -> str:
-        if form == "static":
-            raise PlacementError("ort: decoder_static.onnx: no kernel for Cast; update onnxruntime-gpu")
-        return "opened"
-
-    monkeypatch.setattr(ort, "open_graphs", refuse_static)
-    both = Graphs.of(make(tmp_path / "b"))
-    assert [name for name, _ in ort.rungs(both, OpenOptions(device="cuda"))] == ["ort concat cuda"]
-    (said,) = caplog.records
-    assert said.getMessage() == "ort: decoder_static.onnx: no kernel for Cast; the static form is not verified"
-    alone = make_contrib(tmp_path / "alone", ENCODER | {"decoder_static": GRAPHS["decoder_static"]})
-    with pytest.raises(PlacementError, match="no kernel for Cast"):
-        list(ort.rungs(Graphs.of(alone), OpenOptions(device="cuda")))
 
 
 def test_a_bundle_without_the_contrib_form_runs_as_before(tmp_path: Path, opened: list[Form | None]) -> None:
     bundle = make(tmp_path / "b")
-    open_session(bundle, "ort")
+    open_session(bundle, LoadOptions(backend="ort", threads=1))
     assert opened == ["static"]
     with pytest.raises(BundleError, match="has no contrib form; export it with --forms concat,static,contrib"):
-        open_session(bundle, "ort", OpenOptions(form="contrib"))
+        open_session(bundle, LoadOptions(backend="ort", threads=1, form="contrib"))
 
 
 def test_the_contrib_form_alone_is_refused_on_a_gpu(tmp_path: Path) -> None:
     bundle = make_contrib(tmp_path / "b", ENCODER)
     refusal = "has the contrib form alone, which runs on the CPU; for device cuda export it with --forms concat,static"
     with pytest.raises(BundleError, match=refusal):
-        open_session(bundle, "ort", OpenOptions(device="cuda"))
+        open_session(bundle, LoadOptions(backend="ort", threads=1, device="cuda"))
     with pytest.raises(BundleError, match=refusal):
-        list(ort.rungs(Graphs.of(bundle), OpenOptions(device="cuda")))
+        list(ort.rungs(Graphs.of(bundle), LoadOptions(device="cuda")))
 
 
 def test_the_contrib_form_is_refused_on_a_gpu_by_name(dates_bundle: Path) -> None:
@@ -230,14 +181,14 @@ def test_the_ladder_has_the_forms_of_the_device(
 ) -> None:
     bundle = make_contrib(tmp_path / "b", GRAPHS)
     where = "" if device == "cpu" else f" {device}"
-    rungs = ort.rungs(Graphs.of(bundle), OpenOptions(device=device))
+    rungs = ort.rungs(Graphs.of(bundle), LoadOptions(device=device))
     assert [name for name, _ in rungs] == [f"ort {form}{where}" for form in forms]
     assert opened == forms
 
 
 def test_a_bundle_of_the_trained_model_runs_contrib_and_shows_it(dates_bundle: Path) -> None:
     with tfexport.load(dates_bundle, threads=1) as loaded:
-        assert isinstance(loaded.session, ContribSession)
+        assert isinstance(loaded.session, OrtSession)
         assert loaded.generate(["le 14 juillet 1989"])[0].text == "1989-07-14"
     shown = "\n".join(describe(inspect_path(dates_bundle)))
     assert "Graph decoder_contrib: decoder_contrib.onnx, opset 18" in shown

@@ -13,8 +13,7 @@ from tfexport import ConfigError
 from tfexport.bundle.bundle import Bundle
 from tfexport.bundle.bundle import open_bundle as read_bundle
 from tfexport.contract import WEIGHTS, Form
-from tfexport.runtime.cores import available_cores
-from tfexport.runtime.threads import ONE_THREAD_BELOW, Threads, choose_threads
+from tfexport.runtime.cpu import ONE_THREAD_BELOW, Threads, available_cores, choose_threads
 
 CORES = available_cores()
 

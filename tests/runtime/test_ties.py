@@ -16,9 +16,9 @@ from tests.runtime.exported import Once, exported, sources
 from tests.runtime.planted import VOCAB, planted, ranked
 from tfexport.contract import Form
 from tfexport.runtime.eager import EagerSession
-from tfexport.runtime.ort.backend import open_graphs
-from tfexport.runtime.ort.device import OrtDevice
-from tfexport.runtime.ort.graphs import OrtGraphs, Step
+from tfexport.runtime.ort.backend import OrtSession
+from tfexport.runtime.ort.device import OrtDevice, OrtGraphs, Step
+from tfexport.runtime.registry import Graphs
 from tfexport.runtime.session import Candidates, Session, in_order_of_id
 
 FORMS: tuple[Form, ...] = ("concat", "static", "contrib")
@@ -37,7 +37,7 @@ def check_order(session: Session, row: np.ndarray) -> None:
 def test_on_the_cpu_equal_logits_come_in_order_of_id(form: Form, once: Once) -> None:
     model, row = planted(VOCAB, levels=5)
     graphs, spec = exported(model, once)
-    check_order(open_graphs(graphs, spec, form, threads=1), row)
+    check_order(OrtSession(Graphs(graphs, spec), form, threads=1), row)
 
 
 def test_the_reference_gives_equal_logits_in_order_of_id() -> None:

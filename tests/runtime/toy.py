@@ -11,7 +11,7 @@ import onnxruntime as ort
 from tfexport.bundle.bundle import Bundle
 from tfexport.contract import Accuracy, ModelSpec, key_value_names
 from tfexport.runtime.checked import CheckedBatch, CheckedSession
-from tfexport.runtime.registry import Backend, Graphs, OpenOptions, Requirement
+from tfexport.runtime.registry import Backend, Graphs, LoadOptions, Requirement
 from tfexport.runtime.session import Candidates, Floats, Ids, Limits, Mask, Prompts, close_up
 
 
@@ -92,12 +92,12 @@ class ToyBatch(CheckedBatch):
         self._measure()
 
 
-def open_bundle(bundle: Bundle, options: OpenOptions) -> ToySession:
+def open_bundle(bundle: Bundle, options: LoadOptions) -> ToySession:
     graphs = Graphs.of(bundle)
     return ToySession(graphs.paths, graphs.spec)
 
 
-def rungs(graphs: Graphs, options: OpenOptions) -> Iterator[tuple[str, ToySession]]:
+def rungs(graphs: Graphs, options: LoadOptions) -> Iterator[tuple[str, ToySession]]:
     yield "toy", ToySession(graphs.paths, graphs.spec)
 
 

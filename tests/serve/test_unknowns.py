@@ -15,7 +15,7 @@ from tests.serve.served import ENGINE_THREAD, Outcomes, is_idle, serving, text_o
 from tfexport.errors import BackendError, Cancelled, ConfigError, DeadlineExceeded, QueueFull
 from tfexport.model.load import load
 from tfexport.model.model import Model
-from tfexport.runtime.ort.contrib import ContribSession
+from tfexport.runtime.ort.backend import OrtSession
 from tfexport.serve.engine import Engine
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
@@ -42,16 +42,16 @@ class Blocked:
         self.threads: list[str] = []
         self.error: Exception | None = None
         self.go_on = threading.Event()
-        align = ContribSession.align
+        align = OrtSession.align
 
-        def blocked(session: ContribSession, *arguments: Any) -> Any:
+        def blocked(session: OrtSession, *arguments: Any) -> Any:
             self.threads.append(threading.current_thread().name)
             assert self.go_on.wait(60)
             if self.error:
                 raise self.error
             return align(session, *arguments)
 
-        monkeypatch.setattr(ContribSession, "align", blocked)
+        monkeypatch.setattr(OrtSession, "align", blocked)
 
     def have_begun(self) -> bool:
         return bool(self.threads)

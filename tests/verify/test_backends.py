@@ -26,7 +26,7 @@ from tfexport.nn.config import TransformerConfig
 from tfexport.nn.directory import save_model
 from tfexport.nn.transformer import Transformer
 from tfexport.runtime.eager import EagerBatch, EagerSession, load_eager_model
-from tfexport.runtime.registry import OpenOptions, get, registered
+from tfexport.runtime.registry import LoadOptions, get, registered
 from tfexport.runtime.session import Batch, Candidates, Floats, Limit, Session
 from tfexport.tensorrt.session import backend
 from tfexport.verify import VerifyConfig, verify_bundle
@@ -56,8 +56,8 @@ def _no_library() -> Iterator[None]:
 def engines(**changes: Any) -> Callable[..., Session]:
     """Stand in for opening an engine with doubles; reading and refusing real ones is tested elsewhere."""
 
-    def open_bundle(bundle: Bundle, options: OpenOptions) -> Session:
-        assert options == OpenOptions()
+    def open_bundle(bundle: Bundle, options: LoadOptions) -> Session:
+        assert options == LoadOptions()
         form = "static" if bundle.manifest.spec.has_decoder else None
         return trt_session(graphs_of(bundle), bundle.manifest.spec, form, **changes)
 
@@ -114,7 +114,7 @@ def test_narrow_weights_are_judged_by_their_own_tolerance(
     graphs = {name: entries[name] for name in ("encoder", "decoder_static")}
     quantize_graphs(dates_bundle, graphs, tmp_path, "int8")
 
-    def open_double(bundle: Bundle, options: OpenOptions) -> Session:
+    def open_double(bundle: Bundle, options: LoadOptions) -> Session:
         paths = {name: tmp_path / graph.file for name, graph in graphs.items()}
         return trt_session(paths, bundle.manifest.spec, "static", weights="int8")
 
@@ -131,7 +131,7 @@ def test_wrong_engines_fail(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> No
     """The static graph with the weights of another model, at an engine's limits."""
     make = engines(max_shapes="num_candidates:9")
 
-    def swapped(opened: Bundle, options: OpenOptions) -> Session:
+    def swapped(opened: Bundle, options: LoadOptions) -> Session:
         session = make(opened, options)
         open_batch = session.batch
 

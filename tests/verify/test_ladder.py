@@ -26,7 +26,7 @@ from tfexport.nn.config import model_spec
 from tfexport.nn.directory import load_model, save_model
 from tfexport.nn.eager import EagerModel
 from tfexport.runtime.eager import EagerSession
-from tfexport.runtime.ort.backend import open_graphs
+from tfexport.runtime.ort.backend import OrtSession
 from tfexport.runtime.registry import Graphs
 from tfexport.verify import Report, Stages, VerifyConfig, verify_stages
 from tfexport.verify.numbers import compare, random_batches, random_sources
@@ -267,7 +267,7 @@ def test_a_tie_is_what_rounding_can_turn_and_nothing_else(bundle: Path, source: 
     assert report.summary()["ties"] >= FEW.samples
 
     # The same decodes, judged by an error too small to turn them, differ.
-    eager, static = EagerSession(model, spec), open_graphs(graphs, spec, "static")
+    eager, static = EagerSession(model, spec), OrtSession(Graphs(graphs, spec), "static")
     sources = random_sources(spec, FEW.samples, np.random.default_rng(0))
     decodes = [decode_best(session, sources, 1, 8) for session in (eager, static)]
     judged = [

@@ -11,7 +11,7 @@ from tfexport.config import Config
 from tfexport.contract import Device, Form, ModelSpec
 from tfexport.errors import ConfigError, raise_all, shortened
 from tfexport.generation import DecodeConfig
-from tfexport.runtime.cores import MAX_THREADS
+from tfexport.runtime.cpu import MAX_THREADS
 from tfexport.runtime.registry import AUTO, names
 from tfexport.serve.config import ServingConfig
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tfexport.bench.timing import Effort, repeat, stopwatch
-from tfexport.runtime.cores import instruction_sets
+from tfexport.runtime.cpu import instruction_sets
 from tfexport.runtime.probes import describe_int8
 
 _LIBRARIES = ("tfexport", "numpy", "tokenizers", "onnxruntime", "onnxruntime-gpu", "torch", "tensorrt", "tensorrt-rtx")

@@ -18,7 +18,7 @@ from tfexport.bench.worker import run_process
 from tfexport.bundle.bundle import Bundle, open_bundle
 from tfexport.errors import BackendError, InputError, ParityError
 from tfexport.runtime import registry
-from tfexport.runtime.cores import available_cores
+from tfexport.runtime.cpu import available_cores
 from tfexport.runtime.registry import AUTO
 
 MAX_TEXTS = 10_000
@@ -113,7 +113,7 @@ def check_parity(
     summary = bundle.manifest.parity
     if summary is not None and not summary["passed"]:
         raise ParityError(f"{bundle.path}: parity failed at its export; wrong outputs are not timed, export it again")
-    options = registry.OpenOptions(form=config.form, device=config.device, engine=config.engine)
+    options = registry.LoadOptions(form=config.form, device=config.device, engine=config.engine)
     backend = registry.choose(bundle, options) if config.backend == AUTO else registry.get(config.backend)
     exported_on, compared = registry.comparable()[0], backend in registry.comparable()
     # The verification of an export compares its backend with the eager model, so both are verified.

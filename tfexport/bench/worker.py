@@ -25,7 +25,7 @@ from tfexport.bundle.step_weights import step_weight_bytes
 from tfexport.errors import BenchError, TfexportError
 from tfexport.model.load import load
 from tfexport.model.model import Model
-from tfexport.runtime.cores import available_cores
+from tfexport.runtime.cpu import available_cores
 from tfexport.runtime.registry import get
 
 # Before the first window, at most.

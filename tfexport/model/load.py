@@ -6,9 +6,9 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from os import PathLike
-from typing import Literal, get_args
+from typing import Literal
 
-from tfexport._arguments import as_list, is_one_of, is_whole, word_problems
+from tfexport._arguments import as_list, is_whole
 from tfexport._io.names import TARGET_TOKENIZER, TOKENIZER
 from tfexport._io.paths import checked_path
 from tfexport._io.signature import TrustedKeys
@@ -18,9 +18,7 @@ from tfexport.contract import Device, Form
 from tfexport.decode.warm_up import warm_up as run_warm_up
 from tfexport.errors import ConfigError, TfexportError, raise_all, shortened
 from tfexport.model.model import Model
-from tfexport.runtime.cores import MAX_THREADS
-from tfexport.runtime.registry import AUTO, OpenOptions, get, names, open_session
-from tfexport.runtime.threads import choose_threads
+from tfexport.runtime.registry import AUTO, LoadOptions, open_session
 from tfexport.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -59,59 +57,46 @@ def load(
         ConfigError: an argument is none of those allowed.
         InputError: the warm-up has longer sources than the model takes.
     """
-    folder = checked_path(path, "load: path")
-    _check_options(backend, form, threads, device, engine)
-    batches = _warm_up_batches(warm_up)
-    keys = None if trusted_keys is None else TrustedKeys.read(trusted_keys)
+    options = LoadOptions(
+        backend=backend,
+        form=form,
+        threads=threads,
+        device=device,
+        engine=engine,
+        trusted_keys=trusted_keys,
+        warm_up=warm_up,
+    )
+    return load_with(path, options)
+
+
+def load_with(path: str | PathLike[str], options: LoadOptions) -> Model:
+    """Load a bundle as `load` does, with its options as one object."""
+    folder, batches = checked_path(path, "load: path"), _warm_up_batches(options.warm_up)
+    keys = None if options.trusted_keys is None else TrustedKeys.read(options.trusted_keys)
     bundle = open_bundle(folder, weights=False, trusted_keys=keys)
     check_engines(bundle.path)
     tokenizer, defaults = load_tokenizer(bundle), read_defaults(bundle)
-    with ThreadPoolExecutor(1) as pool:  # the sums of the weights take as long as the rest
+    with ThreadPoolExecutor(1) as pool:  # hashing the weights takes as long as the rest
         checked = pool.submit(check_weights, bundle)
         try:
-            chosen = choose_threads(threads, bundle)
-            options = OpenOptions(form=form, threads=chosen, device=device, engine=engine)
-            session = open_session(bundle, backend, options)
+            session = open_session(bundle, options)
         except TfexportError:
-            checked.result()  # that weights were changed is the better reason
+            checked.result()  # changed weights are the better reason
             raise
-    manifest, runs_graphs = bundle.manifest, get(session.backend).runs == "graphs"
-    model = Model(
-        session,
-        tokenizer,
-        defaults.within(manifest.spec.max_target_length),
-        manifest=manifest,
-        threads=chosen if runs_graphs and device == "cpu" else None,
-    )
-    if checked.exception():
-        model.close()
-    checked.result()
+    threads = getattr(session, "threads", None) if options.device == "cpu" else None
+    defaults = defaults.within(bundle.manifest.spec.max_target_length)
+    model = Model(session, tokenizer, defaults, manifest=bundle.manifest, threads=threads)
     try:
-        # The second time a step that is fed by the host is captured too.
+        checked.result()
+        # The second run of a batch lets the GPU capture a step that the host feeds too.
         for rows, source_len in (*batches, *batches):
             run_warm_up(session, rows, source_len)
     except BaseException:
         model.close()
         raise
-    taken = (
-        f" with {model.threads.encoder} threads for sources, {model.threads.decoder} for a step"
-        if model.threads
-        else ""
-    )
-    _log.info("%s: loaded on %s, %s%s", path, session.backend, device, taken)
+    taken = f" with {threads.encoder} threads for sources, {threads.decoder} for a step" if threads else ""
+    _log.info("%s: loaded on %s, %s%s", path, session.backend, options.device, taken)
     return model
-
-
-def _check_options(backend: object, form: object, threads: object, device: object, engine: object) -> None:
-    """Check the options of `load` before the bundle is read."""
-    problems = word_problems(
-        backend=(backend, names()), form=(form, (None, *get_args(Form))), device=(device, get_args(Device))
-    )
-    if not (is_one_of(threads, (None, AUTO)) or (is_whole(threads) and 1 <= threads <= MAX_THREADS)):
-        problems.append(f"threads is {shortened(threads)}, expected 1 to {MAX_THREADS}, or {AUTO!r}")
-    if not (engine is None or (isinstance(engine, str) and engine)):
-        problems.append(f"engine is {shortened(engine)}, expected the name of an engine, or None")
-    raise_all(ConfigError, "load", problems)
 
 
 def _warm_up_batches(given: object) -> list[tuple[int, int]]:

@@ -24,9 +24,8 @@ from tfexport.errors import ConfigError, InputError, raise_all, shortened
 from tfexport.generation import DecodeConfig, GenerationDefaults
 from tfexport.model.copies import NO_COPIES_IN_STREAMS, check_copies, with_copies
 from tfexport.model.result import Result, result_of
-from tfexport.runtime.heap import trim_heap
+from tfexport.runtime.cpu import Threads
 from tfexport.runtime.session import Floats, Session, pad_right
-from tfexport.runtime.threads import Threads
 from tfexport.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -470,9 +469,8 @@ class Model:
         return vectors
 
     def close(self) -> None:
-        """Free the backend's memory and give it back to the system; the model cannot be used afterwards."""
+        """Free the backend's memory; the model cannot be used afterwards."""
         self.session.close()
-        trim_heap()
 
     def __enter__(self) -> Self:
         """Return the model itself."""

@@ -21,7 +21,7 @@ from tfexport.nn.eager import EagerModel, align
 from tfexport.nn.source import CrossCache, PaddedSource
 from tfexport.nn.transformer import Transformer
 from tfexport.runtime.checked import CheckedAligner, CheckedScoring
-from tfexport.runtime.registry import Graphs, OpenOptions
+from tfexport.runtime.registry import Graphs, LoadOptions
 from tfexport.runtime.session import (
     Candidates,
     Floats,
@@ -245,7 +245,7 @@ def full_outputs(model: EagerModel, source_ids: Ids, source_mask: Mask, target_i
     return outputs
 
 
-def open_bundle(bundle: Bundle, options: OpenOptions) -> EagerSession:
+def open_bundle(bundle: Bundle, options: LoadOptions) -> EagerSession:
     """Open the eager model of a bundle; see `tfexport.runtime.registry.Home`."""
     if options.form is not None:
         raise BackendError(f"eager: form {options.form} belongs to graphs; leave it out")
@@ -253,7 +253,7 @@ def open_bundle(bundle: Bundle, options: OpenOptions) -> EagerSession:
     return EagerSession(load_eager_model(bundle), manifest.spec, alignment=manifest.alignment)
 
 
-def rungs(graphs: Graphs, options: OpenOptions) -> Iterator[tuple[str, Session]]:
+def rungs(graphs: Graphs, options: LoadOptions) -> Iterator[tuple[str, Session]]:
     """Yield nothing: this is what the others are compared with."""
     return iter(())
 

@@ -1,20 +1,21 @@
-"""The registry of backends: one entry each, which says everything about a backend without importing it."""
+"""The registry of backends: one entry each, which describes a backend without importing it."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Final, Literal, Protocol, cast, get_args
 
-from tfexport._arguments import is_one_of
+from tfexport._arguments import is_one_of, is_whole, word_problems
 from tfexport._io.extras import install_command
 from tfexport.contract import AlignmentHeads, Device, Form, ModelSpec, WeightType
-from tfexport.errors import BackendError, ConfigError, shortened
-from tfexport.runtime.threads import Threads
+from tfexport.errors import BackendError, ConfigError, raise_all, shortened
+from tfexport.runtime.cpu import MAX_THREADS
 
 if TYPE_CHECKING:
     from tfexport.bundle.bundle import Bundle
@@ -24,32 +25,49 @@ AUTO: Final = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
-class OpenOptions:
-    """How a bundle is opened, beside the backend.
+class LoadOptions:
+    """How a bundle is loaded: the options of `tfexport.load`, which describes them.
 
-    Attributes:
-        form: of the decoder graph; None for the fastest that bundle and device have.
-        threads: for one call on the CPU; None for as many as ONNX Runtime finds cores.
-        device: where graphs are computed and caches lie.
-        engine: name of an engine of the bundle; None for the only one that may be used here.
+    Raises:
+        ConfigError: lists the options that are not allowed.
     """
 
+    backend: str = AUTO
     form: Form | None = None
-    threads: Threads | None = None
+    threads: int | Literal["auto"] | None = AUTO
     device: Device = "cpu"
     engine: str | None = None
+    trusted_keys: Sequence[str | PathLike[str]] | None = None
+    warm_up: Sequence[tuple[int, int]] = ()
+
+    def __post_init__(self) -> None:
+        """Check the options that need no bundle."""
+        problems = word_problems(
+            backend=(self.backend, names()),
+            form=(self.form, (None, *get_args(Form))),
+            device=(self.device, get_args(Device)),
+        )
+        threads, engine = cast(object, self.threads), cast(object, self.engine)  # callers may pass anything
+        if not (is_one_of(threads, (None, AUTO)) or (is_whole(threads) and 1 <= threads <= MAX_THREADS)):
+            problems.append(f"threads is {shortened(threads)}, expected 1 to {MAX_THREADS}, or {AUTO!r}")
+        if not (engine is None or (isinstance(engine, str) and engine)):
+            problems.append(f"engine is {shortened(engine)}, expected the name of an engine, or None")
+        raise_all(ConfigError, "load", problems)
+
+
+OpenOptions = LoadOptions  # its name in tfexport.tensorrt
 
 
 @dataclass(frozen=True)
 class Graphs:
-    """Graphs to run: of a bundle, or of one that is still being made.
+    """Graphs to run: of a bundle, or of one that is being made.
 
     Attributes:
         paths: of each graph by its name in the contract.
         spec: of the model, with its precision and limits.
-        weights: type of the graphs' weights where it is narrower than `spec` says.
-        bundle: that they lie in; None while it is being made.
-        alignment: layer and heads of the graph of that name; None where there is none.
+        weights: type of the graphs' weights if narrower than `spec` has it.
+        bundle: that they are in; None while it is being made.
+        alignment: layer and heads of the alignment graph; None if there is none.
     """
 
     paths: Mapping[str, Path]
@@ -70,18 +88,18 @@ class Graphs:
 class Home(Protocol):
     """The module of a backend, imported when the backend is used."""
 
-    def open_bundle(self, bundle: Bundle, options: OpenOptions) -> Session:
+    def open_bundle(self, bundle: Bundle, options: LoadOptions) -> Session:
         """Open a bundle.
 
         Raises:
-            BackendError: the backend cannot run the bundle so.
-            BundleError: the bundle lacks what the backend needs.
+            BackendError: the backend cannot run the bundle with these options.
+            BundleError: the bundle lacks a part that the backend needs.
             EngineError: the bundle has no such engine, or it may not be used here.
         """
         ...
 
-    def rungs(self, graphs: Graphs, options: OpenOptions) -> Iterator[tuple[str, Session]]:
-        """Open one after the other all that verification compares with the eager model, each with its name."""
+    def rungs(self, graphs: Graphs, options: LoadOptions) -> Iterator[tuple[str, Session]]:
+        """Open, one after the other and by name, every session that verification compares with the eager model."""
         ...
 
 
@@ -92,7 +110,7 @@ class Requirement:
     Attributes:
         name: of the library, for the user.
         module: that must be importable.
-        device: that a trial counts against which dies.
+        device: reported as broken if a trial crashes.
     """
 
     name: str
@@ -102,16 +120,16 @@ class Requirement:
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:
-    """What is known of a backend before it is imported.
+    """Facts about a backend that are known before it is imported.
 
     Attributes:
-        name: that users ask for it by.
-        title: of what it runs on, in words.
-        home: module that keeps to `Home`.
-        trial: module with `probe(library, model) -> {device: "" or what is wrong}`, which the doctor runs in a process.
-        requirements: of which one must be installed.
+        name: for users.
+        title: the library's name in messages.
+        home: module that implements `Home`.
+        trial: module with `probe(library, model) -> {device: "" or the problem}`, which the doctor runs in a process.
+        requirements: libraries, one of which must be installed.
         runs: the graphs of a bundle, engines that were built into it, or the model itself, which is the reference.
-        devices: that it can be asked for.
+        devices: that a user may ask for.
     """
 
     name: str
@@ -123,28 +141,28 @@ class Backend:
     devices: tuple[Device, ...] = ("cpu",)
 
     def missing(self) -> str:
-        """Say what is not installed, with the command that installs it; "" where nothing is missing."""
+        """Return what is not installed, with the command that installs it; "" if nothing is missing."""
         modules = [requirement.module for requirement in self.requirements]
         if not modules or any(importlib.util.find_spec(module) for module in modules):
             return ""
         return f"{' or '.join(modules)} is not installed; {' or '.join(map(install_command, modules))}"
 
-    def open_bundle(self, bundle: Bundle, options: OpenOptions) -> Session:
+    def open_bundle(self, bundle: Bundle, options: LoadOptions) -> Session:
         """Import the backend and open a bundle; see `Home`."""
         return self._home(options).open_bundle(bundle, options)
 
-    def rungs(self, graphs: Graphs, options: OpenOptions) -> Iterator[tuple[str, Session]]:
-        """Import the backend and open all that verification compares; see `Home`."""
+    def rungs(self, graphs: Graphs, options: LoadOptions) -> Iterator[tuple[str, Session]]:
+        """Import the backend and open every session that verification compares; see `Home`."""
         return self._home(options).rungs(graphs, options)
 
-    def _home(self, options: OpenOptions) -> Home:
+    def _home(self, options: LoadOptions) -> Home:
         _check_options(self.name, options, runs_engines=self.runs == "engines", devices=self.devices)
         if missing := self.missing():
             raise BackendError(f"{self.name}: {missing}")
         return cast(Home, importlib.import_module(self.home))
 
-    def cannot_run(self, bundle: Bundle, options: OpenOptions) -> str:
-        """Say why a bundle does not run on this backend here; "" where it can be tried."""
+    def cannot_run(self, bundle: Bundle, options: LoadOptions) -> str:
+        """Return why a bundle does not run on this backend here; "" if it can be tried."""
         manifest = bundle.manifest
         if missing := self.missing():
             return missing
@@ -170,7 +188,7 @@ _BACKENDS: dict[str, Backend] = {
             trial="tfexport.runtime.ort.backend",
             requirements=(Requirement("onnxruntime", "onnxruntime"),),
             runs="graphs",
-            devices=("cpu", "cuda"),
+            devices=get_args(Device),
         ),
         Backend(
             name="eager",
@@ -196,7 +214,7 @@ _BACKENDS: dict[str, Backend] = {
 
 
 def backends() -> tuple[Backend, ...]:
-    """Return all that are registered, in order."""
+    """Return all registered backends, in order."""
     return tuple(_BACKENDS.values())
 
 
@@ -204,7 +222,7 @@ def get(name: str) -> Backend:
     """Return a backend by its name.
 
     Raises:
-        ConfigError: there is none of that name; lists those that there are.
+        ConfigError: no backend has that name; lists the names.
     """
     if not is_one_of(name, _BACKENDS):
         raise ConfigError(f"backend is {shortened(name)}, expected one of {', '.join(map(repr, names()))}")
@@ -212,18 +230,18 @@ def get(name: str) -> Backend:
 
 
 def names() -> tuple[str, ...]:
-    """Return all that a user may ask for: "auto" and the names of all backends."""
+    """Return the names that a user may ask for: "auto" and those of all backends."""
     return (AUTO, *_BACKENDS)
 
 
 def comparable() -> tuple[Backend, ...]:
-    """Return those that verification compares with the eager model; an export is verified on the first."""
+    """Return the backends that verification compares with the eager model; an export is verified on the first."""
     return tuple(backend for backend in _BACKENDS.values() if backend.runs != "model")
 
 
 @contextmanager
 def registered(backend: Backend) -> Iterator[Backend]:
-    """Add a backend behind all others, or in the place of the one of its name, until the block ends."""
+    """Register a backend last, or in place of the one with its name, until the block ends."""
     before = dict(_BACKENDS)
     _BACKENDS[backend.name] = backend
     try:
@@ -233,26 +251,20 @@ def registered(backend: Backend) -> Iterator[Backend]:
         _BACKENDS.update(before)
 
 
-def open_session(bundle: Bundle, name: str = AUTO, options: OpenOptions | None = None) -> Session:
-    """Open a bundle on a backend.
-
-    Args:
-        bundle: opened and checked.
-        name: of the backend; "auto" takes the first that is installed and can run the bundle.
-        options: how; None for all as it comes.
+def open_session(bundle: Bundle, options: LoadOptions | None = None) -> Session:
+    """Open a bundle, already checked, on the backend of the options.
 
     Raises:
-        ConfigError: no backend has that name.
         BackendError: the backend is not installed, or cannot run this bundle on the device.
-        BundleError: the bundle lacks the form, or what the backend needs on the device.
+        BundleError: the bundle lacks the decoder variant, or a part that the backend needs on the device.
         EngineError: the bundle has no such engine, or it may not be used here.
     """
-    options = options or OpenOptions()
-    backend = choose(bundle, options) if name == AUTO else get(name)
+    options = options or LoadOptions()
+    backend = choose(bundle, options) if options.backend == AUTO else get(options.backend)
     return backend.open_bundle(bundle, options)
 
 
-def choose(bundle: Bundle, options: OpenOptions) -> Backend:
+def choose(bundle: Bundle, options: LoadOptions) -> Backend:
     """Return the first backend that is installed and can run a bundle.
 
     Raises:
@@ -269,12 +281,8 @@ def choose(bundle: Bundle, options: OpenOptions) -> Backend:
     raise BackendError(f"{bundle.path}: no backend can run it here: {'; '.join(problems)}")
 
 
-def _check_options(name: str, options: OpenOptions, *, runs_engines: bool, devices: tuple[Device, ...]) -> None:
-    """Refuse options that belong to other backends, and say to which.
-
-    Raises:
-        BackendError: there is an engine or a device that the backend called `name` does not take.
-    """
+def _check_options(name: str, options: LoadOptions, *, runs_engines: bool, devices: tuple[Device, ...]) -> None:
+    """Raise `BackendError` if the backend called `name` takes no engine or not the device, naming those that do."""
     others = _BACKENDS.values()
     if options.engine is not None and not runs_engines:
         theirs = [each for each in others if each.runs == "engines"]

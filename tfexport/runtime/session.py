@@ -339,6 +339,12 @@ def close_up(num_sources: int, removed: Ids) -> Ids:
     return kept
 
 
+def rows_of(sources: Ids, width: int) -> Ids:
+    """Return the rows of sources, `width` each, in their order."""
+    rows: Ids = (sources[:, None] * width + np.arange(width)).ravel()
+    return rows
+
+
 def pad_right(sources: Sequence[Sequence[int]], pad_id: int) -> tuple[Ids, Mask]:
     """Lay sources out as a batch.
 

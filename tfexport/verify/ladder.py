@@ -25,7 +25,7 @@ from tfexport.model.load import load_tokenizer
 from tfexport.nn.eager import EagerModel
 from tfexport.runtime import registry
 from tfexport.runtime.eager import EagerSession, full_outputs
-from tfexport.runtime.registry import Backend, Graphs, OpenOptions
+from tfexport.runtime.registry import Backend, Graphs, LoadOptions
 from tfexport.runtime.session import Aligns, Floats, Session, Verifies
 from tfexport.text.tokenizer import Tokenizer
 from tfexport.verify.divergence import measure_divergence
@@ -108,7 +108,7 @@ def verify_bundle(
     rounded = against is None and bundle.manifest.spec.precision != "fp32"
     words = "the eager model" + (f" with the bundle's {bundle.manifest.spec.precision} weights" if rounded else "")
     stages = Stages(model, Graphs.of(bundle), words, load_tokenizer(bundle))
-    with _closing(compared.rungs(stages.graphs, OpenOptions(device=device, engine=engine))) as sessions:
+    with _closing(compared.rungs(stages.graphs, LoadOptions(device=device, engine=engine))) as sessions:
         return _climb(stages, sessions, config or VerifyConfig(), report)
 
 
@@ -123,7 +123,7 @@ def verify_stages(stages: Stages, config: VerifyConfig, *, report: Callable[[str
     Raises:
         BackendError: a graph does not load or run here.
     """
-    with _closing(comparable().rungs(stages.graphs, OpenOptions())) as sessions:
+    with _closing(comparable().rungs(stages.graphs, LoadOptions())) as sessions:
         return _climb(stages, sessions, config, report)
 
 

@@ -24,8 +24,9 @@ from tfexport.model.model import Model
 from tfexport.nn.directory import load_weights
 from tfexport.nn.eager import EagerModel
 from tfexport.runtime.eager import full_outputs
-from tfexport.runtime.ort.backend import open_graphs
+from tfexport.runtime.ort.backend import OrtSession
 from tfexport.runtime.ort.device import OrtDevice
+from tfexport.runtime.registry import Graphs
 from tfexport.runtime.session import Candidates, Session, pad_right
 from tfexport.text.tokenizer import Tokenizer
 from tfexport.verify.numbers import compare, random_batches, step_logits
@@ -246,7 +247,7 @@ def narrow(dates_bundle: Path, once: Once, way: str) -> Path:
 
 def session(dates_bundle: Path, folder: Path, form: Form) -> Session:
     graphs = {path.stem: path for path in folder.glob("*.onnx")}
-    return open_graphs(graphs, open_bundle(dates_bundle).manifest.spec, form, threads=1, weights="int8")
+    return OrtSession(Graphs(graphs, open_bundle(dates_bundle).manifest.spec, "int8"), form, threads=1)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -25,8 +25,9 @@ from tfexport.export.quantize.qdq import quantize_graphs
 from tfexport.model.model import Model
 from tfexport.nn.directory import load_weights
 from tfexport.runtime.eager import EagerSession
+from tfexport.runtime.ort.backend import OrtSession
 from tfexport.runtime.ort.device import OrtDevice
-from tfexport.runtime.ort.session import OrtSession
+from tfexport.runtime.registry import Graphs
 from tfexport.tensorrt.build.builder import build_engine
 from tfexport.tensorrt.build.network import Graph, parse_graph
 from tfexport.tensorrt.build.options import resolve_options
@@ -56,7 +57,7 @@ def narrow(bundle: Bundle, once: Once, weights: WeightType) -> Path:
 
 
 def session(directory: Path, spec: ModelSpec, form: Form) -> OrtSession:
-    return OrtSession({path.stem: path for path in directory.glob("*.onnx")}, spec, form, threads=1)
+    return OrtSession(Graphs({path.stem: path for path in directory.glob("*.onnx")}, spec), form, threads=1)
 
 
 def rounded(matrix: torch.Tensor, weights: WeightType) -> torch.Tensor:

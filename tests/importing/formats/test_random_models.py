@@ -23,7 +23,7 @@ from tfexport.generation import GenerationDefaults
 from tfexport.importing.importer import import_checkpoint
 from tfexport.nn.directory import load_model
 from tfexport.runtime.eager import EagerSession
-from tfexport.runtime.registry import open_session
+from tfexport.runtime.registry import LoadOptions, open_session
 from tfexport.runtime.session import Session
 
 FAMILIES = ("marian", "bart", "t5", "mbart", "m2m_100", "pegasus")
@@ -144,7 +144,7 @@ def check(family: str, seed: int, folder: Path, num_settings: int, *, exported: 
     if exported:
         config = ExportConfig(forms=("concat", "static", "contrib"))
         bundle = export_bundle(str(folder / "model"), folder / "bundle", config, verify=False)
-        ours = open_session(bundle, "ort")
+        ours = open_session(bundle, LoadOptions(backend="ort"))
     pad, eos = theirs.config.pad_token_id, theirs.config.eos_token_id
     sources = [rng.integers(2, VOCAB, rng.integers(1, LONGEST + 1)).tolist() for _ in range(NUM_TEXTS)]
     sources = [[token for token in source if token != pad] or [eos] for source in sources]

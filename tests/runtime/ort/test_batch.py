@@ -14,10 +14,11 @@ from tests.runtime.exported import LONG, Once, exported, ort_session, sources
 from tfexport.contract import REORDER
 from tfexport.errors import BundleError, InputError
 from tfexport.nn.transformer import Transformer
-from tfexport.runtime.ort.cache import FIRST_CAPACITY, DeviceBuffers, HostBuffers, RowBuffers
+from tfexport.runtime.ort.backend import OrtSession
+from tfexport.runtime.ort.cache import FIRST_CAPACITY, RowBuffers, _DeviceBuffers, _HostBuffers
 from tfexport.runtime.ort.concat import ConcatBatch
-from tfexport.runtime.ort.session import OrtSession
 from tfexport.runtime.ort.static import StaticBatch
+from tfexport.runtime.registry import Graphs
 from tfexport.runtime.session import Batch, Candidates, Ids, close_up, pad_right
 
 ATOL = 2e-5
@@ -103,11 +104,11 @@ def assert_equal(found: Candidates, expected: Candidates) -> None:
 
 def poison(buffers: RowBuffers, live: int) -> None:
     """Leave NaN in all rows that nobody uses, as somebody may have before."""
-    if isinstance(buffers, HostBuffers):
+    if isinstance(buffers, _HostBuffers):
         for array in buffers._arrays:
             array[live:] = np.nan
         return
-    assert isinstance(buffers, DeviceBuffers)
+    assert isinstance(buffers, _DeviceBuffers)
     memory = buffers._memory.numpy().view(np.float32)
     for units in buffers._units(buffers.length)[0]:
         width = buffers.length * buffers._divisor
@@ -292,9 +293,9 @@ def test_a_bundle_of_before_runs_on_the_cpu_and_says_what_a_gpu_lacks(once: Once
     before = {name: path for name, path in graphs.items() if name != REORDER}
     assert len(before) == len(graphs) - 1
     for form in ("concat", "static"):
-        batch = OrtSession(before, spec, form, threads=1).batch(2)
+        batch = OrtSession(Graphs(before, spec), form, threads=1).batch(2)
         batch.add(*sources(model.config), [[1]] * 4)
         batch.reorder(np.array([1, 0, 2, 2, 4, 5, 7, 6]))
         assert batch.step(np.zeros(8, np.int64), 1).token_ids.shape == (8, 1)
         with pytest.raises(BundleError, match=r"no graph reorder.*tfexport onnx SOURCE --output BUNDLE --force"):
-            OrtSession(before, spec, form, threads=1, host_caches=False)
+            OrtSession(Graphs(before, spec), form, threads=1, host_caches=False)

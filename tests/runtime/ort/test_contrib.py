@@ -25,8 +25,10 @@ from tfexport.generation import DecodeConfig
 from tfexport.nn.config import TransformerConfig, model_spec
 from tfexport.nn.transformer import Transformer
 from tfexport.runtime.eager import EagerSession
+from tfexport.runtime.ort.backend import OrtSession
 from tfexport.runtime.ort.cache import FIRST_CAPACITY
-from tfexport.runtime.ort.contrib import ContribBatch, ContribSession
+from tfexport.runtime.ort.contrib import ContribBatch
+from tfexport.runtime.registry import Graphs
 from tfexport.runtime.session import Batch, Candidates, Ids, Limits, Mask, MultiStep, Session
 
 Once = Callable[[str, Callable[[Path], object]], Path]
@@ -40,9 +42,9 @@ def model() -> Transformer:
 
 
 @pytest.fixture(scope="session")
-def session(model: Transformer, once: Once) -> ContribSession:
+def session(model: Transformer, once: Once) -> OrtSession:
     opened = contrib_session(model, once)
-    assert isinstance(opened, ContribSession)
+    assert isinstance(opened, OrtSession)
     return opened
 
 
@@ -88,7 +90,7 @@ def ids_of(pair: Pair, seed: int) -> Ids:
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), width=st.integers(1, 4))
-def test_any_sequence_of_changes_says_what_eager_says(data: st.DataObject, width: int, session: ContribSession) -> None:
+def test_any_sequence_of_changes_says_what_eager_says(data: st.DataObject, width: int, session: OrtSession) -> None:
     """Sources join and leave, beams change places, branch and die, between steps."""
     model = tiny.model(LONG, dtype=torch.float32)
     pair = Pair(session, model, width)
@@ -106,7 +108,7 @@ def test_any_sequence_of_changes_says_what_eager_says(data: st.DataObject, width
             pair.remove(np.flatnonzero(rng.random(pair.sources) < 0.5))
 
 
-def test_buffers_grow_up_to_the_limit(session: ContribSession, model: Transformer) -> None:
+def test_buffers_grow_up_to_the_limit(session: OrtSession, model: Transformer) -> None:
     """Token by token, with beams that change places and sources that leave on the way."""
     pair = Pair(session, model, 2)
     pair.add(sources(model.config), [[1]] * 4)
@@ -122,7 +124,7 @@ def test_buffers_grow_up_to_the_limit(session: ContribSession, model: Transforme
 
 @pytest.mark.parametrize("length", [FIRST_CAPACITY, FIRST_CAPACITY + 1, FIRST_CAPACITY + 2, LIMIT - 1])
 @pytest.mark.parametrize("width", [1, 2])
-def test_a_long_prompt_fits_at_once(length: int, width: int, session: ContribSession, model: Transformer) -> None:
+def test_a_long_prompt_fits_at_once(length: int, width: int, session: OrtSession, model: Transformer) -> None:
     """Beside a source that has read a token, too."""
     pair = Pair(session, model, width)
     pair.add(sources(model.config, (3,)), [[1]])
@@ -132,7 +134,7 @@ def test_a_long_prompt_fits_at_once(length: int, width: int, session: ContribSes
 
 
 def test_what_nobody_wrote_is_not_read(
-    session: ContribSession, model: Transformer, monkeypatch: pytest.MonkeyPatch
+    session: OrtSession, model: Transformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory that is not cleared may hold anything, NaN before all."""
     requests = random_requests(session, 40, 0)
@@ -148,7 +150,7 @@ def test_what_nobody_wrote_is_not_read(
     assert not differing(joining(session, requests, 1), expected)
 
 
-def test_a_step_writes_its_own_places_alone(session: ContribSession, model: Transformer) -> None:
+def test_a_step_writes_its_own_places_alone(session: OrtSession, model: Transformer) -> None:
     batch = begun(session, sources(model.config), [[1], [1, 2], [1], [3]])
     assert isinstance(batch, ContribBatch)
     batch.step(np.array([1, 2, 1, 3]), 1)
@@ -170,7 +172,7 @@ def test_a_step_writes_its_own_places_alone(session: ContribSession, model: Tran
     ],
 )
 def test_rows_that_nobody_continues_are_all_that_is_overwritten(
-    rows: list[int], overwritten: int, session: ContribSession, model: Transformer
+    rows: list[int], overwritten: int, session: OrtSession, model: Transformer
 ) -> None:
     batch = begun(session, sources(model.config, (9, 4)), [[1]] * 2, 3)
     assert isinstance(batch, ContribBatch)
@@ -199,7 +201,7 @@ def test_a_graph_that_is_no_onnx_is_refused(model: Transformer, once: Once, tmp_
     graphs, spec = exported(model, once)
     (tmp_path / "decoder_contrib.onnx").write_bytes(b"no graph")
     with pytest.raises(BackendError, match="decoder_contrib"):
-        ContribSession({**graphs, "decoder_contrib": tmp_path / "decoder_contrib.onnx"}, spec)
+        OrtSession(Graphs({**graphs, "decoder_contrib": tmp_path / "decoder_contrib.onnx"}, spec), "contrib")
 
 
 def test_the_widths_of_the_encoder_are_its_own(tmp_path: Path) -> None:
@@ -209,7 +211,7 @@ def test_the_widths_of_the_encoder_are_its_own(tmp_path: Path) -> None:
     spec = model_spec(config, "fp32")
     write_graphs(model, spec, tmp_path, forms=("contrib",), opset=18, report=lambda line: None)
     graphs = {path.stem: path for path in tmp_path.glob("*.onnx")}
-    pair = Pair(ContribSession(graphs, spec, threads=1), model, 1)
+    pair = Pair(OrtSession(Graphs(graphs, spec), "contrib", threads=1), model, 1)
     pair.add(sources(config), [[1]] * 4)
     for seed in range(3):
         pair.step(ids_of(pair, seed))
@@ -223,7 +225,7 @@ class OtherEnd:
 
     backend, accuracy = "ort", "fp32"
 
-    def __init__(self, session: ContribSession, spec: ModelSpec, *, multi_step: bool) -> None:
+    def __init__(self, session: OrtSession, spec: ModelSpec, *, multi_step: bool) -> None:
         self._session, self.spec, self._multi_step = session, spec, multi_step
         self.limits = Limits.of(spec)
 
@@ -247,7 +249,7 @@ class OneByOne:
 
 
 @pytest.mark.parametrize("eos", range(4, 12))
-def test_several_steps_find_what_single_steps_find(eos: int, session: ContribSession) -> None:
+def test_several_steps_find_what_single_steps_find(eos: int, session: OrtSession) -> None:
     """With any token as the end, so that texts end early, late and never; with bans of the end and with prefixes."""
     spec = replace(session.spec, tokens=replace(session.spec.tokens, eos=eos))
     several, single = (OtherEnd(session, spec, multi_step=multi_step) for multi_step in (True, False))
@@ -271,7 +273,7 @@ def test_several_steps_find_what_single_steps_find(eos: int, session: ContribSes
 
 @pytest.mark.parametrize(("num_suppressed", "together"), [(2, True), (16, True), (17, False)])
 def test_few_suppressed_tokens_and_several_ends_leave_steps_together(
-    num_suppressed: int, together: bool, session: ContribSession, monkeypatch: pytest.MonkeyPatch
+    num_suppressed: int, together: bool, session: OrtSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken, multi_step = [], ContribBatch.multi_step
 
@@ -287,7 +289,7 @@ def test_few_suppressed_tokens_and_several_ends_leave_steps_together(
     assert num_suppressed > 2 or max(taken) > 1
 
 
-def test_several_steps_keep_to_the_limit(session: ContribSession, model: Transformer) -> None:
+def test_several_steps_keep_to_the_limit(session: OrtSession, model: Transformer) -> None:
     batch = begun(session, sources(model.config), [[1], [1, 2], [1], [1]])
     assert isinstance(batch, MultiStep)
     with pytest.raises(InputError, match=f"the limit is {LIMIT}"):
@@ -296,7 +298,7 @@ def test_several_steps_keep_to_the_limit(session: ContribSession, model: Transfo
 
 
 def test_numbers_that_are_none_are_found_in_the_midst_of_several_steps(
-    session: ContribSession, monkeypatch: pytest.MonkeyPatch
+    session: OrtSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fifth token of the second text: a batch that gives NaN there is refused by that name."""
     multi_step = ContribBatch.multi_step

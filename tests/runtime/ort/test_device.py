@@ -25,18 +25,16 @@ from tfexport.errors import BackendError
 from tfexport.export.reorder import reorder_graph
 from tfexport.model.load import load
 from tfexport.nn.config import model_spec
-from tfexport.runtime.ort import device as ort_device
-from tfexport.runtime.ort.cache import FIRST_CAPACITY, DeviceBuffers, HostBuffers
-from tfexport.runtime.ort.device import (
-    ELEMENT_TYPE,
-    MINIMUM,
-    OrtDevice,
+from tfexport.runtime.ort.cache import FIRST_CAPACITY, _DeviceBuffers, _HostBuffers
+from tfexport.runtime.ort.device import ELEMENT_TYPE, ITEM_BYTES, OrtDevice, RowGather
+from tfexport.runtime.ort.providers import (
+    CUDA,
+    PROVIDERS,
     PlacementError,
     driver_problem,
     misplaced,
     prepare_cuda,
 )
-from tfexport.runtime.ort.gather import ITEM_BYTES, RowGather
 from tfexport.runtime.ort.static import StaticBatch
 
 SPEC = model_spec(tiny.VARIANTS["post"], "fp32")
@@ -87,15 +85,15 @@ def test_buffers_are_moved_as_numpy_moves_them(
     """Keys and values of unequal widths, buffers that grow and shrink by any number of places."""
     spec = replace(SPEC, head_dim=widths[0], value_dim=widths[1])
     opened, rng, first, second = gather("fp32"), np.random.default_rng(0), lengths[0], lengths[1]
-    host: list[HostBuffers] = []
-    device: list[DeviceBuffers] = []
+    host: list[_HostBuffers] = []
+    device: list[_DeviceBuffers] = []
     for rows, length in ((3, first), (2, min(lengths))):
-        host.append(HostBuffers(spec, rows, length))
-        device.append(DeviceBuffers(spec, opened, rows, length))
+        host.append(_HostBuffers(spec, rows, length))
+        device.append(_DeviceBuffers(opened, spec, rows, length))
         assert not any(array.any() for array in (*host[-1]._arrays, *arrays(device[-1])))
         for array, same in zip(host[-1]._arrays, arrays(device[-1]), strict=True):
             same[:] = array[:] = rng.standard_normal(array.shape)
-    every: tuple[list[HostBuffers], list[DeviceBuffers]] = (host, device)
+    every: tuple[list[_HostBuffers], list[_DeviceBuffers]] = (host, device)
     for whole, part in every:
         whole.resize(7, second, 2)
         assert (whole.rows, whole.length) == (7, second)
@@ -115,7 +113,7 @@ def test_buffers_are_moved_as_numpy_moves_them(
         np.testing.assert_array_equal(array[:5], same)
 
 
-def arrays(buffers: DeviceBuffers) -> list[np.ndarray]:
+def arrays(buffers: _DeviceBuffers) -> list[np.ndarray]:
     """Look into the memory, which on the CPU numpy may."""
     memory, found = buffers._memory.numpy().view(np.float32), []
     for rows, heads, units in buffers._shapes(buffers.rows, buffers.length, buffers.length):
@@ -144,7 +142,7 @@ def test_a_step_writes_in_place_and_reserves_nothing(once: Once, host_caches: bo
     buffers = batch._caches
 
     def look() -> list[np.ndarray]:
-        return buffers._arrays if isinstance(buffers, HostBuffers) else arrays(cast(DeviceBuffers, buffers))
+        return buffers._arrays if isinstance(buffers, _HostBuffers) else arrays(cast(_DeviceBuffers, buffers))
 
     assert [array.shape[2] for array in look()] == [FIRST_CAPACITY] * 4
     addresses = [array.ctypes.data for array in look()]
@@ -176,7 +174,7 @@ def test_operators_that_run_elsewhere_are_found(form: Form, dates_bundle: Path) 
 def test_a_session_that_fell_back_is_refused(dates_bundle: Path) -> None:
     session = OrtDevice("cpu").load(dates_bundle / "reorder.onnx", "reorder", 1)
     with pytest.raises(BackendError, match=r"could not start CUDAExecutionProvider and took CPUExecutionProvider"):
-        ort_device._check_placement(session, "decoder.onnx", "CUDAExecutionProvider")
+        CUDA.check_placement(session, "decoder.onnx")
 
 
 def test_a_session_that_would_compute_in_part_elsewhere_is_refused(dates_bundle: Path) -> None:
@@ -189,7 +187,7 @@ def test_a_session_that_would_compute_in_part_elsewhere_is_refused(dates_bundle:
         get_provider_graph_assignment_info = staticmethod(session.get_provider_graph_assignment_info)
 
     with pytest.raises(BackendError, match=r"no CUDAExecutionProvider kernel for .*Softmax.*TopK"):
-        ort_device._check_placement(Elsewhere(), "decoder.onnx", "CUDAExecutionProvider")
+        CUDA.check_placement(cast(Any, Elsewhere()), "decoder.onnx")
 
 
 class Assigned:
@@ -229,22 +227,19 @@ def test_cast_and_reshape_may_stay_on_the_cpu_for_shapes_alone(on_cuda: str, on_
         with pytest.raises(
             PlacementError, match=rf"no CUDAExecutionProvider kernel for {', '.join(expected)} and would"
         ):
-            ort_device._check_placement(cast(Any, session), "decoder_static.onnx", "CUDAExecutionProvider")
+            CUDA.check_placement(cast(Any, session), "decoder_static.onnx")
 
 
 @pytest.mark.parametrize(("device", "extra"), [("cpu", "cpu"), ("cuda", "gpu")])
 def test_the_oldest_version_is_the_one_that_the_extra_asks_for(device: Device, extra: str) -> None:
     (requirement,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"][extra]
-    assert requirement.rpartition(">=")[2] == MINIMUM[device]
+    assert requirement.rpartition(">=")[2] == PROVIDERS[device].minimum
 
 
-def test_a_graph_that_does_not_load_names_the_oldest_version_of_the_device(tmp_path: Path) -> None:
+def test_a_graph_that_does_not_load_names_the_oldest_version(tmp_path: Path) -> None:
     (tmp_path / "broken.onnx").write_bytes(b"no graph")
-    device = OrtDevice("cpu")
-    for name in ("cpu", "cuda"):
-        device.type = cast(Device, name)  # this build has no CUDA, and says so first where it is asked for it
-        with pytest.raises(BackendError, match=f"which must be {MINIMUM[device.type]} or newer on {name}: "):
-            device.load(tmp_path / "broken.onnx", "broken.onnx", 1)
+    with pytest.raises(BackendError, match=f"which must be {PROVIDERS['cpu'].minimum} or newer on cpu: "):
+        OrtDevice("cpu").load(tmp_path / "broken.onnx", "broken.onnx", 1)
 
 
 @pytest.mark.skipif("CUDAExecutionProvider" in ort.get_available_providers(), reason="onnxruntime-gpu is installed")

@@ -19,13 +19,13 @@ from tfexport.contract import Form
 from tfexport.decode.offline import decode
 from tfexport.generation import DecodeConfig
 from tfexport.nn.transformer import Transformer
-from tfexport.runtime.heap import trim_heap
 from tfexport.runtime.ort import contrib
-from tfexport.runtime.ort.backend import open_graphs
-from tfexport.runtime.ort.cache import HostBuffers, RowBuffers
+from tfexport.runtime.ort.backend import OrtSession
+from tfexport.runtime.ort.cache import RowBuffers, _HostBuffers
 from tfexport.runtime.ort.concat import ConcatBatch
-from tfexport.runtime.ort.lengths import MAX_SCORES, RUN_TOKENS, runs
+from tfexport.runtime.ort.device import MAX_SCORES, RUN_TOKENS, encoder_runs
 from tfexport.runtime.ort.static import StaticBatch
+from tfexport.runtime.registry import Graphs
 from tfexport.runtime.session import Ids, Mask
 
 LONGEST = LONG.max_source_length
@@ -40,7 +40,7 @@ def cost(lengths: Ids, divided: list[Ids]) -> int:
 def test_no_division_costs_less(drawn: list[int]) -> None:
     """Against all ways to cut the sources in order of length."""
     lengths = np.array(drawn)
-    divided, order = runs(lengths), np.argsort(-lengths, kind="stable")
+    divided, order = encoder_runs(lengths), np.argsort(-lengths, kind="stable")
     assert sorted(np.concatenate(divided).tolist()) == list(range(lengths.size))
     assert all(lengths[rows[0]] == lengths[rows].max() for rows in divided)
     cuts = (c for count in range(lengths.size) for c in combinations(range(1, lengths.size), count))
@@ -48,21 +48,21 @@ def test_no_division_costs_less(drawn: list[int]) -> None:
 
 
 def test_equal_sources_stay_together() -> None:
-    assert [rows.tolist() for rows in runs(np.full(40, 128))] == [list(range(40))]
+    assert [rows.tolist() for rows in encoder_runs(np.full(40, 128))] == [list(range(40))]
 
 
 @given(st.lists(st.integers(1, 4096), min_size=1, max_size=40))
 def test_no_run_has_many_scores(drawn: list[int]) -> None:
     """What a run keeps in memory is bounded, however many long sources come together; a source is never cut."""
     lengths = np.array(drawn)
-    divided = runs(lengths)
+    divided = encoder_runs(lengths)
     assert sorted(np.concatenate(divided).tolist()) == list(range(lengths.size))
     assert all(rows.size == 1 or rows.size * int(lengths[rows].max()) ** 2 <= MAX_SCORES for rows in divided)
 
 
 def test_where_runs_are_cut() -> None:
     for length, rows in ((256, 32), (257, 31), (512, 8), (1024, 2), (1025, 1), (4096, 1)):
-        assert [some.size for some in runs(np.full(33, length))][:-1] == [rows] * (32 // rows)
+        assert [some.size for some in encoder_runs(np.full(33, length))][:-1] == [rows] * (32 // rows)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def test_each_source_is_encoded_as_if_alone(model: Transformer, once: Once, monk
     def begun(batch: StaticBatch | ConcatBatch, rows: list[int], length: int) -> list[np.ndarray]:
         assert isinstance(batch, StaticBatch)
         batch.add(ids[rows, :length], mask[rows, :length], [[1]] * len(rows))
-        assert isinstance(batch._cross, HostBuffers)
+        assert isinstance(batch._cross, _HostBuffers)
         return batch._cross._arrays
 
     alone = [begun(session.batch(), [row], length) for row, length in enumerate(MIXED)]
@@ -101,7 +101,7 @@ def test_each_source_is_encoded_as_if_alone(model: Transformer, once: Once, monk
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_texts_do_not_depend_on_the_division(num_beams: int, form: Form, model: Transformer, once: Once) -> None:
     graphs, spec = exported(model, once)
-    session = open_graphs(graphs, spec, form, threads=1)
+    session = OrtSession(Graphs(graphs, spec), form, threads=1)
     ids, _ = sources(model.config, MIXED, seed=3)
     texts = [ids[row, :length].tolist() for row, length in enumerate(MIXED)]
     config = DecodeConfig(num_beams=num_beams, max_new_tokens=12)
@@ -116,15 +116,14 @@ def test_texts_do_not_depend_on_the_division(num_beams: int, form: Form, model: 
 def test_scores_do_not_stay(is_cut: bool, model: Transformer, once: Once, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of 400 sources of 200 tokens are 256 MB a layer: they are never there at once, or they are given back."""
     graphs, spec = exported(model, once)
-    session = open_graphs(graphs, spec, "contrib", threads=1)
+    session = OrtSession(Graphs(graphs, spec), "contrib", threads=1)
     ids, mask = sources(model.config, (200,) * 400)
     if not is_cut:
-        monkeypatch.setattr(contrib, "runs", lambda lengths: [np.arange(lengths.size)])
+        monkeypatch.setattr(contrib, "encoder_runs", lambda lengths: [np.arange(lengths.size)])
     batch, before = session.batch(), resident_mb()
     batch.add(ids, mask, [[1]] * len(ids))
     assert resident_mb() - before < 180
 
 
 def resident_mb() -> float:
-    trim_heap()
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 1e6

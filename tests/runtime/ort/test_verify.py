@@ -15,9 +15,10 @@ from tfexport.errors import GraphError, InputError
 from tfexport.export.write import write_graphs
 from tfexport.nn.config import model_spec
 from tfexport.nn.transformer import Transformer
-from tfexport.runtime.ort.backend import open_graphs
+from tfexport.runtime.ort.backend import OrtSession
 from tfexport.runtime.ort.cache import FIRST_CAPACITY
 from tfexport.runtime.ort.contrib import ContribBatch
+from tfexport.runtime.registry import Graphs
 from tfexport.runtime.session import Ids, Verifies
 
 # Buffers grow once; positions are a bias of the scores, or turned in with heads that share keys.
@@ -39,7 +40,7 @@ def batch_of(name: str, once: Once) -> tuple[ContribBatch, Transformer]:
         write_graphs(model, spec, path, **options)  # type: ignore[arg-type]
 
     folder = once(f"verifies-{name}", make)
-    session = open_graphs({path.stem: path for path in folder.glob("*.onnx")}, spec, "contrib", threads=1)
+    session = OrtSession(Graphs({path.stem: path for path in folder.glob("*.onnx")}, spec), "contrib", threads=1)
     batch = session.batch()
     assert isinstance(batch, ContribBatch)
     assert isinstance(batch, Verifies)

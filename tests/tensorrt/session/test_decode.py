@@ -24,8 +24,8 @@ from tfexport.contract import ENCODER, Form
 from tfexport.decode.offline import decode
 from tfexport.errors import BackendError, EngineError
 from tfexport.generation import DecodeConfig
-from tfexport.runtime.ort.backend import open_graphs
-from tfexport.runtime.registry import get, registered
+from tfexport.runtime.ort.backend import OrtSession
+from tfexport.runtime.registry import Graphs, get, registered
 from tfexport.runtime.session import Session
 from tfexport.tensorrt.config import EngineConfig
 from tfexport.tensorrt.cuda import Gpu
@@ -35,7 +35,7 @@ FORMS: tuple[Form, ...] = ("static", "concat")
 
 
 def dates_ort(model: Model, form: Form = "static") -> Session:
-    return open_graphs(model.graphs, model.spec, form, threads=1)
+    return OrtSession(Graphs(model.graphs, model.spec), form, threads=1)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -1,27 +1,176 @@
-"""ONNX Runtime as a backend: which form of a bundle is opened where, and whether the library works at all."""
+"""Open bundles in ONNX Runtime: choose a decoder variant, load its graphs, and check that the library works.
+
+CUDA graphs (the provider option `enable_cuda_graph`) are not used, though every operator of the static variant has a
+kernel that a graph can hold. A captured graph belongs to the thread that captured it, while threads share a session;
+the capture is global, so no other thread may use CUDA meanwhile; and it is bound to shapes and addresses, while here
+the rows, the source and the capacity change as texts end, and graphs are never freed before onnxruntime 1.27
+(onnxruntime/core/providers/cuda/cuda_graph.cc).
+"""
 
 from __future__ import annotations
 
-import logging
 import sys
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import onnxruntime as ort
 
 from tfexport.bundle.bundle import Bundle
-from tfexport.contract import DECODER, Device, Form, ModelSpec, WeightType
+from tfexport.contract import (
+    ALIGNMENT,
+    DECODER,
+    ENCODER,
+    ENCODER_CONTRIB,
+    FLOAT,
+    HIDDEN_STATES,
+    REORDER,
+    SOURCE_IDS,
+    SOURCE_MASK,
+    TARGET_IDS,
+    Accuracy,
+    Device,
+    Form,
+)
 from tfexport.errors import BackendError, BundleError
-from tfexport.runtime.ort.device import MINIMUM, PlacementError, prepare_cuda
-from tfexport.runtime.registry import Graphs, OpenOptions
-from tfexport.runtime.session import Session
-from tfexport.runtime.threads import Threads
+from tfexport.runtime.checked import CheckedAligner, CheckedBatch
+from tfexport.runtime.cpu import Threads, choose_threads
+from tfexport.runtime.ort.concat import ConcatBatch
+from tfexport.runtime.ort.contrib import ContribBatch
+from tfexport.runtime.ort.device import STEP_SPIN_US, OrtDevice, OrtGraphs, RowGather, check_contract, run
+from tfexport.runtime.ort.providers import PROVIDERS
+from tfexport.runtime.ort.static import StaticBatch
+from tfexport.runtime.registry import Graphs, LoadOptions
+from tfexport.runtime.session import Floats, Ids, Limits, Mask, Session
 
-_log = logging.getLogger(__name__)
+
+@dataclass(frozen=True)
+class Variant:
+    """How one decoder variant is driven: the name of its encoder graph, and its batches."""
+
+    encoder: str
+    batch: Callable[[OrtGraphs, int], CheckedBatch]
 
 
-def open_bundle(bundle: Bundle, options: OpenOptions) -> Session:
+VARIANTS: dict[Form, Variant] = {
+    "concat": Variant(ENCODER, ConcatBatch),
+    "static": Variant(ENCODER, StaticBatch),
+    "contrib": Variant(ENCODER_CONTRIB, ContribBatch),
+}
+
+
+class OrtSession(CheckedAligner):
+    """An exported model in ONNX Runtime; see `Session` and `Aligns`.
+
+    Attributes:
+        form: decoder variant that runs; None for an encoder-only bundle.
+        threads: of a call on the CPU; None if ONNX Runtime chooses them.
+    """
+
+    backend = "ort"
+
+    def __init__(
+        self,
+        graphs: Graphs,
+        form: Form | None,
+        threads: Threads | int | None = None,
+        device: Device = "cpu",
+        *,
+        host_caches: bool | None = None,
+    ) -> None:
+        """Load the graphs.
+
+        Args:
+            graphs: to run.
+            form: decoder variant; None for an encoder-only bundle.
+            threads: of a call on the CPU; None for as many as ONNX Runtime finds cores, a number for both graphs.
+            device: where the graphs run and the caches are.
+            host_caches: whether NumPy keeps and moves the caches; None means on the CPU. False on the CPU runs the
+                code for a GPU.
+
+        Raises:
+            BackendError: ONNX Runtime cannot use the device, run the precision or load a graph.
+            BundleError: a graph differs from its contract, or the graph that moves caches on the device is missing.
+        """
+        self.spec, self.form, spec, paths = graphs.spec, form, graphs.spec, graphs.paths
+        self.threads = Threads(threads, threads) if isinstance(threads, int) else threads
+        provider = PROVIDERS[device]
+        if form is not None and form not in provider.forms:
+            raise BackendError(f"ort: the {form} form runs on the CPU; for device {device} leave the form out")
+        if spec.precision not in provider.precisions:
+            raise BackendError(
+                f"ort: ONNX Runtime has no {FLOAT[spec.precision]} kernels on device {device}; use --device cuda or "
+                f"--backend eager, or export with {' or '.join(provider.precisions)}"
+            )
+        self.limits, self.has_alignment = Limits.of(spec), ALIGNMENT in paths
+        self.accuracy: Accuracy = graphs.weights or spec.precision
+        self._paths, self._device = paths, OrtDevice(device, graphs.weights)
+        encoder_threads, decoder_threads = (
+            (self.threads.encoder, self.threads.decoder) if self.threads else (None, None)
+        )
+        decoder = gather = None
+        if form is not None:
+            # The decoder first, the larger graph: a weight is in memory twice while it is packed.
+            decoder = self._load(DECODER[form], decoder_threads, spin_us=STEP_SPIN_US)
+            if not (provider.is_host if host_caches is None else host_caches):
+                gather = RowGather(self._device, self._gather_path(), FLOAT[spec.precision])
+        encoder = self._load(ENCODER if form is None else VARIANTS[form].encoder, encoder_threads)
+        self._graphs = OrtGraphs(spec, self._device, encoder, decoder, gather)
+        # The alignment graph is loaded when it is first used, because it has weights of its own.
+        self._aligner: ort.InferenceSession | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def _is_open(self) -> bool:
+        return self._graphs.encoder is not None
+
+    def _batch(self, width: int) -> CheckedBatch:
+        assert self.form is not None
+        return VARIANTS[self.form].batch(self._graphs, width)
+
+    def _hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats:
+        io = self._graphs.bind_encoder(source_ids, source_mask)
+        self._device.bind_output(io, HIDDEN_STATES)
+        self._graphs.run_encoder(io, *source_ids.shape)
+        hidden: Floats = io.get_outputs()[0].numpy()
+        return hidden
+
+    def _align(self, source_ids: Ids, source_mask: Mask, target_ids: Ids) -> Floats:
+        with self._lock:
+            self._check_open()
+            if self._aligner is None:
+                self._aligner = self._load(ALIGNMENT, self.threads.encoder if self.threads else None)
+            graph = self._aligner
+        io = graph.io_binding()
+        for name, array in ((SOURCE_IDS, source_ids), (SOURCE_MASK, source_mask), (TARGET_IDS, target_ids)):
+            io.bind_ortvalue_input(name, self._device.upload(array))
+        self._device.bind_output(io, ALIGNMENT)
+        run(graph, io)
+        weights: Floats = io.get_outputs()[0].numpy()
+        return weights
+
+    def close(self) -> None:
+        """Free the graphs, also of batches that still exist; the session cannot be used afterwards."""
+        with self._lock:
+            self._graphs.encoder = self._graphs.decoder = self._aligner = None
+
+    def _load(self, name: str, threads: int | None, *, spin_us: int = 0) -> ort.InferenceSession:
+        graph = self._device.load(self._paths[name], name, threads, spin_us=spin_us)
+        check_contract(graph, name, self.spec)
+        return graph
+
+    def _gather_path(self) -> Path:
+        if REORDER not in self._paths:
+            raise BundleError(
+                f"ort: the bundle has no graph {REORDER}, which moves caches on a GPU; "
+                "export it anew: tfexport onnx SOURCE --output BUNDLE --force"
+            )
+        return self._paths[REORDER]
+
+
+def open_bundle(bundle: Bundle, options: LoadOptions) -> OrtSession:
     """Open the graphs of a bundle; see `tfexport.runtime.registry.Home`."""
     graphs = Graphs.of(bundle)
     if graphs.weights is not None and options.device != "cpu":
@@ -29,126 +178,72 @@ def open_bundle(bundle: Bundle, options: OpenOptions) -> Session:
             f"ort: {bundle.path} holds {graphs.weights} weights for the CPU; for device {options.device} export it "
             "again with --precision fp16"
         )
-
-    def open_form(form: Form | None) -> Session:
-        return open_graphs(graphs.paths, graphs.spec, form, options.threads, options.device, weights=graphs.weights)
-
-    form = choose_form(bundle, options.form, options.device)
-    try:
-        return open_form(form)
-    except PlacementError as problem:
-        if options.form is not None or form != "static" or DECODER["concat"] not in graphs.paths:
-            raise
-        session = open_form("concat")
-        _log.warning(
-            "%s; the concat form runs instead; update onnxruntime-gpu to %s or newer for the static form",
-            str(problem).partition(";")[0],
-            MINIMUM["cuda"],
-        )
-        return session
+    threads = choose_threads(options.threads, bundle) if options.device == "cpu" else None
+    return OrtSession(graphs, choose_form(bundle, options), threads, options.device)
 
 
-def choose_form(bundle: Bundle, form: Form | None, device: Device) -> Form | None:
-    """Return the form to open: the one asked for, else the fastest that bundle and device have.
-
-    Returns:
-        None for an encoder alone.
+def choose_form(bundle: Bundle, options: LoadOptions) -> Form | None:
+    """Return the decoder variant that was asked for, or the fastest; None for an encoder-only bundle.
 
     Raises:
-        BundleError: the bundle has no such form.
+        BundleError: the bundle has no such variant.
     """
-    graphs = bundle.manifest.graphs
     if not bundle.manifest.spec.has_decoder:
         return None
+    graphs, form = bundle.manifest.graphs, options.form
     if form is None:
-        preferred: tuple[Form, ...] = ("contrib", "static", "concat") if device == "cpu" else ("static", "concat")
-        form = next((each for each in preferred if DECODER[each] in graphs), None)
-        if form is None:
-            raise BundleError(f"{bundle.path}: {_contrib_alone(device)}")
+        return _forms(graphs, options.device, bundle.path)[0]
     if DECODER[form] not in graphs:
         raise BundleError(f"{bundle.path}: has no {form} form; export it with --forms concat,static,contrib")
     return form
 
 
-def rungs(graphs: Graphs, options: OpenOptions) -> Iterator[tuple[str, Session]]:
-    """Open every form that the device takes; see `tfexport.runtime.registry.Home`."""
-    device = options.device
-    forms: list[Form | None] = [form for form, name in DECODER.items() if name in graphs.paths]
-    if device != "cpu" and "contrib" in forms:
-        forms.remove("contrib")
-        if not forms:
-            raise BundleError(f"verify: {_contrib_alone(device)}")
-    where = "" if device == "cpu" else f" {device}"
-    for form in forms or [None]:
-        try:
-            session = open_graphs(graphs.paths, graphs.spec, form, options.threads, device, weights=graphs.weights)
-        except PlacementError as problem:
-            if form != "static" or "concat" not in forms:
-                raise
-            _log.warning("%s; the static form is not verified", str(problem).partition(";")[0])
-            continue
-        yield f"ort {form or 'encoder'}{where}", session
+def rungs(graphs: Graphs, options: LoadOptions) -> Iterator[tuple[str, Session]]:
+    """Open every decoder variant that the device runs; see `tfexport.runtime.registry.Home`."""
+    forms: list[Form | None] = [None]
+    if graphs.spec.has_decoder:
+        runnable = _forms(graphs.paths, options.device, "verify")
+        forms = [form for form in DECODER if form in runnable]
+    where = "" if options.device == "cpu" else f" {options.device}"
+    for form in forms:
+        yield f"ort {form or 'encoder'}{where}", OrtSession(graphs, form, None, options.device)
 
 
-def _contrib_alone(device: Device) -> str:
-    return (
-        f"has the contrib form alone, which runs on the CPU; for device {device} export it with --forms concat,static"
-    )
-
-
-def open_graphs(
-    graphs: Mapping[str, Path],
-    spec: ModelSpec,
-    form: Form | None,
-    threads: Threads | int | None = None,
-    device: Device = "cpu",
-    *,
-    weights: WeightType | None = None,
-) -> Session:
-    """Open graphs; `form` None means an encoder alone, `weights` None those of the graphs' type.
-
-    `threads` None is as many as ONNX Runtime finds cores, a number is for encoder and decoder.
-
-    Raises:
-        BackendError: ONNX Runtime cannot use the device, load or run the graphs.
-    """
-    if form == "contrib":
-        if device != "cpu":
-            raise BackendError(f"ort: the contrib form runs on the CPU; for device {device} leave the form out")
-        from tfexport.runtime.ort.contrib import ContribSession
-
-        return ContribSession(graphs, spec, threads, weights=weights)
-    from tfexport.runtime.ort.session import OrtSession
-
-    return OrtSession(graphs, spec, form, threads, device, weights=weights)
+def _forms(graphs: Container[str], device: Device, subject: object) -> list[Form]:
+    forms = [form for form in PROVIDERS[device].forms if DECODER[form] in graphs]
+    if not forms:
+        raise BundleError(
+            f"{subject}: has the contrib form alone, which runs on the CPU; for device {device} export it with "
+            "--forms concat,static"
+        )
+    return forms
 
 
 def probe(library: str, model: bytes) -> dict[str, str]:
-    """Run a graph on each device that the build has.
+    """Run a graph on each device of the installed build.
 
     Args:
         library: its name.
         model: y = x + x on float32 [2].
 
     Returns:
-        "" under each device where that is right, else what is wrong.
+        By device "" if the result is right, else the problem.
     """
     if not hasattr(ort, "InferenceSession"):
         sys.exit("hollow: the module is there, its library is not")
     ort.set_default_logger_severity(4)
-    providers = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
     offered = ort.get_available_providers()
-    return {device: _try(provider, model) for device, provider in providers.items() if provider in offered}
+    return {device: _try(device, model) for device, provider in PROVIDERS.items() if provider.ort_name in offered}
 
 
-def _try(provider: str, model: bytes) -> str:
+def _try(device: Device, model: bytes) -> str:
+    provider = PROVIDERS[device]
     try:
-        if provider != "CPUExecutionProvider":
-            prepare_cuda()
-        session = ort.InferenceSession(model, providers=[provider])
+        provider.prepare()
+        session = ort.InferenceSession(model, providers=[provider.ort_name])
         (result,) = session.run(None, {"x": np.array([1, 2], np.float32)})
-    except Exception as error:  # noqa: BLE001 - whatever goes wrong is what is asked for
+    except Exception as error:  # noqa: BLE001 - the doctor reports any failure
         return str(error)
     got = session.get_providers()
-    right = provider in got and result.tolist() == [2, 4]
-    return "" if right else f"asked for {provider}, got {got} and {result.tolist()}"
+    right = provider.ort_name in got and result.tolist() == [2, 4]
+    return "" if right else f"asked for {provider.ort_name}, got {got} and {result.tolist()}"

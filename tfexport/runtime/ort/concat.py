@@ -1,4 +1,4 @@
-"""Batches of the concat form: tensors that each step returns longer, so all rows stay equally long."""
+"""Drive the concat decoder, the portable one: each step returns a longer cache, so all rows stay equally long."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from collections.abc import Sequence
 import numpy as np
 import onnxruntime as ort
 
-from tfexport.contract import FLOAT, SOURCE_MASK, key_value_names
+from tfexport.contract import FLOAT, SOURCE_MASK
 from tfexport.errors import InputError
 from tfexport.runtime.checked import CheckedScoring
-from tfexport.runtime.ort.device import host_value
-from tfexport.runtime.ort.graphs import OrtGraphs, Step
-from tfexport.runtime.ort.lengths import rows_of
-from tfexport.runtime.session import Candidates, Ids, Mask, Prompts, close_up
+from tfexport.runtime.ort.cache import cache_widths
+from tfexport.runtime.ort.device import OrtGraphs, Step, host_value
+from tfexport.runtime.session import Candidates, Ids, Mask, Prompts, close_up, rows_of
 
 
 class ConcatBatch(CheckedScoring):
-    """Sources that begin together; all rows have one length."""
+    """Sources that begin together, with equally long prompts."""
 
     can_join = False
 
@@ -30,21 +29,19 @@ class ConcatBatch(CheckedScoring):
         self._past: list[ort.OrtValue] = []
 
     def _add(self, source_ids: Ids, source_mask: Mask, prompts: Prompts) -> None:
-        spec, new = self._spec, len(source_ids)
+        spec, new, device = self._spec, len(source_ids), self._graphs.device
         if self.lengths.size or len({len(prompt) for prompt in prompts}) > 1:
             raise InputError(
                 "the concat form keeps all rows equally long: sources begin together, with equally long prompts; "
                 "use the form static or contrib"
             )
         io = self._graphs.bind_encoder(source_ids, source_mask)
-        for name in key_value_names("cross", spec.layers):
-            self._graphs.device.bind_output(io, name)
+        for name in self._graphs.cross:
+            device.bind_output(io, name)
         self._graphs.run_encoder(io, *source_ids.shape)
         self._cross, self._source_mask = list(io.get_outputs()), source_mask.copy()
-        self._past = [
-            self._graphs.device.empty((new, spec.cache_heads, 0, width), FLOAT[spec.precision])
-            for width in [spec.head_dim, spec.value_dim] * spec.layers
-        ]
+        shapes = [(new, spec.cache_heads, 0, width) for width in cache_widths(spec)]
+        self._past = [device.empty(shape, FLOAT[spec.precision]) for shape in shapes]
         read: Ids = np.array([prompt[:-1] for prompt in prompts], np.int64)
         if read.size:
             self._run(read, 1)
@@ -52,10 +49,10 @@ class ConcatBatch(CheckedScoring):
         self.lengths = np.full(new * self.width, read.shape[1])
 
     def _step(self, target_ids: Ids, num_candidates: int) -> Candidates:
-        return self._read(target_ids, num_candidates).candidates()
+        return self._run(target_ids[:, None], num_candidates).candidates()
 
     def _score_step(self, target_ids: Ids, next_ids: Ids) -> Candidates:
-        return self._read(target_ids, None).given(next_ids)
+        return self._run(target_ids[:, None], None).given(next_ids)
 
     def _reorder(self, rows: Ids) -> None:
         if not np.array_equal(rows, np.arange(rows.size)):
@@ -67,28 +64,22 @@ class ConcatBatch(CheckedScoring):
         self._cross, self._source_mask = self._take(self._cross, kept), self._source_mask[kept]
         self._past, self.lengths = self._take(self._past, rows), self.lengths[rows]
 
-    def _read(self, target_ids: Ids, num_candidates: int | None) -> Step:
-        step = self._run(target_ids[:, None], num_candidates)
-        self.lengths = self.lengths + 1
-        return step
-
     def _run(self, target_ids: Ids, num_candidates: int | None) -> Step:
-        """Read tokens, int64 [rows, target_len], and make what comes out the next past."""
-        graphs, layers = self._graphs, self._graphs.spec.layers
+        """Read tokens, int64 [rows, target_len]; their present becomes the next past."""
+        graphs = self._graphs
         step = Step(graphs, len(target_ids), num_candidates, target_len=target_ids.shape[1], reads_lengths=False)
         step.io.bind_ortvalue_input(SOURCE_MASK, graphs.device.upload(self._source_mask))
-        for prefix, values in (("cross", self._cross), ("past", self._past)):
-            for name, value in zip(key_value_names(prefix, layers), values, strict=True):
-                step.io.bind_ortvalue_input(name, value)
-        present = key_value_names("present", layers)
-        for name in present:
+        for name, value in zip((*graphs.cross, *graphs.past), (*self._cross, *self._past), strict=True):
+            step.io.bind_ortvalue_input(name, value)
+        for name in graphs.present:
             graphs.device.bind_output(step.io, name)
         step.run(target_ids, self.lengths)
-        self._past = list(step.io.get_outputs())[-len(present) :]
+        self._past = list(step.io.get_outputs())[-len(graphs.present) :]
+        self.lengths = self.lengths + target_ids.shape[1]
         return step
 
     def _take(self, values: Sequence[ort.OrtValue], rows: Ids) -> list[ort.OrtValue]:
-        """Take rows of keys and values, [rows, …] → [new_rows, …], without leaving the device."""
+        """Return rows of keys and values, [rows, …] → [new rows, …], without leaving the device."""
         device, gather = self._graphs.device, self._graphs.gather
         if gather is None:
             return [host_value(value.numpy()[rows]) for value in values]

@@ -1,19 +1,21 @@
-"""The contrib form in ONNX Runtime on the CPU: buffers that numpy and the graphs share, and hypotheses that stay put.
+"""Drive the contrib decoder on the CPU: buffers that NumPy and the graphs share, and hypotheses that stay in place.
 
-A beam that goes on keeps its row of the cache, whatever its rank; only beams
-that branch are copied, over rows that nobody continues, from the token on where
-the two part: behind equal tokens lie equal keys and values. So the rows of the
-buffers are in another order than the hypotheses of the caller: `_cache_rows`
-translates.
+A beam that goes on keeps its row of the cache, whatever its rank. Only beams that branch are copied, over rows that no
+beam continues, from the token on where the two differ: equal tokens have equal keys and values.
+
+Invariants between two calls:
+
+- `_cache_rows[row]` is the row of `_cache` that holds row `row` of the caller; rows of a source stay within its rows.
+- `_shared[source][a][b]` tokens at the start of cache rows a and b of a source are equal.
+- `_longest` is the largest of `lengths`; `_is_even` means that all are equal to it.
+- `_bindings` refer to the current buffers: whoever replaces a buffer clears them.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,8 +25,6 @@ from numpy.typing import NDArray
 from tfexport.contract import (
     CANDIDATE_IDS,
     CANDIDATE_LOGITS,
-    DECODER,
-    ENCODER_CONTRIB,
     LAST_POSITION,
     LOG_NORMALIZER,
     LOGITS,
@@ -35,18 +35,11 @@ from tfexport.contract import (
     SOURCE_MASK,
     TARGET_IDS,
     TOTAL_LENGTH,
-    Accuracy,
-    ModelSpec,
-    WeightType,
-    key_value_names,
 )
-from tfexport.runtime.checked import CheckedAligner, CheckedMultiStep, CheckedScoring, CheckedVerifying
-from tfexport.runtime.ort.alignment import OrtAligner
+from tfexport.runtime.checked import CheckedMultiStep, CheckedScoring, CheckedVerifying
 from tfexport.runtime.ort.cache import FIRST_CAPACITY
-from tfexport.runtime.ort.device import STEP_SPIN_US, OrtDevice, check_contract, host_value, run
-from tfexport.runtime.ort.lengths import has_many_scores, runs
-from tfexport.runtime.session import Candidates, Floats, Ids, Limits, Mask, Prompts, close_up, given_candidates
-from tfexport.runtime.threads import Threads, threads_of
+from tfexport.runtime.ort.device import OrtGraphs, encoder_runs, has_many_scores, host_value, run, still_open
+from tfexport.runtime.session import Candidates, Floats, Ids, Mask, Prompts, close_up, given_candidates
 
 Array = NDArray[Any]
 
@@ -71,106 +64,16 @@ class _Binding:
     all_logits: Floats | None = None  # of the vocabulary, bound where tokens are scored
 
 
-@dataclass(frozen=True)
-class Graphs:
-    """What all batches of a session share."""
-
-    encoder: ort.InferenceSession
-    decoder: ort.InferenceSession
-    spec: ModelSpec
-    cross: list[str]
-    caches: list[tuple[str, str]]
-    keeps_logits: bool
-
-
-class ContribSession(CheckedAligner):
-    """A model in ONNX Runtime's own operators.
-
-    Attributes:
-        spec: sizes, limits and token ids.
-        backend: "ort".
-        form: "contrib".
-        accuracy: type of the weights where it is narrower than that of the graphs.
-        limits: those of the model.
-        has_alignment: whether the bundle has that graph.
-        can_verify: whether its decoder gives logits of several positions.
-    """
-
-    backend = "ort"
-    form = "contrib"
-
-    def __init__(
-        self,
-        graphs: Mapping[str, Path],
-        spec: ModelSpec,
-        threads: Threads | int | None = None,
-        *,
-        weights: WeightType | None = None,
-    ) -> None:
-        """Load the graphs.
-
-        Args:
-            graphs: path of each graph by its name in the contract.
-            spec: of the model.
-            threads: for one call; None for as many as ONNX Runtime finds cores, a number for both graphs.
-            weights: their type where it is narrower than that of the graphs.
-
-        Raises:
-            BackendError: ONNX Runtime cannot load a graph.
-        """
-        self.spec, self.limits = spec, Limits.of(spec)
-        self.accuracy: Accuracy = weights or spec.precision
-        device = OrtDevice("cpu", weights)
-        encoder_threads, decoder_threads = threads_of(threads)
-        self._aligner = OrtAligner(graphs, spec, device, encoder_threads)
-        self.has_alignment = self._aligner.is_there
-        name = DECODER["contrib"]
-        # One after the other, the larger one first: while a weight is packed, it lies in memory twice.
-        decoder = device.load(graphs[name], name, decoder_threads, spin_us=STEP_SPIN_US)
-        encoder = device.load(graphs[ENCODER_CONTRIB], ENCODER_CONTRIB, encoder_threads)
-        check_contract(decoder, name, spec)
-        check_contract(encoder, ENCODER_CONTRIB, spec)
-        caches = zip(key_value_names("past", spec.layers), key_value_names("present", spec.layers), strict=True)
-        self.can_verify = any(tensor.name == LOGITS_TO_KEEP for tensor in decoder.get_inputs())
-        self._graphs: Graphs | None = Graphs(
-            encoder, decoder, spec, key_value_names("cross", spec.layers), list(caches), self.can_verify
-        )
-
-    def graphs(self) -> Graphs:
-        """Return what all batches share."""
-        self._check_open()
-        assert self._graphs is not None
-        return self._graphs
-
-    @property
-    def _is_open(self) -> bool:
-        return self._graphs is not None
-
-    def _batch(self, width: int) -> ContribBatch:
-        return ContribBatch(self, width)
-
-    def _hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats:
-        raise NotImplementedError  # the form has a decoder
-
-    def _align(self, source_ids: Ids, source_mask: Mask, target_ids: Ids) -> Floats:
-        return self._aligner.align(source_ids, source_mask, target_ids)
-
-    def close(self) -> None:
-        """Free the graphs, also under batches that are still there."""
-        self._aligner.close()
-        self._graphs = None
-
-
 class ContribBatch(CheckedScoring, CheckedMultiStep, CheckedVerifying):
     """Sources being decoded in buffers of numpy.
 
     Source s has place s in the buffers of the encoder's keys and values and rows s · width … of the cache.
     """
 
-    def __init__(self, session: ContribSession, width: int) -> None:
-        super().__init__(session.spec, width)
-        self._session = session
-        self.can_verify = session.can_verify
+    def __init__(self, graphs: OrtGraphs, width: int) -> None:
+        super().__init__(graphs.spec, width)
+        self._graphs = graphs
+        self.can_verify = graphs.keeps_logits
         self._measure()
         self._num_sources = 0
         self._source_lengths: Ids = np.empty(0, np.int64)
@@ -185,7 +88,7 @@ class ContribBatch(CheckedScoring, CheckedMultiStep, CheckedVerifying):
 
     def _add(self, source_ids: Ids, source_mask: Mask, prompts: Prompts) -> None:
         lengths, first = source_mask.sum(1), self._num_sources
-        divided = runs(lengths)
+        divided = encoder_runs(lengths)
         if first or len(divided) > 1:
             self._reserve_sources(first + len(lengths), int(lengths.max()))
             for some in divided:
@@ -229,7 +132,7 @@ class ContribBatch(CheckedScoring, CheckedMultiStep, CheckedVerifying):
         token_ids = np.empty((steps, target_ids.size, num_candidates), np.int64)
         logits = np.empty((steps, target_ids.size, num_candidates), np.float32)
         log_normalizer = np.empty((steps, target_ids.size), np.float32)
-        taken, rows, decoder = 0, self._cache_rows, self._session.graphs().decoder
+        taken, rows, decoder = 0, self._cache_rows, still_open(self._graphs.decoder)
         bound = self._bound(num_candidates)
         bound.target_ids[rows, 0] = target_ids
         while True:
@@ -259,7 +162,7 @@ class ContribBatch(CheckedScoring, CheckedMultiStep, CheckedVerifying):
         bound.target_ids[0] = target_ids
         bound.positions[0] = np.arange(begin, begin + count)
         bound.last_and_total[:] = begin + count - 1, begin + count
-        run(self._session.graphs().decoder, bound.io)
+        run(still_open(self._graphs.decoder), bound.io)
         self.lengths += count
         self._longest += count
         return Candidates(bound.token_ids.copy(), bound.logits.copy(), bound.log_normalizer[:, 0].copy())
@@ -299,21 +202,20 @@ class ContribBatch(CheckedScoring, CheckedMultiStep, CheckedVerifying):
         del self._shared[kept.size :]
 
     def _encode(self, source_ids: Ids, source_mask: Mask) -> list[Array]:
-        graphs = self._session.graphs()
-        io = graphs.encoder.io_binding()
+        io = still_open(self._graphs.encoder).io_binding()
         source = {SOURCE_IDS: host_value(source_ids), SOURCE_MASK: host_value(source_mask)}
         for name, value in source.items():
             io.bind_ortvalue_input(name, value)
         gives_back = has_many_scores(*source_ids.shape)
         own: list[Array] = []
-        for name in graphs.cross:
+        for name in self._graphs.cross:
             if gives_back:  # memory of ONNX Runtime's that lies around something it needs cannot be given back
                 shape = (len(source_ids), self._spec.cache_heads, source_ids.shape[1], self._spec.head_dim)
                 own.append(np.empty(shape, np.float32))
                 io.bind_ortvalue_output(name, host_value(own[-1]))
             else:
                 io.bind_output(name)
-        run(graphs.encoder, io, gives_back=gives_back)
+        run(still_open(self._graphs.encoder), io, gives_back=gives_back)
         return own or [value.numpy() for value in io.get_outputs()]
 
     def _adopt(self, encoded: list[Array], source_mask: Mask) -> None:
@@ -381,7 +283,7 @@ class ContribBatch(CheckedScoring, CheckedMultiStep, CheckedVerifying):
                 bound.target_ids[:] = np.repeat([prompt[:-1] for prompt in some], self.width, 0)
                 bound.positions[:] = np.arange(length - 1)
                 bound.last_and_total[:-1], bound.last_and_total[-1] = length - 2, length - 1
-                run(self._session.graphs().decoder, bound.io)
+                run(still_open(self._graphs.decoder), bound.io)
             first = last
 
     def _measure(self) -> None:
@@ -400,7 +302,7 @@ class ContribBatch(CheckedScoring, CheckedMultiStep, CheckedVerifying):
         bound = self._bind(slice(sources), slice(sources), 1, num_candidates)
         bound.target_ids[:, 0] = target_ids[::width]
         self._place(bound)
-        run(self._session.graphs().decoder, bound.io)
+        run(still_open(self._graphs.decoder), bound.io)
         self._cache[:, : sources * width, :, :1] = self._cache[:, :sources, :, :1].repeat(width, 1)
         self.lengths += 1
         self._longest, self._rows_are_equal = 1, True
@@ -414,7 +316,7 @@ class ContribBatch(CheckedScoring, CheckedMultiStep, CheckedVerifying):
         self._rows_are_equal = False
         bound.target_ids[self._cache_rows, 0] = target_ids
         self._place(bound)
-        run(self._session.graphs().decoder, bound.io)
+        run(still_open(self._graphs.decoder), bound.io)
         self.lengths += 1
         self._longest += 1
 
@@ -444,8 +346,7 @@ class ContribBatch(CheckedScoring, CheckedMultiStep, CheckedVerifying):
 
     def _bind(self, sources: slice, rows: slice, target_len: int, num_candidates: int, keeps: int = 1) -> _Binding:
         """Bind some rows of the cache and the places of their sources; `keeps` is of how many positions logits are."""
-        graphs = self._session.graphs()
-        io = graphs.decoder.io_binding()
+        io = still_open(self._graphs.decoder).io_binding()
         num_rows = rows.stop - (rows.start or 0)
         last_and_total = np.empty(num_rows + 1, np.int32)  # one array, so that both are filled at once
         inputs: dict[str, Array] = {
@@ -455,9 +356,9 @@ class ContribBatch(CheckedScoring, CheckedMultiStep, CheckedVerifying):
             LAST_POSITION: last_and_total[:-1],
             TOTAL_LENGTH: last_and_total[-1:],
             NUM_CANDIDATES: np.array([num_candidates]),
-            **{name: array[sources] for name, array in zip(graphs.cross, self._cross, strict=True)},
+            **{name: array[sources] for name, array in zip(self._graphs.cross, self._cross, strict=True)},
         }
-        if graphs.keeps_logits:
+        if self.can_verify:
             inputs[LOGITS_TO_KEEP] = np.array([keeps])
         found = num_rows * keeps
         bound = _Binding(
@@ -472,7 +373,7 @@ class ContribBatch(CheckedScoring, CheckedMultiStep, CheckedVerifying):
         )
         for name, array in inputs.items():
             io.bind_ortvalue_input(name, host_value(array))
-        for (past, present), buffer in zip(graphs.caches, self._cache, strict=True):
+        for past, present, buffer in zip(self._graphs.past, self._graphs.present, self._cache, strict=True):
             value = host_value(buffer[rows])
             io.bind_ortvalue_input(past, value)
             io.bind_ortvalue_output(present, value)

@@ -1,12 +1,9 @@
-"""Where ONNX Runtime computes: the CPU or a GPU, its memory, and the proof that nothing quietly runs elsewhere."""
+"""What the batches of a session share in ONNX Runtime: a device, its memory, the loaded graphs, and a bound step."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import io
-import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +11,21 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from tfexport._io.extras import extra_command, replacing_command
 from tfexport.contract import (
+    CACHE,
+    CACHE_LENGTHS,
+    CANDIDATE_IDS,
+    CANDIDATE_LOGITS,
+    LOG_NORMALIZER,
+    LOGITS,
+    LOGITS_TO_KEEP,
+    NUM_CANDIDATES,
+    ORDER,
+    REORDER,
+    REORDERED,
+    SOURCE_IDS,
+    SOURCE_MASK,
+    TARGET_IDS,
     Device,
     DType,
     GraphSpec,
@@ -25,78 +35,59 @@ from tfexport.contract import (
     contract_problems,
     graph_contract,
     has_speculation,
+    key_value_names,
 )
 from tfexport.errors import BackendError, BundleError, first_line, raise_all
 from tfexport.runtime.ort.int8_products import int8_session_options
-from tfexport.runtime.ort.libraries import load_libraries, needed, where_looked
+from tfexport.runtime.ort.providers import PROVIDERS
+from tfexport.runtime.session import Candidates, Ids, Mask, given_candidates, in_order_of_id
 
 Array = NDArray[Any]
 
-PROVIDER: dict[Device, str] = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
-# The oldest versions of onnxruntime and onnxruntime-gpu; the extras ask for the same.
-MINIMUM: dict[Device, str] = {"cpu": "1.25", "cuda": "1.30"}
-# TF32 keeps 10 bits of a float32 product; a bundle in fp32 says what PyTorch says only without it. The device is the
-# first by default; where its number is given, 1.31 looks for a plugin for it and warns that there is none.
-_OPTIONS: dict[Device, dict[str, str]] = {"cpu": {}, "cuda": {"use_tf32": "0"}}
 # TensorProto.DataType
 ELEMENT_TYPE: dict[DType, int] = {"float32": 1, "int32": 6, "int64": 7, "bool": 9, "float16": 10, "bfloat16": 16}
 # The dtypes of the contract as ONNX Runtime spells the types of inputs and outputs.
 _DTYPE: dict[str, DType] = {f"tensor({'float' if dtype == 'float32' else dtype})": dtype for dtype in ELEMENT_TYPE}
-# What ONNX Runtime computes on the CPU on purpose beside a GPU: sums on shapes, of a few numbers each.
-SHAPE_OPERATORS = frozenset(
-    "Add Cast Concat Constant ConstantOfShape Div Equal Expand Gather Identity Less LessOrEqual Max Min Mod Mul Range "
-    "Reshape Shape Size Slice Squeeze Sub Unsqueeze Where".split()
-)
-# Of these, what nearly every graph applies to its own numbers too. A kernel that is missing leaves all of them on the
-# CPU, so they are on shapes there only where others of the same operator are on the GPU.
-DATA_OPERATORS = frozenset({"Cast", "Reshape"})
-
-# Libraries that ONNX Runtime loads for operators that no graph of ours has.
-_OPTIONAL = ("cufft", "nvrtc", "cudnn")
-
-# Threads of a decoder that sleep between two steps are woken for each; longer awake they would take the cores of the
-# next encoder, as those of an encoder would take the decoder's.
+ITEM_BYTES: dict[DType, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
+# Threads of a decoder that sleep between two steps are woken for each. Awake for longer, they would take the cores of
+# the next encoder run, as an encoder's threads would take the decoder's.
 STEP_SPIN_US = 1000
-
-
-class PlacementError(BackendError):
-    """Part of a graph would be computed elsewhere than on the device that was asked for."""
+# ONNX Runtime counts items in 32 bits without a check (onnxruntime/core/providers/cuda/tensor/gather_impl.cu).
+MAX_ITEMS = 2**31 - 1
+# Cost of one encoder run in addition to its tokens, in tokens: between 20 and 70 with small and large models.
+RUN_TOKENS = 64
+# Attention scores of a head in one encoder run. The operators keep those of all rows at once, 4 bytes each; many long
+# sources in one run gain nothing, because one alone keeps the processor busy.
+MAX_SCORES = 2**21
 
 
 class OrtDevice:
     """A device and its memory.
 
-    Nothing here lets numpy look into the device's memory: arrays are copied to it and from it. So the code is the same
-    for a GPU and for the CPU.
+    NumPy never reads the device's memory: arrays are copied to it and from it, so the code is the same for a GPU and
+    the CPU.
 
     Attributes:
-        type: "cpu" or "cuda"; of several GPUs the first that CUDA_VISIBLE_DEVICES leaves.
+        provider: row of `PROVIDERS`; of several GPUs it takes the first that CUDA_VISIBLE_DEVICES leaves.
+        type: name of the device.
     """
 
-    def __init__(self, device: Device, weights: WeightType | None = None) -> None:
+    def __init__(self, device: Device = "cpu", weights: WeightType | None = None) -> None:
         """Open a device.
 
         Args:
-            device: "cpu" or "cuda".
-            weights: of the graphs to load, if they are narrower than the graphs' own type.
+            device: its name in `PROVIDERS`.
+            weights: type of the graphs' weights if narrower than the graphs' own type.
 
         Raises:
             BackendError: ONNX Runtime cannot use the device, or multiplies narrow weights wrongly on it.
         """
-        if device == "cuda":
-            prepare_cuda()
-        self.type = device
+        self.provider, self.type = PROVIDERS[device], device
+        self.provider.prepare()
         self._config_entries = int8_session_options() if weights else {}
 
-    def load(
-        self,
-        graph: Path,
-        name: str,
-        threads: int | None,
-        *,
-        spin_us: int = 0,
-    ) -> ort.InferenceSession:
-        """Load a graph onto the device.
+    def load(self, graph: Path, name: str, threads: int | None, *, spin_us: int = 0) -> ort.InferenceSession:
+        """Load a graph.
 
         Args:
             graph: path.
@@ -106,34 +97,35 @@ class OrtDevice:
 
         Raises:
             BackendError: the graph does not load.
-            PlacementError: part of it would run elsewhere.
+            PlacementError: part of it would run on another device.
         """
         options = ort.SessionOptions()
         options.log_severity_level = 3
         options.intra_op_num_threads = threads or 0
         options.inter_op_num_threads = 1
+        entries = {"session.record_ep_graph_assignment_info": "1", **self._config_entries}
         if spin_us:
-            options.add_session_config_entry("session.intra_op.spin_duration_us", str(spin_us))
+            entries["session.intra_op.spin_duration_us"] = str(spin_us)
         else:
-            options.add_session_config_entry("session.force_spinning_stop", "1")
-        options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
-        for key, entry in self._config_entries.items():
+            entries["session.force_spinning_stop"] = "1"
+        for key, entry in entries.items():
             options.add_session_config_entry(key, entry)
+        provider = self.provider
         try:
             session = ort.InferenceSession(
-                str(graph), options, providers=[(PROVIDER[self.type], _OPTIONS[self.type])], enable_fallback=0
+                str(graph), options, providers=[(provider.ort_name, provider.options)], enable_fallback=0
             )
         except Exception as error:
             raise BackendError(
-                f"ort: {name} does not load in onnxruntime {ort.__version__}, which must be {MINIMUM[self.type]} or "
-                f"newer on {self.type}: {first_line(error)}"
+                f"ort: {name} does not load in onnxruntime {ort.__version__}, which must be {provider.minimum} "
+                f"or newer on {self.type}: {first_line(error)}"
             ) from error
-        if self.type != "cpu":
-            _check_placement(session, name, PROVIDER[self.type])
+        if not provider.is_host:
+            provider.check_placement(session, name)
         return session
 
     def empty(self, shape: Sequence[int], dtype: DType) -> ort.OrtValue:
-        """Reserve memory; what is in it is not defined."""
+        """Reserve uninitialized memory."""
         return ort.OrtValue.ortvalue_from_shape_and_type(list(shape), ELEMENT_TYPE[dtype], self.type, 0)
 
     def upload(self, array: Array) -> ort.OrtValue:
@@ -147,11 +139,11 @@ class OrtDevice:
         binding.bind_output(name, self.type, 0)
 
     def reserve(self, num_bytes: int) -> ort.OrtValue:
-        """Reserve bytes that are bound by their address; what is in them is not defined."""
+        """Reserve uninitialized bytes, to be bound by address."""
         return ort.OrtValue.ortvalue_from_shape_and_type([num_bytes], np.uint8, self.type, 0)
 
     def zeros(self, num_bytes: int) -> ort.OrtValue:
-        """Copy bytes that are 0 to the device."""
+        """Copy zero bytes to the device."""
         return ort.OrtValue.ortvalue_from_numpy(np.zeros(num_bytes, np.uint8), self.type, 0)
 
 
@@ -176,12 +168,12 @@ def host_value(array: Array) -> ort.OrtValue:
 
 
 def run(session: ort.InferenceSession, binding: ort.IOBinding, *, gives_back: bool = False) -> None:
-    """Run a graph on what is bound, and wait for it.
+    """Run a graph on a binding and wait for it.
 
     Args:
         session: the graph.
         binding: its inputs and outputs.
-        gives_back: return what the run took of the host's memory; else ONNX Runtime keeps it for the next run.
+        gives_back: free the host memory that the run took; otherwise ONNX Runtime keeps it for the next run.
 
     Raises:
         BackendError: it failed.
@@ -197,86 +189,195 @@ def run(session: ort.InferenceSession, binding: ort.IOBinding, *, gives_back: bo
 
 
 def still_open(session: ort.InferenceSession | None) -> ort.InferenceSession:
-    """Return a graph that was not closed.
-
-    Raises:
-        BackendError: it was.
-    """
+    """Return a graph, or raise `BackendError` if its session is closed."""
     if session is None:
         raise BackendError("ort: this session is closed; load the bundle again")
     return session
 
 
-def prepare_cuda() -> None:
-    """Load the CUDA libraries that ONNX Runtime's provider is linked to, after a look for a GPU.
+class RowGather:
+    """The graph `reorder`, which copies rows on the device, in memory seen as [rows, width]."""
 
-    ONNX Runtime itself would say in its log that something is missing, and compute on the CPU.
+    def __init__(self, device: OrtDevice, graph: Path, dtype: DType) -> None:
+        """Load the graph; `dtype` is the type of the items that it moves."""
+        self.device, self.dtype = device, dtype
+        # Copies gain nothing from more threads, and idle threads would spin where the decoder's work.
+        self._graph = device.load(graph, REORDER, 1)
 
-    Raises:
-        BackendError: the build, the driver, a GPU or a library is missing; says which.
+    def copy(self, memory: ort.OrtValue, width: int, order: Ids, address: int) -> None:
+        """Write row order[r] of some memory to row r at an address; the two must not overlap.
+
+        Args:
+            memory: on the device, a multiple of `width` long.
+            width: of a row, in items.
+            order: int64 of any shape.
+            address: on the device, with room for as many rows as `order` has.
+
+        Raises:
+            BackendError: it failed, or there are more items than the graph can count.
+        """
+        kind, element = self.device.type, ELEMENT_TYPE[self.dtype]
+        rows = memory.tensor_size_in_bytes() // ITEM_BYTES[self.dtype] // width
+        items = max(rows, order.size) * width
+        if items > MAX_ITEMS:
+            raise BackendError(
+                f"ort: caches of {items:,} numbers cannot be moved on a GPU, at most {MAX_ITEMS:,}; lower batch_size"
+            )
+        io, uploaded = self._graph.io_binding(), self.device.upload(order.ravel())
+        io.bind_input(CACHE, kind, 0, element, [rows, width], memory.data_ptr())
+        io.bind_ortvalue_input(ORDER, uploaded)
+        io.bind_output(REORDERED, kind, 0, element, [order.size, width], address)
+        run(self._graph, io)
+
+
+@dataclass
+class OrtGraphs:
+    """The loaded graphs of a session.
+
+    Attributes:
+        spec: sizes, limits and token ids.
+        device: where the graphs run.
+        encoder: None once the session is closed.
+        decoder: None for an encoder-only bundle, and once the session is closed.
+        gather: moves rows on the device; None if NumPy does so on the host.
+        cross: names of the encoder's keys and values.
+        past: names of the keys and values that the decoder reads.
+        present: names of those that it writes.
+        keeps_logits: whether the decoder gives the logits of several positions (`--speculation`).
     """
-    if PROVIDER["cuda"] not in ort.get_available_providers():
-        raise BackendError(
-            f"ort: the installed onnxruntime {ort.__version__} has no CUDA; "
-            f"{replacing_command('gpu')}, or use device cpu"
-        )
-    if problem := driver_problem():
-        raise BackendError(f"ort: {problem}, or use device cpu")
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):  # it prints what it cannot load, and raises nothing
-        ort.preload_dlls()
-    if sys.platform == "linux":
-        # What is printed names libraries that the provider does not need, and misses those that PyTorch brings.
-        provider = Path(ort.__file__).parent / "capi" / "libonnxruntime_providers_cuda.so"
-        missing = load_libraries(needed(provider)) if provider.exists() else []
-    else:
-        failed = [line.split()[3].rstrip(":") for line in printed.getvalue().splitlines() if line.startswith("Failed")]
-        missing = [name for name in failed if not any(part in name for part in _OPTIONAL)]
-    if missing:
-        raise BackendError(
-            f"ort: onnxruntime {ort.__version__} was built for CUDA {ort.cuda_version} and cannot load "
-            f"{', '.join(dict.fromkeys(missing))} ({where_looked()}); {extra_command('gpu')}, or use device cpu"
-        )
+
+    spec: ModelSpec
+    device: OrtDevice
+    encoder: ort.InferenceSession | None
+    decoder: ort.InferenceSession | None
+    gather: RowGather | None
+
+    def __post_init__(self) -> None:
+        """Note names once, for all batches."""
+        layers = self.spec.layers
+        self.cross, self.past, self.present = (key_value_names(side, layers) for side in ("cross", "past", "present"))
+        inputs = self.decoder.get_inputs() if self.decoder else []
+        self.keeps_logits = any(tensor.name == LOGITS_TO_KEEP for tensor in inputs)
+
+    def bind_encoder(self, source_ids: Ids, source_mask: Mask) -> ort.IOBinding:
+        """Bind the inputs of the encoder; the caller binds the outputs and runs it."""
+        io = still_open(self.encoder).io_binding()
+        for name, array in ((SOURCE_IDS, source_ids), (SOURCE_MASK, source_mask)):
+            io.bind_ortvalue_input(name, self.device.upload(array))
+        return io
+
+    def run_encoder(self, io: ort.IOBinding, batch: int, longest: int) -> None:
+        """Run the encoder on bound sources [batch, longest] and wait for it."""
+        run(still_open(self.encoder), io, gives_back=self.device.provider.is_host and has_many_scores(batch, longest))
 
 
-def driver_problem(library: str = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1") -> str | None:
-    """Ask the NVIDIA driver for a GPU; say what is missing and what to do, or None.
+class Step:
+    """A binding of the decoder for one number of rows, tokens and candidates, without sources and caches.
+
+    It finds the best candidates, or the logits of the whole vocabulary. Everything that a step reads and writes is on
+    the device, except num_candidates, because shapes are read on the host.
+
+    Attributes:
+        io: the caller binds sources and caches to it.
+    """
+
+    def __init__(
+        self,
+        graphs: OrtGraphs,
+        rows: int,
+        num_candidates: int | None,
+        *,
+        target_len: int = 1,
+        reads_lengths: bool = True,
+    ) -> None:
+        """Reserve and bind the inputs and outputs of a step.
+
+        Args:
+            graphs: of the session.
+            rows: decoded rows.
+            num_candidates: best tokens of each row; None for the logits of the vocabulary.
+            target_len: tokens read of each row.
+            reads_lengths: whether the graph takes the lengths of the caches.
+        """
+        device, self._graphs = graphs.device, graphs
+        self.io = still_open(graphs.decoder).io_binding()
+        num_best = num_candidates or 1
+        self._num_candidates = host_value(np.array([num_best]))  # a binding alone does not keep it alive
+        self._target_ids = device.empty((rows, target_len), "int64")
+        self._lengths = device.empty((rows,), "int64") if reads_lengths else None
+        self._token_ids = device.empty((rows, num_best), "int64")
+        self._logits = device.empty((rows, num_candidates or graphs.spec.vocab), "float32")
+        self._log_normalizer = device.empty((rows, 1), "float32")
+        # An input in other memory than the graph reads is copied once, when it is bound. So the inputs that a step
+        # changes have to be in the memory that the graph reads.
+        self.io.bind_ortvalue_input(TARGET_IDS, self._target_ids)
+        self.io.bind_ortvalue_input(NUM_CANDIDATES, self._num_candidates)
+        if self._lengths is not None:
+            self.io.bind_ortvalue_input(CACHE_LENGTHS, self._lengths)
+        self.io.bind_ortvalue_output(CANDIDATE_IDS, self._token_ids)
+        self.io.bind_ortvalue_output(CANDIDATE_LOGITS if num_candidates else LOGITS, self._logits)
+        self.io.bind_ortvalue_output(LOG_NORMALIZER, self._log_normalizer)
+
+    def run(self, target_ids: Ids, lengths: Ids) -> None:
+        """Read tokens.
+
+        Args:
+            target_ids: int64 [rows, target_len], or [rows] for one token each.
+            lengths: tokens in the cache of every row before the step, int64 [rows].
+        """
+        self._target_ids.update_inplace(np.ascontiguousarray(target_ids))
+        if self._lengths is not None:
+            self._lengths.update_inplace(lengths)
+        run(still_open(self._graphs.decoder), self.io)
+
+    def candidates(self) -> Candidates:
+        """Return copies of the last run's candidates: on the CPU numpy() is a view that the next run overwrites."""
+        found = Candidates(
+            self._token_ids.numpy().copy(), self._logits.numpy().copy(), self._log_normalizer.numpy()[:, 0].copy()
+        )
+        # CUDA's radix selection puts equal logits in order of id mod 256
+        # (onnxruntime/core/providers/cuda/math/topk_impl.cuh).
+        return found if self._graphs.device.provider.is_host else in_order_of_id(found)
+
+    def given(self, next_ids: Ids) -> Candidates:
+        """Return the last run's candidates for given tokens, int64 [rows], if it found all logits."""
+        return given_candidates(next_ids, self._logits.numpy(), self._log_normalizer.numpy()[:, 0].copy())
+
+
+def encoder_runs(lengths: Ids) -> list[Ids]:
+    """Divide a batch into the encoder runs that cost least together.
+
+    A run computes as many tokens as it has rows times its longest source. In order of length, the cheapest division of
+    the first n rows is a run that ends there after the cheapest division of the rows before it. Runs with too many
+    scores are cut; a source of more than 1,448 tokens is always a run of its own.
 
     Args:
-        library: of the driver's interface, https://docs.nvidia.com/cuda/cuda-driver-api/.
+        lengths: tokens of each source, int64 [batch], at least one.
+
+    Returns:
+        Rows of each run, int64, longest source first; every row once.
     """
-    try:
-        driver = ctypes.CDLL(library)
-    except OSError:
-        return f"no NVIDIA driver is installed ({library} is not found); install the NVIDIA driver"
-    count = ctypes.c_int()
-    code = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
-    if code or not count.value:
-        return f"the NVIDIA driver finds no GPU (CUDA error {code}); check nvidia-smi and CUDA_VISIBLE_DEVICES"
-    return None
+    order = (-lengths).argsort(kind="stable")
+    longest, batch = lengths[order], lengths.size
+    if longest[0] == longest[-1]:
+        return _cut(order, int(longest[0]))
+    costs, begins = np.zeros(batch + 1), [0]
+    for end in range(1, batch + 1):
+        ending_here = costs[:end] + longest[:end] * np.arange(end, 0, -1) + RUN_TOKENS
+        begins.append(int(ending_here.argmin()))
+        costs[end] = ending_here[begins[-1]]
+    found, end = [], batch
+    while end:
+        found += _cut(order[begins[end] : end], int(longest[begins[end]]))[::-1]
+        end = begins[end]
+    return found[::-1]
 
 
-def _check_placement(session: ort.InferenceSession, name: str, provider: str) -> None:
-    """Refuse a session that would not compute where it was asked to."""
-    if provider not in session.get_providers():
-        raise BackendError(
-            f"ort: {name}: onnxruntime {ort.__version__} could not start {provider} and took "
-            f"{', '.join(session.get_providers())}; tfexport doctor says what is missing"
-        )
-    elsewhere = misplaced(session, provider)
-    if elsewhere:
-        raise PlacementError(
-            f"ort: {name}: onnxruntime {ort.__version__} has no {provider} kernel for {', '.join(elsewhere)} "
-            f"and would compute that on the CPU; update onnxruntime-gpu to {MINIMUM['cuda']} or newer, take the concat "
-            "form, export in another precision, or use device cpu"
-        )
+def has_many_scores(batch: int, longest: int) -> bool:
+    """Whether a run has more scores than several sources together ever have."""
+    return batch * longest**2 > MAX_SCORES
 
 
-def misplaced(session: ort.InferenceSession, provider: str) -> list[str]:
-    """List the operators that a session runs elsewhere than on `provider`, those on shapes left out."""
-    here: set[str] = set()
-    elsewhere: set[str] = set()
-    for part in session.get_provider_graph_assignment_info():
-        (here if part.ep_name == provider else elsewhere).update(node.op_type for node in part.get_nodes())
-    on_shapes = SHAPE_OPERATORS - (DATA_OPERATORS - here)
-    return sorted(elsewhere - on_shapes)
+def _cut(rows: Ids, longest: int) -> list[Ids]:
+    most = max(MAX_SCORES // longest**2, 1)
+    return [rows[first : first + most] for first in range(0, rows.size, most)]

@@ -1,4 +1,4 @@
-"""Batches of the static form: buffers of fixed places that the graph writes in place, each row at its own length."""
+"""Drive the static decoder: buffers of fixed places that the graph writes in place, each row at its own length."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import onnxruntime as ort
 
 from tfexport.contract import SOURCE_MASK
 from tfexport.runtime.checked import CheckedScoring
-from tfexport.runtime.ort.cache import FIRST_CAPACITY, RowBuffers
-from tfexport.runtime.ort.graphs import OrtGraphs, Step
-from tfexport.runtime.ort.lengths import rows_of, runs
-from tfexport.runtime.session import Candidates, Ids, Mask, Prompts, close_up
+from tfexport.runtime.ort.cache import FIRST_CAPACITY, RowBuffers, row_buffers
+from tfexport.runtime.ort.device import OrtGraphs, Step, encoder_runs
+from tfexport.runtime.session import Candidates, Ids, Mask, Prompts, close_up, rows_of
 
-# Bindings kept, of the numbers of rows and candidates used last.
+# Bindings kept, for the most recent numbers of rows and candidates.
 _STEPS = 8
-# Sources that join are padded to a multiple of this many tokens, so that few that follow are longer.
+# Sources that join are padded to a multiple of this many tokens, so that few later ones are longer.
 _SOURCE_BLOCK = 16
 
 
@@ -68,17 +67,20 @@ class StaticBatch(CheckedScoring):
         self._write_mask(self._source_lengths)
 
     def _begin(self) -> None:
-        """Take small buffers, as nobody needs what is in those that were."""
-        spec = self._graphs.spec
-        self._caches: RowBuffers = self._graphs.buffers(0, min(FIRST_CAPACITY, spec.max_target_length))
-        self._cross: RowBuffers = self._graphs.buffers(0, _SOURCE_BLOCK)
+        """Start with small buffers, since the contents of the old ones are no longer needed."""
+        self._caches = self._buffers(0, min(FIRST_CAPACITY, self._spec.max_target_length))
+        self._cross = self._buffers(0, _SOURCE_BLOCK)
         self._mask: ort.OrtValue | None = None
         self._steps: dict[tuple[int, int | None], Step] = {}
 
+    def _buffers(self, rows: int, length: int) -> RowBuffers:
+        return row_buffers(self._spec, self._graphs.gather, rows, length)
+
     def _encode(self, source_ids: Ids, source_mask: Mask, lengths: Ids) -> None:
-        """Write keys and values of new sources behind those of the others; `lengths` are those of all."""
+        """Write keys and values of new sources after those of the others; `lengths` are those of all."""
         old, new = lengths.size - len(source_ids), len(source_ids)
-        divided = runs(lengths[old:]) if self._graphs.gather is None else []  # a GPU takes padding for one run instead
+        # One padded run is faster on a GPU.
+        divided = encoder_runs(lengths[old:]) if self._graphs.gather is None else []
         if len(divided) < 2:
             divided = [np.arange(new)]
         if not old and len(divided) == 1:
@@ -92,15 +94,15 @@ class StaticBatch(CheckedScoring):
             self._cross.write(old + sources, part, np.arange(sources.size))
 
     def _run_encoder(self, source_ids: Ids, source_mask: Mask) -> RowBuffers:
-        found = self._graphs.buffers(*source_ids.shape)
+        found = self._buffers(*source_ids.shape)
         io = self._graphs.bind_encoder(source_ids, source_mask)
-        found.bind_output(io, "cross", len(source_ids))
+        found.bind_output(io, self._graphs.cross, len(source_ids))
         self._graphs.run_encoder(io, *source_ids.shape)
         return found
 
     def _reserve_cross(self, old: int, lengths: Ids) -> None:
-        """Make room for sources of all `lengths`, of which the first `old` are there."""
-        spec, longest, length = self._graphs.spec, int(lengths.max()), self._cross.length
+        """Make room for sources of all `lengths`, of which the first `old` are already there."""
+        spec, longest, length = self._spec, int(lengths.max()), self._cross.length
         if not old:
             length = longest
         elif not longest <= length <= 2 * longest:
@@ -111,8 +113,8 @@ class StaticBatch(CheckedScoring):
             self._steps.clear()
 
     def _reserve(self, rows: int, length: int) -> bool:
-        """Make room for so many rows of so many tokens; True where this was in other memory, zeros behind the rows."""
-        limit, capacity = self._graphs.spec.max_target_length, self._caches.length
+        """Make room for rows of `length` tokens; return whether that took other memory, zeroed after the live rows."""
+        limit, capacity = self._spec.max_target_length, self._caches.length
         if not length <= capacity <= max(4 * length, FIRST_CAPACITY):
             capacity = FIRST_CAPACITY
             while capacity < length:
@@ -125,7 +127,6 @@ class StaticBatch(CheckedScoring):
         return True
 
     def _write_mask(self, lengths: Ids) -> None:
-        """Say where the sources have tokens; rows that nobody uses have none."""
         mask = np.zeros((self._cross.rows, self._cross.length), np.bool_)
         mask[: lengths.size] = np.arange(self._cross.length) < lengths[:, None]
         if self._mask is None or tuple(self._mask.shape()) != mask.shape:
@@ -135,15 +136,15 @@ class StaticBatch(CheckedScoring):
             self._mask.update_inplace(mask)
 
     def _prefill(self, prompts: Prompts, first: int) -> RowBuffers:
-        """Read the prompts of sources from `first` on but for their last tokens, a row each, in buffers of their own.
+        """Read the prompts of sources from `first` on, except last tokens, one row each, into buffers of their own.
 
-        Short ones are filled up: what lies behind a row's length is finite, masked, and written over as it grows.
+        Short prompts are padded: what is after a row's length is finite, masked, and overwritten as the row grows.
         """
         longest = max(map(len, prompts)) - 1
-        target_ids = np.full((len(prompts), longest), self._graphs.spec.tokens.pad)
+        target_ids = np.full((len(prompts), longest), self._spec.tokens.pad)
         for row, prompt in zip(target_ids, prompts, strict=True):
             row[: len(prompt) - 1] = prompt[:-1]
-        caches = self._graphs.buffers(*target_ids.shape)
+        caches = self._buffers(*target_ids.shape)
         step = Step(self._graphs, len(prompts), 1, target_len=longest)
         self._bind(step, caches, len(prompts), len(prompts), first)
         step.run(target_ids, np.zeros(len(prompts), np.int64))
@@ -151,13 +152,6 @@ class StaticBatch(CheckedScoring):
 
     def _run(self, target_ids: Ids, num_candidates: int | None) -> Step:
         self._reserve(self._caches.rows, int(self.lengths.max()) + 1)
-        step = self._bound(num_candidates)
-        step.run(target_ids, self.lengths)
-        self.lengths = self.lengths + 1
-        return step
-
-    def _bound(self, num_candidates: int | None) -> Step:
-        """Return a step that is bound for the rows that there are."""
         key = self.lengths.size, num_candidates
         step = self._steps.pop(key, None)
         if step is None:
@@ -165,7 +159,9 @@ class StaticBatch(CheckedScoring):
             self._bind(step, self._caches, key[0], self._source_lengths.size)
             if len(self._steps) == _STEPS:
                 del self._steps[next(iter(self._steps))]
-        self._steps[key] = step  # behind the others: the first was used the longest time ago
+        self._steps[key] = step  # last in the order of use
+        step.run(target_ids, self.lengths)
+        self.lengths = self.lengths + 1
         return step
 
     def _bind(self, step: Step, caches: RowBuffers, rows: int, sources: int, first: int = 0) -> None:
@@ -174,13 +170,13 @@ class StaticBatch(CheckedScoring):
         shape = [sources, self._cross.length]
         address = self._mask.data_ptr() + first * self._cross.length
         step.io.bind_input(SOURCE_MASK, self._graphs.device.type, 0, np.bool_, shape, address)
-        self._cross.bind_input(step.io, "cross", sources, first)
-        caches.bind_input(step.io, "past", rows)
-        caches.bind_output(step.io, "present", rows)
+        self._cross.bind_input(step.io, self._graphs.cross, sources, first)
+        caches.bind_input(step.io, self._graphs.past, rows)
+        caches.bind_output(step.io, self._graphs.present, rows)
 
 
 def _room(have: int, need: int) -> int:
-    """Reserve exactly what the first need, then twice as much, and give back what is far too much."""
+    """Return the rows to reserve: exactly the first need, later twice the need, and less if far too many."""
     if need <= have <= 4 * need:
         return have
     return 2 * need if have else need

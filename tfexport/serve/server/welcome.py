@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Collection, Mapping
 
 from tfexport.errors import printable
-from tfexport.runtime.cores import available_cores
+from tfexport.runtime.cpu import available_cores
 from tfexport.serve.engine import Engine
 from tfexport.serve.server.config import ServerConfig
 

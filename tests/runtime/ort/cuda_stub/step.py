@@ -15,8 +15,8 @@ import onnxruntime as ort
 from tests.runtime.ort.cuda_stub.build import CORE, NAMES
 from tfexport.bundle.bundle import open_bundle
 from tfexport.contract import Form
-from tfexport.runtime.ort.device import PROVIDER
-from tfexport.runtime.ort.session import OrtSession
+from tfexport.runtime.ort.backend import OrtSession
+from tfexport.runtime.ort.providers import CUDA
 from tfexport.runtime.registry import Graphs
 
 SOURCE_LENGTH = 8
@@ -27,7 +27,7 @@ WARM_UP = 2
 def main(folder: Path, form: Form) -> dict[str, Any]:
     """Return operators on the CPU for each graph, with their number, and the counts of one step of one row."""
     bundle = Graphs.of(open_bundle(folder, weights=False))
-    session = OrtSession(bundle.paths, bundle.spec, form, 1, "cuda")
+    session = OrtSession(bundle, form, 1, "cuda")
     graphs = session._graphs
     assert graphs.encoder is not None and graphs.decoder is not None and graphs.gather is not None  # noqa: PT018
     on_cpu = {
@@ -49,7 +49,7 @@ def main(folder: Path, form: Form) -> dict[str, Any]:
 def operators_on_cpu(session: ort.InferenceSession) -> dict[str, int]:
     """Count the nodes that do not run on CUDA, by operator."""
     parts = session.get_provider_graph_assignment_info()
-    return Counter(node.op_type for part in parts if part.ep_name != PROVIDER["cuda"] for node in part.get_nodes())
+    return Counter(node.op_type for part in parts if part.ep_name != CUDA.ort_name for node in part.get_nodes())
 
 
 def read_counts() -> dict[str, int]:

@@ -1,0 +1,219 @@
+"""Execution providers of ONNX Runtime: one row each, and what a row needs before a graph can be loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import io
+import mmap
+import struct
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import onnxruntime as ort
+
+from tfexport._io.extras import extra_command, replacing_command
+from tfexport.contract import Device, Form, Precision
+from tfexport.errors import BackendError
+
+# Wheels keep CUDA libraries in these folders of Python's path: NVIDIA's, which PyTorch's ask for too, and PyTorch's.
+LIBRARY_FOLDERS = ("nvidia/*/lib", "torch/lib")
+# Libraries that ONNX Runtime loads for operators that no graph of ours has.
+_OPTIONAL_LIBRARIES = ("cufft", "nvrtc", "cudnn")
+# https://refspecs.linuxfoundation.org/elf/elf.pdf, with the sizes of 64 bits
+_PT_LOAD, _PT_DYNAMIC = 1, 2
+_DT_NEEDED, _DT_STRTAB = 1, 5
+
+# Operators on shapes, which ONNX Runtime computes on the CPU on purpose when a graph runs on a GPU.
+SHAPE_OPERATORS = frozenset(
+    "Add Cast Concat Constant ConstantOfShape Div Equal Expand Gather Identity Less LessOrEqual Max Min Mod Mul Range "
+    "Reshape Shape Size Slice Squeeze Sub Unsqueeze Where".split()
+)
+# Of these, the operators that nearly every graph applies to its own numbers too. A missing kernel leaves all of them on
+# the CPU, so they count as operators on shapes only if others of the same operator are on the GPU.
+DATA_OPERATORS = frozenset({"Cast", "Reshape"})
+
+
+class PlacementError(BackendError):
+    """Part of a graph would be computed elsewhere than on the device that was asked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Provider:
+    """An execution provider.
+
+    Attributes:
+        device: name of the device for users.
+        ort_name: name of the provider in ONNX Runtime.
+        minimum: oldest version of the package that has it; the extras ask for the same.
+        forms: decoder variants that it runs, the fastest first.
+        precisions: types that it computes in.
+        is_host: whether its memory is the host's, so that NumPy can share arrays with it.
+        options: provider options.
+        prepare: raises `BackendError` if the provider cannot be used on this machine.
+    """
+
+    device: Device
+    ort_name: str
+    minimum: str
+    forms: tuple[Form, ...]
+    precisions: tuple[Precision, ...] = ("fp32", "fp16", "bf16")
+    is_host: bool = False
+    options: dict[str, str] = field(default_factory=dict)
+    prepare: Callable[[], None] = lambda: None
+
+    def check_placement(self, session: ort.InferenceSession, name: str) -> None:
+        """Raise if a loaded graph would compute on another device.
+
+        Raises:
+            BackendError: the provider did not start.
+            PlacementError: the provider lacks a kernel.
+        """
+        if self.ort_name not in session.get_providers():
+            raise BackendError(
+                f"ort: {name}: onnxruntime {ort.__version__} could not start {self.ort_name} and took "
+                f"{', '.join(session.get_providers())}; tfexport doctor says what is missing"
+            )
+        if elsewhere := misplaced(session, self.ort_name):
+            raise PlacementError(
+                f"ort: {name}: onnxruntime {ort.__version__} has no {self.ort_name} kernel for {', '.join(elsewhere)} "
+                f"and would compute that on the CPU; update onnxruntime-gpu to {self.minimum} or newer, take the "
+                "concat form, export in another precision, or use device cpu"
+            )
+
+
+def misplaced(session: ort.InferenceSession, ort_name: str) -> list[str]:
+    """List the operators, except those on shapes, that a session runs on another provider."""
+    here: set[str] = set()
+    elsewhere: set[str] = set()
+    for part in session.get_provider_graph_assignment_info():
+        (here if part.ep_name == ort_name else elsewhere).update(node.op_type for node in part.get_nodes())
+    on_shapes = SHAPE_OPERATORS - (DATA_OPERATORS - here)
+    return sorted(elsewhere - on_shapes)
+
+
+def prepare_cuda() -> None:
+    """Check for a GPU and load the CUDA libraries that ONNX Runtime's provider is linked to.
+
+    ONNX Runtime itself would only log that something is missing and compute on the CPU.
+
+    Raises:
+        BackendError: names the build, driver, GPU or libraries that are missing.
+    """
+    if CUDA.ort_name not in ort.get_available_providers():
+        raise BackendError(
+            f"ort: the installed onnxruntime {ort.__version__} has no CUDA; "
+            f"{replacing_command('gpu')}, or use device cpu"
+        )
+    if problem := driver_problem():
+        raise BackendError(f"ort: {problem}, or use device cpu")
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):  # it prints the libraries that it cannot load and raises nothing
+        ort.preload_dlls()
+    if sys.platform == "linux":
+        # The printed names include libraries that the provider does not need, and miss those that PyTorch brings.
+        provider = Path(ort.__file__).parent / "capi" / "libonnxruntime_providers_cuda.so"
+        missing = load_libraries(needed(provider)) if provider.exists() else []
+    else:
+        failed = [line.split()[3].rstrip(":") for line in printed.getvalue().splitlines() if line.startswith("Failed")]
+        missing = [name for name in failed if not any(part in name for part in _OPTIONAL_LIBRARIES)]
+    if missing:
+        raise BackendError(
+            f"ort: onnxruntime {ort.__version__} was built for CUDA {ort.cuda_version} and cannot load "
+            f"{', '.join(dict.fromkeys(missing))} ({where_looked()}); {extra_command('gpu')}, or use device cpu"
+        )
+
+
+# A new execution provider is a row here and a name in `tfexport.contract.Device`.
+CPU = Provider(
+    device="cpu",
+    ort_name="CPUExecutionProvider",
+    minimum="1.25",
+    forms=("contrib", "static", "concat"),
+    precisions=("fp32", "fp16"),
+    is_host=True,
+)
+CUDA = Provider(
+    device="cuda",
+    ort_name="CUDAExecutionProvider",
+    minimum="1.30",
+    forms=("static", "concat"),
+    # TF32 keeps 10 bits of a float32 product, too few for a bundle in fp32. The provider takes the first GPU by
+    # default; if its number is given, 1.31 looks for a plugin for it and warns that there is none.
+    options={"use_tf32": "0"},
+    prepare=prepare_cuda,
+)
+PROVIDERS: dict[Device, Provider] = {provider.device: provider for provider in (CPU, CUDA)}
+
+
+def driver_problem(library: str = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1") -> str | None:
+    """Ask the NVIDIA driver for a GPU; return what is missing and what to do, or None.
+
+    Args:
+        library: of the driver's interface, https://docs.nvidia.com/cuda/cuda-driver-api/.
+    """
+    try:
+        driver = ctypes.CDLL(library)
+    except OSError:
+        return f"no NVIDIA driver is installed ({library} is not found); install the NVIDIA driver"
+    count = ctypes.c_int()
+    code = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+    if code or not count.value:
+        return f"the NVIDIA driver finds no GPU (CUDA error {code}); check nvidia-smi and CUDA_VISIBLE_DEVICES"
+    return None
+
+
+def needed(library: Path) -> list[str]:
+    """Return the libraries that an ELF library (64 bits, little-endian) is linked to."""
+    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        (table,) = struct.unpack_from("<Q", data, 32)
+        size, count = struct.unpack_from("<HH", data, 54)
+        segments = [struct.unpack_from("<IIQQQQ", data, table + index * size) for index in range(count)]
+        ((start, length),) = [(offset, size) for kind, _, offset, _, _, size in segments if kind == _PT_DYNAMIC]
+        entries = list(struct.iter_unpack("<qQ", data[start : start + length]))
+        address = dict(entries)[_DT_STRTAB]
+        (strings,) = [
+            offset + address - begin
+            for kind, _, offset, begin, _, size in segments
+            if kind == _PT_LOAD and begin <= address < begin + size
+        ]
+        names = [strings + value for tag, value in entries if tag == _DT_NEEDED]
+        return [data[name : data.find(b"\0", name)].decode() for name in names]
+
+
+def load_libraries(names: Sequence[str]) -> list[str]:
+    """Load libraries from the system or from Python's packages; return those that do not load."""
+    missing = list(names)
+    while left := [name for name in missing if not any(map(_loads, (name, *_found(name))))]:
+        if left == missing:
+            break
+        missing = left  # try again: one may have needed another
+    return left
+
+
+def where_looked() -> str:
+    """Describe the places where `load_libraries` looks."""
+    roots = [str(root) for root in _roots() if any(True for place in LIBRARY_FOLDERS for _ in root.glob(place))]
+    found = f"{' and '.join(LIBRARY_FOLDERS)} of {', '.join(roots)}"
+    none = f"no {' or '.join(LIBRARY_FOLDERS)} on Python's path"
+    return f"looked in LD_LIBRARY_PATH, the system's folders and {found if roots else none}"
+
+
+def _roots() -> list[Path]:
+    return [Path(entry) for entry in dict.fromkeys(sys.path) if entry]
+
+
+def _found(name: str) -> Iterator[str]:
+    return (
+        str(path) for root in _roots() for place in LIBRARY_FOLDERS for path in sorted(root.glob(f"{place}/{name}"))
+    )
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
