@@ -18,6 +18,7 @@ from tfexport.contract import Form
 from tfexport.runtime.eager import EagerSession
 from tfexport.runtime.ort.backend import OrtSession
 from tfexport.runtime.ort.device import OrtDevice, OrtGraphs, Step
+from tfexport.runtime.ort.providers import CUDA
 from tfexport.runtime.registry import Graphs
 from tfexport.runtime.session import Candidates, Session, in_order_of_id
 
@@ -59,7 +60,7 @@ def test_what_a_device_gives_in_another_order_is_sorted(once: Once) -> None:
     step._logits.update_inplace(row[radix])
     step._log_normalizer.update_inplace(np.array([[1], [2]], np.float32))
     np.testing.assert_array_equal(step.candidates().token_ids, radix)
-    device.type = "cuda"
+    device.provider = CUDA
     found = step.candidates()
     np.testing.assert_array_equal(found.token_ids, np.tile(ranked(row), (2, 1)))
     np.testing.assert_array_equal(found.logits, row[found.token_ids])
