@@ -187,9 +187,7 @@ def test_equals_t5gemma() -> None:
     batch = tiny.batch()
     with torch.no_grad():
         expected = theirs(
-            input_ids=batch.source_ids,
-            attention_mask=batch.source_mask.long(),
-            decoder_input_ids=batch.target_ids,
+            input_ids=batch.source_ids, attention_mask=batch.source_mask.long(), decoder_input_ids=batch.target_ids
         )
         found = ours(*batch)
         hidden = ours.hidden_states(batch.source_ids, batch.source_mask)

@@ -56,9 +56,7 @@ def assert_same(ours: Transformer, theirs: Any, batch: Batch, tolerance: float) 
     """Compare encoder states and logits of a Hugging Face model on all valid positions."""
     with torch.no_grad():
         output = theirs(
-            input_ids=batch.source_ids,
-            attention_mask=batch.source_mask.long(),
-            decoder_input_ids=batch.target_ids,
+            input_ids=batch.source_ids, attention_mask=batch.source_mask.long(), decoder_input_ids=batch.target_ids
         )
         hidden = ours.hidden_states(batch.source_ids, batch.source_mask)
         logits = ours(*batch)
@@ -159,10 +157,7 @@ def test_equals_torch(activation: str, norm_first: bool) -> None:
         target = target_embedding(target_ids) * math.sqrt(32) + positions[: target_ids.shape[1]]
         memory = transformer.encoder(source, src_key_padding_mask=~source_mask)
         decoded = transformer.decoder(
-            target,
-            memory,
-            tgt_mask=torch.ones(7, 7, dtype=torch.bool).triu(1),
-            memory_key_padding_mask=~source_mask,
+            target, memory, tgt_mask=torch.ones(7, 7, dtype=torch.bool).triu(1), memory_key_padding_mask=~source_mask
         )
         hidden, logits = ours.hidden_states(source_ids, source_mask), ours(*batch)
     assert (hidden - memory)[source_mask].abs().max() < TOLERANCE

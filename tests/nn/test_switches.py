@@ -144,9 +144,7 @@ def test_files_from_before_a_switch_read_as_they_did() -> None:
     assert TransformerConfig.from_dict(config) == BASE
     scaled = TransformerConfig.from_dict({**config, "residual_scale": 0.5})
     assert scaled == replace(
-        BASE,
-        encoder=replace(BASE.encoder, residual_scale=0.5),
-        decoder=replace(BASE.encoder, residual_scale=0.5),
+        BASE, encoder=replace(BASE.encoder, residual_scale=0.5), decoder=replace(BASE.encoder, residual_scale=0.5)
     )
     alone = {**config, "residual_scale": 0.5, "decoder": None, "target_vocab": None, "max_target_length": None}
     assert TransformerConfig.from_dict(alone).encoder.residual_scale == 0.5

@@ -33,11 +33,9 @@ from tfexport.importing.layout.layout import (
     render_layout,
 )
 from tfexport.importing.reference.certificate import Certificate, certify, unproven
-from tfexport.importing.reference.compare import BASELINES, Comparison, compare, tolerance
+from tfexport.importing.reference.compare import BASELINES, Comparison, compare, fitting_threads, tolerance
 from tfexport.importing.reference.golden import Golden, read_golden
-from tfexport.importing.reference.sums import check_weights
-from tfexport.importing.reference.threads import fitting_threads
-from tfexport.importing.reference.ties import completed
+from tfexport.importing.reference.weights import check_weights, completed
 from tfexport.importing.text import ImportedText, Tokenizers, import_directory_text, import_text
 from tfexport.nn.config import TransformerConfig, model_spec
 from tfexport.nn.directory import check_free, save_model

@@ -17,8 +17,8 @@ from tfexport.bundle.manifest import ModuleEntry
 from tfexport.contract import ModelSpec
 from tfexport.errors import ConfigError, TfexportError, raise_all, raised_by, shortened
 from tfexport.generation import GenerationDefaults
-from tfexport.importing.reference.sums import joint_sum, tensor_sums
 from tfexport.importing.reference.texts import Texts
+from tfexport.importing.reference.weights import joint_sum, tensor_sums
 from tfexport.importing.text import Tokenizers
 from tfexport.nn.eager import EagerModel, Reference, at_once
 from tfexport.text.config import TextConfig

@@ -24,7 +24,7 @@ from tfexport.importing.importer import import_checkpoint
 from tfexport.importing.layout.apply import fits_names
 from tfexport.importing.layout.layout import builtin_layouts, render_layout
 from tfexport.importing.reference.golden import Golden, read_golden
-from tfexport.importing.reference.ties import completed
+from tfexport.importing.reference.weights import completed
 from tfexport.nn.switches import Value
 
 
@@ -212,11 +212,5 @@ def test_an_import_does_not_load_the_compiler(folder: Path) -> None:
         "assert done.certificate.proven\n"
         "print(*(name for name in ('torch._dynamo', 'torch._inductor', 'sympy') if name in sys.modules))\n"
     )
-    ran = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ran = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stdout.split(), ran.stderr) == (0, [], "")

@@ -24,7 +24,7 @@ from tfexport.importing.detect.layers import FAR, LIKELY, POSSIBLE, Choice, Laye
 from tfexport.importing.layout.layout import Layout
 from tfexport.importing.layout.ops import SINUSOIDS
 from tfexport.importing.reference.golden import Golden
-from tfexport.importing.reference.randomise import is_position_table
+from tfexport.importing.reference.weights import is_position_table
 from tfexport.nn.switches import Value
 
 # Lines of gains, of tables of positions, and of what is added to a residual stream.

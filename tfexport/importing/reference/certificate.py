@@ -1,9 +1,8 @@
-"""The certificate of an import: what the golden proves, and what it cannot tell.
+"""The certificate of an import: what the reference outputs prove, and what they cannot tell.
 
-Equal outputs prove nothing about what does not show in them. So everything the
-import decided is changed in turn: every switch to each other value, every
-tensor by a little noise. Where the error does not grow clearly, the golden is
-blind, and the certificate says so.
+Equal outputs prove nothing about what does not show in them. So everything the import decided is changed in turn:
+every switch to each other value, every tensor by a little noise. If the error does not grow clearly, the reference
+outputs cannot tell, and the certificate lists it.
 """
 
 from __future__ import annotations
@@ -31,17 +30,16 @@ from tfexport.nn.meta import on_meta
 from tfexport.nn.switches import SWITCHES, Value
 from tfexport.nn.transformer import Transformer
 
-# A change counts as seen when the error grows by this factor.
+# A change counts as seen if the error grows by this factor.
 GROWTH = 20
-# Float64 noise; below it a small error is not small by merit.
+# Float64 noise; below it a small error is a matter of luck.
 _FLOOR = 5e-15
 _NOISE = 0.01
-_LAYER = re.compile(r"\.layers\.\d+\.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Changed:
-    """A switch, and the other value of it that comes nearest to the golden."""
+    """A switch, and the other value of it that comes nearest to the reference outputs."""
 
     value: Value
     nearest: Value
@@ -50,16 +48,14 @@ class Changed:
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate:
-    """What an import can show for itself.
+    """What an import can prove.
 
-    `proven` says whether a golden was reproduced; without one the rest is
-    empty. `error` and `tolerance` are relative to the largest absolute value.
-    `switches` has the error under the next best value of each, `lines` the
-    error that a hundredth of noise on any one tensor of a line makes, the
-    smallest of its tensors. `texts` is how many recorded texts the tokenizer was
-    compared with. `unverified` is what could be wrong unseen. `checkpoint` has
-    the sums of the files that the weights were read from, by name, `golden` that
-    of the golden.
+    `proven` tells whether reference outputs were reproduced; without any the rest is empty. `error` and `tolerance`
+    are relative to the largest absolute value. `switches` has the error under the next best value of each, `lines` the
+    error that a hundredth of noise on any one tensor of a line makes, the smallest of its tensors. `texts` is the
+    number of recorded texts that the tokenizer was compared with. `unverified` lists what could be wrong unseen.
+    `checkpoint` has the sums of the files that the weights were read from, by name, `golden` that of the reference
+    outputs.
     """
 
     layout: str
@@ -85,7 +81,7 @@ class Certificate:
 
 
 def unproven(layout: str) -> Certificate:
-    """Return the certificate of an import without a golden."""
+    """Return the certificate of an import without reference outputs."""
     return Certificate(layout=layout, proven=False, unverified=("everything: there was no golden to compare with",))
 
 
@@ -97,48 +93,52 @@ def certify(
     baseline: float = 0.0,
     on_progress: Callable[[float], None] = lambda done: None,
 ) -> Certificate:
-    """Compare an import with its golden, then change everything in turn.
+    """Compare an import with its reference outputs, then change everything in turn.
 
     Args:
-        canonical: of the golden's state dict.
+        canonical: of the recorded state dict.
         golden: inputs and expected outputs.
         layout: its name.
         baseline: the error that the layout documents for its family.
-        on_progress: told the share of the changes that were tried, from 0 to 1, after each.
+        on_progress: receives the share of the changes that were tried, from 0 to 1, after each.
 
     Returns:
-        The certificate; `proven` is False where the error is above the tolerance.
+        The certificate; `proven` is False if the error is above the tolerance.
 
     Raises:
-        ParityError: the golden does not fit the model at all.
+        ParityError: the reference outputs do not fit the model at all.
     """
     check_fits(canonical.config, golden)
     comparator = Comparator(canonical, golden)
     wanted = tolerance(golden, baseline)
     error = comparator.compare(canonical.config).worst
     blind = GROWTH * max(error, _FLOOR)
-    changes, kinds = list(_switch_changes(canonical, golden, comparator)), _kinds(comparator.model)
+    changes = list(_switch_changes(canonical, golden, comparator))
+    kinds: dict[str, list[Tensor]] = {}
+    for name, parameter in comparator.model.named_parameters():
+        kinds.setdefault(_kind(name), []).append(parameter)
     done, every = itertools.count(1), len(changes) + len(kinds)
     switches: dict[str, Changed] = {}
-    unverified = []
     for name, value, nearest, run in changes:
         found = run().worst
         on_progress(next(done) / every)
         if name not in switches or found < switches[name].error:
             switches[name] = Changed(value=value, nearest=nearest, error=found)
-    unverified += [
-        f"{name}: {_spelled(changed.value)} is not told from {_spelled(changed.nearest)}"
-        for name, changed in switches.items()
-        if not changed.error >= blind
-    ]
     tensors: dict[str, float] = {}
     for kind, members in kinds.items():
         tensors[kind] = _disturbed(members, comparator, canonical.config)
         on_progress(next(done) / every)
+    unverified = [
+        f"{name}: {_spelled(changed.value)} is not told from {_spelled(changed.nearest)}"
+        for name, changed in switches.items()
+        if not changed.error >= blind
+    ]
     unverified += [f"{name}: makes no difference" for name, found in tensors.items() if not found >= blind]
-    lines = {
-        use.line: _weakest([tensors.get(_kind(name), 0.0) for name in use.targets], blind) for use in canonical.lines
-    }
+    lines = {}
+    for use in canonical.lines:
+        errors = [tensors.get(_kind(name), 0.0) for name in use.targets]
+        # The smallest error that shows; what does not show is listed as unverified.
+        lines[use.line] = min((found for found in errors if found >= blind), default=max(errors, default=0.0))
     return Certificate(
         layout=layout,
         proven=error <= wanted,
@@ -155,44 +155,50 @@ def _switch_changes(
     canonical: Canonical, golden: Golden, comparator: Comparator
 ) -> Iterator[tuple[str, Value, Value, Callable[[], Comparison]]]:
     """Yield each switch, its value, another value, and what compares under that."""
-    config = canonical.config
+    config, current = canonical.config, _values(canonical.config)
 
     def compare(other: Canonical, *, mask_source: bool = True) -> Comparison:
         return Comparator(other, golden, mask_source=mask_source).compare(other.config)
 
     for name, values in {**options(config), "num_heads": _heads(config)}.items():
-        current = _values(config)[name]
         for value in values:
             try:
                 changed = configured(config, {name: value})
             except ConfigError:  # it does not go with the sizes
                 continue
-            if _values(changed)[name] != current:
-                yield name, current, value, partial(comparator.compare, changed)
+            if _values(changed)[name] != current[name]:
+                yield name, current[name], value, partial(comparator.compare, changed)
     yield "source mask", "kept", "dropped", partial(compare, canonical, mask_source=False)
-    for name, value, without in _dropped(config):
-        names = _parameter_names(without)
-        if names <= canonical.tensors.keys():
-            smaller = replace(canonical, config=without, tensors={n: canonical.tensors[n] for n in names})
-            yield name, value, without.switches()[name], partial(compare, smaller)
-    for name, value, twice in _doubled(config):
-        yield name, value, twice, partial(compare, replace(canonical, config=configured(config, {name: twice})))
+    for name, value in config.switches().items():
+        switch = SWITCHES[name.rpartition(".")[2]]
+        if switch.search or not config.uses(name.rpartition(".")[2]):
+            continue
+        if switch.values in (int, float):
+            assert isinstance(value, int | float)
+            yield (
+                name,
+                value,
+                2 * value,
+                partial(compare, replace(canonical, config=configured(config, {name: 2 * value}))),
+            )
+        elif switch.default not in (None, value):
+            without = configured(config, {name: switch.default})
+            with on_meta():
+                names = set(Transformer(without).state_dict())
+            if names <= canonical.tensors.keys():
+                smaller = replace(canonical, config=without, tensors={n: canonical.tensors[n] for n in names})
+                yield name, value, switch.default, partial(compare, smaller)
     if config.feed_forward == "glu":
-        yield "gate", "linear", "activated", partial(compare, _gates_swapped(canonical))
-
-
-def _base(name: str) -> str:
-    """Return the name of a switch without its side."""
-    return name.rpartition(".")[2]
-
-
-def _weakest(errors: Sequence[float], blind: float) -> float:
-    """Return the smallest error that shows; what does not show is listed apart."""
-    return min((error for error in errors if error >= blind), default=max(errors, default=0.0))
+        other = {"fc1": "gate", "gate": "fc1"}
+        swapped = {
+            re.sub(r"\.ffn\.(fc1|gate)\.", lambda found: f".ffn.{other[found[1]]}.", name): tensor
+            for name, tensor in canonical.tensors.items()
+        }
+        yield "gate", "linear", "activated", partial(compare, replace(canonical, tensors=swapped))
 
 
 def _values(config: TransformerConfig) -> dict[str, Value]:
-    """Return what a configuration says, in numbers that tensors have."""
+    """Return the switches, with numbers for what follows from the sizes."""
     scale = config.attention_scale or config.d_k("encoder") ** -0.5
     turned = config.rotary_dim or config.d_k("encoder")
     heads = config.encoder.num_heads
@@ -211,46 +217,6 @@ def _heads(config: TransformerConfig) -> tuple[int, ...]:
     return tuple(n for n in range(1, min(common, 64) + 1) if common % n == 0 and n % math.lcm(*shared) == 0)
 
 
-def _dropped(config: TransformerConfig) -> Iterator[tuple[str, Value, TransformerConfig]]:
-    """Yield what no search goes through and is not as it mostly is, and the configuration without it."""
-    for name, value in config.switches().items():
-        switch = SWITCHES[_base(name)]
-        is_word = switch.values is bool or isinstance(switch.values, tuple)
-        if is_word and switch.default not in (None, value) and not switch.search and config.uses(_base(name)):
-            yield name, value, configured(config, {name: switch.default})
-
-
-def _doubled(config: TransformerConfig) -> Iterator[tuple[str, float, float]]:
-    """Yield the numbers that no search goes through, and twice as much of each."""
-    for name, value in config.switches().items():
-        switch = SWITCHES[_base(name)]
-        if switch.values in (int, float) and not switch.search and config.uses(_base(name)):
-            assert isinstance(value, int | float)
-            yield name, value, 2 * value
-
-
-def _parameter_names(config: TransformerConfig) -> set[str]:
-    with on_meta():
-        return set(Transformer(config).state_dict())
-
-
-def _gates_swapped(canonical: Canonical) -> Canonical:
-    names = {"fc1": "gate", "gate": "fc1"}
-    swapped = {
-        re.sub(r"\.ffn\.(fc1|gate)\.", lambda found: f".ffn.{names[found[1]]}.", name): tensor
-        for name, tensor in canonical.tensors.items()
-    }
-    return replace(canonical, tensors=swapped)
-
-
-def _kinds(model: Transformer) -> dict[str, list[Tensor]]:
-    """Sort the parameters by name, with * for the layer."""
-    kinds: dict[str, list[Tensor]] = {}
-    for name, parameter in model.named_parameters():
-        kinds.setdefault(_kind(name), []).append(parameter)
-    return kinds
-
-
 def _disturbed(members: Sequence[Tensor], comparator: Comparator, config: TransformerConfig) -> float:
     """Disturb tensors of the comparator's model, of all layers at once, and return the error that this makes."""
     kept = [member.detach().clone() for member in members]
@@ -260,15 +226,14 @@ def _disturbed(members: Sequence[Tensor], comparator: Comparator, config: Transf
             size = float(member.std(correction=0)) or 1.0
             noise = torch.randn(member.shape, generator=generator, dtype=member.dtype)
             member.add_(noise, alpha=_NOISE * size)
-    error = comparator.compare(config).worst
-    with torch.no_grad():
+        error = comparator.compare(config).worst
         for member, before in zip(members, kept, strict=True):
             member.copy_(before)
     return error
 
 
 def _kind(name: str) -> str:
-    return _LAYER.sub(".layers.*.", name)
+    return re.sub(r"\.layers\.\d+\.", ".layers.*.", name)
 
 
 def _short(number: float) -> float:

@@ -1,10 +1,11 @@
-"""Compare a canonical model with a golden: the same batch, float64 on both sides, padding left out."""
+"""Compare a canonical model with reference outputs: the same batch, float64 on both sides, padding left out."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,12 +21,14 @@ from tfexport.nn.transformer import Block, Stack, Transformer
 
 # Relative to the largest log-probability. Float64 leaves about 2e-15.
 TOLERANCE = 1e-9
-# How far above the original's own error, where it computes parts in float32, an import may lie.
+# An import may have this many times the error of an original that computes parts in float32.
 BASELINES = 20
+# Models with fewer parameters than this run on one thread.
+_LARGE = 5_000_000
 
 
 class Canonical(Protocol):
-    """What is compared: a configuration and its tensors by canonical name."""
+    """A configuration and its tensors by canonical name."""
 
     @property
     def config(self) -> TransformerConfig:
@@ -38,12 +41,11 @@ class Canonical(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """How far a canonical model is from a golden.
+    """How far a canonical model is from reference outputs.
 
-    `error` is the largest difference over tokens, relative to the largest
-    absolute value; of log-probabilities, or of the states of an encoder alone.
-    `encoder_error` is that of the encoder's states, None where the golden has
-    none. `row` and `position` say where `error` is. NaN counts as infinity.
+    `error` is the largest difference over tokens, at `row` and `position`, relative to the largest absolute value; of
+    log-probabilities, or of the states of an encoder-only model. `encoder_error` is that of the encoder's states, None
+    if they were not recorded. NaN counts as infinity.
     """
 
     error: float
@@ -57,55 +59,38 @@ class Comparison:
         return max(self.error, self.encoder_error or 0.0)
 
     def passed(self, tolerance: float) -> bool:
-        """Say whether every error is within `tolerance`."""
+        """Return whether every error is within `tolerance`."""
         return self.worst <= tolerance
 
     def stage(self, tolerance: float) -> str:
-        """Name the first stage that disagrees: "encoder", "decoder", or "encoder or decoder" where no one can tell."""
+        """Return the first stage that disagrees: "encoder", "decoder", or "encoder or decoder" if nothing tells."""
         if self.encoder_error is None:
             return "encoder or decoder"
         return "encoder" if self.encoder_error > tolerance else "decoder"
 
 
 def tolerance(golden: Golden, baseline: float = 0.0) -> float:
-    """Return the largest error to accept.
-
-    Args:
-        golden: may have measured its own baseline.
-        baseline: the error that the layout documents for its family.
-    """
+    """Return the largest error to accept; `baseline` is the one that the layout documents for its family."""
     return max(TOLERANCE, BASELINES * max(baseline, golden.baseline))
 
 
 def compare(canonical: Canonical, golden: Golden) -> Comparison:
-    """Run a canonical model on the golden's batch.
-
-    Args:
-        canonical: complete and of the right shapes.
-        golden: inputs and expected outputs.
-
-    Raises:
-        ParityError: the golden does not fit the model at all: other vocabularies, longer than the tables, an encoder
-            alone against a decoder; all listed.
-    """
+    """Run a canonical model on the recorded batch; raises as `check_fits` does."""
     check_fits(canonical.config, golden)
     return Comparator(canonical, golden).compare(canonical.config)
 
 
 def check_fits(config: TransformerConfig, golden: Golden) -> None:
-    """Check that the model takes the golden's ids and gives outputs of its shape.
+    """Check that the model takes the recorded ids and gives outputs of the recorded shape.
 
     Raises:
-        ParityError: lists everything that does not fit.
+        ParityError: lists everything that does not fit: other vocabularies, longer than the tables, an encoder-only
+            model against a decoder.
     """
-    problems = [
-        *_id_problems("source", golden.source_ids, config.source_vocab, config.max_source_length),
-        *(
-            _id_problems("target", golden.target_ids, config.target_vocab or 0, config.max_target_length or 0)
-            if golden.target_ids is not None
-            else []
-        ),
-    ]
+    problems = _id_problems("source", golden.source_ids, config.source_vocab, config.max_source_length)
+    if golden.target_ids is not None:
+        sizes = config.target_vocab or 0, config.max_target_length or 0
+        problems += _id_problems("target", golden.target_ids, *sizes)
     if (golden.target_ids is None) != (config.decoder is None):
         has, expects = ("a decoder", "none") if config.decoder else ("no decoder", "one")
         problems = [f"the model has {has}, the golden expects {expects}"]
@@ -131,8 +116,8 @@ def _id_problems(side: str, ids: Tensor, vocab: int, length: int) -> list[str]:
 class Comparator:
     """One set of tensors in float64 and one batch; compares under any switches.
 
-    Building a model costs far more than running a small one, so one is built for
-    each set of tensors and its switches are set.
+    Building a model costs far more than running a small one, so one is built for each set of tensors and its switches
+    are set.
     """
 
     def __init__(self, canonical: Canonical, golden: Golden, *, mask_source: bool = True) -> None:
@@ -221,3 +206,18 @@ def _set_block_switches(block: Block, config: TransformerConfig, side: Side) -> 
         attention.num_heads, attention.num_kv_heads = sizes.num_heads, config.num_kv_heads(side)
         attention.softcap, attention.qk_norm = config.attention_softcap, config.qk_norm
         attention.scale = config.d_k(side) ** -0.5 if config.attention_scale is None else config.attention_scale
+
+
+@contextmanager
+def fitting_threads(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Run small models of these parameters on one thread; large ones keep PyTorch's threads.
+
+    Threads that share the work of a small model wait for each other after every operation. On a busy machine that
+    takes many times the work itself.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1 if sum(tensor.numel() for tensor in tensors) < _LARGE else threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -1,14 +1,11 @@
-"""Goldens: what the original model computed, in float64, for a batch that shows every mistake of an import.
+"""Reference outputs: what the original model computed in float64, for a batch that shows every mistake of an import.
 
-A golden is a safetensors file. Its tensors: `source_ids`, `source_mask`, for a
-model with a decoder `target_ids`, `target_mask` and `logits`, for an encoder
-alone `hidden_states`, which a model with a decoder may have too. `state.NAME`
-is the state dict that computed them, `attribute.NAME` a tensor that the
-original keeps outside of it, and `real.…` the same outputs with the weights of
-the checkpoint itself. Its metadata `text` has texts, as JSON: the ids that the
-user's code makes of each, what the checkpoint's weights say, and that in words;
-`weights` the sum of each tensor of the model itself, by name, as JSON; and
-`sha256` the sum of all that the file holds, which the format itself lacks.
+They are stored as a safetensors file. Its tensors: `source_ids`, `source_mask`, for a model with a decoder
+`target_ids`, `target_mask` and `logits`, for an encoder-only model `hidden_states`, which a model with a decoder may
+have too. `state.NAME` is the state dict that computed them, `attribute.NAME` a tensor that the original keeps outside
+of it, and `real.…` the same outputs with the weights of the checkpoint itself. Its metadata: `text` has the recorded
+texts and `weights` the sum of each tensor of the model itself by name, both as JSON; `sha256` is the sum of the
+contents, which the file format lacks.
 """
 
 from __future__ import annotations
@@ -18,9 +15,9 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -32,21 +29,17 @@ from tfexport._io.strict_json import parse_json, plain_problem
 from tfexport.errors import CheckpointError, ConfigError, raise_all, shortened
 from tfexport.importing.formats import kinds
 from tfexport.importing.formats.snapshot import FileSum, snapshot
-from tfexport.importing.reference.randomise import randomise
-from tfexport.importing.reference.sums import tensor_sums
 from tfexport.importing.reference.texts import Texts, record_texts
+from tfexport.importing.reference.weights import randomise, tensor_sums
 from tfexport.text.config import TextConfig
 
 Outputs = Literal["logits", "log_probs", "hidden_states"]
 
 STATE, ATTRIBUTE, REAL = "state.", "attribute.", "real."
-TEXT = "text"
-_WEIGHTS, _SUM = "weights", "sha256"
-_INPUTS = ("source_ids", "source_mask", "target_ids", "target_mask")
-_RESULTS = ("logits", "hidden_states")
-# Names that goldens were once recorded with, still read.
+_INPUTS, _RESULTS = ("source_ids", "source_mask", "target_ids", "target_mask"), ("logits", "hidden_states")
+# Names that files were once recorded with, still read.
 _FORMER = {"source_keep": "source_mask", "target_keep": "target_mask"}
-# Inputs and outputs of a few short rows; the state dict is not counted.
+# Limit of inputs and outputs of a few short rows; the state dict is not counted.
 _MAX_BYTES = 1024**3
 # What float32 inside the original may change between runs that should be equal.
 _CAUSAL = 1e-4
@@ -57,15 +50,12 @@ _NUMBERS: dict[str, type] = {"heads": int, "pad_source": int, "pad_target": int,
 class Golden:
     """Inputs and float64 outputs of an original model.
 
-    `source_ids` int64 [batch, source_len], `source_mask` bool likewise, True =
-    token, padded on the right; `target_ids` and `target_mask` [batch,
-    target_len], None for an encoder alone. `logits` float64 [batch, target_len,
-    vocab], log-probabilities where `outputs` says so; `hidden_states` float64
-    [batch, source_len, d_model], the encoder's. `baseline` is the relative
-    error that the original makes itself by computing parts in float32. `text`
-    has the recorded texts; None where there are none. `weights` are the sums of
-    the model's own tensors, by name, see `tensor_sum`; goldens from before there
-    were such have none. `file` is the sum of the file that it was read from.
+    `source_ids` int64 [batch, source_len], `source_mask` bool of the same shape, True = token, padded on the right;
+    `target_ids` and `target_mask` [batch, target_len], None for an encoder-only model. `logits` float64 [batch,
+    target_len, vocab], log-probabilities if `outputs` says so; `hidden_states` float64 [batch, source_len, d_model],
+    the encoder's. `baseline` is the relative error that the original makes itself by computing parts in float32.
+    `weights` are the sums of the model's own tensors by name, see `tensor_sum`; files of older versions have none.
+    `file` is the sum of the file that it was read from.
     """
 
     source_ids: Tensor
@@ -87,45 +77,23 @@ class Golden:
     file: FileSum | None = None
 
     def __post_init__(self) -> None:
-        """Check dtypes, shapes, padding and values.
-
-        Raises:
-            CheckpointError: lists every problem.
-        """
+        """Check dtypes, shapes, padding and values; a CheckpointError lists every problem."""
         raise_all(CheckpointError, "golden", _problems(self))
 
     def with_real_weights(self) -> Golden | None:
-        """Return the golden of the checkpoint's own weights, or None when it was not recorded."""
+        """Return the outputs of the checkpoint's own weights, or None if they were not recorded."""
         if not self.real:
             return None
-        return Golden(
-            source_ids=self.source_ids,
-            source_mask=self.source_mask,
-            target_ids=self.target_ids,
-            target_mask=self.target_mask,
-            logits=self.real.get("logits"),
-            hidden_states=self.real.get("hidden_states"),
-            outputs=self.outputs,
-            heads=self.heads,
-            pad_source=self.pad_source,
-            pad_target=self.pad_target,
-            baseline=self.baseline,
-        )
+        results = {name: self.real.get(name) for name in _RESULTS}
+        return replace(self, **results, state={}, attributes={}, real={}, text=None, weights={}, file=None)  # type: ignore[arg-type]
 
 
 def read_golden(path: Path | str) -> Golden:
-    """Read a golden.
-
-    Args:
-        path: of a safetensors file as `record` writes it.
-
-    Returns:
-        The golden; the tensors of its state dict are those of the file, in their dtype.
+    """Read what `record` has written; the tensors of the state dict are in the dtype of the file.
 
     Raises:
-        CheckpointError: no plain file, damaged, changed, too large, tensors that are
-            missing, unknown, of a kind that nothing can be read of, wrongly shaped,
-            not finite or padded on the left; all listed.
+        CheckpointError: not a plain file, damaged, changed, too large, or with tensors that are missing, unknown, of
+            an unreadable kind, wrongly shaped, not finite or padded on the left; all listed.
     """
     path = Path(path)
     try:
@@ -140,26 +108,32 @@ def read_golden(path: Path | str) -> Golden:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from error
     except CheckpointError:
         raise
-    except Exception as error:  # of the library, and of PyTorch where it lacks a kind
+    except Exception as error:  # of the library, and of PyTorch if it lacks a kind
         raise CheckpointError(f"{path}: is no safetensors file or cut short ({error}); record it again") from error
     raise_all(CheckpointError, str(path), kinds.problems(stored, private.sum.bytes))
-    if metadata.pop(_SUM, None) not in (None, _contents_sum(stored, metadata)):
+    if metadata.pop("sha256", None) not in (None, _contents_sum(stored, metadata)):
         raise CheckpointError(
             f"{path}: was changed since it was recorded (its sum differs); copy it or record it again"
         )
     tensors = {_FORMER.get(name, name): tensor for name, tensor in stored.items()}
-    numbers = _metadata(path, metadata)
+    state, attributes, real = (
+        {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        for prefix in (STATE, ATTRIBUTE, REAL)
+    )
+    # The order in which the original defined its state dict, which the file format does not keep.
+    order = metadata.get("state_order", "").split("\n")
     given: dict[str, Any] = {name: tensors.get(name) for name in (*_INPUTS, *_RESULTS)}
+    given |= _numbers(path, metadata)
+    given |= {"outputs": metadata["outputs"]} if "outputs" in metadata else {}
     try:
+        if "text" in metadata:
+            given["text"] = TextConfig.from_dict(_json(metadata, "text"), subject="text")
         return Golden(
             **given,
-            **numbers,
-            outputs=cast(Outputs, metadata.get("outputs", "logits")),
-            state=_ordered(_under(STATE, tensors), metadata.get("state_order", "")),
-            attributes=_under(ATTRIBUTE, tensors),
-            real=_under(REAL, tensors),
-            text=_text(metadata.get(TEXT)),
-            weights=_weights(metadata.get(_WEIGHTS)),
+            state={name: state[name] for name in order} if set(order) == set(state) else state,
+            attributes=attributes,
+            real=real,
+            weights=_weights(metadata),
             file=private.sum,
         )
     except (CheckpointError, ConfigError) as error:
@@ -184,43 +158,37 @@ def record(
 ) -> Golden:
     """Write what a model computes, for `tfexport import --golden`.
 
-    Works on copies: one with random parameters, whose state dict is stored with
-    its outputs, and one with the model's own. Both run in eval mode, in float64,
-    on three rows of uneven length.
+    Works on copies: one with random parameters, whose state dict is stored with its outputs, and one with the model's
+    own. Both run in eval mode, in float64, on three rows of uneven length.
 
     Args:
         model: the original; it is not changed.
-        forward: called as forward(model, source_ids, source_mask, target_ids)
-            with int64 [batch, source_len], bool likewise (True = token) and int64
-            [batch, target_len], padded on the right; returns logits or
-            log-probabilities [batch, target_len, target_vocab]. Makes the masks
-            as the training does. The targets are the inputs of the decoder, the
-            start token first; a decoder that starts from a vector of its own
-            and no token leaves the first id out, which the golden then has as
-            `pad_target`. For an encoder alone called without
-            target_ids; returns states [batch, source_len, d_model].
+        forward: called as forward(model, source_ids, source_mask, target_ids) with int64 [batch, source_len], bool of
+            the same shape (True = token) and int64 [batch, target_len], padded on the right; returns logits or
+            log-probabilities [batch, target_len, target_vocab]. Makes the masks as the training does. The targets are
+            the inputs of the decoder, the start token first; a decoder that starts from a vector of its own and no
+            token leaves the first id out, which is then recorded as `pad_target`. For an encoder-only model called
+            without target_ids; returns states [batch, source_len, d_model].
         path: file to write.
         source_vocab: number of source ids.
-        target_vocab: number of target ids; None for an encoder alone.
+        target_vocab: number of target ids; None for an encoder-only model.
         heads: attention heads, which no shape tells.
         pad_source: id that fills short sources; never drawn as a token.
         pad_target: id that fills short targets; never drawn as a token.
-        encode: called as encode(model, source_ids, source_mask), returns the
-            encoder's states [batch, source_len, d_model]; lets a failing import
-            say which side is wrong.
+        encode: called as encode(model, source_ids, source_mask), returns the encoder's states [batch, source_len,
+            d_model]; with them a failing import reports which side is wrong.
         source_len: length of the longest source.
         target_len: length of the longest target.
         seed: of ids and random parameters.
-        texts: sample texts, and your code around the model; without them
-            nothing says that text goes in and out as in your training.
+        texts: sample texts and your code around the model; without them nothing proves that text goes in and out as
+            in your training.
 
     Returns:
-        The golden as `read_golden` reads it.
+        What `read_golden` reads.
 
     Raises:
-        CheckpointError: the file exists or cannot be written; the model cannot be
-            copied; outputs have a wrong shape, are not finite, differ from run to
-            run, or depend on later tokens; a text cannot be recorded.
+        CheckpointError: the file exists or cannot be written; the model cannot be copied; outputs have a wrong shape,
+            are not finite, differ from run to run, or depend on later tokens; a text cannot be recorded.
     """
     path = Path(path)
     if os.path.lexists(path):
@@ -263,77 +231,58 @@ def record(
 
 
 def write_golden(golden: Golden, path: Path) -> None:
-    """Write a golden; the file appears whole or not at all.
+    """Write reference outputs; the file appears whole or not at all.
 
     Raises:
         CheckpointError: it cannot be written.
         BundleError: another process is writing it.
     """
-    own = {name: getattr(golden, name) for name in (*_INPUTS, *_RESULTS)}
-    tensors = {name: tensor for name, tensor in own.items() if tensor is not None}
+    tensors = {name: getattr(golden, name) for name in (*_INPUTS, *_RESULTS)}
     for prefix, more in ((STATE, golden.state), (ATTRIBUTE, golden.attributes), (REAL, golden.real)):
         tensors |= {prefix + name: tensor for name, tensor in more.items()}
+    # One tensor under two names may not share its memory in the file.
+    stored = {name: x.detach().contiguous().clone() for name, x in tensors.items() if x is not None}
     metadata = {name: str(value) for name in _NUMBERS if (value := getattr(golden, name)) is not None}
     metadata |= {"state_order": "\n".join(golden.state)} if golden.state else {}
-    metadata |= {TEXT: json.dumps(golden.text.to_dict(), ensure_ascii=False)} if golden.text else {}
-    metadata |= {_WEIGHTS: json.dumps(dict(golden.weights))} if golden.weights else {}
+    metadata |= {"text": json.dumps(golden.text.to_dict(), ensure_ascii=False)} if golden.text else {}
+    metadata |= {"weights": json.dumps(dict(golden.weights))} if golden.weights else {}
     metadata |= {"compute_dtype": "float64", "outputs": golden.outputs}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # One tensor under two names may not share its memory in the file.
-        stored = {name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()}
         with whole_file(path) as draft:
-            save_file(stored, draft, metadata={**metadata, _SUM: _contents_sum(stored, metadata)})
+            save_file(stored, draft, metadata={**metadata, "sha256": _contents_sum(stored, metadata)})
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: cannot be written ({getattr(error, 'strerror', None) or error})") from error
 
 
 def _contents_sum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
-    """Return the sum of all that a golden holds but that sum."""
     listed = json.dumps([tensor_sums(tensors), dict(metadata)], sort_keys=True)
     return hashlib.sha256(listed.encode()).hexdigest()
 
 
+@dataclass(frozen=True)
 class _Original:
     """The user's forward with one batch."""
 
-    def __init__(
-        self,
-        forward: Callable[..., Tensor],
-        encode: Callable[..., Tensor] | None,
-        inputs: Mapping[str, Tensor],
-        target_vocab: int | None,
-    ) -> None:
-        self.forward, self.encode, self.inputs, self.target_vocab = forward, encode, inputs, target_vocab
+    forward: Callable[..., Tensor]
+    encode: Callable[..., Tensor] | None
+    inputs: Mapping[str, Tensor]
+    target_vocab: int | None
 
     def run(self, model: nn.Module, target_ids: Tensor | None = None) -> dict[str, Tensor]:
         """Return `logits`, `hidden_states` or both, float64."""
         source = (self.inputs["source_ids"], self.inputs["source_mask"])
         with torch.no_grad():
             if self.target_vocab is None:
-                return {"hidden_states": self._checked(self.forward(model, *source), source[0], None)}
+                return {"hidden_states": _checked(self.forward(model, *source), source[0], None)}
             target_ids = self.inputs["target_ids"] if target_ids is None else target_ids
-            results = {"logits": self._checked(self.forward(model, *source, target_ids), target_ids, self.target_vocab)}
+            results = {"logits": _checked(self.forward(model, *source, target_ids), target_ids, self.target_vocab)}
             if self.encode is not None:
-                results["hidden_states"] = self._checked(self.encode(model, *source), source[0], None)
+                results["hidden_states"] = _checked(self.encode(model, *source), source[0], None)
         return results
 
-    def _checked(self, result: object, ids: Tensor, width: int | None) -> Tensor:
-        if (
-            not isinstance(result, Tensor)
-            or result.dim() != 3
-            or result.shape[:2] != ids.shape
-            or width not in (None, result.shape[2])
-        ):
-            got = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
-            expected = [*ids.shape, "d_model" if width is None else width]
-            raise CheckpointError(
-                f"golden: the original returned {got}, expected {expected}; reshape it in your forward"
-            )
-        return result.detach().double().cpu().clone()
-
     def check(self, model: nn.Module, results: Mapping[str, Tensor]) -> None:
-        """Run once more: the same again, and the same where only later tokens differ."""
+        """Run again: the outputs have to be equal, also if only later tokens differ."""
         again = self.run(model)
         if any(not torch.equal(again[name].nan_to_num(), result.nan_to_num()) for name, result in results.items()):
             raise CheckpointError(
@@ -353,7 +302,7 @@ class _Original:
             )
 
     def settle_start(self, model: nn.Module, results: Mapping[str, Tensor], pad: int) -> None:
-        """Give every target `pad` for its first id where that id counts for nothing: the decoder starts by itself."""
+        """Set the first id of every target to `pad` if it changes nothing: the decoder starts by itself."""
         if self.target_vocab is None:
             return
         target, keep = self.inputs["target_ids"], self.inputs["target_mask"]
@@ -365,24 +314,25 @@ class _Original:
     def baseline(self, model: nn.Module, results: Mapping[str, Tensor]) -> float:
         """Measure the steps that float32 inside the original leaves in its float64 outputs.
 
-        Weights move by a billionth of themselves, once and twice as far. Smooth
-        float64 arithmetic bends by the square of that; arithmetic that rounds to
-        float32 on the way jumps by its own precision.
+        Weights move by a billionth of themselves, once and twice as far. Smooth float64 arithmetic bends by the
+        square of that; arithmetic that rounds to float32 on the way jumps by its own precision.
         """
         start = [parameter.detach().clone() for parameter in model.parameters()]
+
+        def moved(moves: list[Tensor], steps: int) -> dict[str, Tensor]:
+            with torch.no_grad():
+                for parameter, origin, move in zip(model.parameters(), start, moves, strict=True):
+                    parameter.copy_(origin + steps * move)
+            return self.run(model)
+
         worst = 0.0
         for seed in range(3):
             generator = torch.Generator().manual_seed(seed)
             moves = [1e-9 * torch.randn(p.shape, generator=generator, dtype=torch.float64) * p for p in start]
-            moved = []
-            for steps in (1, 2):
-                with torch.no_grad():
-                    for parameter, origin, move in zip(model.parameters(), start, moves, strict=True):
-                        parameter.copy_(origin + steps * move)
-                moved.append(self.run(model))
+            once, twice = moved(moves, 1), moved(moves, 2)
             for name, result in results.items():
                 keep = self.inputs["target_mask" if name == "logits" else "source_mask"]
-                bend = (moved[1][name] - 2 * moved[0][name] + result)[keep].abs().max()
+                bend = (twice[name] - 2 * once[name] + result)[keep].abs().max()
                 worst = max(worst, float(bend / result[keep].abs().max()))
         with torch.no_grad():
             for parameter, origin in zip(model.parameters(), start, strict=True):
@@ -390,11 +340,20 @@ class _Original:
         return worst
 
 
+def _checked(result: object, ids: Tensor, width: int | None) -> Tensor:
+    is_tensor = isinstance(result, Tensor)
+    if not is_tensor or result.dim() != 3 or result.shape[:2] != ids.shape or width not in (None, result.shape[2]):
+        got = list(result.shape) if is_tensor else type(result).__name__
+        expected = [*ids.shape, "d_model" if width is None else width]
+        raise CheckpointError(f"golden: the original returned {got}, expected {expected}; reshape it in your forward")
+    return result.detach().double().cpu().clone()
+
+
 def _batch(vocab: int, length: int, pad: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Draw three rows: the longest, one of about half, and one of a single token.
 
-    Attention over a single token is the token itself, so that its row does not
-    depend on heads, scales, queries and keys: a search decides on the rest first.
+    Attention over a single token is the token itself, so that its row does not depend on heads, scales, queries and
+    keys: a search decides on the rest first.
     """
     if vocab < 3 or length < 2 or not 0 <= pad < vocab:
         raise CheckpointError(
@@ -446,35 +405,18 @@ def _kind_of(results: Mapping[str, Tensor]) -> Outputs:
     return "log_probs" if float(results["logits"].logsumexp(-1).abs().nan_to_num(1).max()) < 1e-6 else "logits"
 
 
-def _text(raw: str | None) -> TextConfig | None:
-    if raw is None:
-        return None
+def _json(metadata: Mapping[str, str], key: str) -> Any:
     try:
-        return TextConfig.from_dict(parse_json(raw.encode()), subject=TEXT)
+        return parse_json(metadata[key].encode())
     except ValueError as error:
-        raise CheckpointError(f"{TEXT} is not JSON ({error}); record it again") from error
+        raise CheckpointError(f"{key} is not JSON ({error}); record it again") from error
 
 
-def _weights(raw: str | None) -> dict[str, str]:
-    if raw is None:
-        return {}
-    try:
-        found = parse_json(raw.encode())
-    except ValueError as error:
-        raise CheckpointError(f"{_WEIGHTS} is not JSON ({error}); record it again") from error
+def _weights(metadata: Mapping[str, str]) -> dict[str, str]:
+    found = _json(metadata, "weights") if "weights" in metadata else {}
     if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
-        raise CheckpointError(f"{_WEIGHTS} is {shortened(found)}, expected sums by name; record it again")
+        raise CheckpointError(f"weights is {shortened(found)}, expected sums by name; record it again")
     return found
-
-
-def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-
-
-def _ordered(state: Mapping[str, Tensor], order: str) -> dict[str, Tensor]:
-    """Put a state dict into the order in which the original defined it, which the file format does not keep."""
-    names = order.split("\n")
-    return {name: state[name] for name in names} if set(names) == set(state) else dict(state)
 
 
 def _check_names(path: Path, names: list[str], slices: Mapping[str, Any]) -> None:
@@ -486,18 +428,14 @@ def _check_names(path: Path, names: list[str], slices: Mapping[str, Any]) -> Non
         if name not in known and not name.startswith((STATE, ATTRIBUTE))
     ]
     problems += [f"missing tensor {name}" for name in ("source_ids", "source_mask") if name not in inputs]
-    problems += [
-        f"tensor {name} is there twice, as {former} too"
-        for former, name in _FORMER.items()
-        if {name, former} <= {*names}
-    ]
+    problems += [f"tensor {name} is there twice, under a former name too" for name in _INPUTS if inputs.count(name) > 1]
     size = sum(8 * torch.Size(part.get_shape()).numel() for part in slices.values())
     if size > _MAX_BYTES:
         problems.append(f"inputs and outputs take {size} bytes, the limit is {_MAX_BYTES}; record fewer, shorter rows")
     raise_all(CheckpointError, str(path), problems)
 
 
-def _metadata(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
+def _numbers(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     problems = []
     for name, kind in _NUMBERS.items():
@@ -517,15 +455,14 @@ def _problems(golden: Golden) -> list[str]:
         *_side_problems("source", golden.source_ids, golden.source_mask, golden.pad_source),
         *_side_problems("target", golden.target_ids, golden.target_mask, golden.pad_target),
     ]
+    has_target = golden.target_ids is not None
     if golden.outputs not in ("logits", "log_probs", "hidden_states"):
         problems.append(f"outputs is {shortened(golden.outputs)}, expected logits, log_probs or hidden_states")
-    has_target = golden.target_ids is not None
     if has_target != (golden.logits is not None):
         problems.append("target_ids and logits need each other; record both, or neither for an encoder alone")
     if has_target == (golden.outputs == "hidden_states"):
-        problems.append(
-            f"outputs is {golden.outputs}, which does not fit a golden {'with' if has_target else 'without'} target_ids"
-        )
+        expected = "logits or log_probs" if has_target else "hidden_states, as there are no target_ids"
+        problems.append(f"outputs is {golden.outputs}, expected {expected}")
     if golden.logits is None and golden.hidden_states is None:
         problems.append("there are neither logits nor hidden_states")
     if golden.heads is not None and golden.heads < 1:
@@ -542,21 +479,15 @@ def _side_problems(side: str, ids: Tensor | None, keep: Tensor | None, pad: int 
     if ids is None or keep is None:
         return [] if ids is keep else [f"{side}_ids and {side}_mask need each other"]
     if ids.dtype != torch.int64 or keep.dtype != torch.bool or ids.dim() != 2 or ids.shape != keep.shape:
-        return [
-            (
-                f"{side}_ids is {ids.dtype} {list(ids.shape)} and {side}_mask {keep.dtype} {list(keep.shape)}, "
-                f"expected int64 and bool of one shape [batch, {side}_len]"
-            )
-        ]
+        got = f"{side}_ids is {ids.dtype} {list(ids.shape)} and {side}_mask {keep.dtype} {list(keep.shape)}"
+        return [f"{got}, expected int64 and bool of one shape [batch, {side}_len]"]
     if not ids.numel():
         return [f"{side}_ids is empty"]
     problems = [f"{side}_ids has negative ids"] if int(ids.min()) < 0 else []
     if pad is not None and pad < 0:
         problems.append(f"pad_{side} is {pad}, expected 0 or more")
     if not bool(keep[:, 0].all()) or bool((keep[:, 1:] & ~keep[:, :-1]).any()):
-        problems.append(
-            f"{side}_mask is not a row of tokens and then padding; pad on the right, at least one token a row"
-        )
+        problems.append(f"{side}_mask is not tokens and then padding; pad on the right, at least one token a row")
     return problems
 
 
@@ -567,10 +498,8 @@ def _result_problems(golden: Golden, results: Mapping[str, Tensor | None]) -> li
         if result is None or keep is None:
             continue
         if result.dtype != torch.float64 or result.dim() != 3 or result.shape[:2] != keep.shape:
-            problems.append(
-                f"{name} is {result.dtype} {list(result.shape)}, expected torch.float64 "
-                f"[{keep.shape[0]}, {keep.shape[1]}, …]"
-            )
+            expected = f"torch.float64 [{keep.shape[0]}, {keep.shape[1]}, …]"
+            problems.append(f"{name} is {result.dtype} {list(result.shape)}, expected {expected}")
         elif not bool(result[keep].isfinite().all()):
             problems.append(f"{name} holds NaN or infinity where there is no padding; the original itself fails there")
     return problems
