@@ -341,10 +341,9 @@ class _Original:
 
 
 def _checked(result: object, ids: Tensor, width: int | None) -> Tensor:
-    is_tensor = isinstance(result, Tensor)
-    if not is_tensor or result.dim() != 3 or result.shape[:2] != ids.shape or width not in (None, result.shape[2]):
-        got = list(result.shape) if is_tensor else type(result).__name__
-        expected = [*ids.shape, "d_model" if width is None else width]
+    shape = list(result.shape) if isinstance(result, Tensor) else []
+    if not isinstance(result, Tensor) or shape[:-1] != list(ids.shape) or width not in (None, shape[-1]):
+        got, expected = shape or type(result).__name__, [*ids.shape, "d_model" if width is None else width]
         raise CheckpointError(f"golden: the original returned {got}, expected {expected}; reshape it in your forward")
     return result.detach().double().cpu().clone()
 
