@@ -13,7 +13,7 @@ from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from transformers import GenerationConfig, MarianConfig, MarianMTModel, PreTrainedTokenizerFast
 
-from tests.nn.foreign import canonical_from_marian
+from tests.nn.foreign import canonical
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.eager import EagerSession
 
@@ -67,7 +67,7 @@ def make_pair() -> Pair:
     theirs = MarianMTModel(config).double().eval()
     with torch.no_grad():
         make_talkative(theirs)
-    return Pair(theirs, EagerSession(canonical_from_marian(theirs)), random_sources())
+    return Pair(theirs, EagerSession(canonical(theirs)), random_sources())
 
 
 def make_talkative(model: MarianMTModel) -> None:

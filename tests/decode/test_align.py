@@ -16,7 +16,7 @@ from transformers import MarianConfig, MarianMTModel, T5Config, T5ForConditional
 
 from tests import tiny
 from tests.decode.scripted import ScriptedSession, table
-from tests.nn.foreign import canonical_from_marian, canonical_from_t5, canonical_from_torch
+from tests.nn.foreign import canonical, canonical_from_torch
 from tfexport.contract import AlignmentHeads, TokenIds
 from tfexport.decode.align import Alignment, align
 from tfexport.errors import BackendError, ConfigError, InputError
@@ -41,7 +41,7 @@ def marian() -> tuple[MarianMTModel, Transformer]:
         attn_implementation="eager",
     )  # fmt: skip
     theirs = MarianMTModel(config).eval()
-    return theirs, canonical_from_marian(theirs)
+    return theirs, canonical(theirs)
 
 
 def t5() -> tuple[T5ForConditionalGeneration, Transformer]:
@@ -50,7 +50,7 @@ def t5() -> tuple[T5ForConditionalGeneration, Transformer]:
         initializer_factor=1.0, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1, attn_implementation="eager",
     )  # fmt: skip
     theirs = T5ForConditionalGeneration(config).eval()
-    return theirs, canonical_from_t5(theirs, max_length=64)
+    return theirs, canonical(theirs, max_length=64)
 
 
 def pairs(count: int, seed: int) -> tuple[list[list[int]], list[list[int]]]:

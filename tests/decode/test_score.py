@@ -12,7 +12,7 @@ import torch
 from transformers import MarianConfig, MarianMTModel, T5Config, T5ForConditionalGeneration
 
 from tests.decode.scripted import EOS, START, ScriptedSession, drawn, table
-from tests.nn.foreign import canonical_from_marian, canonical_from_t5
+from tests.nn.foreign import canonical
 from tfexport.decode.offline import decode
 from tfexport.decode.score import score
 from tfexport.errors import BackendError, InputError
@@ -42,7 +42,7 @@ def marian() -> tuple[MarianMTModel, Transformer]:
         decoder_start_token_id=47,
     )
     theirs = MarianMTModel(config).double().eval()
-    return theirs, canonical_from_marian(theirs)
+    return theirs, canonical(theirs)
 
 
 def t5() -> tuple[T5ForConditionalGeneration, Transformer]:
@@ -51,7 +51,7 @@ def t5() -> tuple[T5ForConditionalGeneration, Transformer]:
         decoder_start_token_id=0, pad_token_id=0, eos_token_id=1,
     )  # fmt: skip
     theirs = T5ForConditionalGeneration(config).double().eval()
-    return theirs, canonical_from_t5(theirs, max_length=64)
+    return theirs, canonical(theirs, max_length=64)
 
 
 @pytest.mark.parametrize("make", [marian, t5])

@@ -30,7 +30,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3Rotary
 from transformers.models.t5gemma import modeling_t5gemma
 
 from tests import tiny
-from tests.nn.foreign import canonical_from_t5gemma
+from tests.nn.foreign import canonical
 from tfexport.nn.attention import MultiHeadAttention
 from tfexport.nn.cache import ConcatCache, KeyValue
 from tfexport.nn.config import TransformerConfig
@@ -183,7 +183,7 @@ def gemma(**changes: Any) -> Any:
 def test_equals_t5gemma() -> None:
     """Rotary positions, grouped heads, sandwich norms, both soft caps, GeGLU: the whole model at once."""
     theirs = gemma(attn_logit_softcapping=2.0, final_logit_softcapping=3.0)
-    ours = canonical_from_t5gemma(theirs)
+    ours = canonical(theirs)
     batch = tiny.batch()
     with torch.no_grad():
         expected = theirs(

@@ -20,7 +20,7 @@ from transformers import (
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from tests import tiny
-from tests.nn.foreign import canonical_from_bart, canonical_from_marian, canonical_from_t5, canonical_from_torch
+from tests.nn.foreign import canonical, canonical_from_torch
 from tests.tiny import VOCAB, Batch
 from tfexport.contract import TokenIds
 from tfexport.nn.layers import LayerNorm
@@ -87,14 +87,14 @@ def test_equals_marian(activation: str, scaled: bool, shared: bool) -> None:
         **SIZES,
     )
     theirs = randomised(MarianMTModel(config))
-    ours = canonical_from_marian(theirs)
+    ours = canonical(theirs)
     assert ours.config.tie_embeddings == ours.config.tie_output == shared
     assert_same(ours, theirs, tiny.batch(), TOLERANCE)
 
 
 def test_equals_bart() -> None:
     theirs = randomised(BartForConditionalGeneration(BartConfig(vocab_size=VOCAB, pad_token_id=1, **SIZES)))
-    assert_same(canonical_from_bart(theirs), theirs, tiny.batch(), TOLERANCE)
+    assert_same(canonical(theirs), theirs, tiny.batch(), TOLERANCE)
 
 
 def t5(version: Literal["v1.0", "v1.1"], **settings: Any) -> Any:
@@ -111,7 +111,7 @@ def t5(version: Literal["v1.0", "v1.1"], **settings: Any) -> Any:
 @pytest.mark.parametrize("version", ["v1.0", "v1.1"])
 def test_equals_t5(version: Literal["v1.0", "v1.1"]) -> None:
     theirs = t5(version)
-    ours = canonical_from_t5(theirs)
+    ours = canonical(theirs)
     assert ours.config.tie_output == (version == "v1.0")
     assert_same(ours, theirs, tiny.batch(), TOLERANCE_FLOAT32_NORM)
 
@@ -129,7 +129,7 @@ def test_equals_t5_in_float64_throughout(
 
     monkeypatch.setattr(T5LayerNorm, "forward", root_mean_square_norm)
     theirs = t5(version, relative_attention_num_buckets=buckets, relative_attention_max_distance=max_distance)
-    ours = canonical_from_t5(theirs)
+    ours = canonical(theirs)
     assert_same(ours, theirs, tiny.batch(), TOLERANCE)
     assert_same(ours, theirs, tiny.batch(source_len=150, target_len=140), TOLERANCE)
 
