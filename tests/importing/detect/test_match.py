@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -10,22 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from models.from_scratch.head_lists import HeadLists
-from models.from_scratch.mixed import Mixed
 from models.from_scratch.numbered_blocks import NumberedBlocks
 from models.from_scratch.pieces import HEADS, SOURCE, TARGET
 from tests.importing.selfmade import SELFMADE
 from tfexport.errors import CheckpointError
-from tfexport.importing.detect.draft import compress, drafts
-from tfexport.importing.detect.layers import attention_role, leaf_field, natural, side, words
+from tfexport.importing.detect.draft import drafts
 from tfexport.importing.detect.search import Budget, Detection, detect
 from tfexport.importing.layout.apply import apply_layout, possible_heads
-from tfexport.importing.layout.layout import Layout, builtin_layouts, parse_layout, parse_line, render_layout
+from tfexport.importing.layout.layout import Layout, builtin_layouts, parse_layout, render_layout
 from tfexport.importing.reference.compare import compare
 from tfexport.importing.reference.golden import Golden, read_golden, record
 
@@ -128,22 +123,6 @@ def test_a_failed_search_says_how_near_it_came(golden_of: Callable[[str], Golden
     parse_layout(render_layout(found.layout), "started")
 
 
-def test_the_encoder_is_named_where_the_golden_knows(golden_of: Callable[[str], Golden]) -> None:
-    golden = golden_of("Alternating")
-    layout = detect(golden.state, golden, []).layout
-    states = torch.zeros(*golden.source_ids.shape, 24, dtype=torch.float64)
-    canonical = apply_layout(layout, golden.state, settings=TOKENS)
-    knowing = Golden(
-        source_ids=golden.source_ids,
-        source_mask=golden.source_mask,
-        target_ids=golden.target_ids,
-        target_mask=golden.target_mask,
-        logits=golden.logits,
-        hidden_states=states + 1,
-    )
-    assert compare(canonical, knowing).stage(1e-9) == "encoder"
-
-
 def test_without_a_golden_it_proposes_and_proves_nothing(golden_of: Callable[[str], Golden]) -> None:
     found = detect(golden_of("Mixed").state, None, [])
     assert found.search is None
@@ -199,76 +178,3 @@ def test_the_first_proposal_reads_names() -> None:
     assert "encode_layers.{i}.sa.heads.{h}.query.{weight,bias} -> enc.layers.{i}.self.q.{weight,bias} |> join_rows" in [
         line.replace("{query,key,value}", "query").replace("{q,k,v}", "q") for line in layout.map
     ]
-
-
-def test_one_table_for_all_is_tied() -> None:
-    layout = next(drafts(Mixed().state_dict()))
-    assert layout.derive["dec.embed.weight"] == "tie enc.embed.weight"
-    assert layout.derive["out.weight"] == "tie dec.embed.weight"
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("self_attn.q_proj", "q"),
-        ("toKeys", "k"),
-        ("W_v", "v"),
-        ("attention.output.dense", "o"),
-        ("c_attn.qkv", "qkv"),
-        ("self_attn.in_proj", "qkv"),
-        ("to_kv", "kv"),
-        ("kqv", "qkv"),
-        ("linears", None),
-    ],
-)
-def test_words_name_roles(name: str, expected: str | None) -> None:
-    assert attention_role(words(name)) == expected
-
-
-def test_words_are_split_and_sorted() -> None:
-    assert words("encoder.EncDecAttention.W_q1") == ("encoder", "enc", "dec", "attention", "w", "q", "1")
-    assert side("model.src_embed.weight") == "enc"
-    assert side("encoder_decoder.trg.0") == "dec"
-    assert side("encoder_decoder.weight") is None
-    assert leaf_field("in_proj_bias") == ("in proj", "bias")
-    assert leaf_field("gamma") == ("", "weight")
-    assert leaf_field("pe") == ("pe", "")
-    assert sorted(["l.10", "l.2", "l.1"], key=natural) == ["l.1", "l.2", "l.10"]
-    assert sorted(["x.{3i+2}", "x.{3i}", "x.{3i+1}"], key=natural) == ["x.{3i}", "x.{3i+1}", "x.{3i+2}"]
-
-
-WORD = st.sampled_from(["a", "b", "attn", "w1", "w2", "norm"])
-MODULE = st.tuples(st.lists(WORD, min_size=1, max_size=3), st.booleans())
-TARGETS = [f"{s}.layers.{{i}}.{p}" for s in ("enc", "dec") for p in ("self.q", "self.k", "norm1", "norm2", "ffn.fc1")]
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    st.lists(st.tuples(st.lists(WORD, min_size=1, max_size=3), st.booleans()), min_size=1, max_size=10, unique_by=str)
-)
-def test_compressed_lines_mean_the_same(modules: list[tuple[list[str], bool]]) -> None:
-    """Every key goes where it went before, through the language of patterns itself."""
-    lines = []
-    for (path, has_bias), target in zip(modules, TARGETS, strict=False):
-        stem = ".".join(["enc" if target.startswith("enc") else "dec", "{i}", *path, str(has_bias)])
-        lines += [f"{stem}.{kind} -> {target}.{kind}" for kind in ("weight", "bias")[: 1 + has_bias]]
-
-    def meaning(written: tuple[str, ...] | list[str]) -> dict[str, set[str]]:
-        keys = [re.sub(r"\{i\}", "3", line.partition(" -> ")[0]) for line in lines]
-        found: dict[str, set[str]] = {key: set() for key in keys}
-        for line in written:
-            rule = parse_line(line).rule
-            for key in keys:
-                if match := rule.match(key):
-                    found[key] |= set(match.targets)
-        return found
-
-    short = compress(lines)
-    assert meaning(short) == meaning(lines)
-    assert len(short) <= len(lines)
-
-
-def test_a_recorded_golden_of_another_model_is_not_accepted(golden_of: Callable[[str], Golden]) -> None:
-    found = detect(golden_of("NumberedBlocks").state, golden_of("HeadAxes"), [], budget=Budget(200))
-    assert found.search is not None
-    assert not found.search.accepted

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,10 +21,8 @@ from models.from_scratch.notebook_000 import Notebook000
 from models.from_scratch.notebook_002 import Notebook002
 from models.from_scratch.notebook_004 import Notebook004
 from tests import tiny
-from tfexport.decode.offline import decode
 from tfexport.errors import CheckpointError, ParityError
 from tfexport.export.config import ExportConfig
-from tfexport.generation import DecodeConfig
 from tfexport.importing.config import ImportConfig
 from tfexport.importing.formats.container import read_checkpoint
 from tfexport.importing.importer import import_checkpoint
@@ -34,9 +31,7 @@ from tfexport.importing.layout.layout import Layout, Value, builtin_layouts
 from tfexport.importing.reference.certificate import certify
 from tfexport.importing.reference.compare import Comparator, compare, tolerance
 from tfexport.importing.reference.golden import Golden, read_golden, record
-from tfexport.nn.config import StackConfig
 from tfexport.nn.directory import load_model
-from tfexport.runtime.eager import EagerSession
 
 RECORDS = Path(__file__).resolve().parents[4] / "shared" / "goldens"
 LAYOUTS = {
@@ -137,66 +132,6 @@ def changed(keys: str, change: Callable[[Tensor], Tensor]) -> Mistake:
     return make
 
 
-def without_final_norm(side: str) -> Mistake:
-    def make(canonical: Canonical) -> Canonical | None:
-        short = {"encoder": "enc", "decoder": "dec"}[side]
-        stack: StackConfig = getattr(canonical.config, side)
-        if not stack.final_norm:
-            return None
-        config = replace(canonical.config, **{side: replace(stack, final_norm=False)})
-        tensors = {n: t for n, t in canonical.tensors.items() if not n.startswith(f"{short}.norm.")}
-        return replace(canonical, config=config, tensors=tensors)
-
-    return make
-
-
-def switched(**switches: Any) -> Mistake:
-    def make(canonical: Canonical) -> Canonical | None:
-        config = replace(canonical.config, **switches)
-        return None if config == canonical.config else replace(canonical, config=config)
-
-    return make
-
-
-def placed(side: str) -> Mistake:
-    def make(canonical: Canonical) -> Canonical:
-        stack: StackConfig = getattr(canonical.config, side)
-        other = "pre" if stack.norm_place == "post" else "post"
-        return replace(canonical, config=replace(canonical.config, **{side: replace(stack, norm_place=other)}))
-
-    return make
-
-
-def rescaled(side: str) -> Mistake:
-    def make(canonical: Canonical) -> Canonical:
-        stack: StackConfig = getattr(canonical.config, side)
-        return replace(canonical, config=replace(canonical.config, **{side: replace(stack, residual_scale=0.99)}))
-
-    return make
-
-
-def scaled(canonical: Canonical) -> Canonical:
-    scale = 1.0 if canonical.config.embedding_scale != 1 else math.sqrt(canonical.config.d_model)
-    return replace(canonical, config=replace(canonical.config, embedding_scale=scale))
-
-
-def attention_scaled(canonical: Canonical) -> Canonical:
-    scale = 1.0 if canonical.config.attention_scale is None else None
-    return replace(canonical, config=replace(canonical.config, attention_scale=scale))
-
-
-def other_eps(canonical: Canonical) -> Canonical:
-    eps = 1e-6 if canonical.config.norm_eps != 1e-6 else 1e-5
-    return replace(canonical, config=replace(canonical.config, norm_eps=eps))
-
-
-def other_norm(canonical: Canonical) -> Canonical | None:
-    if canonical.config.norm == "rms":
-        return None
-    norm = "std" if canonical.config.norm == "layernorm" else "layernorm"
-    return replace(canonical, config=replace(canonical.config, norm=norm))
-
-
 def other_table(canonical: Canonical) -> Canonical | None:
     """Halves for interleaved and the other way round."""
     if "enc.pos" not in canonical.tensors:
@@ -244,21 +179,6 @@ MISTAKES: dict[str, Mistake] = {
     "output bias zeroed": changed("out.bias", torch.zeros_like),
     "feed-forward bias zeroed": changed("fc1.bias", torch.zeros_like),
     "gate for linear": swapped("ffn.fc1", "ffn.gate"),
-    "no encoder norm": without_final_norm("encoder"),
-    "no decoder norm": without_final_norm("decoder"),
-    "encoder norm place": placed("encoder"),
-    "decoder norm place": placed("decoder"),
-    "norm": other_norm,
-    "eps": other_eps,
-    "relu": switched(activation="relu"),
-    "gelu": switched(activation="gelu"),
-    "tanh gelu": switched(activation="gelu_tanh"),
-    "silu": switched(activation="silu"),
-    "embedding scale": scaled,
-    "attention scale": attention_scaled,
-    "logit scale": switched(logit_scale=0.5),
-    "encoder residual scale": rescaled("encoder"),
-    "decoder residual scale": rescaled("decoder"),
     "position table": other_table,
     "positions off by one": changed(".pos", lambda table: table.roll(1, 0)),
 }
@@ -275,10 +195,8 @@ def mistakes(name: str) -> Iterator[tuple[str, Canonical]]:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_mistake_is_refused(name: str) -> None:
     found = {kind: Comparator(wrong, golden(name)).compare(wrong.config) for kind, wrong in mistakes(name)}
-    assert len(found) >= 18
-    passed = {kind for kind, one in found.items() if one.passed(limit(name))}
-    # Its softmax in float32 leaves an error that this eps makes little larger; the certificate says so.
-    assert passed <= ({"eps"} if name == "opennmt_py" else set())
+    assert len(found) >= 10
+    assert not [kind for kind, one in found.items() if one.passed(limit(name))]
     assert Comparator(apply(name), golden(name), mask_source=False).compare(apply(name).config).error > limit(name)
 
 
@@ -299,14 +217,6 @@ def test_the_certificate_lists_what_cannot_matter_and_nothing_else(name: str) ->
 
 
 KEYS = ("enc.layers.*.self", "dec.layers.*.self", "dec.layers.*.cross")
-
-
-@recorded
-@pytest.mark.parametrize("name", NAMES)
-def test_what_cannot_matter_does_not(name: str) -> None:
-    """A bias of keys moves all scores of a row alike; softmax does not see it."""
-    wrong = changed(".k.bias", torch.zeros_like)(apply(name))
-    assert wrong is None or compare(wrong, golden(name)).error <= limit(name)
 
 
 @recorded
@@ -355,10 +265,6 @@ def bundle_of(name: str, folder: Path) -> None:
 # Notebooks
 
 
-def with_decoder(model: nn.Module, source: Tensor, keep: Tensor, target: Tensor) -> Tensor:
-    return model(source, keep, target)
-
-
 @pytest.mark.parametrize(
     ("model", "heads", "layout"),
     [(Notebook000, 4, "notebook-000"), (Notebook002, 4, "notebook-002"), (Notebook004, 6, "notebook-004")],
@@ -395,32 +301,6 @@ SIDES = {
 }
 
 
-def marian() -> nn.Module:
-    from transformers import MarianConfig, MarianMTModel
-
-    tokens = {"pad_token_id": 40, "eos_token_id": 0, "decoder_start_token_id": 40, "forced_eos_token_id": None}
-    config = MarianConfig(
-        **SIZES, **SIDES, **tokens, max_position_embeddings=24, scale_embedding=True, activation_function="swish"
-    )
-    return MarianMTModel(config)
-
-
-def marian_apart() -> nn.Module:
-    """With a vocabulary and a table of its own on each side."""
-    from transformers import MarianConfig, MarianMTModel
-
-    tokens = {"pad_token_id": 40, "eos_token_id": 0, "decoder_start_token_id": 40, "forced_eos_token_id": None}
-    return MarianMTModel(
-        MarianConfig(
-            **{**SIZES, **SIDES, **tokens, "decoder_attention_heads": 2},
-            max_position_embeddings=24,
-            decoder_vocab_size=41,
-            share_encoder_decoder_embeddings=False,
-            tie_word_embeddings=False,
-        )
-    )
-
-
 def bart() -> nn.Module:
     from transformers import BartConfig, BartForConditionalGeneration
 
@@ -428,83 +308,21 @@ def bart() -> nn.Module:
     return BartForConditionalGeneration(config)
 
 
-def t5(**more: Any) -> nn.Module:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    sizes = {"d_kv": 12, "d_ff": 64, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
-    return T5ForConditionalGeneration(T5Config(**SIZES, **sizes, **more))
-
-
-FAMILIES = {
-    "marian": marian,
-    "marian_apart": marian_apart,
-    "bart": bart,
-    "t5": t5,
-    "t5_v1_1": lambda: t5(feed_forward_proj="gated-gelu", tie_word_embeddings=False),
-}
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
-def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
-    """A model of random weights, and what its directory was imported as."""
-    torch.manual_seed(0)
-    theirs: Any = FAMILIES[request.param]().eval()
-    tiny.randomise(theirs)
-    theirs.tie_weights()
-    folder = tmp_path_factory.mktemp(request.param)
-    theirs.save_pretrained(folder / "hf")
-    import_checkpoint(folder / "hf", folder / "model")
-    return theirs.double(), folder
-
-
-@pytest.mark.parametrize("num_beams", [1, 4])
-def test_a_hugging_face_directory_decodes_like_generate(family: tuple[Any, Path], num_beams: int) -> None:
-    from transformers import GenerationConfig
-
-    theirs, folder = family
-    model = load_model(folder / "model").double()
-    pad, start, eos = (getattr(model.config.tokens, name) for name in ("pad", "start", "eos"))
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(1, 13, (40,), generator=generator).tolist()
-    sources = [torch.randint(3, 40, (length,), generator=generator).tolist() for length in lengths]
-    ids = torch.tensor([source + [pad] * (12 - len(source)) for source in sources])
-    settings = GenerationConfig(
-        num_beams=num_beams,
-        max_new_tokens=15,
-        pad_token_id=pad,
-        eos_token_id=eos,
-        decoder_start_token_id=start,
-        return_dict_in_generate=True,
-        output_scores=True,
-    )
-    keep = torch.arange(12)[None] < torch.tensor(lengths)[:, None]
-    with torch.inference_mode():
-        expected = theirs.generate(input_ids=ids, attention_mask=keep.long(), generation_config=settings)
-    ours = decode(EagerSession(model), sources, DecodeConfig(num_beams=num_beams, max_new_tokens=15))
-    rows = expected.sequences[:, 1:].tolist()
-    found = [[*best.token_ids, *[pad] * (len(rows[0]) - len(best.token_ids))] for (best,) in ours]
-    assert found == rows
-    assert len({tuple(row) for row in rows}) > 10, "texts differ"
-
-
-def test_a_hugging_face_directory_is_not_proven_and_says_so(family: tuple[Any, Path]) -> None:
-    certificate = json.loads((family[1] / "model" / "certificate.json").read_text())
-    assert certificate["proven"] is False
-    assert certificate["unverified"] == ["everything: there was no golden to compare with"]
-
-
-def test_a_layout_asked_for_by_name_reads_config_json_too(family: tuple[Any, Path], tmp_path: Path) -> None:
-    _, folder = family
-    name = json.loads((folder / "model" / "certificate.json").read_text())["layout"]
-    import_checkpoint(folder / "hf", tmp_path / "model", ImportConfig(layout=name))
-    for file in ("config.json", "model.safetensors"):
-        assert (tmp_path / "model" / file).read_bytes() == (folder / "model" / file).read_bytes()
-
-
 @recorded
 def test_a_relative_bias_tells_the_heads() -> None:
     found = apply_layout(builtin_layouts()["hf_t5"], state("hf_t5"))
     assert found.config.encoder.num_heads == golden("hf_t5").heads
+
+
+def test_a_layout_asked_for_by_name_reads_config_json_too(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    bart().save_pretrained(tmp_path / "hf")
+    certificate = import_checkpoint(tmp_path / "hf", tmp_path / "model").certificate
+    assert not certificate.proven
+    assert certificate.unverified == ("everything: there was no golden to compare with",)
+    import_checkpoint(tmp_path / "hf", tmp_path / "named", ImportConfig(layout=certificate.layout))
+    for file in ("config.json", "model.safetensors"):
+        assert (tmp_path / "model" / file).read_bytes() == (tmp_path / "named" / file).read_bytes()
 
 
 @pytest.mark.parametrize(

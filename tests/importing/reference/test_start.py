@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from models.from_scratch.labml import Labml
 from models.from_scratch.parts import HEADS, TARGET
@@ -72,16 +72,3 @@ def test_a_decoder_that_starts_from_zeros_decodes_as_the_original(tmp_path: Path
     ours = decode(EagerSession(imported), sources, DecodeConfig(max_new_tokens=10))
     assert [list(best.token_ids) for (best,) in ours] == expected
     assert len({tuple(text) for text in expected}) > 4, "texts differ"
-
-
-def test_an_encoder_alone_has_no_start(tmp_path: Path) -> None:
-    class Alone(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(9, 4)
-
-        def forward(self, source: Tensor, keep: Tensor) -> Tensor:
-            return self.table(source) * keep[..., None]  # type: ignore[no-any-return]
-
-    golden = record(Alone(), lambda model, *inputs: model(*inputs), tmp_path / "g", source_vocab=9)
-    assert golden.target_ids is None
