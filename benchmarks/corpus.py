@@ -18,8 +18,8 @@ from pathlib import Path
 import click
 from lengths import LONGEST, SUFFIX, corpus
 from runner import OURS, PAUSE_S, REVISION, TURN, Weights, Worker, table
+from timing import interleaved, median, ratio, repeat
 
-from tfexport.bench.timing import interleaved, median, ratio, repeat
 from tfexport.errors import BenchError, TfexportError
 
 MODELS = ("paper-base", "tiny")

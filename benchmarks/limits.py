@@ -22,10 +22,10 @@ import numpy as np
 from bounds.caches import cache_bytes
 from bounds.operators import FILLED, operator_times
 from bounds.products import bare_products
+from timing import Effort, interleaved, median, memory_bandwidth, repeat, stopwatch
 
 import tfexport
-from tfexport.bench.machine import environment, memory_bandwidth
-from tfexport.bench.timing import Effort, interleaved, median, repeat, stopwatch
+from tfexport.bench.machine import environment
 from tfexport.bundle.bundle import Bundle, open_bundle
 from tfexport.bundle.step_weights import step_weight_bytes
 from tfexport.errors import TfexportError

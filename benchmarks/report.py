@@ -10,8 +10,8 @@ from typing import Any
 
 import click
 from runner import CTRANSLATE2, OURS, REVISION, read_result, table
+from timing import geometric_mean, ratio
 
-from tfexport.bench.timing import geometric_mean, ratio
 from tfexport.errors import TfexportError
 
 SCHEMA = "tfexport.side_by_side/1"

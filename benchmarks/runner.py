@@ -16,9 +16,9 @@ from types import TracebackType
 from typing import Any, Self
 
 import click
+from timing import Effort
 
 from tfexport.bench.machine import environment
-from tfexport.bench.timing import Effort
 from tfexport.errors import BenchError
 from tfexport.runtime.cpu import available_cores
 

@@ -30,9 +30,9 @@ import click
 import numpy as np
 from lengths import SUFFIX, Text, corpus
 from runner import CTRANSLATE2, CTRANSLATE2_PYTHON, OURS, PAUSE_S, Weights, Worker, agreement, table
+from timing import interleaved
 
 from tfexport.bench.machine import environment
-from tfexport.bench.timing import interleaved
 from tfexport.errors import BenchError, TfexportError
 from tfexport.runtime.cpu import available_cores
 

@@ -45,8 +45,8 @@ from runner import (
     Worker,
     agreement,
 )
+from timing import interleaved, median, repeat
 
-from tfexport.bench.timing import interleaved, median, repeat
 from tfexport.errors import BenchError, TfexportError
 from tfexport.runtime.cpu import available_cores
 

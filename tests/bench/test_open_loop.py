@@ -1,19 +1,18 @@
-"""Requests on a schedule: how they arrive, what counts, and which rate is the highest that is answered in time."""
+"""Requests on a schedule: how they arrive, and what counts."""
 
 from __future__ import annotations
 
 import asyncio
 import selectors
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tfexport.bench.calls import Samples
-from tfexport.bench.open_loop import CLOSE, Answer, Source, Trial, best, highest_rate, judge, open_loop, poisson
+from tfexport.bench.loops import Answer, Source, open_loop, poisson
 from tfexport.bench.report import is_stable
-from tfexport.errors import BenchError, EngineFailed, InputError, QueueFull
+from tfexport.errors import EngineFailed, InputError, QueueFull
 
 
 class Sleepless(selectors.SelectSelector):
@@ -103,13 +102,6 @@ def test_latency_is_the_time_of_service_when_the_server_is_fast() -> None:
     assert found.elapsed_s == pytest.approx(3.05)
 
 
-def test_requests_under_way_are_counted() -> None:
-    found = run(open_loop(OneByOne(1.0), [[5]], [0.0, 0.01, 0.02]))
-    # From 0 to 3 s: three arrive at once, one after the other has a token for half a second.
-    assert [found.waiting[place] for place in (10, 25, 45, 60, 90)] == [3, 2, 2, 1, 0]
-    assert [found.running[place] for place in (10, 25, 45, 60, 90)] == [0, 1, 0, 1, 1]
-
-
 def test_what_is_refused_is_counted_and_the_others_are_answered() -> None:
     found = run(open_loop(OneByOne(1.0, most=2), [[5]], [0.1 * index for index in range(8)]))
     assert (found.refused, found.sequences, found.unserved) == (5, 3, 0)
@@ -128,46 +120,3 @@ def test_other_errors_end_the_run(error: Exception) -> None:
 
     with pytest.raises(type(error)):
         run(open_loop(fail, [[5]], [0.0, 0.1]))
-
-
-# ---- the highest rate
-
-
-def attempts(limit: float) -> tuple[list[float], Callable[[float], Awaitable[Trial]]]:
-    """A server that answers in time up to a rate, and the rates that it was tried at."""
-    rates: list[float] = []
-
-    async def attempt(rate: float) -> Trial:
-        rates.append(rate)
-        return Trial(rate, 1.0, kept=rate <= limit)
-
-    return rates, attempt
-
-
-@pytest.mark.parametrize(("limit", "first"), [(7.0, 1.0), (7.0, 100.0), (0.3, 2.0), (1000.0, 900.0)])
-def test_the_highest_rate_is_found(limit: float, first: float) -> None:
-    rates, attempt = attempts(limit)
-    trials = run(highest_rate(attempt, first))
-    assert [trial.rate for trial in trials] == rates
-    assert limit / CLOSE <= best(trials).rate <= limit
-    assert len(rates) <= 5 + abs(np.log2(limit / first)) + 1
-
-
-def test_no_rate_at_all_is_an_error() -> None:
-    _, attempt = attempts(0.0)
-    with pytest.raises(BenchError):
-        run(highest_rate(attempt, 4.0))
-
-
-def test_a_rate_that_failed_is_not_passed_by_a_higher_one() -> None:
-    trials = [Trial(1.0, 5.0, True), Trial(2.0, 9.0, False), Trial(3.0, 5.0, True)]
-    assert best(trials).rate == 1.0
-
-
-def test_a_bound_is_of_all_requests() -> None:
-    latencies = [0.010] * 98 + [0.020] * 2
-    samples = Samples.from_dict({"latency_s": latencies})
-    assert judge(5.0, samples, 20.5) == Trial(5.0, pytest.approx(20.0), kept=True)
-    assert not judge(5.0, samples, 19.0).kept
-    samples.refused = 1
-    assert judge(5.0, samples, 1e6) == Trial(5.0, None, kept=False)

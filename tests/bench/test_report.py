@@ -16,9 +16,8 @@ import pytest
 from tests.bench.test_measuring import samples
 from tfexport.bench.compare import Condition, compare, read_result
 from tfexport.bench.config import BenchConfig
-from tfexport.bench.page import render
 from tfexport.bench.report import build_result
-from tfexport.bench.table import lines
+from tfexport.bench.show import lines, render
 from tfexport.errors import BenchError, ConfigError
 
 NUMBER = (int, float)
@@ -41,7 +40,6 @@ CELL_METRICS: dict[str, Any] = {
             "output_sequence_length",
             "request_count",
             "benchmark_duration",
-            "memory_bandwidth_share",
         ),
         VALUE,
     ),
@@ -68,7 +66,6 @@ SCHEMA: dict[str, Any] = {
         "target_length": [int],
         "num_beams": int,
         "rate": (float, type(None)),
-        "goal_p99": (float, type(None)),
         "goal_ms": (float, type(None)),
         "slots": (int, type(None)),
         "url": (str, type(None)),
@@ -90,16 +87,11 @@ SCHEMA: dict[str, Any] = {
         "int8_products": str,
         "versions": dict,
     },
-    "trials": [{"rate": float, "p99_ms": (float, type(None)), "kept": bool}],
     "validity": {"valid": bool, "reasons": [str]},
     "best_cell": int,
     "metrics": {
         **CELL_METRICS,
-        **{
-            key: {**VALUE, "per_process": [NUMBER]}
-            for key in ("load_time", "load_to_first_token", "peak_memory", "memory_bandwidth")
-        },
-        "step_weight_bytes": VALUE,
+        **{key: {**VALUE, "per_process": [NUMBER]} for key in ("load_time", "load_to_first_token", "peak_memory")},
     },
     "cells": [
         {
@@ -111,7 +103,6 @@ SCHEMA: dict[str, Any] = {
             "windows": [[float]],
             "unserved": int,
             "time_split": dict.fromkeys(("encode", "step", "reorder", "rest"), float),
-            "step_time_by_position_ms": [float],
             "latency_histogram": {"edges_ms": [float], "counts": [int]},
         }
     ],
@@ -121,8 +112,7 @@ SCHEMA: dict[str, Any] = {
 def server_schema() -> dict[str, Any]:
     """The schema of a report of the server scenario."""
     (cell,) = SCHEMA["cells"]
-    in_flight = {key: [float] for key in ("seconds", "waiting", "running")}
-    cell = {**cell, "metrics": {**CELL_METRICS, **SERVER_METRICS}, "in_flight": in_flight}
+    cell = {**cell, "metrics": {**CELL_METRICS, **SERVER_METRICS}}
     return {**SCHEMA, "metrics": {**SCHEMA["metrics"], **SERVER_METRICS}, "cells": [cell]}
 
 
@@ -146,14 +136,12 @@ def report(
     batch_size = () if config.get("url") else (config.get("slots", 1),)
     settings = {"batch_size": batch_size, "source_length": (7,), "target_length": (3,), "duration": 1.0, "processes": 2}
     resolved = BenchConfig(**{**settings, **config})
-    served = {"queue_s": [0.001, 0.003], "waiting": [0.0, 1.0], "running": [2.0, 0.0], "slot_occupancy": 0.25}
+    served = {"queue_s": [0.001, 0.003], "slot_occupancy": 0.25}
     process = {
         "backend": "ort",
         "load_s": 0.2 * scale,
         "load_to_first_token_s": 0.3 * scale,
         "peak_memory_bytes": int(9e7 * scale),
-        "step_weight_bytes": 2_000_000,
-        "memory_bandwidth": 5e10,
         "cells": [
             samples(*[[0.002 * scale * (cell.batch_size or 1)] * 3] * 20, windows=windows).to_dict()
             | (served if resolved.scenario == "server" else {})
@@ -197,7 +185,7 @@ REPORTS: dict[str, Callable[[], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", sorted(REPORTS))
 def test_a_report_has_the_schema(name: str) -> None:
     found = json.loads(json.dumps(REPORTS[name](), allow_nan=False))
-    assert found["schema"] == "tfexport.bench/1"
+    assert found["schema"] == "tfexport.bench/2"
     if name == "url":  # without what is not seen from outside
         assert found["metrics"]["load_time"] == {
             "unit": "ms",
@@ -232,8 +220,6 @@ def test_the_top_has_the_best_cell() -> None:
     found = report(**SWEEP)
     assert found["best_cell"] == 0  # one step takes as many times longer as the batch is larger, for the same tokens
     assert found["metrics"]["output_token_throughput"] == found["cells"][0]["metrics"]["output_token_throughput"]
-    share = found["metrics"]["memory_bandwidth_share"]["value"]
-    assert share == pytest.approx(2e6 / 0.002 / 5e10)
 
 
 def test_doubts_are_said() -> None:
@@ -246,8 +232,6 @@ def test_doubts_are_said() -> None:
         "load_s": 1.0,
         "load_to_first_token_s": 1.0,
         "peak_memory_bytes": 1,
-        "step_weight_bytes": None,
-        "memory_bandwidth": 1e9,
         "cells": [data],
     }
     about = {"bundle": {}, "input": None, "environment": {}}
@@ -256,8 +240,6 @@ def test_doubts_are_said() -> None:
         "parity was not verified",
         "overloaded",
     ]
-    assert found["metrics"]["step_weight_bytes"]["value"] is None
-    assert "ONNX Runtime" in found["metrics"]["step_weight_bytes"]["note"]
 
 
 # ---- the table
@@ -287,7 +269,6 @@ def test_the_table_says_the_numbers() -> None:
     ):
         assert part in text
     assert "p99 needs 1,000 samples" in text
-    assert "2.00 MB a step, 2.0 % of the 50.0 GB/s" in text
 
 
 # ---- the page
@@ -412,7 +393,7 @@ def test_a_damaged_report_is_refused(damage: Callable[[dict[str, Any]], object])
 
 
 def test_another_schema_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text(json.dumps(report() | {"schema": "tfexport.bench/2"}))
+    (tmp_path / "a.json").write_text(json.dumps(report() | {"schema": "tfexport.bench/1"}))
     with pytest.raises(BenchError):
         read_result(tmp_path / "a.json")
 

@@ -89,7 +89,6 @@ def test_texts_and_requests_are_served_for_real(dates_bundle: Path, tmp_path: Pa
     assert 0 < metrics["time_to_first_token"]["p50"] < metrics["request_latency"]["p50"]
     assert metrics["step_time"]["count"] >= 10
     assert found["cells"][0]["time_split"]["rest"] > 0
-    assert max(found["cells"][0]["in_flight"]["waiting"]) >= 1
     assert reports.mismatches(found, reports.server_schema()) == []
     assert "server at 100 requests/s · slots 4 · 3 texts" in result.stdout
 
@@ -101,20 +100,6 @@ def test_beams_are_served_too(dates_bundle: Path, tmp_path: Path) -> None:
     metrics = json.loads((tmp_path / "a.json").read_text())["metrics"]
     assert metrics["output_sequence_length"]["value"] == 4
     assert 0 < metrics["time_to_first_token"]["min"] <= metrics["request_latency"]["max"]
-
-
-def test_the_rate_is_searched_for_a_bound(dates_bundle: Path, tmp_path: Path) -> None:
-    sizes = ("--source-length", 5, "--target-length", 16)
-    result = run(
-        *("bench", dates_bundle, *QUICK, "--goal-p99", 500, *sizes, "--no-verify", "--json", tmp_path / "a.json")
-    )
-    assert result.exit_code == 0, result.output
-    found = json.loads((tmp_path / "a.json").read_text())
-    kept = {trial["rate"]: trial["kept"] for trial in found["trials"]}
-    assert kept[found["settings"]["rate"]] is True
-    assert False in kept.values()
-    assert found["settings"]["goal_ms"] == 500
-    assert "keep p99 within 500 ms" in " ".join(result.stdout.split())
 
 
 def test_a_running_server_is_measured(url: str, tmp_path: Path, texts: Path) -> None:

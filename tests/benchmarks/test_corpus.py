@@ -11,7 +11,6 @@ import pytest
 from click.testing import CliRunner
 
 from tests.conftest import ROOT
-from tfexport.bench.timing import Effort
 from tfexport.decode.offline import decode
 from tfexport.export import export_bundle
 from tfexport.export.config import ExportConfig
@@ -25,6 +24,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import corpus as command
 import lengths
 from lengths import LONGEST, SHORTEST, corpus
+from timing import Effort
 
 NAME = f"tiny{lengths.SUFFIX}"
 

@@ -15,7 +15,6 @@ from click.testing import CliRunner
 
 from tests.conftest import DATES, ROOT
 from tests.tiny import config, randomise
-from tfexport.bench.timing import Effort
 from tfexport.errors import BenchError
 from tfexport.nn.directory import save_model
 from tfexport.nn.presets import preset
@@ -28,6 +27,7 @@ import side_by_side
 from converters import Canonical, write_ctranslate2
 from runner import CTRANSLATE2, OURS, REVISION, ResultFile, Weights, agreement, read_result
 from side_by_side import PRECISIONS, SCHEMA, Setting, compare, matrix, taking_part
+from timing import Effort
 
 SMALL = Setting(model="dates", is_quantised=False, source_length=6, batch_size=2, num_beams=1, target_length=5)
 

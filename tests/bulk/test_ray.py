@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from pyarrow import parquet
 
 from tests.bulk.corpus import TEXTS, expected, near, no_litter
 from tests.conftest import ROOT
@@ -115,15 +116,15 @@ def test_each_row_is_there_once_whoever_is_killed(model: Model, start: Callable[
     assert done < ROWS
     first.kill()
     assert not target.exists()
-    kept = sum(json.loads(path.open().readline())["rows"] for path in (tmp_path / "out.jsonl.parts").glob("part-*"))
+    kept = sum(parquet.read_metadata(path).num_rows for path in (tmp_path / "out.jsonl.parts").glob("part-*"))
     assert kept >= done
     second = start(source, target)
     second.until(kept + 1024)
     os.kill(workers()[0], signal.SIGKILL)
     assert second.end() == 0, second.said
-    (went_on,) = (line for line in second.said if line.startswith("going on behind a former run: "))
+    (went_on,) = (line for line in second.said if line.startswith("resuming a former run: "))
     (decoded,) = (line for line in second.said if line.startswith("decoded "))
-    assert int(went_on.split()[6].replace(",", "")) >= kept
+    assert int(went_on.split()[4].replace(",", "")) >= kept
     assert int(decoded.split()[1]) <= ROWS - kept
     found = [json.loads(line) for line in target.read_text().splitlines()]
     assert [(row["id"], row["text"]) for row in found] == list(enumerate(texts))

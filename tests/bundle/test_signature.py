@@ -30,7 +30,7 @@ from tests import tiny
 from tests.bundle.made import CONTENT, edit, fill, reseal
 from tfexport._io.signature import SigningKey, TrustedKeys
 from tfexport.bench.config import BenchConfig, resolve
-from tfexport.bench.worker import run_process
+from tfexport.bench.run import run_process
 from tfexport.bundle.bundle import create_bundle, open_bundle
 from tfexport.cli import main
 from tfexport.describe import inspect_path

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tfexport.bench.calls import TimedSession
-from tfexport.bench.timing import Effort, repeat, stopwatch
+from tfexport.bench.loops import TimedSession, clock
 from tfexport.bundle.bundle import open_bundle
 from tfexport.contract import FLOAT, ModelSpec
 from tfexport.decode.offline import decode
@@ -59,8 +58,10 @@ def measure(session: Any, weight_bytes: float, settings: tuple[Setting, ...] = S
     found: dict[str, Numbers] = {"step_ms": {}, "steps": {}, "step_bytes": {}}
     for batch, beams in settings:
         name, steps = spell(batch, beams), num_steps(session, batch, beams, NEW_TOKENS)
-        effort = Effort(warm_up=3, least_runs=5, least_s=1, most_runs=50)
-        seconds = statistics.median(repeat(stopwatch(_call(session, batch, beams, NEW_TOKENS)), effort))
+        run, times = _call(session, batch, beams, NEW_TOKENS), list[float]()
+        while len(times) < 8 or (sum(times[3:]) < 1 and len(times) < 53):
+            times.append(clock(run)[0])
+        seconds = statistics.median(times[3:])
         found["step_ms"][name] = round(1000 * seconds / steps, 4)
         found["steps"][name] = steps
         found["step_bytes"][name] = round(weight_bytes + cache_bytes(session.spec, batch, beams, steps))

@@ -14,8 +14,7 @@ import tfexport
 from tests.bundle.made import GRAPHS, make, make_contrib
 from tests.runtime.toy import TOY
 from tfexport.bench.config import BenchConfig, resolve
-from tfexport.bench.run import check_parity
-from tfexport.bench.worker import measure
+from tfexport.bench.run import check_parity, measure
 from tfexport.bundle.bundle import open_bundle as read_bundle
 from tfexport.contract import Device, Form
 from tfexport.describe import describe, inspect_path

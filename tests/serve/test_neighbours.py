@@ -22,8 +22,7 @@ import numpy as np
 import pytest
 
 from tests.serve.running import Running, eventually, running
-from tfexport.bench.calls import Samples
-from tfexport.bench.open_loop import open_loop, poisson
+from tfexport.bench.loops import Samples, open_loop, poisson
 from tfexport.bench.server import HttpCaller, http_client
 from tfexport.generation import DecodeConfig
 

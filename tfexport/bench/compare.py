@@ -10,7 +10,7 @@ from typing import Any
 
 from tfexport._io.strict_json import parse_json
 from tfexport.bench.report import SCHEMA
-from tfexport.bench.table import grid, number
+from tfexport.bench.show import grid, number
 from tfexport.errors import BenchError, ConfigError, raise_all, shortened
 
 MAX_BYTES = 16 * 1024 * 1024

@@ -1,13 +1,11 @@
 """Configure a measurement: scenario, sizes and duration."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from tfexport.config import Config
+from tfexport.config import Config, Count, Ge, Le
 from tfexport.contract import Device, Form, ModelSpec
 from tfexport.errors import ConfigError, raise_all, shortened
 from tfexport.generation import DecodeConfig
@@ -16,6 +14,8 @@ from tfexport.runtime.registry import AUTO, names
 from tfexport.serve.config import ServingConfig
 
 Scenario = Literal["single", "offline", "server", "sweep"]
+Length = Annotated[int, Ge(1), Le(1_000_000)]
+Rows = Annotated[int, Ge(1), Le(4096)]
 
 # Every request is recorded until the end, so their number is limited.
 MAX_REQUESTS = 100_000
@@ -51,68 +51,35 @@ class BenchConfig(Config, subject="bench"):
     `resolve` fills in empty sizes and the duration, in seconds per process and cell. Several sizes make a sweep over
     all combinations. `device`, `form`, `threads`, `engine` and `trusted_keys` are those of `tfexport.load`.
 
-    Server scenario: without a `rate` in requests per second, the highest rate is searched at which the 99th percentile
-    of the latencies is at most `goal_p99` milliseconds. Goodput counts answers within `goal_ms`. With `url`, a running
-    server and its `model` are measured, with the bearer token in `token_file`.
+    Server scenario: `rate` is in requests per second, and goodput counts answers within `goal_ms` milliseconds. With
+    `url`, a running server and its `model` are measured, with the bearer token in `token_file`.
     """
 
     scenario: Scenario = "single"
     backend: str = AUTO
     device: Device = "cpu"
     form: Form | None = None
-    threads: int | Literal["auto"] = AUTO
+    threads: Annotated[int, Ge(1), Le(MAX_THREADS)] | Literal["auto"] = AUTO
     engine: str | None = None
     trusted_keys: tuple[str, ...] = ()
-    batch_size: tuple[int, ...] = ()
-    source_length: tuple[int, ...] = ()
-    target_length: tuple[int, ...] = ()
-    num_beams: int = 1
-    rate: float | None = None
-    goal_p99: float | None = None
-    goal_ms: float | None = None
-    slots: int | None = None
+    batch_size: tuple[Rows, ...] = ()
+    source_length: tuple[Length, ...] = ()
+    target_length: tuple[Length, ...] = ()
+    num_beams: Annotated[int, Ge(1), Le(64)] = 1
+    rate: Annotated[float | None, Ge(0.01), Le(100_000)] = None
+    goal_ms: Annotated[float | None, Ge(0.1), Le(3_600_000)] = None
+    slots: Rows | None = None
     url: str | None = None
     model: str | None = None
     token_file: str | None = None
-    duration: float | None = None
-    processes: int = 3
-    seed: int = 0
+    duration: Annotated[float | None, Ge(0.1), Le(600)] = None
+    processes: Annotated[int, Ge(1), Le(20)] = 3
+    seed: Count = 0
 
     def _problems(self) -> list[str]:
-        serving = self._server_problems() if self.scenario == "server" else self._problems_elsewhere()
-        return [*self._range_problems(), *self._scenario_problems(), *serving]
-
-    def _range_problems(self) -> list[str]:
-        most = {"batch_size": 4096, "source_length": 1_000_000, "target_length": 1_000_000}
-        problems = [
-            f"{name} is {size}, expected 1 to {limit}"
-            for name, limit in most.items()
-            for size in getattr(self, name)
-            if not 1 <= size <= limit
-        ]
-        problems += [
-            f"{name} is {value}, expected {low} to {high}"
-            for name, low, high in (
-                ("num_beams", 1, 64),
-                ("rate", 0.01, 100_000),
-                ("goal_p99", 0.1, 3_600_000),
-                ("goal_ms", 0.1, 3_600_000),
-                ("slots", 1, 4096),
-                ("duration", 0.1, 600),
-                ("processes", 1, 20),
-            )
-            if (value := getattr(self, name)) is not None and not low <= value <= high
-        ]
-        if self.threads != AUTO and not 1 <= self.threads <= MAX_THREADS:
-            problems.append(f"threads is {self.threads}, expected 1 to {MAX_THREADS}, or 'auto'")
-        if self.seed < 0:
-            problems.append(f"seed is {self.seed}, expected 0 or more")
+        problems = []
         if self.backend not in names():
             problems.append(f"backend is {self.backend!r}, expected one of {', '.join(map(repr, names()))}")
-        return problems
-
-    def _scenario_problems(self) -> list[str]:
-        problems = []
         if self.scenario == "single" and self.batch_size not in ((), (1,)):
             problems.append("batch_size is given, but single runs one request at a time; use --scenario offline")
         problems += [
@@ -120,44 +87,27 @@ class BenchConfig(Config, subject="bench"):
             for name in ("batch_size", "source_length", "target_length")
             if len(values := getattr(self, name)) > 1 and self.scenario != "sweep"
         ]
-        return problems
+        if self.scenario == "server":
+            return [*problems, *self._server_problems()]
+        only = "only valid in the server scenario"
+        return [*problems, *self._given("rate", "goal_ms", "slots", "url", "model", "token_file", why=only)]
 
     def _server_problems(self) -> list[str]:
         problems = []
-        if self.rate is None and self.goal_p99 is None:
-            problems.append(
-                "the server scenario needs a rate of requests; give --rate, such as --rate 20, or --goal-p99, a bound "
-                "in milliseconds to search the highest rate for"
-            )
+        if self.rate is None:
+            problems.append("the server scenario needs a rate of requests; give --rate, such as --rate 20")
         if self.batch_size not in ((), (self.slots,)):
             problems.append("batch_size is given, but a server has slots instead; use --slots")
-        if self.url is not None:
-            problems += self._url_problems(self.url)
-        else:
-            problems += [
-                f"{name} is given without a server; give --url, or leave it out"
-                for name in ("model", "token_file")
-                if getattr(self, name) is not None
-            ]
-        return problems
-
-    def _url_problems(self, url: str) -> list[str]:
-        parts = urlsplit(url)
-        problems = [
-            f"{name} is given, but the server at --url has its own; leave it out"
-            for name in ("form", "threads", "engine", "slots")
-            if getattr(self, name) not in (None, AUTO)
-        ]
+        if self.url is None:
+            return [*problems, *self._given("model", "token_file", why="only valid with --url")]
+        parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-            problems.append(f"url is {shortened(url)}, expected an address such as http://127.0.0.1:8000")
-        return problems
+            problems.append(f"url is {shortened(self.url)}, expected an address such as http://127.0.0.1:8000")
+        return [*problems, *self._given("form", "threads", "engine", "slots", why="not valid with --url")]
 
-    def _problems_elsewhere(self) -> list[str]:
-        return [
-            f"{name} is only valid in the server scenario, not in {self.scenario}; leave it out"
-            for name in ("rate", "goal_p99", "goal_ms", "slots", "url", "model", "token_file")
-            if getattr(self, name) is not None
-        ]
+    def _given(self, *fields: str, why: str) -> list[str]:
+        given = [name for name in fields if getattr(self, name) not in (None, AUTO)]
+        return [f"{name} is {why}; leave it out" for name in given]
 
     @property
     def cells(self) -> list[Cell]:
@@ -177,9 +127,8 @@ class BenchConfig(Config, subject="bench"):
 
     def decoding(self, cell: Cell) -> DecodeConfig:
         """Return how to decode a cell: exactly its target length, or until the end of the text."""
-        return DecodeConfig(
-            num_beams=self.num_beams, max_new_tokens=cell.target_length, min_new_tokens=cell.target_length or 0
-        )
+        length = cell.target_length
+        return DecodeConfig(num_beams=self.num_beams, max_new_tokens=length, min_new_tokens=length or 0)
 
 
 def resolve(config: BenchConfig, spec: ModelSpec | None, *, has_texts: bool) -> BenchConfig:
@@ -194,17 +143,23 @@ def resolve(config: BenchConfig, spec: ModelSpec | None, *, has_texts: bool) -> 
         ConfigError: lists every size above a limit.
     """
     batch_size = (config.slots,) if config.slots else _BATCH_SIZES[config.scenario]
-    source_limit, target_limit = (spec.max_source_length, spec.max_target_length) if spec else (None, None)
+    limits = {} if spec is None else {"source_length": spec.max_source_length, "target_length": spec.max_target_length}
+    lengths = {"source_length": _SOURCE_LENGTH, "target_length": _TARGET_LENGTH}
+    usual = {name: () if has_texts else (min(lengths[name], limit),) for name, limit in limits.items()}
     resolved = dataclasses.replace(
         config,
         batch_size=config.batch_size or (() if config.url else batch_size),
         slots=batch_size[0] if config.scenario == "server" and not config.url else None,
-        source_length=config.source_length or _length(_SOURCE_LENGTH, source_limit, has_texts),
-        target_length=config.target_length or _length(_TARGET_LENGTH, target_limit, has_texts),
-        goal_ms=config.goal_ms or config.goal_p99,
+        source_length=config.source_length or usual.get("source_length", ()),
+        target_length=config.target_length or usual.get("target_length", ()),
         duration=config.duration or _DURATION_S[config.scenario],
     )
-    problems = [] if spec is None else _above_limits(resolved, spec)
+    problems = [
+        f"{name} is {length}, the limit of the bundle is {limit}; lower --{name.replace('_', '-')}"
+        for name, limit in limits.items()
+        for length in getattr(resolved, name)
+        if length > limit
+    ]
     if has_texts and config.source_length:
         problems.append("source_length is given, but --input has texts of their own length; leave one of them out")
     if len(resolved.cells) > MAX_CELLS:
@@ -214,16 +169,3 @@ def resolve(config: BenchConfig, spec: ModelSpec | None, *, has_texts: bool) -> 
         problems.append(f"rate · duration is {requests:.0f} requests, the limit is {MAX_REQUESTS}; lower one of them")
     raise_all(ConfigError, "bench", problems)
     return resolved
-
-
-def _length(wanted: int, limit: int | None, has_texts: bool) -> tuple[int, ...]:
-    return () if has_texts or limit is None else (min(wanted, limit),)
-
-
-def _above_limits(config: BenchConfig, spec: ModelSpec) -> list[str]:
-    return [
-        f"{name} is {length}, the limit of the bundle is {limit}; lower --{name.replace('_', '-')}"
-        for name, limit in (("source_length", spec.max_source_length), ("target_length", spec.max_target_length))
-        for length in getattr(config, name)
-        if length > limit
-    ]

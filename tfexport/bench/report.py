@@ -1,19 +1,18 @@
-"""Turn samples into a report of JSON values, schema tfexport.bench/1; names of metrics follow AIPerf."""
+"""Turn samples into a report of JSON values; names of metrics follow AIPerf."""
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from tfexport.bench.calls import Samples
 from tfexport.bench.config import BenchConfig, Cell
+from tfexport.bench.loops import Samples
 
-SCHEMA = "tfexport.bench/1"
+SCHEMA = "tfexport.bench/2"
 Metric = dict[str, Any]
 PERCENTILES = (50, 90, 95, 99)
 # With fewer samples the 99th percentile is a guess from the last few.
@@ -28,16 +27,14 @@ def build_result(
     found: Sequence[dict[str, Any]],
     about: dict[str, Any],
     parity: dict[str, Any],
-    trials: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
     """Build a report.
 
     Args:
         config: resolved.
-        found: the result of each process, see `tfexport.bench.worker.measure`.
+        found: the result of each process, see `tfexport.bench.run.measure`.
         about: `bundle`, `input` and `environment` of the report.
         parity: `passed` and `source` of the report.
-        trials: of the search for the highest rate.
 
     Returns:
         The report. Its `metrics` are those of the processes and of the cell with the highest token throughput.
@@ -47,10 +44,8 @@ def build_result(
         for index, cell in enumerate(config.cells)
     ]
     process = _process_metrics(found)
-    for cell in cells:
-        cell["metrics"]["memory_bandwidth_share"] = _bandwidth_share(cell["metrics"], process)
     best = max(range(len(cells)), key=lambda index: cells[index]["metrics"]["output_token_throughput"]["value"])
-    reasons = _doubts(config, cells, parity)
+    reasons = _doubts(cells, parity)
     return {
         "schema": SCHEMA,
         "bundle": about["bundle"],
@@ -58,7 +53,6 @@ def build_result(
         "settings": {**settings(config), "backend": found[0]["backend"], "input": about["input"]},
         "parity": parity,
         "environment": about["environment"],
-        "trials": list(trials),
         "validity": {"valid": not reasons, "reasons": reasons},
         "best_cell": best,
         "metrics": {**cells[best]["metrics"], **process},
@@ -75,27 +69,18 @@ def settings(config: BenchConfig) -> dict[str, Any]:
 
 def _cell(config: BenchConfig, cell: Cell, runs: Sequence[Samples]) -> dict[str, Any]:
     is_server = config.scenario == "server"
-    in_flight = {
-        "seconds": np.linspace(0, runs[0].elapsed_s, len(runs[0].waiting)).tolist(),
-        "waiting": runs[0].waiting.tolist(),
-        "running": runs[0].running.tolist(),
-    }
     return {
-        "batch_size": cell.batch_size,
-        "source_length": cell.source_length,
-        "target_length": cell.target_length,
+        **dataclasses.asdict(cell),
         "metrics": cell_metrics(runs) | (_server_metrics(runs, config.goal_ms) if is_server else {}),
         "stable": all(is_stable(run.windows) for run in runs),
         "windows": [run.windows.tolist() for run in runs],
         "unserved": sum(run.unserved for run in runs),
         "time_split": time_split(runs),
-        "step_time_by_position_ms": step_time_by_position(runs),
         "latency_histogram": histogram([run.latency_s for run in runs]),
-        **({"in_flight": in_flight} if is_server else {}),
     }
 
 
-def _doubts(config: BenchConfig, cells: Sequence[dict[str, Any]], parity: dict[str, Any]) -> list[str]:
+def _doubts(cells: Sequence[dict[str, Any]], parity: dict[str, Any]) -> list[str]:
     """Return the reasons for which the numbers are not valid."""
     reasons = []
     if not parity["passed"]:
@@ -108,9 +93,6 @@ def _doubts(config: BenchConfig, cells: Sequence[dict[str, Any]], parity: dict[s
         reasons.append(f"overloaded: {unserved} requests had no answer when the run was cancelled")
     if refused := sum(cell["metrics"]["refused"]["value"] for cell in cells if "refused" in cell["metrics"]):
         reasons.append(f"overloaded: {refused} requests were refused")
-    p99 = cells[0]["metrics"]["request_latency"]["p99"]
-    if config.goal_p99 is not None and p99 is not None and p99 > config.goal_p99:
-        reasons.append(f"p99 is {p99:.0f} ms, above the bound of {config.goal_p99:g}; lower the rate")
     return reasons
 
 
@@ -150,74 +132,55 @@ def distribution(samples: Sequence[Sequence[float]]) -> Metric:
 def cell_metrics(runs: Sequence[Samples]) -> dict[str, Metric]:
     """Return the metrics of one cell from the samples of each process."""
     sequences, source_tokens = sum(run.sequences for run in runs), sum(run.source_tokens for run in runs)
-    seconds = sum(run.elapsed_s for run in runs)
-
-    def throughput(attribute: str, unit: str) -> Metric:
-        total = sum(getattr(run, attribute) for run in runs) / seconds
-        return value(total, unit, [getattr(run, attribute) / run.elapsed_s for run in runs])
-
+    length = source_tokens / sequences if source_tokens else None
     return {
         "time_to_first_token": distribution([run.first_token_s for run in runs]),
         "inter_token_latency": distribution([run.per_token_s for run in runs]),
         "request_latency": distribution([run.latency_s for run in runs]),
-        "output_token_throughput": throughput("tokens", "tokens/sec"),
-        "request_throughput": throughput("sequences", "requests/sec"),
+        "output_token_throughput": _rate([run.tokens for run in runs], runs, "tokens/sec"),
+        "request_throughput": _rate([run.sequences for run in runs], runs, "requests/sec"),
         "encode_time": distribution([run.encode_s for run in runs]),
         "step_time": distribution([run.step_s for run in runs]),
-        "input_sequence_length": (
-            value(source_tokens / sequences, "tokens") if source_tokens else value(None, "tokens", note=_UNSEEN)
-        ),
+        "input_sequence_length": value(length, "tokens", note="" if length else _UNSEEN),
         "output_sequence_length": value(sum(run.tokens for run in runs) / sequences, "tokens"),
         "request_count": value(sequences, "requests"),
-        "benchmark_duration": value(seconds, "sec"),
+        "benchmark_duration": value(sum(run.elapsed_s for run in runs), "sec"),
     }
+
+
+def _rate(counts: Sequence[int], runs: Sequence[Samples], unit: str) -> Metric:
+    each = [count / run.elapsed_s for count, run in zip(counts, runs, strict=True)]
+    return value(sum(counts) / sum(run.elapsed_s for run in runs), unit, each)
 
 
 def _server_metrics(runs: Sequence[Samples], goal_ms: float | None) -> dict[str, Metric]:
     shares = [run.slot_occupancy for run in runs if run.slot_occupancy is not None]
-    occupancy = value(float(np.mean(shares)), "ratio", shares) if shares else value(None, "ratio", note=_UNSEEN)
     queue = distribution([run.queue_s for run in runs])
+    goodput = value(None, "requests/sec", note="needs a goal; give --goal-ms")
+    if goal_ms is not None:
+        good = [sum(1e3 * latency <= goal_ms for latency in run.latency_s) for run in runs]
+        goodput = _rate(good, runs, "requests/sec")
     return {
-        "goodput": _goodput(runs, goal_ms),
-        "slot_occupancy": occupancy,
+        "goodput": goodput,
+        "slot_occupancy": value(
+            statistics.fmean(shares) if shares else None, "ratio", shares, "" if shares else _UNSEEN
+        ),
         "queue_time": queue if queue["count"] else queue | {"note": _UNSEEN},
         "refused": value(sum(run.refused for run in runs), "requests"),
     }
 
 
-def _goodput(runs: Sequence[Samples], goal_ms: float | None) -> Metric:
-    if goal_ms is None:
-        return value(None, "requests/sec", note="needs a goal; give --goal-ms")
-    good = [sum(1e3 * latency <= goal_ms for latency in run.latency_s) for run in runs]
-    each = [count / run.elapsed_s for count, run in zip(good, runs, strict=True)]
-    return value(sum(good) / sum(run.elapsed_s for run in runs), "requests/sec", each)
-
-
 def _process_metrics(found: Sequence[dict[str, Any]]) -> dict[str, Metric]:
     """Return the metrics of the processes, which are the same for all cells."""
-
-    def median(name: str, unit: str, scale: float) -> Metric:
-        if name not in found[0]:
-            return value(None, unit, note=_UNSEEN)
-        values = [process[name] * scale for process in found]
-        return value(statistics.median(values), unit, values)
-
-    weight_bytes = found[0].get("step_weight_bytes")
-    note = "" if weight_bytes else "known for canonical models in ONNX Runtime on the CPU only"
-    return {
-        "load_time": median("load_s", "ms", 1e3),
-        "load_to_first_token": median("load_to_first_token_s", "ms", 1e3),
-        "peak_memory": median("peak_memory_bytes", "MB", 1e-6),
-        "memory_bandwidth": median("memory_bandwidth", "GB/s", 1e-9),
-        "step_weight_bytes": value(weight_bytes, "bytes", note=note),
-    }
-
-
-def _bandwidth_share(metrics: dict[str, Metric], process: dict[str, Metric]) -> Metric:
-    weight_bytes, step_ms = process["step_weight_bytes"]["value"], metrics["step_time"]["p50"]
-    if not weight_bytes or not step_ms:
-        return value(None, "ratio", note="needs the bytes of weights and the time of a step")
-    return value(weight_bytes / step_ms * 1e-6 / process["memory_bandwidth"]["value"], "ratio")
+    metrics = {}
+    for metric, name, unit, scale in (
+        ("load_time", "load_s", "ms", 1e3),
+        ("load_to_first_token", "load_to_first_token_s", "ms", 1e3),
+        ("peak_memory", "peak_memory_bytes", "MB", 1e-6),
+    ):
+        values = [process[name] * scale for process in found if name in process]
+        metrics[metric] = value(statistics.median(values) if values else None, unit, values, "" if values else _UNSEEN)
+    return metrics
 
 
 # ---- what plots and validity need
@@ -240,25 +203,6 @@ def time_split(runs: Sequence[Samples]) -> dict[str, float]:
         "reorder": sum(run.reordering_s for run in runs) / busy,
     }
     return {**shares, "rest": 1 - sum(shares.values())}
-
-
-def step_time_by_position(runs: Sequence[Samples]) -> list[float]:
-    """Return the median step time at each target position in milliseconds.
-
-    Empty in the server scenario, in which the rows of a step have different positions.
-    """
-    positions = np.concatenate([_positions(run) for run in runs])
-    times = np.concatenate([np.asarray(run.step_s)[: len(_positions(run))] for run in runs])
-    order = np.argsort(positions, kind="stable")
-    groups = np.split(times[order], np.cumsum(np.bincount(positions))[:-1]) if times.size else []
-    return [float(np.median(group)) * 1e3 for group in groups]
-
-
-def _positions(run: Samples) -> NDArray[np.int64]:
-    counts = np.asarray(run.steps, np.int64)
-    starts = np.array([0, *accumulate(counts.tolist())][:-1], np.int64)
-    positions: NDArray[np.int64] = np.arange(counts.sum()) - starts.repeat(counts)
-    return positions
 
 
 def histogram(samples: Sequence[Sequence[float]]) -> dict[str, list[float]]:

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
+import asyncio
+import json
+import os
+import threading
+import time
 from collections.abc import Callable, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from tfexport._io.extras import extra_command
+from tfexport._io.process import ProcessError, call_in_process
 from tfexport._io.signature import TrustedKeys
 from tfexport.bench.config import BenchConfig, resolve
-from tfexport.bench.machine import environment
-from tfexport.bench.open_loop import Trial, best
+from tfexport.bench.loops import Caller, clock, closed_loop, encoded, random_batches, text_batches
+from tfexport.bench.machine import environment, peak_memory_bytes
 from tfexport.bench.report import build_result
-from tfexport.bench.worker import run_process
+from tfexport.bench.server import measure_engine, measure_url
 from tfexport.bundle.bundle import Bundle, open_bundle
-from tfexport.errors import BackendError, InputError, ParityError
+from tfexport.errors import BackendError, BenchError, InputError, ParityError
+from tfexport.model.load import load
+from tfexport.model.model import Model
 from tfexport.runtime import registry
 from tfexport.runtime.cpu import available_cores
 from tfexport.runtime.registry import AUTO
 
 MAX_TEXTS = 10_000
+# Warm-up before the first window, at most.
+_WARM_UP_S = 0.5
+# Longest run of a process.
+_MAX_S = 24 * 3600.0
 
 
 def bench_bundle(
@@ -44,7 +55,7 @@ def bench_bundle(
         report: receives lines of progress.
 
     Returns:
-        The report, schema tfexport.bench/1, as JSON values.
+        The report as JSON values, see `tfexport.bench.report`.
 
     Raises:
         BundleError: the bundle is missing or damaged.
@@ -64,12 +75,6 @@ def bench_bundle(
     parity: dict[str, Any] = {"passed": None, "source": "not verified"}
     if bundle and verify and not config.url:
         parity = check_parity(bundle, config, report, against)
-    trials: list[dict[str, Any]] = []
-    if resolved.scenario == "server" and resolved.rate is None:
-        report(f"searching for the highest rate with p99 within {resolved.goal_p99:g} ms")
-        trials = run_process(folder, resolved, texts, 0)["trials"]
-        resolved = dataclasses.replace(resolved, rate=best([Trial(**trial) for trial in trials]).rate)
-        report(f"found {resolved.rate:.3g} requests a second in {len(trials)} trials")
     found = []
     for number in range(resolved.processes):
         report(f"measuring, process {number + 1} of {resolved.processes}")
@@ -78,10 +83,12 @@ def bench_bundle(
         parity = {"passed": True, "source": f"{compared} answers equal those of the bundle"}
     about = {
         "bundle": _about(bundle, path, found[0]),
-        "input": None if texts is None else {"texts": len(texts), "sha256": _sha256(texts)},
+        "input": None
+        if texts is None
+        else {"texts": len(texts), "sha256": sha256("\n".join(texts).encode()).hexdigest()},
         "environment": environment(found[0].get("threads", available_cores())),
     }
-    return build_result(resolved, found, about, parity, trials)
+    return build_result(resolved, found, about, parity)
 
 
 def _check(bundle: Bundle | None, config: BenchConfig, texts: Sequence[str] | None) -> None:
@@ -142,5 +149,75 @@ def check_parity(
     return {"passed": True, "source": "verified before measuring"}
 
 
-def _sha256(texts: Sequence[str]) -> str:
-    return hashlib.sha256("\n".join(texts).encode()).hexdigest()
+# ---- processes
+
+
+def run_process(bundle: Path | None, config: BenchConfig, texts: Sequence[str] | None, number: int) -> dict[str, Any]:
+    """Measure once in a fresh process; see `measure`.
+
+    Raises:
+        TfexportError: the process raised it.
+        BenchError: the process died.
+    """
+    given = (bundle and str(bundle), config.to_dict(), number, os.getpid())
+    try:
+        function = f"{__name__}:_measure_in_process"
+        found: dict[str, Any] = call_in_process(function, *given, wall_s=_MAX_S, data=json.dumps(texts).encode())
+    except ProcessError as error:
+        raise BenchError(
+            f"bench: process {number + 1} {error}; try a smaller --batch-size, or tfexport doctor"
+        ) from error
+    return found
+
+
+def _measure_in_process(bundle: str | None, config: dict[str, Any], number: int, parent: int, texts: bytes) -> Any:
+    threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
+    return measure(Path(bundle) if bundle else None, BenchConfig.from_dict(config), json.loads(texts), number)
+
+
+def _end_with_parent(parent: int) -> None:
+    """End this process after the parent was killed."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+def measure(bundle: Path | None, config: BenchConfig, texts: list[str] | None, number: int) -> dict[str, Any]:
+    """Load a bundle, or ask a server, and run every cell of a scenario; return JSON values.
+
+    Args:
+        bundle: its directory; None for a server whose bundle is not here.
+        config: resolved.
+        texts: to decode; None for random sources.
+        number: of the process, from 0; each draws its own arrival schedule.
+    """
+    if config.url:
+        return asyncio.run(measure_url(bundle, config, texts, number))
+    assert bundle
+    measured = measure_engine if config.scenario == "server" else _measure_calls
+    found, model = measured(bundle, config, texts, number)
+    threads = model.threads.decoder if model.threads else available_cores()
+    about = {"backend": model.session.backend, "threads": threads, "peak_memory_bytes": peak_memory_bytes()}
+    return {**about, **found}
+
+
+def _measure_calls(
+    bundle: Path, config: BenchConfig, texts: list[str] | None, number: int
+) -> tuple[dict[str, Any], Model]:
+    load_s, model = clock(lambda: load(bundle, **config.load_options))
+    sources = None if texts is None else encoded(model, texts)
+    first_token_s, cells = None, []
+    for cell in config.cells:
+        assert config.duration  # resolved
+        assert cell.batch_size
+        call = Caller(model.session, config.decoding(cell))
+        if sources is None:
+            batches = random_batches(model.spec, cell, config.seed)
+        else:
+            batches = text_batches(sources, cell.batch_size, config.seed)
+        first = call(batches[0])
+        if first_token_s is None:
+            first_token_s = load_s + first.first_token - first.began
+        closed_loop(call, batches, min(_WARM_UP_S, config.duration / 5))
+        cells.append(closed_loop(call, batches, config.duration).to_dict())
+    return {"load_s": load_s, "load_to_first_token_s": first_token_s, "cells": cells}, model

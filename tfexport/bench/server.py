@@ -8,15 +8,24 @@ import selectors
 import threading
 import time
 from array import array
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from tfexport.bench.calls import MAX_STEPS, Samples, encoded, random_batches, shuffled
-from tfexport.bench.config import MAX_REQUESTS, BenchConfig
-from tfexport.bench.open_loop import LEAST_REQUESTS, Answer, Ask, Source, Trial, highest_rate, judge, open_loop, poisson
+from tfexport.bench.config import BenchConfig
+from tfexport.bench.loops import (
+    MAX_STEPS,
+    Answer,
+    Ask,
+    Samples,
+    Source,
+    encoded,
+    open_loop,
+    poisson,
+    random_batches,
+    shuffled,
+)
 from tfexport.errors import BenchError, InputError, ParityError, ServingError, printable
 from tfexport.generation import DecodeConfig
 from tfexport.model.load import load
@@ -35,8 +44,6 @@ NUM_COMPARED = 8
 # Statuses of a server that works but cannot answer now: too many requests, not ready, too late.
 BUSY = {429, 503, 504}
 
-Run = Callable[[float, float, int], Awaitable[Samples]]
-
 
 class Watch(Observer):
     """Record the work of an engine since `restart`."""
@@ -47,35 +54,33 @@ class Watch(Observer):
 
     def restart(self) -> None:
         """Reset the record."""
-        self._queue_s, self._encode_s, self._step_s = array("d"), array("d"), array("d")
-        self._encoding_s = self._stepping_s = 0.0
-        self._num_steps = self._num_rows = 0
+        self._samples, self._num_steps, self._num_rows = Samples(), 0, 0
 
     def joined(self, waited_s: float, source_tokens: int) -> None:
         """Record how long a request has waited."""
         with self._lock:
-            self._queue_s.append(waited_s)
+            self._samples.queue_s.append(waited_s)
 
     def encoded(self, took_s: float) -> None:
         """Record a run of the encoder."""
         with self._lock:
-            self._encoding_s += took_s
-            self._encode_s.append(took_s)
+            self._samples.encoding_s += took_s
+            self._samples.encode_s.append(took_s)
 
     def stepped(self, took_s: float, num_steps: int, num_rows: int) -> None:
         """Record steps; those taken together count with their mean time."""
         with self._lock:
-            self._stepping_s += took_s
+            self._samples.stepping_s += took_s
             self._num_steps += num_steps
             self._num_rows += num_steps * num_rows
-            if len(self._step_s) + num_steps <= MAX_STEPS:
-                self._step_s.extend([took_s / num_steps] * num_steps)
+            if len(self._samples.step_s) + num_steps <= MAX_STEPS:
+                self._samples.step_s.extend(array("d", [took_s / num_steps] * num_steps))
 
     def add_to(self, samples: Samples, slots: int) -> None:
         """Complete the samples of an open loop."""
         with self._lock:
-            samples.queue_s, samples.encode_s, samples.step_s = self._queue_s, self._encode_s, self._step_s
-            samples.encoding_s, samples.stepping_s = self._encoding_s, self._stepping_s
+            for name in ("queue_s", "encode_s", "step_s", "encoding_s", "stepping_s"):
+                setattr(samples, name, getattr(self._samples, name))
             samples.busy_s = samples.elapsed_s
             if self._num_steps:
                 samples.slot_occupancy = self._num_rows / (self._num_steps * slots)
@@ -105,12 +110,11 @@ def http_client(url: str, token: str | None = None) -> httpx.AsyncClient:
     """Return a client that opens as many connections as there are requests, uses no proxy and never times out."""
     import httpx
 
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     return httpx.AsyncClient(
         base_url=url,
         headers={"Authorization": f"Bearer {token}"} if token else None,
         timeout=None,  # noqa: S113 - the open loop ends a run that takes too long
-        transport=httpx.AsyncHTTPTransport(limits=limits),
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
         trust_env=False,
     )
 
@@ -191,12 +195,7 @@ def _excerpt(body: bytes) -> str:
     return printable(body[:300].decode(errors="replace").strip())
 
 
-async def only_model(client: httpx.AsyncClient) -> str:
-    """Return the name of the only model of a server.
-
-    Raises:
-        BenchError: there are several, or the server does not list them.
-    """
+async def _only_model(client: httpx.AsyncClient) -> str:
     status, body = await exchange(client, "GET", "v2")
     if status != 200:
         raise BenchError(f"bench: the server answers {status} to /v2: {_excerpt(body)}; name its model with --model")
@@ -209,7 +208,7 @@ async def only_model(client: httpx.AsyncClient) -> str:
 def measure_engine(
     bundle: Path, config: BenchConfig, texts: Sequence[str] | None, number: int
 ) -> tuple[dict[str, Any], Model]:
-    """Serve a bundle in this process and measure it; see `tfexport.bench.worker.measure`."""
+    """Serve a bundle in this process and measure it; see `tfexport.bench.run.measure`."""
     # Other selectors wake up as much as a millisecond late.
     with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selectors.SelectSelector())) as runner:
         return runner.run(_measure_engine(bundle, config, texts, number))
@@ -228,32 +227,20 @@ async def _measure_engine(
         ask = EngineCaller(engine, config.decoding(cell))
         first = await ask(sources[0])
         assert first.first_token
-
-        async def run(rate: float, seconds: float, seed: int) -> Samples:
-            watch.restart()
-            samples = await open_loop(ask, sources, poisson(rate, seconds, seed))
-            watch.add_to(samples, engine.slots)
-            return samples
-
-        found = await _found(ask, sources, run, config, number)
+        samples = await _measured(ask, sources, config, number, watch.restart)
+        watch.add_to(samples, engine.slots)
     finally:
         await engine.drain(0)
-    return {"load_s": loaded - began, "load_to_first_token_s": first.first_token - began, **found}, engine.model
+    times = {"load_s": loaded - began, "load_to_first_token_s": first.first_token - began}
+    return {**times, "cells": [samples.to_dict()]}, engine.model
 
 
 async def measure_url(
     bundle: Path | None, config: BenchConfig, texts: Sequence[str] | None, number: int
 ) -> dict[str, Any]:
-    """Measure a running server; see `tfexport.bench.worker.measure`.
+    """Measure a running server; see `tfexport.bench.run.measure`.
 
-    Args:
-        bundle: the served bundle if it is here; needed for random sources and to compare answers.
-        config: resolved.
-        texts: to send; None for random sources.
-        number: of the process, from 0.
-
-    Returns:
-        `cells` or `trials`, and `compared`, the number of answers that equal those of the bundle.
+    With the served bundle, which random sources need, the first answers are compared; `compared` is their number.
 
     Raises:
         BenchError: the server cannot be reached.
@@ -262,7 +249,7 @@ async def measure_url(
     assert config.url
     (cell,), compared = config.cells, 0
     async with http_client(config.url, _token(config.token_file)) as client:
-        name = config.model or await only_model(client)
+        name = config.model or await _only_model(client)
         ask = HttpCaller(client, name, config.decoding(cell))
         sources: Sequence[Source] = texts or []
         if bundle:
@@ -271,12 +258,8 @@ async def measure_url(
                 sources = shuffled(texts, config.seed) if texts else ids
                 if number == 0:
                     compared = await _compare(ask, sources[:NUM_COMPARED], model, ids[:NUM_COMPARED], config)
-
-        async def run(rate: float, seconds: float, seed: int) -> Samples:
-            return await open_loop(ask, sources, poisson(rate, seconds, seed))
-
-        found = await _found(ask, sources, run, config, number)
-    return {"backend": "http", "model": name, "compared": compared, **found}
+        samples = await _measured(ask, sources, config, number)
+    return {"backend": "http", "model": name, "compared": compared, "cells": [samples.to_dict()]}
 
 
 def _token(path: str | None) -> str | None:
@@ -296,33 +279,24 @@ async def _compare(
     expected = model.generate_ids(ids, config=config.decoding(config.cells[0]))
     for number, (answer, (best, *_)) in enumerate(zip(answers, expected, strict=True), 1):
         if tuple(answer) != best.token_ids:
-            raise ParityError(
-                f"{config.url}: answer {number} of {len(answers)} differs from that of the bundle; "
-                "give the bundle that the server has loaded"
-            )
+            problem = f"answer {number} of {len(answers)} differs from that of the bundle"
+            raise ParityError(f"{config.url}: {problem}; give the bundle that the server has loaded")
     return len(answers)
 
 
-async def _found(ask: Ask, sources: Sequence[Source], run: Run, config: BenchConfig, number: int) -> dict[str, Any]:
-    """Warm up, then measure at the configured rate or search for the highest one."""
-    seconds, bound = config.duration, config.goal_p99
-    assert seconds
+async def _measured(
+    ask: Ask, sources: Sequence[Source], config: BenchConfig, number: int, restart: Callable[[], None] = lambda: None
+) -> Samples:
+    """Warm up, then measure at the configured rate."""
+    assert config.rate
+    assert config.duration
     await ask(sources[0])  # by itself, so that its error is reported
     await open_loop(ask, sources, [0.0] * min(config.slots or MAX_WARM_UP, MAX_WARM_UP))
-    if config.rate:
-        samples = await run(config.rate, seconds, config.seed + number)
-        if not samples.sequences:
-            raise BenchError(f"bench: none of {samples.refused + samples.unserved} requests was answered; lower --rate")
-        return {"cells": [samples.to_dict()]}
-    assert bound
-
-    async def attempt(rate: float) -> Trial:
-        length = min(max(seconds, LEAST_REQUESTS / rate), MAX_REQUESTS / rate)
-        return judge(rate, await run(rate, length, config.seed), bound)
-
-    began = time.monotonic()
-    await ask(sources[0])
-    return {"trials": [asdict(trial) for trial in await highest_rate(attempt, 1 / (time.monotonic() - began))]}
+    restart()
+    samples = await open_loop(ask, sources, poisson(config.rate, config.duration, config.seed + number))
+    if not samples.sequences:
+        raise BenchError(f"bench: none of {samples.refused + samples.unserved} requests was answered; lower --rate")
+    return samples
 
 
 def _sources(model: Model, config: BenchConfig, texts: Sequence[str] | None) -> list[list[int]]:

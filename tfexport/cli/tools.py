@@ -86,9 +86,6 @@ def verify(
 @click.option("--num-beams", default=BenchConfig.num_beams, help="Beams of beam search; 1 is greedy.")
 @click.option("--input", "source", type=INPUT, help="File with one text a line instead of random sources.")
 @click.option("--rate", type=float, help="Requests a second of the server scenario.")
-@click.option(
-    "--goal-p99", type=float, metavar="MS", help="Search the highest rate that keeps this bound, instead of --rate."
-)
 @click.option("--goal-ms", type=float, metavar="MS", help="Latency up to which an answer counts for goodput.")
 @click.option("--slots", type=int, help="Rows that the server scenario decodes at once.")
 @click.option("--url", help="Measure a running server, such as http://127.0.0.1:8000.")
@@ -119,11 +116,12 @@ def bench(
     if json_file and html_file and json_file.resolve() == html_file.resolve():
         raise click.UsageError("--json and --html are the same file; choose two.")
     texts = None if source is None else inputs_of((), source)
-    if html_file:
-        from tfexport.bench.page import render  # before anything is measured: it needs the extra `bench`
     from tfexport._io.text import write_whole
     from tfexport.bench.run import bench_bundle
-    from tfexport.bench.table import lines
+    from tfexport.bench.show import check_page, lines, render
+
+    if html_file:
+        check_page()
 
     with ExitStack() as stack:
         json_lines = stack.enter_context(write_whole(json_file)) if json_file else []

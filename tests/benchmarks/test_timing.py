@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import pytest
 
-from tfexport.bench.timing import Effort, Ratio, Stopwatch, clock, geometric_mean, interleaved, median, ratio, repeat
+from tests.conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from timing import Effort, Ratio, Stopwatch, clock, geometric_mean, interleaved, median, ratio, repeat
 
 
 def scripted(times: Sequence[float]) -> Stopwatch:

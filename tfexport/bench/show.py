@@ -1,7 +1,9 @@
-"""Format a report as lines for a terminal."""
+"""Show a report: as lines for a terminal, or as one HTML page with plots (which needs the extra `bench`)."""
 
 from __future__ import annotations
 
+import base64
+import io
 import textwrap
 from collections.abc import Sequence
 from typing import Any
@@ -20,6 +22,28 @@ _TIMES = {
     "step_time": "decoder step",
 }
 _SPLIT = {"encode": "encoder", "step": "decoder steps", "reorder": "moving rows", "rest": "rest"}
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8"/>
+<meta name="viewport" content="width=device-width, initial-scale=1"/>
+<title>{{ headline }}</title>
+<style>
+body { margin: 0 auto; padding: 1em; max-width: 1200px; font: 14px/1.4 system-ui, sans-serif; }
+pre { padding: 1em; background: #f6f7f9; overflow-x: auto; }
+img { width: 100%; }
+.invalid { color: #b42318; font-weight: 600; }
+</style>
+</head>
+<body>
+<h1>{{ result.bundle.name }}</h1>
+<p{% if not result.validity.valid %} class="invalid"{% endif %}>{{ verdict }}</p>
+<pre>{{ table }}</pre>
+<img alt="Latencies, and stability or throughput" src="{{ plots }}"/>
+<p>Measured {{ result.environment.date }}; bundle sha256 {{ result.bundle.sha256 or "unknown" }}.</p>
+</body>
+</html>
+"""
 
 
 def lines(result: dict[str, Any]) -> list[str]:
@@ -31,13 +55,9 @@ def lines(result: dict[str, Any]) -> list[str]:
 
 def grid(rows: Sequence[Sequence[str]]) -> list[str]:
     """Align columns: the first to the left, the others to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        ).rstrip()
-        for row in rows
-    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligned = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows]
+    return ["  ".join(row).rstrip() for row in aligned]
 
 
 def number(value: float | None) -> str:
@@ -87,34 +107,29 @@ def _effort(result: dict[str, Any]) -> str:
 
 
 def _times(metrics: dict[str, Any]) -> list[str]:
+    seen = {label: metrics[name] for name, label in _TIMES.items() if metrics[name]["count"]}
     rows = [["milliseconds", *_NUMBERS, "samples", "p50 of processes"]]
-    for name, label in _TIMES.items():
-        metric = metrics[name]
-        if metric["count"]:  # otherwise not seen from outside a server
-            numbers = [number(metric[column]) for column in _NUMBERS]
-            rows.append([label, *numbers, f"{metric['count']:,}", _spread(metric["per_process"])])
-    too_few = any(metrics[name]["p99"] is None for name in _TIMES if metrics[name]["count"])
+    for label, metric in seen.items():
+        numbers = [number(metric[column]) for column in _NUMBERS]
+        rows.append([label, *numbers, f"{metric['count']:,}", _spread(metric["per_process"])])
+    too_few = any(metric["p99"] is None for metric in seen.values())
     return [*grid(rows), *([f"{MISSING} p99 needs {P99_SAMPLES:,} samples"] if too_few else [])]
 
 
 def _sweep(result: dict[str, Any]) -> list[str]:
-    rows = [["source", "target", "batch", "tokens/s", "texts/s", "step p50", "text p50", "p90 ms", "bandwidth", ""]]
+    rows = [["source", "target", "batch", "tokens/s", "texts/s", "step p50", "text p50", "p90 ms", ""]]
     for index, cell in enumerate(result["cells"]):
         metrics = cell["metrics"]
-        rows.append(
-            [
-                str(cell["source_length"] or "texts"),
-                str(cell["target_length"] or "all"),
-                str(cell["batch_size"]),
-                number(metrics["output_token_throughput"]["value"]),
-                number(metrics["request_throughput"]["value"]),
-                number(metrics["step_time"]["p50"]),
-                number(metrics["request_latency"]["p50"]),
-                number(metrics["request_latency"]["p90"]),
-                _percent(metrics["memory_bandwidth_share"]["value"]),
-                ("best" if index == result["best_cell"] else "") + ("" if cell["stable"] else " unstable"),
-            ]
-        )
+        numbers = [
+            metrics["output_token_throughput"]["value"],
+            metrics["request_throughput"]["value"],
+            metrics["step_time"]["p50"],
+            metrics["request_latency"]["p50"],
+            metrics["request_latency"]["p90"],
+        ]
+        sizes = [cell["source_length"] or "texts", cell["target_length"] or "all", cell["batch_size"]]
+        note = ("best" if index == result["best_cell"] else "") + ("" if cell["stable"] else " unstable")
+        rows.append([*map(str, sizes), *map(number, numbers), note])
     return grid(rows)
 
 
@@ -127,19 +142,15 @@ def _facts(result: dict[str, Any]) -> list[str]:
     }
     # A server has nothing to do at times, and does not time the moving of rows.
     names = {**_SPLIT, "rest": "idle"} if result["scenario"] == "server" else _SPLIT
-    if shares := {name: cell["time_split"].get(key, 0) for key, name in names.items()}:
-        split = ", ".join(f"{name} {_percent(share)}" for name, share in shares.items() if share >= 0.0005)
-        facts |= {"where the time goes": split} if split else {}
+    shares = {name: cell["time_split"].get(key, 0) for key, name in names.items()}
+    if split := ", ".join(f"{name} {_percent(share)}" for name, share in shares.items() if share >= 0.0005):
+        facts["where the time goes"] = split
     if metrics["load_time"]["value"] is not None:
         load, first = _rate(metrics["load_time"]), _rate(metrics["load_to_first_token"])
-        facts |= {
-            "weights": _weights(metrics),
-            "peak memory": f"{number(metrics['peak_memory']['value'])} MB",
-            "load": f"{load} ms, first token after {first} ms",
-        }
+        facts["peak memory"] = f"{number(metrics['peak_memory']['value'])} MB"
+        facts["load"] = f"{load} ms, first token after {first} ms"
     facts["machine"] = f"{about['cpu']}, {about['threads']} of {about['cores']} cores, {about['system']}"
-    if about.get("instruction_sets"):  # older reports have none
-        facts["instruction sets"] = f"{' '.join(about['instruction_sets'])}; 8-bit products {about['int8_products']}"
+    facts["instruction sets"] = f"{' '.join(about['instruction_sets'])}; 8-bit products {about['int8_products']}"
     facts["versions"] = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     return [line for label, text in facts.items() for line in _wrapped(text, label)]
 
@@ -148,11 +159,6 @@ def _serving(result: dict[str, Any]) -> dict[str, str]:
     if result["scenario"] != "server":
         return {}
     settings, metrics, found = result["settings"], result["metrics"], {}
-    if result["trials"]:
-        found["highest rate"] = (
-            f"{settings['rate']:.4g} requests a second keep p99 within {settings['goal_p99']:g} ms, in "
-            f"{len(result['trials'])} trials"
-        )
     if settings["goal_ms"]:
         goodput = number(metrics["goodput"]["value"])
         found["goodput"] = f"{goodput} requests a second answered within {settings['goal_ms']:g} ms"
@@ -161,16 +167,6 @@ def _serving(result: dict[str, Any]) -> dict[str, str]:
     if (queue := metrics["queue_time"])["count"]:
         found["queue"] = f"{number(queue['p50'])} ms, p90 {number(queue['p90'])}, p95 {number(queue['p95'])}"
     return found | {"refused": f"{metrics['refused']['value']:,} requests"}
-
-
-def _weights(metrics: dict[str, Any]) -> str:
-    size, share = metrics["step_weight_bytes"], metrics["memory_bandwidth_share"]
-    if size["value"] is None or share["value"] is None:
-        return str(size.get("note") or share["note"])
-    return (
-        f"{number(size['value'] / 1e6)} MB a step, {_percent(share['value'])} of the "
-        f"{number(metrics['memory_bandwidth']['value'])} GB/s that were measured"
-    )
 
 
 def _percent(share: float | None) -> str:
@@ -189,3 +185,57 @@ def _rate(metric: dict[str, Any]) -> str:
 def _wrapped(text: str, label: str = "") -> list[str]:
     start = label.ljust(_LABEL) if label else ""
     return textwrap.wrap(text, WIDTH, initial_indent=start, subsequent_indent=" " * len(start))
+
+
+# ---- the page
+
+
+def check_page() -> None:
+    """Import what a page needs, so that a missing extra is known before anything is measured."""
+    import jinja2  # noqa: F401
+    import matplotlib.figure  # noqa: F401
+
+
+def render(result: dict[str, Any]) -> str:
+    """Return a report as a page that needs no other file, no network and no script."""
+    from jinja2 import Environment
+
+    template = Environment(autoescape=True, trim_blocks=True).from_string(_PAGE)
+    texts = {"headline": headline(result), "verdict": verdict(result), "table": "\n".join(lines(result))}
+    return template.render(result=result, plots=_plots(result), **texts)
+
+
+def _plots(result: dict[str, Any]) -> str:
+    """Draw latencies, and stability or throughput; return them as a data URL of an SVG image."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    best = result["cells"][result["best_cell"]]
+    bars, latency = best["latency_histogram"], best["metrics"]["request_latency"]
+    left.set(title=f"Latency of {latency['count']:,} requests", xlabel="milliseconds, end to end", ylabel="count")
+    if bars["counts"]:
+        left.stairs(bars["counts"], bars["edges_ms"], fill=True)
+    for name in _NUMBERS:
+        if latency[name] is not None:
+            left.axvline(latency[name], color="black", linestyle=":")
+            left.annotate(name, (latency[name], 0.95), xycoords=("data", "axes fraction"), rotation=90, va="top")
+    if result["scenario"] == "sweep":
+        right.set(title="Throughput by batch size", xlabel="batch size", ylabel="output tokens a second")
+        speeds: dict[str, dict[int, float]] = {}
+        for cell in result["cells"]:
+            label = f"source {cell['source_length'] or 'texts'}, target {cell['target_length'] or 'all'}"
+            speed = cell["metrics"]["output_token_throughput"]["value"]
+            speeds.setdefault(label, {})[cell["batch_size"]] = speed
+        for label, by_size in speeds.items():
+            right.plot(sorted(by_size), [by_size[size] for size in sorted(by_size)], marker="o", label=label)
+    else:
+        unit = "median latency, s" if result["scenario"] == "server" else "tokens a second"
+        right.set(title="Stability", xlabel="window", ylabel=unit)
+        for process, windows in enumerate(best["windows"], 1):
+            right.plot(range(1, len(windows) + 1), windows, marker="o", label=f"process {process}")
+    right.set_ylim(bottom=0)
+    right.legend()
+    image = io.BytesIO()
+    figure.savefig(image, format="svg", metadata={"Date": None})
+    return f"data:image/svg+xml;base64,{base64.b64encode(image.getvalue()).decode()}"

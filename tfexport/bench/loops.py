@@ -1,33 +1,44 @@
-"""Time calls of the decoder, one after another: the scenarios `single`, `offline` and `sweep`."""
+"""Generate load and record times: a closed loop of decoder calls, and an open loop of requests on a schedule."""
 
 from __future__ import annotations
 
+import asyncio
+import statistics
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import cycle
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
 
 import numpy as np
 
 from tfexport.bench.config import MAX_REQUESTS, Cell
-from tfexport.bench.timing import clock
 from tfexport.contract import ModelSpec
 from tfexport.decode.offline import decode
-from tfexport.errors import InputError
+from tfexport.errors import EngineFailed, InputError, ServingError
 from tfexport.generation import DecodeConfig
 from tfexport.model.model import Model
 from tfexport.runtime.session import Batch, Candidates, Floats, Ids, Mask, MultiStep, Prompts, Session
 
 T = TypeVar("T")
+Source: TypeAlias = str | Sequence[int]
 WINDOWS, MIN_WINDOWS = 10, 3
-# Greedy steps that one call takes are timed in groups of at most this many, to show step times by position.
+# Greedy steps that one call takes are timed in groups of at most this many.
 STEPS_TOGETHER = 16
 # Recorded step times; more would show in the memory that is being measured.
 MAX_STEPS = 1_000_000
 # Batches of random sources: enough to defeat caches, few enough to take little memory.
 _BATCHES, _MAX_TOKENS = 64, 1_000_000
+# An open loop is cancelled when it takes this many seconds more than twice its length.
+GRACE_S = 10
+
+
+def clock(call: Callable[[], T]) -> tuple[float, T]:
+    """Return the seconds of a call and its result."""
+    began = time.perf_counter()
+    found = call()
+    return time.perf_counter() - began, found
 
 
 @dataclass(frozen=True)
@@ -58,11 +69,8 @@ class Samples:
         latency_s: from the call, or the scheduled arrival, to the end.
         per_token_s: mean time of each token after the first.
         encode_s: seconds in the encoder, one entry per call.
-        steps: number of recorded steps, one entry per call.
-        step_s: seconds of these steps, call after call.
+        step_s: seconds of each step.
         queue_s: server scenario: from submission until the request joined a batch.
-        waiting: server scenario: requests without a first token, at equal intervals over the run.
-        running: server scenario: requests with a first token that are not finished, at the same times.
         windows: tokens per second of each window, or median latencies in the server scenario; used for stability.
         busy_s: seconds inside calls, or of the whole run in the server scenario; split into `encoding_s`, `stepping_s`,
             `reordering_s` and the rest.
@@ -75,11 +83,8 @@ class Samples:
     latency_s: array[float] = field(default_factory=_doubles)
     per_token_s: array[float] = field(default_factory=_doubles)
     encode_s: array[float] = field(default_factory=_doubles)
-    steps: array[float] = field(default_factory=_doubles)
     step_s: array[float] = field(default_factory=_doubles)
     queue_s: array[float] = field(default_factory=_doubles)
-    waiting: array[float] = field(default_factory=_doubles)
-    running: array[float] = field(default_factory=_doubles)
     windows: array[float] = field(default_factory=_doubles)
     elapsed_s: float = 0.0
     busy_s: float = 0.0
@@ -103,7 +108,6 @@ class Samples:
         self.encode_s.append(call.encode_s)
         if len(self.step_s) + len(call.step_s) <= MAX_STEPS:
             self.step_s.extend(call.step_s)
-            self.steps.append(len(call.step_s))
         self.busy_s += call.ended - call.began
         self.encoding_s += call.encode_s
         self.stepping_s += sum(call.step_s)
@@ -125,6 +129,9 @@ class Samples:
             name: array("d", value) if isinstance(value, list) else value for name, value in data.items()
         }
         return cls(**values)
+
+
+# ---- the closed loop
 
 
 class TimedSession:
@@ -172,8 +179,7 @@ class _TimedBatch:
         return self._batch.lengths
 
     def add(self, source_ids: Ids, source_mask: Mask, prompts: Prompts) -> None:
-        seconds, _ = clock(lambda: self._batch.add(source_ids, source_mask, prompts))
-        self._times.encode_s += seconds
+        self._times.encode_s += clock(lambda: self._batch.add(source_ids, source_mask, prompts))[0]
 
     def step(self, target_ids: Ids, num_candidates: int) -> Candidates:
         seconds, found = clock(lambda: self._batch.step(target_ids, num_candidates))
@@ -182,12 +188,10 @@ class _TimedBatch:
         return found
 
     def reorder(self, rows: Ids) -> None:
-        seconds, _ = clock(lambda: self._batch.reorder(rows))
-        self._times.reorder_s += seconds
+        self._times.reorder_s += clock(lambda: self._batch.reorder(rows))[0]
 
     def remove(self, sources: Ids) -> None:
-        seconds, _ = clock(lambda: self._batch.remove(sources))
-        self._times.reorder_s += seconds
+        self._times.reorder_s += clock(lambda: self._batch.remove(sources))[0]
 
 
 class _TimedMultiStep(_TimedBatch):
@@ -208,11 +212,8 @@ class _TimedMultiStep(_TimedBatch):
             self._times.step_s.extend([(time.perf_counter() - began) / taken] * taken)
             parts.append(part)
             left -= taken
-        return Candidates(
-            np.concatenate([part.token_ids for part in parts]),
-            np.concatenate([part.logits for part in parts]),
-            np.concatenate([part.log_normalizer for part in parts]),
-        )
+        columns = ("token_ids", "logits", "log_normalizer")
+        return Candidates(*(np.concatenate([getattr(part, name) for part in parts]) for name in columns))
 
 
 class Caller:
@@ -264,24 +265,103 @@ def closed_loop(
     samples, pool = Samples(), cycle(batches)
     began = now()
     while len(samples.windows) < MIN_WINDOWS or (now() - began < seconds and samples.calls < MAX_REQUESTS):
-        samples.windows.append(_window(call, pool, samples, seconds / WINDOWS, now))
+        start, tokens, elapsed = now(), samples.tokens, 0.0
+        while not elapsed or elapsed < seconds / WINDOWS:
+            samples.add(call(next(pool)))
+            elapsed = now() - start
+        samples.windows.append((samples.tokens - tokens) / elapsed)
     samples.elapsed_s = now() - began
     return samples
 
 
-def _window(
-    call: MakeCall,
-    pool: Iterator[Sequence[Sequence[int]]],
-    samples: Samples,
-    seconds: float,
-    now: Callable[[], float],
-) -> float:
-    began, tokens = now(), samples.tokens
-    while True:
-        samples.add(call(next(pool)))
-        elapsed = now() - began
-        if elapsed >= seconds:
-            return (samples.tokens - tokens) / elapsed
+# ---- the open loop
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer to one request; times are those of the event loop.
+
+    Attributes:
+        first_token: when the first token arrived; None if unknown.
+        ended: when the answer was complete.
+        source_tokens: tokens of the source; 0 if unknown.
+        tokens: new tokens.
+    """
+
+    first_token: float | None
+    ended: float
+    source_tokens: int
+    tokens: int
+
+
+Ask: TypeAlias = Callable[[Source], Awaitable[Answer]]
+
+
+def poisson(rate: float, seconds: float, seed: int) -> array[float]:
+    """Draw arrivals of a Poisson process, in ascending seconds, at least one; the same seed draws the same ones."""
+    rng = np.random.default_rng(seed)
+    arrivals = array("d", [rng.exponential(1 / rate)])
+    while arrivals[-1] < seconds and len(arrivals) < 2 * MAX_REQUESTS:
+        arrivals.append(arrivals[-1] + rng.exponential(1 / rate))
+    return arrivals[:-1] or arrivals
+
+
+async def open_loop(ask: Ask, sources: Sequence[Source], arrivals: Sequence[float]) -> Samples:
+    """Send requests on a schedule, whether earlier ones have been answered or not.
+
+    All times count from the scheduled arrival, so they include waiting of every kind. The run is cancelled if it falls
+    behind by its own length and 10 seconds more.
+
+    Args:
+        ask: answers one source; raises `ServingError` if the request is refused.
+        sources: taken in turn.
+        arrivals: seconds after the start, ascending.
+
+    Returns:
+        One request per answer; the windows are median latencies of equal numbers of arrivals.
+
+    Raises:
+        TfexportError: the first other error of `ask`, and `EngineFailed`.
+    """
+    now = asyncio.get_running_loop().time
+    began, samples, answers = now(), Samples(), list[tuple[float, Answer]]()
+
+    async def one(arrived: float, source: Source) -> None:
+        try:
+            answers.append((arrived, await ask(source)))
+        except EngineFailed:
+            raise
+        except ServingError:
+            samples.refused += 1
+
+    try:
+        async with asyncio.timeout(2 * arrivals[-1] + GRACE_S), asyncio.TaskGroup() as group:
+            for arrival, source in zip(arrivals, cycle(sources), strict=False):
+                # Yield to the loop even when late, so that other requests make progress.
+                await asyncio.sleep(max(0.0, began + arrival - now()))
+                group.create_task(one(began + arrival, source))
+    except TimeoutError:
+        pass
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    for arrived, answer in sorted(answers, key=lambda pair: pair[0]):
+        samples.latency_s.append(answer.ended - arrived)
+        if answer.first_token is not None:
+            samples.first_token_s.append(answer.first_token - arrived)
+            if answer.tokens > 1:
+                samples.per_token_s.append((answer.ended - answer.first_token) / (answer.tokens - 1))
+        samples.source_tokens += answer.source_tokens
+        samples.tokens += answer.tokens
+    samples.sequences = len(answers)
+    samples.elapsed_s = max((answer.ended for _, answer in answers), default=began) - began
+    samples.unserved = len(arrivals) - samples.refused - len(answers)
+    size = len(answers) // WINDOWS
+    parts = [samples.latency_s[i * size : (i + 1) * size] for i in range(WINDOWS if size else 0)]
+    samples.windows = array("d", map(statistics.median, parts))
+    return samples
+
+
+# ---- sources
 
 
 def random_batches(spec: ModelSpec, cell: Cell, seed: int) -> list[list[list[int]]]:

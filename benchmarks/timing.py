@@ -9,8 +9,11 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
+
+import numpy as np
 
 T = TypeVar("T")
 Stopwatch = Callable[[], float]
@@ -92,3 +95,25 @@ def ratio(rounds: Sequence[Sequence[float]], others: Sequence[Sequence[float]]) 
 def geometric_mean(values: Iterable[float]) -> float:
     """Return the geometric mean of at least one positive number."""
     return math.exp(statistics.fmean(map(math.log, values)))
+
+
+def memory_bandwidth(num_bytes: int, threads: int) -> float:
+    """Measure how fast threads read memory, in bytes per second: the best of five rounds and of two ways to read.
+
+    Args:
+        num_bytes: read over and over; as much as a step reads, so that it is in the same caches; at least 1 MB.
+        threads: that read.
+    """
+    memory = np.ones(max(num_bytes, 1_000_000) // 4, np.float32)
+    parts, times = np.array_split(memory, threads), max(1, 400_000_000 // memory.nbytes)
+    with ThreadPoolExecutor(len(parts)) as pool:
+
+        def seconds(read: Callable[[np.ndarray], object]) -> float:
+            def work(part: np.ndarray) -> None:
+                for _ in range(times):
+                    read(part)
+
+            return min(repeat(stopwatch(lambda: list(pool.map(work, parts))), Effort(warm_up=0, least_runs=5)))
+
+        fastest = min(seconds(lambda part: part.max(initial=0)), seconds(lambda part: part @ part))
+    return times * memory.nbytes / fastest
