@@ -45,13 +45,9 @@ _CONDITION = re.compile(r"([a-z_]{1,64})(?:\.(value|avg|min|max|p50|p90|p95|p99)
 
 @dataclass(frozen=True)
 class Condition:
-    """A change that fails the comparison, such as output_token_throughput<-5%.
+    """A change in percent that fails the comparison, such as output_token_throughput<-5%.
 
-    Attributes:
-        metric: name of the metric.
-        column: one of its numbers; "" for its value, or its p50 if it has no value.
-        sign: "<" or ">".
-        percent: change from the first report to the second.
+    Without a `column` it is about the value of a metric, or its p50 if it has no value.
     """
 
     metric: str
@@ -73,10 +69,6 @@ class Condition:
                 "output_token_throughput<-5% or request_latency.p99>10%"
             )
         return cls(match[1], match[2] or "", match[3], float(match[4]))
-
-    def holds(self, change: float) -> bool:
-        """Return whether a change in percent fails the comparison."""
-        return change < self.percent if self.sign == "<" else change > self.percent
 
 
 @dataclass(frozen=True)
@@ -127,10 +119,21 @@ def compare(
     unknown = [f"{name} is unknown, expected one of {', '.join(FIELDS)}" for name in vary if name not in FIELDS]
     raise_all(ConfigError, "vary", unknown)
     try:
-        differing = [name for name in FIELDS if _field(first, name) != _field(second, name)]
-        _check_comparable(first, second, [name for name in differing if name not in vary])
+        fields = {name: (_field(first, name), _field(second, name)) for name in FIELDS}
+        differing = {name: (shortened(a), shortened(b)) for name, (a, b) in fields.items() if a != b}
+        if strange := [name for name in differing if name not in vary]:
+            shown = "; ".join(f"{name} is {' and '.join(differing[name])}" for name in strange)
+            raise BenchError(
+                f"bench compare: the two measure different things: {shown}; measure both alike, or allow the "
+                f"difference with --vary {','.join(strange)}"
+            )
+        if len(first["cells"]) != len(second["cells"]):
+            raise BenchError("bench compare: the two have other combinations; measure both with the same sizes")
         pairs = list(zip(first["cells"], second["cells"], strict=True))
-        lines = [*_head(first, second, differing), *_table(first, second, pairs)]
+        lines = [f"{name}: {' → '.join(both)}" for name, both in differing.items()]
+        for name, result in (("first", first), ("second", second)):
+            lines += [f"the {name} is not valid: {shortened(reason)}" for reason in result["validity"]["reasons"]]
+        lines += [*([""] if lines else []), *_table(first, second, pairs)]
         failures = [failure for condition in conditions for failure in _failures(condition, first, second, pairs)]
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise BenchError(f"bench compare: a report is damaged ({error!r}); measure again") from error
@@ -144,48 +147,18 @@ def _field(report: dict[str, Any], name: str) -> Any:
     return found
 
 
-def _check_comparable(first: dict[str, Any], second: dict[str, Any], differing: Sequence[str]) -> None:
-    if differing:
-        shown = "; ".join(
-            f"{name} is {shortened(_field(first, name))} and {shortened(_field(second, name))}" for name in differing
-        )
-        raise BenchError(
-            f"bench compare: the two measure different things: {shown}; measure both alike, or allow the difference "
-            f"with --vary {','.join(differing)}"
-        )
-    if len(first["cells"]) != len(second["cells"]):
-        raise BenchError(
-            f"bench compare: the first has {len(first['cells'])} combinations and the second {len(second['cells'])}; "
-            "measure both with the same sizes"
-        )
-
-
-def _head(first: dict[str, Any], second: dict[str, Any], differing: Sequence[str]) -> list[str]:
-    lines = [f"{name}: {shortened(_field(first, name))} → {shortened(_field(second, name))}" for name in differing]
-    for name, result in (("first", first), ("second", second)):
-        lines += [f"the {name} is not valid: {shortened(reason)}" for reason in result["validity"]["reasons"]]
-    return [*lines, ""] if lines else []
-
-
 def _table(first: dict[str, Any], second: dict[str, Any], pairs: Sequence[tuple[Any, Any]]) -> list[str]:
-    rows = [["", "unit", "first", "second", "change", ""]]
-    if len(pairs) > 1:
-        for a, b in pairs:
-            rows += _rows(a["metrics"], b["metrics"], _SHOWN_IN_SWEEP, f"{_sizes(a)} ")
-    else:
-        rows += _rows(first["metrics"], second["metrics"], _SHOWN, "")
+    is_sweep, rows = len(pairs) > 1, [["", "unit", "first", "second", "change", ""]]
+    for one, other in pairs if is_sweep else [(first, second)]:
+        prefix = f"{_sizes(one)} " if is_sweep else ""
+        for name, columns in (_SHOWN_IN_SWEEP if is_sweep else _SHOWN).items():
+            a, b = one["metrics"][name], other["metrics"][name]
+            for column in columns.split():
+                if (change := _change(a.get(column), b.get(column))) is not None:
+                    label = f"{prefix}{name}" + ("" if column == "value" else f" {column}")
+                    numbers = number(a[column]), number(b[column])
+                    rows.append([label, a["unit"], *numbers, f"{change:+.1f} %", _noise(a, b, column)])
     return grid(rows)
-
-
-def _rows(first: Any, second: Any, shown: dict[str, str], prefix: str) -> Iterator[list[str]]:
-    for name, columns in shown.items():
-        a, b = first[name], second[name]
-        for column in columns.split():
-            change = _change(a.get(column), b.get(column))
-            if change is not None:
-                label = f"{prefix}{name}" + ("" if column == "value" else f" {column}")
-                numbers = number(a[column]), number(b[column])
-                yield [label, a["unit"], *numbers, f"{change:+.1f} %", _noise(a, b, column)]
 
 
 def _noise(first: dict[str, Any], second: dict[str, Any], column: str) -> str:
@@ -200,21 +173,20 @@ def _failures(
     condition: Condition, first: dict[str, Any], second: dict[str, Any], pairs: Sequence[tuple[Any, Any]]
 ) -> Iterator[str]:
     in_cells = condition.metric in pairs[0][0]["metrics"]
-    for a, b in pairs if in_cells else [(first, second)]:
-        metric, other = a["metrics"].get(condition.metric), b["metrics"].get(condition.metric)
-        if metric is None or other is None:
+    for one, other in pairs if in_cells else [(first, second)]:
+        a, b = (report["metrics"].get(condition.metric) for report in (one, other))
+        if a is None or b is None:
             known = ", ".join(sorted(first["metrics"]))
             raise BenchError(f"fail-if: {condition.metric} is unknown, expected one of {known}")
-        column = condition.column or ("value" if "value" in metric else "p50")
-        change = _change(metric.get(column), other.get(column))
+        column = condition.column or ("value" if "value" in a else "p50")
+        change = _change(a.get(column), b.get(column))
         if change is None:
-            why = metric.get("note") or other.get("note") or "it is null or 0"
+            why = a.get("note") or b.get("note") or "it is null or 0"
             raise BenchError(f"fail-if: {condition.metric}.{column} cannot be compared: {why}")
-        if condition.holds(change):
-            where = f" at {_sizes(a)}" if len(pairs) > 1 and in_cells else ""
-            yield (
-                f"{condition.metric}.{column} changed by {change:+.1f} %{where}, the limit is {condition.percent:+g} %"
-            )
+        if change < condition.percent if condition.sign == "<" else change > condition.percent:
+            where = f" at {_sizes(one)}" if len(pairs) > 1 and in_cells else ""
+            limit = f"the limit is {condition.percent:+g} %"
+            yield f"{condition.metric}.{column} changed by {change:+.1f} %{where}, {limit}"
 
 
 def _sizes(cell: dict[str, Any]) -> str:

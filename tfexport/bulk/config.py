@@ -1,21 +1,19 @@
 """Settings, file formats and progress of a bulk run; nothing here needs pyarrow."""
 
-from __future__ import annotations
-
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path, PurePosixPath
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
-from tfexport.config import Config
+from tfexport.config import Config, Ge, Le, Match
 from tfexport.errors import InputError
 
 Format = Literal[".parquet", ".jsonl", ".csv", ".tsv", ".txt"]
-MAX_ROWS_PER_PART = 1_000_000
+_Name = Annotated[str, Match("(?s:.+)", "a name")]
 _LINE_BREAK = re.compile(r"\r\n?|\n")
 
 
@@ -30,21 +28,11 @@ class BulkConfig(Config, subject="bulk"):
         rows_per_part: rows that are decoded and saved together, fewer if they take more than 32 MiB.
     """
 
-    input_column: str | None = None
-    output_column: str = "output"
+    input_column: _Name | None = None
+    output_column: _Name = "output"
     prefix: str | None = None
-    batch_size: int = 32
-    rows_per_part: int = 2048
-
-    def _problems(self) -> Iterator[str]:
-        if self.input_column == "":
-            yield "input_column is empty, expected a name"
-        if not self.output_column:
-            yield "output_column is empty, expected a name"
-        if self.batch_size < 1:
-            yield f"batch_size is {self.batch_size}, expected 1 or more"
-        if not 1 <= self.rows_per_part <= MAX_ROWS_PER_PART:
-            yield f"rows_per_part is {self.rows_per_part}, expected 1 to {MAX_ROWS_PER_PART}"
+    batch_size: Annotated[int, Ge(1)] = 32
+    rows_per_part: Annotated[int, Ge(1), Le(1_000_000)] = 2048
 
 
 @dataclass(frozen=True)

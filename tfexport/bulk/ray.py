@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import ray
 import ray.data
@@ -22,7 +22,7 @@ from tfexport.bulk.files import find_place
 from tfexport.bulk.job import Part, Store, prepared
 from tfexport.bulk.run import Decoder, complete
 from tfexport.bundle.bundle import open_bundle
-from tfexport.config import Config
+from tfexport.config import Config, Ge
 from tfexport.errors import BackendError, ConfigError, TfexportError, raised_by
 from tfexport.generation import DecodeConfig
 from tfexport.model.load import load, load_tokenizer
@@ -43,23 +43,17 @@ class Workers(Config, subject="workers"):
         backend: as `tfexport.load` takes it; so are `device` and `engine`.
     """
 
-    least: int = 1
+    least: Annotated[int, Ge(1)] = 1
     most: int | None = None
-    cpus: int = 1
-    gpus: float = 0.0
+    cpus: Annotated[int, Ge(1)] = 1
+    gpus: Annotated[float, Ge(0)] = 0.0
     backend: str = "auto"
     device: str = "cpu"
     engine: str | None = None
 
     def _problems(self) -> Iterator[str]:
-        if self.least < 1:
-            yield f"least is {self.least}, expected 1 or more"
         if self.most is not None and self.most < self.least:
             yield f"most is {self.most}, expected {self.least} or more, or None"
-        if self.cpus < 1:
-            yield f"cpus is {self.cpus}, expected 1 or more"
-        if self.gpus < 0:
-            yield f"gpus is {self.gpus}, expected 0 or more"
 
     def load_options(self) -> dict[str, Any]:
         """Return keyword arguments of `tfexport.load`."""
