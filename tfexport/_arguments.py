@@ -1,4 +1,4 @@
-"""What callers give in Python: taken as lists once, and told from what only looks like it."""
+"""Validate and normalize arguments of the public API."""
 
 from __future__ import annotations
 
@@ -14,14 +14,9 @@ ID_LISTS = "lists of token ids"
 
 
 def as_list(given: object) -> list[Any] | None:
-    """Take what can be iterated over in an order as a list; it is iterated over once.
+    """Convert an ordered iterable, such as a generator or an array with one dimension, to a list of Python values.
 
-    Args:
-        given: a list, a tuple, a range, a generator, an array of NumPy or a tensor with one dimension, …
-
-    Returns:
-        What it holds, of an array as Python's own numbers; None for what is no list: a text, bytes, a set, a mapping,
-        an array with more or fewer dimensions, whose rows may be padded.
+    Returns None for anything else: a text, bytes, a set, a mapping, or an array with other dimensions.
     """
     if isinstance(given, _NO_LISTS) or not isinstance(given, Iterable):
         return None
@@ -33,17 +28,7 @@ def as_list(given: object) -> list[Any] | None:
 
 
 def listed(subject: str, name: str, given: object, kind: str) -> list[Any]:
-    """Take what a call is about as a list; see `as_list`.
-
-    Args:
-        subject: named at the start of the error.
-        name: of the argument.
-        given: for it.
-        kind: of what it holds, in words.
-
-    Raises:
-        InputError: it is no list.
-    """
+    """Convert an argument to a list of `kind`; raises InputError about `subject`, see `as_list`."""
     found = as_list(given)
     if found is None:
         raise InputError(f"{subject}: {name} is {shortened(given)}, expected a list of {kind}")
@@ -51,16 +36,7 @@ def listed(subject: str, name: str, given: object, kind: str) -> list[Any]:
 
 
 def listed_ids(subject: str, name: str, given: object) -> list[Any]:
-    """Take lists of token ids, one a text, as a list; whether each is one is asked next.
-
-    Args:
-        subject: named at the start of the error.
-        name: of the argument.
-        given: for it.
-
-    Raises:
-        InputError: it is no list, or one of ids and not of lists.
-    """
+    """Convert an argument to a list, to be one of lists of token ids; raises InputError about `subject`."""
     found = listed(subject, name, given, ID_LISTS)
     if found and all(map(is_whole, found)):
         raise InputError(f"{subject}: {name} is {shortened(found)}, expected a list of lists of token ids; write [ids]")
@@ -68,29 +44,22 @@ def listed_ids(subject: str, name: str, given: object) -> list[Any]:
 
 
 def is_whole(value: object) -> TypeGuard[int]:
-    """Say whether a value is a whole number, of Python or of NumPy, and no bool."""
+    """Return whether a value is a whole number, of Python or NumPy, and not a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def is_one_of(value: object, allowed: Iterable[str | None]) -> bool:
-    """Say whether a value of any kind is one of some words, or None where that is among them."""
+    """Return whether a value of any type is one of some words, or None if that is allowed."""
     return (value is None or isinstance(value, str)) and value in allowed
 
 
 def check_call(
     subject: str, *, batch_size: object = 1, on_progress: object = None, cancel: object = None, **flags: object
 ) -> None:
-    """Check the arguments that many calls have; each has to be given only where there is one.
-
-    Args:
-        subject: named at the start of the error.
-        batch_size: a whole number, 1 or more.
-        on_progress: what can be called, or None.
-        cancel: what has `is_set`, as a `threading.Event`, or None.
-        flags: by their names; True or False.
+    """Check arguments that many calls have; `flags` are True or False.
 
     Raises:
-        InputError: lists every one that is something else.
+        InputError: about `subject`, lists every wrong one.
     """
     problems = []
     if not (is_whole(batch_size) and batch_size >= 1):
@@ -108,11 +77,7 @@ def check_call(
 
 
 def word_problems(**words: tuple[object, tuple[str | None, ...]]) -> list[str]:
-    """Say which arguments that take one of some words are something else.
-
-    Args:
-        words: what was given, and what is allowed, by name.
-    """
+    """List the arguments, given as name=(value, allowed), whose value is not allowed."""
     return [
         f"{name} is {shortened(value)}, expected one of {', '.join(map(repr, allowed))}"
         for name, (value, allowed) in words.items()

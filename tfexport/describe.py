@@ -1,4 +1,4 @@
-"""Say what a bundle, a model directory or a graph file holds."""
+"""Describe a bundle, a model directory or a graph file."""
 
 from __future__ import annotations
 
@@ -45,23 +45,19 @@ def inspect_path(
     trusted_keys: Sequence[str | PathLike[str]] | None = None,
     for_here: bool = True,
 ) -> dict[str, Any]:
-    """Describe what lies at `path`; what went missing because its replacement was killed is put back.
+    """Describe a bundle, a model directory or an ONNX file; put back one whose replacement was killed.
 
     Args:
-        path: a bundle (a directory with manifest.json), a model directory (config.json, model.safetensors) or an
-            ONNX file (needs the onnx package).
-        trusted_keys: files of public keys, one of which must have signed the bundle; None inspects whosever.
-        for_here: say of each engine whether it may be used on this machine, which loads the driver of a GPU.
+        path: a directory with manifest.json, one with config.json and model.safetensors, or an ONNX file (needs onnx).
+        trusted_keys: files of public keys, one of which must have signed the bundle; None accepts every bundle.
+        for_here: state whether engines can be used on this machine, which loads the driver of a GPU.
 
     Returns:
         JSON values; `kind` is "bundle", "model" or "graph" and decides on the rest.
 
     Raises:
-        ConfigError: `path` can be no path, a key is none, or the model's configuration is wrong.
-        InputError: there is nothing, nothing known, or it cannot be read.
-        BundleError: the bundle is damaged.
-        CheckpointError: the model's weights are damaged.
-        GraphError: the file is no ONNX model, or the onnx package is missing.
+        TfexportError: the path is nothing of these, cannot be read, is damaged or not signed by a trusted key; or a
+            package is missing.
     """
     path = checked_path(path, "inspect")
     keys = None if trusted_keys is None else TrustedKeys.read(trusted_keys)
@@ -83,7 +79,7 @@ def inspect_path(
 
 
 def describe(found: Mapping[str, Any]) -> list[str]:
-    """Write what `inspect_path` returned for the terminal, a line each."""
+    """Write the result of `inspect_path` for the terminal, as lines."""
     write = {"bundle": _bundle_lines, "model": _model_lines, "graph": _graph_lines}[found["kind"]]
     return write(found)
 
@@ -101,7 +97,7 @@ def _inspect_bundle(path: Path, keys: TrustedKeys | None, for_here: bool) -> dic
 
 
 def _inspect_engines(bundle: Bundle, for_here: bool) -> dict[str, Any]:
-    """Say of each engine what it is, and of a damaged one what is wrong; the bundle itself works without."""
+    """Describe each engine, and of a damaged one what is wrong; the bundle works without."""
     engines: dict[str, Any] = {}
     names = engine_names(bundle.path)
     machine = this_machine() if names and for_here else None
@@ -142,14 +138,12 @@ def _inspect_model(path: Path) -> dict[str, Any]:
 
 
 def _generation(path: Path) -> dict[str, Any]:
-    """Read what generates unless told otherwise; nothing where nobody said."""
     if not path.exists():
         return {}
     return GenerationDefaults.from_dict(read_json(path, str(path)), subject=str(path)).given()
 
 
 def _certificate(path: Path) -> dict[str, Any] | None:
-    """Read what an import proved; None where the model was not imported."""
     if not path.exists():
         return None
     found = read_json(path, str(path))
@@ -227,7 +221,7 @@ def _alignment_text(named: Mapping[str, Any]) -> str:
 
 
 def _tokenizers(bundle: Bundle) -> dict[str, Any]:
-    """Say of each tokenizer what kind it is, how many tokens it has, and which of the model's own those are."""
+    """Return kind, size and names of the model's special tokens for each tokenizer."""
     names = [name for name in (TOKENIZER, TARGET_TOKENIZER) if name in bundle.manifest.files]
     ids = dataclasses.asdict(bundle.manifest.spec.tokens)
     found = {name: read_vocabulary(bundle.file(name)) for name in names}
@@ -242,7 +236,6 @@ def _tokenizers(bundle: Bundle) -> dict[str, Any]:
 
 
 def _token_rows(ids: Mapping[str, int | None], tokenizers: Mapping[str, Any]) -> Iterator[tuple[object, ...]]:
-    """Write each id with what the tokenizers call it."""
     for name, number in ids.items():
         if number is not None:
             called = (json.dumps(one["tokens"][name], ensure_ascii=False) for one in tokenizers.values())
@@ -262,7 +255,6 @@ def _provenance_lines(provenance: Mapping[str, Any] | None) -> list[str]:
 
 
 def _text_lines(text: Mapping[str, Any], tokenizers: Mapping[str, Any]) -> list[str]:
-    """Say how text goes in and out, and whether that was ever compared."""
     if not tokenizers:
         return ["  no tokenizer: ids go in and out"]
     kind = "tokenizers of source and target" if TARGET_TOKENIZER in tokenizers else "one tokenizer"
@@ -324,7 +316,6 @@ def _certificate_lines(found: Mapping[str, Any]) -> list[str]:
 
 
 def _checkpoint_lines(found: Mapping[str, Any]) -> list[str]:
-    """List the files that the weights were imported from."""
     files = found["checkpoint"]
     return [f"  imported from {name}, sha256 {file['sha256']}" for name, file in files.items()]
 

@@ -20,14 +20,9 @@ _REQUIREMENT = re.compile(r"([\w.-]+)[^;]*?>=([\d.]+)[^;]*(?:;.*extra == [\"'](\
 
 @dataclass(frozen=True)
 class Library:
-    """One library that tfexport can use.
+    """A library that tfexport can use, the extra that brings it ("" for the core), and the command that installs it.
 
-    Attributes:
-        name: of its distribution.
-        extra: of tfexport that brings it; empty for the core.
-        minimum: oldest version that fits.
-        version: installed version, None when it is not installed.
-        install: the command that installs it.
+    `minimum` is the oldest version that works; `version` is None if it is not installed.
     """
 
     name: str
@@ -39,12 +34,12 @@ class Library:
 
 @dataclass(frozen=True)
 class Backend:
-    """One backend on one device.
+    """A backend on one device.
 
     Attributes:
-        name: that users ask for it by.
-        device: "cpu" or "cuda"; "gpu" for one that runs on the GPU alone.
-        problem: why it does not work; empty when something was computed rightly, or an engine was loaded.
+        name: in options.
+        device: "cpu" or "cuda"; "gpu" for one that runs only on the GPU.
+        problem: why it does not work; empty if a trial computed the right result.
         library: that it runs on.
     """
 
@@ -55,14 +50,14 @@ class Backend:
 
     @property
     def use(self) -> str:
-        """How one that works is asked for."""
+        """How to ask for a backend that works."""
         option = {"cuda": ", used with --device cuda", "gpu": f", used with --backend {self.name}"}
         return "works" + option.get(self.device, "")
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Something wrong, and the one line that repairs it."""
+    """Something wrong, and the command that repairs it."""
 
     what: str
     fix: str
@@ -70,7 +65,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All that was found on this machine."""
+    """The findings on this machine."""
 
     tfexport: str
     python: str

@@ -91,22 +91,22 @@ class DecodeConfig(Config, subject="decoding"):
     seed: Annotated[Count, Help("Of sampling; the same seed draws the same texts.")] = 0
 
     def ends(self, eos: int) -> tuple[int, ...]:
-        """Return the tokens that end a text of a model whose own is `eos`."""
+        """Return the tokens that end a text, of a model whose own end token is `eos`."""
         return _several(eos if self.eos_token_id is None else self.eos_token_id)
 
     @property
     def forced_ends(self) -> tuple[int, ...]:
-        """What the last token at the limit must be one of; empty for anything."""
+        """The tokens one of which must be the last at the limit; empty for any."""
         return _several(self.forced_eos_token_id)
 
     @property
     def strings(self) -> tuple[str, ...]:
-        """Any of which ends a text that says it."""
+        """Strings that end a text."""
         return (self.stop_strings,) if isinstance(self.stop_strings, str) else self.stop_strings
 
     @property
     def bans_ends(self) -> bool:
-        """Whether a text may be too short to end."""
+        """Whether a text has a minimum length."""
         return self.min_new_tokens > 0 or self.min_length > 0
 
     @property
@@ -122,7 +122,7 @@ class DecodeConfig(Config, subject="decoding"):
         }
 
     def token_problems(self, vocab: int) -> list[str]:
-        """Say which ids a model with so many tokens lacks."""
+        """List ids that a vocabulary of this size does not have."""
         return [
             f"{name} has {token}, expected below the vocabulary of {vocab}"
             for name, tokens in self.tokens.items()
@@ -199,18 +199,18 @@ class GenerationDefaults(DecodeConfig, subject="generation"):
         }
 
     def within(self, max_target_length: int) -> Self:
-        """Return them for a model that takes no more target tokens than this."""
+        """Return the defaults for a model with this limit of target tokens."""
         limit = self.max_new_tokens and min(self.max_new_tokens, max_target_length)
         return dataclasses.replace(self, max_new_tokens=limit)
 
     def overridden(self, options: Mapping[str, Any]) -> DecodeConfig:
-        """Return what is decoded with: what a caller gives goes before the defaults, as in transformers.
+        """Return the options of a call: given ones replace the defaults, as in transformers.
 
-        A default that does not fit what is given has no effect there: one of sampling or of beams where there
-        are none, a limit where another one is given.
+        A default that does not fit the given options is dropped: one of sampling or of beams without these, or a limit
+        if another one is given.
 
         Raises:
-            ConfigError: options that are unknown, out of range or contradictory.
+            ConfigError: options are unknown, out of range or contradictory.
         """
         given = self._beside(options)
         try:
@@ -222,7 +222,7 @@ class GenerationDefaults(DecodeConfig, subject="generation"):
 
     @staticmethod
     def _causes(name: str, given: Mapping[str, Any], options: Mapping[str, Any], error: ConfigError) -> bool:
-        """Whether any problem goes away without a default."""
+        """Return whether a problem goes away without a default."""
         others = {other: value for other, value in given.items() if other != name}
         try:
             DecodeConfig.from_dict({**others, **options}, subject="decoding")
@@ -231,7 +231,7 @@ class GenerationDefaults(DecodeConfig, subject="generation"):
         return True
 
     def _beside(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the defaults that have an effect beside what a caller gives."""
+        """Return the defaults that have an effect together with the given options."""
         given = self.given()
         for names in LENGTHS.items():
             if any(name in options for name in names):

@@ -96,12 +96,7 @@ def recover(target: Path) -> None:
 
 
 def restore(target: Path) -> None:
-    """Put a missing `target` back if a writer was killed while replacing it.
-
-    Raises:
-        BundleError: it is just being replaced.
-        OSError: it cannot be put back.
-    """
+    """Put a missing `target` back if a writer was killed while replacing it; raises BundleError if one lives."""
     if target.parent.is_dir() and not os.path.lexists(target) and _siblings(target, "old"):
         with locked(target):
             recover(target)
@@ -115,17 +110,12 @@ def aside(folder: Path) -> list[Path]:
 
 
 def is_leftover(name: str) -> bool:
-    """Say whether a sibling of something that is written, now or by a killed writer, is called like this."""
+    """Return whether this is the name of a sibling that a writer, living or killed, has made."""
     return _LEFTOVER.fullmatch(name) is not None
 
 
 def recover_all(folder: Path) -> None:
-    """Clear up after every killed writer of something in `folder`, where names are short.
-
-    Raises:
-        BundleError: something in it is just being written.
-        OSError: it cannot be cleared up.
-    """
+    """Clear up after every killed writer of something in `folder`; raises BundleError if one is still writing."""
     names = {match[1] for path in folder.iterdir() if (match := _LEFTOVER.fullmatch(path.name))}
     for name in sorted(names):
         with locked(folder / name):
@@ -134,7 +124,7 @@ def recover_all(folder: Path) -> None:
 
 @contextmanager
 def temporary(target: Path) -> Iterator[Path]:
-    """Make an empty directory beside `target`, removed at the end unless published."""
+    """Make an empty directory next to `target`, removed at the end unless published."""
     path = _sibling(target, "tmp")
     try:
         path.mkdir()
@@ -147,14 +137,13 @@ def temporary(target: Path) -> Iterator[Path]:
 def publish(path: Path, target: Path, check: Callable[[Path], object]) -> None:
     """Move the finished directory `path` to `target`, replacing a directory there.
 
-    Everything is on the disk before a name changes; on an error the former
-    `target` is back. Ctrl-C waits until everything is in its place.
+    Everything is on the disk before a name changes; after an error the former `target` is back. Ctrl-C waits.
 
     Args:
         path: from `temporary`.
         target: under its lock.
-        check: called with the former `target` once nobody can reach it by its name any more;
-            what it raises says that it may not be deleted.
+        check: called with the former `target` when it can no longer be reached by its name; raises if it may not be
+            deleted.
     """
     for folder, _, names in os.walk(path):
         for name in names:
@@ -200,17 +189,14 @@ def _discard(former: Path, target: Path) -> None:
 
 @contextmanager
 def whole_file(target: Path) -> Iterator[Path]:
-    """Write a file that appears under `target` whole when the block ends well, or not at all.
-
-    Args:
-        target: in an existing folder; what is there is replaced.
+    """Write a file that appears as `target` when the block ends, complete or not at all.
 
     Yields:
-        A path beside it to write to, on the same disk; an empty file lies there.
+        An empty file next to it to write to, on the same disk.
 
     Raises:
         BundleError: another process, or thread, is writing it.
-        OSError: it cannot be written; on entry, or at the end.
+        OSError: it cannot be written.
     """
     with locked(target):
         recover(target)

@@ -1,4 +1,4 @@
-"""What installs what: the one place that knows which extra or package brings a module that is imported late."""
+"""Map optional imports to the extra or package that provides them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _RIVALS = {"cpu": "onnxruntime-gpu", "gpu": "onnxruntime"}
 
 
 def install_command(module: str) -> str:
-    """Return the command that installs a module, "" for one that tfexport does not ask for."""
+    """Return the command that installs a module; "" for one that tfexport does not ask for."""
     if module in _PACKAGES:
         choice = " ('cuda-python<13' for drivers older than 580)" if module == "cuda" else ""
         return f"pip install {_PACKAGES[module]}{choice}"
@@ -39,7 +39,7 @@ def install_command(module: str) -> str:
 
 
 def older_cuda_command(major: int) -> str:
-    """Return the command that installs cuda-python for a CUDA before `major`, "" where tfexport takes none."""
+    """Return the command that installs cuda-python for a CUDA before `major`; "" if tfexport supports none."""
     return f"pip install 'cuda-python<{major}'" if major > 12 else ""
 
 
@@ -50,17 +50,12 @@ def extra_command(extra: str, version: str = "") -> str:
 
 
 def replacing_command(extra: str) -> str:
-    """Return the command that installs an extra in place of the one that it does not live beside."""
+    """Return the command that installs an extra in place of the one that it conflicts with."""
     rival = _RIVALS.get(extra)
     return f"pip uninstall -y {rival} && {extra_command(extra)}" if rival else extra_command(extra)
 
 
 def repair_command(module: str, distribution: str) -> str:
-    """Return the command that installs a broken module anew.
-
-    Args:
-        module: that is broken.
-        distribution: that brings it.
-    """
+    """Return the command that reinstalls a broken module, which `distribution` provides."""
     names = " ".join(reversed(_RIVALS.values())) if module == "onnxruntime" else distribution
     return f"pip uninstall -y {names} && pip install --force-reinstall 'tfexport[{_EXTRAS[module]}]'"

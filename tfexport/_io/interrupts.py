@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM where they may not come: held back, and taken where they can be."""
+"""Delay Ctrl-C and SIGTERM in code that must not be interrupted."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from typing import Any
 
 @contextmanager
 def interrupts_held() -> Iterator[Callable[[], None]]:
-    """Hold Ctrl-C and SIGTERM back within the block, and raise them where they can be taken.
-
-    A signal that no handler of Python answers is left alone: it ends the process, or nobody wants it.
+    """Hold back Ctrl-C and SIGTERM within the block.
 
     Yields:
-        A function that calls the handler of the signal that has come; the end of the block does so too.
-        Outside of the main thread, which alone gets signals, it does nothing.
+        A function that handles a signal that has come; the end of the block does so too. Outside of the main thread,
+        which gets the signals, it does nothing.
     """
     pressed: list[int] = []
     former: dict[int, Callable[[int, FrameType | None], Any]] = {}

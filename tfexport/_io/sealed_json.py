@@ -20,15 +20,10 @@ def render(data: dict[str, Any]) -> bytes:
 
 
 def parse(raw: bytes, name: str, remedy: str) -> dict[str, Any]:
-    """Read a JSON object strictly.
-
-    Args:
-        raw: the bytes of the file.
-        name: of the file, for the error.
-        remedy: what to do about a damaged file, the last words of the error.
+    """Read a JSON object strictly; `name` and `remedy` begin and end errors.
 
     Raises:
-        BundleError: not JSON, see `parse_json`, or no object.
+        BundleError: it is not JSON, see `parse_json`, or not an object.
     """
     try:
         data = parse_json(raw)
@@ -40,7 +35,7 @@ def parse(raw: bytes, name: str, remedy: str) -> dict[str, Any]:
 
 
 def seal(data: dict[str, Any]) -> bytes:
-    """Write a JSON object with sorted keys and its own sum as `self_sha256`."""
+    """Write a JSON object with sorted keys and its own hash as `self_sha256`."""
     return render(data | {"self_sha256": _sum(render(data))})
 
 
@@ -48,15 +43,14 @@ def unseal(raw: bytes, read: Callable[[dict[str, Any]], T], *, name: str, format
     """Read what `seal` wrote.
 
     Args:
-        raw: the bytes of the file.
-        read: makes the value from the object without its sum; its ConfigError lists what is wrong.
-        name: of the file, for the error.
+        raw: content of the file.
+        read: makes the value from the object without its hash; its ConfigError lists what is wrong.
+        name: of the file, for errors.
         format_version: newest that can be read.
-        remedy: what to do about a damaged file, the last words of the error.
+        remedy: for a damaged file.
 
     Raises:
-        BundleError: not JSON, made by a newer version, or any byte was changed;
-            lists every wrong value.
+        BundleError: it is not JSON, was changed or was made by a newer version; lists every wrong value.
     """
     data = parse(raw, name, remedy)
     version = data.get("format_version")
@@ -78,7 +72,7 @@ def unseal(raw: bytes, read: Callable[[dict[str, Any]], T], *, name: str, format
 
 
 def _without(sealed: bytes, claimed: object) -> bytes:
-    """Take the line with its sum out of a sealed object, which is sooner than to write it once more without."""
+    """Remove the line with its hash from a sealed object, which is faster than to render it without."""
     before, _, behind = sealed.partition(f'\n  "self_sha256": "{claimed}"'.encode())
     return before + behind[1:] if behind.startswith(b",") else before[:-1] + behind
 

@@ -36,11 +36,7 @@ class SigningKey:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> SigningKey:
-        """Read a key from a file in PEM, without a passphrase.
-
-        Raises:
-            ConfigError: there is none, it is of another kind, or the package `cryptography` is not installed.
-        """
+        """Read a key from a file in PEM, without a passphrase; raises ConfigError."""
         file = checked_path(path, "sign_key")
         raw = _read_key(file, "sign_key")
         from cryptography.exceptions import UnsupportedAlgorithm
@@ -58,12 +54,12 @@ class SigningKey:
         return cls(key)
 
     def sign(self, data: bytes) -> bytes:
-        """Return the signature of `data`, 64 bytes; the same data gives the same."""
+        """Return the signature of `data`, 64 bytes; it is deterministic."""
         return self._key.sign(data)
 
 
 class TrustedKeys:
-    """Public keys of those whose bundles and engines are loaded."""
+    """Public keys of the makers whose bundles and engines are loaded."""
 
     def __init__(self, keys: Iterable[Ed25519PublicKey]) -> None:
         """Take keys; `read` reads them."""
@@ -71,14 +67,7 @@ class TrustedKeys:
 
     @classmethod
     def read(cls, paths: object) -> TrustedKeys:
-        """Read keys from files in PEM, each with one or several.
-
-        Args:
-            paths: a list of them.
-
-        Raises:
-            ConfigError: there is none, one is of another kind, or the package `cryptography` is not installed.
-        """
+        """Read keys from a list of files in PEM, each with one or several; raises ConfigError."""
         if not isinstance(paths, list | tuple):
             raise ConfigError(f"trusted_keys is {shortened(paths)}, expected a list of paths")
         keys = [key for path in paths for key in _read_public(checked_path(path, "trusted_keys"))]
@@ -87,14 +76,10 @@ class TrustedKeys:
         return cls(keys)
 
     def problem(self, file: Path, data: bytes) -> str | None:
-        """Say why a file is none that one of the keys has signed, or None.
-
-        Args:
-            file: beside which its signature lies.
-            data: its bytes.
+        """Explain why the content `data` of `file` is not signed by one of the keys, or return None.
 
         Raises:
-            OSError: the signature cannot be read.
+            OSError: the signature next to the file cannot be read.
         """
         try:
             signature = _read_signature(file)
@@ -153,7 +138,7 @@ def _read_public(file: Path) -> list[Ed25519PublicKey]:
 
 
 def _read_key(file: Path, name: str) -> bytes:
-    """Read a file of keys, once it is sure that they can be used."""
+    """Read a file of keys, after checking that they can be used."""
     if importlib.util.find_spec("cryptography") is None:
         raise ConfigError(f"{name}: signatures need cryptography; {install_command('cryptography')}")
     if not file.is_file():

@@ -21,9 +21,8 @@ def parse_json(raw: bytes) -> Any:
     """Read JSON in UTF-8 without a byte order mark.
 
     Raises:
-        ValueError: says why it is none; also for what Python lets through: NaN, Infinity and numbers such as 1e999,
-            more than MAX_DEPTH levels, texts with half of a surrogate pair, and keys given twice, where Python would
-            keep the last.
+        ValueError: it is not JSON, or has something that Python accepts: NaN, Infinity, numbers such as 1e999, more
+            than MAX_DEPTH levels, half of a surrogate pair, or keys given twice.
     """
     twice: list[str] = []
 
@@ -75,26 +74,18 @@ def _check_unicode(data: object) -> None:
 
 
 def plain_problem(path: Path) -> str | None:
-    """Say why `path` cannot be read as a file, or None; a pipe or a device would be read for ever.
-
-    Raises:
-        OSError: the directory cannot be searched, or the name cannot be one.
-    """
+    """Explain why `path` is not a file, or return None; a pipe or a device would be read forever."""
     if path.is_file():
         return None
     return "is not a plain file" if os.path.lexists(path) else "is missing"
 
 
 def read_json(path: Path, name: str) -> Any:
-    """Read a configuration file of at most 1 MiB.
-
-    Args:
-        path: of the file; a symbolic link to one will do.
-        name: of the file, for the error.
+    """Read a configuration file of at most 1 MiB; `name` is used in errors.
 
     Raises:
-        ConfigError: no plain file, too large, or not JSON, see `parse_json`.
-        OSError: the file cannot be read.
+        ConfigError: it is not a plain file, too large, or not JSON, see `parse_json`.
+        OSError: it cannot be read.
     """
     if problem := plain_problem(path):
         raise ConfigError(f"{name}: {problem}; a model directory has config.json and model.safetensors")

@@ -1,4 +1,4 @@
-"""Text files with one text a line: read strictly, written whole or not at all."""
+"""Text files with one text a line: read strictly, written completely or not at all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tfexport._io.atomic import whole_file
 from tfexport._io.strict_json import parse_json
 from tfexport.errors import InputError, raise_all
 
-# Bounds what a device or an endless pipe can take.
+# Limits what is read from a device or an endless pipe.
 MAX_BYTES = 256 * 1024 * 1024
 _BOM = b"\xef\xbb\xbf"
 _SHOWN = 10
@@ -23,14 +23,10 @@ _STREAM = re.compile(r"/dev/(?:std|fd/)(out|err|\d{1,4})")
 def read_lines(stream: BinaryIO, name: str) -> list[str]:
     r"""Read one text a line, so that line n of the output answers line n of the input.
 
-    Lines end with \n or \r\n and nothing else; a byte order mark at the beginning is dropped.
-
-    Args:
-        stream: bytes, read to the end and left open.
-        name: of the file, for the error.
+    Lines end with \n or \r\n; a byte order mark is dropped. `name` is the file's, for the error.
 
     Raises:
-        InputError: there is too much or no line, or lines are empty or not UTF-8; names all of them.
+        InputError: there are too many bytes or no lines, or names all lines that are empty or not UTF-8.
     """
     raw = stream.read(MAX_BYTES + 1)
     if len(raw) > MAX_BYTES:
@@ -48,9 +44,7 @@ def read_lines(stream: BinaryIO, name: str) -> list[str]:
         else:
             if not texts[-1].strip():
                 empty.append(number)
-    problems = []
-    if not rows:
-        problems.append("has no text, expected one text a line")
+    problems = [] if rows else ["has no text, expected one text a line"]
     if broken:
         problems.append(f"{_name(broken)} not UTF-8; convert the file, for example with iconv -t utf-8")
     if empty:
@@ -60,12 +54,12 @@ def read_lines(stream: BinaryIO, name: str) -> list[str]:
 
 
 def split_pairs(lines: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Divide lines into sources and targets: two texts with a tab between them, or JSON with "input" and "text".
+    """Split lines into sources and targets: two texts with a tab between them, or JSON with "input" and "text".
 
     A tab in a JSON text is escaped, so a line with a tab is never JSON.
 
     Raises:
-        InputError: names every line that is neither; `indices` has their places.
+        InputError: names every line that is neither; `indices` has their positions.
     """
     pairs: list[tuple[str, str]] = []
     problems, indices = [], []
@@ -105,53 +99,36 @@ def _name(numbers: Sequence[int]) -> str:
 
 @contextmanager
 def write_whole(path: Path) -> Iterator[list[str]]:
-    """Collect lines and put them under `path` when the block ends well, in one step.
+    """Collect lines and write them to `path` when the block ends, in one step; an existing file is replaced.
 
-    That the place can be written to is found out on entry, before anything is computed. Something other than a
-    regular file, such as a pipe or /dev/stdout, is written to directly.
-
-    Args:
-        path: existing text there is replaced; a link is followed.
+    That `path` is writable is checked on entry. A pipe or a device such as /dev/stdout is written to directly.
 
     Yields:
         A list to append lines to, each without its end.
 
     Raises:
-        InputError: the file cannot be written; what was there is untouched.
+        InputError: the file cannot be written; the existing one is unchanged.
         BundleError: another process is writing it.
     """
     lines: list[str] = []
-    if stream := _STREAM.fullmatch(str(path)):
-        # It may lead to a file that others write to as well, so that is continued, not replaced.
-        yield lines
-        with _wrapped(path), open({"out": 1, "err": 2}.get(stream[1]) or int(stream[1]), "wb", closefd=False) as out:
-            out.write(_encode(lines))
-        return
-    with _wrapped(path):
-        path = Path(os.path.realpath(path))
-        is_direct = path.exists() and not path.is_file()
-    if is_direct:
-        with _wrapped(path):
-            out = path.open("ab")  # once: who reads a pipe takes its closing for the end
-        try:
-            yield lines
-        except BaseException:
-            out.close()
-            raise
-        with _wrapped(path), out:
-            out.write(_encode(lines))
-        return
     with ExitStack() as stack:
         with _wrapped(path):
-            draft = stack.enter_context(whole_file(path))
+            if stream := _STREAM.fullmatch(str(path)):
+                # It may lead to a file that others write to as well, so that is continued, not replaced.
+                descriptor = {"out": 1, "err": 2}.get(stream[1]) or int(stream[1])
+                out: BinaryIO | None = stack.enter_context(open(descriptor, "wb", closefd=False))
+            elif (path := Path(os.path.realpath(path))).exists() and not path.is_file():
+                out = stack.enter_context(path.open("ab"))  # once: the reader of a pipe takes its closing for the end
+            else:
+                out, draft = None, stack.enter_context(whole_file(path))
         yield lines
         with _wrapped(path):
-            draft.write_bytes(_encode(lines))
+            raw = "".join(f"{line}\n" for line in lines).encode()
+            if out is None:
+                draft.write_bytes(raw)
+            else:
+                out.write(raw)
             stack.close()
-
-
-def _encode(lines: Sequence[str]) -> bytes:
-    return "".join(f"{line}\n" for line in lines).encode()
 
 
 @contextmanager

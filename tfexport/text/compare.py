@@ -1,4 +1,4 @@
-"""A tokenizer beside texts that were recorded with the user's own code: where they part, and what is usually wrong."""
+"""Compare a tokenizer with texts that were recorded with the user's own code, and name the cause of differences."""
 
 from __future__ import annotations
 
@@ -17,18 +17,15 @@ _SHOWN = 60
 
 
 def fitted(load: Callable[[TextConfig], Tokenizer], recorded: TextConfig, given: TextConfig) -> TextConfig:
-    """Find what surrounds the ids: what the user gives, else what all recorded texts have around the tokenizer's.
+    """Return the given ids around a text with the recorded texts; find ids that were not given in the recorded texts.
 
     Args:
         load: returns the tokenizer with ids around it.
-        recorded: the texts of the golden, and its target prefix.
-        given: by the user; its samples are not used.
-
-    Returns:
-        Both together, with the recorded texts.
+        recorded: texts and target prefix of the reference file.
+        given: by the user, without samples.
 
     Raises:
-        ParityError: names the first text and place where the tokenizer differs, and the usual cause.
+        ParityError: names the first text and position that differ, and the usual cause.
         BundleError: the tokenizer does not fit the model.
     """
     text = replace(given, target_prefix=given.target_prefix or recorded.target_prefix, samples=recorded.samples)
@@ -42,10 +39,10 @@ def fitted(load: Callable[[TextConfig], Tokenizer], recorded: TextConfig, given:
 
 
 def check_texts(tokenizer: Tokenizer) -> None:
-    """Compare a tokenizer with the texts that were recorded beside it.
+    """Compare a tokenizer with its recorded texts.
 
     Raises:
-        ParityError: names the first text and place that differ, and the usual cause.
+        ParityError: names the first text and position that differ, and the usual cause.
     """
     samples = tokenizer.text.samples
     for number, sample in enumerate(samples, 1):
@@ -67,7 +64,7 @@ def check_texts(tokenizer: Tokenizer) -> None:
 
 
 def _encoded(tokenizer: Tokenizer, text: str) -> Ids | None:
-    """Return the source ids of one text, None where the tokenizer refuses it."""
+    """Return the source ids of one text, None if the tokenizer refuses it."""
     try:
         return tuple(tokenizer.encode([text])[0])
     except InputError:
@@ -75,7 +72,7 @@ def _encoded(tokenizer: Tokenizer, text: str) -> Ids | None:
 
 
 def _around(wanted: Ids, found: Ids | None) -> tuple[Ids, Ids] | None:
-    """Return what stands before and behind the only place of `found` in `wanted`; None where there is not one."""
+    """Return the ids before and after the only occurrence of `found` in `wanted`; None if there is not exactly one."""
     if not found:
         return None
     places = [i for i in range(len(wanted) - len(found) + 1) if wanted[i : i + len(found)] == found]
@@ -91,7 +88,7 @@ def _difference(wanted: Ids, found: Ids | None) -> str:
 
 
 def _cause(tokenizer: Tokenizer, sample: TextSample, found: Ids | None) -> str:
-    """Say what is usually wrong where ids differ like this."""
+    """Return the usual cause of ids that differ like this."""
     wanted = sample.source_ids
     if found is None:
         return _OTHER
