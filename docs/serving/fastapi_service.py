@@ -22,7 +22,7 @@ from tfexport.errors import (
 )
 from tfexport.serve.config import ServingConfig
 from tfexport.serve.engine import Engine
-from tfexport.serve.http.app import build_app
+from tfexport.serve.app import build_app
 from tfexport.serve.metrics import Metrics
 
 STATUS = {

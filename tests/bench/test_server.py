@@ -23,9 +23,9 @@ from tfexport.bench.report import settings
 from tfexport.bench.server import exchange, http_client
 from tfexport.bundle.bundle import open_bundle
 from tfexport.errors import ServingError
+from tfexport.serve.app import build_app
 from tfexport.serve.config import ServingConfig
 from tfexport.serve.engine import Engine
-from tfexport.serve.http.app import build_app
 from tfexport.serve.metrics import Metrics
 
 TEXTS = "3. März 2026\nle 14 juillet 1989\n5 May 2001\n"

@@ -15,10 +15,9 @@ from tests.fuzz.bundles import TEXTS
 from tests.fuzz.kind import Kind
 from tests.fuzz.mutations import mutated, mutated_json
 from tfexport.errors import InputError
-from tfexport.serve.config import ServingConfig
+from tfexport.serve.app import build_app
+from tfexport.serve.config import HttpConfig, ServingConfig
 from tfexport.serve.engine import Engine
-from tfexport.serve.http.app import build_app
-from tfexport.serve.http.config import HttpConfig
 from tfexport.serve.metrics import Metrics
 
 MAX_ERROR_BYTES = 6000

@@ -14,11 +14,11 @@ from typing import Any, get_args
 import click
 import pytest
 import yaml
+from tfexport.serve.http.health import ROUTES
 
 from tests.conftest import ROOT
 from tfexport.cli import main
 from tfexport.serve.engine import Engine
-from tfexport.serve.http.health import ROUTES
 from tfexport.serve.metrics import Metrics
 from tfexport.serve.observer import Outcome
 

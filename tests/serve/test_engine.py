@@ -89,7 +89,7 @@ def test_who_leaves_frees_its_slots_and_disturbs_nobody(dates_bundle: Path, mode
         stay = [(text, asyncio.ensure_future(engine.generate(text))) for text in texts]
         leave = [engine.submit(text, stream=True) for text in texts]
         tasks = [asyncio.create_task(engine.generate(text, num_beams=2)) for text in texts]
-        while not leave[0].job.found and not engine.num_slots_used:
+        while not leave[0].found and not engine.num_slots_used:
             await asyncio.sleep(0)
         cancelled = [generation for generation in leave if not generation.is_done]
         for generation in leave:

@@ -105,7 +105,7 @@ def test_whoever_left_the_queue_hears_of_a_failure_too(
     async def use(engine: Engine) -> None:
         first = engine.submit(texts[3])
         await until(hanging.has_begun)
-        monkeypatch.setattr("tfexport.serve.job.alternatives", broken)
+        monkeypatch.setattr("tfexport.serve.generation.alternatives", broken)
         options = {"return_alternatives": True, "num_return_sequences": 2}
         asked = [engine.submit(text, **options) for text in texts[:3]]  # type: ignore[arg-type]
         hanging.end()

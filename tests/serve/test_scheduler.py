@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 
 from tests.decode.scripted import ScriptedSession, drawn
-from tfexport.decode.request import check_requests
+from tfexport.decode.request import Status, check_requests
 from tfexport.errors import BackendError, DeadlineExceeded, Draining, QueueFull
 from tfexport.generation import DecodeConfig
 from tfexport.serve.config import ServingConfig
-from tfexport.serve.job import Event, Job
+from tfexport.serve.generation import Event, Generation
 from tfexport.serve.observer import Observer
-from tfexport.serve.scheduler import HELD_STEPS, Scheduler
-from tfexport.serve.waiting import WaitingQueue
+from tfexport.serve.scheduler import HELD_STEPS, Scheduler, WaitingQueue
 from tfexport.serve.worker import Worker
 
 
@@ -34,11 +33,11 @@ class Bench:
 
     def put(
         self, number: int, *, source_len: int = 3, priority: float = 0.0, deadline: float = 1e99, **options: object
-    ) -> Job:
+    ) -> Generation:
         """Let a job wait, younger than those before."""
         config = DecodeConfig.from_dict(options)
         (request,) = check_requests(self.session, [[5] * source_len], config)
-        job = Job(dataclasses.replace(request, text=number), number * 1e-3, priority, deadline)
+        job = Generation(dataclasses.replace(request, text=number), number * 1e-3, priority, deadline)
         self.queue.put(job)
         return job
 
@@ -47,7 +46,7 @@ class Bench:
         events = []
         for _ in range(most):
             events += self.scheduler.step()
-        self.done |= {event.job.request.text: event.outcome for event in events if event.outcome is not None}
+        self.done |= {event.generation.request.text: event.outcome for event in events if event.outcome is not None}
         return events
 
     def run(self) -> list[int]:
@@ -192,7 +191,7 @@ def test_a_job_leaves_between_two_steps_with_all_its_parts() -> None:
     other = bench.put(1, max_new_tokens=4)
     bench.step()  # two of the six are encoded
     assert bench.scheduler.num_rows == 6
-    job.is_cancelled = True
+    job.status = Status.CANCELLED
     bench.step()
     assert bench.scheduler.num_rows == 1
     bench.run()
@@ -246,8 +245,8 @@ def test_the_queue_counts_source_tokens_and_forgets_who_left() -> None:
     bench.put(1, source_len=10)
     with pytest.raises(QueueFull, match="2 requests with 20 source tokens wait"):
         bench.put(2, source_len=1)
-    assert bench.queue.remove(first)
-    assert not bench.queue.remove(first)
+    assert bench.queue.cancel(first)
+    assert not bench.queue.cancel(first)
     late = bench.put(3, source_len=10, deadline=0.0)
     assert bench.queue.take_late(1.0) == [late]
     bench.put(4, source_len=10)
@@ -304,12 +303,12 @@ def test_a_worker_that_is_told_of_a_cancellation_publishes_no_more() -> None:
     worker = Worker(bench.session, bench.config, Observer(), events.extend, lambda failed: None)
     jobs = [bench.put(number, max_new_tokens=15) for number in range(40)]
     for job in jobs:
-        worker.submit(job)
-        worker.cancel(job)
-    worker.close(Draining("over"))
+        worker.waiting.put(job)
+        worker.waiting.cancel(job)
+    worker.waiting.close(Draining("over"))
     assert worker.join(10)
     assert not [event for event in events if event.outcome is None]
-    assert all(job.is_cancelled for job in jobs)
+    assert all(job.status is Status.CANCELLED for job in jobs)
 
 
 def test_a_worker_that_is_aborted_takes_no_further_step() -> None:
@@ -323,7 +322,7 @@ def test_a_worker_that_is_aborted_takes_no_further_step() -> None:
 
     bench.session.script = waiting
     worker = Worker(bench.session, bench.config, Observer(), events.extend, lambda failed: None)
-    worker.submit(bench.put(0))
+    worker.waiting.put(bench.put(0))
     assert begun.wait(30)
     worker.abort(Draining("over"))
     go_on.set()

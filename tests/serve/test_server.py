@@ -24,8 +24,8 @@ from click.testing import CliRunner
 from tests.conftest import ROOT
 from tests.serve.running import COMMAND, PATIENCE_S, Running, eventually, running
 from tfexport.cli import main
-from tfexport.serve.server.config import ServerConfig
-from tfexport.serve.server.listen import SEND_BUFFER_BYTES, listen
+from tfexport.serve.config import ServerConfig
+from tfexport.serve.server import SEND_BUFFER_BYTES, listen
 
 DATE = "Dienstag, 3. März 2026"
 

@@ -103,7 +103,7 @@ class EngineCaller:
                 first = first or now()
         (best,) = await generation
         ended = now()
-        return Answer(first or min(generation.job.began, ended), ended, len(source), len(best.token_ids))
+        return Answer(first or min(generation.began, ended), ended, len(source), len(best.token_ids))
 
 
 def http_client(url: str, token: str | None = None) -> httpx.AsyncClient:

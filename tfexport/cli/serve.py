@@ -11,9 +11,7 @@ import click
 from tfexport.cli.commands import EXIT_ERROR
 from tfexport.cli.options import field_option, loading_options
 from tfexport.errors import printable
-from tfexport.serve.config import ServingConfig
-from tfexport.serve.http.config import HttpConfig
-from tfexport.serve.server.config import ServerConfig
+from tfexport.serve.config import HttpConfig, ServerConfig, ServingConfig, named_bundles
 
 C = TypeVar("C", ServingConfig, HttpConfig, ServerConfig)
 _LEVELS = ["debug", "info", "warning", "error"]
@@ -29,17 +27,17 @@ _LEVELS = ["debug", "info", "warning", "error"]
 @field_option(ServingConfig, "max_waiting")
 @field_option(ServingConfig, "max_waiting_tokens")
 @field_option(ServingConfig, "max_num_beams")
-@click.option("--timeout", "timeout_s", default=HttpConfig.max_timeout_s, help="Seconds that a request may take.")
-@click.option("--max-body", "max_body_bytes", default=HttpConfig.max_body_bytes, help="Bytes of a request.")
+@field_option(HttpConfig, "max_timeout_s", "--timeout")
+@field_option(HttpConfig, "max_body_bytes", "--max-body")
 @field_option(ServerConfig, "max_connections")
 @field_option(ServerConfig, "drain_delay_s", "--drain-delay")
 @field_option(ServerConfig, "shutdown_timeout_s", "--shutdown-timeout")
 @field_option(ServerConfig, "token_file")
 @field_option(ServerConfig, "tls_cert")
 @field_option(ServerConfig, "tls_key")
-@click.option("--completions", is_flag=True, help="Offer /v1/completions, as OpenAI has it.")
-@click.option("--translate", is_flag=True, help="Offer /translate, as LibreTranslate has it.")
-@click.option("--ui/--no-ui", default=HttpConfig.ui, help="Offer a page at / to try the models.")
+@field_option(HttpConfig, "completions")
+@field_option(HttpConfig, "translate")
+@field_option(HttpConfig, "ui", "--ui/--no-ui")
 @click.option("--log-level", type=click.Choice(_LEVELS), default="info", help="Least that is logged to standard error.")
 @click.option("--access-log", is_flag=True, help="Log every request.")
 def serve(
@@ -56,8 +54,7 @@ def serve(
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=log_level.upper())
     if log_level != "debug":  # uvicorn tells of each start, stop and malformed request
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-    from tfexport.serve.bundles import named_bundles
-    from tfexport.serve.server.run import serve_bundles
+    from tfexport.serve.server import serve_bundles
 
     done = serve_bundles(
         named_bundles(bundles),

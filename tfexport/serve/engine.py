@@ -1,4 +1,4 @@
-"""A model for many callers: requests join and leave the running batches, answers come as if each were alone."""
+"""One model for many callers: requests join and leave the running batches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import logging
 import math
 import time
 import weakref
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from functools import partial
 from os import PathLike
 from types import TracebackType
@@ -16,21 +16,27 @@ from typing import Any, Literal, Self
 
 from tfexport.decode.align import Alignment
 from tfexport.decode.pieces import Pieces
+from tfexport.decode.request import check_requests
 from tfexport.decode.result import Hypothesis
-from tfexport.errors import DeadlineExceeded, Draining, EngineFailed, InputError, TfexportError
+from tfexport.errors import (
+    DeadlineExceeded,
+    Draining,
+    EngineFailed,
+    InputError,
+    TfexportError,
+    raise_all,
+    shortened,
+)
 from tfexport.generation import DecodeConfig
 from tfexport.model.copies import NO_COPIES_IN_STREAMS, check_copies, with_copies
 from tfexport.model.load import load
 from tfexport.model.model import Model
 from tfexport.model.result import Result, result_of
-from tfexport.serve.alignments import MAX_WAITING, Alignments
-from tfexport.serve.config import ServingConfig
-from tfexport.serve.generation import Answer, Generation, Ids, Item, Texts
+from tfexport.serve.config import MAX_S, ServingConfig
+from tfexport.serve.generation import Generation, num_rows
 from tfexport.serve.in_flight import InFlight, on_loop
-from tfexport.serve.observer import Guarded, Observer
-from tfexport.serve.prepare import prepare
-from tfexport.serve.requests import allowed_s, new_job, new_request
-from tfexport.serve.served import Served
+from tfexport.serve.observer import Observer, guarded
+from tfexport.serve.served import MAX_WAITING, Alignments, Served, prepare
 from tfexport.serve.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -38,9 +44,9 @@ State = Literal["starting", "ready", "draining", "failed", "stopped"]
 
 
 class Engine:
-    """Serves one model to many callers of one event loop; results are those of `Model.generate` of each text alone.
+    """Serves one model to callers on one event loop; results equal those of `Model.generate` of each text on its own.
 
-    `async with Engine(bundle) as engine:` starts it and drains it at the end.
+    `async with Engine(bundle) as engine:` starts it, and drains it at the end.
     """
 
     def __init__(
@@ -51,17 +57,17 @@ class Engine:
         observer: Observer | None = None,
         **options: Any,
     ) -> None:
-        """Name what is served; `start` loads it.
+        """Set what is served; `start` loads it.
 
         Args:
             bundle: path of the bundle.
             config: slots, queue and limits; None for the defaults.
-            observer: told of everything, for metrics.
+            observer: receives all events, for metrics.
             options: of `tfexport.load`: backend, form, threads, device, engine, trusted_keys, warm_up.
         """
         self.config = config or ServingConfig()
         self._bundle, self._options = bundle, options
-        self._observer = Guarded(observer) if observer else Observer()
+        self._observer = guarded(observer) if observer else Observer()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._served: Served | None = None
         self._state: State = "starting"
@@ -71,7 +77,7 @@ class Engine:
 
     @property
     def state(self) -> State:
-        """What the engine is about; "failed" once its thread has."""
+        """The state of the engine; "failed" once its thread has failed."""
         if self._served and self._served.worker.failure is not None:
             return "failed"
         return self._state
@@ -83,17 +89,13 @@ class Engine:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it may still answer, or be about to: its thread has neither failed nor hung for `hang_s`."""
+        """Whether it may still answer: its thread has neither failed nor hung for `hang_s`."""
         is_hung = self._served is not None and self._served.worker.silent_s >= self.config.hang_s
         return self.state != "failed" and not is_hung
 
     @property
     def model(self) -> Model:
-        """The model that new requests are decoded with.
-
-        Raises:
-            EngineFailed: the engine was not started.
-        """
+        """The model that decodes new requests; raises `EngineFailed` before the engine is started."""
         return self._current.model
 
     @property
@@ -108,20 +110,20 @@ class Engine:
 
     @property
     def slots(self) -> int:
-        """Rows that are decoded at once."""
+        """Rows that are decoded at once, at most."""
         return self._current.worker.slots
 
     @property
     def num_slots_used(self) -> int:
-        """Rows that are decoded just now."""
+        """Rows that are decoded now."""
         return sum(worker.num_rows for worker in self._workers)
 
     async def start(self) -> Self:
-        """Load the bundle, warm it up, compare it with its recorded texts, and begin to take requests.
+        """Load the bundle, warm it up, compare it with its recorded texts, and start to take requests.
 
         Raises:
-            TfexportError: what `tfexport.load` raises.
-            ParityError: the model says something else than was recorded.
+            TfexportError: those of `tfexport.load`.
+            ParityError: the model gives other results than were recorded.
             EngineFailed: the engine was started before.
             Draining: the engine was drained before it was ready.
         """
@@ -137,9 +139,9 @@ class Engine:
         return self
 
     async def replace(self, bundle: str | PathLike[str] | None = None) -> None:
-        """Serve another bundle, and no request is lost: what was accepted is answered by the old one.
+        """Serve another bundle without losing a request: the old model answers what it has accepted.
 
-        Where the thread of the old one hangs, its requests get `Draining` after `hang_s`, and it is left behind.
+        If the thread of the old model hangs, its requests get `Draining` after `hang_s`, and it is left behind.
 
         Args:
             bundle: path; None for the one that is served, whose files have changed.
@@ -163,27 +165,24 @@ class Engine:
             self._retiring.remove(old)
 
     async def drain(self, timeout_s: float | None = None) -> bool:
-        """Take no more requests, finish those that were accepted, and stop.
+        """Refuse new requests, finish the accepted ones, and stop; return whether all were answered.
 
         Args:
-            timeout_s: after which those that are left get `Draining`; None for as long as there are signs of life.
-
-        Returns:
-            Whether all were answered.
+            timeout_s: after which the rest gets `Draining`; None to wait as long as there are signs of life.
         """
         if self._served is None or self._state == "stopped":
             self._state = "stopped"
             return True
         self._state = "draining"
         reason = Draining("the engine is about to stop; ask another one")
-        self._served.worker.close(reason)  # before anything else can happen
+        self._served.worker.waiting.close(reason)  # before anything else can happen
         stops = (self._stop(served, reason, timeout_s) for served in (*self._retiring, self._served))
         are_answered = all(await asyncio.gather(*stops))
         self._state = "stopped"
         return are_answered
 
     async def _stop(self, served: Served, reason: Draining, timeout_s: float | None) -> bool:
-        """Let a model finish what it has accepted, then close it; answer the rest with the reason after the time."""
+        """Let a model finish what it has accepted, then close it; after the time the rest gets the reason."""
         has_ended = await served.finish(reason, timeout_s, self.config.hang_s)
         if not has_ended:
             served.abort(reason)
@@ -197,13 +196,11 @@ class Engine:
         return served.is_answered
 
     async def __aenter__(self) -> Self:
-        """Start."""
         return await self.start()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Drain."""
         await self.drain()
 
     def submit(
@@ -217,16 +214,16 @@ class Engine:
         config: DecodeConfig | None = None,
         **options: Any,
     ) -> Generation[str, Result]:
-        """Ask for a text; the answers are those of `Model.generate` of it alone.
+        """Submit a text; the answers are those of `Model.generate` of it on its own.
 
         Args:
             text: of the source.
             prefix: what each answer begins with.
-            stream: hand out pieces as they come, to who iterates over the generation.
+            stream: yield pieces as they come, to whoever iterates over the generation.
             priority: seconds that the request counts as older than it is.
-            timeout_s: seconds that it may take; None, or more than the engine allows, for what that allows.
+            timeout_s: seconds that it may take; the limit of the engine if that is lower.
             config: how to decode, in place of the bundle's defaults; None for those.
-            options: fields of `DecodeConfig`, which go before both.
+            options: fields of `DecodeConfig`, which override both.
 
         Raises:
             ConfigError: options that are unknown, out of range or contradictory.
@@ -244,11 +241,6 @@ class Engine:
                 self._check_copies(stream)
             (source,) = tokenizer.encode([text])
             begin, fixed = tokenizer.begin_target(prefix), len(tokenizer.text.target_prefix)
-            request = new_request(
-                model, source, begin, decoding, self.config, self.slots, num_fixed=fixed, stream=stream
-            )
-            given = fixed if decoding.prefix_bias_beta else len(begin)
-            tokens = Texts(Pieces(tokenizer.decode, given, decoding.strings)) if stream else None
 
             def answers(found: Sequence[Hypothesis]) -> list[Result]:
                 results = [result_of(tokenizer, one, decoding) for one in found]
@@ -256,8 +248,9 @@ class Engine:
                     return with_copies(model.session, tokenizer, [text], [source], results, decoding)
                 return results
 
-            job = new_job(request, self.config, priority, timeout_s)
-            return self._begin(Generation(job, answers, tokens, self.config.stream_buffer, self._end))
+            given = fixed if decoding.prefix_bias_beta else len(begin)
+            pieces = Pieces(tokenizer.decode, given, decoding.strings) if stream else None
+            return self._begin(source, begin, decoding, fixed, stream, priority, timeout_s, answers, pieces)
 
     def submit_ids(
         self,
@@ -270,27 +263,20 @@ class Engine:
         config: DecodeConfig | None = None,
         **options: Any,
     ) -> Generation[int, Hypothesis]:
-        """Ask with token ids; see `submit`.
+        """Submit token ids, special tokens included; `submit` describes the other arguments and errors.
 
         Args:
-            source: token ids, special tokens included.
+            source: token ids.
             prefix: token ids that each answer begins with, without the start token.
-            stream: hand out token ids as they come.
+            stream: yield token ids as they come.
             priority: seconds that the request counts as older than it is.
             timeout_s: seconds that it may take.
-            config: how to decode, in place of the bundle's defaults.
-            options: fields of `DecodeConfig`, which go before both.
-
-        Raises:
-            TfexportError: those of `submit`.
+            config: how to decode.
+            options: fields of `DecodeConfig`.
         """
         with self._in_flight.refusals():
-            model = self.model
-            decoding = model.decoding(config, **options)
-            request = new_request(model, source, prefix, decoding, self.config, self.slots, stream=stream)
-            job = new_job(request, self.config, priority, timeout_s)
-            tokens = Ids() if stream else None
-            return self._begin(Generation(job, list, tokens, self.config.stream_buffer, self._end))
+            decoding = self.model.decoding(config, **options)
+            return self._begin(source, prefix, decoding, 0, stream, priority, timeout_s, list, None)
 
     async def generate(self, text: str, **options: Any) -> list[Result]:
         """Return the answers to a text, best first; `submit` has the arguments.
@@ -316,14 +302,14 @@ class Engine:
     async def align(
         self, source: str | Iterable[int], target: str | Iterable[int], *, timeout_s: float | None = None
     ) -> Alignment:
-        """Say which source tokens those of a given target were read from, as `Model.align` does.
+        """Return which source tokens those of a given target were read from, as `Model.align` does.
 
-        Pairs are read one after the other, beside the running batches.
+        Pairs are read one at a time, next to the running batches.
 
         Args:
             source: text, or token ids with special tokens.
-            target: text where the source is one, or token ids without the start token.
-            timeout_s: seconds that it may take; None, or more than the engine allows, for what that allows.
+            target: text if the source is one, or token ids without the start token.
+            timeout_s: seconds that it may take; the limit of the engine if that is lower.
 
         Raises:
             ConfigError: the bundle was exported without alignment, or the backend has none.
@@ -335,7 +321,8 @@ class Engine:
         start = time.monotonic()
         with self._in_flight.refusals():
             self._check_loop()
-            served, most_s = self._current, allowed_s(self.config, timeout_s)
+            raise_all(InputError, "request", _time_problems(timeout_s))
+            served, most_s = self._current, self._allowed_s(timeout_s)
             served.worker.waiting.check_open()
             served.alignments.check_room(MAX_WAITING)
             try:
@@ -353,7 +340,7 @@ class Engine:
         return [served.worker for served in (*self._retiring, self._served) if served]
 
     def _check_loop(self) -> None:
-        """Refuse who runs on another event loop, or on none: nothing would ever wake it."""
+        """Refuse callers on another event loop, or on none: nothing would ever wake them."""
         loop = None
         with contextlib.suppress(RuntimeError):
             loop = asyncio.get_running_loop()
@@ -361,7 +348,6 @@ class Engine:
             raise EngineFailed("the engine belongs to the event loop that it was started on; ask it from there")
 
     def _check_replaceable(self) -> None:
-        """Refuse another bundle where it would never be served."""
         if self._state != "ready":
             raise Draining("the engine is about to stop and takes no other bundle")
 
@@ -391,26 +377,81 @@ class Engine:
         return Served(model, worker, Alignments(self._loop))
 
     def _check_copies(self, stream: bool) -> None:
-        """Refuse to replace unknown tokens where nobody can say by what, or not in time."""
+        """Refuse `replace_unknowns` if there is no alignment, or not in time."""
         if stream:
             raise InputError(f"stream: {NO_COPIES_IN_STREAMS}")
         check_copies(self.model.session, self.model.tokenizer)
         self._current.alignments.check_room(self.config.max_waiting)
 
-    def _begin(self, generation: Generation[Item, Answer]) -> Generation[Item, Answer]:
+    def _begin(
+        self,
+        source: Iterable[int],
+        prefix: Iterable[int],
+        decoding: DecodeConfig,
+        num_fixed: int,
+        stream: object,
+        priority: float,
+        timeout_s: float | None,
+        answers: Callable[[Sequence[Hypothesis]], list[Any]],
+        pieces: Pieces | None,
+    ) -> Generation[Any, Any]:
+        """Check a request, and let it wait for its turn."""
+        raise_all(InputError, "request", self._problems(decoding, stream, priority, timeout_s))
+        model = self.model
+        text_of = model.tokenizer.decode if model.tokenizer else None
+        (request,) = check_requests(model.session, [source], decoding, [prefix], text_of, num_fixed)
+        request.stream = bool(stream)
+        now, buffer = time.monotonic(), self.config.stream_buffer
+        deadline = now + self._allowed_s(timeout_s)
+        generation: Generation[Any, Any] = Generation(
+            request, now, priority, deadline, answers=answers, pieces=pieces, buffer=buffer, leave=self._end
+        )
         self._check_loop()
         self._in_flight.begin(generation, self._current)
         return generation
 
+    def _problems(self, decoding: DecodeConfig, stream: object, priority: object, timeout_s: float | None) -> list[str]:
+        """Return what this engine cannot take of a request."""
+        problems = []
+        if not isinstance(stream, bool):
+            problems.append(f"stream is {shortened(stream)}, expected True or False")
+        if decoding.num_beams > self.config.max_num_beams:
+            problems.append(f"num_beams is {decoding.num_beams}, the limit is {self.config.max_num_beams}; lower it")
+        if (rows := num_rows(decoding)) > self.slots:
+            problems.append(f"the request takes {rows} slots of {self.slots}; lower num_beams or num_return_sequences")
+        if stream:
+            problems += [
+                f"{name} is {getattr(decoding, name)}, but a stream hands out one answer as it comes; set it to 1"
+                for name in ("num_beams", "num_return_sequences")
+                if getattr(decoding, name) > 1
+            ]
+        if not (_is_number(priority) and abs(priority) <= MAX_S):  # type: ignore[arg-type]
+            problems.append(f"priority is {shortened(priority)}, expected seconds from -{MAX_S} to {MAX_S}")
+        return problems + _time_problems(timeout_s)
+
+    def _allowed_s(self, timeout_s: float | None) -> float:
+        """Return the seconds that a request may take, inf for any number."""
+        return min((limit for limit in (timeout_s, self.config.timeout_s) if limit is not None), default=math.inf)
+
     def _end(self, generation: Generation[Any, Any], reason: TfexportError) -> None:
-        """End a generation; it is told here, so that whoever holds a generation holds its engine."""
+        """End a generation; as a bound method it keeps the engine alive as long as the generation."""
         self._in_flight.end(generation, reason)
 
     def _fail(self, failed: EngineFailed) -> None:
-        """End what was accepted by a thread that has failed."""
+        """End the requests of models whose thread has failed."""
         for served in (*self._retiring, self._current):
             if served.worker.failure is not None:
                 self._in_flight.end_all(served, failed)
+
+
+def _time_problems(timeout_s: object) -> list[str]:
+    if timeout_s is None or (_is_number(timeout_s) and 0 < timeout_s <= MAX_S):  # type: ignore[operator]
+        return []
+    return [f"timeout_s is {shortened(timeout_s)}, expected None or above 0 and up to {MAX_S}"]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _aligned(model: Model, source: str | Iterable[int], target: str | Iterable[int]) -> Alignment:

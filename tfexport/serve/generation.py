@@ -1,94 +1,107 @@
-"""A request under way, as its caller sees it."""
+"""One request of a caller, from its submission to its answer."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import itertools
+import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
+from tfexport.decode.alternatives import alternatives
 from tfexport.decode.pieces import Pieces
+from tfexport.decode.request import Request, Status
 from tfexport.decode.result import Hypothesis
-from tfexport.errors import Cancelled, TfexportError
-from tfexport.serve.job import Job
+from tfexport.errors import Cancelled, DeadlineExceeded, TfexportError
+from tfexport.generation import DecodeConfig
+from tfexport.runtime.session import Session
 
 Item = TypeVar("Item")
-Item_co = TypeVar("Item_co", covariant=True)
 Answer = TypeVar("Answer")
-
-
-class Tokens(Protocol[Item_co]):
-    """Turns tokens into what a stream hands out."""
-
-    def push(self, token: int) -> Item_co | None:
-        """Take a token; return what may be handed out, or nothing."""
-        ...
-
-    def rest(self) -> Item_co | None:
-        """Return what is left at the end, or nothing."""
-        ...
-
-
-class Ids:
-    """Hands out tokens as they are; see `Tokens`."""
-
-    def push(self, token: int) -> int | None:
-        """Return the token."""
-        return token
-
-    def rest(self) -> int | None:
-        """Return nothing."""
-        return None
-
-
-class Texts:
-    """Hands out pieces of the text; see `Tokens`."""
-
-    def __init__(self, pieces: Pieces) -> None:
-        """Take what decodes the tokens."""
-        self._pieces = pieces
-
-    def push(self, token: int) -> str | None:
-        """Return what the token adds to the text, nothing while a character is incomplete."""
-        return self._pieces.push(token) or None
-
-    def rest(self) -> str | None:
-        """Return what is left of the text."""
-        return self._pieces.rest() or None
+_ids = itertools.count()
 
 
 class Generation(Generic[Item, Answer]):
-    """One request under way: await it for its answers, iterate over it for what comes, `cancel` it.
+    """One text to decode: await it for its answers, iterate over it for what comes, or `cancel` it.
 
-    It belongs to the event loop that it was submitted on.
+    Its caller uses it on the event loop that it was submitted on; the thread of the engine decodes its parts.
+    Times are those of `time.monotonic`, in seconds.
 
     Attributes:
-        job: that the engine decodes.
-        answers: makes the answers of all hypotheses.
+        id: unique in this process.
+        status: RUNNING after it left the queue; DONE after it was answered, failed or cancelled. CANCELLED tells the
+            thread to drop it before the next step.
+        request: what is decoded, checked.
+        arrived: when it was submitted.
+        priority: seconds that it counts as older than it is.
+        deadline: when it has to be answered; inf for never.
+        answers: makes the answers of all hypotheses, on any thread.
+        served: the `Served` model that decodes it.
+        alarm: ends it at its deadline.
+        parts: requests that are decoded for it, one a sample or alternative.
+        found: hypotheses of each finished part by its number.
+        joined: when it left the queue.
+        began: when it had its first token.
     """
+
+    served: Any
 
     def __init__(
         self,
-        job: Job,
-        answers: Callable[[Sequence[Hypothesis]], list[Answer]],
-        tokens: Tokens[Item] | None,
-        buffer: int,
-        leave: Callable[[Generation[Item, Answer], TfexportError], None],
+        request: Request,
+        arrived: float,
+        priority: float = 0.0,
+        deadline: float = math.inf,
+        *,
+        answers: Callable[[Sequence[Hypothesis]], list[Any]] = list,
+        pieces: Pieces | None = None,
+        buffer: int = 0,
+        leave: Callable[[Generation[Any, Any], TfexportError], None] | None = None,
     ) -> None:
-        """Begin to wait.
+        """Start to wait.
 
         Args:
-            job: that the engine decodes.
-            answers: makes the answers of all hypotheses; it may be called on another thread.
-            tokens: of a stream; None where nothing is handed out before the end.
-            buffer: items that the reader may be behind.
-            leave: ends the generation and tells the engine.
+            request: what is decoded.
+            arrived: time of the submission.
+            priority: seconds that it counts as older than it is.
+            deadline: time of the deadline.
+            answers: makes the answers of all hypotheses.
+            pieces: turns tokens into text for a stream of text; None streams token ids.
+            buffer: items that the reader of a stream may be behind.
+            leave: ends the generation in its engine.
         """
-        self.job = job
-        self.answers, self._tokens, self._buffer, self._leave = answers, tokens, buffer, leave
+        self.id, self.status = next(_ids), Status.WAITING
+        self.request, self.arrived, self.priority, self.deadline = request, arrived, priority, deadline
+        self.answers, self._pieces, self._buffer, self._leave = answers, pieces, buffer, leave
+        self.alarm: asyncio.TimerHandle | None = None
+        self.parts: list[Request] = []
+        self.found: dict[int, list[Hypothesis]] = {}
+        self.joined = self.began = math.nan
         self._unread: deque[Item] = deque()
         self._outcome: list[Answer] | TfexportError | None = None
         self._changed = asyncio.Event()
+
+    @property
+    def width(self) -> int:
+        """Rows of each part."""
+        return self.request.config.num_beams
+
+    @property
+    def num_sources(self) -> int:
+        """Times that the source is encoded: once for each part, and once to find alternatives."""
+        return num_parts(self.request.config) + self.request.config.return_alternatives
+
+    @property
+    def num_rows(self) -> int:
+        """Slots that it takes."""
+        return num_rows(self.request.config)
+
+    @property
+    def source_length(self) -> int:
+        """Tokens of the source."""
+        return len(self.request.source_ids)
 
     @property
     def is_done(self) -> bool:
@@ -101,16 +114,16 @@ class Generation(Generic[Item, Answer]):
         return len(self._unread) > self._buffer
 
     def cancel(self) -> None:
-        """Let the request leave; whoever awaits it gets `Cancelled`. Nothing happens once it is done."""
-        if not self.is_done:
+        """Cancel the request; awaiting it raises `Cancelled`. Does nothing if it is done."""
+        if not self.is_done and self._leave:
             self._leave(self, Cancelled("the request was cancelled"))
 
     def __await__(self) -> Generator[None, None, list[Answer]]:
-        """Wait for the answers, best first; the request is cancelled where the waiting task is."""
+        """Wait for the answers, best first; the request is cancelled if the waiting task is."""
         return self._wait().__await__()
 
     async def __aiter__(self) -> AsyncIterator[Item]:
-        """Hand out what comes; the request is cancelled where the reader leaves early."""
+        """Yield what comes; the request is cancelled if the reader leaves early."""
         try:
             while await self._has_more():
                 yield self._unread.popleft()
@@ -118,7 +131,7 @@ class Generation(Generic[Item, Answer]):
             self.cancel()
 
     async def together(self) -> AsyncIterator[list[Item]]:
-        """Hand out what comes, all that is unread at once; the request is cancelled where the reader leaves early."""
+        """Yield all unread items at once; the request is cancelled if the reader leaves early."""
         try:
             while await self._has_more():
                 items = list(self._unread)
@@ -127,28 +140,62 @@ class Generation(Generic[Item, Answer]):
         finally:
             self.cancel()
 
+    # ---- for the thread of the engine
+
+    def late(self) -> DeadlineExceeded:
+        """Return the error after the deadline."""
+        when = "before it began" if math.isnan(self.joined) else "while it was decoded"
+        allowed = self.deadline - self.arrived
+        return DeadlineExceeded(f"the {allowed:.3g} s of the request were over {when}; allow more, or come again later")
+
+    def expand(self, session: Session) -> None:
+        """Fill `parts`.
+
+        Raises:
+            InputError: its filters leave no alternative.
+            BackendError: the backend failed on its alternatives.
+        """
+        config = self.request.config
+        if config.return_alternatives:
+            self.parts = alternatives(session, [self.request], 1)
+        elif config.do_sample:
+            samples = range(config.num_return_sequences)
+            self.parts = [dataclasses.replace(self.request, sample=sample) for sample in samples]
+        else:
+            self.parts = [self.request]
+
+    def take(self, part: Request, hypotheses: list[Hypothesis]) -> list[Hypothesis] | None:
+        """Take the hypotheses of a part; return all, best first, after the last part."""
+        self.found[part.sample] = hypotheses
+        if len(self.found) < len(self.parts):
+            return None
+        return [best for sample in sorted(self.found) for best in self.found[sample]]
+
+    # ---- for the engine, on the event loop
+
     def begin(self) -> None:
-        """Hand out what the answer begins with, which the reader may be behind beside the buffer."""
-        if self._tokens:
-            self.receive(self.job.request.prompt[1:])
+        """Hand out the prefix, which does not count for the buffer."""
+        if self.request.stream:
+            self.receive(self.request.prompt[1:])
             self._buffer += len(self._unread)
 
     def receive(self, token_ids: Sequence[int]) -> None:
-        """Take new tokens from the engine."""
-        assert self._tokens
-        items = map(self._tokens.push, token_ids)
-        self._unread.extend(item for item in items if item is not None)
+        """Take new tokens of a stream."""
+        push = self._pieces.push if self._pieces else None
+        self._unread.extend(filter(None, map(push, token_ids)) if push else token_ids)  # type: ignore[arg-type]
         self._changed.set()
 
     def finish(self, outcome: list[Answer] | TfexportError) -> None:
-        """Take the end from the engine: answers, or what was wrong."""
-        if not isinstance(outcome, TfexportError) and self._tokens and (rest := self._tokens.rest()) is not None:
-            self._unread.append(rest)
+        """Take the end: answers, or an error."""
+        if not isinstance(outcome, TfexportError) and self._pieces and (rest := self._pieces.rest()):
+            self._unread.append(rest)  # type: ignore[arg-type]
         self._outcome = outcome
+        if self.status is not Status.CANCELLED:
+            self.status = Status.DONE
         self._changed.set()
 
     async def _has_more(self) -> bool:
-        """Wait until something is unread, or all was read; raise what was wrong once all was read."""
+        """Wait until something is unread or the request is done; raise its error after all was read."""
         while not self._unread:
             if isinstance(self._outcome, TfexportError):
                 raise self._outcome
@@ -168,3 +215,27 @@ class Generation(Generic[Item, Answer]):
         if isinstance(self._outcome, TfexportError):
             raise self._outcome
         return self._outcome
+
+
+class Event(NamedTuple):
+    """What a step has brought a generation.
+
+    Attributes:
+        generation: as it was submitted.
+        token_ids: new tokens of a stream.
+        outcome: hypotheses, best first, or an error; None while it goes on.
+    """
+
+    generation: Generation[Any, Any]
+    token_ids: tuple[int, ...] = ()
+    outcome: list[Hypothesis] | TfexportError | None = None
+
+
+def num_parts(config: DecodeConfig) -> int:
+    """Return how many requests are decoded for one text."""
+    return config.num_return_sequences if config.do_sample or config.return_alternatives else 1
+
+
+def num_rows(config: DecodeConfig) -> int:
+    """Return how many slots one text takes."""
+    return config.num_beams * num_parts(config)

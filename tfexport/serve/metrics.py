@@ -1,4 +1,4 @@
-"""What Prometheus is told of the engines."""
+"""Metrics of the engines for Prometheus."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ class Metrics:
     """
 
     def __init__(self) -> None:
-        """Begin with nothing counted."""
         registry = self.registry = CollectorRegistry()
         self._requests = Counter(
             "tfexport_requests",
@@ -54,10 +53,10 @@ class Metrics:
             side: Counter(f"tfexport_{side}_tokens", what, ("model",), registry=registry)
             for side, what in {"source": "Tokens that were encoded.", "target": "Tokens that were generated."}.items()
         }
-        self._observers: dict[str, PrometheusObserver] = {}
+        self._observers: dict[str, _Counts] = {}
 
-    def observer(self, model: str) -> PrometheusObserver:
-        """Return who is told of the engine of a model, always the same."""
+    def observer(self, model: str) -> _Counts:
+        """Return the observer of a model's engine, always the same one."""
         if model not in self._observers:
             times = {name: metric.labels(model) for name, metric in self._times.items()}
             tokens = {side: metric.labels(model) for side, metric in self._tokens.items()}
@@ -66,11 +65,11 @@ class Metrics:
                 for outcome in get_args(Outcome)
                 for reason in (*(get_args(FinishReason) if outcome == "ok" else ()), "")
             }
-            self._observers[model] = PrometheusObserver(requests, times, self._rows.labels(model), tokens)
+            self._observers[model] = _Counts(requests, times, self._rows.labels(model), tokens)
         return self._observers[model]
 
     def watch(self, engines: Mapping[str, Engine]) -> None:
-        """Read the gauges of engines at each scrape; call it once."""
+        """Read the gauges of engines at each scrape."""
         self.registry.register(_Gauges(engines))
 
     def total(self, metric: str, model: str) -> float:
@@ -88,8 +87,8 @@ class Metrics:
         return encode(self.registry), kind
 
 
-class PrometheusObserver(Observer):
-    """Counts for one model; see `Metrics.observer`.
+class _Counts(Observer):
+    """Counts for one model.
 
     Attributes:
         failed_s: seconds that requests took which were not answered.
@@ -102,31 +101,25 @@ class PrometheusObserver(Observer):
         rows: Histogram,
         tokens: Mapping[str, Counter],
     ) -> None:
-        """Take the metrics of the model: by outcome and finish reason, by name, and by side."""
         self._requests, self._times, self._rows, self._tokens = requests, times, rows, tokens
         self.failed_s = 0.0
 
     def joined(self, waited_s: float, source_tokens: int) -> None:
-        """Count the wait and the source."""
         self._times["queue"].observe(waited_s)
         self._tokens["source"].inc(source_tokens)
 
     def encoded(self, took_s: float) -> None:
-        """Count an encoder run."""
         self._times["encode"].observe(took_s)
 
     def stepped(self, took_s: float, num_steps: int, num_rows: int) -> None:
-        """Count decoder steps, each with the mean of their time."""
         for _ in range(num_steps):
             self._times["decode_step"].observe(took_s / num_steps)
             self._rows.observe(num_rows)
 
     def began(self, took_s: float) -> None:
-        """Count a first token."""
         self._times["time_to_first_token"].observe(took_s)
 
     def ended(self, outcome: Outcome, reason: str, took_s: float, num_tokens: int, per_token_s: float | None) -> None:
-        """Count a request."""
         self._requests[outcome, reason].inc()
         self._tokens["target"].inc(num_tokens)
         if outcome == "ok":
@@ -137,19 +130,17 @@ class PrometheusObserver(Observer):
             self._times["time_per_output_token"].observe(per_token_s)
 
     def aligned(self, took_s: float) -> None:
-        """Count an alignment, which has no finish reason."""
         self._requests["ok", ""].inc()
         self._times["align"].observe(took_s)
 
 
 class _Gauges(Collector):
-    """What engines are about at the time of the scrape."""
+    """Reads the engines at each scrape; an engine that was not started has no gauges."""
 
     def __init__(self, engines: Mapping[str, Engine]) -> None:
         self._engines = engines
 
     def collect(self) -> Iterator[Metric]:
-        """Yield a gauge for each thing; an engine that was not started has none."""
         started = {name: engine for name, engine in self._engines.items() if engine.state != "starting"}
         gauges = {
             "tfexport_requests_running": ("Requests that are decoded.", "num_running"),

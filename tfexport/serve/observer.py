@@ -1,7 +1,8 @@
-"""What an engine tells of its work, for metrics; the engine itself knows nothing of who listens."""
+"""The interface through which an engine reports its work, for metrics."""
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Literal
@@ -16,68 +17,49 @@ Outcome = Literal[
 
 
 class Observer:
-    """Told of everything, and does nothing; a subclass counts. Its methods are called from several threads."""
+    """Ignores all events; a subclass counts them. The methods are called from several threads."""
 
     def joined(self, waited_s: float, source_tokens: int) -> None:
-        """Hear that a request has left the queue and joins a batch."""
+        """Record that a request left the queue and joined a batch."""
 
     def encoded(self, took_s: float) -> None:
-        """Hear that the sources of a step were encoded."""
+        """Record that the sources of a step were encoded."""
 
     def stepped(self, took_s: float, num_steps: int, num_rows: int) -> None:
-        """Hear that decoder steps were taken, several at once perhaps, for so many rows."""
+        """Record decoder steps, perhaps several at once, of a batch of `num_rows`."""
 
     def began(self, took_s: float) -> None:
-        """Hear that a request has its first token, so long after it arrived."""
+        """Record the time from the arrival of a request to its first token."""
 
     def ended(self, outcome: Outcome, reason: str, took_s: float, num_tokens: int, per_token_s: float | None) -> None:
-        """Hear that a request is over; every request is, once, here or in `aligned`.
+        """Record the end of a request; called once for each, unless `aligned` is.
 
         Args:
-            outcome: what became of it.
-            reason: its finish reason where it was answered, else empty.
-            took_s: since it arrived.
-            num_tokens: generated, of all its hypotheses.
-            per_token_s: from its first token to its last, for each of the best hypothesis; None for one token.
+            outcome: how it ended.
+            reason: finish reason of an answer, else empty.
+            took_s: time since it arrived.
+            num_tokens: generated tokens of all its hypotheses.
+            per_token_s: mean time of a token after the first, of the best hypothesis; None for one token.
         """
 
     def aligned(self, took_s: float) -> None:
-        """Hear that an alignment was asked for and is given, so long after that; `ended` tells of others."""
+        """Record the time from the arrival of an alignment to its answer."""
 
 
-class Guarded(Observer):
-    """Tells another observer, whose errors are logged: what measures must not stop what serves."""
+def guarded(observer: Observer) -> Observer:
+    """Return an observer that passes events on and logs errors of the other: metrics must not stop serving."""
+    safe = Observer()
+    for name in ("joined", "encoded", "stepped", "began", "ended", "aligned"):
+        setattr(safe, name, _logged(getattr(observer, name)))
+    return safe
 
-    def __init__(self, observer: Observer) -> None:
-        """Keep whom to tell."""
-        self._observer = observer
 
-    def joined(self, waited_s: float, source_tokens: int) -> None:
-        """Pass it on."""
-        self._tell(self._observer.joined, waited_s, source_tokens)
-
-    def encoded(self, took_s: float) -> None:
-        """Pass it on."""
-        self._tell(self._observer.encoded, took_s)
-
-    def stepped(self, took_s: float, num_steps: int, num_rows: int) -> None:
-        """Pass it on."""
-        self._tell(self._observer.stepped, took_s, num_steps, num_rows)
-
-    def began(self, took_s: float) -> None:
-        """Pass it on."""
-        self._tell(self._observer.began, took_s)
-
-    def ended(self, outcome: Outcome, reason: str, took_s: float, num_tokens: int, per_token_s: float | None) -> None:
-        """Pass it on."""
-        self._tell(self._observer.ended, outcome, reason, took_s, num_tokens, per_token_s)
-
-    def aligned(self, took_s: float) -> None:
-        """Pass it on."""
-        self._tell(self._observer.aligned, took_s)
-
-    def _tell(self, tell: Callable[..., None], *values: object) -> None:
+def _logged(tell: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(tell)
+    def told(*values: object) -> None:
         try:
             tell(*values)
         except Exception:
             logger.exception("the observer has failed in %s", tell)
+
+    return told

@@ -1,56 +1,164 @@
-"""Which jobs join the batches when, and what each step brings them; it belongs to one thread."""
+"""The queue in front of the batches, and who joins them when."""
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
+import threading
 import time
+from bisect import insort
 from collections import deque
+from collections.abc import Callable
+from typing import Any
 
 from tfexport.decode.loop import JOIN_SHARE, Loop, Update
-from tfexport.decode.request import Request
-from tfexport.errors import BackendError, InputError, TfexportError
+from tfexport.decode.request import Request, Status
+from tfexport.errors import BackendError, InputError, QueueFull, ServingError, TfexportError
 from tfexport.runtime.session import Session
 from tfexport.serve.config import ServingConfig
-from tfexport.serve.job import Event, Job
+from tfexport.serve.generation import Event, Generation
 from tfexport.serve.observer import Observer
-from tfexport.serve.waiting import WaitingQueue
 
-# Steps are taken together for so long at most: who arrives meanwhile has to wait for it.
+# Steps are taken together for at most this time: requests that arrive meanwhile have to wait for it.
 TOGETHER_S = 0.005
-# Weight of the newest step in the mean of what one takes.
+# Weight of the newest step in the mean time of a step.
 NEWEST = 0.2
-# Steps that free slots wait for company at most before somebody joins alone.
+# Steps that free slots wait for company at most before a request joins alone.
 HELD_STEPS = 8
+# Departures that the rate of the queue is estimated from.
+RATE_WINDOW = 64
+MAX_RETRY_AFTER_S = 60
+Job = Generation[Any, Any]
+
+
+class WaitingQueue:
+    """Generations that have not joined a batch, oldest first; bounded, and shared between threads.
+
+    A priority counts as seconds of age, so nobody waits for ever.
+    """
+
+    def __init__(self, max_jobs: int, max_tokens: int) -> None:
+        """Start empty and open; a single job may always wait, however many source tokens it has."""
+        self._max_jobs, self._max_tokens = max_jobs, max_tokens
+        self._jobs: list[Job] = []
+        self.num_rows = self._num_tokens = 0
+        self._departed: deque[float] = deque(maxlen=RATE_WINDOW)
+        self._closed: ServingError | None = None
+        self._changed = threading.Condition()
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed is not None
+
+    def put(self, job: Job) -> None:
+        """Add a job.
+
+        Raises:
+            QueueFull: too many wait; it says when to come again.
+            ServingError: the queue is closed.
+        """
+        with self._changed:
+            self.check_open()
+            if not self._jobs:
+                self._departed.clear()  # the rate counts from when jobs had to wait
+            tokens = self._num_tokens + job.source_length * job.num_sources
+            if len(self._jobs) >= self._max_jobs or (self._jobs and tokens > self._max_tokens):
+                raise QueueFull(
+                    f"{len(self._jobs)} requests with {self._num_tokens} source tokens wait, the limits are "
+                    f"{self._max_jobs} and {self._max_tokens}; come again later",
+                    retry_after_s=self._retry_after_s(),
+                )
+            insort(self._jobs, job, key=lambda one: one.arrived - one.priority)
+            self._count(job, 1)
+            self._changed.notify()
+
+    def check_open(self) -> None:
+        """Raise the reason of `close` if the queue is closed."""
+        if self._closed:
+            raise copy.copy(self._closed)  # an error that is raised repeatedly would collect tracebacks
+
+    def cancel(self, job: Job) -> bool:
+        """Mark a job as cancelled and take it out; return whether it waited."""
+        with self._changed:  # `take` sets the status too
+            job.status = Status.CANCELLED
+            return self._take_out(job)
+
+    def take(self, choose: Callable[[list[Job]], list[Job]]) -> list[Job]:
+        """Take out the jobs that `choose` picks of all, oldest first, and mark them as running."""
+        with self._changed:
+            chosen = choose(self._jobs)
+            for job in chosen:
+                self._take_out(job)
+                job.status = Status.RUNNING
+                self._departed.append(time.monotonic())
+            return chosen
+
+    def take_late(self, now: float) -> list[Job]:
+        """Take out the jobs whose deadline is over."""
+        with self._changed:
+            late = [job for job in self._jobs if job.deadline <= now]
+            for job in late:
+                self._take_out(job)
+            return late
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until there is a job, the queue is closed, or the time is over."""
+        with self._changed:
+            if not self._jobs and not self._closed:
+                self._changed.wait(timeout_s)
+
+    def close(self, reason: ServingError) -> None:
+        """Refuse further jobs for this reason; those that wait stay."""
+        with self._changed:
+            self._closed = self._closed or reason
+            self._changed.notify()
+
+    def _take_out(self, job: Job) -> bool:
+        if job not in self._jobs:
+            return False
+        self._jobs.remove(job)
+        self._count(job, -1)
+        return True
+
+    def _count(self, job: Job, sign: int) -> None:
+        self.num_rows += sign * job.num_rows
+        self._num_tokens += sign * job.source_length * job.num_sources
+
+    def _retry_after_s(self) -> int:
+        """Estimate when half of the queue will be gone, in whole seconds, at least one."""
+        if len(self._departed) < 2:
+            return 1
+        took = time.monotonic() - self._departed[0]
+        return min(MAX_RETRY_AFTER_S, max(1, math.ceil(len(self._jobs) / 2 * took / len(self._departed))))
 
 
 class Scheduler:
-    """Between two steps: who is cancelled or late leaves, who waits joins as the encoder's budget allows.
+    """Between two steps: cancelled and late jobs leave, waiting ones join as the encoder's budget allows.
+
+    It belongs to one thread.
 
     Attributes:
         slots: rows that are decoded at once.
-        num_rows: slots that were taken after the newest step, also by what is still to be encoded.
+        num_rows: slots that were taken after the newest step, including jobs that are still to be encoded.
     """
 
     def __init__(self, session: Session, waiting: WaitingQueue, config: ServingConfig, observer: Observer) -> None:
-        """Begin without a job.
-
-        Args:
-            session: any backend.
-            waiting: where jobs come from.
-            config: slots and budget.
-            observer: told of each step.
-        """
+        """Start without a job."""
         most = session.limits.rows.most
         self.slots = config.slots if most is None else min(config.slots, most)
         self.num_rows = 0
         self._session, self._waiting, self._observer = session, waiting, observer
-        # Where nobody can join later, all that waits is encoded together.
+        # If nobody can join later, all that waits is encoded together.
         self._budget = config.encoder_budget if session.batch().can_join else sys.maxsize
         self._loop = Loop(session, self.slots)
-        self._running: dict[int, tuple[Job, Request]] = {}  # by the identity of what is decoded
-        self._entering: deque[Request] = deque()  # of these, those that are still to be encoded
-        self._beginning: dict[int, Job] = {}  # those that will have their first token, by identity
+        self._running: dict[int, tuple[Job, Request]] = {}  # by the id of the part
+        self._entering: deque[Request] = deque()  # those of them that are still to be encoded
+        self._beginning: dict[int, Job] = {}  # jobs that get their first token in the next step
         self._held_at: int | None = None  # number of steps when free slots began to wait for company
         self._step_s = TOGETHER_S
         self._is_held = False
@@ -61,10 +169,10 @@ class Scheduler:
         return bool(self._running or len(self._waiting))
 
     def step(self) -> list[Event]:
-        """Let jobs leave and join, and take a step of all that run; several where nobody would see a difference.
+        """Let jobs leave and join, and take a step of all that run; several if nobody would see a difference.
 
         Raises:
-            BackendError: the backend failed; then nothing that runs can go on.
+            BackendError: the backend failed; nothing that runs can go on.
         """
         now = time.monotonic()
         events = [Event(job, outcome=job.late()) for job in self._waiting.take_late(now)]
@@ -76,15 +184,14 @@ class Scheduler:
         return events
 
     def _leave(self, now: float) -> list[Event]:
-        """Take out who is cancelled or late."""
-        running = {id(job): job for job, _ in self._running.values()}.values()
-        gone = [job for job in running if job.is_cancelled or job.deadline <= now]
+        running = {job.id: job for job, _ in self._running.values()}.values()
+        gone = [job for job in running if job.status is Status.CANCELLED or job.deadline <= now]
         if gone:
             self._forget(gone)
-        return [Event(job, outcome=job.late()) for job in gone if not job.is_cancelled]
+        return [Event(job, outcome=job.late()) for job in gone if job.status is not Status.CANCELLED]
 
     def _join(self) -> list[Event]:
-        """Let jobs depart from the queue, and encode sources as far as the budget reaches."""
+        """Take jobs from the queue, and encode sources as far as the budget reaches."""
         start, events, budget = time.monotonic(), list[Event](), self._budget
         self._is_held = False
         if not self._entering and len(self._waiting):
@@ -95,10 +202,10 @@ class Scheduler:
                     budget -= job.source_length  # encoded once more, to find them
                 try:
                     job.expand(self._session)
-                except (InputError, BackendError) as error:  # of this job alone: it was alone in its batch
+                except (InputError, BackendError) as error:  # of this job: it was alone in its batch
                     events.append(Event(job, outcome=error))
                     continue
-                self._running |= {id(part): (job, part) for part in job.parts}
+                self._running |= {part.id: (job, part) for part in job.parts}
                 self._entering += job.parts
         if parts := self._take_entering(budget):
             self._loop.submit(parts)
@@ -108,14 +215,14 @@ class Scheduler:
         return events
 
     def _choose(self, waiting: list[Job]) -> list[Job]:
-        """Pick who joins, in the order of age, as slots and budget allow; the last one may go beyond the budget."""
+        """Pick who joins, in the order of age, as slots and budget allow; the first may exceed the budget."""
         free = self.slots - self._count_rows()
         if self._wait_for_company(free):
             return []
         chosen: list[Job] = []
         num_sources = longest = 0
         for job in waiting:
-            if job.is_cancelled or not self._loop.can_join(job.width):
+            if not self._loop.can_join(job.width):
                 continue
             if job.num_rows > free:
                 break
@@ -129,7 +236,7 @@ class Scheduler:
         return chosen
 
     def _wait_for_company(self, free: int) -> bool:
-        """Say whether the free slots are so few that it is better to wait for more, which is done for some steps."""
+        """Return whether the free slots are so few that it is better to wait some steps for more."""
         few = min(-(-self.slots // JOIN_SHARE), self._waiting.num_rows)
         if free == self.slots or not 0 < free < few:
             self._held_at = None
@@ -139,7 +246,7 @@ class Scheduler:
         return self._loop.num_steps - self._held_at < HELD_STEPS
 
     def _take_entering(self, budget: int) -> list[Request]:
-        """Take what is encoded before the next step: one source at least, unless others were."""
+        """Take what is encoded before the next step: at least one source, unless alternatives were encoded."""
         parts: list[Request] = []
         longest = 0
         while self._entering:
@@ -147,9 +254,9 @@ class Scheduler:
             if (parts or budget < self._budget) and longest * (len(parts) + 1) > budget:
                 break
             part = self._entering.popleft()
-            job, _ = self._running[id(part)]
+            job, _ = self._running[part.id]
             if math.isnan(job.began):
-                self._beginning[id(job)] = job
+                self._beginning[job.id] = job
             parts.append(part)
         return parts
 
@@ -167,9 +274,9 @@ class Scheduler:
         return [event for update in updates if (event := self._event(update))]
 
     def _event(self, update: Update) -> Event | None:
-        """Tell of an update; None where it finishes only a part of a job."""
-        found = self._running.get(id(update.request))
-        if found is None:  # another part of its job has failed in this very step
+        """Return what an update brings; None if it finishes one of several parts."""
+        found = self._running.get(update.request.id)
+        if found is None:  # another part of its job has failed in this step
             return None
         job, part = found
         if isinstance(update.outcome, TfexportError):
@@ -178,7 +285,7 @@ class Scheduler:
         tokens = () if update.token_id is None else (update.token_id,)
         if update.outcome is None:
             return Event(job, tokens)
-        del self._running[id(part)]
+        del self._running[part.id]
         whole = job.take(part, update.outcome)
         return Event(job, tokens, whole) if tokens or whole is not None else None
 
@@ -186,8 +293,8 @@ class Scheduler:
         parts = [part for job in jobs for part in job.parts]
         self._loop.cancel(parts)
         for part in parts:
-            self._running.pop(id(part), None)
-        self._entering = deque(part for part in self._entering if id(part) in self._running)
+            self._running.pop(part.id, None)
+        self._entering = deque(part for part in self._entering if part.id in self._running)
 
     def _count_rows(self) -> int:
         return sum(job.width for job, _ in self._running.values())

@@ -1,21 +1,94 @@
-"""A loaded model with the threads that serve it."""
+"""A loaded model with the threads that decode and align."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import copy
 import math
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from tfexport.errors import ServingError
+from tfexport.decode.offline import decode
+from tfexport.errors import InputError, ParityError, QueueFull, ServingError
+from tfexport.generation import DecodeConfig
 from tfexport.model.model import Model
-from tfexport.serve.alignments import Alignments
 from tfexport.serve.worker import Worker
+from tfexport.text.compare import check_texts
+
+Found = TypeVar("Found")
+# Alignments that wait for the one that is computed.
+MAX_WAITING = 8
+# Recorded texts that are compared before a model is served; verify compares all.
+NUM_RECORDED = 8
+WARM_UP_TOKENS = 4
+
+
+class Alignments:
+    """Computes alignments one at a time on a thread, next to the running batches; it belongs to an event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop, self._executor = loop, ThreadPoolExecutor(1, "tfexport-align")
+        self._open: set[asyncio.Future[Any]] = set()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing waits or is computed."""
+        return not self._open
+
+    def check_room(self, most: int) -> None:
+        """Raise `QueueFull` if more than `most` alignments wait or are computed."""
+        if len(self._open) > most:
+            raise QueueFull(f"{most} alignments wait, which is the limit; come again later")
+
+    def submit(self, compute: Callable[[], Found]) -> asyncio.Future[Found]:
+        """Compute something when it is its turn, unless the future is cancelled before that."""
+        found: asyncio.Future[Found] = self._loop.create_future()
+        self._open.add(found)
+        found.add_done_callback(self._open.discard)
+        self._executor.submit(self._compute, compute, found)
+        return found
+
+    async def join(self, end: float, hang_s: float) -> bool:
+        """Wait until nothing is left; return whether it was all computed.
+
+        Args:
+            end: when to stop waiting, by `time.monotonic`; inf for never.
+            hang_s: seconds after which a computation is given up.
+        """
+        while self._open:
+            wait_s = max(0.0, min(end - time.monotonic(), hang_s))
+            done, _ = await asyncio.wait(tuple(self._open), timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                return False
+        return True
+
+    def close(self, reason: ServingError) -> None:
+        """End the thread after its current computation; whatever is open gets the reason."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        for found in tuple(self._open):
+            if not found.done():
+                found.set_exception(copy.copy(reason))
+
+    def _compute(self, compute: Callable[[], Found], found: asyncio.Future[Found]) -> None:
+        if found.done():  # nobody waits any more
+            return
+        settle: Callable[[Any], None] = found.set_result
+        result: Any
+        try:
+            result = compute()
+        except Exception as error:  # noqa: BLE001 - whoever waits for it gets it
+            settle, result = found.set_exception, error
+        with contextlib.suppress(RuntimeError):  # the event loop may be closed
+            self._loop.call_soon_threadsafe(lambda: None if found.done() else settle(result))
 
 
 @dataclass(eq=False)
 class Served:
-    """A model, what decodes it, what aligns it, and whether all that it accepted was answered."""
+    """A model, its threads, and whether all that it accepted was answered."""
 
     model: Model
     worker: Worker
@@ -23,18 +96,15 @@ class Served:
     is_answered: bool = True
 
     async def finish(self, reason: ServingError, timeout_s: float | None, hang_s: float) -> bool:
-        """Take no more, and wait for all that was accepted.
+        """Refuse new requests for this reason and wait for the accepted ones; return whether all are done.
 
         Args:
             reason: that others are refused with.
             timeout_s: after which to stop waiting; None for never.
             hang_s: seconds without a sign of life after which to stop waiting.
-
-        Returns:
-            Whether all of it is done.
         """
         end = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        self.worker.close(reason)
+        self.worker.waiting.close(reason)
         wait_s = 0.0
         while not await asyncio.to_thread(self.worker.join, wait_s):
             wait_s = min(end - time.monotonic(), hang_s - self.worker.silent_s)
@@ -47,3 +117,42 @@ class Served:
         self.is_answered &= self.alignments.is_idle
         self.worker.abort(reason)
         self.alignments.close(reason)
+
+
+def prepare(model: Model, slots: int) -> None:
+    """Warm a model up with one row and with all slots, and compare it with its recorded texts.
+
+    Raises:
+        InputError: the model has no decoder.
+        BackendError: the backend failed or computed NaN.
+        ParityError: the tokenizer, or an fp32 model, gives other results than were recorded.
+    """
+    spec = model.spec
+    if not spec.has_decoder:
+        raise InputError("the bundle is an encoder alone and generates no text; use tfexport embed")
+    source = [spec.tokens.eos if spec.tokens.eos < spec.source_vocab else 0]
+    room = min(WARM_UP_TOKENS, spec.max_target_length)
+    warm_up = DecodeConfig(max_new_tokens=room, min_new_tokens=room)
+    for rows in (1, slots):
+        decode(model.session, [source] * rows, warm_up, batch_size=rows)
+    if not model.tokenizer or not model.tokenizer.text.samples:
+        return
+    check_texts(model.tokenizer)
+    text = model.tokenizer.text
+    samples = [sample for sample in text.samples if sample.target_ids][:NUM_RECORDED]
+    if not samples or model.session.accuracy != "fp32":
+        return
+    longest = max(len(sample.target_ids) for sample in samples)
+    found = decode(
+        model.session,
+        [sample.source_ids for sample in samples],
+        DecodeConfig(max_new_tokens=min(longest, spec.max_target_length - len(text.target_prefix))),
+        prefixes=[text.target_prefix] * len(samples),
+    )
+    for sample, (best,) in zip(samples, found, strict=True):
+        said = best.token_ids[: len(sample.target_ids)]
+        if said != sample.target_ids:
+            raise ParityError(
+                f"the recorded text {sample.text!r} came out as {model.tokenizer.decode(said)!r}, expected "
+                f"{sample.output!r}; run tfexport verify"
+            )

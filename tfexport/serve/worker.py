@@ -10,21 +10,21 @@ from collections.abc import Callable
 from tfexport.errors import EngineFailed, ServingError
 from tfexport.runtime.session import Session
 from tfexport.serve.config import ServingConfig
-from tfexport.serve.job import Event, Job
+from tfexport.serve.generation import Event
 from tfexport.serve.observer import Observer
-from tfexport.serve.scheduler import Scheduler
-from tfexport.serve.waiting import WaitingQueue
+from tfexport.serve.scheduler import Scheduler, WaitingQueue
 
 logger = logging.getLogger(__name__)
-# Seconds after which the thread gives a sign of life at most when there is nothing to do.
+# Seconds between two signs of life of an idle thread, at most.
 IDLE_S = 0.5
 
 
 class Worker:
-    """Decodes what is submitted, on a thread of its own, until it is closed.
+    """Decodes what is put into its queue until the queue is closed.
 
     Attributes:
-        waiting: jobs that have not joined a batch.
+        waiting: the queue.
+        failure: what has ended the thread early; None while all is well.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class Worker:
             fail: called on the thread when it has failed; nothing more comes of any job.
         """
         self.waiting = WaitingQueue(config.max_waiting, config.max_waiting_tokens)
+        self.failure: BaseException | None = None
         self._scheduler = Scheduler(session, self.waiting, config, observer)
         self._publish, self._fail = publish, fail
         self._idle_s = min(IDLE_S, config.stall_s / 2)
         self._is_aborted = False
-        self._failure: BaseException | None = None
         self._alive_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="tfexport-engine", daemon=True)
         self._thread.start()
@@ -69,36 +69,13 @@ class Worker:
         """Seconds since the thread gave a sign of life; 0 once it has ended."""
         return time.monotonic() - self._alive_at if self._thread.is_alive() else 0.0
 
-    @property
-    def failure(self) -> BaseException | None:
-        """What has ended the thread before its time; None while all is well."""
-        return self._failure
-
-    def submit(self, job: Job) -> None:
-        """Let a job wait for its turn.
-
-        Raises:
-            QueueFull: too many wait.
-            ServingError: the worker is closed, or has failed.
-        """
-        self.waiting.put(job)
-
-    def cancel(self, job: Job) -> None:
-        """Let a job leave, before the next step at the latest; nothing more is published of it."""
-        job.is_cancelled = True
-        self.waiting.remove(job)
-
-    def close(self, reason: ServingError) -> None:
-        """Take no more jobs, for this reason; the thread ends when all that were accepted are done."""
-        self.waiting.close(reason)
-
     def abort(self, reason: ServingError) -> None:
-        """Close, and end before the next step; nothing more comes of any job."""
+        """Close the queue, and end before the next step; nothing more comes of any job."""
         self._is_aborted = True
         self.waiting.close(reason)
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """Wait for the thread to end; say whether it has."""
+        """Wait for the thread to end, which it does after the queue was closed; return whether it has."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -113,9 +90,9 @@ class Worker:
                     return
                 else:
                     self.waiting.wait(self._idle_s)
-        except BaseException as error:  # also what is no Exception: whoever waits must hear of it
+        except BaseException as error:  # whatever it is, those who wait get an error
             logger.exception("the engine's thread has failed")
-            self._failure = error
+            self.failure = error
             failed = EngineFailed(f"the engine has failed: {str(error) or type(error).__name__}; start it anew")
             self.waiting.close(failed)
             self._fail(failed)

@@ -10,8 +10,7 @@ import pytest
 
 from tfexport.errors import ConfigError
 from tfexport.integrations.ray import Arguments
-from tfexport.serve.config import ServingConfig
-from tfexport.serve.http.config import HttpConfig
+from tfexport.serve.config import HttpConfig, ServingConfig
 
 
 def test_texts_of_a_command_line_are_what_a_file_says() -> None:

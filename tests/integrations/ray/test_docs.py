@@ -20,8 +20,7 @@ from tests.conftest import ROOT
 from tests.serve.running import PATIENCE_S, eventually
 from tests.test_docs import EVERY, code, table
 from tfexport.integrations.ray import Arguments
-from tfexport.serve.config import ServingConfig
-from tfexport.serve.http.config import HttpConfig
+from tfexport.serve.config import HttpConfig, ServingConfig
 
 PAGE = ROOT / "docs" / "ray.md"
 FILE = ROOT / "docs" / "serving" / "ray.yaml"

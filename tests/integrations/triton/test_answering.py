@@ -18,10 +18,8 @@ from tfexport.integrations.triton.engine_thread import EngineThread
 from tfexport.integrations.triton.requests import as_array, read_request
 from tfexport.model.load import load
 from tfexport.model.model import Model
-from tfexport.serve.config import ServingConfig
-from tfexport.serve.protocol.errors import InvalidRequestError
-from tfexport.serve.protocol.limits import Limits
-from tfexport.serve.protocol.tensors import Tensor
+from tfexport.serve.config import Limits, ServingConfig
+from tfexport.serve.inference import InvalidRequestError, Tensor
 
 TEXT = "Dienstag, 3. März 2026"
 

@@ -23,8 +23,7 @@ from tfexport.errors import BundleError, ConfigError
 from tfexport.generation import DecodeConfig
 from tfexport.integrations.triton.repository import SEAL, write_repository
 from tfexport.integrations.triton.settings import Settings
-from tfexport.serve.config import ServingConfig
-from tfexport.serve.protocol.limits import Limits
+from tfexport.serve.config import Limits, ServingConfig
 
 
 def write(bundles: dict[str, Path], output: Path, **options: Any) -> Path:

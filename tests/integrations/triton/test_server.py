@@ -27,8 +27,7 @@ from tests.test_docs import blocks
 from tfexport.integrations.triton.repository import write_repository
 from tfexport.model.load import load
 from tfexport.model.model import Model
-from tfexport.serve.config import ServingConfig
-from tfexport.serve.protocol.limits import Limits
+from tfexport.serve.config import Limits, ServingConfig
 
 pytestmark = [
     pytest.mark.slow,

@@ -18,7 +18,7 @@ from tfexport.model.model import Model
 
 if TYPE_CHECKING:
     from tests.serve.http.served import Served
-    from tfexport.serve.http.config import HttpConfig
+    from tfexport.serve.config import HttpConfig
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from tests.serve.http.served import OFFERS, Asking
-from tfexport.serve.http.config import HttpConfig
+from tfexport.serve.config import HttpConfig
 
 PATIENCE_S = 60.0
 

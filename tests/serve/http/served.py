@@ -12,10 +12,9 @@ from typing import Any, Self
 import httpx
 from starlette.applications import Starlette
 
-from tfexport.serve.config import ServingConfig
+from tfexport.serve.app import build_app
+from tfexport.serve.config import HttpConfig, ServingConfig
 from tfexport.serve.engine import Engine
-from tfexport.serve.http.app import build_app
-from tfexport.serve.http.config import HttpConfig
 from tfexport.serve.metrics import Metrics
 
 # What a server that is asked over the network offers besides the usual.

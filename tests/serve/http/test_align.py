@@ -13,8 +13,8 @@ import pytest
 from tests.serve.http.served import Served, serving
 from tfexport.model.load import load
 from tfexport.model.model import Model
-from tfexport.serve.alignments import MAX_WAITING
-from tfexport.serve.http.config import HttpConfig
+from tfexport.serve.config import HttpConfig
+from tfexport.serve.served import MAX_WAITING
 
 SOURCE, TARGET = "Dienstag, 3. März 2026", "2026-03-03"
 
@@ -67,9 +67,9 @@ def test_it_equals_the_model(aligned: Callable[..., None], aligning: Model) -> N
 @pytest.mark.parametrize(
     ("data", "told"),
     [
-        ({}, "expected one of target_text and target_ids"),
-        ({"text_input": SOURCE}, "expected one of target_text and target_ids"),
-        ({"text_input": SOURCE, "target_text": TARGET, "target_ids": [5]}, "expected one of"),
+        ({}, "expected text_input or input_ids"),
+        ({"text_input": SOURCE}, "expected target_text or target_ids"),
+        ({"text_input": SOURCE, "target_text": TARGET, "target_ids": [5]}, "one of them"),
         ({"target_text": TARGET}, "expected text_input or input_ids"),
         ({"input_ids": [5], "target_text": TARGET}, "expected with target_ids"),
         ({"text_input": "", "target_text": TARGET}, "source is empty"),
@@ -77,7 +77,7 @@ def test_it_equals_the_model(aligned: Callable[..., None], aligning: Model) -> N
         ({"text_input": SOURCE, "target_ids": []}, "target"),
         ({"text_input": SOURCE, "target_ids": [388]}, "388"),
         ({"text_input": SOURCE, "target_ids": [-1]}, "-1"),
-        ({"text_input": SOURCE, "target_text": 5}, "target_text is 5, expected a text"),
+        ({"text_input": SOURCE, "target_text": 5}, "target_text is 5"),
         ({"text_input": SOURCE, "target_text": TARGET, "x": 1}, "unknown key x"),
     ],
 )

@@ -14,8 +14,8 @@ import pytest
 from tests.serve.http.served import Served
 from tests.serve.served import ENGINE_THREAD, Hanging, until
 from tfexport.decode.loop import Loop
+from tfexport.serve.app import build_app
 from tfexport.serve.engine import Engine
-from tfexport.serve.http.app import build_app
 
 LIVE, READY = ("/livez", "/v2/health/live"), ("/readyz", "/v2/health/ready", "/health")
 ASKED = {"text_input": "3 May 1999"}

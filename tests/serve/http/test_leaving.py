@@ -15,7 +15,7 @@ import pytest
 from tests.serve.http.served import Exchange, Served
 from tfexport.decode.loop import Loop
 from tfexport.model.model import Model
-from tfexport.serve.http.config import HttpConfig
+from tfexport.serve.config import HttpConfig
 
 STEP_S = 0.03
 PATHS = ("generate", "generate_stream")

@@ -10,9 +10,9 @@ import pytest
 
 from tests.serve.http.served import Served
 from tfexport.model.model import Model
-from tfexport.serve.http import page
-from tfexport.serve.http.config import HttpConfig
-from tfexport.serve.server.access import OPEN_PATHS
+from tfexport.serve.config import HttpConfig
+from tfexport.serve.middleware import OPEN_PATHS
+from tfexport.serve.routes import ui as page
 
 FOLDER = Path(page.__file__).parents[1] / "page"
 POLICY = (

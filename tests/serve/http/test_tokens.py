@@ -27,12 +27,12 @@ def test_what_is_refused(serve: Callable[..., None]) -> None:
     async def use(served: Served) -> None:
         for path, data, status, why in (
             ("/tokenize", {"prompt": "a", "model": "other"}, 404, "model 'other' is unknown"),
-            ("/tokenize", {"prompt": "a", "model": 5}, 404, "model 5 is unknown"),
-            ("/tokenize", {}, 400, "expected prompt"),
-            ("/tokenize", {"tokens": []}, 400, "expected prompt"),
-            ("/tokenize", {"prompt": 5}, 400, "expected a text"),
+            ("/tokenize", {"prompt": "a", "model": 5}, 400, "model is 5"),
+            ("/tokenize", {}, 400, "missing key prompt"),
+            ("/tokenize", {"tokens": []}, 400, "unknown key tokens"),
+            ("/tokenize", {"prompt": 5}, 400, "prompt is 5"),
             ("/tokenize", {"prompt": "a" * 100_000}, 400, "the text has 100000 characters"),
-            ("/detokenize", {"tokens": "a"}, 400, "expected a list of token ids"),
+            ("/detokenize", {"tokens": "a"}, 400, "tokens is 'a'"),
             ("/detokenize", {"tokens": [-1]}, 400, "tokens has -1"),
             ("/detokenize", {"tokens": [10**6]}, 400, "tokens has 1000000"),
         ):

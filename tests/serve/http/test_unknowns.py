@@ -10,7 +10,7 @@ import pytest
 
 from tests.meetings import SAID, TEXTS
 from tests.serve.http.served import Served, serving
-from tfexport.serve.http.config import HttpConfig
+from tfexport.serve.config import HttpConfig
 
 COPY = {"replace_unknowns": True}
 

@@ -9,9 +9,7 @@ from typing import Annotated, Any, Self
 from tfexport.config import Ge, Gt, Le, settings
 from tfexport.contract import Device, Form
 from tfexport.errors import ConfigError
-from tfexport.serve.bundles import named_bundles
-from tfexport.serve.config import MAX_S, ServingConfig
-from tfexport.serve.http.config import HttpConfig
+from tfexport.serve.config import MAX_S, HttpConfig, ServingConfig, named_bundles
 
 SUBJECT = "application"
 

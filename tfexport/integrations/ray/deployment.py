@@ -8,7 +8,7 @@ from ray import serve
 
 from tfexport.integrations.ray.arguments import Arguments
 from tfexport.integrations.ray.replica import Replica
-from tfexport.serve.http.errors import RETRY_AFTER_S
+from tfexport.serve.http import RETRY_AFTER_S
 
 NAME = "tfexport"
 # Seconds between two health checks; Ray replaces a replica after three that fail.

@@ -13,11 +13,11 @@ from starlette.types import ASGIApp
 
 from tfexport.errors import BundleError, EngineFailed, TfexportError
 from tfexport.integrations.ray.arguments import Arguments
+from tfexport.serve.app import build_app
 from tfexport.serve.engine import Engine
-from tfexport.serve.http.app import build_app
 from tfexport.serve.metrics import Metrics
-from tfexport.serve.server.access import BearerTokens
-from tfexport.serve.server.run import SWITCH_INTERVAL_S
+from tfexport.serve.middleware import BearerTokens
+from tfexport.serve.server import SWITCH_INTERVAL_S
 
 
 @serve.ingress()

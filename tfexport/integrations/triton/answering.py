@@ -10,9 +10,7 @@ from typing import Any, Protocol
 from tfexport.errors import BackendError, TfexportError
 from tfexport.integrations.triton.requests import last_outputs, part_outputs
 from tfexport.serve.engine import Engine
-from tfexport.serve.protocol.asking import Asked, Source, submit, submit_all
-from tfexport.serve.protocol.outputs import outputs_of
-from tfexport.serve.protocol.tensors import Tensor
+from tfexport.serve.inference import Asked, Source, Tensor, outputs_of, submit, submit_all
 
 logger = logging.getLogger(__name__)
 # Seconds between looks at whether clients have gone.

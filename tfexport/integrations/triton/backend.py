@@ -30,8 +30,7 @@ from tfexport.integrations.triton.answering import Answering
 from tfexport.integrations.triton.engine_thread import EngineThread
 from tfexport.integrations.triton.requests import as_array, read_request
 from tfexport.integrations.triton.settings import BUNDLE, Settings
-from tfexport.serve.protocol.errors import bounded
-from tfexport.serve.protocol.tensors import Tensor
+from tfexport.serve.inference import Tensor, bounded
 
 MAX_STREAM_BUFFER = 1_000_000
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from importlib.metadata import version
 
 from tfexport.generation import DecodeConfig
 from tfexport.integrations.triton.settings import Settings
-from tfexport.serve.protocol.outputs import OUTPUTS
+from tfexport.serve.inference import OUTPUTS
 
 _TYPES = {"BYTES": "STRING"}
 _OPTION_TYPES: dict[object, str] = {bool: "BOOL", int: "INT64", float: "FP64", str: "BYTES"}

@@ -31,8 +31,7 @@ from tfexport.config import read_as
 from tfexport.errors import BundleError, ConfigError, raise_all
 from tfexport.integrations.triton.description import describe
 from tfexport.integrations.triton.settings import BUNDLE, VERSION, Settings
-from tfexport.serve.config import ServingConfig
-from tfexport.serve.protocol.limits import Limits
+from tfexport.serve.config import Limits, ServingConfig
 
 SEAL = "tfexport.json"
 FORMAT_VERSION = 1

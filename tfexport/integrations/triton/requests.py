@@ -9,12 +9,17 @@ import numpy as np
 
 from tfexport._io.strict_json import parse_json
 from tfexport.model.result import Result
-from tfexport.serve.protocol.asking import Answer, Source
-from tfexport.serve.protocol.errors import InvalidRequestError
-from tfexport.serve.protocol.limits import Limits
-from tfexport.serve.protocol.outputs import OUTPUTS
-from tfexport.serve.protocol.sources import asked_for
-from tfexport.serve.protocol.tensors import Tensor, check_finite, texts
+from tfexport.serve.config import Limits
+from tfexport.serve.inference import (
+    OUTPUTS,
+    Answer,
+    InvalidRequestError,
+    Source,
+    Tensor,
+    asked_for,
+    check_finite,
+    texts,
+)
 
 _DATATYPES = {"bool": "BOOL", "int64": "INT64", "float32": "FP32", "float64": "FP64", "object": "BYTES"}
 _NUMPY = {datatype: name for name, datatype in _DATATYPES.items()}

@@ -10,8 +10,7 @@ from typing import Any
 from tfexport._io.strict_json import parse_json
 from tfexport.config import Config
 from tfexport.errors import ConfigError
-from tfexport.serve.config import ServingConfig
-from tfexport.serve.protocol.limits import Limits
+from tfexport.serve.config import Limits, ServingConfig
 
 SHA256 = "bundle_sha256"
 # The bundle, beside model.py in the directory of the model's only version.

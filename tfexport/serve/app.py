@@ -1,0 +1,53 @@
+"""The app: all endpoints over the engines of their models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import version
+
+from fastapi import FastAPI
+
+from tfexport.serve import schemas
+from tfexport.serve.config import HttpConfig
+from tfexport.serve.engine import Engine
+from tfexport.serve.http import HANDLERS, Route, Service
+from tfexport.serve.metrics import Metrics
+from tfexport.serve.middleware import Timeouts
+from tfexport.serve.routes import openai, translate, ui, v2
+
+
+def build_app(
+    engines: Mapping[str, Engine], config: HttpConfig | None = None, metrics: Metrics | None = None
+) -> FastAPI:
+    """Return the app; any ASGI server runs it, and other apps can mount it.
+
+    Args:
+        engines: by the name of their model. Their owner starts and drains them, on the app's event loop; until they
+            are started the app answers, and is not ready.
+        config: limits and endpoints; None for the defaults.
+        metrics: that the observers of the engines count in; None for no metrics and statistics.
+    """
+    config = config or HttpConfig()
+    if metrics:
+        metrics.watch(engines)
+    app = FastAPI(
+        title="tfexport",
+        version=version("tfexport"),
+        description="Encoder-decoder models over the Open Inference Protocol.",
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        exception_handlers=HANDLERS,
+        responses={"default": {"model": schemas.Refusal}},
+    )
+    app.router.route_class = Route
+    app.add_middleware(Timeouts, config=config)
+    app.state.service = Service(engines, config, metrics)
+    v2.add_routes(app, has_statistics=metrics is not None, has_metrics=metrics is not None and config.metrics)
+    if config.completions:
+        openai.add_routes(app)
+    if config.translate:
+        translate.add_routes(app)
+    if config.ui:
+        ui.add_routes(app)
+    return app

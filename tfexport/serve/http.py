@@ -1,0 +1,307 @@
+"""What all endpoints share: the service, bodies, errors, streams, and clients that disconnect."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+import typing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from typing import Any
+
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from tfexport.errors import (
+    Cancelled,
+    ConfigError,
+    DeadlineExceeded,
+    Draining,
+    InputError,
+    QueueFull,
+    TfexportError,
+    printable,
+    shortened,
+)
+from tfexport.serve.config import HttpConfig
+from tfexport.serve.engine import Engine
+from tfexport.serve.inference import Asked, InvalidRequestError, bounded
+from tfexport.serve.metrics import Metrics
+from tfexport.serve.observer import Outcome
+from tfexport.serve.schemas import Body
+
+logger = logging.getLogger(__name__)
+# Bundles have no versions; clients that ask for one ask for this.
+VERSION = "1"
+# Seconds after which a client should ask again if nothing better is known.
+RETRY_AFTER_S = 1
+# Nobody reads it; nginx counts clients that disconnect under it.
+CLIENT_GONE = 499
+# Header with the bytes of JSON that binary tensors follow.
+JSON_LENGTH = "Inference-Header-Content-Length"
+OPENAI = ("/v1/completions", "/v1/models")
+_STATUS: dict[type[TfexportError], int] = {
+    ConfigError: 400,
+    InputError: 400,
+    QueueFull: 429,
+    Cancelled: CLIENT_GONE,
+    Draining: 503,
+    DeadlineExceeded: 504,
+}
+
+
+class RequestError(HTTPException):
+    """A request that is refused before an engine sees it."""
+
+    def __init__(self, status: int, message: str, headers: dict[str, str] | None = None) -> None:
+        super().__init__(status, printable(message), headers)
+
+
+def unavailable(message: str) -> RequestError:
+    """Return the error for what is not there yet, or not any more."""
+    return RequestError(503, message, {"Retry-After": str(RETRY_AFTER_S)})
+
+
+class Service:
+    """The engines of an app by the name of their model; their owner starts and drains them.
+
+    Attributes:
+        engines: by name.
+        config: limits and endpoints.
+        metrics: that the observers of the engines count in; None for none.
+        is_leaving: set before the server stops: it is not ready any more, but still answers.
+    """
+
+    def __init__(self, engines: Mapping[str, Engine], config: HttpConfig, metrics: Metrics | None) -> None:
+        self.engines, self.config, self.metrics = engines, config, metrics
+        self.is_leaving = False
+
+    def chosen(self, name: str | None) -> str:
+        """Return the name of a model of a request; None is the only one."""
+        if name is None and len(self.engines) == 1:
+            return next(iter(self.engines))
+        if name not in self.engines:
+            raise RequestError(404, f"model {shortened(name)} is unknown; /v2 lists the models")
+        return typing.cast(str, name)
+
+    def path(self, name: str | None = None, version: str = VERSION, **_: Any) -> dict[str, str]:
+        """Return the name of the model in a path; raises `RequestError` for one that does not exist."""
+        if name is None:
+            return {}
+        name = self.chosen(name)
+        if version != VERSION:
+            raise RequestError(404, f"version {shortened(version)} of model {name} is unknown, expected {VERSION}")
+        return {"name": name}
+
+    def started(self, name: str) -> Engine:
+        """Return an engine; raises `RequestError` while its bundle is loaded."""
+        engine = self.engines[name]
+        if engine.state == "starting":
+            with self.counted(name):
+                raise unavailable(f"model {name} is being loaded; come again later")
+        return engine
+
+    def check_number(self, what: str, number: int) -> None:
+        """Raise `RequestError` for no texts, or more than the limit."""
+        if not 1 <= number <= self.config.max_texts:
+            raise RequestError(400, f"{number} {what} are given, expected 1 to {self.config.max_texts}")
+
+    @contextlib.contextmanager
+    def counted(self, name: str) -> Iterator[None]:
+        """Count requests that are refused, or left, before an engine sees them; the engine counts the others.
+
+        Some servers cancel the task of a client that disconnects.
+        """
+        start = time.monotonic()
+        try:
+            yield
+        except (RequestError, InvalidRequestError, ClientDisconnect, asyncio.CancelledError) as error:
+            outcome: Outcome = "cancelled"
+            if isinstance(error, RequestError | InvalidRequestError):
+                is_unavailable = isinstance(error, RequestError) and error.status_code == 503
+                outcome = "not_ready" if is_unavailable else "invalid"
+            if self.metrics:
+                self.metrics.observer(name).ended(outcome, "", time.monotonic() - start, 0, None)
+            raise
+
+
+def service_of(request: Request) -> Service:
+    """Return the service of the app that a request came to."""
+    service: Service = request.app.state.service
+    return service
+
+
+# ---- routes and bodies
+
+
+class Route(APIRoute):
+    """Calls an endpoint with the request, the `name` in its path, and its body as `data`.
+
+    The signature describes the endpoint in the OpenAPI document. FastAPI's resolution of dependencies is left out: it
+    takes longer than everything else here.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return what is called for each request."""
+        kind: type[Body] | None = typing.get_type_hints(self.endpoint).get("data")
+        endpoint = self.endpoint
+
+        async def handle(request: Request) -> Response:
+            service = service_of(request)
+            given: dict[str, Any] = service.path(**request.path_params)
+            if kind is not None:
+                given["data"] = await _read(request, service, kind, given.get("name"))
+            response: Response = await endpoint(request, **given)
+            return response
+
+        return handle
+
+
+async def _read(request: Request, service: Service, kind: type[Body], name: str | None) -> Body:
+    """Read a body; what is wrong with it is counted for the model of the path, or for the only one."""
+    counted = name or (next(iter(service.engines)) if len(service.engines) == 1 else None)
+    with service.counted(counted) if counted else contextlib.nullcontext():
+        media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if media_type not in kind.media_types:
+            raise _left(415, f"Content-Type is {shortened(media_type)}, expected {kind.media_types[0]}")
+        raw, json_length = await _read_body(request, service.config.max_body_bytes), None
+        if (said := request.headers.get(JSON_LENGTH)) is not None:
+            if not (said.isascii() and said.isdigit()) or len(said) > 12 or int(said) > len(raw):
+                raise RequestError(400, f"{JSON_LENGTH} is {shortened(said)}, expected a number up to {len(raw)}")
+            json_length = int(said)
+        return kind.parse(raw, media_type, json_length)
+
+
+async def _read_body(request: Request, limit: int) -> bytes:
+    headers = request.headers
+    if headers.get("content-encoding", "identity") != "identity":
+        raise _left(415, f"Content-Encoding {shortened(headers['content-encoding'])} is not taken; send it plain")
+    said = headers.get("content-length")
+    if said is None and "transfer-encoding" not in headers and request.scope["http_version"].startswith("1"):
+        raise _left(411, "Content-Length is missing; send it")
+    if said is not None and not (said.isascii() and said.isdigit()):
+        raise _left(400, f"Content-Length is {shortened(said)}, expected a number")
+    if said is not None and (len(said) > 12 or int(said) > limit):
+        raise _left(413, f"the body has {said[:40]} bytes, the limit is {limit}; send less")
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > limit:
+            raise _left(413, f"the body is above the limit of {limit} bytes; send less")
+    return bytes(body)
+
+
+def _left(status: int, message: str) -> RequestError:
+    """Return an error that leaves the rest of the body unread, which ends the connection."""
+    return RequestError(status, message, {"Connection": "close"})
+
+
+# ---- errors
+
+
+def message_of(error: Exception) -> str:
+    """Return the line that a client gets, of bounded length."""
+    return bounded(error.detail if isinstance(error, HTTPException) else str(error))
+
+
+async def _on_refusal(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return _answer(request, error.status_code, message_of(error), error.headers)
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    status = next((status for kind, status in _STATUS.items() if isinstance(error, kind)), 500)
+    headers = {}
+    if status == 500:
+        logger.error("%s: %s", request.scope["path"], error)
+    if isinstance(error, QueueFull):
+        headers["Retry-After"] = str(error.retry_after_s)
+    elif status == 503:
+        headers["Retry-After"] = str(RETRY_AFTER_S)
+    return _answer(request, status, message_of(error), headers)
+
+
+async def _on_disconnect(request: Request, _error: Exception) -> Response:
+    return _answer(request, CLIENT_GONE, "the client has gone")
+
+
+async def _on_surprise(request: Request, _error: Exception) -> Response:
+    """Answer an unexpected error; its trace is logged."""
+    return _answer(request, 500, "the server has failed; its log says how")
+
+
+def _answer(request: Request, status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
+    """Return the error in the form of the Open Inference Protocol, or of OpenAI for its endpoints."""
+    is_openai = request.scope["path"].endswith(OPENAI)
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    error = {"message": message, "type": kind, "code": status} if is_openai else message
+    return JSONResponse({"error": error}, status, headers)
+
+
+HANDLERS: dict[int | type[Exception], Any] = {
+    HTTPException: _on_refusal,
+    TfexportError: _on_error,
+    ClientDisconnect: _on_disconnect,
+    Exception: _on_surprise,
+}
+
+
+# ---- clients
+
+
+@contextlib.asynccontextmanager
+async def while_connected(receive: Receive, *asked: Asked) -> AsyncIterator[None]:
+    """Cancel generations when the client disconnects, or at the end; the body has been read."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        for one in asked:
+            one.cancel()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watcher.cancel()
+        for one in asked:
+            one.cancel()
+
+
+def event(data: dict[str, Any], kind: str = "") -> bytes:
+    """Return a server-sent event."""
+    head = f"event: {kind}\n" if kind else ""
+    return f"{head}data: {json.dumps(data, ensure_ascii=False, allow_nan=False)}\n\n".encode()
+
+
+class EventStream(Response):
+    """Sends events as they come, and cancels the generation if its client disconnects or does not read.
+
+    The status is that of the first event; later errors are events.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, asked: Asked, events: AsyncGenerator[bytes]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["Content-Length"]
+        self._asked, self._events = asked, events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send all events; an error before the first one is raised, and nothing is sent."""
+        async with while_connected(receive, self._asked), contextlib.aclosing(self._events) as events:
+            first = await anext(events)
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": first, "more_body": True})
+            try:
+                async for one in events:
+                    await send({"type": "http.response.body", "body": one, "more_body": True})
+            except TfexportError as error:
+                body = event({"error": message_of(error)}, "error")
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})

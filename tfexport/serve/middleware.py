@@ -1,0 +1,129 @@
+"""ASGI apps in front of the app: bearer tokens, and limits of the time that a client takes."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import re
+import stat
+import time
+from pathlib import Path
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tfexport.errors import ConfigError
+from tfexport.serve.config import HttpConfig
+from tfexport.serve.http import RequestError
+from tfexport.serve.routes import ui
+
+logger = logging.getLogger(__name__)
+# What probes ask for, and browsers before they have a token: nothing of models or texts.
+OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/v2/health/live", "/v2/health/ready"}) | ui.PATHS
+MIN_CHARACTERS = 16
+# Of RFC 6750.
+_TOKEN = re.compile(rf"[A-Za-z0-9._~+/-]{{{MIN_CHARACTERS},}}=*")
+
+
+class Timeouts:
+    """Answers bodies that come too slowly with 408, and ends answers that are not read."""
+
+    def __init__(self, app: ASGIApp, config: HttpConfig) -> None:
+        self._app, self._config = app, config
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Call the app with bounded `receive` and `send`."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        config, end = self._config, time.monotonic() + self._config.body_timeout_s
+        is_whole = is_late = False
+
+        async def receive_in_time() -> Message:
+            nonlocal is_whole
+            if is_whole:  # what comes now is that the client disconnects
+                return await receive()
+            try:
+                async with asyncio.timeout(min(config.read_timeout_s, end - time.monotonic())):
+                    message = await receive()
+            except TimeoutError:
+                raise RequestError(408, "the body came too slowly", {"Connection": "close"}) from None
+            is_whole = not message.get("more_body", False)
+            return message
+
+        async def send_in_time(message: Message) -> None:
+            nonlocal is_late
+            try:
+                async with asyncio.timeout(config.max_send_s):
+                    await send(message)
+            except TimeoutError:
+                is_late = True
+                raise
+
+        try:
+            await self._app(scope, receive_in_time, send_in_time)
+        except TimeoutError:
+            if not is_late:
+                raise
+            logger.info("%s: the client does not read its answer", scope["path"])
+
+
+class BearerTokens:
+    """Asks for one of the tokens of a file, and then another app."""
+
+    def __init__(self, app: ASGIApp, path: Path) -> None:
+        """Read the tokens.
+
+        Args:
+            app: for requests with a token.
+            path: file with one token a line.
+
+        Raises:
+            ConfigError: the file cannot be read, or has no token or an invalid one.
+        """
+        self._app, self._path = app, path
+        self.reload()
+
+    def reload(self) -> None:
+        """Read the file again; after a `ConfigError` the former tokens stay."""
+        self._tokens = _read(self._path)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Call the app, or answer 401."""
+        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
+        if scope["type"] != "http" or path in OPEN_PATHS or self._is_known(Headers(scope=scope)):
+            await self._app(scope, receive, send)
+            return
+        refusal = JSONResponse(
+            {"error": "a token is missing or wrong; send Authorization: Bearer TOKEN"},
+            401,
+            {"WWW-Authenticate": "Bearer", "Connection": "close"},
+        )
+        await refusal(scope, receive, send)
+
+    def _is_known(self, headers: Headers) -> bool:
+        """Compare with every token, in a time that does not depend on what they have in common."""
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        found = [hmac.compare_digest(given.strip().encode(), token) for token in self._tokens]
+        return scheme.lower() == "bearer" and any(found)
+
+
+def _read(path: Path) -> list[bytes]:
+    try:
+        lines = path.read_text(encoding="ascii").split()
+        mode = path.stat().st_mode
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not plain text"
+        raise ConfigError(f"token file {path}: cannot be read: {reason}") from error
+    wrong = [number for number, line in enumerate(lines, 1) if not _TOKEN.fullmatch(line)]
+    if wrong or not lines:
+        what = f"token {wrong[0]} is not one" if wrong else "there is no token"
+        raise ConfigError(
+            f"token file {path}: {what}, expected {MIN_CHARACTERS} or more of letters, digits and -._~+/ on each line; "
+            "make one with openssl rand -hex 32"
+        )
+    if stat.S_IMODE(mode) & 0o077:
+        logger.warning("token file %s can be read by others (mode %o); chmod 600 %s", path, stat.S_IMODE(mode), path)
+    return [line.encode() for line in lines]

@@ -1,0 +1,1 @@
+"""Endpoints of the HTTP app, one file for each protocol."""

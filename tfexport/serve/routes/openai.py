@@ -1,0 +1,94 @@
+"""`/v1/completions`, the protocol of OpenAI, for load generators of language models; the prompt is the source."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from tfexport.decode.result import FinishReason
+from tfexport.model.result import Result
+from tfexport.serve.http import EventStream, RequestError, event, service_of, while_connected
+from tfexport.serve.inference import DECODING, Asked, arguments, submit, submit_all
+from tfexport.serve.schemas import Completion
+
+# Options of decoding in the spelling of OpenAI and vLLM.
+_NAMES = {
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "n": "num_return_sequences",
+    "stop": "stop_strings",
+}
+_KEPT = DECODING | {"prefix", "priority", "timeout_ms", "timeout"}
+_REASONS: dict[FinishReason, str] = {"eos": "stop", "stop": "stop", "length": "length", "time": "length"}
+
+
+async def completions(request: Request, data: Completion) -> Response:
+    """Complete prompts, at once or in server-sent events."""
+    service = service_of(request)
+    name = service.chosen(data.model)
+    head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time()), "model": name}
+    prompts = [data.prompt] if isinstance(data.prompt, str) else data.prompt
+    with service.counted(name):
+        service.check_number("prompts", len(prompts))
+        given = arguments(_decoding(data), service.config.max_timeout_s)
+        if data.stream and len(prompts) > 1:
+            raise RequestError(400, f"a stream takes one prompt, {len(prompts)} are given; ask for each alone")
+    engine = service.started(name)
+    if data.stream:
+        one = submit(engine, prompts[0], given, stream=True)
+        return EventStream(one, _events(head, one, bool(data.stream_options and data.stream_options.include_usage)))
+    asked = submit_all(engine, prompts, [given] * len(prompts))
+    async with while_connected(request.receive, *asked):
+        answers = [answer for one in asked for answer in await one if isinstance(answer, Result)]
+    choices = [_choice(index, answer.text, answer.finish_reason) for index, answer in enumerate(answers)]
+    return JSONResponse(head | {"choices": choices, "usage": _usage(asked, answers)})
+
+
+async def models(request: Request) -> Response:
+    """List the models."""
+    names = service_of(request).engines
+    data = [{"id": name, "object": "model", "created": 0, "owned_by": "tfexport"} for name in names]
+    return JSONResponse({"object": "list", "data": data})
+
+
+def _decoding(data: Completion) -> dict[str, Any]:
+    """Return the options in our spelling; a temperature above 0 samples, without one nothing is sampled."""
+    given = {name: value for name, value in data.given().items() if value is not None}
+    options = {name: value for name, value in given.items() if name in _KEPT}
+    options |= {ours: given[theirs] for theirs, ours in _NAMES.items() if given.get(theirs) not in (None, "", [])}
+    if given.get("ignore_eos") and "max_new_tokens" in options:
+        options["min_new_tokens"] = options["max_new_tokens"]
+    if given.get("temperature"):
+        return {"do_sample": True, "top_k": 0} | options | ({"top_k": 0} if options.get("top_k") == -1 else {})
+    return {name: value for name, value in options.items() if name not in ("temperature", "top_k", "top_p")}
+
+
+async def _events(head: dict[str, Any], asked: Asked, has_usage: bool) -> AsyncGenerator[bytes]:
+    async for piece in asked:
+        yield event(head | {"choices": [_choice(0, str(piece), None)]})
+    answers = [answer for answer in await asked if isinstance(answer, Result)]
+    yield event(head | {"choices": [_choice(0, "", answers[0].finish_reason)]})
+    if has_usage:
+        yield event(head | {"choices": [], "usage": _usage([asked], answers)})
+    yield b"data: [DONE]\n\n"
+
+
+def _choice(index: int, said: str, reason: FinishReason | None) -> dict[str, Any]:
+    return {"index": index, "text": said, "logprobs": None, "finish_reason": reason and _REASONS[reason]}
+
+
+def _usage(asked: Sequence[Asked], answers: Sequence[Result]) -> dict[str, int]:
+    prompts, answered = sum(one.source_length for one in asked), sum(len(one.token_ids) for one in answers)
+    return {"prompt_tokens": prompts, "completion_tokens": answered, "total_tokens": prompts + answered}
+
+
+def add_routes(app: FastAPI) -> None:
+    """Add the endpoints."""
+    app.add_api_route("/v1/completions", completions, methods=["POST"])
+    app.add_api_route("/v1/models", models)

@@ -1,0 +1,442 @@
+"""Bodies of requests and answers over HTTP; the OpenAPI document is generated from them.
+
+Options of decoding are the fields of `DecodeConfig`, with its types, bounds and help.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import types
+import typing
+from collections.abc import Iterator
+from functools import reduce
+from operator import or_
+from typing import Annotated, Any, ClassVar, Literal, Self
+from urllib.parse import parse_qsl
+
+import annotated_types
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, TypeAdapter, ValidationError, create_model
+from pydantic import model_validator as validator
+
+from tfexport import config
+from tfexport.errors import shortened
+from tfexport.generation import DecodeConfig
+from tfexport.serve.config import MAX_S
+from tfexport.serve.inference import OUTPUTS, InvalidRequestError, Source, Tensor, check_finite, texts
+
+JSON, FORM, BYTES = "application/json", "application/x-www-form-urlencoded", "application/octet-stream"
+# Problems that are listed; beyond that their number is enough.
+MAX_PROBLEMS = 100
+_BOUNDS = {one: getattr(annotated_types, one.__name__) for one in (config.Ge, config.Gt, config.Le, config.Lt)}
+_UNION_MEMBERS = {"int", "float", "bool", "str"}
+# How `struct` spells a datatype; BYTES is a length and as many bytes for each value.
+FORMATS = dict(
+    zip("BOOL INT8 INT16 INT32 INT64 UINT8 UINT16 UINT32 UINT64 FP16 FP32 FP64".split(), "?bhiqBHIQefd", strict=True)
+)
+
+
+class Body(BaseModel):
+    """A body of a request."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    media_types: ClassVar[tuple[str, ...]] = (JSON,)
+
+    @classmethod
+    def parse(cls, raw: bytes, media_type: str, json_length: int | None) -> Self:
+        """Read a body.
+
+        Args:
+            raw: the body.
+            media_type: its type, one of `media_types`.
+            json_length: bytes of JSON that binary tensors follow; None for all of it.
+
+        Raises:
+            InvalidRequestError: lists all problems.
+        """
+        try:
+            return cls.model_validate_json(raw)
+        except ValidationError as error:
+            raise InvalidRequestError(*problems_of(error)) from error
+
+
+def problems_of(error: ValidationError) -> list[str]:
+    """Return each problem in one line; the members of a union count as one."""
+    if error.error_count() > MAX_PROBLEMS:
+        return [f"the body has {error.error_count()} problems; see /openapi.json for what is expected"]
+    found: dict[str, list[str]] = {}
+    for one in error.errors(include_url=False, include_context=False):
+        kind, what = one["type"], one["msg"].removeprefix("Value error, ")
+        if kind == "json_invalid":
+            return [f"the body is not JSON: {what.removeprefix('Invalid JSON: ')}"]
+        place = "".join(_place(one["loc"]))
+        if kind == "extra_forbidden":
+            found[f"unknown key {place}"] = []
+        elif kind == "missing":
+            found[f"missing key {place}"] = []
+        elif kind == "value_error":
+            found[f"{place}: {what}" if place else what] = []
+        else:
+            said = f"{place or 'the body'} is {shortened(one['input'])}, "
+            what = what.replace("Input should be", "expected")
+            found.setdefault(said, []).append(what[0].lower() + what[1:])
+    return [said + ", or ".join(dict.fromkeys(expected)) for said, expected in found.items()]
+
+
+def _place(loc: tuple[int | str, ...]) -> Iterator[str]:
+    for depth, part in enumerate(loc):
+        if isinstance(part, int):
+            yield f"[{part}]"
+        elif depth and (part in _UNION_MEMBERS or not part.isidentifier()):  # such as "list[int]"
+            return
+        else:
+            yield f"{'.' * bool(depth)}{part[:80]}"
+
+
+def _schema(kind: Any, marks: tuple[Any, ...] = ()) -> Any:
+    """Return the type that pydantic checks for the type of a setting; JSON has lists where settings have tuples."""
+    marks += tuple(_BOUNDS[type(one)](one.limit) for one in getattr(kind, "__metadata__", ()) if type(one) in _BOUNDS)
+    if typing.get_origin(kind) is Annotated:
+        return _schema(kind.__origin__, marks)
+    parts = typing.get_args(kind)
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):
+        return reduce(or_, (_schema(part, marks) for part in parts))
+    if typing.get_origin(kind) is tuple:
+        return list[_schema(parts[0], marks)]  # type: ignore[misc]
+    return reduce(lambda one, mark: Annotated[one, mark], marks, kind) if kind in (int, float) else kind
+
+
+def _options() -> dict[str, Any]:
+    hints = typing.get_type_hints(DecodeConfig, include_extras=True)
+    return {
+        one.name: (_schema(hints[one.name]), Field(default=None, validate_default=False, description=one.help))
+        for one in config.settings(DecodeConfig)
+    }
+
+
+class Request(Body):
+    """Options of a request next to those of decoding."""
+
+    prefix: str | list[int] = Field(
+        default="", description="What each answer begins with: text, or ids with input_ids."
+    )
+    priority: float = Field(default=0.0, ge=-MAX_S, le=MAX_S, description="Seconds that it counts as older than it is.")
+    timeout_ms: float = Field(default=0.0, gt=0, description="Milliseconds that it may take; the server has a limit.")
+    timeout: float = Field(default=0.0, gt=0, description="The same in microseconds, for clients of Triton.")
+
+    def given(self) -> dict[str, Any]:
+        """Return the options that were given."""
+        return self.model_dump(include=self.model_fields_set)
+
+
+Parameters = create_model("Parameters", __base__=Request, __doc__="Options of a request.", **_options())
+InferParameters = create_model(
+    "InferParameters",
+    __base__=Parameters,
+    binary_data_output=(bool, Field(default=False, description="Outputs as bytes.")),
+)
+
+
+class Sourced(Body):
+    """A request about one source: text, or token ids with special tokens."""
+
+    text_input: str = ""
+    input_ids: list[int] = []
+
+    @validator(mode="after")
+    def _check_source(self) -> Self:
+        if ("text_input" in self.model_fields_set) == ("input_ids" in self.model_fields_set):
+            raise ValueError("expected text_input or input_ids, one of them")
+        return self
+
+    @property
+    def source(self) -> Source:
+        """Text or token ids."""
+        return self.text_input if "text_input" in self.model_fields_set else self.input_ids
+
+
+class GenerateRequest(Sourced):
+    """A text, or its token ids, to generate from."""
+
+    id: str | None = Field(default=None, description="Comes back in the answer.")
+    parameters: Parameters = Parameters()  # type: ignore[valid-type]
+
+
+class AlignRequest(Sourced):
+    """A source and a target that it was generated to."""
+
+    target_text: str = ""
+    target_ids: list[int] = []
+
+    @validator(mode="after")
+    def _check_target(self) -> Self:
+        if ("target_text" in self.model_fields_set) == ("target_ids" in self.model_fields_set):
+            raise ValueError("expected target_text or target_ids, one of them")
+        if "input_ids" in self.model_fields_set and "target_text" in self.model_fields_set:
+            raise ValueError("input_ids is given with target_text, expected with target_ids")
+        return self
+
+    @property
+    def target(self) -> Source:
+        """Text or token ids."""
+        return self.target_text if "target_text" in self.model_fields_set else self.target_ids
+
+
+class TokensRequest(Sourced):
+    """A source and the ids of an answer, to show their tokens."""
+
+    target_ids: list[int]
+
+
+class TokenizeRequest(Body):
+    """A source text."""
+
+    model: str | None = None
+    prompt: str
+
+
+class DetokenizeRequest(Body):
+    """Token ids of a target."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+class InputParameters(Body):
+    """Parameters of an input."""
+
+    binary_data_size: int | None = Field(default=None, ge=0, description="Bytes of the tensor that follow the JSON.")
+
+
+class Input(Body):
+    """A tensor, in JSON or as bytes that follow it."""
+
+    name: str
+    datatype: Literal["BYTES", *FORMATS]  # type: ignore[valid-type]
+    shape: list[Annotated[int, Field(gt=0, lt=2**31)]] = Field(min_length=1, max_length=3)
+    data: Any = Field(default=None, description="Nested lists, or a flat one.")
+    parameters: InputParameters = InputParameters()
+
+    @validator(mode="after")
+    def _check_data(self) -> Self:
+        if ("data" in self.model_fields_set) == (self.parameters.binary_data_size is not None):
+            raise ValueError("expected data or binary_data_size, one of them")
+        return self
+
+    def read(self, binary: memoryview) -> Tensor:
+        """Return the tensor; its bytes are the first of `binary`."""
+        name, size = shortened(self.name)[1:-1], self.parameters.binary_data_size
+        if size is None:
+            values = self._from_json(name)
+        elif size > len(binary):
+            raise InvalidRequestError(f"input {name}: binary_data_size is {size}, but {len(binary)} bytes are left")
+        else:
+            values = self._from_bytes(name, binary[:size])
+        if len(values) != math.prod(self.shape):
+            raise InvalidRequestError(f"input {name} has {len(values)} values, its shape is {self.shape}")
+        return Tensor(self.name, self.datatype, tuple(self.shape), values)
+
+    def _from_json(self, name: str) -> list[Any]:
+        values = [self.data]
+        for _ in self.shape:
+            values = [one for part in values for one in (part if isinstance(part, list) else [part])]
+        try:
+            checked: list[Any] = _VALUES[self.datatype].validate_python(values, strict=True)
+            return checked
+        except ValidationError as error:
+            wrong = error.errors(include_url=False)[0]["input"]
+            raise InvalidRequestError(f"input {name} has {shortened(wrong)}, expected {self.datatype}") from error
+
+    def _from_bytes(self, name: str, binary: memoryview) -> list[Any]:
+        if self.datatype == "BYTES":
+            return texts(name, _parts(name, binary))
+        code = FORMATS[self.datatype]
+        number, rest = divmod(len(binary), struct.calcsize("<" + code))
+        if rest:
+            raise InvalidRequestError(f"input {name}: {len(binary)} bytes are no whole number of {self.datatype}")
+        values = list(struct.unpack(f"<{number}{code}", binary))
+        check_finite(name, values)
+        return values
+
+
+def _values(datatype: str) -> Any:
+    """Return the type of a list of values of a datatype."""
+    if datatype in ("BYTES", "BOOL"):
+        return list[str] if datatype == "BYTES" else list[bool]
+    if datatype.startswith("FP"):
+        most = {"FP16": 65504.0, "FP32": 3.4028235e38, "FP64": math.inf}[datatype]
+        return list[Annotated[float, Field(ge=-most, le=most, allow_inf_nan=False)]]
+    bits = 8 * struct.calcsize("<" + FORMATS[datatype])
+    low, high = (0, 2**bits) if datatype.startswith("U") else (-(2 ** (bits - 1)), 2 ** (bits - 1))
+    return list[Annotated[int, Field(ge=low, lt=high)]]
+
+
+_VALUES = {datatype: TypeAdapter(_values(datatype)) for datatype in ("BYTES", *FORMATS)}
+
+
+def _parts(name: str, binary: memoryview) -> Iterator[bytes]:
+    number = start = 0
+    while start < len(binary):
+        number, end = number + 1, start + 4
+        start = end + int.from_bytes(binary[start:end], "little")
+        if start > len(binary):
+            raise InvalidRequestError(f"input {name}: text {number} ends behind the tensor")
+        yield bytes(binary[end:start])
+
+
+class OutputParameters(Body):
+    """Parameters of an output."""
+
+    binary_data: bool | None = Field(default=None, description="As bytes that follow the JSON.")
+
+
+class Output(Body):
+    """An output that is asked for."""
+
+    name: Literal[tuple(OUTPUTS)]  # type: ignore[valid-type]
+    parameters: OutputParameters = OutputParameters()
+
+
+class InferRequest(Body):
+    """Texts or token ids as tensors: text_input, or input_ids with input_lengths; prefix, and options.
+
+    Options may be parameters or inputs.
+    """
+
+    media_types = (JSON, BYTES, "")
+    id: str | None = Field(default=None, description="Comes back in the answer.")
+    inputs: list[Input] = Field(min_length=1)
+    outputs: list[Output] = Field(default=[], description="All if there is none.")
+    parameters: InferParameters = InferParameters()  # type: ignore[valid-type]
+    _tensors: dict[str, Tensor] = PrivateAttr(default_factory=dict)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The inputs by name."""
+        return self._tensors
+
+    @classmethod
+    def parse(cls, raw: bytes, media_type: str, json_length: int | None) -> Self:
+        """Read JSON and the binary tensors that follow it."""
+        length = len(raw) if json_length is None else json_length
+        found = super().parse(raw[:length], media_type, None)
+        binary = memoryview(raw)[length:]
+        for one in found.inputs:
+            if one.name in found._tensors:
+                raise InvalidRequestError(f"input {one.name[:80]} is given twice, expected once")
+            found._tensors[one.name] = one.read(binary)
+            binary = binary[one.parameters.binary_data_size or 0 :]
+        if len(binary):
+            raise InvalidRequestError(f"{len(binary)} bytes follow the JSON that belong to no input")
+        return found
+
+
+class StreamOptions(BaseModel):
+    """Options of a stream of completions."""
+
+    model_config = ConfigDict(strict=True)
+    include_usage: bool | None = None
+
+
+class Completion(Parameters):  # type: ignore[misc, valid-type]
+    """A prompt, or several, in OpenAI's protocol; the options of decoding may be given too."""
+
+    model: str | None = None
+    prompt: str | list[str]
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = Field(default=None, description="Above 0 samples; without it nothing is sampled.")
+    top_k: int | None = Field(default=None, description="-1 for all.")
+    top_p: float | None = None
+    stop: str | list[str] | None = None
+    ignore_eos: bool | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    n: int | None = None
+    seed: int | None = Field(default=None, description="Of sampling.")
+    user: Any = None
+    # Features that do not exist here, with the values that ask for nothing.
+    best_of: Literal[1] | None = None
+    echo: Literal[False] | None = None
+    frequency_penalty: Literal[0] | None = None
+    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
+    logprobs: None = None
+    presence_penalty: Literal[0] | None = None
+    suffix: Literal[""] | None = None
+
+
+class TranslateRequest(Body):
+    """A text, or several, in LibreTranslate's protocol."""
+
+    media_types = (JSON, FORM)
+    q: str | list[str]
+    source: str
+    target: str
+    format: Literal["text"] = "text"
+    alternatives: int = Field(default=0, ge=0)
+    api_key: str | None = None
+
+    @classmethod
+    def parse(cls, raw: bytes, media_type: str, json_length: int | None) -> Self:
+        """Read JSON or a form, which LibreTranslate's own client sends."""
+        if media_type != FORM:
+            return super().parse(raw, media_type, json_length)
+        try:
+            pairs = parse_qsl(raw.decode(), True, True, errors="strict", max_num_fields=len(cls.model_fields))
+        except ValueError as error:
+            raise InvalidRequestError(f"the body is not a form: {error}") from error
+        if len(data := dict(pairs)) < len(pairs):
+            raise InvalidRequestError("a field is given twice, expected once")
+        try:
+            return cls.model_validate_strings(data)
+        except ValidationError as error:
+            raise InvalidRequestError(*problems_of(error)) from error
+
+
+class Generated(BaseModel):
+    """Values, or lists of them, best first, if num_return_sequences is above 1."""
+
+    id: str | None = None
+    model_name: str
+    model_version: str
+    text_output: str | list[str]
+    output_ids: list[int] | list[list[int]]
+    scores: float | list[float]
+    finish_reason: str | list[str]
+
+
+class OutputTensor(BaseModel):
+    """A tensor of the answer."""
+
+    name: str
+    datatype: str
+    shape: list[int]
+    data: list[Any]
+
+
+class Inferred(BaseModel):
+    """Answers as tensors."""
+
+    id: str | None = None
+    model_name: str
+    model_version: str
+    outputs: list[OutputTensor]
+
+
+class Aligned(BaseModel):
+    """Weights of each source token for each target token."""
+
+    model_name: str
+    model_version: str
+    source_ids: list[int]
+    target_ids: list[int]
+    source_tokens: list[str]
+    target_tokens: list[str]
+    source_positions: list[int | None]
+    weights: list[list[float]]
+
+
+class Refusal(BaseModel):
+    """What is wrong, in one line; below /v1 an object with a message."""
+
+    error: str | dict[str, Any]

@@ -1,0 +1,345 @@
+"""The life of the server: listen, load, serve, reload, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import shlex
+import signal
+import socket
+import ssl
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import uvicorn
+from fastapi import FastAPI
+
+from tfexport.errors import ConfigError, TfexportError, printable
+from tfexport.runtime.cpu import available_cores
+from tfexport.serve.app import build_app
+from tfexport.serve.config import HttpConfig, ServerConfig, ServingConfig
+from tfexport.serve.engine import Engine
+from tfexport.serve.metrics import Metrics
+from tfexport.serve.middleware import BearerTokens
+
+logger = logging.getLogger(__name__)
+# Seconds after which Python lets another thread go on; with its own 5 ms the event loop and the engines' threads keep
+# each other waiting for longer than a step takes.
+SWITCH_INTERVAL_S = 0.0005
+BACKLOG = 2048
+# Seconds without a request after which a connection is closed.
+KEEP_ALIVE_S = 75
+# Seconds in which clients take the last answers.
+GRACE_S = 2
+# Bytes that the kernel keeps of an answer that nobody reads; by default it keeps megabytes a connection.
+SEND_BUFFER_BYTES = 128 * 1024
+# What the first example asks if the bundle has no recorded text, or no tokenizer.
+_SOME_TEXT, _SOME_IDS = "Hello", [1, 2, 3]
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+class Server:
+    """Serves engines over HTTP from the first moment, loads them, and drains them when it is told to stop.
+
+    SIGTERM and SIGINT drain; a second one, or one while a bundle is loaded, ends the process at once. SIGHUP
+    replaces every bundle by what its path holds now, and reads tokens and certificate again.
+    """
+
+    def __init__(
+        self,
+        app: FastAPI,
+        engines: Mapping[str, Engine],
+        config: ServerConfig,
+        report: Callable[[str], None],
+        *,
+        access_log: bool = False,
+    ) -> None:
+        """Set what is served; `run` does it.
+
+        Args:
+            app: of `build_app`.
+            engines: not started, by the name of their model.
+            config: address and limits.
+            report: called with each line for whoever has started the server.
+            access_log: whether uvicorn logs every request.
+
+        Raises:
+            ConfigError: the tokens, the certificate or its key cannot be read.
+        """
+        self._service, self._engines, self._config, self._report = app.state.service, engines, config, report
+        self._tokens = BearerTokens(app, config.token_file) if config.token_file else None
+        settings = uvicorn.Config(
+            self._tokens or app,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=access_log,
+            proxy_headers=False,
+            server_header=False,
+            limit_concurrency=config.max_connections + 1,  # uvicorn refuses at the limit
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=GRACE_S,
+            ssl_certfile=config.tls_cert,
+            ssl_keyfile=config.tls_key,
+        )
+        with self._tls_errors():
+            settings.load()
+        self._uvicorn = uvicorn.Server(settings)
+        self._uvicorn.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
+        self._loading = self._is_stopping = self._must_leave = False
+        self._reloading: asyncio.Task[None] | None = None
+
+    def run(self) -> bool:
+        """Serve until a signal says to stop; return whether every accepted request was answered.
+
+        Raises:
+            TfexportError: the address is not available, or a bundle cannot be served.
+        """
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        with contextlib.closing(listen(self._config, self._service.config.max_send_s)) as listener:
+            return asyncio.run(self._run(listener))
+
+    async def _run(self, listener: socket.socket) -> bool:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        url, start = _url_of(listener, self._config), time.monotonic()
+        with self._signals():
+            self._report(f"listening on {url}, not ready yet")
+            if warning := _network_warning(self._config):
+                logger.warning(warning)
+            serving = asyncio.create_task(self._uvicorn.serve([listener]))
+            try:
+                await self._load()
+                self._report(f"ready after {time.monotonic() - start:.1f} s; try it:")
+                self._report(_example(url, self._engines, self._config))
+                if self._service.config.ui:
+                    self._report(f"  or open {url}/ in a browser")
+                await self._stop.wait()
+                is_done = await self._drain()
+            finally:
+                self._uvicorn.should_exit = True
+                await serving
+            if self._must_leave:
+                _leave(0 if is_done else 1)
+            return is_done
+
+    async def _load(self) -> None:
+        """Load one bundle after the other; if one cannot be served, none is."""
+        self._loading = True
+        try:
+            for name, engine in self._engines.items():
+                await engine.start()
+                self._report(_model_line(name, engine))
+            if warning := _threads_warning(self._engines.values()):
+                logger.warning(warning)
+        except TfexportError:
+            await asyncio.gather(*(engine.drain(0) for engine in self._engines.values()))
+            raise
+        finally:
+            self._loading = False
+
+    async def _drain(self) -> bool:
+        """Take requests for a while, though not ready; then finish those that were accepted."""
+        timeout_s, settings = self._config.shutdown_timeout_s, self._uvicorn.config
+        # Clients that keep connections open connect anew, which leads them elsewhere.
+        settings.encoded_headers.append((b"connection", b"close"))
+        if self._config.drain_delay_s:
+            logger.info("stopping: not ready any more, requests are taken for %g s", self._config.drain_delay_s)
+            await asyncio.sleep(self._config.drain_delay_s)
+        under_way = sum(engine.num_running + engine.num_waiting for engine in self._engines.values())
+        logger.info("draining: %d requests to finish within %g s", under_way, timeout_s)
+        end = time.monotonic() + timeout_s
+        is_done = all(await asyncio.gather(*(engine.drain(timeout_s) for engine in self._engines.values())))
+        settings.timeout_graceful_shutdown = GRACE_S + max(0, round(end - time.monotonic()))
+        # Python would wait for a thread that loads a bundle.
+        self._must_leave = not is_done or (self._reloading is not None and not self._reloading.done())
+        if is_done:
+            logger.info("drained: all requests are answered")
+        else:
+            logger.error("not all requests were answered within %g s; --shutdown-timeout gives them more", timeout_s)
+        return is_done
+
+    async def _reload(self) -> None:
+        """Replace every bundle, one after the other, and read tokens and certificate again."""
+        for name, engine in self._engines.items():
+            start = time.monotonic()
+            with _old_one_goes_on(f"model {name}"):
+                await engine.replace()
+                logger.info("model %s: reloaded in %.1f s", name, time.monotonic() - start)
+        if self._tokens:
+            with _old_one_goes_on("tokens"):
+                self._tokens.reload()
+        context, config = self._uvicorn.config.ssl, self._config
+        if context and config.tls_cert:
+            with _old_one_goes_on("certificate"), self._tls_errors():
+                context.load_cert_chain(config.tls_cert, config.tls_key)
+
+    @contextlib.contextmanager
+    def _tls_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:  # ssl.SSLError is one
+            reason = error.reason if isinstance(error, ssl.SSLError) else error.strerror
+            files = " and ".join(str(path) for path in (self._config.tls_cert, self._config.tls_key) if path)
+            raise ConfigError(f"{files}: no TLS with them: {reason}; give certificate and key in PEM") from error
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Handle signals at once, also while the event loop is busy: a second one has to work then."""
+        handlers = {signal.SIGTERM: self._on_stop, signal.SIGINT: self._on_stop, signal.SIGHUP: self._on_reload}
+        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_stop(self, number: int, _frame: FrameType | None) -> None:
+        if self._is_stopping:
+            _leave(128 + number, f"{signal.Signals(number).name} again: aborted")
+        if self._loading:
+            _leave(0, f"{signal.Signals(number).name}: stopped before it was ready")
+        self._is_stopping = self._service.is_leaving = True
+        self._loop.call_soon_threadsafe(self._stop.set)
+
+    def _on_reload(self, _number: int, _frame: FrameType | None) -> None:
+        self._loop.call_soon_threadsafe(self._begin_reload)
+
+    def _begin_reload(self) -> None:
+        if self._loading or self._is_stopping or (self._reloading and not self._reloading.done()):
+            logger.warning("SIGHUP: nothing is reloaded while bundles are loaded or the server stops; send it later")
+        else:
+            self._reloading = asyncio.create_task(self._reload())
+
+
+def serve_bundles(
+    bundles: Mapping[str, Path],
+    config: ServerConfig,
+    *,
+    serving: ServingConfig,
+    http: HttpConfig,
+    report: Callable[[str], None],
+    access_log: bool = False,
+    **options: Any,
+) -> bool:
+    """Serve bundles until a signal says to stop; return whether every accepted request was answered.
+
+    Args:
+        bundles: by the name that they are served under.
+        config: address and limits.
+        serving: slots and queue of each model.
+        http: endpoints and limits of requests.
+        report: called with each line for whoever has started the server.
+        access_log: whether every request is logged.
+        options: of `tfexport.load`: backend, form, threads, device, engine, trusted_keys.
+
+    Raises:
+        TfexportError: the address is not available, or a bundle cannot be served.
+    """
+    metrics = Metrics()
+    engines = {
+        name: Engine(path, serving, observer=metrics.observer(name), **options) for name, path in bundles.items()
+    }
+    app = build_app(engines, http, metrics)
+    return Server(app, engines, config, report, access_log=access_log).run()
+
+
+def listen(config: ServerConfig, max_send_s: float = HttpConfig.max_send_s) -> socket.socket:
+    """Bind the address; clients may connect from now on, and wait until the server runs.
+
+    Raises:
+        ConfigError: the address is taken, or not of this machine.
+    """
+    try:
+        family, *_, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.create_server(address[:2], family=family, backlog=BACKLOG)
+    except OSError as error:
+        reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
+        raise ConfigError(
+            f"host {config.host}, port {config.port}: {reason}; choose others with --host and --port"
+        ) from error
+    # Connections inherit the options. asyncio sets no TCP_NODELAY on sockets whose protocol is not named: the body of
+    # an answer would wait for 40 ms after its head.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # on Linux: closes connections whose client does not read
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(max_send_s * 1000))
+    return listener
+
+
+def _url_of(listener: socket.socket, config: ServerConfig) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"{'https' if config.tls_cert else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+@contextlib.contextmanager
+def _old_one_goes_on(what: str) -> Iterator[None]:
+    try:
+        yield
+    except TfexportError as error:
+        logger.error("%s: not reloaded, the old one goes on: %s", what, error)
+
+
+def _leave(code: int, line: str = "") -> NoReturn:
+    """End the process whatever its threads do."""
+    with contextlib.suppress(OSError, RuntimeError):  # a signal may come while a line is written
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.write(2, f"{line}\n".encode() if line else b"")
+    os._exit(code)
+
+
+# ---- lines for whoever has started the server
+
+
+def _threads_warning(engines: Collection[Engine]) -> str | None:
+    """Return what to set if the models' threads are more than the cores."""
+    cores, taken = available_cores(), sum(one.model.threads.decoder for one in engines if one.model.threads)
+    if taken <= cores:
+        return None
+    models = "the model takes" if len(engines) == 1 else f"{len(engines)} models take"
+    best = max(1, cores // len(engines))
+    return f"{models} {taken} threads on {cores} cores and will be slow under load; set --threads {best}"
+
+
+def _model_line(name: str, engine: Engine) -> str:
+    spec, session, threads = engine.model.spec, engine.model.session, engine.model.threads
+    taken = f", {threads.decoder} thread{'s' * (threads.decoder > 1)}" if threads else ""
+    return (
+        f"{name}: {spec.layers} decoder layers of {spec.d_model}, {session.accuracy} on {session.backend}"
+        f"{taken}, {engine.slots} slots; "
+        f"sources to {spec.max_source_length} tokens, targets to {spec.max_target_length}"
+    )
+
+
+def _network_warning(config: ServerConfig) -> str | None:
+    """Return what to set if other machines may ask without a token, or send it unencrypted."""
+    options = (("--token-file", config.token_file), ("--tls-cert", config.tls_cert))
+    missing = [option for option, value in options if value is None]
+    if config.host in _LOOPBACK or not missing:
+        return None
+    return f"host {config.host} lets other machines ask; where their network is not yours, set {' and '.join(missing)}"
+
+
+def _example(url: str, engines: Mapping[str, Engine], config: ServerConfig) -> str:
+    """Return a command that asks the first model for a text that it knows."""
+    name, engine = next(iter(engines.items()))
+    tokenizer = engine.model.tokenizer
+    if tokenizer is None:
+        asked: dict[str, object] = {"input_ids": _SOME_IDS}
+    else:
+        asked = {"text_input": tokenizer.text.samples[0].text if tokenizer.text.samples else _SOME_TEXT}
+    words = ["curl", f"{url}/v2/models/{name}/generate", "-H", "Content-Type: application/json"]
+    token = ""
+    if config.token_file:
+        token = f' -H "Authorization: Bearer $(head -n 1 {shlex.quote(str(config.token_file))})"'
+    return printable(f"  {shlex.join(words)}{token} -d {shlex.quote(json.dumps(asked, ensure_ascii=False))}")

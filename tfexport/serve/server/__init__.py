@@ -1,1 +1,0 @@
-"""The running of the HTTP server: its socket, its connections, its signals, and who may ask."""
