@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import signal
-import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
 import pytest
 
 from tests.serve.running import eventually, running
@@ -64,21 +62,3 @@ def test_a_thread_that_hangs_is_not_ready(dates_bundle: Path, tmp_path: Path) ->
         assert not asked.done()
         eventually(server.is_ready)
         assert asked.result().status_code == 200
-
-
-def test_what_nobody_reads_is_given_up(dates_bundle: Path, tmp_path: Path) -> None:
-    """Answers that pile up, for a client that sends requests and reads nothing."""
-    hasty = "import tfexport.serve.server.connection as connection\nconnection.SEND_TIMEOUT_S = 1.0"
-    with running(tmp_path, dates_bundle, "--threads", 1, before=hasty) as server:
-        url = httpx.URL(server.url)
-        with socket.socket() as one:
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            one.connect((url.host, url.port))
-            one.settimeout(20)
-            asked = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
-            with pytest.raises((ConnectionError, TimeoutError)) as error:
-                for _ in range(2000):
-                    one.sendall(asked * 10)
-                    time.sleep(0.01)
-            assert error.type is not TimeoutError
-        assert server.ask(DATE).status_code == 200

@@ -14,11 +14,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from click.testing import CliRunner
 
 from tests.bundle.made import edit
 from tests.serve.running import PATIENCE_S, Running, eventually, running
-from tfexport.cli import main
 from tfexport.model.load import load
 
 TEXTS = ("Dienstag, 3. März 2026", "le 14 juillet 1989", "2088년 9월 17일 금요일", "15 de septiembre de 2001")
@@ -199,7 +197,7 @@ def test_bundles_are_replaced_while_clients_ask(
     """One that says something else than was recorded is refused; without recorded texts it may say what it likes."""
     other, wrong, damaged, served = (tmp_path / name for name in ("other", "wrong", "damaged", "dates"))
     shutil.copytree(dates_bundle, other)
-    assert CliRunner().invoke(main, ["tokenizer", str(other), "--target-prefix", "20"]).exit_code == 0
+    edit(other, lambda data: data["text"].update(target_prefix=[13]))
     shutil.copytree(other, wrong)
     edit(other, lambda data: data["text"].update(samples=[]))
     shutil.copytree(dates_bundle, damaged)

