@@ -19,6 +19,24 @@ import httpx
 COMMAND = "import sys; from tfexport.cli import main; main()"
 # Generous: CI is busy.
 PATIENCE_S = 60.0
+_STEPS = """
+import pathlib, threading, time
+from tfexport.decode.loop import Loop
+step = Loop.step
+def heavy(loop, most=None):
+    if threading.current_thread().name != "tfexport-engine":
+        return step(loop, most)
+    if pathlib.Path({file!r}).exists():
+        {fault}
+    time.sleep({seconds})
+    return step(loop, 1)
+Loop.step = heavy
+"""
+
+
+def slow_steps(seconds: float, *, file: Path = Path("/nowhere"), fault: str = "pass") -> str:
+    """Return Python that lets each step of an engine take some time, and do something while there is a file."""
+    return _STEPS.format(seconds=seconds, file=str(file), fault=fault)
 
 
 @dataclass

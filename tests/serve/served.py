@@ -20,20 +20,30 @@ ENGINE_THREAD = "tfexport-engine"
 BEFORE: set[threading.Thread] = set()
 
 
+def before_steps(monkeypatch: pytest.MonkeyPatch, do: Callable[[Loop], object]) -> None:
+    """Do something before each step of an engine's thread, and take steps one at a time."""
+    step = Loop.step
+
+    def stepped(loop: Loop, most: int | None = None) -> Any:
+        if threading.current_thread().name != ENGINE_THREAD:
+            return step(loop, most)
+        do(loop)
+        return step(loop, 1)
+
+    monkeypatch.setattr(Loop, "step", stepped)
+
+
 class Hanging:
     """Lets the thread of an engine hang in its next step."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._begun, self._go_on = threading.Event(), threading.Event()
-        step = Loop.step
+        before_steps(monkeypatch, lambda _: self._hang())
 
-        def hanging(loop: Loop, most: int | None = None) -> Any:
-            if threading.current_thread().name == ENGINE_THREAD and not self._begun.is_set():
-                self._begun.set()
-                self._go_on.wait(60)
-            return step(loop, most)
-
-        monkeypatch.setattr(Loop, "step", hanging)
+    def _hang(self) -> None:
+        if not self._begun.is_set():
+            self._begun.set()
+            self._go_on.wait(60)
 
     def has_begun(self) -> bool:
         return self._begun.is_set()

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.serve.served import ENGINE_THREAD, Hanging, Outcomes, engine_threads, is_idle, serving, text_of, until
+from tests.serve.served import Hanging, Outcomes, before_steps, engine_threads, is_idle, serving, text_of, until
 from tfexport.decode.loop import Loop
 from tfexport.errors import Draining, TfexportError
 from tfexport.model.model import Model
@@ -18,15 +16,6 @@ from tfexport.serve.engine import Engine
 from tfexport.serve.scheduler import Scheduler
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
-
-
-def test_draining_in_no_time_loses_nothing_where_there_is_nothing(dates_bundle: Path, texts: list[str]) -> None:
-    async def use(engine: Engine) -> None:
-        await engine.generate(texts[0])
-        assert await engine.drain(0)
-        assert engine.state == "stopped"
-
-    serving(dates_bundle, use)
 
 
 def test_who_drains_a_second_time_cuts_the_first_short(random_bundle: Path) -> None:
@@ -149,18 +138,15 @@ def test_an_old_thread_that_gives_signs_of_life_is_waited_for(
     dates_bundle: Path, model: Model, texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long it takes: no request is lost."""
-    expected, step, num_steps = text_of(model.generate(texts[:1])), Loop.step, 0
+    expected, num_steps = text_of(model.generate(texts[:1])), 0
 
-    def slow(loop: Loop, most: int | None = None) -> Any:
+    def slow(_: Loop) -> None:
         nonlocal num_steps
-        if threading.current_thread().name != ENGINE_THREAD:
-            return step(loop, most)
         num_steps += 1
         time.sleep(0.08)
-        return step(loop, 1)
 
     async def use(engine: Engine) -> None:
-        monkeypatch.setattr(Loop, "step", slow)
+        before_steps(monkeypatch, slow)
         waiting = engine.submit(texts[0])
         await engine.replace()
         assert text_of(await waiting) == expected

@@ -23,7 +23,6 @@ from tfexport.errors import (
     EngineFailed,
     InputError,
     QueueFull,
-    TfexportError,
 )
 from tfexport.model.model import Model
 from tfexport.serve.engine import Engine
@@ -131,26 +130,6 @@ def test_a_full_queue_says_when_to_come_again(dates_bundle: Path, texts: list[st
     assert set(observer.counts) == {"ok", "queue_full"}
 
 
-def test_what_is_late_in_the_queue_is_never_encoded(dates_bundle: Path, texts: list[str]) -> None:
-    class Joined(Outcomes):
-        joins = 0
-
-        def joined(self, waited_s: float, source_tokens: int) -> None:
-            self.joins += 1
-
-    observer = Joined()
-
-    async def use(engine: Engine) -> None:
-        late = [engine.submit(texts[0], timeout_s=1e-7) for _ in range(9)]
-        for generation in late:
-            with pytest.raises(DeadlineExceeded, match="before it began"):
-                await generation
-
-    serving(dates_bundle, use, observer)
-    assert observer.joins == 0
-    assert observer.counts == {"deadline": 9}
-
-
 def test_the_older_and_the_more_urgent_go_first(
     dates_bundle: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,31 +165,6 @@ def test_a_reader_that_is_too_slow_is_cancelled(dates_bundle: Path, texts: list[
     assert observer.counts == {"slow_reader": 1, "ok": 1}
 
 
-def test_a_thread_that_fails_answers_everybody(
-    dates_bundle: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def use(engine: Engine) -> None:
-        waiting = [asyncio.ensure_future(engine.generate(text)) for text in texts]
-        await asyncio.sleep(0)
-        monkeypatch.setattr(Loop, "step", broken)
-        found = await asyncio.gather(*waiting, return_exceptions=True)
-        failed = [error for error in found if isinstance(error, EngineFailed)]
-        assert failed
-        assert "out of memory" in str(failed[0])
-        assert (engine.state, engine.is_ready) == ("failed", False)
-        with pytest.raises(EngineFailed):
-            engine.submit(texts[0])
-        monkeypatch.undo()
-        await engine.replace()
-        assert engine.is_ready
-        await engine.generate(texts[0])
-
-    def broken(*_: object) -> None:
-        raise MemoryError("out of memory")
-
-    serving(dates_bundle, use, slots=1)
-
-
 def test_a_thread_that_hangs_does_not_keep_an_engine_from_stopping(
     dates_bundle: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,32 +183,6 @@ def test_a_thread_that_hangs_does_not_keep_an_engine_from_stopping(
         go_on.set()
 
     serving(dates_bundle, use, stall_s=0.2)
-
-
-def test_replacing_loses_no_request(dates_bundle: Path, model: Model, texts: list[str], tmp_path: Path) -> None:
-    expected = {text: model.generate([text])[0].text for text in texts}
-
-    async def use(engine: Engine) -> None:
-        async def ask() -> None:
-            while not done:
-                for text in texts:
-                    assert (await engine.generate(text))[0].text == expected[text]
-
-        done: list[bool] = []
-        asking = [asyncio.create_task(ask()) for _ in range(4)]
-        first = engine.model
-        await engine.replace()
-        with pytest.raises(TfexportError):
-            await engine.replace(tmp_path / "nothing")
-        await engine.replace(dates_bundle)
-        done.append(True)
-        await asyncio.gather(*asking)
-        assert engine.model is not first
-        assert engine.is_ready
-
-    observer = Outcomes()
-    serving(dates_bundle, use, observer)
-    assert set(observer.counts) == {"ok"}
 
 
 def test_draining_answers_what_was_accepted_and_takes_no_more(dates_bundle: Path, texts: list[str]) -> None:
@@ -283,16 +211,6 @@ def test_an_engine_that_drains_takes_no_other_bundle(dates_bundle: Path) -> None
         assert await engine.drain()
 
     serving(dates_bundle, use)
-
-
-def test_draining_in_no_time_answers_the_rest_with_the_reason(dates_bundle: Path, texts: list[str]) -> None:
-    async def use(engine: Engine) -> None:
-        waiting = [engine.submit(texts[number % len(texts)]) for number in range(200)]
-        assert not await engine.drain(0.001)
-        found = await asyncio.gather(*waiting, return_exceptions=True)
-        assert any(isinstance(one, Draining) for one in found)
-
-    serving(dates_bundle, use, slots=1)
 
 
 @pytest.mark.parametrize(

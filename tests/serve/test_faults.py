@@ -3,32 +3,17 @@
 from __future__ import annotations
 
 import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pytest
-
-from tests.serve.running import eventually, running
+from tests.serve.running import eventually, running, slow_steps
 
 DATE = "Dienstag, 3. März 2026"
-# The engine's thread does something once a file is there.
-FAULT = """
-import pathlib, time
-from tfexport.decode.loop import Loop
-step = Loop.step
-def faulty(loop, most=None):
-    if pathlib.Path({file!r}).exists():
-        {fault}
-    time.sleep(0.01)
-    return step(loop, 1)
-Loop.step = faulty
-"""
 
 
 def test_a_thread_that_fails_answers_all_and_a_reload_begins_anew(dates_bundle: Path, tmp_path: Path) -> None:
     file = tmp_path / "fault"
-    fault = FAULT.format(file=str(file), fault="raise MemoryError('out of memory')")
+    fault = slow_steps(0.01, file=file, fault="raise MemoryError('out of memory')")
     with running(tmp_path, dates_bundle, "--threads", 1, "--slots", 1, before=fault) as server:
         with ThreadPoolExecutor(8) as pool:
             asked = [pool.submit(server.ask, DATE) for _ in range(8)]
@@ -47,18 +32,3 @@ def test_a_thread_that_fails_answers_all_and_a_reload_begins_anew(dates_bundle: 
         assert server.client.get("/livez").status_code == 200
         assert server.ask(DATE).status_code == 200
         assert server.stop() == 0
-
-
-@pytest.mark.slow
-def test_a_thread_that_hangs_is_not_ready(dates_bundle: Path, tmp_path: Path) -> None:
-    file = tmp_path / "fault"
-    fault = FAULT.format(file=str(file), fault="time.sleep(10)")
-    with running(tmp_path, dates_bundle, "--threads", 1, before=fault) as server, ThreadPoolExecutor(1) as pool:
-        file.touch()
-        asked = pool.submit(server.ask, DATE)
-        time.sleep(0.2)
-        file.unlink()
-        eventually(lambda: not server.is_ready(), 8)
-        assert not asked.done()
-        eventually(server.is_ready)
-        assert asked.result().status_code == 200

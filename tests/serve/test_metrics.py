@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from prometheus_client import parser
-from prometheus_client.openmetrics import parser as openmetrics
 
 from tfexport.serve.config import ServingConfig
 from tfexport.serve.engine import Engine
@@ -65,13 +64,6 @@ def test_the_names_types_and_labels_are_those_of_the_documentation(metrics: Metr
     assert {sample.labels["model"] for family in families.values() for sample in family.samples} == {"dates"}
     limits = {sample.labels["le"] for sample in families["tfexport_queue_seconds"].samples if "le" in sample.labels}
     assert {float(limit) for limit in limits} == {*BUCKETS, float("inf")}
-
-
-def test_openmetrics_is_given_to_who_asks_for_it(metrics: Metrics) -> None:
-    body, kind = metrics.expose("application/openmetrics-text; version=1.0.0")
-    assert kind.startswith("application/openmetrics-text")
-    names = {family.name for family in openmetrics.text_string_to_metric_families(body.decode())}
-    assert names == set(NAMES)
 
 
 def test_everything_is_counted(metrics: Metrics) -> None:

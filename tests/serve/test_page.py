@@ -12,20 +12,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.serve.running import Running, eventually, running
+from tests.serve.running import Running, eventually, running, slow_steps
 from tfexport.model.load import load
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "microsoft-edge")
-# Steps that can be watched.
-SLOW = """
-import time
-from tfexport.decode.loop import Loop
-step = Loop.step
-Loop.step = lambda loop, most=1: (time.sleep(0.1), step(loop, 1))[1]
-"""
 TEXT, ISO = "Dienstag, 3. März 2026", "2026-03-03"
 # Of Chromium, for each status that is no success; the page says it better.
 REFUSAL = "Failed to load resource: the server responded with a status of 4"
@@ -49,7 +42,7 @@ def server(
 ) -> Iterator[Running]:
     work = tmp_path_factory.mktemp("page")
     bundles = (f"aligned={dates_aligned}", f"plain={dates_bundle}")
-    with running(work, *bundles, "--threads", 1, before=SLOW) as server:
+    with running(work, *bundles, "--threads", 1, before=slow_steps(0.1)) as server:
         yield server
 
 

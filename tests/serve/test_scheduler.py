@@ -117,14 +117,6 @@ def test_a_source_above_the_budget_is_encoded_alone() -> None:
     assert len(bench.done) == 5
 
 
-def test_who_cannot_join_later_is_encoded_together() -> None:
-    bench = Bench(slots=8, encoder_budget=4, can_join=False)
-    for number in range(8):
-        bench.put(number, source_len=9, max_new_tokens=2)
-    bench.step()
-    assert bench.session.encoded == [(8, 9)]
-
-
 def test_batches_that_nobody_may_join_take_no_more_than_the_slots() -> None:
     bench = Bench(slots=4, can_join=False)
     for number in range(4):  # forced tokens make prompts unequal: two batches, one after the other
@@ -163,15 +155,6 @@ def test_free_slots_wait_for_company_for_some_steps_at_most() -> None:
     assert bench.scheduler.num_rows == 30
     bench.step(HELD_STEPS)
     assert bench.done.keys() >= {30, 31}
-
-
-def test_a_single_one_joins_at_once() -> None:
-    bench = Bench(slots=32)
-    bench.put(0)
-    bench.step()
-    bench.put(1, max_new_tokens=1)
-    bench.step()
-    assert list(bench.done) == [1]
 
 
 def test_a_slot_that_is_free_is_used_in_the_next_step() -> None:
@@ -286,16 +269,6 @@ def test_when_to_come_again_is_told_by_who_left_since_somebody_had_to_wait() -> 
     with pytest.raises(QueueFull) as full:
         bench.put(7)
     assert full.value.retry_after_s == 1
-
-
-def test_a_closed_queue_keeps_no_trace_of_whom_it_refused() -> None:
-    bench = Bench()
-    reason = Draining("over")
-    bench.queue.close(reason)
-    for number in range(3):
-        with pytest.raises(Draining, match="over"):
-            bench.put(number)
-    assert reason.__traceback__ is None
 
 
 def test_a_worker_that_is_told_of_a_cancellation_publishes_no_more() -> None:

@@ -16,21 +16,12 @@ import httpx
 import pytest
 
 from tests.bundle.made import edit
-from tests.serve.running import PATIENCE_S, Running, eventually, running
+from tests.serve.running import PATIENCE_S, Running, eventually, running, slow_steps
 from tfexport.model.load import load
 
 TEXTS = ("Dienstag, 3. März 2026", "le 14 juillet 1989", "2088년 9월 17일 금요일", "15 de septiembre de 2001")
-# Each step of the decoder takes a while, as those of a large model do.
-HEAVY = """
-import threading, time
-from tfexport.decode.loop import Loop
-step = Loop.step
-def heavy(loop, most=None):
-    is_served = threading.current_thread().name == "tfexport-engine"
-    time.sleep(0.01 * is_served)
-    return step(loop, 1 if is_served else most)
-Loop.step = heavy
-"""
+# Steps take as long as those of a large model.
+HEAVY = slow_steps(0.01)
 # A bundle that takes long to load.
 LARGE = """
 import time

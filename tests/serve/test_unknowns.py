@@ -12,7 +12,7 @@ import pytest
 
 from tests.meetings import SAID, TEXTS
 from tests.serve.served import ENGINE_THREAD, Outcomes, is_idle, serving, text_of, until
-from tfexport.errors import BackendError, Cancelled, ConfigError, DeadlineExceeded, QueueFull
+from tfexport.errors import BackendError, Cancelled, DeadlineExceeded, QueueFull
 from tfexport.model.load import load
 from tfexport.model.model import Model
 from tfexport.runtime.ort.backend import OrtSession
@@ -190,15 +190,3 @@ def test_no_more_wait_to_be_aligned_than_may_wait(meetings: Path, blocked: Block
         await asyncio.gather(*asked)
 
     serving(meetings, use, max_waiting=2)
-
-
-def test_a_bundle_without_alignment_says_what_generate_says(dates_bundle: Path, model: Model) -> None:
-    with pytest.raises(ConfigError) as of_the_library:
-        model.generate(["le 3"], **COPY)
-
-    async def use(engine: Engine) -> None:
-        with pytest.raises(ConfigError) as served:
-            engine.submit("le 3", **COPY)
-        assert str(served.value) == str(of_the_library.value)
-
-    serving(dates_bundle, use)

@@ -84,7 +84,7 @@ class Engine:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it takes requests and its thread gives signs of life."""
+        """Whether it takes requests and its thread makes progress."""
         return self.state == "ready" and self._current.worker.silent_s < self.config.stall_s
 
     @property
@@ -122,10 +122,7 @@ class Engine:
         """Load the bundle, warm it up, compare it with its recorded texts, and start to take requests.
 
         Raises:
-            TfexportError: those of `tfexport.load`.
-            ParityError: the model gives other results than were recorded.
-            EngineFailed: the engine was started before.
-            Draining: the engine was drained before it was ready.
+            TfexportError: the bundle cannot be loaded, or gives other results than were recorded.
         """
         if self._loop or self.state != "starting":
             raise EngineFailed("an engine is started once; make another one")
@@ -263,28 +260,16 @@ class Engine:
         config: DecodeConfig | None = None,
         **options: Any,
     ) -> Generation[int, Hypothesis]:
-        """Submit token ids, special tokens included; `submit` describes the other arguments and errors.
+        """Submit token ids, special tokens included; the other arguments and errors are those of `submit`.
 
-        Args:
-            source: token ids.
-            prefix: token ids that each answer begins with, without the start token.
-            stream: yield token ids as they come.
-            priority: seconds that the request counts as older than it is.
-            timeout_s: seconds that it may take.
-            config: how to decode.
-            options: fields of `DecodeConfig`.
+        `prefix` is without the start token, and a stream yields token ids.
         """
         with self._in_flight.refusals():
             decoding = self.model.decoding(config, **options)
             return self._begin(source, prefix, decoding, 0, stream, priority, timeout_s, list, None)
 
     async def generate(self, text: str, **options: Any) -> list[Result]:
-        """Return the answers to a text, best first; `submit` has the arguments.
-
-        Raises:
-            TfexportError: those of `submit`.
-            DeadlineExceeded: the request took too long.
-        """
+        """Return the answers to a text, best first; arguments and errors are those of `submit`."""
         return await self.submit(text, **options)
 
     async def generate_ids(self, source: Iterable[int], **options: Any) -> list[Hypothesis]:
@@ -313,9 +298,6 @@ class Engine:
 
         Raises:
             ConfigError: the bundle was exported without alignment, or the backend has none.
-            InputError: the model cannot take the pair.
-            QueueFull: too many alignments wait.
-            DeadlineExceeded: it took too long.
             TfexportError: those of `submit`.
         """
         start = time.monotonic()

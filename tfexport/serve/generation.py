@@ -63,11 +63,11 @@ class Generation(Generic[Item, Answer]):
         """Start to wait.
 
         Args:
-            request: what is decoded.
+            request: see the attributes, as for the next four.
             arrived: time of the submission.
-            priority: seconds that it counts as older than it is.
+            priority: in seconds.
             deadline: time of the deadline.
-            answers: makes the answers of all hypotheses.
+            answers: makes the answers.
             pieces: turns tokens into text for a stream of text; None streams token ids.
             buffer: items that the reader of a stream may be behind.
             leave: ends the generation in its engine.

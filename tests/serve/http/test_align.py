@@ -198,14 +198,3 @@ def test_an_alignment_that_takes_too_long_is_504(dates_aligned: Path, monkeypatc
             go_on.set()
 
     asyncio.run(use())
-
-
-def test_a_pair_that_its_model_cannot_take_is_called_by_no_number(aligned: Callable[..., None]) -> None:
-    async def use(served: Served) -> None:
-        for data, why in (
-            ({"text_input": "", "target_text": TARGET}, "align: source is empty"),
-            ({"input_ids": [5], "target_ids": []}, "align: the target is empty"),
-        ):
-            assert (await served.post("align", data)).json()["error"].startswith(why)
-
-    aligned(use)

@@ -13,6 +13,7 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 
 from tests.serve.http.served import Served
+from tests.serve.served import before_steps
 from tfexport.decode.loop import Loop
 from tfexport.errors import BackendError
 from tfexport.model.model import Model
@@ -108,29 +109,18 @@ def test_ids_are_streamed_one_by_one(serve: Callable[..., None], model: Model, t
     serve(use)
 
 
-def test_before_the_first_event_a_stream_has_a_status(serve: Callable[..., None], texts: list[str]) -> None:
-    async def use(served: Served) -> None:
-        for options, status in (({"num_beams": 2}, 400), ({"timeout_ms": 0.001}, 504), ({"max_new_tokens": 0}, 400)):
-            answer = await served.post("generate_stream", {"text_input": texts[0], "parameters": options})
-            assert answer.status_code == status
-            assert list(answer.json()) == ["error"]
-
-    serve(use)
-
-
 def test_after_the_first_event_errors_are_events(
     serve: Callable[..., None], texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step, steps = Loop.step, []
+    steps = []
 
-    def fail_late(self: Loop, most: int) -> Any:
-        steps.append(most)
+    def fail_late(loop: Loop) -> None:
+        steps.append(loop)
         if len(steps) > 3:
             raise BackendError("the backend has failed")
-        return step(self, 1)
 
     async def use(served: Served) -> None:
-        monkeypatch.setattr(Loop, "step", fail_late)
+        before_steps(monkeypatch, fail_late)
         answer = await served.post("generate_stream", {"text_input": texts[0]})
         assert answer.status_code == 200
         *pieces, last = answer.text.split("\n\n")[:-1]

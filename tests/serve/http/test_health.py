@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
 from tests.serve.http.served import Served
-from tests.serve.served import ENGINE_THREAD, Hanging, until
+from tests.serve.served import Hanging, before_steps, until
 from tfexport.decode.loop import Loop
 from tfexport.serve.app import build_app
 from tfexport.serve.engine import Engine
@@ -29,19 +27,16 @@ def test_one_of_two_models_that_has_failed_is_for_a_new_process(
     dates_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other one answers until then."""
-    step = Loop.step
 
-    def broken(loop: Loop, most: int | None = None) -> Any:
-        if threading.current_thread().name == ENGINE_THREAD:
-            raise MemoryError("out of memory")
-        return step(loop, most)
+    def broken(_: Loop) -> None:
+        raise MemoryError("out of memory")
 
     async def use() -> None:
         one, two = Engine(dates_bundle, threads=1), Engine(dates_bundle, threads=1)
         transport = httpx.ASGITransport(build_app({"one": one, "two": two}))
         async with one, two, httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             with monkeypatch.context() as patch:
-                patch.setattr(Loop, "step", broken)
+                before_steps(patch, broken)
                 assert (await client.post("/v2/models/one/generate", json=ASKED)).status_code == 500
             assert await codes(client, LIVE) == await codes(client, READY) == {503}
             told = await client.get("/livez")

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from tests.serve.http.served import Exchange, Served
+from tests.serve.served import before_steps
 from tfexport.decode.loop import Loop
 from tfexport.model.model import Model
 from tfexport.serve.config import HttpConfig
@@ -26,14 +27,11 @@ class Steps:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rows: list[int] = []
-        step = Loop.step
+        before_steps(monkeypatch, self._slow)
 
-        def slow(loop: Loop, most: int = 1) -> Any:
-            self.rows.append(loop.num_rows)
-            time.sleep(STEP_S)
-            return step(loop, 1)
-
-        monkeypatch.setattr(Loop, "step", slow)
+    def _slow(self, loop: Loop) -> None:
+        self.rows.append(loop.num_rows)
+        time.sleep(STEP_S)
 
     async def reach(self, rows: int) -> None:
         """Wait until steps have so many rows."""
