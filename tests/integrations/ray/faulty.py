@@ -9,8 +9,7 @@ from typing import Any
 
 from tfexport.decode.loop import Loop
 from tfexport.integrations.ray.arguments import Arguments
-from tfexport.integrations.ray.deployment import deployment_of
-from tfexport.integrations.ray.replica import Replica
+from tfexport.integrations.ray.replica import Replica, deployment_of
 
 
 class Faulty(Replica):

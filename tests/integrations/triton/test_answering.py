@@ -13,9 +13,7 @@ import numpy as np
 import pytest
 
 from tfexport.errors import TfexportError
-from tfexport.integrations.triton.answering import Answering
-from tfexport.integrations.triton.engine_thread import EngineThread
-from tfexport.integrations.triton.requests import as_array, read_request
+from tfexport.integrations.triton.requests import Answering, EngineThread, as_array, read_request
 from tfexport.model.load import load
 from tfexport.model.model import Model
 from tfexport.serve.config import Limits, ServingConfig

@@ -24,7 +24,7 @@ def app(arguments: Mapping[str, Any]) -> Application:
     Raises:
         ConfigError: lists every argument that is unknown, missing or wrong.
     """
-    from tfexport.integrations.ray.deployment import deployment_of
+    from tfexport.integrations.ray.replica import deployment_of
 
     found = Arguments.read(arguments)
     return deployment_of(found).bind(found)

@@ -26,10 +26,8 @@ from tfexport.errors import (
     QueueFull,
     TfexportError,
 )
-from tfexport.integrations.triton.answering import Answering
-from tfexport.integrations.triton.engine_thread import EngineThread
-from tfexport.integrations.triton.requests import as_array, read_request
-from tfexport.integrations.triton.settings import BUNDLE, Settings
+from tfexport.integrations.triton.config import BUNDLE, Settings
+from tfexport.integrations.triton.requests import Answering, EngineThread, as_array, read_request
 from tfexport.serve.inference import Tensor, bounded
 
 MAX_STREAM_BUFFER = 1_000_000

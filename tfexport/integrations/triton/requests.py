@@ -1,23 +1,33 @@
-"""What a request asks for, and how an answer is written, in the tensors of Triton's Python backend."""
+"""Requests and answers in the tensors of Triton's Python backend."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from os import PathLike
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from tfexport._io.strict_json import parse_json
+from tfexport.errors import BackendError, TfexportError
 from tfexport.model.result import Result
-from tfexport.serve.config import Limits
+from tfexport.serve.config import Limits, ServingConfig
+from tfexport.serve.engine import Engine
 from tfexport.serve.inference import (
     OUTPUTS,
     Answer,
+    Asked,
     InvalidRequestError,
     Source,
     Tensor,
     asked_for,
     check_finite,
+    outputs_of,
+    submit,
+    submit_all,
     texts,
 )
 
@@ -28,7 +38,7 @@ _LISTS = ("suppress_tokens", "bad_words_ids", "eos_token_id", "forced_eos_token_
 
 
 def read_request(request: Any, limits: Limits, *, stream: bool) -> tuple[list[Source], list[dict[str, Any]]]:
-    """Return the sources that a request has, and what is asked for with each.
+    """Return the sources of a request, and the arguments of `submit` for each.
 
     Args:
         request: of Triton's Python backend.
@@ -36,7 +46,7 @@ def read_request(request: Any, limits: Limits, *, stream: bool) -> tuple[list[So
         stream: whether it has one source, without a dimension for more.
 
     Raises:
-        InvalidRequestError: says which input or parameter is wrong, and how.
+        InvalidRequestError: an input or parameter is wrong.
     """
     tensors: dict[str, Tensor] = {}
     left = limits.max_body_bytes
@@ -52,14 +62,14 @@ def read_request(request: Any, limits: Limits, *, stream: bool) -> tuple[list[So
 
 
 def part_outputs(items: Sequence[str] | Sequence[int]) -> dict[str, Tensor]:
-    """Return what a stream says of pieces of the text, or of tokens, that have come together."""
+    """Return the outputs of a stream for new pieces of the text, or new tokens."""
     if isinstance(items[0], str):
         return {"text_output": Tensor("text_output", "BYTES", (1,), ["".join(map(str, items))])}
     return {"output_ids": Tensor("output_ids", "INT64", (len(items),), items)}
 
 
 def last_outputs(answer: Answer) -> dict[str, Tensor]:
-    """Return what a stream ends with: no text is left, and all ids are told."""
+    """Return the last outputs of a stream: no text is left, and all ids."""
     values: dict[str, Sequence[Any]] = {
         **({"text_output": [""]} if isinstance(answer, Result) else {}),
         "output_ids": answer.token_ids,
@@ -70,7 +80,7 @@ def last_outputs(answer: Answer) -> dict[str, Tensor]:
 
 
 def as_array(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """Return an output as Triton takes it: texts are bytes in objects."""
+    """Return an output as an array; texts are bytes in objects."""
     values: Iterable[Any] = tensor.values
     if tensor.datatype == "BYTES":
         values = [text.encode() for text in tensor.values]
@@ -118,3 +128,124 @@ def _parsed(name: str, text: Any) -> Any:
         return parse_json(text.encode())
     except ValueError as error:
         raise InvalidRequestError(f'{name} is not JSON: {error}; write a list as in "[3, 17]"') from error
+
+
+logger = logging.getLogger(__name__)
+# Seconds between looks at whether clients have gone.
+GONE_S = 0.1
+
+
+class Reply(Protocol):
+    """Sends the answer to a request; nothing may be called after its last part or its error."""
+
+    def send(self, outputs: Mapping[str, Tensor], *, is_last: bool) -> None:
+        """Send tensors."""
+
+    def fail(self, error: TfexportError) -> None:
+        """Send an error."""
+
+    def is_gone(self) -> bool:
+        """Return whether nobody waits for it any more."""
+        ...
+
+
+class Answering:
+    """Holds the requests of an engine that are not answered yet; it belongs to the engine's event loop."""
+
+    def __init__(self, engine: Engine, *, stream: bool) -> None:
+        self._engine, self._stream = engine, stream
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._open: dict[Reply, Sequence[Asked]] = {}
+        self._watcher = asyncio.create_task(self._watch())
+
+    def take(self, sources: Sequence[Source], options: Sequence[Mapping[str, Any]], reply: Reply) -> None:
+        """Ask the engine, and answer when it has."""
+        try:
+            if self._stream:
+                asked = [submit(self._engine, sources[0], options[0], stream=True)]
+            else:
+                asked = submit_all(self._engine, sources, options)
+        except TfexportError as error:
+            reply.fail(error)
+            return
+        self._open[reply] = asked
+        task = asyncio.create_task(self._answer(asked, reply))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def finish(self) -> None:
+        """Answer all that was taken, and stop the engine."""
+        await self._engine.drain()
+        await asyncio.gather(*self._tasks)
+        self._watcher.cancel()
+
+    async def _answer(self, asked: Sequence[Asked], reply: Reply) -> None:
+        try:
+            outputs = await (self._streamed(asked[0], reply) if self._stream else self._whole(asked))
+        except TfexportError as error:
+            self._close(reply)
+            reply.fail(error)
+        except Exception:
+            logger.exception("a request could not be answered")
+            self._close(reply)
+            reply.fail(BackendError("the request could not be answered; the server's log says why"))
+        else:
+            self._close(reply)
+            reply.send(outputs, is_last=True)
+
+    async def _whole(self, asked: Sequence[Asked]) -> dict[str, Tensor]:
+        found = [await one for one in asked]
+        return outputs_of(found, self._engine.model.spec.tokens.pad)
+
+    async def _streamed(self, asked: Asked, reply: Reply) -> dict[str, Tensor]:
+        """Send what comes as it comes; return what is left for the end."""
+        async for items in asked.together():  # to send takes as long as a step of a small model
+            reply.send(part_outputs(items), is_last=False)
+        return last_outputs((await asked)[0])
+
+    def _close(self, reply: Reply) -> None:
+        """Forget a reply before its end is sent: Triton may not be asked of it any more."""
+        for one in self._open.pop(reply):
+            one.cancel()
+
+    async def _watch(self) -> None:
+        """Cancel what nobody waits for."""
+        while True:
+            await asyncio.sleep(GONE_S)
+            for reply, asked in tuple(self._open.items()):
+                if reply.is_gone():
+                    for one in asked:
+                        one.cancel()
+
+
+Found = TypeVar("Found")
+
+
+class EngineThread:
+    """An engine on an event loop in a thread of its own; it has to be used on that event loop."""
+
+    def __init__(self, bundle: str | PathLike[str], config: ServingConfig, **options: Any) -> None:
+        """Start the thread, and the engine on it; arguments are those of `Engine`, errors those of `Engine.start`."""
+        self.engine = Engine(bundle, config, **options)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="tfexport-loop", daemon=True)
+        self._thread.start()
+        try:
+            self.run(self.engine.start())
+        except BaseException:
+            self.stop()
+            raise
+
+    def run(self, coroutine: Coroutine[Any, Any, Found]) -> Found:
+        """Run a coroutine on the event loop, and wait for what it returns or raises."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def call_soon(self, function: Callable[..., object], *args: Any) -> None:
+        """Call a function on the event loop, after those of earlier calls."""
+        self._loop.call_soon_threadsafe(function, *args)
+
+    def stop(self) -> None:
+        """End the thread; drain the engine before."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
