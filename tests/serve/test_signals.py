@@ -188,7 +188,7 @@ def test_bundles_are_replaced_while_clients_ask(
     """One that says something else than was recorded is refused; without recorded texts it may say what it likes."""
     other, wrong, damaged, served = (tmp_path / name for name in ("other", "wrong", "damaged", "dates"))
     shutil.copytree(dates_bundle, other)
-    edit(other, lambda data: data["text"].update(target_prefix=[13]))
+    edit(other, lambda data: data["text"].update(target_prefix=[20]))
     shutil.copytree(other, wrong)
     edit(other, lambda data: data["text"].update(samples=[]))
     shutil.copytree(dates_bundle, damaged)
