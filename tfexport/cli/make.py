@@ -23,8 +23,7 @@ from tfexport.contract import CONCAT_OPSETS, AlignmentHeads
 from tfexport.errors import printable
 from tfexport.export.config import ExportConfig
 from tfexport.importing.config import ImportConfig
-from tfexport.serve.config import ServingConfig
-from tfexport.serve.protocol.limits import Limits
+from tfexport.serve.config import Limits, ServingConfig, named_bundles
 from tfexport.tensorrt.config import EngineConfig, Target
 
 
@@ -259,7 +258,6 @@ def triton(
     """Write a model repository for Triton Inference Server, with each BUNDLE under NAME or that of its directory."""
     with says_whether_written(output):
         from tfexport.integrations.triton.repository import write_repository
-        from tfexport.serve.bundles import named_bundles
 
         write_repository(
             named_bundles(bundles),
