@@ -20,9 +20,9 @@ from tfexport.errors import (
     QueueFull,
     TfexportError,
 )
+from tfexport.serve.app import build_app
 from tfexport.serve.config import ServingConfig
 from tfexport.serve.engine import Engine
-from tfexport.serve.app import build_app
 from tfexport.serve.metrics import Metrics
 
 STATUS = {
