@@ -28,8 +28,8 @@ from tfexport.contract import ALIGNMENT
 from tfexport.errors import CheckpointError, ConfigError, EngineError, GraphError, InputError
 from tfexport.generation import GenerationDefaults
 from tfexport.nn.config import TransformerConfig
-from tfexport.tensorrt.artifact.compatibility import explain, incompatibilities, this_machine
-from tfexport.tensorrt.artifact.store import engine_names, open_engine
+from tfexport.tensorrt.compatibility import explain, incompatibilities, this_machine
+from tfexport.tensorrt.store import engine_names, open_engine
 
 _CERTIFICATE_TYPES = {"layout": str, "proven": bool, "switches": dict, "lines": dict, "unverified": list}
 _SIGNATURES = {

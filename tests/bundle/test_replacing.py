@@ -18,7 +18,7 @@ from tfexport._io.sealed_json import seal
 from tfexport.bundle.bundle import create_bundle, open_bundle
 from tfexport.cli import main
 from tfexport.errors import BundleError, EngineError
-from tfexport.tensorrt.artifact.store import add_engine, choose_engine, open_engine
+from tfexport.tensorrt.store import add_engine, choose_engine, open_engine
 
 NAME = "tensorrt-rtx-static-fp32"
 NEW = CONTENT | {"weights.safetensors": b"new"}

@@ -25,10 +25,9 @@ from tfexport.errors import EngineError
 from tfexport.export import export_bundle
 from tfexport.export.config import ExportConfig
 from tfexport.nn.directory import save_model
-from tfexport.tensorrt.artifact.load import load_engine, validity_problem
-from tfexport.tensorrt.artifact.store import open_engine
 from tfexport.tensorrt.config import EngineConfig
 from tfexport.tensorrt.cuda import find_gpus
+from tfexport.tensorrt.store import load_engine, open_engine, validity_problem
 
 trt = pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
 

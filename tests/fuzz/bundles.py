@@ -16,7 +16,7 @@ from tests.tensorrt.artifact import stored
 from tfexport._io.sealed_json import seal
 from tfexport.export import export_bundle
 from tfexport.export.config import ExportConfig
-from tfexport.tensorrt.artifact.store import engine_names, open_engine
+from tfexport.tensorrt.store import engine_names, open_engine
 
 TEXTS = ["3 May 1999", "29 Ekim 1923"]
 Read = Callable[[Path], Any]

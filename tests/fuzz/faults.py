@@ -24,7 +24,7 @@ from tests.bundle.made import CONTENT, fill
 from tfexport.bundle.bundle import create_bundle, open_bundle
 from tfexport.cli import main as tfexport
 from tfexport.errors import TfexportError
-from tfexport.tensorrt.artifact.store import engine_names
+from tfexport.tensorrt.store import engine_names
 
 Content = dict[str, str]
 EXIT = {"SIGKILL": -9, "SIGTERM": 143, "SIGINT": 130}

@@ -8,14 +8,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from tests.conftest import DATES, ROOT
+from tests.conftest import ROOT
 from tests.gpu import acceptance, decodes
 from tests.gpu import test_latency as latency
 from tests.gpu import test_parity as parity
@@ -28,9 +27,7 @@ from tests.gpu.torch_engine import TorchEngine
 from tests.tensorrt.cuda_double import CudaDouble
 from tests.tensorrt.session.trt_double import trt_session
 from tfexport.bundle.bundle import open_bundle
-from tfexport.contract import ModelSpec, TokenIds
 from tfexport.doctor import Diagnosis, Library
-from tfexport.nn.directory import load_model
 from tfexport.runtime.registry import LoadOptions, open_session
 from tfexport.tensorrt.cuda import find_gpus
 
@@ -87,24 +84,6 @@ def test_every_part_is_a_test_and_every_test_a_part() -> None:
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     collected = [line.removeprefix("tests/gpu/") for line in done.stdout.splitlines() if "::" in line]
     assert sorted(collected) == sorted(part.test for part in PARTS), done.stdout
-
-
-def test_tests_whose_packages_are_missing_are_skipped_and_say_so() -> None:
-    """As on a machine with a GPU that has pytest and no more."""
-    program = """
-import importlib.machinery as machinery, sys
-find = machinery.PathFinder.find_spec
-missing = lambda cls, name, *given: None if name.split(".")[0] == "hypothesis" else find(name, *given)
-machinery.PathFinder.find_spec = classmethod(missing)
-import pytest
-sys.exit(pytest.main(sys.argv[1:]))
-"""
-    options = ["-q", "-rs", "--collect-only", "-m", "gpu", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
-    command = [sys.executable, "-c", program, *options, "tests/runtime/test_ties.py", "tests/tensorrt/test_cuda.py"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert "error" not in done.stdout.lower(), done.stdout
-    assert "tests/tensorrt/test_cuda.py::test_copies_and_graphs_on_a_gpu" in done.stdout
-    assert "hypothesis is not installed" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -185,13 +164,6 @@ def test_the_report_holds_words_and_numbers(tmp_path: Path) -> None:
     assert report["parts"][3]["checks"][0]["numbers"]["step_ms"] == ms
 
 
-def test_without_a_bandwidth_nothing_is_said_of_its_share() -> None:
-    measured = check("eager", step_ms={"batch 1, greedy": 1.0}, step_bytes={"batch 1, greedy": 1})
-    lines = acceptance.step_lines([acceptance.Outcome("eager-latency", "ms", "passed", checks=[measured])])
-    assert [line for line in lines if line.startswith("##")] == ["## Milliseconds a step"]
-    assert acceptance.step_lines([acceptance.Outcome("ort-cuda", "parity", "passed", checks=[check("dates")])]) == []
-
-
 @pytest.mark.skipif(bool(find_gpus()), reason="there is a GPU")
 def test_engines_are_built_and_what_needs_a_gpu_is_told(job: Job) -> None:
     """For real, as far as a machine without a GPU goes."""
@@ -207,14 +179,6 @@ def test_engines_are_built_and_what_needs_a_gpu_is_told(job: Job) -> None:
         assert "here is none that can be used" in found[name]["detail"]
 
 
-def test_a_build_that_fails_is_a_check_and_not_the_end(job: Job) -> None:
-    pytest.importorskip("tensorrt_rtx")
-    bundle = job.work / "bundles" / "dates-fp32"
-    assert job.engine(bundle, "tensorrt-rtx", "static", "fp32", max_target_length=100_000) is None
-    found = checks(job.work / "found.jsonl")
-    assert found["build dates-fp32 static fp32 max_target_length 100000"]["status"] == "failed"
-
-
 @pytest.mark.skipif(bool(find_gpus()), reason="there is a GPU")
 @pytest.mark.parametrize("weights", [pytest.param("int8", marks=pytest.mark.slow), "int4"])
 def test_narrow_weights_are_built(job: Job, monkeypatch: pytest.MonkeyPatch, weights: str) -> None:
@@ -225,17 +189,6 @@ def test_narrow_weights_are_built(job: Job, monkeypatch: pytest.MonkeyPatch, wei
     found = checks(job.work / "found.jsonl")
     assert found[f"build weights static fp16 weights {weights}"]["status"] == "passed"
     assert "here is none that can be used" in found[f"dates in words, fp16, weights {weights}"]["detail"]
-
-
-def test_reports_of_the_ladder_are_taken_over(job: Job, dates_bundle: Path) -> None:
-    from tfexport.verify import VerifyConfig, verify_bundle
-
-    report = verify_bundle(dates_bundle, config=VerifyConfig(samples=2))
-    numbers: dict[str, Any] = {}
-    parity.judge(report, numbers)
-    assert "ort static" in numbers["errors"]
-    assert "ort static greedy 2+0/2" in numbers["exact"]
-    assert parity.read_dates(dates_bundle, backend="ort", form="concat")[0] == "2026-03-03"
 
 
 @pytest.fixture
@@ -297,68 +250,6 @@ def test_the_eager_model_is_measured(job: Job, small: None, monkeypatch: pytest.
         assert len(check["numbers"]["step_ms"]) == 2
     read = [check["numbers"]["step_bytes"]["batch 1, greedy"] for check in (half, full)]
     assert read[1] == 2 * read[0]
-
-
-def test_nothing_is_forbidden_that_asks_for_more_candidates_than_greedy_takes(dates_bundle: Path) -> None:
-    """The end of a text, which a minimum of tokens forbids, costs a candidate and the step that overlaps the host."""
-    asked: set[int] = set()
-    session: Any = open_session(open_bundle(dates_bundle), LoadOptions(backend="ort", form="static", threads=1))
-    begin = session.batch
-
-    def batch(width: int = 1) -> Any:
-        begun = begin(width)
-        step = begun.step
-        begun.step = lambda ids, count: (asked.add(count), step(ids, count))[1]
-        return begun
-
-    session.batch = batch
-    decodes.measure(session, 0, ((2, 1),))
-    assert asked == {1}
-    session.close()
-
-
-def test_steps_are_those_that_were_run(dates_bundle: Path) -> None:
-    session: Any = open_session(open_bundle(dates_bundle), LoadOptions(backend="ort", form="static", threads=1))
-    longest = max(len(token_ids) for token_ids in decodes.hypotheses(session, 8, 1))
-    assert decodes.num_steps(session, 8, 1, decodes.NEW_TOKENS) == longest < decodes.NEW_TOKENS
-    assert decodes.num_steps(session, 8, 1, 3) == 3
-    session.close()
-
-
-def test_launches_are_those_of_a_step_without_the_encoder() -> None:
-    steps = {32: 20, 16: 16}  # the long decode ended before its limit
-
-    def count(call: Any) -> int:
-        return 1000 + 125 * steps[call.args[2].max_new_tokens]
-
-    def counted(session: Any, batch: int, beams: int, length: int) -> int:
-        return steps[length]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decodes, "num_steps", counted)
-        session: Any = SimpleNamespace(spec=SPEC)
-        assert decodes.launches(session, count) == {"batch 1, greedy": 125.0, "batch 1, beam 4": 125.0}
-        assert decodes.launches(session, lambda call: 0) == {}, "no profiler sees this GPU"
-        steps[32] = 16
-        assert decodes.launches(session, count) == {}, "both decodes end at once"
-
-
-SPEC = ModelSpec(
-    d_model=8, source_vocab=50, max_source_length=32, max_target_length=32, precision="fp16",
-    vocab=50, layers=3, heads=2, head_dim=4, value_dim=6, tokens=TokenIds(pad=0, start=1, eos=2),
-)  # fmt: skip
-
-
-def test_bytes_of_caches_are_counted_once_a_source_and_once_a_row() -> None:
-    token = 3 * 2 * (4 + 6) * 2
-    assert decodes.cache_bytes(SPEC, 1, 1, 1) == token * (32 + 1)
-    assert decodes.cache_bytes(SPEC, 8, 4, 31) == 8 * token * (32 + 4 * 16)
-
-
-def test_bytes_of_weights_are_the_same_from_a_bundle_and_from_the_model(dates_bundle: Path) -> None:
-    model = load_model(DATES)
-    assert latency.weight_bytes(dates_bundle, "fp32") == latency.parameter_bytes(model)
-    assert latency.weight_bytes(dates_bundle, "fp16") == latency.parameter_bytes(model.half())
 
 
 def test_primitives_are_reported(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -430,20 +321,6 @@ def test_polygraphy_compares_the_encoder(dates_bundle: Path, tmp_path: Path) -> 
     (changed / "encoder.onnx").write_bytes((dates_bundle / "encoder.onnx").read_bytes())
     with pytest.raises(AssertionError, match="Polygraphy finds a difference"):
         parity.compare_runners(dates_bundle, runner(changed), spec)
-
-
-def test_refusals_are_told_from_what_is_taken(tmp_path: Path) -> None:
-    def refuse(words: str) -> None:
-        raise ValueError(words)
-
-    assert refusals.raised(lambda: refuse("one line"), ValueError) == "one line"
-    with pytest.raises(AssertionError, match="nothing was refused"):
-        refusals.raised(lambda: None, ValueError)
-    with pytest.raises(AssertionError, match="more than one line"):
-        refusals.raised(lambda: refuse("two\nlines"), ValueError)
-    (tmp_path / "plan").write_bytes(b"\0" * 9)
-    refusals.flip(tmp_path / "plan")
-    assert (tmp_path / "plan").read_bytes() == b"\0\0\0\0\1\0\0\0\0"
 
 
 def test_damaged_engines_are_refused(job: Job, doubles: None, variant: Callable[[str], Path]) -> None:

@@ -48,7 +48,7 @@ def _run(
     bundle: Path, name: str, precision: Precision, graphs: bool, numbers: dict[str, Any]
 ) -> list[list[tuple[int, ...]]]:
     """Decode and measure; without graphs every step is queued anew."""
-    from tfexport.tensorrt.session.graphs import CudaGraphRunner
+    from tfexport.tensorrt.session.engine import CudaGraphRunner
 
     run = CudaGraphRunner.run if graphs else (lambda self, name, queue, can_capture: queue())
     with mock.patch.object(CudaGraphRunner, "run", run):

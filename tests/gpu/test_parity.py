@@ -46,10 +46,10 @@ def rtx_accepts(job: Job) -> None:
 
     The library is asked itself, also where tfexport refuses the engine beforehand.
     """
-    from tfexport.tensorrt.artifact.load import load_engine
     from tfexport.tensorrt.cuda import need_gpu
     from tfexport.tensorrt.library import PORTABLE
     from tfexport.tensorrt.pipeline import build_engines
+    from tfexport.tensorrt.store import load_engine
 
     capability = need_gpu().compute_capability
     wanted: tuple[str, ...]

@@ -24,7 +24,7 @@ TARGETS: tuple[Target, ...] = ("tensorrt", "tensorrt-rtx")
 
 def refusals(job: Job, target: Target) -> None:
     """Engines that are damaged or belong elsewhere, then requests beyond a profile."""
-    from tfexport.tensorrt.artifact.load import load_engine
+    from tfexport.tensorrt.store import load_engine
 
     original = job.bundle("dates")
     name = job.engine(original, target, "static", "fp32")

@@ -19,9 +19,9 @@ TARGETS: tuple[Target, ...] = ("tensorrt", "tensorrt-rtx")
 
 def sessions(job: Job, target: Target) -> None:
     """Two sessions over one loaded engine, from eight threads: everybody gets what one alone gets."""
-    from tfexport.tensorrt.artifact.load import load_engine
     from tfexport.tensorrt.cuda import Cuda
     from tfexport.tensorrt.session.session import TrtSession
+    from tfexport.tensorrt.store import load_engine
 
     bundle = open_bundle(job.bundle("dates"))
     name = job.engine(bundle.path, target, "static", "fp32")

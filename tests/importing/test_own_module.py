@@ -20,7 +20,7 @@ from tests.conftest import ROOT
 from tests.stranger import modern, tutorial
 from tfexport.bundle.bundle import open_bundle
 from tfexport.cli import main
-from tfexport.tensorrt.artifact.store import open_engine
+from tfexport.tensorrt.store import open_engine
 
 Once = Callable[[str, Callable[[Path], object]], Path]
 MODERN, TUTORIAL = "tests.stranger.modern", "tests.stranger.tutorial"

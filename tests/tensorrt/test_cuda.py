@@ -97,12 +97,6 @@ def test_a_driver_older_than_cuda_python_is_no_gpu(
         need_gpu()
 
 
-def test_the_bindings_say_which_cuda_they_are_for() -> None:
-    from cuda.bindings import driver
-
-    assert driver.CUDA_VERSION // 1000 == runtime.CUDART_VERSION // 1000 == runtime.cudaRuntimeGetVersion()[1] // 1000
-
-
 @without_gpu
 def test_a_driver_that_is_too_old_for_a_call_has_the_same_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without any driver the runtime says so too: the code is its own."""

@@ -28,7 +28,7 @@ from tfexport.nn.transformer import Transformer
 from tfexport.runtime.eager import EagerBatch, EagerSession, load_eager_model
 from tfexport.runtime.registry import LoadOptions, get, registered
 from tfexport.runtime.session import Batch, Candidates, Floats, Limit, Session
-from tfexport.tensorrt.session import backend
+from tfexport.tensorrt.session import session as backend
 from tfexport.verify import VerifyConfig, verify_bundle
 from tfexport.verify.numbers import compare, random_batches, step_logits
 from tfexport.verify.report import TOLERANCE

@@ -171,7 +171,7 @@ class Backend:
         if self.runs == "model" and (manifest.config is None or manifest.quantization is not None):
             return "the bundle holds graphs only"
         if self.runs == "engines":
-            from tfexport.tensorrt.artifact.store import engine_names
+            from tfexport.tensorrt.store import engine_names
 
             return "" if engine_names(bundle.path) else "the bundle has no engines"
         return ""
@@ -201,8 +201,8 @@ _BACKENDS: dict[str, Backend] = {
         Backend(
             name="trt",
             title="TensorRT",
-            home="tfexport.tensorrt.session.backend",
-            trial="tfexport.tensorrt.build.probe",
+            home="tfexport.tensorrt.session.session",
+            trial="tfexport.tensorrt.build.builder",
             requirements=(
                 Requirement("tensorrt", "tensorrt", "gpu"),
                 Requirement("tensorrt-rtx", "tensorrt_rtx", "gpu"),

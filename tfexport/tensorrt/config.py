@@ -1,5 +1,7 @@
-"""How engines are built, and the most that they take."""
+"""How engines are built, the largest shapes that they take, and their optimization profiles."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, Literal
 
@@ -8,15 +10,30 @@ from tfexport.contract import DECODER, Form, Precision, WeightType
 
 Target = Literal["tensorrt", "tensorrt-rtx"]
 HardwareCompatibility = Literal["none", "ampere_plus", "same_compute_capability"]
+Shape = tuple[int, ...]
+
+# Indices of the profiles of a decoder; every other engine has only the first one.
+STEP, PREFILL = 0, 1
+
+
+@dataclass(frozen=True)
+class ShapeRange:
+    """The shapes of one input in a profile; for `num_candidates`, which is itself a shape, its values."""
+
+    min: Shape
+    opt: Shape
+    max: Shape
+
+
+Profile = Mapping[str, ShapeRange]  # by input name
 
 
 class EngineConfig(Config, subject="engine"):
     """How the graphs of a bundle become TensorRT engines.
 
-    None and empty mean: the target that fits this machine, the static form if the target takes it of this model, the
-    bundle's own precision and lengths, the library's own default. `max_batch` counts hypotheses: a source takes
-    num_beams of them. The three shapes override the profile, in the spelling of trtexec:
-    "source_ids:4x64,target_ids:4x1".
+    None and empty mean: the target that fits this machine, the static form if the target supports it for this model,
+    the bundle's own precision and lengths, the library's default. `max_batch` counts hypotheses: a source takes
+    num_beams of them. The three shapes override the profile, as in trtexec: "source_ids:4x64,target_ids:4x1".
     """
 
     target: Annotated[
@@ -68,16 +85,15 @@ class EngineConfig(Config, subject="engine"):
 
 
 class EngineLimits(Config, subject="limits"):
-    """The most that engines take: the largest shapes of their profiles.
+    """The largest shapes of an engine's profiles.
 
     Attributes:
         max_batch: sources, and hypotheses of all sources together.
         max_source_length: tokens of a source.
-        max_target_length: tokens of a target; in the static form the capacity of the caches.
-        max_candidates: best tokens a step can return.
-        capacities: positions of the caches that there are decoders of the static form for, ascending to
-            max_target_length; empty for the concat form, for an encoder alone and for engines of one decoder that
-            were built before there could be several.
+        max_target_length: tokens of a target; in the static form the largest capacity of the caches.
+        max_candidates: best tokens that a step can return.
+        capacities: of the caches of each decoder in the static form, ascending to max_target_length; empty for the
+            concat form, for encoder-only bundles and for old engines with one decoder.
     """
 
     max_batch: Size
@@ -94,9 +110,9 @@ class EngineLimits(Config, subject="limits"):
 
 
 def default_capacities(max_target_length: int) -> tuple[int, ...]:
-    """Choose the capacities of decoders: the limit, and 128 and its fourfolds up to half of it.
+    """Return the limit, preceded by 128 and its multiples by powers of four up to half of it.
 
-    A step reads and beams move whole caches: those of a short text in a short cache cost little.
+    A step reads whole caches, and beams move them: a short text costs little in a short cache.
     """
     shorter, capacity = [], 128
     while 2 * capacity <= max_target_length:
@@ -106,22 +122,22 @@ def default_capacities(max_target_length: int) -> tuple[int, ...]:
 
 
 def decoder_plan(form: Form, capacity: int, limits: EngineLimits) -> str:
-    """Name the plan of the decoder whose caches have a capacity; the largest has the name of its graph."""
+    """Return the name of the decoder plan for a capacity; the largest has the name of its graph."""
     is_largest = capacity == limits.max_target_length
     return DECODER[form] if is_largest else f"{DECODER[form]}_{capacity}"
 
 
 def decoder_plans(form: Form, limits: EngineLimits) -> dict[str, int]:
-    """Return the capacity of every decoder by the name of its plan, the smallest first."""
+    """Return the capacity of every decoder plan by its name, the smallest first."""
     capacities = limits.capacities or (limits.max_target_length,)
     return {decoder_plan(form, capacity, limits): capacity for capacity in capacities}
+
+
+def engine_key(config: EngineConfig) -> str:
+    """Return the folder name of an engine, such as "tensorrt-rtx-static-fp16-int8"."""
+    return "-".join(part for part in (config.target, config.form, config.precision, config.weights) if part)
 
 
 def _capacity_problems(capacities: tuple[int, ...]) -> list[str]:
     ascends = all(a < b for a, b in pairwise((0, *capacities)))
     return [] if ascends else [f"capacities are {', '.join(map(str, capacities))}, expected them to ascend from 1"]
-
-
-def engine_key(config: EngineConfig) -> str:
-    """Name the folder of an engine by what was chosen, such as "tensorrt-rtx-static-fp16-int8"."""
-    return "-".join(part for part in (config.target, config.form, config.precision, config.weights) if part)

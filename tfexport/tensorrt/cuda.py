@@ -1,4 +1,4 @@
-"""CUDA as far as engines need it, through cuda-python: which GPUs there are, memory, streams, events and graphs."""
+"""GPUs, memory, streams, events and graphs of CUDA, through cuda-python."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU that the driver offers.
+    """A GPU.
 
     Attributes:
-        index: the CUDA ordinal, from 0, among those that CUDA_VISIBLE_DEVICES leaves.
+        index: from 0, among those in CUDA_VISIBLE_DEVICES.
         name: such as "NVIDIA GeForce RTX 4090".
-        compute_capability: "8.9".
+        compute_capability: such as "8.9".
         memory_bytes: of the whole device.
-        driver_version: newest CUDA version that the driver runs, "13.0".
+        driver_version: newest CUDA version that the driver supports, such as "13.0".
     """
 
     index: int
@@ -39,19 +39,12 @@ class Gpu:
 
 
 def find_gpus() -> list[Gpu]:
-    """List the GPUs; none where cuda-python or the driver is missing or finds no device.
-
-    Safe everywhere: this asks the driver alone, and creates no context.
-    """
+    """List the GPUs without creating a CUDA context; none if cuda-python or the driver is missing."""
     return _probe()[0]
 
 
 def need_gpu() -> Gpu:
-    """Return the first GPU, which engines are built for and run on.
-
-    Raises:
-        BackendError: there is none; says why.
-    """
+    """Return the first GPU, which engines are built for and run on; raises `BackendError` with the reason if none."""
     gpus, reason = _probe()
     if not gpus:
         raise BackendError(f"cuda: no GPU can be used here: {reason}")
@@ -59,7 +52,7 @@ def need_gpu() -> Gpu:
 
 
 def _probe() -> tuple[list[Gpu], str]:
-    """Ask the driver for its devices; without any, say why."""
+    """Return the GPUs, or the reason why there are none."""
     try:
         from cuda.bindings import driver
     except ImportError:
@@ -70,7 +63,7 @@ def _probe() -> tuple[list[Gpu], str]:
         return _list_gpus(driver), "the driver finds none; check nvidia-smi and CUDA_VISIBLE_DEVICES"
     except BackendError as error:
         return [], f"{error}; check nvidia-smi and CUDA_VISIBLE_DEVICES"
-    except RuntimeError:  # what the bindings raise where libcuda is not found
+    except RuntimeError:  # the bindings raise it if libcuda is not found
         return [], "the NVIDIA driver is not installed; install it or choose another backend"
 
 
@@ -82,11 +75,7 @@ def _ask(driver: Any, name: str, *arguments: Any) -> Any:
 
 
 def _version_problem(driver: Any) -> str | None:
-    """Compare the CUDA of the driver with that of the runtime in cuda-python.
-
-    Within one major version each runs the other; an older driver lists its GPUs, and then every call of the runtime
-    fails.
-    """
+    """Compare the major CUDA versions of driver and cuda-python; with an older driver every runtime call fails."""
     runs, needed = _ask(driver, "cuDriverGetVersion"), driver.CUDA_VERSION // 1000
     if runs // 1000 >= needed:
         return None
@@ -126,55 +115,36 @@ def _list_gpus(driver: Any) -> list[Gpu]:
 
 
 class Graph:
-    """What a stream was given between the begin and the end of a capture, to be launched again and again.
-
-    Attributes:
-        handle: of the instantiated graph; 0 until the capture has ended.
-    """
+    """A captured CUDA graph; `handle` is 0 until the capture has ended."""
 
     def __init__(self) -> None:
-        """Begin without a handle; `Cuda.capture` fills it in."""
         self.handle = 0
 
 
 class Cuda:
-    """The first GPU, through the CUDA runtime: memory, copies, streams, events and graphs.
+    """The CUDA runtime on the first GPU; raises `BackendError` if there is none, and if a call fails.
 
-    Device memory, streams and events are whole numbers, as TensorRT takes them.
-    Whoever made something frees it. Copies and launches are queued on a stream
-    and return at once: what they read or write belongs to the device until an
-    event behind them was waited for.
+    Device memory, streams and events are integers, as TensorRT takes them; the caller frees them. Copies and launches
+    are queued on a stream and return at once: the memory they use belongs to the device until an event after them was
+    waited for.
     """
 
     def __init__(self) -> None:
-        """Look for a GPU.
-
-        Raises:
-            BackendError: there is none, or cuda-python is not installed.
-        """
         need_gpu()
         from cuda.bindings import runtime
 
         self._runtime = runtime
 
     def allocate(self, num_bytes: int) -> int:
-        """Return the address of device memory, aligned to 256 bytes.
-
-        Raises:
-            BackendError: the device has no more.
-        """
+        """Return the address of new device memory, aligned to 256 bytes."""
         return int(self._call("cudaMalloc", num_bytes, doing=f"allocating {num_bytes} bytes on the GPU"))
 
     def free(self, address: int) -> None:
-        """Free device memory that nothing queued uses any more."""
+        """Free device memory that no queued work uses."""
         self._call("cudaFree", address)
 
     def pinned(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-        """Return an array in page-locked host memory, which copies need to run beside the host; free it by `unpin`.
-
-        Raises:
-            BackendError: the host has no more.
-        """
+        """Return an array in page-locked host memory, which asynchronous copies need; `unpin` frees it."""
         kind = np.dtype(dtype)
         num_bytes = math.prod(shape) * kind.itemsize
         flags = self._runtime.cudaHostAllocDefault
@@ -183,7 +153,7 @@ class Cuda:
         return np.ndarray(shape, kind, buffer=memoryview(memory))
 
     def unpin(self, array: Array) -> None:
-        """Free an array of `pinned`; it and its views must not be read afterwards."""
+        """Free an array of `pinned`; it and its views are invalid afterwards."""
         self._call("cudaFreeHost", array.ctypes.data)
 
     def upload(self, address: int, array: Array, stream: int) -> None:
@@ -199,21 +169,15 @@ class Cuda:
         self._copy(destination, source, num_bytes, "cudaMemcpyDeviceToDevice", stream)
 
     def copy_2d(self, destination: int, pitch: int, source: int, source_pitch: int, num_rows: int, stream: int) -> None:
-        """Queue a copy within the device of rows whose length changes; what a longer row has more stays as it was.
+        """Queue a copy within the device of rows whose length changes; pitches are bytes per row.
 
-        Args:
-            destination: address of the first row.
-            pitch: bytes of a row there.
-            source: address of the first row.
-            source_pitch: bytes of a row there.
-            num_rows: how many.
-            stream: to queue it on.
+        The end of a longer row at the destination stays as it was.
         """
         how, width = self._runtime.cudaMemcpyKind.cudaMemcpyDeviceToDevice, min(pitch, source_pitch)
         self._call("cudaMemcpy2DAsync", destination, pitch, source, source_pitch, width, num_rows, how, stream)
 
     def clear(self, address: int, num_bytes: int, stream: int) -> None:
-        """Queue zeros for device memory."""
+        """Queue filling device memory with zeros."""
         self._call("cudaMemsetAsync", address, 0, num_bytes, stream)
 
     def stream(self) -> int:
@@ -221,11 +185,7 @@ class Cuda:
         return int(self._call("cudaStreamCreateWithFlags", self._runtime.cudaStreamNonBlocking))
 
     def synchronize(self, stream: int) -> None:
-        """Wait until everything queued on a stream is done.
-
-        Raises:
-            BackendError: something queued before has failed.
-        """
+        """Wait until everything queued on a stream is done; raises if any of it failed."""
         self._call("cudaStreamSynchronize", stream)
 
     def destroy_stream(self, stream: int) -> None:
@@ -233,19 +193,15 @@ class Cuda:
         self._call("cudaStreamDestroy", stream)
 
     def event(self) -> int:
-        """Make an event that takes no time stamps."""
+        """Make an event without time stamps."""
         return int(self._call("cudaEventCreateWithFlags", self._runtime.cudaEventDisableTiming))
 
     def record(self, event: int, stream: int) -> None:
-        """Queue an event: it happens when what was queued before it is done."""
+        """Queue an event, which happens after everything queued before."""
         self._call("cudaEventRecord", event, stream)
 
     def wait(self, event: int) -> None:
-        """Wait for the newest record of an event; one that was never recorded is over at once.
-
-        Raises:
-            BackendError: something queued before has failed.
-        """
+        """Wait for the newest record of an event, if any; raises if something queued before it failed."""
         self._call("cudaEventSynchronize", event)
 
     def destroy_event(self, event: int) -> None:
@@ -254,16 +210,12 @@ class Cuda:
 
     @contextmanager
     def capture(self, stream: int) -> Iterator[Graph]:
-        """Record what the block queues on a stream instead of running it.
+        """Record what the block queues on a stream instead of running it; it must neither wait nor allocate.
 
-        Calls of other threads go on as usual. The block must not wait, and
-        must not allocate.
+        Other threads are not affected.
 
         Yields:
-            The graph, which can be launched when the block has ended.
-
-        Raises:
-            BackendError: something in the block cannot be captured.
+            The graph, which can be launched after the block.
         """
         graph = Graph()
         mode = self._runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
@@ -284,11 +236,11 @@ class Cuda:
             raise
 
     def _abandon_capture(self, stream: int) -> None:
-        """End a capture that has failed, without which the stream stays unusable; its codes say nothing new."""
+        """End a failed capture, without which the stream stays unusable; its error codes add nothing."""
         _, *made = self._runtime.cudaStreamEndCapture(stream)
         if made and made[0] and int(made[0]):
             self._runtime.cudaGraphDestroy(made[0])
-        self._runtime.cudaGetLastError()  # else the next one who asks takes the error for its own
+        self._runtime.cudaGetLastError()  # else the next caller receives this error
 
     def launch(self, graph: Graph, stream: int) -> None:
         """Queue a captured graph."""
@@ -305,11 +257,7 @@ class Cuda:
             self._call("cudaMemcpyAsync", destination, source, num_bytes, how, stream)
 
     def _call(self, name: str, *arguments: Any, doing: str = "") -> Any:
-        """Call a function of the CUDA runtime and return its value, if it has one.
-
-        Raises:
-            BackendError: it returned an error; names the function, the error and `doing`.
-        """
+        """Call a function of the CUDA runtime and return its value, if it has one."""
         code, *values = getattr(self._runtime, name)(*arguments)
         if code.value:
             raise BackendError(self._failure(name, code, doing))

@@ -1,7 +1,6 @@
-"""The bridge: TensorRT 10, TensorRT 11 and TensorRT-RTX behind one face, told apart by what they can do.
+"""Import TensorRT 10, TensorRT 11 or TensorRT-RTX and hide their differences; collect what they log.
 
-The three differ in methods, flags and enums. Here each is asked for by name, so
-that a number which means something else in another version never travels.
+Flags, enums and types are looked up by name, because their numbers differ between the libraries.
 """
 
 from __future__ import annotations
@@ -10,6 +9,8 @@ import importlib
 import importlib.util
 import re
 import threading
+import weakref
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,14 +19,21 @@ from tfexport.contract import DType
 from tfexport.errors import BackendError, EngineError, first_line
 from tfexport.tensorrt.config import Target
 from tfexport.tensorrt.cuda import find_gpus, need_gpu
-from tfexport.tensorrt.log import Log, Logger
 
 MODULES: dict[Target, str] = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 INSTALL: dict[Target, str] = {target: install_command(module) for target, module in MODULES.items()}
-# What TensorRT-RTX builds for when nothing is said, and what its enum names (measured with 1.7.1).
+# Compute capabilities that TensorRT-RTX builds for by default, and those in its enum (measured with 1.7.1).
 PORTABLE = ("8.0", "8.6", "8.9", "12.0", "12.1")
 NAMED = ("7.5", *PORTABLE)
 
+# A build logs a few dozen lines; a damaged or endless one logs more.
+MAX_RECORDS = 2_000
+MAX_ERRORS = 50
+MAX_MESSAGE = 2_000
+
+_SEVERITIES = ("INTERNAL_ERROR", "ERROR", "WARNING", "INFO")
+# Follows any other error if there is no driver; if it is the only one, it is the reason.
+_NO_DRIVER = "cudaError 35"
 _DTYPES: dict[DType, str] = {
     "int64": "INT64",
     "bool": "BOOL",
@@ -33,25 +41,76 @@ _DTYPES: dict[DType, str] = {
     "float16": "HALF",
     "bfloat16": "BF16",
 }
-_lock = threading.Lock()
-_loaded: list[Library] = []
+
+
+class Log:
+    """The newest messages from INFO up, and the newest errors, of all calls: the library does not tell them apart."""
+
+    def __init__(self) -> None:
+        self.records: deque[tuple[str, str]] = deque(maxlen=MAX_RECORDS)  # severity and message
+        self._errors: deque[str] = deque(maxlen=MAX_ERRORS)
+
+    def take(self, severity: str, message: str) -> None:
+        """Append a message."""
+        self.records.append((severity, message))
+        if severity.endswith("ERROR"):
+            self._errors.append(message)
+
+    def lines(self) -> list[str]:
+        """Return the messages as lines of text, such as "WARNING message"."""
+        return [f"{severity} {line}" for severity, message in list(self.records) for line in message.splitlines()]
+
+    def problems(self) -> list[str]:
+        """Return each different error in one line, without those that only state that there is no driver."""
+        errors = list(self._errors)
+        found = dict.fromkeys(map(without_noise, errors))
+        return [message for message in found if message] or list(dict.fromkeys(map(_one_line, errors)))
+
+    def reason(self) -> str:
+        """Return the problems as one text."""
+        return "; ".join(self.problems()) or "TensorRT gives no reason"
+
+    def clear(self) -> None:
+        """Forget all messages, so that the next error has its own reasons."""
+        self.records.clear()
+        self._errors.clear()
+
+
+class Logger:
+    """The logger of the whole process, because the library ignores a second one.
+
+    `Library` makes a subclass of it and of the library's own `ILogger`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._logs: weakref.WeakSet[Log] = weakref.WeakSet()
+        self._lock = threading.Lock()
+
+    def listen(self) -> Log:
+        """Return a log that receives every message from now on."""
+        log = Log()
+        with self._lock:
+            self._logs.add(log)
+        return log
+
+    def log(self, severity: Any, message: str) -> None:
+        """Receive a message; the library calls this from any of its threads."""
+        if severity.name in _SEVERITIES:
+            with self._lock:
+                logs = list(self._logs)
+            for log in logs:
+                log.take(severity.name, message[:MAX_MESSAGE])
 
 
 @dataclass(frozen=True)
 class Library:
-    """One of the libraries, imported.
-
-    Attributes:
-        target: which one.
-        trt: the module.
-        version: its full version, such as "1.7.1.116".
-        logger: the one logger that everything of this library gets, an `ILogger`.
-    """
+    """One of the libraries, imported."""
 
     target: Target
-    trt: Any
-    version: str
-    logger: Logger
+    trt: Any  # the module
+    version: str  # in full, such as "1.7.1.116"
+    logger: Logger  # also an `ILogger`
 
     @property
     def builds_without_gpu(self) -> bool:
@@ -64,74 +123,62 @@ class Library:
         return hasattr(self.trt.LayerType, "KV_CACHE_UPDATE")
 
     def listen(self) -> Log:
-        """Begin to listen to what the library says, to know the reason when something fails."""
+        """Return a log that receives every message from now on, for the reason if something fails."""
         return self.logger.listen()
 
     def builder(self, log: Log) -> Any:
-        """Make an `IBuilder`.
-
-        Args:
-            log: has the reason when it fails.
-
-        Raises:
-            BackendError: this library builds on a GPU, and there is none.
-            EngineError: the library refuses.
-        """
+        """Make an `IBuilder`; raises `BackendError` if it needs a GPU and there is none."""
         if not self.builds_without_gpu:
             need_gpu()
         return self._make(self.trt.Builder, log)
 
     def runtime(self, log: Log) -> Any:
-        """Make an `IRuntime`.
-
-        Args:
-            log: has the reason when it fails.
-
-        Raises:
-            BackendError: there is no GPU; without one the library takes the process down.
-            EngineError: the library refuses.
-        """
+        """Make an `IRuntime`; raises `BackendError` without a GPU, where the library would crash the process."""
         need_gpu()
         return self._make(self.trt.Runtime, log)
 
     def _make(self, cls: Any, log: Log) -> Any:
         try:
             made = cls(self.logger)
-        except TypeError as error:  # what the bindings make of a null pointer
-            raise EngineError(f"{self.target} {self.version}: {cls.__name__} cannot be made: {log.reason()}") from error
+        except TypeError:  # the bindings raise it for a null pointer
+            made = None
         if made is None:
             raise EngineError(f"{self.target} {self.version}: {cls.__name__} cannot be made: {log.reason()}")
         return made
 
     def strongly_typed(self) -> int:
-        """Return the flags for `create_network`: types come from the graph alone."""
+        """Return the flags for `create_network` that take types from the graph only."""
         return 1 << int(self.trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
 
     def dtype_name(self, dtype: Any) -> str:
-        """Spell a `DataType` as the graph contract does; one that it does not have in the library's spelling."""
+        """Return the graph contract's name of a `DataType`, or the library's if the contract has none."""
         return {library: ours for ours, library in _DTYPES.items()}.get(dtype.name, str(dtype.name))
 
     def compute_capabilities(self) -> dict[str, Any]:
-        """Return what engines can be built for anywhere, such as {"8.6": SM86}; empty where the GPU at hand decides."""
+        """Return what engines can be built for without a GPU, such as {"8.6": SM86}; empty if a GPU is needed."""
         names = getattr(getattr(self.trt, "ComputeCapability", None), "__members__", {})
         numbers = {name: match for name in names if (match := re.fullmatch(r"SM(\d+)(\d)", name))}
         return {f"{match[1]}.{match[2]}": names[name] for name, match in numbers.items()}
 
 
+_lock = threading.Lock()
+_loaded: list[Library] = []
+
+
 def installed_targets() -> tuple[Target, ...]:
-    """List the libraries that are installed, without importing them."""
+    """List the installed libraries without importing them."""
     return tuple(target for target, module in MODULES.items() if importlib.util.find_spec(module) is not None)
 
 
 def load_library(target: Target | None = None) -> Library:
-    """Import one of the libraries, once and for the whole process.
+    """Import one of the libraries, once for the whole process.
 
     Args:
-        target: None takes what was loaded before, else TensorRT where it is installed and a GPU is there, else
+        target: None takes the one that was loaded before, else TensorRT if it is installed and there is a GPU, else
             TensorRT-RTX.
 
     Raises:
-        BackendError: it is not installed, not usable, or the other one is loaded already.
+        BackendError: it is not installed or not usable, or the other one is already loaded.
     """
     with _lock:
         if not _loaded:
@@ -144,6 +191,15 @@ def load_library(target: Target | None = None) -> Library:
             "use another process"
         )
     return library
+
+
+def without_noise(message: str) -> str:
+    """Return a message in one line, without what follows every error if there is no driver."""
+    return " ".join(line.strip() for line in message.splitlines() if _NO_DRIVER not in line)
+
+
+def _one_line(message: str) -> str:
+    return " ".join(line.strip() for line in message.splitlines())
 
 
 def _choose(installed: tuple[Target, ...], *, has_gpu: bool) -> Target:
@@ -174,6 +230,6 @@ def _import(target: Target) -> Library:
     parts = ("Builder", "Runtime", "OnnxParser", "ILogger", "__version__")
     missing = [part for part in parts if not hasattr(module, part)]
     if missing:
-        raise BackendError(f"{target}: the module {name} is hollow, it has no {', '.join(missing)}; {repair}")
+        raise BackendError(f"{target}: the module {name} is incomplete, it has no {', '.join(missing)}; {repair}")
     logger = type("TensorRTLogger", (Logger, module.ILogger), {})()
     return Library(target, module, module.__version__, logger)

@@ -1,4 +1,4 @@
-"""From a bundle to engines inside it: resolve what is left open, take the graphs, parse and build each, store them."""
+"""Build the engines of a bundle, or estimate what a build would make and need."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import importlib.metadata
 import os
 import platform
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,28 +19,24 @@ from tfexport._io.signature import SigningKey, TrustedKeys
 from tfexport.bundle.bundle import open_bundle
 from tfexport.bundle.contents import ENGINE_FORMAT_VERSION
 from tfexport.bundle.manifest import ENGINES
-from tfexport.tensorrt.artifact.manifest import BuildMachine, EngineManifest, PlanEntry
-from tfexport.tensorrt.artifact.store import add_engine
-from tfexport.tensorrt.build.builder import SerializedEngine, build_engine
-from tfexport.tensorrt.build.estimate import Estimate, estimate
-from tfexport.tensorrt.build.graphs import prepare_graphs
+from tfexport.contract import ENCODER, FLOAT, REORDER, ModelSpec
+from tfexport.export.describe import weight_bytes
+from tfexport.export.memory import activation_bytes
+from tfexport.tensorrt.build.builder import build_engine, builder_flags
 from tfexport.tensorrt.build.network import Graph, check_contract, parse_graph
-from tfexport.tensorrt.build.progress import Progress
-from tfexport.tensorrt.build.resolve import ResolvedBuild, resolve
-from tfexport.tensorrt.config import EngineConfig, engine_key
+from tfexport.tensorrt.build.resolve import ResolvedBuild, prepare_graphs, resolve
+from tfexport.tensorrt.config import PREFILL, STEP, EngineConfig, EngineLimits, Profile, engine_key
 from tfexport.tensorrt.cuda import find_gpus
 from tfexport.tensorrt.library import load_library
+from tfexport.tensorrt.manifest import BuildMachine, EngineManifest, PlanEntry
+from tfexport.tensorrt.store import add_engine
+
+_BOUNDS = ("min", "opt", "max")
 
 
 @dataclass(frozen=True)
 class BuiltEngine:
-    """What `build_engines` made.
-
-    Attributes:
-        name: of the engine in its bundle.
-        path: of its folder.
-        manifest: what it says of itself.
-    """
+    """The result of `build_engines`: name and folder of the engine, and its manifest."""
 
     name: str
     path: Path
@@ -51,10 +47,62 @@ class BuiltEngine:
         return {"name": self.name, "path": str(self.path), "manifest": self.manifest.to_dict()}
 
     def lines(self) -> list[str]:
-        """Say what was built, in one line."""
+        """Return one line for the terminal."""
         size = sum(plan.bytes for plan in self.manifest.plans.values())
         kinds = f"{self.manifest.config.target} {self.manifest.library_version}"
         return [f"{self.path}: {kinds}, {', '.join(self.manifest.plans)}, {size / 1e6:.1f} MB"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Device memory in bytes at the largest shapes.
+
+    Attributes:
+        weights: of all plans; each has its own, also each decoder.
+        caches: self-attention and cross-attention keys and values of one batch with beams.
+        activations: of the encoder or a step, whichever needs more, if computed node by node. The library's own number,
+            which may be less or a few times more, is in the build log.
+        prefill: additional activations of the first prompt of several tokens; 0 for encoder-only bundles.
+    """
+
+    weights: int
+    caches: int
+    activations: int
+    prefill: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What `build_engines` would build, with every choice made, and the memory it would need at the largest shapes."""
+
+    name: str
+    library_version: str
+    config: EngineConfig
+    limits: EngineLimits
+    flags: tuple[str, ...]
+    profiles: dict[str, tuple[Profile, ...]]
+    memory: Memory
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as JSON values."""
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """Return everything for the terminal."""
+        config, memory = self.config, self.memory
+        kind = ", ".join(part for part in (config.form, config.precision, config.weights) if part)
+        lines = [
+            f"would build {self.name} with {config.target} {self.library_version}: {kind}",
+            f"  for    {', '.join(config.compute_capabilities) or 'the GPU at hand'}",
+            f"  flags  {', '.join(self.flags)}",
+            *("", "Limits", *(f"  {name:<18} {_spell(value)}" for name, value in asdict(self.limits).items())),
+        ]
+        for plan, profiles in self.profiles.items():
+            kinds = ("",) if plan in (ENCODER, REORDER) else (", step", ", prefill")
+            for of_profile, profile in zip(kinds, profiles, strict=True):
+                lines += ["", f"Plan {plan}{of_profile}", *_ranges(profile)]
+        sizes = (f"  {name:<12} {size / 1e6:>10.1f} MB" for name, size in asdict(memory).items())
+        return [*lines, "", "Device memory at these limits, about", *sizes]
 
 
 def build_engines(
@@ -67,26 +115,26 @@ def build_engines(
     report: Callable[[str], None] = lambda line: None,
     on_progress: Callable[[float], None] = lambda done: None,
 ) -> BuiltEngine:
-    """Build the engines of a bundle and put them into it.
+    """Build the engines of a bundle and add them to it.
 
     Args:
         path: of the bundle.
-        config: what to build; what is left open is decided by bundle, library and machine.
+        config: what to build; bundle, library and machine decide what is left open.
         force: replace the engine of the same target, form, precision and weight type.
         sign_key: private key that signs the engine; None leaves it unsigned.
-        trusted_keys: files of public keys, one of which must have signed the bundle; None builds of whosever.
-        report: told what happens, a line at a time.
-        on_progress: told which part is done, from 0 to 1; what it raises cancels the build.
+        trusted_keys: files of public keys, one of which must have signed the bundle; None accepts every bundle.
+        report: called with a line about each step.
+        on_progress: called with the finished part, 0 to 1; an exception cancels the build.
 
     Raises:
         BundleError: the bundle is damaged or cannot be written.
-        ConfigError: a key is none.
-        EngineError: lists all that does not fit the bundle or the library, or says why the library cannot build.
+        ConfigError: a key is invalid.
+        EngineError: lists everything that the bundle or the library does not support, or why the library cannot build.
         GraphError: a graph cannot be made from the bundle.
-        BackendError: the library is not usable, or needs a GPU that is not there.
+        BackendError: the library is not usable, or needs a GPU and there is none.
     """
     key = None if sign_key is None else SigningKey.read(sign_key)
-    resolved = resolve_build(path, config, trusted_keys=trusted_keys, report=report)
+    resolved = resolve_build(path, config, trusted_keys, report)
     bundle, name = resolved.bundle, engine_key(resolved.config)
     former = bundle.path / ENGINES / name / ENGINE_SIGNATURE
     if key is None and (bundle.is_signed or (force and os.path.lexists(former))):
@@ -94,16 +142,18 @@ def build_engines(
         report(f"the {whole} signed and this engine will not be; sign it with --sign-key")
     with add_engine(bundle.path, name, force=force, key=key) as folder:
         plans: dict[str, PlanEntry] = {}
-        # On the disk of the bundle: weights of another precision can be larger than /tmp.
+        # On the disk of the bundle, because weights of another precision can be larger than /tmp.
         with tempfile.TemporaryDirectory(dir=folder) as scratch, (folder / BUILD_LOG).open("w") as log:
             graphs = prepare_graphs(resolved, Path(scratch), report)
-            progress = Progress(len(graphs), on_progress)
-            for graph in graphs:
+            for index, graph in enumerate(graphs):
                 report(f"building {graph.name}")
-                engine = _build(resolved, graph, progress)  # one at a time is in memory
-                plans[graph.name] = _write(resolved, engine, folder)
-                log.writelines(f"{line}\n" for line in (f"== {graph.name}", *engine.log))
-        manifest = _manifest(resolved, plans, _entry((folder / BUILD_LOG).read_bytes()))
+
+                def on_part(part: float, index: int = index) -> None:
+                    on_progress((index + part) / len(graphs))
+
+                plans[graph.name], lines = _build(resolved, graph, on_part, folder)
+                log.writelines(f"{line}\n" for line in (f"== {graph.name}", *lines))
+        manifest = _manifest(resolved, plans, FileEntry.of(folder / BUILD_LOG))
         (folder / ENGINE_MANIFEST).write_bytes(manifest.to_bytes())
     return BuiltEngine(name, bundle.path / ENGINES / name, manifest)
 
@@ -115,43 +165,50 @@ def estimate_engines(
     trusted_keys: Sequence[str | os.PathLike[str]] | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> Estimate:
-    """Say what `build_engines` would build and need; builds nothing and leaves the bundle alone.
-
-    Args:
-        path: of the bundle.
-        config: what to build.
-        trusted_keys: as in `build_engines`.
-        report: told what happens, a line at a time.
-
-    Raises:
-        As `build_engines`, for everything that can be known before.
-    """
-    resolved = resolve_build(path, config, trusted_keys=trusted_keys, report=report)
+    """Estimate what `build_engines` would build and need; builds nothing. Arguments and errors are the same."""
+    resolved = resolve_build(path, config, trusted_keys, report)
+    limits = resolved.profiles.limits
     with tempfile.TemporaryDirectory() as scratch:
-        return estimate(resolved, prepare_graphs(resolved, Path(scratch), report))
+        graphs = prepare_graphs(resolved, Path(scratch), report)
+        computing = [graph for graph in graphs if graph.name != REORDER]  # which has no activations
+        decoders = [graph for graph in computing if graph.name != ENCODER]
+        memory = Memory(
+            weights=sum(weight_bytes(graph.data) for graph in graphs),
+            caches=cache_bytes(resolved.spec, limits),
+            activations=max(_activations(resolved, graph, STEP) for graph in computing),
+            prefill=max((_activations(resolved, graph, PREFILL) for graph in decoders), default=0),
+        )
+    return Estimate(
+        name=engine_key(resolved.config),
+        library_version=resolved.library.version,
+        config=resolved.config,
+        limits=limits,
+        flags=builder_flags(resolved.library, resolved.config),
+        profiles=dict(resolved.profiles.engines),
+        memory=memory,
+    )
+
+
+def cache_bytes(spec: ModelSpec, limits: EngineLimits) -> int:
+    """Return the size of the keys and values of a full batch with beams.
+
+    Those of the target are counted twice: a step of the concat form and a reorder of beams copy from one to the other.
+    """
+    item = 4 if FLOAT[spec.precision] == "float32" else 2
+    token = spec.layers * spec.cache_heads * (spec.head_dim + spec.value_dim) * item
+    longest = 2 * limits.max_target_length + limits.max_source_length
+    # One cache at a time is enlarged, through a scratch buffer.
+    one = spec.cache_heads * max(spec.head_dim, spec.value_dim) * item
+    return limits.max_batch * (token * longest + one * max(limits.max_target_length, limits.max_source_length))
 
 
 def resolve_build(
     path: Path,
     config: EngineConfig,
-    *,
     trusted_keys: Sequence[str | os.PathLike[str]] | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> ResolvedBuild:
-    """Open a bundle and resolve how its engines are built; builds nothing.
-
-    Args:
-        path: of the bundle.
-        config: what to build.
-        trusted_keys: as in `build_engines`.
-        report: told of choices that may surprise, a line at a time.
-
-    Raises:
-        BundleError: the bundle is damaged.
-        ConfigError: a key is none.
-        EngineError: lists all that does not fit the bundle or the library.
-        BackendError: the library is not usable.
-    """
+    """Open a bundle and make every choice that the configuration leaves open; builds nothing."""
     bundle = open_bundle(path, trusted_keys=None if trusted_keys is None else TrustedKeys.read(trusted_keys))
     gpus = find_gpus()
     resolved = resolve(bundle, config, load_library(config.target), gpus[0] if gpus else None)
@@ -160,40 +217,37 @@ def resolve_build(
     return resolved
 
 
-def _build(resolved: ResolvedBuild, graph: Graph, progress: Progress) -> SerializedEngine:
+def _build(
+    resolved: ResolvedBuild, graph: Graph, on_progress: Callable[[float], None], folder: Path
+) -> tuple[PlanEntry, list[str]]:
+    """Build a plan and write it; returns its entry and the library's log."""
+    contract, profiles = resolved.contract(graph.name), resolved.profiles.engines[graph.name]
     with interrupts_held() as check:
 
-        def on_step(phase: str, step: int, total: int) -> None:
+        def on_part(part: float) -> None:
             check()
-            progress.step(phase, step, total)
+            on_progress(part)
 
         network = parse_graph(resolved.library, graph)
-        check_contract(network, resolved.contract(graph.name))
-        engine = build_engine(network, resolved.profiles.engines[graph.name], resolved.options, on_step)
-    progress.finish_build()
-    return engine
-
-
-def _write(resolved: ResolvedBuild, engine: SerializedEngine, folder: Path) -> PlanEntry:
-    """Write a plan and say what it is."""
-    contract, file = resolved.contract(engine.name), f"{engine.name}.plan"
+        check_contract(network, contract)
+        engine = build_engine(network, profiles, resolved.options, on_part)
+    on_progress(1.0)
+    file = f"{graph.name}.plan"
     (folder / file).write_bytes(engine.data)
-    return PlanEntry(
+    entry = PlanEntry(
         file=file,
-        **_entry(engine.data).to_dict(),
+        bytes=len(engine.data),
+        sha256=hashlib.sha256(engine.data).hexdigest(),
         inputs=contract.inputs,
         outputs=contract.outputs,
-        aliases=resolved.aliases(engine.name),
-        profiles=resolved.profiles.engines[engine.name],
+        aliases=resolved.aliases(graph.name),
+        profiles=profiles,
         layers=engine.layers,
     )
+    return entry, engine.log
 
 
-def _entry(data: bytes) -> FileEntry:
-    return FileEntry(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
-
-
-def _manifest(resolved: ResolvedBuild, plans: Mapping[str, PlanEntry], log: FileEntry) -> EngineManifest:
+def _manifest(resolved: ResolvedBuild, plans: dict[str, PlanEntry], log: FileEntry) -> EngineManifest:
     gpu = resolved.gpu
     tools = ["tfexport", "onnx", *(["torch"] if resolved.is_exported_again else [])]
     return EngineManifest(
@@ -201,16 +255,45 @@ def _manifest(resolved: ResolvedBuild, plans: Mapping[str, PlanEntry], log: File
         library_version=resolved.library.version,
         config=resolved.config,
         limits=resolved.profiles.limits,
-        flags=resolved.options.flags,
+        flags=builder_flags(resolved.library, resolved.config),
         machine=BuildMachine(
             system=platform.system(),
             architecture=platform.machine(),
-            gpu=gpu.name if gpu else None,
-            compute_capability=gpu.compute_capability if gpu else None,
-            driver=gpu.driver_version if gpu else None,
+            gpu=gpu and gpu.name,
+            compute_capability=gpu and gpu.compute_capability,
+            driver=gpu and gpu.driver_version,
         ),
         sources=resolved.sources,
         plans=plans,
         versions={name: importlib.metadata.version(name) for name in tools},
         log=log,
     )
+
+
+def _activations(resolved: ResolvedBuild, graph: Graph, index: int) -> int:
+    """Return the activations of a plan in bytes at the largest shapes of a profile."""
+    profile = resolved.profiles.engines[graph.name][index]
+    sizes = {
+        dim: size
+        for tensor in resolved.contract(graph.name).inputs
+        for dim, size in zip(tensor.shape, profile[tensor.name].max, strict=True)
+        if isinstance(dim, str)
+    }
+    return activation_bytes(graph.path, sizes)
+
+
+def _spell(limit: int | tuple[int, ...]) -> str:
+    return str(limit) if isinstance(limit, int) else ", ".join(map(str, limit)) or "none"
+
+
+def _ranges(profile: Profile) -> Iterator[str]:
+    """List the inputs of a profile; those of all layers share a line."""
+    rows: list[tuple[str, ...]] = [("", *_BOUNDS)]
+    for name, shape in profile.items():
+        stem, _, layer = name.partition(".")
+        if layer in ("", "0"):
+            spelled = ("x".join(map(str, getattr(shape, bound))) for bound in _BOUNDS)
+            rows.append((f"{stem}.*" if layer else stem, *spelled))
+    width = max(len(row[0]) for row in rows)
+    for name, *shapes in rows:
+        yield f"  {name:<{width}}" + "".join(f"{shape:>16}" for shape in shapes)

@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from tests import tiny
+from tests.tensorrt.engine_graphs import kernels
 from tfexport.contract import FLOAT, Precision, key_value_names
 from tfexport.errors import GraphError
 from tfexport.export.passes import fix_capacity
 from tfexport.export.write import write_graphs
 from tfexport.nn.config import model_spec
-from tfexport.tensorrt.build.builder import build_engine
+from tfexport.tensorrt.build.builder import build_engine, resolve_options
 from tfexport.tensorrt.build.network import Graph, parse_graph
-from tfexport.tensorrt.build.options import resolve_options
 from tfexport.tensorrt.build.profiles import make_profiles
 from tfexport.tensorrt.config import EngineConfig
 from tfexport.tensorrt.library import load_library
@@ -133,5 +133,5 @@ def test_attention_is_fused_whatever_the_width_of_a_head(precision: Precision, w
     library = load_library("tensorrt-rtx")
     network = parse_graph(library, Graph(path.stem, raw, path))
     plan = build_engine(network, profiles.engines[path.stem], resolve_options(library, settings, None))
-    fused = sum(number for name, number in plan.kernels.items() if re.match("_gem[mv]_mha", name))
+    fused = sum(number for name, number in kernels(plan.data).items() if re.match("_gem[mv]_mha", name))
     assert fused == 2 * 2 * LAYERS, "self and cross, step and prefill"

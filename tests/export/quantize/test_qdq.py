@@ -28,9 +28,8 @@ from tfexport.runtime.eager import EagerSession
 from tfexport.runtime.ort.backend import OrtSession
 from tfexport.runtime.ort.device import OrtDevice
 from tfexport.runtime.registry import Graphs
-from tfexport.tensorrt.build.builder import build_engine
+from tfexport.tensorrt.build.builder import build_engine, resolve_options
 from tfexport.tensorrt.build.network import Graph, parse_graph
-from tfexport.tensorrt.build.options import resolve_options
 from tfexport.tensorrt.build.profiles import make_profiles
 from tfexport.tensorrt.config import EngineConfig
 from tfexport.tensorrt.library import load_library

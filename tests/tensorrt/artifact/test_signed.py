@@ -13,7 +13,7 @@ from tests.tensorrt.artifact.stored import MACHINE, PLANS
 from tfexport._io.signature import SigningKey, TrustedKeys
 from tfexport.bundle.bundle import Bundle, create_bundle, open_bundle
 from tfexport.errors import EngineError
-from tfexport.tensorrt.artifact.store import choose_engine, open_engine
+from tfexport.tensorrt.store import choose_engine, open_engine
 
 NAME = "tensorrt-rtx-static-fp32"
 MINE, OTHER = Ed25519PrivateKey.generate(), Ed25519PrivateKey.generate()

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from tests.tensorrt.artifact import stored
-from tests.tensorrt.artifact.stored import L4, MACHINE, PLANS, RTX, TENSORRT
+from tests.tensorrt.artifact.stored import L4, MACHINE, PLANS, TENSORRT
 from tfexport.bundle.bundle import Bundle, open_bundle
 from tfexport.errors import BundleError, EngineError
-from tfexport.tensorrt.artifact.store import add_engine, choose_engine, engine_names, open_engine
+from tfexport.tensorrt.store import add_engine, choose_engine, engine_names, open_engine
 
 NAME = "tensorrt-rtx-static-fp32"
 
@@ -69,12 +69,6 @@ def test_an_engine_is_replaced_only_with_force(bundle: Bundle, engine: Path) -> 
     assert [path.name for path in engine.parent.iterdir()] == [NAME]
 
 
-def test_several_engines_lie_side_by_side(bundle: Bundle, engine: Path) -> None:
-    stored.store(bundle, stored.manifest(bundle, replace(RTX, precision="fp16")))
-    stored.store(bundle, stored.manifest(bundle, TENSORRT))
-    assert engine_names(bundle.path) == ["tensorrt-rtx-static-fp16", NAME, "tensorrt-static-fp32"]
-
-
 def test_a_name_that_is_taken_is_found_out_before_the_build(bundle: Bundle, engine: Path) -> None:
     with pytest.raises(EngineError, match="--force"), add_engine(bundle.path, NAME, force=False):
         pytest.fail("the build has begun")
@@ -87,7 +81,7 @@ def test_force_replaces_engines_only(bundle: Bundle, engine: Path) -> None:
     assert (engine / "notes.txt").read_text() == "mine"
     shutil.rmtree(engine)
     engine.write_text("mine")
-    with pytest.raises(EngineError, match="is no directory; --force replaces engines only"):
+    with pytest.raises(EngineError, match="is not a directory.*--force replaces engines only"):
         stored.store(bundle, stored.manifest(bundle), force=True)
     assert engine.read_text() == "mine"
 
@@ -101,7 +95,9 @@ def test_a_damaged_engine_can_be_replaced(bundle: Bundle, engine: Path) -> None:
 
 def test_what_its_manifest_does_not_name_is_not_replaced(bundle: Bundle, engine: Path) -> None:
     (engine / "mine.plan").write_bytes(b"mine")
-    with pytest.raises(EngineError, match=r"holds more than an engine: 'mine\.plan'; remove that yourself"):
+    with pytest.raises(
+        EngineError, match=r"holds more than an engine: 'mine\.plan' does not belong to it; remove that"
+    ):
         stored.store(bundle, stored.manifest(bundle), force=True)
     (engine / "engine.json").write_text("{")
     with pytest.raises(EngineError, match=r"is no engine \(engine\.json is not JSON .*--force replaces engines only"):
@@ -154,7 +150,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from tfexport._io import atomic
-from tfexport.tensorrt.artifact.store import add_engine
+from tfexport.tensorrt.store import add_engine
 
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -208,7 +204,7 @@ def flip(path: Path) -> None:
         (lambda f: (f / "encoder.plan").write_bytes(b""), "encoder.plan has 0 bytes, expected 12"),
         (lambda f: (f / "encoder.plan").unlink(), "encoder.plan is missing"),
         (lambda f: (f / "other.plan").touch(), "'other.plan' is not in engine.json"),
-        (lambda f: (f / "deep").mkdir(), "'deep' is a directory, expected a plain file"),
+        (lambda f: (f / "encoder.plan").unlink() or (f / "encoder.plan").mkdir(), "encoder.plan is a directory"),
         (lambda f: (f / "engine.json").unlink(), "engine.json is missing"),
         (lambda f: flip(f / "engine.json"), "engine.json"),
         (lambda f: os.truncate(f / "engine.json", 99), "engine.json is not JSON"),
@@ -266,14 +262,8 @@ def test_a_link_that_comes_later_is_not_followed(bundle: Bundle, engine: Path) -
 def test_the_folder_of_an_engine_is_no_link(bundle: Bundle, engine: Path) -> None:
     engine.rename(bundle.path.parent / "elsewhere")
     engine.symlink_to(bundle.path.parent / "elsewhere")
-    with pytest.raises(EngineError, match="is no directory"):
+    with pytest.raises(EngineError, match="is not a directory"):
         open_engine(bundle.path, NAME)
-
-
-@pytest.mark.parametrize("name", ["none", "../bundle", "..", "", ".", "/etc", "tensorrt-rtx-static-fp32/"])
-def test_only_engines_of_the_bundle_are_opened(bundle: Bundle, engine: Path, name: str) -> None:
-    with pytest.raises(EngineError, match=f"has no engine .*, it has {NAME}"):
-        open_engine(bundle.path, name)
 
 
 # ---- choosing

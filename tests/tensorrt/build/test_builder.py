@@ -7,21 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from onnx import TensorProto
 
 from tests.tensorrt.artifact.stored import L4
-from tests.tensorrt.engine_graphs import add, attention, cache_update, project
+from tests.tensorrt.engine_graphs import add, attention, cache_update, kernels, project
 from tfexport.bundle.manifest import Manifest
 from tfexport.errors import EngineError
 from tfexport.export.passes import fix_capacity
-from tfexport.tensorrt.build.builder import SerializedEngine, build_engine
+from tfexport.tensorrt.build.builder import SerializedEngine, build_engine, resolve_options
 from tfexport.tensorrt.build.network import Graph, Network, parse_graph
-from tfexport.tensorrt.build.options import resolve_options
 from tfexport.tensorrt.build.profiles import make_profiles
-from tfexport.tensorrt.config import EngineConfig
+from tfexport.tensorrt.config import PREFILL, STEP, EngineConfig, Profile, ShapeRange
 from tfexport.tensorrt.cuda import find_gpus
 from tfexport.tensorrt.library import Library, load_library
-from tfexport.tensorrt.profile import PREFILL, STEP, Profile, ShapeRange
 
 pytest.importorskip("tensorrt_rtx")
 
@@ -94,9 +91,9 @@ def raw_build(rtx: Library, graph: bytes, change: Any = lambda config: None, pro
 
 
 def test_a_plan_says_what_it_is_and_how_it_was_built(rtx: Library) -> None:
-    steps: list[tuple[str, int, int]] = []
+    parts: list[float] = []
     network = parse(rtx, add())
-    plan = build_engine(network, [ADD], resolve_options(rtx, EngineConfig(), None), lambda *step: steps.append(step))
+    plan = build_engine(network, [ADD], resolve_options(rtx, EngineConfig(), None), parts.append)
     assert plan.name == "toy"
     assert len(plan.data) > 1000
     assert [(t.name, t.dtype, t.shape) for t in network.inputs] == [("x", "float32", (2, -1))]
@@ -104,21 +101,20 @@ def test_a_plan_says_what_it_is_and_how_it_was_built(rtx: Library) -> None:
     assert plan.layers == {"ELEMENTWISE": 1}
     assert any("Engine generation completed" in line for line in plan.log)
     assert not any("cudaError" in line for line in plan.log)
-    phase, _, total = steps[0]
-    assert steps[-1] == (phase, total, total)
-    assert all(0 <= step <= total for _, step, total in steps)
+    assert parts == sorted(parts)
+    assert (parts[0], parts[-1]) == (0, 1)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("the display is gone")])
 def test_what_the_display_raises_cancels_the_build(rtx: Library, error: BaseException) -> None:
     calls = []
 
-    def on_step(phase: str, step: int, total: int) -> None:
-        calls.append(phase)
+    def on_progress(part: float) -> None:
+        calls.append(part)
         raise error
 
     with pytest.raises(type(error)):
-        build_engine(parse(rtx, add()), [ADD], resolve_options(rtx, EngineConfig(), None), on_step)
+        build_engine(parse(rtx, add()), [ADD], resolve_options(rtx, EngineConfig(), None), on_progress)
     assert len(calls) == 1
 
 
@@ -137,13 +133,6 @@ def test_a_step_and_a_prefill_share_one_engine(rtx: Library, dates_bundle: Path)
 # The library by itself says nothing, or None.
 
 
-def test_a_build_that_fails_returns_nothing_and_raises_nothing(rtx: Library) -> None:
-    """The trap, without a profile for an input of free size."""
-    memory, reason = raw_build(rtx, add())
-    assert memory is None
-    assert "optimization profile" in reason
-
-
 def test_float32_attention_does_not_build_by_itself(rtx: Library) -> None:
     """The trap that marking attention as decomposable repairs."""
     graph = attention()
@@ -158,15 +147,9 @@ def test_float32_attention_does_not_build_by_itself(rtx: Library) -> None:
 def test_the_mark_does_not_keep_attention_from_being_fused(rtx: Library, precision: str) -> None:
     graph = attention(precision, width=32)
     plan = build(rtx, graph, profile_of(rtx, graph))
-    if not plan.kernels:
+    if not kernels(plan.data):
         pytest.skip("this version does not show its kernels")
-    assert any("mha" in kernel for kernel in plan.kernels)
-
-
-def test_attention_without_a_fused_kernel_builds_too(rtx: Library) -> None:
-    graph = attention("fp16", width=6)
-    plan = build(rtx, graph, profile_of(rtx, graph))
-    assert not any("mha" in kernel for kernel in plan.kernels)
+    assert any("mha" in kernel for kernel in kernels(plan.data))
 
 
 def test_a_graph_that_parses_and_does_not_build_gives_the_reason(rtx: Library) -> None:
@@ -193,16 +176,6 @@ def test_turing_is_told_why_it_cannot_have_float32(rtx: Library) -> None:
 # Profiles that do not fit.
 
 
-def test_the_library_takes_any_shape_of_any_name(rtx: Library) -> None:
-    """The trap: an unknown name and a minimum above the maximum are taken without a word."""
-    builder = rtx.builder(rtx.listen())
-    made = builder.create_optimization_profile()
-    made.set_shape("nobody", (1, 1), (1, 1), (1, 1))
-    made.set_shape("x", (2, 9), (2, 4), (2, 1))
-    assert not made
-    assert builder.create_builder_config().add_optimization_profile(made) == -1
-
-
 @pytest.mark.parametrize(
     ("profile", "message"),
     [
@@ -215,12 +188,6 @@ def test_the_library_takes_any_shape_of_any_name(rtx: Library) -> None:
 )
 def test_a_profile_that_does_not_fit_is_refused_before_the_build(rtx: Library, profile: Profile, message: str) -> None:
     assert message in refusal(rtx, add(), profile)
-
-
-def test_a_second_profile_is_checked_like_the_first(rtx: Library) -> None:
-    message = refusal(rtx, add(), {"y": ADD["x"]}, {})
-    for part in ("profile 0 has y", "profile 0 has no shapes for x", "profile 1 has no shapes for x"):
-        assert part in message
 
 
 def test_no_profile_for_an_input_of_free_size_is_refused_by_the_library(rtx: Library) -> None:
@@ -262,7 +229,3 @@ def test_hardware_compatibility_is_ignored(rtx: Library) -> None:
     memory, _ = raw_build(rtx, add(), change, ADD)
     assert memory is not None
     assert any("unsupported in TensorRT-RTX" in line for line in log.lines())
-
-
-def test_integers_are_taken_as_they_are(rtx: Library) -> None:
-    assert build(rtx, add(TensorProto.INT64), ADD).data

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import DATES
+from tests.tensorrt.engine_graphs import kernels
 from tfexport.bundle.bundle import Bundle, open_bundle
 from tfexport.contract import DECODER, ENCODER, REORDER, Form, Precision
 from tfexport.export import export_bundle
@@ -26,9 +27,8 @@ from tfexport.nn.config import TransformerConfig
 from tfexport.nn.directory import save_model
 from tfexport.nn.presets import PRESETS, preset
 from tfexport.nn.transformer import Transformer
-from tfexport.tensorrt.build.builder import SerializedEngine, build_engine
+from tfexport.tensorrt.build.builder import SerializedEngine, build_engine, resolve_options
 from tfexport.tensorrt.build.network import Graph, parse_graph
-from tfexport.tensorrt.build.options import resolve_options
 from tfexport.tensorrt.build.profiles import make_profiles
 from tfexport.tensorrt.config import EngineConfig, decoder_plans, default_capacities
 from tfexport.tensorrt.library import Library, load_library
@@ -105,14 +105,14 @@ def build(rtx: Library, bundle: Bundle, form: Form, plans: dict[str, SerializedE
 
 def fused(plan: SerializedEngine) -> int:
     """Count kernels of fused attention in all profiles of a plan."""
-    return sum(count for name, count in plan.kernels.items() if "mha" in name)
+    return sum(count for name, count in kernels(plan.data).items() if "mha" in name)
 
 
 def check_decoder(plan: SerializedEngine, bundle: Bundle, form: Form) -> None:
     spec = bundle.manifest.spec
     assert plan.layers.get("KV_CACHE_UPDATE", 0) == (2 * spec.layers if form == "static" else 0)
     assert plan.layers.get("ATTENTION_INPUT", 0) == (2 * spec.layers if form == "static" else 0)
-    if spec.precision != "fp32" and plan.kernels:
+    if spec.precision != "fp32" and kernels(plan.data):
         # Self-attention and cross-attention of every layer, in the step and in the prefill.
         assert fused(plan) == 2 * 2 * spec.layers
 
@@ -148,7 +148,7 @@ def test_every_model_builds_in_both_forms(rtx: Library, bundle: Bundle, model: s
     plans: dict[str, SerializedEngine] = {}
     for form in ("static", "concat"):
         build(rtx, bundle, form, plans)
-    if precision != "fp32" and plans[ENCODER].kernels:
+    if precision != "fp32" and kernels(plans[ENCODER].data):
         assert fused(plans[ENCODER]) == config.encoder.layers
     assert "KV_CACHE_UPDATE" not in plans[ENCODER].layers
     if spec.has_decoder:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tests.bundle.made import FACTS
-from tfexport.tensorrt.build.estimate import cache_bytes
 from tfexport.tensorrt.config import EngineLimits
+from tfexport.tensorrt.pipeline import cache_bytes
 
 
 def test_the_memory_of_the_caches() -> None:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import onnx
 import pytest
 from onnx import TensorProto, helper
 
@@ -91,17 +87,6 @@ def test_external_weights_are_found_beside_the_path(rtx: Library, dates_bundle: 
 # Graphs that cannot be parsed.
 
 
-def test_the_parser_takes_nothing_for_a_graph(rtx: Library) -> None:
-    """The trap."""
-    assert raw_parse(rtx, b"")[:2] == (True, 0)
-
-
-def test_the_parser_takes_some_garbage_for_a_graph(rtx: Library) -> None:
-    """The trap: what happens to read as a message of unknown fields is one."""
-    assert raw_parse(rtx, b"xx")[:2] == (True, 0)
-    assert not raw_parse(rtx, b"garbage")[0]
-
-
 @pytest.mark.parametrize(
     ("graph", "message"),
     [
@@ -125,30 +110,6 @@ def test_every_node_that_cannot_be_parsed_is_named_with_operator_and_reason(rtx:
     assert "Multinomial 'draw': UNSUPPORTED_NODE" in message
     assert "NoSuchThing 'invented': " in message
     assert "Plugin not found" in message
-
-
-def test_polygraphy_names_the_same_node(rtx: Library, tmp_path: Path) -> None:
-    """The remedy of docs/tensorrt.md: its list of what is not supported begins where our error does."""
-    pytest.importorskip("polygraphy")
-    nodes = [helper.make_node("Abs", ["x"], ["a"], name="first"), helper.make_node("Unknown", ["a"], ["y"], name="odd")]
-    graph = model(nodes, [value("x", [2, 4])], [value("y", [2, 4])], 18)
-    path = tmp_path / "graph.onnx"
-    path.write_bytes(graph)
-    command = [str(Path(sys.executable).with_name("polygraphy")), "inspect", "capability", str(path)]
-    environment = {**os.environ, "POLYGRAPHY_USE_TENSORRT_RTX": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
-    assert "Unknown 'odd'" in refusal(rtx, graph, path)
-    assert re.search(r"\| Unknown +\| odd +\|", done.stdout)
-    assert "first" not in done.stdout
-
-
-def test_the_library_says_that_it_supports_what_it_does_not(rtx: Library) -> None:
-    """The trap: only parsing tells."""
-    node = helper.make_node("NonZero", ["x"], ["y"], name="find")
-    graph = model([node], [value("x", [2, 4])], [value("y", [2, "found"], TensorProto.INT64)], 18)
-    network = rtx.builder(rtx.listen()).create_network(rtx.strongly_typed())
-    assert rtx.trt.OnnxParser(network, rtx.logger).supports_operator("NonZero")
-    assert "NonZero 'find': UNSUPPORTED_NODE" in refusal(rtx, graph)
 
 
 # The cache.
@@ -259,11 +220,6 @@ def test_tensorrt_10_knows_one_kind_of_causal_attention(is_causal: bool, is_refu
     tensor = SimpleNamespace(shape=(-1, 2, -1, 8))
     attention_10 = SimpleNamespace(name="attend", causal=is_causal, get_input=lambda i: tensor)
     assert bool(_causal_problem(attention_10)) is is_refused
-
-
-def test_the_graphs_of_these_tests_are_what_they_say() -> None:
-    for graph in (attention(), attention("bf16"), attention(mask=False, nonpad=True, causal=True), cache_update()):
-        onnx.checker.check_model(onnx.load_from_string(graph), full_check=True)
 
 
 def test_a_network_takes_and_gives_what_the_contract_says(rtx: Library, dates_bundle: Path) -> None:

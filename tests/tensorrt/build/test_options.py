@@ -10,10 +10,9 @@ import pytest
 
 from tests.tensorrt.artifact.stored import L4
 from tfexport.errors import EngineError
-from tfexport.tensorrt.build.options import apply_options, resolve_options
+from tfexport.tensorrt.build.builder import apply_options, builder_flags, resolve_options
 from tfexport.tensorrt.config import EngineConfig
-from tfexport.tensorrt.library import PORTABLE, Library, load_library
-from tfexport.tensorrt.log import Logger
+from tfexport.tensorrt.library import PORTABLE, Library, Logger, load_library
 
 pytest.importorskip("tensorrt_rtx")
 
@@ -71,11 +70,6 @@ def test_engines_are_built_for_what_is_named_or_there_or_for_all(rtx: Library) -
     assert capabilities(rtx, "12.0", "8.6", "12.0", gpu=L4) == ("8.6", "12.0")
 
 
-def test_unknown_compute_capabilities_are_all_named(rtx: Library) -> None:
-    with pytest.raises(EngineError, match=r"compute capability 9\.0, 3\.5: it builds for 7\.5, 8\.0, .*12\.0"):
-        capabilities(rtx, "9.0", "8.6", "3.5")
-
-
 HOPPER = replace(L4, name="NVIDIA H100 80GB HBM3", compute_capability="9.0")
 
 
@@ -109,27 +103,11 @@ def test_it_is_built_for_by_itself_and_only_there(
     assert "\n" not in str(caught.value)
 
 
-def test_on_a_gpu_without_a_name_the_others_are_built_for_too(rtx: Library) -> None:
-    assert capabilities(rtx, "8.9", "8.6", gpu=HOPPER) == ("8.6", "8.9")
-
-
 def test_a_library_for_the_gpu_at_hand_takes_no_compute_capability() -> None:
     library = plain_tensorrt()
     assert capabilities(library, gpu=L4) == ()
     with pytest.raises(EngineError, match="builds for the GPU at hand; leave it out or choose --target tensorrt-rtx"):
         capabilities(library, "8.6", gpu=L4)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"version_compatible": True}, "leave --version-compatible out"),
-        ({"timing_cache": "cache"}, "a timing cache has no effect"),
-        ({"hardware_compatibility": "ampere_plus"}, "name the GPUs with --compute-capability"),
-    ],
-)
-def test_what_would_fail_or_do_nothing_is_refused(rtx: Library, settings: dict[str, Any], message: str) -> None:
-    assert message in refusal(rtx, **settings)
 
 
 def test_all_refused_options_are_named_at_once(rtx: Library) -> None:
@@ -163,7 +141,7 @@ def test_tensorrt_takes_what_rtx_does_not() -> None:
     )
     library = plain_tensorrt("NONE", "AMPERE_PLUS")
     options = resolve_options(library, settings, L4)
-    assert options.flags == ("noTF32", "VERSION_COMPATIBLE")
+    assert builder_flags(library, options) == ("noTF32", "VERSION_COMPATIBLE")
     calls: list[tuple[str, str]] = []
     config = SimpleNamespace(
         set_flag=lambda flag: calls.append(("set", flag)), clear_flag=lambda flag: calls.append(("clear", flag))

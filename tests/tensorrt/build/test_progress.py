@@ -1,38 +1,35 @@
-"""How far a build is, and how what is raised on the way cancels it."""
+"""The progress of a build, and its cancellation by an exception."""
 
 from __future__ import annotations
 
-from tfexport.tensorrt.build.progress import Monitor, Progress
+from tfexport.tensorrt.build.builder import Monitor
 
 
-def test_phases_that_lie_in_one_another_become_one_number() -> None:
+def test_nested_phases_become_one_number_that_never_falls() -> None:
     shown: list[float] = []
-    progress = Progress(2, shown.append)
-    progress.step("build", 0, 4)
-    progress.step("build", 1, 4)
-    assert shown[-1] == 1 / 8
-    progress.step("inner", 0, 2)
-    progress.step("inner", 1, 2)
-    assert shown[-1] == (1 + 1 / 2) / 8
-    progress.step("inner", 2, 2)
-    progress.step("build", 2, 4)
-    assert shown[-1] == 2 / 8
-    progress.step("never begun", 3, 5)
-    progress.step("build", 4, 4)
-    assert shown[-1] == 1 / 2
-    progress.finish_build()
-    progress.step("build", 0, 0)
-    progress.step("build", 1, 0)
-    progress.finish_build()
+    monitor = Monitor(shown.append)
+    monitor.phase_start("build", None, 4)
+    monitor.step_complete("build", 0)
+    assert shown[-1] == 1 / 4
+    monitor.phase_start("inner", "build", 2)
+    monitor.step_complete("inner", 0)
+    assert shown[-1] == (1 + 1 / 2) / 4
+    monitor.phase_finish("inner")
+    monitor.step_complete("build", 1)
+    assert shown[-1] == 2 / 4
+    monitor.step_complete("never begun", 3)
+    monitor.phase_start("empty", "build", 0)
+    monitor.step_complete("empty", 0)
+    monitor.step_complete("build", 3)
     assert shown[-1] == 1
     assert shown == sorted(shown)
 
 
-def test_the_library_is_told_to_stop_after_an_error_of_the_display() -> None:
-    def fail(phase: str, step: int, total: int) -> None:
+def test_an_exception_stops_the_build() -> None:
+    def fail(part: float) -> None:
         raise KeyboardInterrupt
 
-    broken, sound = Monitor(fail), Monitor(lambda phase, step, total: None)
+    broken, sound = Monitor(fail), Monitor(lambda part: None)
     for monitor in (broken, sound):
         monitor.phase_start("building", None, 3)
     assert broken.step_complete("building", 0) is False

@@ -6,7 +6,6 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,15 +60,6 @@ def test_decodes_as_onnx_runtime_does(dates: Model, form: Form, prompt: bool, op
         assert [[h.token_ids for h in text] for text in found] == [[h.token_ids for h in text] for text in expected]
         scores, wanted = ([h.score for text in results for h in text] for results in (found, expected))
         np.testing.assert_allclose(scores, wanted, atol=1e-4)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_decodes_a_random_model_as_onnx_runtime_does(variant: Callable[[str], Path], form: Form) -> None:
-    model = Model(variant("t5"))
-    for config in (DecodeConfig(), DecodeConfig(num_beams=3), DecodeConfig(num_beams=2, length_penalty=2.0)):
-        found = decode(model.trt(form, max_batch=16), model.sources, config, batch_size=5)
-        expected = decode(dates_ort(model, form), model.sources, config, batch_size=5)
-        assert [text[0].token_ids for text in found] == [text[0].token_ids for text in expected]
 
 
 def test_no_text_depends_on_its_batch(dates: Model) -> None:
@@ -127,10 +117,10 @@ def on_doubles(dates: Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
             manifest=manifest, plans=engines, library=LIBRARY, path=opened.path / "engines" / "fast", log=reasons
         )
 
-    monkeypatch.setattr("tfexport.tensorrt.artifact.load.load_engine", load_engine)
-    monkeypatch.setattr("tfexport.tensorrt.cuda.Cuda", lambda: cuda)
+    monkeypatch.setattr("tfexport.tensorrt.session.session.load_engine", load_engine)
+    monkeypatch.setattr("tfexport.tensorrt.session.session.Cuda", lambda: cuda)
     gpu = Gpu(index=0, name="none", compute_capability="0.0", memory_bytes=0, driver_version="0.0")
-    monkeypatch.setattr("tfexport.tensorrt.cuda.need_gpu", lambda: gpu)
+    monkeypatch.setattr("tfexport.tensorrt.session.session.need_gpu", lambda: gpu)
     with registered(dataclasses.replace(get("trt"), requirements=())):
         yield lambda **options: tfexport.load(bundle, **options)
 

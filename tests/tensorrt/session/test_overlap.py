@@ -9,9 +9,8 @@ import pytest
 
 from tests.tensorrt.cuda_double import CudaDouble
 from tfexport.contract import CACHE_LENGTHS, CANDIDATE_IDS, TARGET_IDS, ModelSpec, TokenIds
-from tfexport.tensorrt.session.overlap import SURE_AFTER, OverlappedStep
 from tfexport.tensorrt.session.resources import Pinned
-from tfexport.tensorrt.session.step import Sizes, StepIO
+from tfexport.tensorrt.session.step import SURE_AFTER, OverlappedStep, Sizes, StepIO
 
 TOKENS = TokenIds(pad=0, start=1, eos=2)
 SIZES = {"source_vocab": 9, "vocab": 9, "d_model": 4, "layers": 1, "heads": 1, "head_dim": 4, "value_dim": 4}
@@ -93,17 +92,6 @@ def test_overlapped_steps_are_fed_once_and_stop_at_the_last_position(overlapped:
     ]
 
 
-def test_an_overlapped_step_is_dropped_when_the_host_wants_other_tokens(
-    overlapped: tuple[OverlappedStep, Step],
-) -> None:
-    runner, step = overlapped
-    runner.run(step, ints(10, 20), READ, ints(0, 0))
-    assert step.best(runner.run(step, ints(11, 50), READ, ints(1, 1))).tolist() == [12, 51]
-    assert step.best(runner.run(step, ints(12, 99), READ[:1], ints(2, 0)))[0] == 13, "a row that nobody reads"
-    assert [name for name, *_ in step.calls] == ["feed", "follow 1", "feed", "follow 1", "follow 0"]
-    assert step.calls[-1][1] == [3, 0], "whose length goes back to 0"
-
-
 def test_an_overlapped_step_is_dropped_at_another_length_or_shape(overlapped: tuple[OverlappedStep, Step]) -> None:
     runner, step = overlapped
     runner.run(step, ints(10, 20), READ, ints(0, 1))
@@ -133,11 +121,3 @@ def test_who_asks_for_several_candidates_overlaps_once_the_best_was_taken_for_a_
     found = runner.run(step, ids + ints(0, 2), READ, ints(SURE_AFTER + 3, SURE_AFTER + 3))
     assert step.best(found).tolist() == [ids[0] + 1, ids[1] + 3], "one row takes another: the step is fed"
     assert [name for name, *_ in step.calls][-1] == "feed", "and the next one is not begun"
-
-
-def test_a_drop_forgets_what_was_taken(cuda: CudaDouble) -> None:
-    runner, step = make(cuda, 4)
-    ids = follow_best(runner, step, ints(10, 20), 0, SURE_AFTER + 1)
-    runner.drop()
-    follow_best(runner, step, ids, SURE_AFTER + 1, 2 * SURE_AFTER)
-    assert [name for name, *_ in step.calls][SURE_AFTER + 1 :] == ["follow 1", *["feed"] * (SURE_AFTER - 1)]

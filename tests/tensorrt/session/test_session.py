@@ -20,13 +20,12 @@ from tfexport.contract import CANDIDATE_IDS, CANDIDATE_LOGITS, DECODER, ENCODER,
 from tfexport.decode.offline import decode
 from tfexport.errors import BackendError, InputError
 from tfexport.generation import DecodeConfig
-from tfexport.runtime.session import pad_right
-from tfexport.tensorrt.artifact.kernels import KernelStore
 from tfexport.tensorrt.config import EngineConfig
 from tfexport.tensorrt.cuda import Gpu
+from tfexport.tensorrt.kernels import KernelStore
 from tfexport.tensorrt.session.replica import MAX_FREE_REPLICAS
 from tfexport.tensorrt.session.session import TrtSession
-from tfexport.tensorrt.session.step import FOUND, GIVEN
+from tfexport.tensorrt.session.step import FOUND
 
 FORMS: tuple[Form, ...] = ("static", "concat")
 
@@ -146,21 +145,6 @@ def test_a_graph_takes_all_in_with_one_copy_and_out_with_one(dates: Model) -> No
     assert sorted(len(graph.work) for graph in cuda._graphs.values()) == [3, *sizes], "fed by the host"
 
 
-def test_greedy_search_that_filters_overlaps_its_steps_too(dates: Model) -> None:
-    """`min_new_tokens` asks for a second candidate, and nearly always goes on with the first."""
-    cuda, config = CudaDouble(), DecodeConfig(max_new_tokens=15, min_new_tokens=15)
-    session = dates.trt(cuda=cuda)
-    found = decode(session, dates.sources[:2], config)
-    follows = [
-        name
-        for replica in session._pool._replicas
-        for step in replica._decoder._steps._items.values()
-        for name in step._runner._graphs
-    ]
-    assert {"follow 0", "follow 1"} & set(follows), "begun ahead"
-    assert found == decode(dates.trt(), dates.sources[:2], config)
-
-
 @pytest.mark.parametrize("width", [1, 2])
 def test_an_overlapped_step_is_dropped_when_the_host_decides_otherwise(dates: Model, width: int) -> None:
     """Other tokens, rows that changed places, a source that joined: whatever was begun is not used."""
@@ -215,33 +199,6 @@ def test_sources_may_leave_before_the_encoder_has_read_its_mask(dates: Model, fo
     assert_as_alone(dates, found, [sources[2], sources[1]], [[dates.start]] * 2)
 
 
-def test_a_slot_without_a_source_still_attends_to_something(dates: Model) -> None:
-    cuda = CudaDouble()
-    batch, new = dates.started(dates.trt(cuda=cuda), 3)
-    batch.step(new, 1)
-    size, source_len = batch._layout.size, batch._layout.source_len
-    _, mask = pad_right(dates.sources[:3], dates.spec.tokens.pad)
-    assert (size, source_len) == (4, 1 << (mask.shape[1] - 1).bit_length())
-    assert batch._replica is not None
-    address = batch._replica._device.memory["source_mask"]
-    on_device = cuda.view(address, size * source_len, on_device=True).view(bool).reshape(size, source_len)
-    np.testing.assert_array_equal(on_device[:3], np.pad(mask, ((0, 0), (0, source_len - mask.shape[1]))))
-    assert on_device[3].tolist() == [True] + [False] * (source_len - 1)
-
-
-def test_rows_without_a_source_stand_at_length_0(dates: Model) -> None:
-    cuda = CudaDouble(prompt=True)
-    batch, new = dates.started(dates.trt(cuda=cuda), 4)
-    for _ in range(3):
-        new = batch.step(new, 1).token_ids[:, 0]
-    batch.remove(np.array([1]))
-    for _ in range(2):
-        new = batch.step(new[:3], 1).token_ids[:, 0]
-    assert batch._replica is not None
-    lengths = cuda.view(batch._replica._device.memory[GIVEN], 32, on_device=True).view(np.int64)
-    assert lengths.tolist() == [5, 0, 5, 5], "of the step that overlaps"
-
-
 def test_beams_are_reordered_by_a_graph(dates: Model) -> None:
     cuda = CudaDouble()
     batch, new = dates.started(dates.trt(cuda=cuda), 2, 4)
@@ -253,17 +210,6 @@ def test_beams_are_reordered_by_a_graph(dates: Model) -> None:
     assert enqueued == [1, 2, 3, 4, 4, 4], "directly, then captured, then replayed; there and back"
     batch.reorder(np.arange(8))
     assert cuda.counts["enqueue reorder"] // (2 * dates.spec.layers) == 4, "nothing moves where all stay"
-
-
-def test_a_reorder_moves_every_number_once(dates: Model) -> None:
-    """What the engine gathers goes where it stays: nothing is copied back."""
-    cuda = CudaDouble(prompt=True)
-    batch, new = dates.started(dates.trt(cuda=cuda), 2, 4)
-    batch.step(new, 8)
-    for _ in range(4):
-        before = cuda.counts["copied bytes"]
-        batch.reorder(np.array([1, 0, 2, 2, 5, 4, 7, 7]))
-        assert cuda.counts["copied bytes"] == before
 
 
 def test_memory_for_a_second_set_of_caches_comes_with_the_first_reorder(dates: Model) -> None:
@@ -458,13 +404,6 @@ def test_engines_that_take_what_the_bundle_takes_ask_for_another_bundle(dates: M
     assert limits.source_length.for_more(99) == ", or export with a larger --max-source-length if the model allows it"
     assert limits.target_length.most == dates.spec.max_target_length
     assert limits.rows.for_more(64) == ", or build engines for more: tfexport trt BUNDLE --max-batch 64 --force"
-
-
-def test_no_step_is_begun_beyond_the_last_position(dates: Model) -> None:
-    cuda = CudaDouble(prompt=True)
-    session = dates.trt(cuda=cuda, max_target_length=3)
-    greedy_steps(session, dates, 3)
-    assert cuda.counts["launch"] == 2, "three steps, the first directly"
 
 
 class Failing(FakeContext):

@@ -35,9 +35,8 @@ from tfexport.contract import (
 )
 from tfexport.export.reorder import reorder_graph
 from tfexport.tensorrt.build.profiles import make_profiles
-from tfexport.tensorrt.config import EngineConfig, EngineLimits, decoder_plans
-from tfexport.tensorrt.profile import Profile
-from tfexport.tensorrt.session.engine import KeptKernels
+from tfexport.tensorrt.config import EngineConfig, EngineLimits, Profile, decoder_plans
+from tfexport.tensorrt.kernels import KernelStore
 from tfexport.tensorrt.session.resources import ITEM_BYTES
 from tfexport.tensorrt.session.session import TrtSession
 
@@ -428,7 +427,7 @@ def trt_session(
     *,
     cuda: CudaDouble | None = None,
     kind: type[FakeEngine] = FakeEngine,
-    kernels: KeptKernels | None = None,
+    kernels: KernelStore | None = None,
     **changes: Any,
 ) -> TrtSession:
     """Open graphs in a session on doubles; `changes` are fields of EngineConfig."""

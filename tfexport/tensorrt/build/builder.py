@@ -1,91 +1,272 @@
-"""From a network and its profiles to a plan: one engine, built and serialised."""
+"""Build a plan from a network: builder options, profiles, timing cache, progress."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
 
-from tfexport.errors import EngineError, raise_all
-from tfexport.tensorrt.build.network import Network
-from tfexport.tensorrt.build.options import BuilderOptions, apply_options
-from tfexport.tensorrt.build.progress import OnStep, attach_monitor
-from tfexport.tensorrt.build.timing_cache import attach_timing_cache, save_timing_cache
-from tfexport.tensorrt.profile import Profile
+from tfexport._io.atomic import whole_file
+from tfexport.errors import EngineError, TfexportError, raise_all
+from tfexport.tensorrt.build.network import Graph, Network, parse_graph
+from tfexport.tensorrt.config import EngineConfig, Profile, Shape, Target
+from tfexport.tensorrt.cuda import Gpu, need_gpu
+from tfexport.tensorrt.library import PORTABLE, Library, load_library
 
-# How TensorRT-RTX names its kernels inside a plan: seen with 1.7.1, documented nowhere.
-_KERNEL = re.compile(rb"function=\{ name=([\w.]+)")
+MIB = 1024 * 1024
+# A timing cache of a large network has a few megabytes.
+MAX_TIMING_CACHE_BYTES = 1024 * MIB
+
+# The oldest compute capability with float8 (Ada).
+_FP8 = (8, 9)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class SerializedEngine:
-    """A built engine.
-
-    Attributes:
-        name: of the plan.
-        data: the serialised engine. Two builds of one graph differ in some bytes.
-        layers: layers of the network by type; KV_CACHE_UPDATE and ATTENTION_INPUT tell which form it is.
-        kernels: what they became, by name, where the plan shows it; else empty.
-        log: what the library said from INFO up, a line each.
-    """
+    """A built plan; two builds of one graph differ in some bytes."""
 
     name: str
     data: bytes
-    layers: Mapping[str, int]
-    kernels: Mapping[str, int]
+    layers: Mapping[str, int]  # by type; KV_CACHE_UPDATE and ATTENTION_INPUT show the form
     log: list[str]
+
+
+def resolve_options(library: Library, config: EngineConfig, gpu: Gpu | None) -> EngineConfig:
+    """Choose the compute capabilities to build for, and check all options of the builder; builds nothing.
+
+    Returns:
+        The configuration with compute capabilities in order. One that the library does not name is that of the GPU at
+        hand; there are none if the library always builds for the GPU at hand.
+
+    Raises:
+        EngineError: lists everything that this library does not accept, would ignore or cannot do, with the remedy.
+    """
+    capabilities, problems = _compute_capabilities(library, config.compute_capabilities, gpu)
+    problems += _unsupported(library, config)
+    problems += _fp8_problems(config, capabilities or ((gpu.compute_capability,) if gpu else ()))
+    raise_all(EngineError, f"{library.target} {library.version}", problems)
+    return replace(config, compute_capabilities=capabilities)
+
+
+def builder_flags(library: Library, config: EngineConfig) -> tuple[str, ...]:
+    """Return the builder flags by name; "noTF32", as trtexec calls it, clears TF32, so that float32 means float32."""
+    # TensorRT-RTX promises only with this flag that a CUDA graph can be captured; contexts get their memory anyway.
+    has_allocation_flag = hasattr(library.trt.BuilderFlag, "REQUIRE_USER_ALLOCATION")
+    flags = {"REQUIRE_USER_ALLOCATION": has_allocation_flag, "VERSION_COMPATIBLE": config.version_compatible}
+    return ("noTF32", *(flag for flag, is_set in flags.items() if is_set))
 
 
 def build_engine(
     network: Network,
     profiles: Sequence[Profile],
-    options: BuilderOptions,
-    on_step: OnStep = lambda phase, step, total: None,
+    options: EngineConfig,
+    on_progress: Callable[[float], None] = lambda done: None,
 ) -> SerializedEngine:
-    """Build one engine.
+    """Build one engine with profiles of `make_profiles` and options of `resolve_options`.
 
-    Args:
-        network: from `parse_graph`.
-        profiles: from `make_profiles`, in order.
-        options: from `resolve_options`.
-        on_step: called with the phase, the step reached and the steps of the phase; what it raises cancels the build.
+    `on_progress` is called with the finished part, 0 to 1; an exception cancels the build.
 
     Raises:
         BackendError: there is a timing cache, and no GPU.
-        EngineError: the network cannot be built, an option or profile does not fit; with the library's reasons.
+        EngineError: the network cannot be built, or an option or profile does not fit; with the library's reasons.
     """
     config = network.builder.create_builder_config()
     if config is None:
         raise EngineError(f"{network.subject}: no configuration can be made: {network.log.reason()}")
     apply_options(network.library, config, options)
-    cache = attach_timing_cache(network.library, config, options.timing_cache)
+    cache = None
+    if options.timing_cache is not None:
+        cache = attach_timing_cache(network.library, config, options.timing_cache)
     _add_profiles(network, config, profiles)
-    data = _build(network, config, on_step)
-    save_timing_cache(config, cache)
-    return SerializedEngine(
-        name=network.name,
-        data=data,
-        layers=network.layers,
-        kernels=_kernels(data),
-        log=network.log.lines(),
-    )
-
-
-def _build(network: Network, config: Any, on_step: OnStep) -> bytes:
-    monitor = attach_monitor(network.library, config, on_step)
+    config.progress_monitor = monitor = _monitor(network.library, on_progress)
     memory = network.builder.build_serialized_network(network.definition, config)
     if monitor.error is not None:
         raise monitor.error
     if memory is None or not memory.nbytes:
         raise EngineError(f"{network.subject}: the engine cannot be built: {network.log.reason()}")
-    return bytes(memory)
+    if cache is not None:
+        save_timing_cache(config, cache)
+    return SerializedEngine(network.name, bytes(memory), network.layers, network.log.lines())
+
+
+def probe(library: str, model: bytes) -> dict[str, str]:
+    """Build an engine from a small graph and load it, which shows whether a library supports this GPU.
+
+    Returns:
+        "" for "gpu" if it does, else what is wrong.
+    """
+    try:
+        loaded = load_library(cast(Target, library))
+        log = loaded.listen()
+        runtime = loaded.runtime(log)
+        network = parse_graph(loaded, Graph("probe", model, Path("probe.onnx")))
+        engine = build_engine(network, (), resolve_options(loaded, EngineConfig(), need_gpu()))
+        if runtime.deserialize_cuda_engine(engine.data) is None:
+            return {"gpu": f"{library} {loaded.version} refuses an engine on this GPU: {log.reason()}"}
+    except TfexportError as error:
+        return {"gpu": str(error)}
+    return {"gpu": ""}
+
+
+def apply_options(library: Library, config: Any, options: EngineConfig) -> None:
+    """Set the options of an `IBuilderConfig`; raises `EngineError` if a compute capability is refused."""
+    trt = library.trt
+    config.clear_flag(trt.BuilderFlag.TF32)
+    for name in builder_flags(library, options)[1:]:
+        config.set_flag(getattr(trt.BuilderFlag, name))
+    config.max_aux_streams = 0  # one stream does everything in order
+    if options.workspace_mib is not None:
+        config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace_mib * MIB)
+    if options.builder_optimization_level is not None:
+        config.builder_optimization_level = options.builder_optimization_level
+    if options.hardware_compatibility != "none":
+        level = getattr(trt.HardwareCompatibilityLevel, options.hardware_compatibility.upper())
+        config.hardware_compatibility_level = level
+    if options.compute_capabilities:
+        known = library.compute_capabilities()
+        config.num_compute_capabilities = len(options.compute_capabilities)
+        refused = [
+            capability
+            for i, capability in enumerate(options.compute_capabilities)
+            if not config.set_compute_capability(known.get(capability, trt.ComputeCapability.CURRENT), i)
+        ]
+        if refused:
+            raise EngineError(f"{library.target} {library.version}: refuses compute capability {', '.join(refused)}")
+
+
+def attach_timing_cache(library: Library, config: Any, directory: str) -> Path:
+    """Let an `IBuilderConfig` use the timing cache of this version and GPU in a directory, which need not exist.
+
+    Returns:
+        The file to save to, such as "10.16.1.11-NVIDIA-L4.timing".
+    """
+    path = Path(directory) / f"{library.version}-{re.sub('[^A-Za-z0-9.]+', '-', need_gpu().name)}.timing"
+    try:
+        if path.exists() and (not path.is_file() or path.stat().st_size > MAX_TIMING_CACHE_BYTES):
+            raise EngineError(f"timing cache {path}: no file of at most {MAX_TIMING_CACHE_BYTES} bytes; remove it")
+        known = path.read_bytes() if path.exists() else b""
+    except OSError as error:
+        raise EngineError(f"timing cache {path}: cannot be read ({error.strerror}); choose another place") from error
+    cache = config.create_timing_cache(known)
+    if cache is None or not config.set_timing_cache(cache, ignore_mismatch=False):
+        raise EngineError(f"timing cache {path}: {library.target} {library.version} does not take it; remove it")
+    return path
+
+
+def save_timing_cache(config: Any, path: Path) -> None:
+    """Write the timings of a build to the file of `attach_timing_cache`, atomically."""
+    cache = config.get_timing_cache()
+    memory = None if cache is None else cache.serialize()
+    if memory is None:
+        raise EngineError(f"timing cache {path}: the library returns none; build without --timing-cache")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(path) as draft:
+            draft.write_bytes(bytes(memory))
+    except OSError as error:
+        raise EngineError(f"timing cache {path}: cannot be written ({error.strerror}); choose another place") from error
+
+
+class Monitor:
+    """Calls `on_progress` with the finished part of a build, from 0 to 1, which never falls.
+
+    An exception of `on_progress`, Ctrl-C included, cancels the build and is stored in `error`, because it must not pass
+    through the library.
+    """
+
+    def __init__(self, on_progress: Callable[[float], None]) -> None:
+        super().__init__()
+        self._on_progress = on_progress
+        self._done = 0.0
+        self._open: dict[str, tuple[int, int]] = {}  # steps reached and steps of each phase, the outermost first
+        self.error: BaseException | None = None
+
+    def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
+        """Start a phase; called by the library."""
+        self._reach(phase_name, 0, num_steps)
+
+    def step_complete(self, phase_name: str, step: int) -> bool:
+        """Count a step, from 0, and return whether to continue; called by the library."""
+        if phase_name in self._open:
+            self._reach(phase_name, step + 1, self._open[phase_name][1])
+        return self.error is None
+
+    def phase_finish(self, phase_name: str) -> None:
+        """End a phase, possibly before its last step; called by the library."""
+        if phase_name in self._open:
+            steps = self._open[phase_name][1]
+            self._reach(phase_name, steps, steps)
+            del self._open[phase_name]
+
+    def _reach(self, phase: str, step: int, steps: int) -> None:
+        self._open[phase] = step, steps
+        part = 0.0
+        for reached, total in reversed(self._open.values()):
+            part = min(1.0, (reached + part) / total) if total else 0.0
+        self._done = max(self._done, part)
+        if self.error is None:
+            try:
+                self._on_progress(self._done)
+            except BaseException as error:  # noqa: BLE001 - raised again by `build_engine`
+                self.error = error
+
+
+def _monitor(library: Library, on_progress: Callable[[float], None]) -> Monitor:
+    monitor: Monitor = type("TensorRTProgress", (Monitor, library.trt.IProgressMonitor), {})(on_progress)
+    return monitor
+
+
+def _compute_capabilities(
+    library: Library, wanted: Sequence[str], gpu: Gpu | None
+) -> tuple[tuple[str, ...], list[str]]:
+    """Choose the requested capabilities, else that of the GPU, else all portable ones; also return the problems.
+
+    The library's enum lags behind its kernels: a capability that it does not name can be built if it is that of the GPU
+    at hand, and alone. Whether there are kernels for it shows when it builds or loads.
+    """
+    known = library.compute_capabilities()
+    if not known:
+        listed = f"compute capability {', '.join(wanted)}: it builds for the GPU at hand"
+        return (), [f"{listed}; leave it out or choose --target tensorrt-rtx"] if wanted else []
+    here = gpu.compute_capability if gpu else None
+    chosen = wanted or ((here,) if here else PORTABLE)
+    if here and here not in known and set(chosen) == {here}:
+        return (here,), []
+    unknown = [capability for capability in chosen if capability not in known]
+    at_hand = "the GPU at hand alone" if here else "a GPU at hand, and there is none"
+    listed = f"compute capability {', '.join(unknown)}: it builds for {', '.join(known)}, or for {at_hand}"
+    problems = [f"{listed}; choose among them, or --target tensorrt on such a GPU"] if unknown else []
+    return tuple(capability for capability in known if capability in chosen), problems
+
+
+def _unsupported(library: Library, config: EngineConfig) -> Iterator[str]:
+    """Name options that a build would fail on or silently ignore."""
+    if config.hardware_compatibility != "none":
+        level = config.hardware_compatibility.upper()
+        if library.builds_without_gpu:
+            yield "hardware compatibility is ignored by this library; name the GPUs with --compute-capability"
+        elif not hasattr(library.trt.HardwareCompatibilityLevel, level):
+            yield f"hardware compatibility {config.hardware_compatibility} is newer than this version; upgrade it"
+    if library.builds_without_gpu and config.version_compatible:
+        yield "engines are bound to their version, there is no runtime for others; leave --version-compatible out"
+    if library.builds_without_gpu and config.timing_cache is not None:
+        yield "a timing cache has no effect, tactics are not timed; leave --timing-cache out"
+
+
+def _fp8_problems(config: EngineConfig, capabilities: Sequence[str]) -> list[str]:
+    too_old = [capability for capability in capabilities if tuple(map(int, capability.split("."))) < _FP8]
+    if config.weights != "fp8" or not too_old:
+        return []
+    least, listed = ".".join(map(str, _FP8)), ", ".join(too_old)
+    need = f"weights fp8 need compute capability {least} or newer, not {listed}"
+    return [f"{need}; name newer ones with --compute-capability, or choose int8"]
 
 
 def _add_profiles(network: Network, config: Any, profiles: Sequence[Profile]) -> None:
-    """Add each profile after checking it: the library takes unknown names and contradictions without a word."""
+    """Check profiles and add them: the library silently accepts unknown names and contradictions."""
     problems = [problem for i, profile in enumerate(profiles) for problem in _misfits(network, i, profile)]
     raise_all(EngineError, network.subject, problems)
     for index, profile in enumerate(profiles):
@@ -106,11 +287,8 @@ def _misfits(network: Network, index: int, profile: Profile) -> list[str]:
     problems += [f"profile {index} has no shapes for {name}" for name in inputs if name not in profile]
     for name in inputs.keys() & profile.keys():
         tensor, shapes = inputs[name], profile[name]
-        if tensor.is_shape_input:
-            is_fit = all(len(shape) == math.prod(tensor.shape) for shape in (shapes.min, shapes.opt, shapes.max))
-        else:
-            is_fit = all(_fits(shape, tensor.shape) for shape in (shapes.min, shapes.opt, shapes.max))
-        if not is_fit:
+        free = (-1,) * math.prod(tensor.shape) if tensor.is_shape_input else tensor.shape
+        if not all(_fits(shape, free) for shape in (shapes.min, shapes.opt, shapes.max)):
             problems.append(
                 f"profile {index} gives {name} the shapes {shapes.min}, {shapes.opt} and {shapes.max}, "
                 f"expected such as {tensor.shape}"
@@ -120,10 +298,5 @@ def _misfits(network: Network, index: int, profile: Profile) -> list[str]:
     return problems
 
 
-def _fits(shape: tuple[int, ...], free: tuple[int, ...]) -> bool:
+def _fits(shape: Shape, free: Shape) -> bool:
     return len(shape) == len(free) and all(size in (-1, given) for given, size in zip(shape, free, strict=True))
-
-
-def _kernels(data: bytes) -> dict[str, int]:
-    found = Counter(match[1].decode() for match in _KERNEL.finditer(data))
-    return dict(sorted(found.items()))

@@ -1,4 +1,4 @@
-"""From the bytes of a graph to a network that TensorRT computes as the graph says, or an error that names the node."""
+"""Parse a graph into a network, and check that TensorRT computes what the graph states."""
 
 from __future__ import annotations
 
@@ -12,36 +12,23 @@ from typing import Any
 from tfexport._io.extras import install_command
 from tfexport.contract import GraphSpec
 from tfexport.errors import EngineError, raise_all
-from tfexport.tensorrt.library import Library
-from tfexport.tensorrt.log import Log, without_noise
+from tfexport.tensorrt.config import Shape
+from tfexport.tensorrt.library import Library, Log, without_noise
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One input or output of a network.
-
-    Attributes:
-        name: as in the graph.
-        dtype: as the graph contract spells it.
-        shape: -1 where the size is free.
-        is_shape_input: its values, not only its sizes, decide shapes; it lives in host memory.
-    """
+    """One input or output of a network; free sizes are -1, and the values of a shape input decide shapes."""
 
     name: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
     is_shape_input: bool
 
 
 @dataclass(frozen=True)
 class Graph:
-    """A graph to build.
-
-    Attributes:
-        name: of the plan that it becomes.
-        data: a serialised ONNX model; of the static form with a number for its capacity.
-        path: where it lies or would lie; its external data is found beside it.
-    """
+    """A graph to build: name of its plan, serialized ONNX model, and a path next to its external data."""
 
     name: str
     data: bytes
@@ -50,75 +37,60 @@ class Graph:
 
 @dataclass(frozen=True)
 class Network:
-    """A parsed graph, with everything alive that it refers to.
-
-    Attributes:
-        name: of the plan that it becomes.
-        library: that parsed it.
-        log: what the library said since then; has the reason when something fails.
-        definition: the `INetworkDefinition`.
-        builder: that made it.
-        parser: that filled it and owns its weights.
-        inputs: in order.
-        outputs: in order.
-        layers: how many layers there are of each type, by the name of the type.
-    """
+    """A parsed graph with the name of its plan, and everything that has to live as long as it."""
 
     name: str
     library: Library
-    log: Log
-    definition: Any
+    log: Log  # since parsing began
+    definition: Any  # INetworkDefinition
     builder: Any
-    parser: Any
+    parser: Any  # owns the weights
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
-    layers: Mapping[str, int]
+    layers: Mapping[str, int]  # by the name of their type
 
     @property
     def subject(self) -> str:
-        """What an error begins with."""
+        """The subject of errors."""
         return f"{self.library.target} {self.library.version}: {self.name}"
 
 
 def parse_graph(library: Library, graph: Graph) -> Network:
-    """Parse a graph and make sure that it is computed as it says.
+    """Parse a graph and check its attention and caches.
 
-    Attention is marked as decomposable: there are no fused kernels for float32, nor for every width of a head.
-
-    Args:
-        library: to parse with.
-        graph: to parse.
+    Attention is marked as decomposable: there are no fused kernels for float32, nor for every head size.
 
     Raises:
         BackendError: this library parses on a GPU only, and there is none.
-        EngineError: lists every node that cannot be parsed, with the reason, and all attention that would be
-            computed wrongly, and all caches that are read otherwise than through their update.
+        EngineError: lists every node that cannot be parsed, with the reason, all attention that would be computed
+            wrongly, and all caches that are read in another way than through their update.
     """
     subject = f"{library.target} {library.version}: {graph.path.name}"
     if not graph.data:
         raise EngineError(f"{subject}: the graph is empty; export the bundle again")
     log = library.listen()
     builder = library.builder(log)
-    definition = _made(builder.create_network(library.strongly_typed()), subject, "network", log)
-    parser = _made(library.trt.OnnxParser(definition, library.logger), subject, "parser", log)
+    definition = builder.create_network(library.strongly_typed())
+    parser = None if definition is None else library.trt.OnnxParser(definition, library.logger)
+    if parser is None:
+        raise EngineError(f"{subject}: no network or parser can be made: {log.reason()}")
     is_parsed = parser.parse(graph.data, str(graph.path))
     errors = [parser.get_error(i) for i in range(parser.num_errors)]
     if errors or not is_parsed:
         problems = [_describe(error) for error in errors] or [log.reason()]
         if any("Attention" in error.node_operator() for error in errors):
-            problems += _graph_problems(graph.data)  # they have the remedy, which the parser has not
+            problems += _attention_problems(graph.data)  # these contain the remedy
         raise_all(EngineError, f"{subject}: the graph cannot be parsed", problems)
     if definition.num_outputs == 0:
         raise EngineError(f"{subject}: the graph has no outputs; export the bundle again")
     layers = [definition.get_layer(i) for i in range(definition.num_layers)]
     attention = list(_attention(library, layers))
-    problems = _graph_problems(graph.data) if attention else []
+    problems = _attention_problems(graph.data) if attention else []
     found = [(layer.name, problem) for layer in attention if (problem := _causal_problem(layer))]
     problems += [problem for name, problem in found if not any(repr(name) in known for known in problems)]
     raise_all(EngineError, subject, problems + _cache_problems(library, layers))
     for layer in attention:
-        # Where there is a fused kernel it is taken all the same; without one, and in float32 there is none, the
-        # build would fail. `SerializedEngine.kernels` tells which it was.
+        # A fused kernel is used anyway if there is one. If there is none, as for float32, the build would fail.
         layer.decomposable = True
     return Network(
         name=graph.name,
@@ -134,11 +106,7 @@ def parse_graph(library: Library, graph: Graph) -> Network:
 
 
 def check_contract(network: Network, contract: GraphSpec) -> None:
-    """Make sure that a network takes and gives what the contract says.
-
-    Raises:
-        EngineError: lists every name that is missing, too much or of another type.
-    """
+    """Raise `EngineError` if names or types of inputs and outputs differ from the contract."""
     problems = []
     for found, expected in ((network.inputs, contract.inputs), (network.outputs, contract.outputs)):
         got = {tensor.name: tensor.dtype for tensor in found}
@@ -151,14 +119,8 @@ def check_contract(network: Network, contract: GraphSpec) -> None:
     raise_all(EngineError, network.subject, problems)
 
 
-def _made(thing: Any, subject: str, kind: str, log: Log) -> Any:
-    if thing is None:
-        raise EngineError(f"{subject}: no {kind} can be made: {log.reason()}")
-    return thing
-
-
 def _describe(error: Any) -> str:
-    """Spell a `ParserError`: node, operator and reason."""
+    """Spell a `ParserError`: operator, node and reason."""
     node = " ".join(part for part in (error.node_operator(), repr(error.node_name())) if part.strip("'"))
     reason = f"{error.code().name} {without_noise(error.desc())}"
     return f"{node}: {reason}" if node else reason
@@ -169,17 +131,17 @@ def _tensor(library: Library, tensor: Any) -> Tensor:
 
 
 def _attention(library: Library, layers: list[Any]) -> Iterator[Any]:
-    """Find each `IAttention`; versions that have none of them refuse the operator in their parser."""
+    """Find each `IAttention`; versions without it refuse the operator in their parser."""
     kind = getattr(library.trt.LayerType, "ATTENTION_INPUT", None)
     for layer in layers:
         if kind is not None and layer.type == kind:
-            # The network hands out plain layers; this is how the bindings turn one into what it is.
+            # The network returns plain layers; the bindings downcast them in this way.
             layer.__class__ = library.trt.IAttentionInputLayer
             yield layer.attention
 
 
-def _graph_problems(graph: bytes) -> list[str]:
-    """Say which attention the parser reads otherwise than it is meant; what it drops, the network does not show."""
+def _attention_problems(graph: bytes) -> list[str]:
+    """Name attention that the parser misreads; the network does not show attributes that the parser drops."""
     if importlib.util.find_spec("onnx") is None:
         return [f"the graph has attention, which cannot be checked without onnx; {install_command('onnx')}"]
     from tfexport.export.attention_check import attention_problems
@@ -188,24 +150,23 @@ def _graph_problems(graph: bytes) -> list[str]:
 
 
 def _causal_problem(attention: Any) -> str | None:
-    """Refuse a causal mask of the library's own, which counts from the first key whatever a cache holds."""
+    """Refuse the library's own causal mask, which counts from the first key even if there is a cache."""
     if hasattr(attention, "causal_kind"):
         kind = attention.causal_kind.name
     else:  # TensorRT 10 knows one kind only
         kind = "UPPER_LEFT" if attention.causal else "NONE"
-    if kind == "NONE":
-        return None
     queries, keys = (attention.get_input(i).shape[2] for i in (0, 1))
-    if kind == "UPPER_LEFT" and queries == keys > 0:
+    if kind == "NONE" or (kind == "UPPER_LEFT" and queries == keys > 0):
         return None
+    numbers = ["any number of" if size < 0 else size for size in (queries, keys)]
     return (
-        f"Attention {attention.name!r} is causal ({kind}) over {_length(queries)} queries and {_length(keys)} keys, "
+        f"Attention {attention.name!r} is causal ({kind}) over {numbers[0]} queries and {numbers[1]} keys, "
         "which TensorRT aligns otherwise than ONNX does; give it a mask [batch, 1, target_len, len] instead"
     )
 
 
 def _cache_problems(library: Library, layers: list[Any]) -> list[str]:
-    """Refuse whoever reads a cache as it was: the update writes into the same memory, before or after."""
+    """Refuse layers that read a cache before its update: the update writes into the same memory, earlier or later."""
     kind = getattr(library.trt.LayerType, "KV_CACHE_UPDATE", None)
     caches = {layer.get_input(0).name: layer.name for layer in layers if kind is not None and layer.type == kind}
     problems = []
@@ -217,7 +178,3 @@ def _cache_problems(library: Library, layers: list[Any]) -> list[str]:
                 for name in sorted(read & caches.keys())
             ]
     return problems
-
-
-def _length(size: int) -> str:
-    return "any number of" if size < 0 else str(size)

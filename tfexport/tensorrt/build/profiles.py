@@ -1,7 +1,7 @@
-"""Which shapes an engine takes: limits of the engines, dimension by dimension, then one profile for each kind of call.
+"""The optimization profiles of all engines of a bundle.
 
-A shape given in trtexec's spelling binds dimensions, not tensors: "source_ids:4x64" says batch = 4 and
-source_len = 64 wherever they occur, so that all inputs of all engines stay consistent.
+A shape in trtexec's spelling binds dimensions, not tensors: "source_ids:4x64" means batch = 4 and source_len = 64
+wherever they occur, so that all inputs of all engines are consistent.
 """
 
 from __future__ import annotations
@@ -24,18 +24,25 @@ from tfexport.contract import (
     reorder_spec,
 )
 from tfexport.errors import ConfigError, raise_all, shortened
-from tfexport.tensorrt.config import EngineConfig, EngineLimits, decoder_plans, default_capacities
-from tfexport.tensorrt.profile import Profile, Shape, ShapeRange
+from tfexport.tensorrt.config import (
+    EngineConfig,
+    EngineLimits,
+    Profile,
+    Shape,
+    ShapeRange,
+    decoder_plans,
+    default_capacities,
+)
 
-# What a step returns when nobody says otherwise, and what TensorRT's TopK takes at most.
+# Candidates of a step by default, and the limit of TensorRT's TopK.
 MAX_CANDIDATES, TOPK_LIMIT = 256, 3840
 
-# Tokens of a prefix that a decoder reads at once when nobody says otherwise; a session feeds longer ones in pieces. The
-# activations of a prefill grow with it, in fp32 with its square.
+# Tokens of a prompt that a decoder reads at once by default; a session splits longer ones. The activations of a prefill
+# grow with it, in fp32 with its square.
 PREFIX_PIECE = 16
 
-# Where ranges may begin; all others at 1. A session needs the least sizes whatever it is asked: it starts with no past,
-# and sources that end leave a batch of one. A prefill of one token is a step.
+# Minimum of each range; 1 for all others. A session always needs the smallest sizes: it starts without past, and its
+# last source is a batch of one. A prefill of one token is a step.
 _LEAST = {"past_len": (0,), "target_len": (1, 2)}
 
 Bound = Literal["min", "opt", "max"]
@@ -45,7 +52,7 @@ _ENTRY = re.compile(r"\s*(.+):([0-9]{1,9}(?:x[0-9]{1,9})*)\s*")
 
 @dataclass(frozen=True)
 class Range:
-    """From the least size over the usual one, which TensorRT tunes for, to the largest."""
+    """Smallest, usual and largest size of a dimension; TensorRT tunes for the usual one."""
 
     min: int
     opt: int
@@ -54,12 +61,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Profiles:
-    """What all engines of a bundle take.
-
-    Attributes:
-        limits: the largest sizes.
-        engines: by plan name, one profile each; a decoder has two, `STEP` and `PREFILL`.
-    """
+    """The profiles of all engines by plan name, `STEP` and `PREFILL` for a decoder, and the largest sizes."""
 
     limits: EngineLimits
     engines: Mapping[str, tuple[Profile, ...]]
@@ -69,15 +71,14 @@ def make_profiles(spec: ModelSpec, form: Form, config: EngineConfig) -> Profiles
     """Derive the profiles of all engines from limits and shapes.
 
     Args:
-        spec: of the bundle; its lengths are the limits where `config` gives none.
-        form: of the decoder; not used for an encoder alone.
+        spec: of the bundle; its lengths are the default limits.
+        form: of the decoder; unused for encoder-only bundles.
         config: max_batch, the two lengths, the capacities and the three texts of shapes.
 
     Raises:
-        ConfigError: lists every limit that the model does not have and every shape that is unknown, contradictory
-            or out of range.
+        ConfigError: lists every limit above the model's and every shape that is unknown, contradictory or out of range.
     """
-    problems = _length_problems(spec, config) + _capacity_problems(spec, form, config)
+    problems = _limit_problems(spec, form, config)
     raise_all(ConfigError, "engine", problems)
     limits = _limits(spec, form, config)
     plans = decoder_plans(form, limits) if spec.has_decoder else {}
@@ -101,26 +102,21 @@ def make_profiles(spec: ModelSpec, form: Form, config: EngineConfig) -> Profiles
     return Profiles(limits, {name: _profiles(graph, ranges, plans.get(name)) for name, graph in graphs.items()})
 
 
-def _length_problems(spec: ModelSpec, config: EngineConfig) -> list[str]:
+def _limit_problems(spec: ModelSpec, form: Form, config: EngineConfig) -> list[str]:
     problems = []
     for name in ("max_source_length", "max_target_length"):
         wanted, most = getattr(config, name), getattr(spec, name)
         if wanted is not None and wanted > most:
             remedy = "export the bundle with more" if most else "leave it out for an encoder alone"
             problems.append(f"{name} is {wanted}, the bundle has {most}; {remedy}")
+    if config.capacities:
+        most = config.max_target_length or spec.max_target_length
+        given = f"capacities are {', '.join(map(str, config.capacities))}"
+        if not spec.has_decoder or form != "static":
+            problems.append(f"{given}, which is for decoders of the static form; leave them out")
+        elif config.capacities[-1] > most:
+            problems.append(f"{given}, expected at most max_target_length, {most}")
     return problems
-
-
-def _capacity_problems(spec: ModelSpec, form: Form, config: EngineConfig) -> list[str]:
-    given = ", ".join(map(str, config.capacities))
-    if not given:
-        return []
-    if not spec.has_decoder or form != "static":
-        return [f"capacities are {given}, which is for decoders of the static form; leave them out"]
-    most = config.max_target_length or spec.max_target_length
-    return (
-        [f"capacities are {given}, expected at most max_target_length, {most}"] if config.capacities[-1] > most else []
-    )
 
 
 def _limits(spec: ModelSpec, form: Form, config: EngineConfig) -> EngineLimits:
@@ -139,23 +135,22 @@ def _limits(spec: ModelSpec, form: Form, config: EngineConfig) -> EngineLimits:
 
 
 def _graphs(spec: ModelSpec, form: Form, decoders: Mapping[str, int]) -> dict[str, GraphSpec]:
-    """Return the contract of each plan; decoders of the static form have their capacity as a number."""
+    """Return the contract of each plan, with the capacity of decoders as a number."""
     graphs = {ENCODER: encoder_graph(spec)}
     for plan, capacity in decoders.items():
         decoder = decoder_graph(spec, form)
-        fixed = tuple(_fix(tensor, {"capacity": capacity}) for tensor in decoder.inputs)
-        graphs[plan] = replace(decoder, inputs=fixed)
+        inputs = [
+            replace(tensor, shape=tuple(capacity if dim == "capacity" else dim for dim in tensor.shape))
+            for tensor in decoder.inputs
+        ]
+        graphs[plan] = replace(decoder, inputs=tuple(inputs))
     if decoders:
         graphs[REORDER] = reorder_spec(spec.precision)
     return graphs
 
 
-def _fix(tensor: TensorSpec, sizes: Mapping[str, int]) -> TensorSpec:
-    return replace(tensor, shape=tuple(sizes.get(dim, dim) if isinstance(dim, str) else dim for dim in tensor.shape))
-
-
 def _ranges(spec: ModelSpec, form: Form, limits: EngineLimits, piece: int) -> dict[str, Range]:
-    """Return each free dimension; `target_len` is that of the prefill, which reads a `piece` of a prefix at once."""
+    """Return each free dimension; `target_len` is that of the prefill, which reads a `piece` of a prompt at once."""
     ranges = {"batch": _up_to(limits.max_batch), "source_len": _up_to(limits.max_source_length)}
     if spec.has_decoder:
         most = limits.max_target_length
@@ -171,7 +166,7 @@ def _ranges(spec: ModelSpec, form: Form, limits: EngineLimits, piece: int) -> di
 
 
 def _widths(spec: ModelSpec, capacity: int, ranges: Mapping[str, Range]) -> Range:
-    """Size one row of one cache tensor, viewed flat: the target's of `capacity` tokens, or the source's."""
+    """Return the numbers in a row of a cache tensor: the target's of `capacity` tokens, or the source's."""
     narrow, wide = sorted((spec.cache_heads * spec.head_dim, spec.cache_heads * spec.value_dim))
     longest = max(capacity, ranges["source_len"].max, ranges["past_len"].max if "past_len" in ranges else 0)
     return Range(narrow, wide * capacity, wide * longest)
@@ -182,7 +177,7 @@ def _up_to(most: int) -> Range:
 
 
 def _bind(bound: Bound, config: EngineConfig, graphs: Mapping[str, GraphSpec], problems: list[str]) -> dict[str, int]:
-    """Read one of the three texts and return the dimensions that it binds."""
+    """Read one of the three texts and return the dimensions that it sets; appends problems."""
     option = f"{bound}_shapes"
     tensors = {
         tensor.name: tensor
@@ -196,15 +191,16 @@ def _bind(bound: Bound, config: EngineConfig, graphs: Mapping[str, GraphSpec], p
         if name not in tensors:
             problems.append(f"{option} has {shortened(name)}, expected among {', '.join(tensors)}")
             continue
-        # What is given of a shape input is its value.
+        # For a shape input, its value is given.
         dims = (NUM_CANDIDATES,) if name == NUM_CANDIDATES else tensors[name].shape
+        spelled = "x".join(map(str, dims))
         if len(shape) != len(dims):
-            problems.append(f"{option} has {name} with {len(shape)} sizes, expected {_spell(dims)}")
+            problems.append(f"{option} has {name} with {len(shape)} sizes, expected {spelled}")
             continue
         for dim, size in zip(dims, shape, strict=True):
             if isinstance(dim, int):
                 if size != dim:
-                    problems.append(f"{option} has {size} in {name}, expected {dim} of {_spell(dims)}, which is fixed")
+                    problems.append(f"{option} has {size} in {name}, expected {dim} of {spelled}, which is fixed")
             elif sizes.setdefault(dim, size) != size:
                 problems.append(f"{option} has {dim} {sizes[dim]} in {source[dim]} and {size} in {name}, expected one")
             else:
@@ -213,7 +209,7 @@ def _bind(bound: Bound, config: EngineConfig, graphs: Mapping[str, GraphSpec], p
 
 
 def _entries(option: str, text: str, problems: list[str]) -> Iterator[tuple[str, Shape]]:
-    """Split "name:1x2,other:3": trtexec's spelling, where a name may hold dots and colons."""
+    """Split "name:1x2,other:3", trtexec's spelling; a name may contain dots and colons."""
     seen = set()
     for entry in text.split(",") if text.strip() else ():
         match = _ENTRY.fullmatch(entry)
@@ -226,12 +222,8 @@ def _entries(option: str, text: str, problems: list[str]) -> Iterator[tuple[str,
             yield match[1], tuple(int(size) for size in match[2].split("x"))
 
 
-def _spell(dims: tuple[str | int, ...]) -> str:
-    return "x".join(str(dim) for dim in dims)
-
-
 def _follow(bound: Mapping[Bound, dict[str, int]]) -> None:
-    """Let `rows` and `batch` follow one another where only one is given, and `new_rows` follow them."""
+    """Set `rows` to `batch` or the reverse if only one is given, and `new_rows` to them."""
     for sizes in bound.values():
         for given, other in (("batch", "rows"), ("rows", "batch")):
             if given in sizes:
@@ -241,7 +233,7 @@ def _follow(bound: Mapping[Bound, dict[str, int]]) -> None:
 
 
 def _override(size: Range, given: Mapping[Bound, int]) -> Range:
-    """Put the given bounds in place; the usual size moves between them where it is not given."""
+    """Apply the given bounds; a usual size that is not given moves between them."""
     least, most = given.get("min", size.min), given.get("max", size.max)
     return Range(least, given.get("opt", min(max(size.opt, least), most)), most)
 
@@ -268,7 +260,7 @@ def _range_problems(spec: ModelSpec, form: Form, ranges: Mapping[str, Range], gi
 
 
 def _row_problems(ranges: Mapping[str, Range]) -> list[str]:
-    """The rows of a source are its beams, equally many each; both are limited by one number."""
+    """Check that each source has the same number of rows, its beams, and that one number limits both."""
     rows, batch = ranges["rows"], ranges["batch"]
     problems = [
         f"{bound} has batch {of_batch} and rows {of_rows}, expected a multiple"
@@ -281,10 +273,10 @@ def _row_problems(ranges: Mapping[str, Range]) -> list[str]:
 
 
 def _profiles(graph: GraphSpec, ranges: Mapping[str, Range], capacity: int | None) -> tuple[Profile, ...]:
-    """Return the profiles of a plan; a prefill of a decoder, which alone has a capacity, stays within it.
+    """Return the profiles of a plan; only decoders have a capacity.
 
-    It begins at two tokens where it can: one is a step. With one among its lengths, TensorRT-RTX 1.7.1 leaves attention
-    of the concat form unfused from the third layer on, and wants gigabytes for it.
+    A prefill starts at two tokens if the capacity allows it, because one is a step. If one is among its lengths,
+    TensorRT-RTX 1.7.1 does not fuse attention of the concat form from the third layer on, and needs gigabytes for it.
     """
     if capacity is None:
         return (_profile(graph, ranges),)

@@ -1,9 +1,10 @@
-"""Resolve how the engines of a bundle are built: everything that was left open, and everything that does not fit."""
+"""Resolve how the engines of a bundle are built, and prepare their graphs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TypeVar
 
 from tfexport.bundle.bundle import Bundle
@@ -21,9 +22,13 @@ from tfexport.contract import (
     reorder_spec,
 )
 from tfexport.errors import ConfigError, EngineError, raise_all
-from tfexport.tensorrt.build.options import BuilderOptions, resolve_options
+from tfexport.export.passes import fix_capacity
+from tfexport.export.quantize.qdq import quantize_graphs
+from tfexport.export.reorder import reorder_graph
+from tfexport.tensorrt.build.builder import resolve_options
+from tfexport.tensorrt.build.network import Graph
 from tfexport.tensorrt.build.profiles import Profiles, make_profiles
-from tfexport.tensorrt.config import EngineConfig
+from tfexport.tensorrt.config import EngineConfig, decoder_plans
 from tfexport.tensorrt.cuda import Gpu
 from tfexport.tensorrt.library import Library
 
@@ -32,16 +37,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ResolvedBuild:
-    """How the engines of a bundle are built, with nothing left open.
+    """How the engines of a bundle are built, with every choice made.
 
     Attributes:
         bundle: opened and checked.
         library: that builds.
         gpu: of this machine, None without one.
-        config: with every choice made, as the manifest says it; without the timing cache, a place on this machine.
+        config: for the manifest; without the timing cache, which is a place on this machine.
         spec: of the model in the precision of the engines.
         profiles: of every plan, and the limits that follow.
-        options: what the builder is told.
+        options: for the builder.
         notes: on choices that may surprise, a line each.
     """
 
@@ -51,12 +56,12 @@ class ResolvedBuild:
     config: EngineConfig
     spec: ModelSpec
     profiles: Profiles
-    options: BuilderOptions
+    options: EngineConfig
     notes: tuple[str, ...]
 
     @property
     def form(self) -> Form | None:
-        """Of the decoder; None for an encoder alone."""
+        """Of the decoder; None for encoder-only bundles."""
         return self.config.form
 
     @property
@@ -66,12 +71,12 @@ class ResolvedBuild:
 
     @property
     def is_exported_again(self) -> bool:
-        """Whether the graphs are made anew, since the bundle has another precision."""
+        """Whether the bundle has another precision, so that the graphs are exported again."""
         return self.spec.precision != self.bundle.manifest.spec.precision
 
     @property
     def sources(self) -> dict[str, str]:
-        """The sha256 of every file of the bundle that the engines come from, by name."""
+        """The sha256 of every file of the bundle that the engines are made from, by name."""
         files = self.bundle.manifest.files
         names = [self.bundle.manifest.graphs[graph].file for graph in self.graphs]
         return {name: files[name].sha256 for name in (*names, WEIGHTS) if name in files}
@@ -85,7 +90,7 @@ class ResolvedBuild:
         return decoder_graph(self.spec, self.form)
 
     def aliases(self, plan: str) -> dict[str, str]:
-        """Return which output of a plan has the memory of which input: in the static form present that of past."""
+        """Return output to input for outputs that share memory: present and past in the static form."""
         if self.form != "static" or plan in (ENCODER, REORDER):
             return {}
         pasts, presents = (key_value_names(prefix, self.spec.layers) for prefix in ("past", "present"))
@@ -93,16 +98,10 @@ class ResolvedBuild:
 
 
 def resolve(bundle: Bundle, config: EngineConfig, library: Library, gpu: Gpu | None) -> ResolvedBuild:
-    """Resolve what is left open against a bundle, a library and a machine; builds nothing.
-
-    Args:
-        bundle: opened and checked.
-        config: what the user wants.
-        library: that will build.
-        gpu: of this machine, None without one.
+    """Make every choice that the configuration leaves open; builds nothing.
 
     Raises:
-        EngineError: lists everything that the bundle or the library does not have.
+        EngineError: lists everything that the bundle or the library does not support.
     """
     problems = _bundle_problems(bundle, config)
     notes: list[str] = []
@@ -114,38 +113,67 @@ def resolve(bundle: Bundle, config: EngineConfig, library: Library, gpu: Gpu | N
     assert profiles is not None
     assert options is not None
     resolved = replace(
-        config,
+        options,
         target=library.target,
         form=form,
         precision=spec.precision,
         max_source_length=profiles.limits.max_source_length,
         max_target_length=profiles.limits.max_target_length or None,
         capacities=profiles.limits.capacities,
-        compute_capabilities=options.compute_capabilities,
         timing_cache=None,
     )
     return ResolvedBuild(bundle, library, gpu, resolved, spec, profiles, options, tuple(notes))
 
 
+def prepare_graphs(resolved: ResolvedBuild, directory: Path, report: Callable[[str], None]) -> list[Graph]:
+    """Make the graph of every plan.
+
+    Args:
+        resolved: the build.
+        directory: empty; takes graphs and weights that the bundle does not have.
+        report: called with a line about each step.
+
+    Raises:
+        GraphError: a graph cannot be made.
+        ModuleNotFoundError: onnx, or for another precision PyTorch, is not installed.
+    """
+    config, manifest, folder = resolved.config, resolved.bundle.manifest, resolved.bundle.path
+    entries = {name: manifest.graphs[name] for name in resolved.graphs}
+    if resolved.is_exported_again:
+        from tfexport.export.write import write_precision
+
+        (folder := directory / resolved.spec.precision).mkdir()
+        entries = write_precision(resolved.bundle, resolved.spec.precision, resolved.form, folder, report=report)
+    if config.weights is not None:
+        source = folder
+        (folder := directory / config.weights).mkdir()
+        entries = quantize_graphs(source, entries, folder, config.weights, report=report)
+    return list(_graphs(resolved, {name: folder / entry.file for name, entry in entries.items()}, directory))
+
+
+def _graphs(resolved: ResolvedBuild, files: dict[str, Path], directory: Path) -> Iterator[Graph]:
+    yield Graph(ENCODER, files[ENCODER].read_bytes(), files[ENCODER])
+    if resolved.form is not None:
+        path = files[DECODER[resolved.form]]
+        for plan, capacity in decoder_plans(resolved.form, resolved.profiles.limits).items():
+            yield Graph(plan, fix_capacity(path, capacity) if resolved.form == "static" else path.read_bytes(), path)
+        yield Graph(REORDER, reorder_graph(resolved.spec.precision), directory / f"{REORDER}.onnx")
+
+
 def _bundle_problems(bundle: Bundle, config: EngineConfig) -> list[str]:
-    """Say what the bundle cannot be made into."""
     manifest = bundle.manifest
     own = manifest.spec.precision
-    is_changed = config.precision not in (None, own)
-    problems = []
     if manifest.quantization is not None:
         remedy = "export it with --precision fp32 and build that with --weights"
         return [f"the bundle holds {manifest.accuracy} weights for ONNX Runtime on the CPU; {remedy}"]
-    if is_changed and (manifest.config is None or WEIGHTS not in manifest.files):
-        problems.append(
-            f"precision is {config.precision}, the bundle has {own} and no model to export again; "
-            f"export it with --precision {config.precision}"
-        )
-    return problems
+    if config.precision not in (None, own) and (manifest.config is None or WEIGHTS not in manifest.files):
+        problem = f"precision is {config.precision}, the bundle has {own} and no model to export again"
+        return [f"{problem}; export it with --precision {config.precision}"]
+    return []
 
 
 def _form(bundle: Bundle, config: EngineConfig, library: Library, problems: list[str], notes: list[str]) -> Form | None:
-    """Choose the form of the decoder, appending what speaks against it and what is to be said of it."""
+    """Choose the form of the decoder; appends problems and notes."""
     if not bundle.manifest.spec.has_decoder:
         if config.form is not None:
             problems.append(f"form is {config.form}, but an encoder alone has no decoder; leave it out")
@@ -169,7 +197,7 @@ def _form(bundle: Bundle, config: EngineConfig, library: Library, problems: list
 
 
 def _static_problem(spec: ModelSpec, library: Library) -> str | None:
-    """Say why no engine of the static form can be built of a model."""
+    """Explain why the library cannot build the static form of a model."""
     if not library.updates_caches_in_place:
         return f"which {library.target} {library.version} has no layer for, unlike TensorRT 10.15 and newer"
     if spec.head_dim != spec.value_dim:

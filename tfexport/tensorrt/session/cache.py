@@ -1,4 +1,4 @@
-"""Where the sources of a batch lie on the device, and their caches: copied there, never on the host."""
+"""Where the sources of a batch are on the device, and their caches, which are copied there and never on the host."""
 
 from __future__ import annotations
 
@@ -12,19 +12,16 @@ import numpy as np
 
 from tfexport.contract import CACHE, FLOAT, ORDER, REORDER, REORDERED, Form, decoder_graph, key_value_names
 from tfexport.runtime.session import Ids
-from tfexport.tensorrt.session.engine import Context
-from tfexport.tensorrt.session.graphs import MAX_GRAPHS, CudaGraphRunner, LruCache
+from tfexport.tensorrt.session.engine import MAX_GRAPHS, Context, CudaGraphRunner, LruCache
 from tfexport.tensorrt.session.resources import ITEM_BYTES, DeviceResources, bytes_of, shape_of
 
 SCRATCH = "scratch"
-# Slot that a source leaves, slot that it takes.
-SlotCopy = tuple[int, int]
-# Cache that is read, cache that gets its rows.
-Pair = tuple[str, str]
+SlotCopy = tuple[int, int]  # from a slot, to a slot
+Pair = tuple[str, str]  # the cache that is read, the cache that gets its rows
 
 
 def bucket(number: int, most: int) -> int:
-    """Return the power of two from `number` up, or `most` where that is less."""
+    """Round up to a power of two, but at most to `most`."""
     return min(1 << (number - 1).bit_length(), most)
 
 
@@ -32,22 +29,16 @@ def bucket(number: int, most: int) -> int:
 class BatchLayout:
     """The sources of a batch in the slots of the device.
 
-    The device decodes all slots, whether a source is in them or not, so that its shapes stay. A source that leaves
-    changes this map alone: its slot runs on and nobody reads it.
+    The device decodes all slots, used or not, so that its shapes stay the same. When a source leaves, only this map
+    changes: its slot is decoded on and nobody reads it.
 
-    Attributes:
-        size: slots, the padded batch size.
-        width: rows of each slot.
-        source_len: tokens of a slot's source, padding included.
-        capacity: tokens that the cache of a row has room for.
-        slots: slot of each source, int64 [sources].
     """
 
-    size: int
-    width: int
-    source_len: int
-    capacity: int
-    slots: Ids
+    size: int  # number of slots, the padded batch size
+    width: int  # rows of each slot
+    source_len: int  # tokens of a slot's source, padding included
+    capacity: int  # tokens that fit into the cache of a row
+    slots: Ids  # slot of each source, int64 [sources]
 
     @property
     def num_rows(self) -> int:
@@ -61,10 +52,10 @@ class BatchLayout:
         return rows
 
     def fit(self, first: int, size: int) -> tuple[BatchLayout, list[SlotCopy]]:
-        """Bring all sources into the slots first … size - 1, of which there are enough.
+        """Move all sources into the slots first … size - 1, of which there are enough.
 
         Returns:
-            The layout afterwards and the copies that it takes, in any order: each goes into a slot that is free.
+            The new layout and the copies for it, in any order: each goes into a free slot.
         """
         outside = (self.slots < first) | (self.slots >= size)
         free = np.setdiff1d(np.arange(first, size), self.slots)[: np.count_nonzero(outside)]
@@ -75,19 +66,18 @@ class BatchLayout:
 
 
 class Caches:
-    """Keys and values of source and target, row by row.
+    """Keys and values of source and target.
 
     Rows are the leading axis of every tensor, so that a slot is one piece of memory. Each cache of the target has a
-    twin: what the buffer `past_*` holds moves into `present_*` in another order, or one token longer, and then the two
-    change their names. Static form: each row has the memory of `capacity` tokens, is written in place, and has a twin
-    from the first reorder on. Concat form: each row has the memory of past_len tokens, and each step writes the twins.
+    twin: the contents of the buffer `past_*` move into `present_*` in another order, or one token longer, and then the
+    two swap names. Static form: each row has the memory of `capacity` tokens and is written in place; twins exist from
+    the first reorder on. Concat form: each row has the memory of past_len tokens, and each step writes the twins.
 
     Attributes:
-        side: 0 or 1, which changes whenever the twins do: what was captured on one side holds there alone.
+        side: 0 or 1, changes with every swap; CUDA graphs are valid for the side that they were captured on.
     """
 
     def __init__(self, device: DeviceResources, form: Form) -> None:
-        """Begin without memory."""
         self.side = 0
         self._device, self._form = device, form
         spec = device.engines.spec
@@ -99,16 +89,16 @@ class Caches:
         self._reorder = CacheReorder(device)
 
     def sizes(self, layout: BatchLayout) -> dict[str, int]:
-        """Return the bytes that the buffers must have for a layout."""
+        """Return the size of each buffer in bytes."""
         twins = self._present if self._form == "concat" else ()
         return self._sizes((*self._cross, *self._past, *twins), layout)
 
     def twin_sizes(self, layout: BatchLayout) -> dict[str, int]:
-        """Return the bytes that the twins must have for a reorder."""
+        """Return the size of the twins in bytes, which a reorder needs."""
         return self._sizes(self._present, layout)
 
     def copy_slots(self, layout: BatchLayout, copies: Sequence[SlotCopy], past_len: int) -> None:
-        """Queue copies of whole slots, source and rows, into free ones; `layout` holds before and after."""
+        """Queue copies of whole slots, source and rows, into free ones; `layout` contains all of them."""
         for names, rows in ((self._cross, 1), (self._past, layout.width)):
             for name, numbers in self._row_sizes(names, layout, past_len).items():
                 num_bytes, address = rows * numbers * self._item_bytes, self._device.memory[name]
@@ -117,12 +107,9 @@ class Caches:
                     self._device.cuda.copy(start, address + source * num_bytes, num_bytes, self._device.stream)
 
     def resize(self, before: BatchLayout, after: BatchLayout) -> None:
-        """Queue the source length and the capacity of `after` for all its slots, which were those of `before`.
+        """Queue the change from one source length and capacity to another, for all slots.
 
-        What is new is zero: a masked place has weight 0, and 0 · NaN is NaN.
-
-        Raises:
-            BackendError: the device has too little memory.
+        New memory is zero: a masked position has weight 0, and 0 · NaN is NaN.
         """
         device = self._device
         for names, rows in ((self._cross, after.size), (self._past, after.num_rows)):
@@ -139,17 +126,13 @@ class Caches:
                 device.cuda.copy_2d(address, now // pieces, scratch, was // pieces, pieces, device.stream)
 
     def clear_rows(self, layout: BatchLayout, num_rows: int) -> None:
-        """Queue zeros for the first rows of the target's caches, where a NaN of their last user would count."""
+        """Queue zeros for the first rows of the target's caches, where a NaN of an earlier batch would spread."""
         for name, numbers in self._row_sizes(self._past, layout, 0).items():
             num_bytes = num_rows * numbers * self._item_bytes
             self._device.cuda.clear(self._device.memory[name], num_bytes, self._device.stream)
 
     def reorder(self, layout: BatchLayout, order: Ids, past_len: int) -> None:
-        """Queue: row r becomes what row order[r] was, int64 [rows on the device]; the twins have room.
-
-        Raises:
-            BackendError: the engine refuses.
-        """
+        """Queue: row r becomes what row order[r] was, int64 [rows on the device]; the twins have been reserved."""
         widths = self._row_sizes(self._past, layout, past_len)
         pairs = {(name, twin): widths[name] for name, twin in zip(self._past, self._present, strict=True)}
         key = (layout.num_rows, layout.capacity, self.side) if self._form == "static" else None
@@ -157,13 +140,13 @@ class Caches:
         self.exchange()
 
     def exchange(self) -> None:
-        """Let what was written last, the twins, be what is read next."""
+        """Swap the twins: what was written last is read next."""
         for past, present in zip(self._past, self._present, strict=True):
             self._device.memory.exchange(past, present)
         self.side = 1 - self.side
 
     def forget(self) -> None:
-        """Free the graphs, because buffers were reallocated or the replica closes."""
+        """Free the graphs, because buffers moved or the replica closes."""
         self._reorder.forget()
 
     def _sizes(self, names: Sequence[str], layout: BatchLayout) -> dict[str, int]:
@@ -180,7 +163,7 @@ class Caches:
 
 @dataclass(frozen=True)
 class _Recorded:
-    """A reorder that comes again: a context bound to each width, and the graph."""
+    """A reorder that repeats: a context bound to each width, and the graph."""
 
     contexts: Mapping[int, Context]
     runner: CudaGraphRunner
@@ -190,10 +173,9 @@ class _Recorded:
 
 
 class CacheReorder:
-    """Gathers rows by the engine `reorder`, from each cache into its twin, so that every number moves once."""
+    """Gathers rows with the engine `reorder`, from each cache into its twin, so that every number moves once."""
 
     def __init__(self, device: DeviceResources) -> None:
-        """Prepare for as many rows as the engines take."""
         self._device = device
         self._order: Ids = device.pinned.array(device.engines.limits.max_batch, np.int64)
         self._order_was_read = device.event()
@@ -202,15 +184,12 @@ class CacheReorder:
         self._recorded: LruCache[_Recorded] = LruCache(MAX_GRAPHS, device.synchronize)
 
     def run(self, widths: Mapping[Pair, int], order: Ids, key: tuple[int, ...] | None) -> None:
-        """Queue: row r of each second cache becomes what row order[r] of the first one is.
+        """Queue: row r of each written cache becomes row order[r] of the cache that is read.
 
         Args:
             widths: numbers in a row, by the caches that are read and written.
             order: int64 [rows].
-            key: equal for calls with equal widths, rows and addresses, of which a CUDA graph is kept; None for none.
-
-        Raises:
-            BackendError: the engine refuses.
+            key: equal for calls with equal widths, rows and addresses, which share a CUDA graph; None for no graph.
         """
         pairs: dict[int, list[Pair]] = defaultdict(list)
         for pair, width in widths.items():

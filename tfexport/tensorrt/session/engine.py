@@ -1,69 +1,47 @@
-"""One engine and its execution contexts: every False, None and missing name of the library becomes an error."""
+"""An engine, its execution contexts and CUDA graphs; every refusal of the library becomes an error."""
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from tfexport.contract import GraphSpec
 from tfexport.errors import BackendError, raise_all
+from tfexport.tensorrt.config import Shape
+from tfexport.tensorrt.cuda import Cuda, Graph
+from tfexport.tensorrt.kernels import KernelStore
 
-Shape = tuple[int, ...]
-# Shapes that change from run to run; shapes that stay and are captured by us; the same, captured by the library.
+# Shapes change from run to run; shapes stay and we capture a CUDA graph; shapes stay and the library captures one.
 Use = Literal["any shapes", "be captured", "replay itself"]
+# CUDA graphs of one kind that a replica keeps. Six batch sizes, three source lengths and two numbers of candidates are
+# 36. With one too few, each of them is made again as a batch shrinks, which takes a context, a run and a capture.
+MAX_GRAPHS = 64
 
-
-class KeptKernels(Protocol):
-    """Where compiled kernels are kept from process to process; see `tfexport.tensorrt.artifact.kernels.KernelStore`."""
-
-    def read(self, plan: str) -> bytes | None:
-        """Return what is kept for an engine, None where nothing fits."""
-        ...
-
-    def write(self, kernels: Mapping[str, bytes]) -> None:
-        """Keep kernels by the name of their engine."""
-        ...
+_log = logging.getLogger(__name__)
 
 
 class Engine:
-    """A deserialised engine that makes contexts, for any number of threads.
+    """A deserialized engine that makes contexts for any number of threads.
 
-    Where the library compiles kernels when it first needs them (TensorRT-RTX),
-    all contexts of a engine share one cache of what was compiled.
+    TensorRT-RTX compiles kernels when it first needs them; all contexts of an engine share one cache of them.
 
     Attributes:
         name: of the graph it was built from.
     """
 
     def __init__(
-        self, name: str, engine: Any, trt: Any, reason: Callable[[], str], kept: KeptKernels | None = None
+        self, name: str, engine: Any, trt: Any, reason: Callable[[], str], kept: KernelStore | None = None
     ) -> None:
-        """Take an engine.
-
-        Args:
-            name: of the graph it was built from.
-            engine: `ICudaEngine`.
-            trt: the module it comes from.
-            reason: says what the library's log holds of the newest failure.
-            kept: kernels of earlier processes.
-        """
+        """Wrap an `ICudaEngine` of the module `trt`; `reason` returns the newest errors in the library's log."""
         self.name = name
         self._engine, self._trt, self._reason, self._kept = engine, trt, reason, kept
         self._kernels: Any = None  # an `IRuntimeCache`, from the first context on
         self._lock = threading.Lock()
 
     def check(self, contract: GraphSpec, num_profiles: int, aliases: Mapping[str, str]) -> None:
-        """Refuse an engine that is not what the session drives.
-
-        Args:
-            contract: the inputs and outputs that it must have.
-            num_profiles: how many optimization profiles it must have.
-            aliases: input in whose memory each of these outputs must lie.
-
-        Raises:
-            BackendError: lists every difference.
-        """
+        """Raise `BackendError` if tensors, profiles or aliases (output to input) are not the expected ones."""
         engine = self._engine
         found = {engine.get_tensor_name(index) for index in range(engine.num_io_tensors)}
         wanted = {tensor.name for tensor in (*contract.inputs, *contract.outputs)}
@@ -94,16 +72,7 @@ class Engine:
         return tuple(largest)
 
     def context(self, profile: int, stream: int, use: Use) -> Context:
-        """Make a context, which needs memory for its activations before it runs.
-
-        Args:
-            profile: index of the optimization profile.
-            stream: that it will run on.
-            use: what it is for.
-
-        Raises:
-            BackendError: the library makes none.
-        """
+        """Make a context; it needs memory for its activations before it runs."""
         with self._lock:
             made = self._make(use)
             if made is None:
@@ -113,10 +82,10 @@ class Engine:
         return Context(self.name, made, self._reason)
 
     def kernels(self) -> bytes | None:
-        """Return what the library has compiled and was given, serialised; None where it compiles nothing."""
+        """Return the serialized kernels, or None if the library compiles none."""
         with self._lock:
-            serialised = None if self._kernels is None else self._kernels.serialize()
-        return None if serialised is None else bytes(serialised)
+            serialized = None if self._kernels is None else self._kernels.serialize()
+        return None if serialized is None else bytes(serialized)
 
     def _make(self, use: Use) -> Any:
         user_managed = self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
@@ -126,12 +95,11 @@ class Engine:
         config.set_execution_context_allocation_strategy(user_managed)
         if hasattr(config, "cuda_graph_strategy"):
             strategies = self._trt.CudaGraphStrategy
-            config.cuda_graph_strategy = (
-                strategies.WHOLE_GRAPH_CAPTURE if use == "replay itself" else strategies.DISABLED
-            )
+            captures = use == "replay itself"
+            config.cuda_graph_strategy = strategies.WHOLE_GRAPH_CAPTURE if captures else strategies.DISABLED
         if hasattr(config, "dynamic_shapes_kernel_specialization_strategy"):
-            # Kernels that are compiled beside the first runs come too late for a captured graph, which would keep
-            # the general ones for good; but where shapes change all the time nobody wants to wait for each.
+            # Kernels compiled in the background come too late for a captured graph, which keeps the general ones. If
+            # shapes change all the time, waiting for specialized kernels would take longer than they save.
             strategies = self._trt.DynamicShapesKernelSpecializationStrategy
             strategy = strategies.LAZY if use == "any shapes" else strategies.EAGER
             config.dynamic_shapes_kernel_specialization_strategy = strategy
@@ -140,30 +108,26 @@ class Engine:
                 self._kernels = config.create_runtime_cache()
                 kept = self._kept.read(self.name) if self._kept else None
                 if kept is not None:
-                    self._kernels.deserialize(kept)  # what the library does not take it compiles again
+                    self._kernels.deserialize(kept)  # the library compiles again what it does not accept
             if not config.set_runtime_cache(self._kernels):
                 raise BackendError(f"trt: {self.name} refuses a cache for its kernels: {self._reason()}")
         return self._engine.create_execution_context(config)
 
 
 class Context:
-    """One execution context: shapes and addresses stay until they are set anew. One thread at a time."""
+    """An execution context of the engine `name`; its shapes and addresses stay until they are set again."""
 
     def __init__(self, name: str, context: Any, reason: Callable[[], str]) -> None:
-        """Take an `IExecutionContext` of the engine `name`."""
         self._name, self._context, self._reason = name, context, reason
 
     def bind(self, shapes: Mapping[str, Shape], addresses: Mapping[str, int]) -> None:
-        """Set the shape of every input and where every tensor lies.
+        """Set the shape of every input and the address of every tensor.
 
         Args:
             shapes: of all inputs, by name.
             addresses: on the device, or on the host for inputs that shapes depend on.
-
-        Raises:
-            BackendError: a name or a shape that the engine does not take.
         """
-        # Shapes can depend on a value that lies at an address, so the addresses come first.
+        # Shapes can depend on a value that is stored at an address, so the addresses come first.
         self.place(addresses)
         for name, shape in shapes.items():
             if not self._context.set_input_shape(name, shape):
@@ -180,37 +144,117 @@ class Context:
             raise BackendError(f"trt: {self._name} still lacks the shape or address of {', '.join(missing)}")
 
     def use_memory(self, address: int, num_bytes: int) -> None:
-        """Set where activations go, which contexts that run one after the other may share.
-
-        Args:
-            address: aligned to 256 bytes.
-            num_bytes: what the engine asks for in the profile of this context.
-        """
+        """Set the memory of activations; contexts that run one after the other may share it."""
         if hasattr(self._context, "set_device_memory"):
             self._context.set_device_memory(address, num_bytes)
         else:
             self._context.device_memory = address
 
     def place(self, addresses: Mapping[str, int]) -> None:
-        """Set where tensors lie and leave the shapes as they are.
-
-        Raises:
-            BackendError: a name that the engine does not have.
-        """
+        """Set addresses of tensors without changing shapes."""
         for name, address in addresses.items():
             if not self._context.set_tensor_address(name, address):
                 raise BackendError(f"trt: {self._name} refuses the address of {name}: {self._reason()}")
 
     def run(self, stream: int) -> None:
-        """Queue the engine on a stream.
-
-        Raises:
-            BackendError: the library refuses.
-        """
+        """Queue the engine on a stream."""
         if not self._context.execute_async_v3(stream):
             raise BackendError(f"trt: {self._name} failed: {self._reason()}")
 
     def can_be_captured(self, stream: int) -> bool:
-        """Say whether a CUDA graph can hold a run with the shapes that are set; libraries that do not know can."""
+        """Return whether a CUDA graph can hold a run with the current shapes."""
         ask = getattr(self._context, "is_stream_capturable", None)
         return ask is None or bool(ask(stream))
+
+
+class CaptureSwitch:
+    """Turns CUDA graphs off for a whole session after the first capture that fails."""
+
+    def __init__(self) -> None:
+        self.is_on = True
+
+    def switch_off(self, reason: BackendError) -> None:
+        """Stop capturing, with a warning the first time."""
+        if self.is_on:
+            self.is_on = False
+            _log.warning("trt: decoding goes on without CUDA graphs, so steps take longer: %s", reason)
+
+
+class CudaGraphRunner:
+    """Queues the same calls on one stream again and again, from the second time on as a CUDA graph.
+
+    The first run is not captured: engines prepare for their shapes then, which is not allowed in a capture. If a
+    capture fails, calls are queued one by one, as in NVIDIA's samples
+    (https://github.com/NVIDIA/TensorRT, samples/common/sampleInference.cpp).
+    """
+
+    def __init__(self, cuda: Cuda, stream: int, switch: CaptureSwitch) -> None:
+        self._cuda, self._stream, self._switch = cuda, stream, switch
+        self._captures: bool | None = None
+        self._graphs: dict[str, Graph] = {}
+
+    def run(self, name: str, queue: Callable[[], None], can_capture: Callable[[], bool]) -> None:
+        """Call `queue`, or launch the graph that was captured from it.
+
+        Args:
+            name: equal names stand for equal calls.
+            queue: neither waits nor allocates. Called again if its capture fails.
+            can_capture: called once, after the first run. It is not stored: that would make a reference cycle, which
+                keeps contexts alive until the garbage collector frees them, possibly during a capture.
+        """
+        if self._captures and name not in self._graphs and self._switch.is_on:
+            self._capture(name, queue)
+        if name in self._graphs:
+            self._cuda.launch(self._graphs[name], self._stream)
+            return
+        queue()
+        if self._captures is None:
+            self._captures = can_capture()
+
+    def close(self) -> None:
+        """Free the graphs; none may be running."""
+        while self._graphs:
+            self._cuda.destroy_graph(self._graphs.popitem()[1])
+
+    def _capture(self, name: str, queue: Callable[[], None]) -> None:
+        self._cuda.synchronize(self._stream)  # the first run may still be preparing
+        try:
+            with self._cuda.capture(self._stream) as graph:
+                queue()
+        except BackendError as error:
+            self._switch.switch_off(error)
+        else:
+            self._graphs[name] = graph
+
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+T = TypeVar("T", bound=_Closable)
+
+
+class LruCache(Generic[T]):
+    """The `most` recently used items by key; calls `before_close`, then closes what it drops."""
+
+    def __init__(self, most: int, before_close: Callable[[], None]) -> None:
+        self._most, self._before_close = most, before_close
+        self._items: dict[Hashable, T] = {}
+
+    def get(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return the item of a key, made if there is none."""
+        found = self._items.pop(key, None)
+        if found is None:
+            if len(self._items) == self._most:
+                self._before_close()
+                self._items.pop(next(iter(self._items))).close()
+            found = make()
+        self._items[key] = found  # dictionaries keep insertion order
+        return found
+
+    def clear(self) -> None:
+        """Drop everything."""
+        if self._items:
+            self._before_close()
+        while self._items:
+            self._items.popitem()[1].close()

@@ -1,4 +1,4 @@
-"""What decodes one batch at a time on the device, and the pool that hands it from batch to batch."""
+"""A replica decodes one batch at a time on the device: encoder, decoder, and the pool of replicas of a session."""
 
 from __future__ import annotations
 
@@ -8,33 +8,190 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
+import numpy as np
+
+from tfexport.contract import (
+    ENCODER,
+    HIDDEN_STATES,
+    LOGITS,
+    SOURCE_IDS,
+    SOURCE_MASK,
+    TARGET_IDS,
+    Form,
+    decoder_graph,
+    encoder_graph,
+)
 from tfexport.errors import BackendError
 from tfexport.runtime.session import Candidates, Floats, Ids, Mask
-from tfexport.tensorrt.session.cache import BatchLayout, SlotCopy
-from tfexport.tensorrt.session.decoder import Decoder
-from tfexport.tensorrt.session.encoder import Encoder
-from tfexport.tensorrt.session.resources import DeviceResources, EngineSet
+from tfexport.tensorrt.config import PREFILL, STEP, decoder_plan
+from tfexport.tensorrt.session.cache import BatchLayout, Caches, SlotCopy, bucket
+from tfexport.tensorrt.session.engine import MAX_GRAPHS, Context, LruCache
+from tfexport.tensorrt.session.resources import DeviceResources, EngineSet, bytes_of, shape_of
+from tfexport.tensorrt.session.step import FOUND, GIVEN, OverlappedStep, Sizes, Step, StepIO
 
-# Replicas that wait for a batch; what is freed beyond them is given back to the device.
+# Replicas that wait for a batch; the memory of any others is given back to the device.
 MAX_FREE_REPLICAS = 4
 
 Key = tuple[int, int, int]  # slots, rows of each, source length
 
 
-class Replica:
-    """A stream, buffers, contexts and graphs; they stay when a batch is done, and the next one uses them.
+class Encoder:
+    """Runs the encoder; its outputs stay on the device, where the decoder reads them."""
+
+    def __init__(self, device: DeviceResources) -> None:
+        self._device, self._graph = device, encoder_graph(device.engines.spec)
+        limits = device.engines.limits
+        size = limits.max_batch * limits.max_source_length
+        self._ids: Ids = device.pinned.array(size, np.int64)
+        self._mask: Mask = device.pinned.array(size, np.bool_)
+        self._context = device.context(ENCODER)
+
+    def sizes(self, size: int, source_len: int) -> dict[str, int]:
+        """Return the size of each buffer in bytes for a number of slots and source tokens."""
+        dims = {"batch": size, "source_len": source_len}
+        return {tensor.name: bytes_of(tensor, dims) for tensor in (*self._graph.inputs, *self._graph.outputs)}
+
+    def run(self, source_ids: Ids, source_mask: Mask) -> None:
+        """Queue the encoder for the first slots; `source_mask` is that of all slots, bool [size, source_len]."""
+        device, dims = self._device, {"batch": source_ids.shape[0], "source_len": source_ids.shape[1]}
+        self._context.bind(
+            {tensor.name: shape_of(tensor, dims) for tensor in self._graph.inputs},
+            {tensor.name: device.memory[tensor.name] for tensor in (*self._graph.inputs, *self._graph.outputs)},
+        )
+        self.upload_mask(source_mask)
+        self._ids[: source_ids.size] = source_ids.ravel()
+        device.cuda.upload(device.memory[SOURCE_IDS], self._ids[: source_ids.size], device.stream)
+        self._context.run(device.stream)
+
+    def upload_mask(self, source_mask: Mask) -> None:
+        """Queue the source mask of all slots, which encoder and decoder read, bool [size, source_len]."""
+        self._device.synchronize()  # earlier work may still read the pinned arrays
+        mask = self._mask[: source_mask.size]
+        mask[:] = source_mask.ravel()
+        self._device.cuda.upload(self._device.memory[SOURCE_MASK], mask, self._device.stream)
+
+    def hidden_states(self, batch: int, source_len: int) -> Floats:
+        """Fetch the output of an encoder-only bundle, float32 [batch, source_len, d_model]."""
+        device = self._device
+        hidden = device.cuda.pinned((batch, source_len, device.engines.spec.d_model), np.float32)
+        try:
+            device.cuda.download(hidden, device.memory[HIDDEN_STATES], device.stream)
+            device.synchronize()
+            return hidden.copy()
+        finally:
+            device.cuda.unpin(hidden)
+
+
+class Decoder:
+    """Runs prefills, steps and reorders, in buffers that outlive the batch.
+
+    Static form: caches are written in place, and steps are replayed because addresses and shapes stay. Concat form:
+    each step writes a longer cache into the other one of two buffers.
 
     Attributes:
-        is_broken: something failed, and nobody knows what the device holds.
+        caches: keys and values of source and target.
+    """
+
+    def __init__(self, device: DeviceResources, form: Form) -> None:
+        self._device, self._form = device, form
+        spec, largest = device.engines.spec, Sizes.largest(device.engines.limits)
+        given, found = (packed.num_bytes for packed in largest.packed(spec, form))
+        logits = next(tensor for tensor in decoder_graph(spec, form).outputs if tensor.name == LOGITS)
+        device.memory.reserve({GIVEN: given, FOUND: found, LOGITS: bytes_of(logits, largest.dims(0))})
+        self._ios = (
+            StepIO(device.cuda, device.event(), device.pinned, given, found),
+            StepIO(device.cuda, device.event(), device.pinned, given, found),
+        )
+        self._overlapped = OverlappedStep(self._ios)
+        self._contexts: dict[tuple[str, int], Context] = {}
+        self._steps: LruCache[Step] = LruCache(MAX_GRAPHS, device.synchronize)
+        self.caches = Caches(device, form)
+
+    def prefill(self, layout: BatchLayout, prompts: Ids) -> None:
+        """Read several tokens of the rows in the first slots, int64 [new rows, target_len], and wait.
+
+        A prefill reads as many tokens at once as its profile takes; a single token that remains is a step.
+        """
+        rows, longest = prompts.shape
+        plan = decoder_plan(self._form, layout.capacity, self._device.engines.limits)
+        most = self._device.engines.engines[plan].largest_shape(TARGET_IDS, PREFILL)[1]
+        for past_len in range(0, longest, most):
+            piece = prompts[:, past_len : past_len + most]
+            sizes = Sizes(rows // layout.width, rows, layout.source_len, piece.shape[1], 1, layout.capacity)
+            self._run_once(self._any_step(sizes, past_len), piece, np.full(rows, past_len, np.int64))
+
+    def step(self, layout: BatchLayout, target_ids: Ids, lengths: Ids, num_candidates: int) -> Candidates:
+        """Run a step and wait; ids and lengths (tokens in the cache of every row) are int64 [rows]."""
+        most = self._device.engines.limits.max_candidates
+        count = bucket(num_candidates, most)
+        sizes = Sizes(layout.size, layout.num_rows, layout.source_len, 1, count, layout.capacity)
+        rows = layout.rows
+        ids, past = np.zeros((2, layout.num_rows), np.int64)
+        ids[rows], past[rows] = target_ids, lengths
+        if self._form == "concat":
+            step = self._any_step(sizes, int(lengths[0]))
+            io = self._run_once(step, ids, past)
+        else:
+            step = self._graph_step(sizes)
+            io = self._overlapped.run(step, ids, rows, past)
+        return step.candidates(io, rows, num_candidates)
+
+    def reorder(self, layout: BatchLayout, order: Ids, past_len: int) -> None:
+        """Queue: row r becomes what row order[r] was, int64 [rows on the device]."""
+        self.drop()
+        if self._device.memory.reserve(self.caches.twin_sizes(layout)):
+            self.forget()
+        self.caches.reorder(layout, order, past_len)
+
+    def drop(self) -> None:
+        """Drop a step that was started early."""
+        self._overlapped.drop()
+
+    def forget(self) -> None:
+        """Free graphs that are bound to addresses which are, or soon will be, invalid."""
+        self._steps.clear()
+        self.caches.forget()
+
+    def _graph_step(self, sizes: Sizes) -> Step:
+        """Return a step of one token in the static form, which repeats."""
+
+        def make() -> Step:
+            context = self._device.context(self._plan(sizes), STEP, "be captured")
+            return Step(self._device, sizes, context, replays=True)
+
+        return self._steps.get((sizes, self.caches.side), make)
+
+    def _any_step(self, sizes: Sizes, past_len: int = 0) -> Step:
+        """Return a step whose shapes do not repeat."""
+        plan, profile = self._plan(sizes), PREFILL if sizes.target_len > 1 else STEP
+        context = self._contexts.get((plan, profile))
+        if context is None:
+            context = self._contexts[plan, profile] = self._device.context(plan, profile)
+        self._device.lend_activations(context, plan, profile)
+        return Step(self._device, sizes, context, past_len)
+
+    def _plan(self, sizes: Sizes) -> str:
+        return decoder_plan(self._form, sizes.capacity, self._device.engines.limits)
+
+    def _run_once(self, step: Step, ids: Ids, lengths: Ids) -> StepIO:
+        self._overlapped.drop()
+        io = self._ios[0]
+        step.feed(io, ids, lengths)
+        io.wait()
+        if self._form == "concat":
+            self.caches.exchange()
+        return io
+
+
+class Replica:
+    """A stream with buffers, contexts and graphs, which are used by one batch after another.
+
+    Attributes:
+        is_broken: a call failed, so the state of the device is unknown.
         key: of the newest batch, when sources were last added.
     """
 
     def __init__(self, engines: EngineSet) -> None:
-        """Make everything that every batch needs.
-
-        Raises:
-            BackendError: the device has too little memory, or the library refuses.
-        """
         self.is_broken = False
         self.key: Key = (0, 0, 0)
         self._device = DeviceResources(engines)
@@ -46,17 +203,19 @@ class Replica:
             raise
 
     @property
+    def decoder(self) -> Decoder:
+        """The decoder of a bundle that has one."""
+        assert self._decoder
+        return self._decoder
+
+    @property
     def num_bytes(self) -> int:
         """Device memory that it holds."""
         return self._device.memory.num_bytes
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Mark the replica when something in the block fails: no other batch gets it, and this one ends.
-
-        Raises:
-            BackendError: something has failed before.
-        """
+        """Mark the replica as broken if the block fails; raise `BackendError` if it is already."""
         if self.is_broken:
             raise BackendError("trt: this batch has failed before; open another one")
         try:
@@ -65,44 +224,25 @@ class Replica:
             self.is_broken = True
             raise
 
-    def add(self, before: BatchLayout, after: BatchLayout, copies: Sequence[SlotCopy], past_len: int) -> None:
-        """Make room for new sources in the first slots; a step under way is dropped.
-
-        Args:
-            before: as the sources lie.
-            after: as those that were there will lie, none of them in the first slots.
-            copies: that lead from one to the other.
-            past_len: tokens in the caches of the concat form.
-
-        Raises:
-            BackendError: the device has too little memory.
-        """
-        assert self._decoder
+    def make_room(self, before: BatchLayout, after: BatchLayout, copies: Sequence[SlotCopy], past_len: int) -> None:
+        """Make room for new sources in the first slots; the copies lead from one layout to the other."""
         self.key = (after.size, after.width, after.source_len)
         held = replace(before, size=max(before.size, after.size))
-        self._decoder.drop()
+        self.decoder.drop()
         self._reserve(held, after)
-        self._decoder.caches.copy_slots(held, copies, past_len)
+        self.decoder.caches.copy_slots(held, copies, past_len)
         if before.slots.size:
-            self._decoder.caches.resize(held, after)
+            self.decoder.caches.resize(held, after)
 
     def read(self, layout: BatchLayout, source_ids: Ids, source_mask: Mask, prompts: Ids) -> None:
-        """Read new sources into the first slots, and all but the last token of their prompts.
+        """Read new sources into the first slots, and their prompts without the last tokens.
 
-        Args:
-            layout: of the whole batch.
-            source_ids: int64 [new sources, source_len].
-            source_mask: of all slots, bool [size, source_len].
-            prompts: what is read of them, int64 [new rows, target_len]; target_len may be 0.
-
-        Raises:
-            BackendError: an engine refuses or failed.
+        `source_mask` is that of all slots; prompts are int64 [new rows, target_len], where target_len may be 0.
         """
-        assert self._decoder
-        self._decoder.caches.clear_rows(layout, len(prompts))
+        self.decoder.caches.clear_rows(layout, len(prompts))
         self._encoder.run(source_ids, source_mask)
         if prompts.size:
-            self._decoder.prefill(layout, prompts)
+            self.decoder.prefill(layout, prompts)
 
     def fit(
         self,
@@ -112,55 +252,32 @@ class Replica:
         source_mask: Mask,
         past_len: int,
     ) -> None:
-        """Queue another size and capacity, before a step of these; a step under way is dropped.
-
-        Args:
-            before: as the sources lie.
-            after: as they will lie.
-            copies: of slots, that lead from one to the other.
-            source_mask: of all slots afterwards, bool [size, source_len].
-            past_len: tokens in the caches of the concat form.
-
-        Raises:
-            BackendError: the device has too little memory.
-        """
-        assert self._decoder
-        self._decoder.drop()
-        self._decoder.caches.copy_slots(before, copies, past_len)
+        """Queue the change to another number of slots and another capacity; `source_mask` is that of all new slots."""
+        self.decoder.drop()
+        self.decoder.caches.copy_slots(before, copies, past_len)
         if copies:
             self._encoder.upload_mask(source_mask)
         if before.capacity != after.capacity:
             self._reserve(before, after)
-            self._decoder.caches.resize(before, after)
-
-    def step(self, layout: BatchLayout, target_ids: Ids, lengths: Ids, num_candidates: int) -> Candidates:
-        """Run a decoder step; see `Decoder.step`."""
-        assert self._decoder
-        return self._decoder.step(layout, target_ids, lengths, num_candidates)
-
-    def reorder(self, layout: BatchLayout, order: Ids, past_len: int) -> None:
-        """Queue: row r becomes what row order[r] was, int64 [rows on the device]; a step under way is dropped."""
-        assert self._decoder
-        self._decoder.reorder(layout, order, past_len)
+            self.decoder.caches.resize(before, after)
 
     def hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats:
-        """Run an encoder alone, float32 [batch, source_len, d_model]."""
+        """Run the encoder of an encoder-only bundle, float32 [batch, source_len, d_model]."""
         self._device.memory.reserve(self._encoder.sizes(*source_ids.shape))
         self._encoder.run(source_ids, source_mask)
         return self._encoder.hidden_states(*source_ids.shape)
 
     def _reserve(self, *layouts: BatchLayout) -> None:
-        """Make room for each of some layouts; what was captured on addresses that no longer hold is forgotten."""
-        assert self._decoder
-        decoder, most = self._decoder, dict[str, int]()
+        """Make room for each of some layouts; graphs captured on addresses that changed are freed."""
+        most = dict[str, int]()
         for layout in layouts:
-            sizes = self._encoder.sizes(layout.size, layout.source_len) | decoder.caches.sizes(layout)
+            sizes = self._encoder.sizes(layout.size, layout.source_len) | self.decoder.caches.sizes(layout)
             most = {name: max(size, most.get(name, 0)) for name, size in sizes.items()}
         if self._device.memory.reserve(most):
-            decoder.forget()
+            self.decoder.forget()
 
     def close(self) -> None:
-        """Wait for what runs and free everything, as far as the device still does what it is told."""
+        """Wait for running work and free everything, as far as the device still works."""
         # After a fault every call of the device fails; the error that matters was raised when it happened.
         with suppress(BackendError):
             self._device.synchronize()
@@ -170,15 +287,13 @@ class Replica:
 
 
 class ReplicaPool:
-    """The replicas of a session: as many as batches are being decoded, and a few that wait.
+    """The replicas of a session: one for each batch that is being decoded, and a few free ones.
 
-    Batches of different threads have different replicas. `give_back` may be called
-    from anywhere, also by the garbage collector: it takes no lock and calls
-    nothing of the device.
+    `give_back` may be called from anywhere, also by the garbage collector: it takes no lock and calls nothing of the
+    device.
     """
 
     def __init__(self, engines: EngineSet) -> None:
-        """Begin without a replica."""
         self._engines = engines
         self._lock = threading.Lock()
         self._replicas: list[Replica] = []
@@ -190,11 +305,7 @@ class ReplicaPool:
         return sum(replica.num_bytes for replica in list(self._replicas))
 
     def take(self, key: Key) -> Replica:
-        """Return a replica that nobody uses, best one whose newest batch had the same key.
-
-        Raises:
-            BackendError: a new one is needed and the device has too little memory.
-        """
+        """Return a free replica, if possible one whose newest batch had the same key, or make one."""
         with self._lock:
             free = [self._free.pop() for _ in range(len(self._free))]
             usable = [replica for replica in free if not replica.is_broken]
@@ -211,7 +322,7 @@ class ReplicaPool:
             return chosen
 
     def give_back(self, replica: Replica) -> None:
-        """Let another batch have a replica."""
+        """Free a replica for another batch."""
         self._free.append(replica)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What the parts of a replica share: the engines, a stream, device memory by tensor name, and pinned arrays."""
+"""What the parts of a replica share: the engines, a stream, device memory by tensor name, and pinned host arrays."""
 
 from __future__ import annotations
 
@@ -12,24 +12,21 @@ from numpy.typing import DTypeLike, NDArray
 
 from tfexport.contract import DType, Form, ModelSpec, TensorSpec
 from tfexport.errors import BackendError
-from tfexport.tensorrt.config import EngineLimits
+from tfexport.tensorrt.config import STEP, EngineLimits, Shape
 from tfexport.tensorrt.cuda import Cuda
-from tfexport.tensorrt.session.engine import Context, Engine, Use
-from tfexport.tensorrt.session.graphs import CaptureSwitch
+from tfexport.tensorrt.session.engine import CaptureSwitch, Context, Engine, Use
 
 Array = NDArray[Any]
 Bytes = NDArray[np.uint8]
 
 ITEM_BYTES: dict[DType, int] = {"int64": 8, "int32": 4, "bool": 1, "float32": 4, "float16": 2, "bfloat16": 2}
-
-
-def shape_of(tensor: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Put numbers for the named dimensions of a tensor."""
-    return tuple(dim if isinstance(dim, int) else sizes[dim] for dim in tensor.shape)
-
-
-# Where a tensor on the device may begin, https://docs.nvidia.com/deeplearning/tensorrt (setTensorAddress).
+# Alignment of a tensor on the device, https://docs.nvidia.com/deeplearning/tensorrt (setTensorAddress).
 ALIGNMENT = 256
+
+
+def shape_of(tensor: TensorSpec, sizes: Mapping[str, int]) -> Shape:
+    """Replace the named dimensions of a tensor by numbers."""
+    return tuple(dim if isinstance(dim, int) else sizes[dim] for dim in tensor.shape)
 
 
 def bytes_of(tensor: TensorSpec, sizes: Mapping[str, int]) -> int:
@@ -39,23 +36,16 @@ def bytes_of(tensor: TensorSpec, sizes: Mapping[str, int]) -> int:
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor in a buffer that several share.
-
-    Attributes:
-        start: offset of its first byte, a multiple of 256.
-        num_bytes: of the tensor.
-        dtype: its type in NumPy.
-        shape: its dimensions.
-    """
+    """A tensor in a shared buffer; `start` is the offset of its first byte."""
 
     start: int
     num_bytes: int
     dtype: DType
-    shape: tuple[int, ...]
+    shape: Shape
 
 
 class Packing:
-    """Tensors side by side in one buffer, so that one copy takes them all to the device or from it.
+    """Tensors next to each other in one buffer, so that one copy moves them all.
 
     Attributes:
         pieces: by name of the tensor.
@@ -63,7 +53,6 @@ class Packing:
     """
 
     def __init__(self, tensors: Iterable[TensorSpec], sizes: Mapping[str, int]) -> None:
-        """Lay tensors out in their order; `sizes` has a number for each named dimension."""
         self.pieces: dict[str, Piece] = {}
         self.num_bytes = 0
         for tensor in tensors:
@@ -73,47 +62,39 @@ class Packing:
             self.num_bytes = start + num_bytes
 
     def view(self, name: str, buffer: Bytes) -> Array:
-        """Return a tensor in a buffer of the host, a view of the bytes uint8 [num_bytes or more]."""
+        """Return a view of a tensor in a host buffer, uint8 [num_bytes or more]."""
         piece = self.pieces[name]
         return buffer[piece.start : piece.start + piece.num_bytes].view(piece.dtype).reshape(piece.shape)
 
     def addresses(self, buffer: int) -> dict[str, int]:
-        """Return where each tensor lies in a buffer of the device that begins at this address."""
+        """Return the address of each tensor in a device buffer."""
         return {name: buffer + piece.start for name, piece in self.pieces.items()}
 
 
 class Memory:
-    """Device memory by tensor name. A buffer grows when it must, with its contents, and never shrinks.
+    """Device memory by tensor name. A buffer grows with its contents and never shrinks.
 
-    What is new in it is zero, because rows that nobody uses are computed all the same.
-    Whoever captured an address asks `reserve` whether it still holds.
+    New memory is zero, because rows that nobody uses are computed too.
 
     Attributes:
         num_bytes: device memory that is held.
     """
 
     def __init__(self, cuda: Cuda, stream: int) -> None:
-        """Begin with nothing; `stream` is the only one that uses the buffers."""
+        """Start without buffers; only `stream` uses them."""
         self.num_bytes = 0
         self._cuda, self._stream = cuda, stream
         self._addresses: dict[str, int] = {}
         self._sizes: dict[str, int] = {}
 
     def __getitem__(self, name: str) -> int:
-        """Return the address of a buffer."""
         return self._addresses[name]
 
     def reserve(self, sizes: Mapping[str, int]) -> bool:
-        """Make room.
-
-        Args:
-            sizes: bytes needed, by name.
+        """Make room for the given bytes by name.
 
         Returns:
-            Whether a buffer that was there before was reallocated.
-
-        Raises:
-            BackendError: the device has no more memory; every buffer is as it was or as it was to be.
+            Whether an existing buffer moved, so that graphs captured on its address are invalid.
         """
         short = {name: size for name, size in sizes.items() if size > self._sizes.get(name, -1)}
         is_reallocated = not self._addresses.keys().isdisjoint(short)
@@ -122,12 +103,12 @@ class Memory:
         return is_reallocated
 
     def exchange(self, one: str, other: str) -> None:
-        """Let two names change their buffers."""
+        """Swap the buffers of two names."""
         for table in (self._addresses, self._sizes):
             table[one], table[other] = table[other], table[one]
 
     def close(self) -> None:
-        """Free everything; nothing may use it any more."""
+        """Free everything."""
         while self._addresses:
             name, address = self._addresses.popitem()
             self.num_bytes -= self._sizes.pop(name)
@@ -149,7 +130,6 @@ class Pinned:
     """Page-locked host arrays of one replica, freed together."""
 
     def __init__(self, cuda: Cuda) -> None:
-        """Begin with nothing."""
         self._cuda = cuda
         self._arrays: list[Array] = []
 
@@ -160,26 +140,14 @@ class Pinned:
         return made
 
     def close(self) -> None:
-        """Free every array; none may be read afterwards."""
+        """Free every array."""
         while self._arrays:
             self._cuda.unpin(self._arrays.pop())
 
 
-STEP, PREFILL = 0, 1  # optimization profiles of a decoder; every other engine has the first one alone
-
-
 @dataclass(frozen=True)
 class EngineSet:
-    """What all replicas of a session share.
-
-    Attributes:
-        engines: by name of the graph.
-        spec: of the model, in the precision of the engines.
-        form: of the decoder; None for an encoder alone.
-        limits: the largest shapes.
-        cuda: the device.
-        capture: whether steps are captured as CUDA graphs.
-    """
+    """What all replicas of a session share: engines by name of their plan, and the model in their precision."""
 
     engines: Mapping[str, Engine]
     spec: ModelSpec
@@ -190,22 +158,10 @@ class EngineSet:
 
 
 class DeviceResources:
-    """A stream and its memory. Everything on it runs one after the other, so contexts of a profile share activations.
-
-    Attributes:
-        engines: what the session has.
-        cuda: the device.
-        stream: the only one that uses the buffers.
-        memory: device buffers by tensor name.
-        pinned: host arrays.
-    """
+    """A stream and its memory. All work on it runs in order, so contexts of a profile share their activations."""
 
     def __init__(self, engines: EngineSet) -> None:
-        """Make the stream, and room for the activations of all but a prefill, which may need fifty times as much.
-
-        Raises:
-            BackendError: the device has too little memory.
-        """
+        """Make the stream, and room for all activations but those of a prefill, which may need fifty times as much."""
         self.engines, self.cuda = engines, engines.cuda
         self.stream = engines.cuda.stream()
         self.memory = Memory(engines.cuda, self.stream)
@@ -219,21 +175,15 @@ class DeviceResources:
             raise
 
     def context(self, engine: str, profile: int = STEP, use: Use = "any shapes") -> Context:
-        """Make a context of an engine on this stream, with its activations; see `Engine.context`."""
+        """Make a context of an engine on this stream, with its activations."""
         made = self.engines.engines[engine].context(profile, self.stream, use)
         self.lend_activations(made, engine, profile)
         return made
 
     def lend_activations(self, context: Context, engine: str, profile: int) -> None:
-        """Give a context the memory of its profile, which another context may have made larger and so moved.
+        """Give a context the memory of its profile, which another context may have enlarged and so moved.
 
-        Args:
-            context: of the engine, in the profile.
-            engine: its name.
-            profile: that of a step stays where it is, so that a captured context keeps it.
-
-        Raises:
-            BackendError: the device has too little memory.
+        That of a step never moves, so that captured contexts stay valid.
         """
         name, num_bytes = _activations(profile), self.engines.engines[engine].activation_bytes(profile)
         self.memory.reserve({name: num_bytes})
@@ -249,7 +199,7 @@ class DeviceResources:
         self.cuda.synchronize(self.stream)
 
     def close(self) -> None:
-        """Free memory, events and stream; nothing may run, and no context or graph may be used afterwards."""
+        """Free memory, events and stream; nothing may be running."""
         self.memory.close()
         self.pinned.close()
         while self._events:

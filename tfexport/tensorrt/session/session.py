@@ -1,11 +1,12 @@
-"""TensorRT engines as a backend: the cache, the choice of tokens and the moves of beams stay on the GPU."""
+"""The backend `trt`: engines of a bundle as a session; caches and the choice of tokens stay on the GPU."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from tfexport.bundle.bundle import Bundle
 from tfexport.contract import (
     ENCODER,
     REORDER,
@@ -18,27 +19,64 @@ from tfexport.contract import (
     key_value_names,
     reorder_spec,
 )
-from tfexport.errors import BackendError, InputError
-from tfexport.runtime.checked import check_source
-from tfexport.runtime.session import LONGER, Floats, Ids, Limit, Limits, Mask
+from tfexport.errors import BackendError
+from tfexport.runtime.checked import CheckedSession
+from tfexport.runtime.registry import Graphs, OpenOptions
+from tfexport.runtime.session import LONGER, Floats, Ids, Limit, Limits, Mask, Session
 from tfexport.tensorrt.config import EngineLimits, decoder_plans
-from tfexport.tensorrt.cuda import Cuda
+from tfexport.tensorrt.cuda import Cuda, need_gpu
+from tfexport.tensorrt.kernels import KernelStore
 from tfexport.tensorrt.library import Library
 from tfexport.tensorrt.session.batch import TrtBatch, check_limit
-from tfexport.tensorrt.session.engine import Engine, KeptKernels
+from tfexport.tensorrt.session.engine import Engine
 from tfexport.tensorrt.session.replica import ReplicaPool
 from tfexport.tensorrt.session.resources import EngineSet
+from tfexport.tensorrt.store import load_engine
 
 
-class TrtSession:
+def open_bundle(bundle: Bundle, options: OpenOptions) -> Session:
+    """Open an engine of a bundle; implements `tfexport.runtime.registry.Home`."""
+    engine = load_engine(bundle, options.engine)
+    built = engine.manifest.config
+    if options.form not in (None, built.form):
+        raise BackendError(f"trt: engine {engine.path.name} has the form {built.form}; leave the form out")
+    spec = dataclasses.replace(bundle.manifest.spec, precision=built.precision or bundle.manifest.spec.precision)
+
+    def reason() -> str:
+        # The session holds this function, and so `engine` with the log and the runtime that made its plans.
+        return engine.log.reason()
+
+    sums = {plan: entry.sha256 for plan, entry in engine.manifest.plans.items()}
+    return TrtSession(
+        engine.plans,
+        spec,
+        built.form if spec.has_decoder else None,
+        engine.manifest.limits,
+        engine.library,
+        Cuda(),
+        weights=built.weights,
+        reason=reason,
+        # Kernels are unsigned code: with trusted keys they are always compiled again.
+        kernels=None if bundle.trusted_keys else KernelStore(engine.path, sums, engine.library.version, need_gpu()),
+    )
+
+
+def rungs(graphs: Graphs, options: OpenOptions) -> Iterator[tuple[str, Session]]:
+    """Open the engine of a bundle for verification; implements `tfexport.runtime.registry.Home`."""
+    if graphs.bundle is None:
+        raise BackendError("trt: engines are built from a bundle, and here are graphs alone")
+    session = open_bundle(graphs.bundle, options)
+    yield f"trt {session.accuracy}", session
+
+
+class TrtSession(CheckedSession):
     """Engines of TensorRT 10, 11 or TensorRT-RTX on the first GPU.
 
     Attributes:
         spec: sizes, limits and token ids; the lengths are those that the engines take.
-        backend: "trt".
-        accuracy: type of the weights where it is narrower than that of the graphs.
+        accuracy: type of the weights if it is narrower than that of the graphs.
         limits: what the engines take.
-        form: of the decoder; None for an encoder alone.
+        form: of the decoder; None for encoder-only bundles.
     """
 
     backend = "trt"
@@ -54,27 +92,26 @@ class TrtSession:
         *,
         weights: WeightType | None = None,
         reason: Callable[[], str] = lambda: "see the log of the library",
-        kernels: KeptKernels | None = None,
+        kernels: KernelStore | None = None,
     ) -> None:
-        """Take deserialised engines, which the session shares with whoever else drives them.
+        """Check deserialized engines and take ownership of them.
 
         Args:
-            engines: `ICudaEngine` by name of its graph, `reorder` included where there is a decoder.
+            engines: `ICudaEngine` by name of its plan, `reorder` included if there is a decoder.
             spec: of the model, in the precision of the engines.
-            form: of the decoder; None for an encoder alone.
+            form: of the decoder; None for encoder-only bundles.
             limits: the largest shapes of the engines.
-            library: the library that they come from.
+            library: that loaded them.
             cuda: the device that they were loaded on.
-            weights: type of the matrices where it is narrower than `spec` says.
-            reason: says what the library's log holds of the newest failure.
-            kernels: keeps what the library compiles, from `close` to the next session.
+            weights: type of the matrices if it is narrower than `spec` says.
+            reason: returns the newest errors in the library's log.
+            kernels: stores compiled kernels from `close` until the next session.
 
         Raises:
-            BackendError: an engine is missing or is not what its name says.
+            BackendError: an engine is missing or has other tensors or profiles than its graph.
         """
         contracts = {ENCODER: (encoder_graph(spec), 1)}
         decoders = decoder_plans(form, limits) if form else {}
-        self._capacities = tuple(decoders.values())
         if form:
             contracts |= dict.fromkeys(decoders, (decoder_graph(spec, form), 2))
             contracts[REORDER] = (reorder_spec(spec.precision), 1)
@@ -84,7 +121,7 @@ class TrtSession:
                 raise BackendError(f"trt: there is no engine {name}; build it with tfexport trt BUNDLE --force")
             made[name] = Engine(name, engines[name], library.trt, reason, kernels)
             made[name].check(contract, num_profiles, _aliases(spec) if name in decoders and form == "static" else {})
-        self._engines, self._kernels = made, kernels
+        self._engines, self._kernels, self._capacities = made, kernels, tuple(decoders.values())
         self.form = form
         self.accuracy: Accuracy = weights or spec.precision
         self.limits = _limits(spec, limits)
@@ -96,27 +133,41 @@ class TrtSession:
         )
         self._pool: ReplicaPool | None = ReplicaPool(EngineSet(made, spec, form, limits, cuda))
 
-    def batch(self, width: int = 1) -> TrtBatch:
-        """Return an empty batch; see `Session.batch`. In the static form sources may join it at any time.
-
-        In the concat form all begin together, with equally long prompts: engines of that form have one length of cache
-        for all rows.
-        """
-        self._open()
-        if self.form is None:
-            raise BackendError("trt: this bundle is an encoder alone and cannot generate; use embed")
-        if width < 1:
-            raise InputError(f"width is {width}, expected 1 or more")
-        return TrtBatch(width, self._model, self.form, self.limits, self._capacities, self._open)
-
     def hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats:
-        """Encode a batch with an encoder alone; see `Session.hidden_states`."""
-        pool = self._open()
-        if self.form is not None:
-            raise BackendError("trt: this bundle has a decoder and gives no hidden states; use generate")
-        check_source(self._model, source_ids, source_mask)
-        check_limit("sources", source_ids.shape[0], self.limits.rows)
-        check_limit("source tokens", source_ids.shape[1], self.limits.source_length)
+        """Return the encoder's output, float32 [batch, source_len, d_model]."""
+        if source_ids.ndim == 2:  # the remedy for more than the engines take is other engines, not another bundle
+            check_limit("sources", source_ids.shape[0], self.limits.rows)
+            check_limit("source tokens", source_ids.shape[1], self.limits.source_length)
+        return super().hidden_states(source_ids, source_mask)
+
+    def memory_bytes(self) -> int:
+        """Return the device memory of batches and free replicas; weights are not counted."""
+        return self._open_pool().num_bytes
+
+    def close(self) -> None:
+        """Store compiled kernels and free everything, also under live batches; no other call may be running."""
+        pool, self._pool = self._pool, None
+        if pool:
+            if self._kernels:
+                compiled = {name: engine.kernels() for name, engine in self._engines.items()}
+                self._kernels.write({name: kernels for name, kernels in compiled.items() if kernels is not None})
+            pool.close()
+
+    @property
+    def _is_open(self) -> bool:
+        return self._pool is not None
+
+    def _open_pool(self) -> ReplicaPool:
+        self._check_open()
+        assert self._pool is not None
+        return self._pool
+
+    def _batch(self, width: int) -> TrtBatch:
+        assert self.form is not None
+        return TrtBatch(width, self._model, self.form, self.limits, self._capacities, self._open_pool)
+
+    def _hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats:
+        pool = self._open_pool()
         replica = pool.take((len(source_ids), 1, source_ids.shape[1]))
         try:
             with replica.watched():
@@ -124,38 +175,16 @@ class TrtSession:
         finally:
             pool.give_back(replica)
 
-    def memory_bytes(self) -> int:
-        """Return the device memory that batches hold or have left for the next; weights are not counted."""
-        return self._open().num_bytes
-
-    def close(self) -> None:
-        """Keep what was compiled and free everything, also under batches that are there; no other call may run."""
-        pool, self._pool = self._pool, None
-        if pool:
-            self._keep_kernels()
-            pool.close()
-
-    def _keep_kernels(self) -> None:
-        if self._kernels:
-            compiled = {name: engine.kernels() for name, engine in self._engines.items()}
-            self._kernels.write({name: kernels for name, kernels in compiled.items() if kernels is not None})
-
-    def _open(self) -> ReplicaPool:
-        if self._pool is None:
-            raise BackendError("trt: this session is closed; load the bundle again")
-        return self._pool
-
 
 def _limits(spec: ModelSpec, limits: EngineLimits) -> Limits:
-    """Say what engines take; lengths that are those of the bundle need another bundle, all else other engines."""
+    """Return what engines take; if a length is the bundle's own limit, the remedy is another bundle."""
 
     def build(option: str) -> str:
         return f"build engines for more: tfexport trt BUNDLE {option}{{number}} --force"
 
     def length(side: str, engines: int, bundle: int) -> Limit:
-        return (
-            Limit(engines, build(f"--max-{side}-length ")) if engines < bundle else Limit(bundle, LONGER.format(side))
-        )
+        remedy = build(f"--max-{side}-length ") if engines < bundle else LONGER.format(side)
+        return Limit(min(engines, bundle), remedy)
 
     return Limits(
         rows=Limit(limits.max_batch, build("--max-batch ")),

@@ -1,4 +1,4 @@
-"""One shape of decoder step: what the host gives it and gets from it."""
+"""A decoder step of one shape, and the overlap of steps with the host."""
 
 from __future__ import annotations
 
@@ -20,28 +20,31 @@ from tfexport.contract import (
 from tfexport.runtime.session import Candidates, Ids
 from tfexport.tensorrt.config import EngineLimits, decoder_plan
 from tfexport.tensorrt.cuda import Cuda
-from tfexport.tensorrt.session.engine import Context
-from tfexport.tensorrt.session.graphs import CudaGraphRunner
+from tfexport.tensorrt.session.engine import Context, CudaGraphRunner
 from tfexport.tensorrt.session.resources import Bytes, DeviceResources, Packing, Pinned, shape_of
 
-# Buffers of the device: what a step reads of the host, and what the host reads of a step.
+# Device buffers: the inputs of a step that come from the host, and the outputs that go to it.
 GIVEN, FOUND = "given", "found"
+# Steps in a row that continued with the best token of every row, after which the next one is started early although
+# several candidates are requested. An early step that is not used costs a whole step; one that is not started early
+# costs the time of the host between two steps.
+SURE_AFTER = 8
+
 _FOUND = (CANDIDATE_IDS, CANDIDATE_LOGITS, LOG_NORMALIZER)
 _ITEM = np.dtype(np.int64).itemsize
 
 
 class StepIO:
-    """What the host gives a step and gets from it: two pinned buffers, and the event behind the step.
+    """Two pinned buffers for a step, uint8 [bytes], and the event at its end.
 
     From the launch until `wait` returns, they belong to the device.
 
     Attributes:
-        given: uint8 [bytes], laid out by `Step.given`.
-        found: uint8 [bytes], laid out by `Step.found`.
+        given: inputs, laid out by `Step.given`.
+        found: outputs, laid out by `Step.found`.
     """
 
     def __init__(self, cuda: Cuda, event: int, pinned: Pinned, given: int, found: int) -> None:
-        """Make room for so many bytes."""
         self.given: Bytes = pinned.array(given, np.uint8)
         self.found: Bytes = pinned.array(found, np.uint8)
         self._cuda, self._event = cuda, event
@@ -57,7 +60,7 @@ class StepIO:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The dimensions of a step: slots and rows on the device, not those that are read."""
+    """The dimensions of a step: slots and rows on the device, whether they are used or not."""
 
     batch: int
     rows: int
@@ -77,7 +80,7 @@ class Sizes:
         return {**asdict(self), "past_len": past_len, "past_len + target_len": past_len + self.target_len}
 
     def packed(self, spec: ModelSpec, form: Form) -> tuple[Packing, Packing]:
-        """Return how the host's side of a step is laid out: what it gives, lengths first, and what it gets."""
+        """Return the layouts of the host's inputs, lengths first, and outputs."""
         graph, dims = decoder_graph(spec, form), self.dims(0)
         given = {tensor.name: tensor for tensor in graph.inputs if tensor.name in (CACHE_LENGTHS, TARGET_IDS)}
         found = {tensor.name: tensor for tensor in graph.outputs if tensor.name in _FOUND}
@@ -88,32 +91,27 @@ class Sizes:
 class Step:
     """A step of one shape in one replica.
 
-    `feed` takes the tokens from the host, `follow` takes those that the step
-    before has found best, without leaving the device. Both queue everything, the
-    results included, and return at once. A step that comes again is a CUDA graph
-    from its second time on. Where the library cannot be captured
-    from outside it is asked to capture by itself; never both.
+    `feed` takes the tokens from the host, `follow` the best tokens of the previous step, which are on the device. Both
+    queue all work, copies of the results included, and return at once. A step that repeats becomes a CUDA graph at its
+    second run; if the library's calls cannot be captured, it is asked to capture itself.
 
     Attributes:
         sizes: of this step.
-        given: how `StepIO.given` is laid out.
-        found: how `StepIO.found` is laid out.
+        given: layout of `StepIO.given`.
+        found: layout of `StepIO.found`.
     """
 
     def __init__(
         self, device: DeviceResources, sizes: Sizes, context: Context, past_len: int = 0, *, replays: bool = False
     ) -> None:
-        """Give a context all its shapes and addresses.
+        """Bind a context of the decoder to shapes and addresses.
 
         Args:
             device: with buffers that are large enough.
             sizes: of the step.
-            context: of the decoder, in the profile for these sizes.
-            past_len: tokens in the cache; the static form does not ask for it here.
-            replays: whether the step comes again with the same shapes and addresses.
-
-        Raises:
-            BackendError: the engine refuses a shape.
+            context: in the profile for these sizes.
+            past_len: tokens in the cache, in the concat form.
+            replays: whether the step repeats with the same shapes and addresses.
         """
         form = device.engines.form
         assert form is not None
@@ -121,7 +119,7 @@ class Step:
         self.given, self.found = sizes.packed(device.engines.spec, form)
         self._device, self._context, self._past_len, self._replays = device, context, past_len, replays
         self._runner = CudaGraphRunner(device.cuda, device.stream, device.engines.capture)
-        # Shapes depend on it, so the library reads it on the host, whenever it is given a run.
+        # Shapes depend on it, so the library reads it on the host at every run.
         self._num_candidates = np.array([sizes.num_candidates], np.int64)
         self._bind()
 
@@ -137,12 +135,12 @@ class Step:
         self._launch("feed", io, lengths)
 
     def follow(self, io: StepIO, lengths: Ids, number: int) -> None:
-        """Queue the step on the tokens that the newest step, which was one of these sizes, found best.
+        """Queue the step on the best tokens of the newest step, which had the same sizes.
 
         Args:
             io: not in use; in use until its `wait` returns.
             lengths: tokens in the cache of every row, those of the newest step included, int64 [rows].
-            number: of the step I/O; each has a graph of its own.
+            number: of the step I/O; each has its own CUDA graph.
         """
         self._launch(f"follow {number}", io, lengths)
 
@@ -152,13 +150,7 @@ class Step:
         return found
 
     def candidates(self, io: StepIO, rows: Ids, wanted: int) -> Candidates:
-        """Copy out what the step has found.
-
-        Args:
-            io: that was waited for.
-            rows: those to copy, int64 [rows].
-            wanted: how many candidates of each.
-        """
+        """Copy out `wanted` candidates of the given rows, int64 [rows]; `io` was waited for."""
         ids, logits, totals = (self.found.view(name, io.found) for name in _FOUND)
         return Candidates(ids[rows, :wanted], logits[rows, :wanted], totals[rows].reshape(-1))
 
@@ -191,13 +183,13 @@ class Step:
         addresses = packed | {NUM_CANDIDATES: self._num_candidates.ctypes.data}
         for tensor in (*graph.inputs, *graph.outputs):
             if tensor.name not in addresses:
-                # One buffer is past and present of the static form, which writes in place.
+                # The static form writes in place: past and present share a buffer.
                 name = tensor.name.replace("present_", "past_") if self._form == "static" else tensor.name
                 addresses[tensor.name] = memory[name]
         self._context.bind({tensor.name: shape_of(tensor, dims) for tensor in graph.inputs}, addresses)
 
     def _can_capture(self) -> bool:
-        """Decide, behind the first run, who captures."""
+        """Decide after the first run who captures."""
         if not self._replays:
             return False
         if self._context.can_be_captured(self._device.stream):
@@ -207,3 +199,69 @@ class Step:
         self._context = self._device.context(plan, use="replay itself")
         self._bind()
         return False
+
+
+class OverlappedStep:
+    """Queues the next step before the host has seen the tokens of this one.
+
+    Greedy search nearly always continues with the best token, which is on the device already. So a call can queue two
+    steps, this one and the next, and wait only for this one: the device computes while the host decides which rows are
+    finished. The next call checks that the host wants the tokens that the device continued with. If not, the step is
+    dropped: it wrote past the end of the cache, where the step that replaces it overwrites it.
+
+    A caller that requests one candidate continues with it. A caller that requests several may filter, sample or search
+    with beams; the next step is started early only if it has used the best ones for a while.
+
+    Two step I/Os take turns. The host writes into one only after waiting for the step that used it.
+    """
+
+    def __init__(self, ios: tuple[StepIO, StepIO]) -> None:
+        self._ios = ios
+        self._step: Step | None = None  # started early, in I/O _number, on rows of _lengths tokens
+        self._number = 0
+        self._lengths: Ids = np.empty(0, np.int64)
+        self._chosen: Ids = self._lengths  # best token of every row in the step before it
+        self._taken = 0  # steps in a row whose best tokens were used
+
+    def run(self, step: Step, target_ids: Ids, read: Ids, lengths: Ids) -> StepIO:
+        """Run a step and start the next one if it is likely to be used.
+
+        Args:
+            step: of one token a row.
+            target_ids: int64 [rows]; only those of `read` matter.
+            read: rows that the host reads, int64.
+            lengths: tokens in the cache of every row, int64 [rows]; 0 in rows that nobody reads.
+
+        Returns:
+            The step I/O with the results, valid until the next call.
+        """
+        if not self._is_under_way(step, target_ids, read, lengths):
+            self._wait()
+            self._number = 0
+            step.feed(self._ios[0], target_ids, lengths)
+        io, other = self._ios[self._number], 1 - self._number
+        self._step = None
+        following = np.zeros_like(lengths)  # rows that nobody reads stay at 0
+        following[read] = lengths[read] + 1
+        is_sure = step.sizes.num_candidates == 1 or self._taken >= SURE_AFTER
+        if is_sure and following.max() < step.sizes.capacity:
+            step.follow(self._ios[other], following, other)
+            self._step, self._number, self._lengths = step, other, following
+        io.wait()
+        self._chosen = step.best(io)
+        return io
+
+    def drop(self) -> None:
+        """Wait for a step that was started early, and forget the tokens that it used: both I/Os are free."""
+        self._wait()
+        self._taken, self._chosen = 0, np.empty(0, np.int64)
+
+    def _wait(self) -> None:
+        if self._step is not None:
+            self._ios[self._number].wait()
+            self._step = None
+
+    def _is_under_way(self, step: Step, target_ids: Ids, read: Ids, lengths: Ids) -> bool:
+        is_taken = self._chosen.size == target_ids.size and bool((target_ids[read] == self._chosen[read]).all())
+        self._taken = self._taken + 1 if is_taken else 0
+        return is_taken and self._step is step and bool((lengths[read] == self._lengths[read]).all())

@@ -1,8 +1,7 @@
-"""Whether an engine may be used here: what it is bound to, against this machine and this bundle.
+"""Whether an engine may be used here: compare what it is bound to with this machine and this bundle.
 
-TensorRT binds a plan to its exact version and GPU model, unless it was built to
-be compatible; TensorRT-RTX to its version and the compute capabilities it was
-built for (NVIDIA's documentation, "Version Compatibility", "Hardware
+TensorRT binds a plan to its exact version and GPU model, unless it was built to be compatible; TensorRT-RTX to its
+version and the compute capabilities it was built for (NVIDIA's documentation, "Version Compatibility", "Hardware
 Compatibility" and "Engine portability").
 """
 
@@ -18,10 +17,10 @@ from pathlib import Path
 
 from tfexport.bundle.bundle import Bundle
 from tfexport.bundle.contents import stale_sources
-from tfexport.tensorrt.artifact.manifest import EngineManifest
 from tfexport.tensorrt.config import EngineConfig, Target
 from tfexport.tensorrt.cuda import Gpu, find_gpus
 from tfexport.tensorrt.library import INSTALL, MODULES, NAMED, installed_targets
+from tfexport.tensorrt.manifest import EngineManifest
 
 # Options of `tfexport trt` that are not spelled like their field.
 _OPTIONS = {
@@ -36,14 +35,7 @@ _OPTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What is on a machine.
-
-    Attributes:
-        system: "Linux" or "Windows".
-        architecture: such as "x86_64".
-        libraries: full version of each target that is installed.
-        gpu: the one that would be used, None where there is none.
-    """
+    """A machine: system and architecture as in `platform`, the full version of each library, the GPU if any."""
 
     system: str
     architecture: str
@@ -53,14 +45,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Incompatibility:
-    """One reason why an engine may not be used.
-
-    Attributes:
-        field: what differs.
-        built: its value when the engine was built.
-        here: its value here.
-        remedy: what to do about it.
-    """
+    """One reason why an engine may not be used: what differs, its values then and here, and what to do about it."""
 
     field: str
     built: str
@@ -72,7 +57,7 @@ class Incompatibility:
 
 
 def this_machine() -> Machine:
-    """Look at this machine without importing a library or making a CUDA context."""
+    """Describe this machine without importing a library or making a CUDA context."""
     gpus = find_gpus()
     distributions = importlib.metadata.packages_distributions()
     libraries = {
@@ -89,7 +74,7 @@ def this_machine() -> Machine:
 
 
 def incompatibilities(manifest: EngineManifest, bundle: Bundle, machine: Machine) -> list[Incompatibility]:
-    """List every reason why an engine may not be used with a bundle on a machine; none when it may."""
+    """List every reason why an engine may not be used with a bundle on a machine."""
     return [
         *_source_problems(manifest, bundle),
         *_library_problems(manifest, bundle.path, machine),
@@ -98,13 +83,13 @@ def incompatibilities(manifest: EngineManifest, bundle: Bundle, machine: Machine
 
 
 def explain(found: Sequence[Incompatibility]) -> str:
-    """Spell incompatibilities in one line: every one of them, then every remedy once."""
+    """Spell incompatibilities in one line: each of them, then each different remedy."""
     remedies = dict.fromkeys(each.remedy for each in found)
     return "; ".join([*map(str, found), *remedies])
 
 
 def rebuild_command(bundle: Path, config: EngineConfig) -> str:
-    """Spell the command that builds an engine anew with the same options."""
+    """Return the command that builds an engine again with the same options."""
     words = ["tfexport", "trt", str(bundle)]
     for field in fields(EngineConfig):
         value = getattr(config, field.name)
@@ -166,7 +151,7 @@ def _machine_problems(manifest: EngineManifest, bundle: Path, machine: Machine) 
     elif config.target == "tensorrt-rtx":
         here = machine.gpu.compute_capability
         if here not in config.compute_capabilities:
-            # One that the library has no name for is built for by itself, and only where such a GPU is.
+            # A capability that the library does not name has to be built alone, on such a GPU.
             others = tuple(each for each in config.compute_capabilities if each in NAMED and here in NAMED)
             wider = replace(config, compute_capabilities=(*others, here))
             yield Incompatibility(
@@ -181,7 +166,6 @@ def _machine_problems(manifest: EngineManifest, bundle: Path, machine: Machine) 
 
 
 def _gpu_fits(manifest: EngineManifest, gpu: Gpu) -> bool:
-    """Say whether a plan of TensorRT may run on a GPU."""
     level, built = manifest.config.hardware_compatibility, manifest.machine
     if level == "ampere_plus":
         return _numbers(gpu.compute_capability) >= (8, 0)

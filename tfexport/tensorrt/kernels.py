@@ -1,11 +1,11 @@
-"""The kernels of an engine that TensorRT-RTX has compiled on a GPU, kept beside its plans for the next process.
+"""Store kernels that TensorRT-RTX compiled on a GPU next to an engine's plans, for the next process.
 
     engines/tensorrt-rtx-static-fp16/kernels/
-        1.7.1.116-NVIDIA-L4-13.0/       a folder for each library, GPU and driver, there whole or not at all
+        1.7.1.116-NVIDIA-L4-13.0/       a folder for each library, GPU and driver, replaced atomically
             kernels.json                what they were compiled for; size and sha256 of each file
             decoder_static.kernels      a file for each plan
 
-Whatever does not fit is compiled again: nothing here is ever an error.
+Kernels that are damaged or do not fit are compiled again: nothing here is ever an error.
 """
 
 import hashlib
@@ -18,28 +18,24 @@ from pathlib import Path
 
 from tfexport._io import atomic
 from tfexport._io.names import KERNELS, KERNELS_INDEX, KERNELS_SUFFIX
-from tfexport._io.sealed_directory import MAX_MANIFEST_BYTES, FileEntry, plain_problem
+from tfexport._io.sealed_directory import MAX_MANIFEST_BYTES, FileEntry, foreign_problems, plain_problem
 from tfexport._io.sealed_json import seal, unseal
 from tfexport.config import Config
-from tfexport.errors import BundleError
+from tfexport.errors import BundleError, raise_all
 from tfexport.tensorrt.cuda import Gpu
 
 _FORMAT_VERSION = 1
-# Kernels hold no weights, so those of a plan are far below; more would fill the memory of the host.
+# Kernels contain no weights, so those of a plan are far smaller; more would fill the host's memory.
 MAX_BYTES = 1024 * 1024 * 1024
 
 _log = logging.getLogger(__name__)
 
 
 class _Entry(FileEntry, subject="kernels"):
-    """A file of kernels and the plan they belong to."""
-
     plan_sha256: str
 
 
 class _Index(Config, subject=KERNELS_INDEX):
-    """What the kernels of a folder were compiled for."""
-
     format_version: int = _FORMAT_VERSION
     library_version: str
     gpu: str
@@ -48,17 +44,10 @@ class _Index(Config, subject=KERNELS_INDEX):
 
 
 class KernelStore:
-    """The kernels of one engine for the library, GPU and driver at hand; any number of processes may use one folder."""
+    """The kernels of one engine for a library, GPU and driver; any number of processes may share the folder."""
 
     def __init__(self, engine: Path, plans: Mapping[str, str], library_version: str, gpu: Gpu) -> None:
-        """Look at nothing yet.
-
-        Args:
-            engine: folder of the engine.
-            plans: sha256 of each plan by its name.
-            library_version: in full.
-            gpu: that compiles and runs the kernels.
-        """
+        """Read nothing yet; `engine` is the engine's folder, `plans` the sha256 of each plan by its name."""
         self._plans = plans
         self._bound = {"library_version": library_version, "gpu": gpu.name, "driver": gpu.driver_version}
         name = "-".join(self._bound.values())
@@ -66,10 +55,7 @@ class KernelStore:
         self._has_warned = False
 
     def read(self, plan: str) -> bytes | None:
-        """Return what `write` was given for a plan; None where there is nothing, or nothing that fits.
-
-        Damage is logged as a warning, once.
-        """
+        """Return the kernels of a plan, or None if there are none that fit; the first damage logs a warning."""
         try:
             with _opened(self._folder) as folder:
                 entry = self._entries(folder).get(plan)
@@ -83,14 +69,8 @@ class KernelStore:
             return None
 
     def write(self, kernels: Mapping[str, bytes]) -> None:
-        """Keep the kernels of plans; those of other plans stay.
-
-        Nothing is written when they are there already. Where nothing can be written, nothing is kept.
-
-        Args:
-            kernels: serialised, by the name of the plan.
-        """
-        if not kernels:  # as of a library that compiles none
+        """Store the kernels of plans, by name, if they are new and the folder is writable; those of others stay."""
+        if not kernels:  # the library compiles none
             return
         try:
             self._folder.parent.mkdir(exist_ok=True)
@@ -101,7 +81,7 @@ class KernelStore:
                 if wanted != known:
                     self._publish(wanted)
         except (OSError, BundleError) as error:
-            _log.debug("%s: kernels are not kept: %s", self._folder, error)
+            _log.debug("%s: kernels are not stored: %s", self._folder, error)
 
     def _publish(self, kernels: Mapping[str, bytes]) -> None:
         with atomic.temporary(self._folder) as draft:
@@ -109,18 +89,16 @@ class KernelStore:
             for plan, raw in kernels.items():
                 (draft / f"{plan}{KERNELS_SUFFIX}").write_bytes(raw)
                 digest = hashlib.sha256(raw).hexdigest()
-                entries[plan] = _Entry(bytes=len(raw), sha256=digest, plan_sha256=self._plans[plan]).to_dict()
-            (draft / KERNELS_INDEX).write_bytes(seal(_Index.from_dict({**self._bound, "plans": entries}).to_dict()))
+                entries[plan] = _Entry(bytes=len(raw), sha256=digest, plan_sha256=self._plans[plan])
+            (draft / KERNELS_INDEX).write_bytes(seal(_Index(**self._bound, plans=entries).to_dict()))
             atomic.publish(draft, self._folder, self._check_own)
 
     def _check_own(self, folder: Path) -> None:
-        """Refuse to delete what no writing of kernels has made."""
+        """Refuse to delete files that are not kernels."""
         own = {KERNELS_INDEX, *(f"{plan}{KERNELS_SUFFIX}" for plan in self._plans)}
-        if foreign := sorted({entry.name for entry in folder.iterdir()} - own):
-            raise BundleError(f"{self._folder} holds more than kernels: {', '.join(map(repr, foreign[:10]))}")
+        raise_all(BundleError, f"{self._folder} holds more than kernels", foreign_problems(folder, own))
 
     def _entries(self, folder: int) -> dict[str, _Entry]:
-        """Read what an open folder has for the plans as they are."""
         raw = _read_plain(folder, KERNELS_INDEX, MAX_MANIFEST_BYTES)
         index = unseal(
             raw, _Index.from_dict, name=KERNELS_INDEX, format_version=_FORMAT_VERSION, remedy="remove the folder"
@@ -132,7 +110,7 @@ class KernelStore:
 
 @contextmanager
 def _opened(folder: Path) -> Iterator[int]:
-    """Open a folder, so that all that is read is of one writing although another process replaces it."""
+    """Open a folder, so that all files are read from one version although another process may replace it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         yield descriptor
@@ -150,7 +128,7 @@ def _read_entry(folder: int, name: str, entry: _Entry) -> bytes:
 
 
 def _read_plain(folder: int, name: str, limit: int) -> bytes:
-    """Read a plain file, and nothing that would be read for ever."""
+    """Read a plain file; a pipe, for example, would be read forever."""
 
     def opener(path: str, flags: int) -> int:
         return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)

@@ -1,21 +1,20 @@
-"""What an engine says of itself: all that decides whether its plans may be loaded, read strictly."""
+"""The manifest of an engine: everything that decides whether its plans may be loaded."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Self
 
-from tfexport._io.names import ENGINE_MANIFEST
+from tfexport._io.names import BUILD_LOG, ENGINE_MANIFEST
 from tfexport._io.sealed_directory import FileEntry
 from tfexport._io.sealed_json import seal, unseal
 from tfexport.bundle.contents import ENGINE_FORMAT_VERSION
 from tfexport.config import Config, Count, Match, Sha256
 from tfexport.contract import ENCODER, REORDER, TensorSpec
 from tfexport.errors import ConfigError, shortened
-from tfexport.tensorrt.config import EngineConfig, EngineLimits, decoder_plans
-from tfexport.tensorrt.profile import Profile
+from tfexport.tensorrt.config import EngineConfig, EngineLimits, Profile, decoder_plans
 
 
 class BuildMachine(Config, subject="machine"):
-    """Where an engine was built; the GPU and its driver are None where it was built without one."""
+    """Where an engine was built; the GPU and its driver are None without one."""
 
     system: str
     architecture: str
@@ -31,9 +30,9 @@ class PlanEntry(FileEntry, subject="plan"):
         file: in the folder of the engine.
         inputs: by name, dtype and dimensions, in order.
         outputs: the same.
-        aliases: output → the input whose memory it shares; present → past in the static form.
-        profiles: by input name, in the order of their index; of a decoder step and prefill.
-        layers: how many layers of each type the network has.
+        aliases: output to the input whose memory it shares; present to past in the static form.
+        profiles: by input name; step and prefill for a decoder.
+        layers: number of layers of each type in the network.
     """
 
     file: str
@@ -44,29 +43,37 @@ class PlanEntry(FileEntry, subject="plan"):
     layers: Mapping[str, Count]
 
     def _problems(self) -> Iterator[str]:
+        inputs = {tensor.name for tensor in self.inputs}
+        outputs = {tensor.name for tensor in self.outputs}
         for index, profile in enumerate(self.profiles):
+            yield from (f"profile {index} has no range for {name}" for name in sorted(inputs - profile.keys()))
             for name, shape in profile.items():
                 shapes = (shape.min, shape.opt, shape.max)
                 ascends = all(0 <= least <= usual <= most for least, usual, most in zip(*shapes, strict=False))
-                if len(set(map(len, shapes))) > 1 or not ascends:
+                if name not in inputs:
+                    yield f"profile {index} has {name[:80]!r}, which is no input"
+                elif len(set(map(len, shapes))) > 1 or not ascends:
                     spelled = " ".join(map(str, shapes))[:80]
                     yield f"profiles[{index}].{name[:80]} has {spelled}, expected shapes that ascend from 0"
+        for output, source in self.aliases.items():
+            if output not in outputs or source not in inputs:
+                yield f"aliases has {output[:80]!r}: {source[:80]!r}, expected an output and an input"
 
 
 class EngineManifest(Config, subject=ENGINE_MANIFEST):
-    """What engine.json says; flags and types by name, never by the number that one version gives them.
+    """The contents of engine.json; flags and types by name, because their numbers differ between versions.
 
     Attributes:
         format_version: 1.
         library_version: of the target that built it, in full.
-        config: how it was built, with everything decided: target, form, precision, lengths, compute capabilities.
-        limits: the most that it takes; in the static form max_target_length is the capacity of the caches.
+        config: how it was built, with every choice made: target, form, precision, lengths, compute capabilities.
+        limits: the largest shapes; in the static form max_target_length is the capacity of the caches.
         flags: of the builder that were set; TF32 is not among them, so float32 is exact.
         machine: where it was built.
         sources: sha256 of every file of the bundle that it was made from, by name.
         plans: by name: encoder, those of `decoder_plans`, reorder.
         versions: of the tools that made it, by name.
-        log: what the library said while it built; None in engines of before, whose log nothing names.
+        log: what the library logged during the build; None for old engines, whose log is not listed.
     """
 
     format_version: int
@@ -80,43 +87,37 @@ class EngineManifest(Config, subject=ENGINE_MANIFEST):
     versions: Mapping[str, str]
     log: FileEntry | None = None
 
-    def _problems(self) -> list[str]:
-        return [*self._build_problems(), *self._plan_problems()]
-
-    def _build_problems(self) -> list[str]:
-        config, machine = self.config, self.machine
-        problems = [
-            f"config.{name} is null, expected what was chosen"
-            for name in ("target", "precision", "max_source_length")
-            if getattr(config, name) is None
-        ]
+    def _problems(self) -> Iterator[str]:
+        config, machine, form = self.config, self.machine, self.config.form
+        for name in ("target", "precision", "max_source_length"):
+            if getattr(config, name) is None:
+                yield f"config.{name} is null, expected what was chosen"
         if self.limits.capacities != config.capacities:
-            problems.append(f"limits.capacities are {self.limits.capacities}, expected config's, {config.capacities}")
+            yield f"limits.capacities are {self.limits.capacities}, expected config's, {config.capacities}"
         if config.target == "tensorrt" and not (machine.gpu and machine.compute_capability):
-            problems.append("machine names no GPU, which a plan of tensorrt is bound to")
+            yield "machine names no GPU, which a plan of tensorrt is bound to"
         if config.target == "tensorrt-rtx" and not config.compute_capabilities:
-            problems.append("config.compute_capabilities is empty, which a plan of tensorrt-rtx is bound to")
+            yield "config.compute_capabilities is empty, which a plan of tensorrt-rtx is bound to"
         if not self.sources:
-            problems.append("sources is empty, expected the files that the engine was made from")
-        return problems
-
-    def _plan_problems(self) -> list[str]:
-        form = self.config.form
+            yield "sources is empty, expected the files that the engine was made from"
         expected = [ENCODER, *([*decoder_plans(form, self.limits), REORDER] if form else [])]
         if sorted(self.plans) != sorted(expected):
-            return [f"plans are {', '.join(sorted(self.plans)) or 'none'}, expected {', '.join(sorted(expected))}"]
-        problems = []
+            yield f"plans are {', '.join(sorted(self.plans)) or 'none'}, expected {', '.join(sorted(expected))}"
+            return
         for name, plan in self.plans.items():
             if plan.file != f"{name}.plan":
-                problems.append(f"plans.{name}.file is {shortened(plan.file)}, expected {name}.plan")
+                yield f"plans.{name}.file is {shortened(plan.file)}, expected {name}.plan"
             wanted = 1 if name in (ENCODER, REORDER) else 2
             if len(plan.profiles) != wanted:
-                problems.append(f"plans.{name} has {len(plan.profiles)} profiles, expected {wanted}")
-            problems += [f"plans.{name}: {problem}" for problem in _name_problems(plan)]
-        return problems
+                yield f"plans.{name} has {len(plan.profiles)} profiles, expected {wanted}"
+
+    @property
+    def files(self) -> dict[str, FileEntry]:
+        """Every file in the folder of the engine except the manifest, its signature and compiled kernels."""
+        return {plan.file: plan for plan in self.plans.values()} | ({BUILD_LOG: self.log} if self.log else {})
 
     def to_bytes(self) -> bytes:
-        """Write the manifest as JSON: sorted keys, its own sum as `self_sha256`."""
+        """Return the sealed JSON."""
         return seal(self.to_dict())
 
     @classmethod
@@ -131,11 +132,10 @@ class EngineManifest(Config, subject=ENGINE_MANIFEST):
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> Self:
-        """Read what `to_bytes` wrote.
+        """Read sealed JSON.
 
         Raises:
-            BundleError: not JSON, made by a newer version, or any byte was changed;
-                lists every wrong value.
+            BundleError: it is damaged or was made by a newer version; lists every wrong value.
         """
         return unseal(
             raw,
@@ -144,19 +144,3 @@ class EngineManifest(Config, subject=ENGINE_MANIFEST):
             format_version=ENGINE_FORMAT_VERSION,
             remedy="build it again with tfexport trt BUNDLE --force",
         )
-
-
-def _name_problems(plan: PlanEntry) -> list[str]:
-    """Say which names in a plan's profiles and aliases are none of its tensors."""
-    inputs = {tensor.name: tensor for tensor in plan.inputs}
-    outputs = {tensor.name for tensor in plan.outputs}
-    problems = []
-    for index, profile in enumerate(plan.profiles):
-        problems += [f"profile {index} has no range for {name}" for name in inputs if name not in profile]
-        problems += [f"profile {index} has {name[:80]!r}, which is no input" for name in profile if name not in inputs]
-    problems += [
-        f"aliases has {output[:80]!r}: {source[:80]!r}, expected an output and an input"
-        for output, source in plan.aliases.items()
-        if output not in outputs or source not in inputs
-    ]
-    return problems

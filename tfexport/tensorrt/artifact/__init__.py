@@ -1,1 +1,0 @@
-"""Engines on disk: their manifest, their place in a bundle, and where they may be used."""

@@ -1,0 +1,257 @@
+"""The engines of a bundle: add, open, choose and load them. Each is a folder that is replaced atomically.
+
+    engines/tensorrt-rtx-static-fp16/
+        engine.json            manifest: what the engine is and what it is bound to
+        engine.json.sig        optional, its signature
+        encoder.plan           one plan for each graph, with size and sha256 in engine.json
+        build.log              what the library logged during the build
+        kernels/               compiled by TensorRT-RTX, see `tfexport.tensorrt.kernels`
+
+Folders are named after target, form, precision and weight type.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tfexport._io import atomic
+from tfexport._io.names import BUILD_LOG, ENGINE_MANIFEST, ENGINE_SIGNATURE, KERNELS
+from tfexport._io.sealed_directory import changed_problems, file_problems, foreign_problems, read_manifest, written
+from tfexport._io.signature import SigningKey, TrustedKeys
+from tfexport.bundle.bundle import Bundle
+from tfexport.bundle.contents import EngineFiles, recover_kernels
+from tfexport.bundle.manifest import ENGINES
+from tfexport.errors import BundleError, EngineError, raise_all
+from tfexport.tensorrt.compatibility import Machine, explain, incompatibilities, rebuild_command, this_machine
+from tfexport.tensorrt.library import Library, Log, load_library
+from tfexport.tensorrt.manifest import EngineManifest
+
+_REMEDY = "copy it again from its source or build it again with tfexport trt"
+
+
+@dataclass(frozen=True)
+class StoredEngine:
+    """An engine in a bundle: its folder, whose files have the right sizes, and its manifest."""
+
+    name: str
+    path: Path
+    manifest: EngineManifest
+
+    def read_plan(self, name: str) -> bytes:
+        """Read a plan and check the bytes that are returned; raises `EngineError`."""
+        plan = self.manifest.plans[name]
+        try:
+            with open(self.path / plan.file, "rb", opener=_open_plain) as file:
+                raw = file.read(plan.bytes + 1)
+        except OSError as error:
+            raise _unreadable(self.path, error) from error
+        if len(raw) != plan.bytes or hashlib.sha256(raw).hexdigest() != plan.sha256:
+            raise EngineError(f"engine {self.path}: {plan.file} was changed (its sha256 differs); {_REMEDY}")
+        return raw
+
+    def check_plans(self) -> None:
+        """Check every byte of all plans and the log; raises `EngineError` with every file that was changed."""
+        try:
+            problems = changed_problems(self.path, self.manifest.files)
+        except OSError as error:
+            raise _unreadable(self.path, error) from error
+        raise_all(EngineError, f"engine {self.path}", problems, remedy=_REMEDY)
+
+
+@dataclass(frozen=True)
+class LoadedEngine:
+    """An engine in memory."""
+
+    manifest: EngineManifest
+    library: Library
+    plans: Mapping[str, Any]  # `ICudaEngine` by plan name, driven by one session
+    path: Path
+    log: Log  # of the runtime, for the reasons of later failures
+    runtime: Any  # must live as long as its plans
+
+
+def engine_names(bundle: Path) -> list[str]:
+    """List the engines of a bundle, valid or not; puts back what a killed writer moved aside."""
+    folder = bundle / ENGINES
+    try:
+        if not os.path.lexists(folder):
+            return []
+        for missing in atomic.aside(folder):
+            atomic.restore(missing)
+        return sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
+    except OSError as error:
+        raise EngineError(f"{folder}: cannot be read ({error.strerror}); check its permissions") from error
+
+
+def open_engine(bundle: Path, name: str, trusted_keys: TrustedKeys | None = None) -> StoredEngine:
+    """Read an engine's manifest and check the names, kinds and sizes of its files.
+
+    The hashes of plans are checked when they are read.
+
+    Args:
+        bundle: its directory.
+        name: of the engine's folder.
+        trusted_keys: one of them must have signed the engine's manifest; None accepts every engine.
+
+    Raises:
+        EngineError: there is no such engine, or lists everything that is wrong with it.
+    """
+    names = engine_names(bundle)
+    if name not in names:
+        raise EngineError(f"{bundle}: has no engine {name[:80]!r}, it has {', '.join(names) or 'none'}")
+    return _read(bundle / ENGINES / name, trusted_keys)
+
+
+def choose_engine(bundle: Bundle, name: str | None, machine: Machine) -> StoredEngine:
+    """Return the engine of this name, or the only one that may be used; else raise with every reason and remedy."""
+    if name is not None:
+        engine = open_engine(bundle.path, name, bundle.trusted_keys)
+        if found := incompatibilities(engine.manifest, bundle, machine):
+            raise EngineError(f"engine {name}: {explain(found)}")
+        return engine
+    usable, refused = [], []
+    for each in engine_names(bundle.path):
+        try:
+            usable.append(choose_engine(bundle, each, machine))
+        except EngineError as error:
+            refused.append(str(error))
+    if len(usable) == 1:
+        return usable[0]
+    if usable:
+        names = ", ".join(engine.name for engine in usable)
+        raise EngineError(f"{bundle.path}: has several engines for this machine: {names}; choose one with --engine")
+    if refused:
+        raise EngineError(f"{bundle.path}: has no engine that may be used here: {' | '.join(refused)}")
+    raise EngineError(f"{bundle.path}: has no engines; build one with: tfexport trt {bundle.path}")
+
+
+def load_engine(bundle: Bundle, name: str | None = None) -> LoadedEngine:
+    """Load an engine of a bundle onto the first GPU.
+
+    Everything that does not need the library is checked first: every byte, the bundle it was made from, the version,
+    and the GPU.
+
+    Raises:
+        EngineError: it is damaged or may not be used here, with every reason and the remedy, or the library refuses it.
+        BackendError: the library cannot be used, or there is no GPU.
+    """
+    machine = this_machine()
+    stored = choose_engine(bundle, name, machine)
+    config = stored.manifest.config
+    library = load_library(config.target)
+    # The library's own version is more reliable than the one in the package's metadata.
+    machine = replace(machine, libraries={library.target: library.version})
+    if found := incompatibilities(stored.manifest, bundle, machine):
+        raise EngineError(f"engine {stored.name}: {explain(found)}")
+    log = library.listen()
+    runtime = library.runtime(log)
+    if config.version_compatible:
+        runtime.engine_host_code_allowed = True  # such a plan contains host code
+    plans = {plan: _deserialize(runtime, library, log, stored, plan, bundle) for plan in stored.manifest.plans}
+    return LoadedEngine(stored.manifest, library, plans, stored.path, log, runtime)
+
+
+@contextmanager
+def add_engine(bundle: Path, name: str, *, force: bool, key: SigningKey | None = None) -> Iterator[Path]:
+    """Write an engine into the folder that is yielded; it appears when the block ends, complete or not at all.
+
+    Args:
+        bundle: its directory, without symbolic links.
+        name: of the engine's folder.
+        force: replace an engine of this name; it stays until the new one is complete.
+        key: signs the engine's manifest; None leaves it unsigned.
+
+    Raises:
+        EngineError: the name is taken, or what was written is not an engine.
+        BundleError: another process writes it, or it cannot be written.
+    """
+    target = bundle / ENGINES / name
+
+    def check(folder: Path) -> None:
+        _check_replaceable(folder, target, force)
+
+    try:
+        with written(target, f"engine {target}", check, remedy="make the bundle writable") as draft:
+            yield draft
+            _read(draft)
+            if key:
+                (draft / ENGINE_SIGNATURE).write_bytes(key.sign((draft / ENGINE_MANIFEST).read_bytes()))
+    finally:
+        with suppress(OSError):  # which it raises if there are engines
+            target.parent.rmdir()
+
+
+def validity_problem(trt: Any, validity: Any, diagnostics: Any) -> str | None:
+    """Spell the two results of `get_engine_validity`; None if the plan may be loaded, also if it is suboptimal."""
+    if validity != trt.EngineValidity.INVALID:
+        return None
+    members = trt.EngineInvalidityDiagnostics.__members__
+    names = [name for name, member in members.items() if int(diagnostics) & int(member)]
+    return f"invalid, {', '.join(names) or 'without a reason'}"
+
+
+def _read(path: Path, trusted_keys: TrustedKeys | None = None) -> StoredEngine:
+    subject = f"engine {path}"
+    try:
+        if not stat.S_ISDIR(os.lstat(path).st_mode):
+            raise EngineError(f"{subject}: is not a directory; remove it")
+        raw = read_manifest(path, ENGINE_MANIFEST)
+        if trusted_keys is not None and (problem := trusted_keys.problem(path / ENGINE_MANIFEST, raw)):
+            raise EngineError(f"{subject}: {problem}")
+        manifest = EngineManifest.from_bytes(raw)
+        files = manifest.files
+        problems = file_problems(path, files, ENGINE_MANIFEST, unread=files, optional={BUILD_LOG}, without=KERNELS)
+    except BundleError as error:
+        raise EngineError(*error.problems, subject=subject, remedy=error.remedy or _REMEDY) from error
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    raise_all(EngineError, subject, problems, remedy=_REMEDY)
+    return StoredEngine(path.name, path, manifest)
+
+
+def _check_replaceable(folder: Path, target: Path, force: bool) -> None:
+    """Refuse to replace `folder`, which is or was `target`, unless it contains an engine and nothing else."""
+    if not force:
+        raise EngineError(f"engine {target} exists; replace it with --force")
+    if folder == target:
+        recover_kernels(target)
+    try:
+        own = EngineFiles.read(folder).names(folder)
+    except BundleError as error:
+        raise EngineError(
+            f"{target} is no engine ({error}); --force replaces engines only, remove it yourself"
+        ) from error
+    raise_all(
+        EngineError, f"{target} holds more than an engine", foreign_problems(folder, own), remedy="remove that yourself"
+    )
+
+
+def _deserialize(runtime: Any, library: Library, log: Log, stored: StoredEngine, plan: str, bundle: Bundle) -> Any:
+    raw = stored.read_plan(plan)
+    log.clear()
+    reason = None
+    if hasattr(runtime, "get_engine_validity"):
+        reason = validity_problem(library.trt, *runtime.get_engine_validity(raw))
+    engine = None if reason else runtime.deserialize_cuda_engine(raw)
+    if engine is None or reason:
+        raise EngineError(
+            f"engine {stored.name}: {library.target} {library.version} refuses {plan}.plan: {reason or log.reason()}; "
+            f"build it again with: {rebuild_command(bundle.path, stored.manifest.config)}"
+        )
+    return engine
+
+
+def _unreadable(path: Path, error: OSError) -> EngineError:
+    file = f"{Path(os.fsdecode(error.filename)).name} " if error.filename else ""
+    return EngineError(f"engine {path}: {file}cannot be read ({error.strerror}); check its permissions")
+
+
+def _open_plain(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW)
