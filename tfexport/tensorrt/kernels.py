@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from tfexport._io import atomic
 from tfexport._io.names import KERNELS, KERNELS_INDEX, KERNELS_SUFFIX
@@ -49,7 +50,11 @@ class KernelStore:
     def __init__(self, engine: Path, plans: Mapping[str, str], library_version: str, gpu: Gpu) -> None:
         """Read nothing yet; `engine` is the engine's folder, `plans` the sha256 of each plan by its name."""
         self._plans = plans
-        self._bound = {"library_version": library_version, "gpu": gpu.name, "driver": gpu.driver_version}
+        self._bound: dict[str, Any] = {
+            "library_version": library_version,
+            "gpu": gpu.name,
+            "driver": gpu.driver_version,
+        }
         name = "-".join(self._bound.values())
         self._folder = engine / KERNELS / re.sub("[^A-Za-z0-9.]+", "-", name)
         self._has_warned = False

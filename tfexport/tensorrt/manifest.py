@@ -24,23 +24,14 @@ class BuildMachine(Config, subject="machine"):
 
 
 class PlanEntry(FileEntry, subject="plan"):
-    """One serialized plan.
-
-    Attributes:
-        file: in the folder of the engine.
-        inputs: by name, dtype and dimensions, in order.
-        outputs: the same.
-        aliases: output to the input whose memory it shares; present to past in the static form.
-        profiles: by input name; step and prefill for a decoder.
-        layers: number of layers of each type in the network.
-    """
+    """One serialized plan."""
 
     file: str
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-    aliases: Mapping[str, str]
-    profiles: tuple[Profile, ...]
-    layers: Mapping[str, Count]
+    aliases: Mapping[str, str]  # output to the input whose memory it shares; present to past in the static form
+    profiles: tuple[Profile, ...]  # step and prefill for a decoder
+    layers: Mapping[str, Count]  # by type
 
     def _problems(self) -> Iterator[str]:
         inputs = {tensor.name for tensor in self.inputs}

@@ -54,26 +54,13 @@ class BuiltEngine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Memory:
-    """Device memory in bytes at the largest shapes.
-
-    Attributes:
-        weights: of all plans; each has its own, also each decoder.
-        caches: self-attention and cross-attention keys and values of one batch with beams.
-        activations: of the encoder or a step, whichever needs more, if computed node by node. The library's own number,
-            which may be less or a few times more, is in the build log.
-        prefill: additional activations of the first prompt of several tokens; 0 for encoder-only bundles.
-    """
-
-    weights: int
-    caches: int
-    activations: int
-    prefill: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What `build_engines` would build, with every choice made, and the memory it would need at the largest shapes."""
+    """What `build_engines` would build, with every choice made, and the device memory that it would need.
+
+    Memory is in bytes at the largest shapes: the weights of all plans; the caches of one batch with beams; the
+    activations of the encoder or a step, computed node by node (the library's own number is in the build log); what the
+    first prompt of several tokens adds to them.
+    """
 
     name: str
     library_version: str
@@ -81,7 +68,7 @@ class Estimate:
     limits: EngineLimits
     flags: tuple[str, ...]
     profiles: dict[str, tuple[Profile, ...]]
-    memory: Memory
+    memory: dict[str, int]
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON values."""
@@ -89,7 +76,7 @@ class Estimate:
 
     def lines(self) -> list[str]:
         """Return everything for the terminal."""
-        config, memory = self.config, self.memory
+        config = self.config
         kind = ", ".join(part for part in (config.form, config.precision, config.weights) if part)
         lines = [
             f"would build {self.name} with {config.target} {self.library_version}: {kind}",
@@ -101,7 +88,7 @@ class Estimate:
             kinds = ("",) if plan in (ENCODER, REORDER) else (", step", ", prefill")
             for of_profile, profile in zip(kinds, profiles, strict=True):
                 lines += ["", f"Plan {plan}{of_profile}", *_ranges(profile)]
-        sizes = (f"  {name:<12} {size / 1e6:>10.1f} MB" for name, size in asdict(memory).items())
+        sizes = (f"  {name:<12} {size / 1e6:>10.1f} MB" for name, size in self.memory.items())
         return [*lines, "", "Device memory at these limits, about", *sizes]
 
 
@@ -172,12 +159,12 @@ def estimate_engines(
         graphs = prepare_graphs(resolved, Path(scratch), report)
         computing = [graph for graph in graphs if graph.name != REORDER]  # which has no activations
         decoders = [graph for graph in computing if graph.name != ENCODER]
-        memory = Memory(
-            weights=sum(weight_bytes(graph.data) for graph in graphs),
-            caches=cache_bytes(resolved.spec, limits),
-            activations=max(_activations(resolved, graph, STEP) for graph in computing),
-            prefill=max((_activations(resolved, graph, PREFILL) for graph in decoders), default=0),
-        )
+        memory = {
+            "weights": sum(weight_bytes(graph.data) for graph in graphs),
+            "caches": cache_bytes(resolved.spec, limits),
+            "activations": max(_activations(resolved, graph, STEP) for graph in computing),
+            "prefill": max((_activations(resolved, graph, PREFILL) for graph in decoders), default=0),
+        }
     return Estimate(
         name=engine_key(resolved.config),
         library_version=resolved.library.version,
@@ -259,9 +246,9 @@ def _manifest(resolved: ResolvedBuild, plans: dict[str, PlanEntry], log: FileEnt
         machine=BuildMachine(
             system=platform.system(),
             architecture=platform.machine(),
-            gpu=gpu and gpu.name,
-            compute_capability=gpu and gpu.compute_capability,
-            driver=gpu and gpu.driver_version,
+            gpu=gpu.name if gpu else None,
+            compute_capability=gpu.compute_capability if gpu else None,
+            driver=gpu.driver_version if gpu else None,
         ),
         sources=resolved.sources,
         plans=plans,

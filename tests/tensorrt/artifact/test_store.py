@@ -81,7 +81,7 @@ def test_force_replaces_engines_only(bundle: Bundle, engine: Path) -> None:
     assert (engine / "notes.txt").read_text() == "mine"
     shutil.rmtree(engine)
     engine.write_text("mine")
-    with pytest.raises(EngineError, match="is not a directory.*--force replaces engines only"):
+    with pytest.raises(EngineError, match=r"is not a directory.*--force replaces engines only"):
         stored.store(bundle, stored.manifest(bundle), force=True)
     assert engine.read_text() == "mine"
 

@@ -37,27 +37,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ResolvedBuild:
-    """How the engines of a bundle are built, with every choice made.
-
-    Attributes:
-        bundle: opened and checked.
-        library: that builds.
-        gpu: of this machine, None without one.
-        config: for the manifest; without the timing cache, which is a place on this machine.
-        spec: of the model in the precision of the engines.
-        profiles: of every plan, and the limits that follow.
-        options: for the builder.
-        notes: on choices that may surprise, a line each.
-    """
+    """How the engines of a bundle are built, with every choice made."""
 
     bundle: Bundle
     library: Library
     gpu: Gpu | None
-    config: EngineConfig
-    spec: ModelSpec
+    config: EngineConfig  # for the manifest; without the timing cache, which is a place on this machine
+    spec: ModelSpec  # in the precision of the engines
     profiles: Profiles
-    options: EngineConfig
-    notes: tuple[str, ...]
+    options: EngineConfig  # for the builder
+    notes: tuple[str, ...]  # on choices that may surprise
 
     @property
     def form(self) -> Form | None:

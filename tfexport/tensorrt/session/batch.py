@@ -41,13 +41,7 @@ class TrtBatch(CheckedBatch):
     ) -> None:
         """Start without a source.
 
-        Args:
-            width: rows of each source.
-            spec: of the model, with its own limits.
-            form: of the decoder.
-            limits: of the engines; each has a number.
-            capacities: of caches, ascending.
-            open_pool: returns the replicas, or raises if the session is closed.
+        `limits` are those of the engines, `spec` has those of the model; `open_pool` raises if the session is closed.
         """
         super().__init__(spec, width)
         self.can_join = form == "static"

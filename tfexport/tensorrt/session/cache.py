@@ -184,12 +184,9 @@ class CacheReorder:
         self._recorded: LruCache[_Recorded] = LruCache(MAX_GRAPHS, device.synchronize)
 
     def run(self, widths: Mapping[Pair, int], order: Ids, key: tuple[int, ...] | None) -> None:
-        """Queue: row r of each written cache becomes row order[r] of the cache that is read.
+        """Queue: row r of each written cache becomes row order[r] of the cache that is read, int64 [rows].
 
-        Args:
-            widths: numbers in a row, by the caches that are read and written.
-            order: int64 [rows].
-            key: equal for calls with equal widths, rows and addresses, which share a CUDA graph; None for no graph.
+        `widths` has the numbers in a row by pair of caches; calls with an equal `key` share a CUDA graph.
         """
         pairs: dict[int, list[Pair]] = defaultdict(list)
         for pair, width in widths.items():

@@ -26,9 +26,6 @@ class Engine:
     """A deserialized engine that makes contexts for any number of threads.
 
     TensorRT-RTX compiles kernels when it first needs them; all contexts of an engine share one cache of them.
-
-    Attributes:
-        name: of the graph it was built from.
     """
 
     def __init__(

@@ -45,12 +45,7 @@ class Piece:
 
 
 class Packing:
-    """Tensors next to each other in one buffer, so that one copy moves them all.
-
-    Attributes:
-        pieces: by name of the tensor.
-        num_bytes: up to the end of the last one.
-    """
+    """Tensors next to each other in one buffer, so that one copy moves them all."""
 
     def __init__(self, tensors: Iterable[TensorSpec], sizes: Mapping[str, int]) -> None:
         self.pieces: dict[str, Piece] = {}
@@ -75,9 +70,6 @@ class Memory:
     """Device memory by tensor name. A buffer grows with its contents and never shrinks.
 
     New memory is zero, because rows that nobody uses are computed too.
-
-    Attributes:
-        num_bytes: device memory that is held.
     """
 
     def __init__(self, cuda: Cuda, stream: int) -> None:

@@ -94,21 +94,18 @@ class TrtSession(CheckedSession):
         reason: Callable[[], str] = lambda: "see the log of the library",
         kernels: KernelStore | None = None,
     ) -> None:
-        """Check deserialized engines and take ownership of them.
+        """Check deserialized engines.
 
         Args:
             engines: `ICudaEngine` by name of its plan, `reorder` included if there is a decoder.
             spec: of the model, in the precision of the engines.
             form: of the decoder; None for encoder-only bundles.
             limits: the largest shapes of the engines.
-            library: that loaded them.
-            cuda: the device that they were loaded on.
-            weights: type of the matrices if it is narrower than `spec` says.
+            library: that loaded the engines.
+            cuda: the device that they are on.
+            weights: type of the matrices if it is narrower than the precision.
             reason: returns the newest errors in the library's log.
             kernels: stores compiled kernels from `close` until the next session.
-
-        Raises:
-            BackendError: an engine is missing or has other tensors or profiles than its graph.
         """
         contracts = {ENCODER: (encoder_graph(spec), 1)}
         decoders = decoder_plans(form, limits) if form else {}

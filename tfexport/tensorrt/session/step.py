@@ -35,13 +35,9 @@ _ITEM = np.dtype(np.int64).itemsize
 
 
 class StepIO:
-    """Two pinned buffers for a step, uint8 [bytes], and the event at its end.
+    """Pinned buffers for the inputs and outputs of a step, laid out by `Step.given` and `Step.found`.
 
     From the launch until `wait` returns, they belong to the device.
-
-    Attributes:
-        given: inputs, laid out by `Step.given`.
-        found: outputs, laid out by `Step.found`.
     """
 
     def __init__(self, cuda: Cuda, event: int, pinned: Pinned, given: int, found: int) -> None:
@@ -94,11 +90,6 @@ class Step:
     `feed` takes the tokens from the host, `follow` the best tokens of the previous step, which are on the device. Both
     queue all work, copies of the results included, and return at once. A step that repeats becomes a CUDA graph at its
     second run; if the library's calls cannot be captured, it is asked to capture itself.
-
-    Attributes:
-        sizes: of this step.
-        given: layout of `StepIO.given`.
-        found: layout of `StepIO.found`.
     """
 
     def __init__(
@@ -106,12 +97,7 @@ class Step:
     ) -> None:
         """Bind a context of the decoder to shapes and addresses.
 
-        Args:
-            device: with buffers that are large enough.
-            sizes: of the step.
-            context: in the profile for these sizes.
-            past_len: tokens in the cache, in the concat form.
-            replays: whether the step repeats with the same shapes and addresses.
+        `past_len` is that of the concat form; `replays` states whether the step repeats with the same addresses.
         """
         form = device.engines.form
         assert form is not None
@@ -124,23 +110,14 @@ class Step:
         self._bind()
 
     def feed(self, io: StepIO, target_ids: Ids, lengths: Ids) -> None:
-        """Queue the step on tokens of the host.
-
-        Args:
-            io: not in use; in use until its `wait` returns.
-            target_ids: int64, flat [rows · target_len].
-            lengths: tokens in the cache of every row, int64 [rows].
-        """
+        """Queue the step on tokens of the host, int64 [rows · target_len]; lengths are those of the caches, [rows]."""
         self.given.view(TARGET_IDS, io.given)[:] = target_ids.reshape(self.sizes.rows, self.sizes.target_len)
         self._launch("feed", io, lengths)
 
     def follow(self, io: StepIO, lengths: Ids, number: int) -> None:
         """Queue the step on the best tokens of the newest step, which had the same sizes.
 
-        Args:
-            io: not in use; in use until its `wait` returns.
-            lengths: tokens in the cache of every row, those of the newest step included, int64 [rows].
-            number: of the step I/O; each has its own CUDA graph.
+        `lengths` include the tokens of the newest step; each `number` of a step I/O has its own CUDA graph.
         """
         self._launch(f"follow {number}", io, lengths)
 
