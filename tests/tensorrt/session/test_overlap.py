@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from tests.tensorrt.cuda_double import CudaDouble
 from tfexport.contract import CACHE_LENGTHS, CANDIDATE_IDS, TARGET_IDS, ModelSpec, TokenIds
-from tfexport.tensorrt.session.resources import Pinned
+from tfexport.tensorrt.session.resources import part
 from tfexport.tensorrt.session.step import SURE_AFTER, OverlappedStep, Sizes, StepIO
 
 TOKENS = TokenIds(pad=0, start=1, eos=2)
@@ -27,7 +28,7 @@ class Step:
         self.newest = np.zeros(2, np.int64)
 
     def feed(self, io: StepIO, target_ids: np.ndarray, lengths: np.ndarray) -> None:
-        given = self.given.view(TARGET_IDS, io.given)
+        given = part(io.given, self.given, TARGET_IDS)
         given[:, 0] = target_ids
         self._queue("feed", io, lengths, given[:, 0].copy)
 
@@ -35,18 +36,18 @@ class Step:
         self._queue(f"follow {number}", io, lengths, lambda: self.newest)
 
     def best(self, io: StepIO) -> np.ndarray:
-        return self.found.view(CANDIDATE_IDS, io.found)[:, 0].copy()
+        return part(io.found, self.found, CANDIDATE_IDS)[:, 0].copy()
 
     def _queue(self, name: str, io: StepIO, lengths: np.ndarray, read: Any) -> None:
         self.calls.append((name, lengths.tolist(), id(io)))
-        told = self.given.view(CACHE_LENGTHS, io.given)
+        told = part(io.given, self.given, CACHE_LENGTHS)
         told[:] = lengths
         given = lengths.copy()
 
         def work() -> None:
             assert (told == given).all(), "the step I/O was written while it was in use"
             self.newest = read() + 1
-            self.found.view(CANDIDATE_IDS, io.found)[:] = self.newest[:, None] + np.arange(self.sizes.num_candidates)
+            part(io.found, self.found, CANDIDATE_IDS)[:] = self.newest[:, None] + np.arange(self.sizes.num_candidates)
 
         self.cuda.enqueue(self.stream, work)
         io.record(self.stream)
@@ -58,8 +59,8 @@ def cuda(request: pytest.FixtureRequest) -> CudaDouble:
 
 
 def make(cuda: CudaDouble, num_candidates: int = 1, capacity: int = 100) -> tuple[OverlappedStep, Step]:
-    pinned = Pinned(cuda)  # type: ignore[arg-type]
-    ios = [StepIO(cuda, cuda.event(), pinned, 1024, 1024) for _ in range(2)]  # type: ignore[arg-type]
+    device = SimpleNamespace(cuda=cuda, event=cuda.event, pinned=lambda size, dtype: cuda.pinned((size,), dtype))
+    ios = [StepIO(device, 1024, 1024) for _ in range(2)]  # type: ignore[arg-type]
     return OverlappedStep((ios[0], ios[1])), Step(cuda, cuda.stream(), capacity, num_candidates)
 
 

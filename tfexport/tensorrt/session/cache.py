@@ -177,7 +177,7 @@ class CacheReorder:
 
     def __init__(self, device: DeviceResources) -> None:
         self._device = device
-        self._order: Ids = device.pinned.array(device.engines.limits.max_batch, np.int64)
+        self._order: Ids = device.pinned(device.engines.limits.max_batch, np.int64)
         self._order_was_read = device.event()
         device.memory.reserve({ORDER: self._order.nbytes})
         self._context = device.context(REORDER)

@@ -42,8 +42,8 @@ class Encoder:
         self._device, self._graph = device, encoder_graph(device.engines.spec)
         limits = device.engines.limits
         size = limits.max_batch * limits.max_source_length
-        self._ids: Ids = device.pinned.array(size, np.int64)
-        self._mask: Mask = device.pinned.array(size, np.bool_)
+        self._ids: Ids = device.pinned(size, np.int64)
+        self._mask: Mask = device.pinned(size, np.bool_)
         self._context = device.context(ENCODER)
 
     def sizes(self, size: int, source_len: int) -> dict[str, int]:
@@ -95,13 +95,10 @@ class Decoder:
     def __init__(self, device: DeviceResources, form: Form) -> None:
         self._device, self._form = device, form
         spec, largest = device.engines.spec, Sizes.largest(device.engines.limits)
-        given, found = (packed.num_bytes for packed in largest.packed(spec, form))
+        given, found = (layout.itemsize for layout in largest.packed(spec, form))
         logits = next(tensor for tensor in decoder_graph(spec, form).outputs if tensor.name == LOGITS)
         device.memory.reserve({GIVEN: given, FOUND: found, LOGITS: bytes_of(logits, largest.dims(0))})
-        self._ios = (
-            StepIO(device.cuda, device.event(), device.pinned, given, found),
-            StepIO(device.cuda, device.event(), device.pinned, given, found),
-        )
+        self._ios = StepIO(device, given, found), StepIO(device, given, found)
         self._overlapped = OverlappedStep(self._ios)
         self._contexts: dict[tuple[str, int], Context] = {}
         self._steps: LruCache[Step] = LruCache(MAX_GRAPHS, device.synchronize)

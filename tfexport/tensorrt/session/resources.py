@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,36 +35,27 @@ def bytes_of(tensor: TensorSpec, sizes: Mapping[str, int]) -> int:
     return math.prod(shape_of(tensor, sizes)) * ITEM_BYTES[tensor.dtype]
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A tensor in a shared buffer; `start` is the offset of its first byte."""
+def packed(tensors: Iterable[TensorSpec], sizes: Mapping[str, int]) -> np.dtype[np.void]:
+    """Return the layout of tensors next to each other in one buffer, so that one copy moves them all."""
+    fields: dict[str, Any] = {}
+    end = 0
+    for tensor in tensors:
+        start = -(-end // ALIGNMENT) * ALIGNMENT
+        fields[tensor.name] = ((tensor.dtype, shape_of(tensor, sizes)), start)
+        end = start + bytes_of(tensor, sizes)
+    formats, offsets = zip(*fields.values(), strict=True)
+    return np.dtype({"names": list(fields), "formats": formats, "offsets": offsets, "itemsize": end})  # type: ignore[call-overload, no-any-return]
 
-    start: int
-    num_bytes: int
-    dtype: DType
-    shape: Shape
+
+def part(buffer: Bytes, layout: np.dtype[np.void], name: str) -> Array:
+    """Return a view of a packed tensor in a host buffer, uint8 [bytes or more]."""
+    found: Array = buffer[: layout.itemsize].view(layout)[name][0]
+    return found
 
 
-class Packing:
-    """Tensors next to each other in one buffer, so that one copy moves them all."""
-
-    def __init__(self, tensors: Iterable[TensorSpec], sizes: Mapping[str, int]) -> None:
-        self.pieces: dict[str, Piece] = {}
-        self.num_bytes = 0
-        for tensor in tensors:
-            start = -(-self.num_bytes // ALIGNMENT) * ALIGNMENT
-            num_bytes = bytes_of(tensor, sizes)
-            self.pieces[tensor.name] = Piece(start, num_bytes, tensor.dtype, shape_of(tensor, sizes))
-            self.num_bytes = start + num_bytes
-
-    def view(self, name: str, buffer: Bytes) -> Array:
-        """Return a view of a tensor in a host buffer, uint8 [num_bytes or more]."""
-        piece = self.pieces[name]
-        return buffer[piece.start : piece.start + piece.num_bytes].view(piece.dtype).reshape(piece.shape)
-
-    def addresses(self, buffer: int) -> dict[str, int]:
-        """Return the address of each tensor in a device buffer."""
-        return {name: buffer + piece.start for name, piece in self.pieces.items()}
+def offsets(layout: np.dtype[np.void]) -> dict[str, int]:
+    """Return where each packed tensor begins in a buffer, in bytes."""
+    return {name: field[1] for name, field in (layout.fields or {}).items()}
 
 
 class Memory:
@@ -118,25 +110,6 @@ class Memory:
         self._addresses[name], self._sizes[name] = address, size
 
 
-class Pinned:
-    """Page-locked host arrays of one replica, freed together."""
-
-    def __init__(self, cuda: Cuda) -> None:
-        self._cuda = cuda
-        self._arrays: list[Array] = []
-
-    def array(self, size: int, dtype: DTypeLike) -> Array:
-        """Return a flat array, which `close` frees."""
-        made = self._cuda.pinned((max(size, 1),), dtype)
-        self._arrays.append(made)
-        return made
-
-    def close(self) -> None:
-        """Free every array."""
-        while self._arrays:
-            self._cuda.unpin(self._arrays.pop())
-
-
 @dataclass(frozen=True)
 class EngineSet:
     """What all replicas of a session share: engines by name of their plan, and the model in their precision."""
@@ -157,8 +130,7 @@ class DeviceResources:
         self.engines, self.cuda = engines, engines.cuda
         self.stream = engines.cuda.stream()
         self.memory = Memory(engines.cuda, self.stream)
-        self.pinned = Pinned(engines.cuda)
-        self._events: list[int] = []
+        self._owned = ExitStack()
         try:
             most = max(engine.activation_bytes(STEP) for engine in engines.engines.values())
             self.memory.reserve({_activations(STEP): most})
@@ -183,8 +155,15 @@ class DeviceResources:
 
     def event(self) -> int:
         """Make an event, which `close` frees."""
-        self._events.append(self.cuda.event())
-        return self._events[-1]
+        event = self.cuda.event()
+        self._owned.callback(self.cuda.destroy_event, event)
+        return event
+
+    def pinned(self, size: int, dtype: DTypeLike) -> Array:
+        """Return a flat page-locked host array, which `close` frees."""
+        array = self.cuda.pinned((max(size, 1),), dtype)
+        self._owned.callback(self.cuda.unpin, array)
+        return array
 
     def synchronize(self) -> None:
         """Wait until everything queued is done."""
@@ -193,9 +172,7 @@ class DeviceResources:
     def close(self) -> None:
         """Free memory, events and stream; nothing may be running."""
         self.memory.close()
-        self.pinned.close()
-        while self._events:
-            self.cuda.destroy_event(self._events.pop())
+        self._owned.close()
         self.cuda.destroy_stream(self.stream)
 
 

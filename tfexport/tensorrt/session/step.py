@@ -19,9 +19,8 @@ from tfexport.contract import (
 )
 from tfexport.runtime.session import Candidates, Ids
 from tfexport.tensorrt.config import EngineLimits, decoder_plan
-from tfexport.tensorrt.cuda import Cuda
 from tfexport.tensorrt.session.engine import Context, CudaGraphRunner
-from tfexport.tensorrt.session.resources import Bytes, DeviceResources, Packing, Pinned, shape_of
+from tfexport.tensorrt.session.resources import Bytes, DeviceResources, offsets, packed, part, shape_of
 
 # Device buffers: the inputs of a step that come from the host, and the outputs that go to it.
 GIVEN, FOUND = "given", "found"
@@ -40,10 +39,10 @@ class StepIO:
     From the launch until `wait` returns, they belong to the device.
     """
 
-    def __init__(self, cuda: Cuda, event: int, pinned: Pinned, given: int, found: int) -> None:
-        self.given: Bytes = pinned.array(given, np.uint8)
-        self.found: Bytes = pinned.array(found, np.uint8)
-        self._cuda, self._event = cuda, event
+    def __init__(self, device: DeviceResources, given: int, found: int) -> None:
+        self.given: Bytes = device.pinned(given, np.uint8)
+        self.found: Bytes = device.pinned(found, np.uint8)
+        self._cuda, self._event = device.cuda, device.event()
 
     def record(self, stream: int) -> None:
         """Mark the end of the step that was just queued."""
@@ -75,13 +74,13 @@ class Sizes:
         """Return every named dimension of the decoder's contract."""
         return {**asdict(self), "past_len": past_len, "past_len + target_len": past_len + self.target_len}
 
-    def packed(self, spec: ModelSpec, form: Form) -> tuple[Packing, Packing]:
+    def packed(self, spec: ModelSpec, form: Form) -> tuple[np.dtype[np.void], np.dtype[np.void]]:
         """Return the layouts of the host's inputs, lengths first, and outputs."""
         graph, dims = decoder_graph(spec, form), self.dims(0)
         given = {tensor.name: tensor for tensor in graph.inputs if tensor.name in (CACHE_LENGTHS, TARGET_IDS)}
         found = {tensor.name: tensor for tensor in graph.outputs if tensor.name in _FOUND}
         in_order = [given[name] for name in (CACHE_LENGTHS, TARGET_IDS) if name in given]
-        return Packing(in_order, dims), Packing((found[name] for name in _FOUND), dims)
+        return packed(in_order, dims), packed((found[name] for name in _FOUND), dims)
 
 
 class Step:
@@ -111,7 +110,7 @@ class Step:
 
     def feed(self, io: StepIO, target_ids: Ids, lengths: Ids) -> None:
         """Queue the step on tokens of the host, int64 [rows · target_len]; lengths are those of the caches, [rows]."""
-        self.given.view(TARGET_IDS, io.given)[:] = target_ids.reshape(self.sizes.rows, self.sizes.target_len)
+        part(io.given, self.given, TARGET_IDS)[:] = target_ids.reshape(self.sizes.rows, self.sizes.target_len)
         self._launch("feed", io, lengths)
 
     def follow(self, io: StepIO, lengths: Ids, number: int) -> None:
@@ -123,12 +122,12 @@ class Step:
 
     def best(self, io: StepIO) -> Ids:
         """Copy out the best token of every row, int64 [rows]."""
-        found: Ids = self.found.view(CANDIDATE_IDS, io.found)[:, 0].copy()
+        found: Ids = part(io.found, self.found, CANDIDATE_IDS)[:, 0].copy()
         return found
 
     def candidates(self, io: StepIO, rows: Ids, wanted: int) -> Candidates:
         """Copy out `wanted` candidates of the given rows, int64 [rows]; `io` was waited for."""
-        ids, logits, totals = (self.found.view(name, io.found) for name in _FOUND)
+        ids, logits, totals = (part(io.found, self.found, name) for name in _FOUND)
         return Candidates(ids[rows, :wanted], logits[rows, :wanted], totals[rows].reshape(-1))
 
     def close(self) -> None:
@@ -137,7 +136,7 @@ class Step:
 
     def _launch(self, name: str, io: StepIO, lengths: Ids) -> None:
         if self._form == "static":
-            self.given.view(CACHE_LENGTHS, io.given)[:] = lengths
+            part(io.given, self.given, CACHE_LENGTHS)[:] = lengths
         self._runner.run(name, lambda: self._queue(io, from_host=name == "feed"), self._can_capture)
         io.record(self._device.stream)
 
@@ -145,19 +144,20 @@ class Step:
         cuda, stream, memory = self._device.cuda, self._device.stream, self._device.memory
         given, found = memory[GIVEN], memory[FOUND]
         if from_host:
-            cuda.upload(given, io.given[: self.given.num_bytes], stream)
+            cuda.upload(given, io.given[: self.given.itemsize], stream)
         else:
-            cuda.upload(given, io.given[: self.given.pieces[CACHE_LENGTHS].num_bytes], stream)
-            tokens, best = self.given.addresses(given)[TARGET_IDS], self.found.addresses(found)[CANDIDATE_IDS]
+            cuda.upload(given, io.given[: self.given[CACHE_LENGTHS].itemsize], stream)
+            tokens, best = given + offsets(self.given)[TARGET_IDS], found + offsets(self.found)[CANDIDATE_IDS]
             cuda.copy_2d(tokens, _ITEM, best, _ITEM * self.sizes.num_candidates, self.sizes.rows, stream)
         self._context.run(stream)
-        cuda.download(io.found[: self.found.num_bytes], found, stream)
+        cuda.download(io.found[: self.found.itemsize], found, stream)
 
     def _bind(self) -> None:
         memory, dims = self._device.memory, self.sizes.dims(self._past_len)
         graph = decoder_graph(self._device.engines.spec, self._form)
-        packed = self.given.addresses(memory[GIVEN]) | self.found.addresses(memory[FOUND])
-        addresses = packed | {NUM_CANDIDATES: self._num_candidates.ctypes.data}
+        addresses = {NUM_CANDIDATES: self._num_candidates.ctypes.data}
+        for buffer, layout in ((GIVEN, self.given), (FOUND, self.found)):
+            addresses |= {name: memory[buffer] + offset for name, offset in offsets(layout).items()}
         for tensor in (*graph.inputs, *graph.outputs):
             if tensor.name not in addresses:
                 # The static form writes in place: past and present share a buffer.
