@@ -18,7 +18,6 @@ from tests.conftest import ROOT
 from tests.gpu import acceptance, decodes
 from tests.gpu import test_latency as latency
 from tests.gpu import test_parity as parity
-from tests.gpu import test_primitives as primitives
 from tests.gpu import test_refusals as refusals
 from tests.gpu import test_sessions as sessions
 from tests.gpu.job import Job
@@ -252,28 +251,6 @@ def test_the_eager_model_is_measured(job: Job, small: None, monkeypatch: pytest.
     assert read[1] == 2 * read[0]
 
 
-def test_primitives_are_reported(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = 0
-
-    def timed(queue: Callable[[], object]) -> float:
-        nonlocal calls
-        queue()
-        calls += 1
-        return 2.0
-
-    monkeypatch.setattr(primitives, "replay_us", timed)
-    monkeypatch.setattr(primitives, "median_us", timed)
-    primitives.primitives(job, "cpu", large_bytes=8000)
-    found = checks(job.work / "found.jsonl")
-    assert {check["status"] for check in found.values()} == {"passed"}, found
-    # 8,000 bytes in 2 µs are 4 GB/s, and a copy reads and writes.
-    assert found["bandwidth"]["numbers"] == {"copy_gb_s": 8, "read_gb_s": 4, "bandwidth_gb_s": 8}
-    assert found["a graph of 134 tiny kernels"]["numbers"] == {"replay_us": 2.0}
-    assert len(found["top-k of 32000"]["numbers"]) == 9
-    assert found["small copies"]["numbers"] == {"up_us": 2.0, "down_us": 2.0}
-    assert calls == 2 + 1 + 9 + 2
-
-
 def test_sessions_are_compared_from_threads(dates_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decodes, "NEW_TOKENS", 6)
     bundle = open_bundle(dates_bundle)
@@ -300,27 +277,6 @@ def test_sessions_are_compared_from_threads(dates_bundle: Path, monkeypatch: pyt
         sessions.together([Wrong()])
     for session in opened:
         session.close()
-
-
-def test_polygraphy_compares_the_encoder(dates_bundle: Path, tmp_path: Path) -> None:
-    pytest.importorskip("polygraphy")
-    from polygraphy.backend.onnxrt import OnnxrtRunner, SessionFromOnnx
-
-    def runner(path: Path) -> Any:
-        return OnnxrtRunner(SessionFromOnnx(str(path / "encoder.onnx"), providers=["CPUExecutionProvider"]))
-
-    spec = open_bundle(dates_bundle).manifest.spec
-    parity.compare_runners(dates_bundle, runner(dates_bundle), spec)
-    changed = tmp_path / "changed"
-    changed.mkdir()
-    weights = bytearray((dates_bundle / "weights.safetensors").read_bytes())
-    header = 8 + int.from_bytes(weights[:8], "little")
-    begin, end = json.loads(weights[8:header])["enc.layers.0.ffn.fc1.weight"]["data_offsets"]
-    weights[header + begin : header + end] = bytes(end - begin)
-    (changed / "weights.safetensors").write_bytes(weights)
-    (changed / "encoder.onnx").write_bytes((dates_bundle / "encoder.onnx").read_bytes())
-    with pytest.raises(AssertionError, match="Polygraphy finds a difference"):
-        parity.compare_runners(dates_bundle, runner(changed), spec)
 
 
 def test_damaged_engines_are_refused(job: Job, doubles: None, variant: Callable[[str], Path]) -> None:

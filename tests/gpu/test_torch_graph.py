@@ -10,14 +10,12 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 import torch
-from onnx import helper
 
 from tests import tiny
 from tests.gpu.torch_graph import TorchGraph
 from tests.runtime.exported import Once, exported
 from tfexport.bundle.bundle import open_bundle
 from tfexport.contract import DECODER, ENCODER, Form, GraphSpec, ModelSpec, decoder_graph, encoder_graph, reorder_spec
-from tfexport.errors import GraphError
 from tfexport.export.reorder import reorder_graph
 
 Arrays = dict[str, np.ndarray]
@@ -122,56 +120,6 @@ def test_a_cache_is_written_in_place_and_nothing_else_is(dates_bundle: Path) -> 
             assert [row.nonzero()[0].tolist() for row in changed] == [[0], [1], [2]], name
         else:
             np.testing.assert_array_equal(given[name].numpy(), array, err_msg=name)
-
-
-def node(name: str, *arrays: np.ndarray, outputs: int = 1, **attributes: Any) -> bytes:
-    """Return a graph of one node with inputs x0, x1 … of these types, and constants where they are no arrays."""
-    kinds = [helper.np_dtype_to_tensor_dtype(array.dtype) for array in arrays]
-    inputs = [
-        helper.make_tensor_value_info(f"x{place}", kind, array.shape)
-        for place, (kind, array) in enumerate(zip(kinds, arrays, strict=True))
-    ]
-    made = [f"y{place}" for place in range(outputs)]
-    graph = helper.make_graph(
-        [helper.make_node(name, [each.name for each in inputs], made, **attributes)],
-        name,
-        inputs,
-        [helper.make_empty_tensor_value_info(each) for each in made],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)], ir_version=10)
-    raw: bytes = model.SerializeToString()
-    return raw
-
-
-FLOATS, SIGNS = np.array([[0.5, -2.0, 3.0]], np.float32), np.array([[7, -7, 1]])
-NODES: dict[str, tuple[str, tuple[np.ndarray, ...], dict[str, Any]]] = {
-    "integers are divided towards zero": ("Div", (SIGNS, np.array([2])), {}),
-    "indices count from the end": ("Gather", (FLOATS, np.array([[-1, 0]])), {"axis": 1}),
-    "a size of 0 is kept": ("Reshape", (FLOATS, np.array([0, -1, 1])), {}),
-    "shapes broadcast both ways": ("Expand", (FLOATS, np.array([2, 1, 1])), {}),
-    "the error function": ("Erf", (FLOATS,), {}),
-    "axes count from the end": ("Unsqueeze", (FLOATS, np.array([-1, 0])), {}),
-    "attention has a scale of its own": (
-        "Attention",
-        (*(np.random.default_rng(i).normal(size=(2, 2, 3, 4)).astype(np.float32) for i in range(3)),
-         np.ones((2, 1, 3, 3), np.bool_)),
-        {},
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "arrays", "attributes"), NODES.values(), ids=NODES)
-def test_what_our_graphs_seldom_show(name: str, arrays: tuple[np.ndarray, ...], attributes: dict[str, Any]) -> None:
-    graph = node(name, *arrays, **attributes)
-    feed = {f"x{place}": array for place, array in enumerate(arrays)}
-    (expected,) = ort.InferenceSession(graph, providers=["CPUExecutionProvider"]).run(None, feed)
-    found = TorchGraph(graph, "cpu").run({each: torch.from_numpy(array) for each, array in feed.items()})["y0"]
-    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-5)
-
-
-def test_an_operator_that_is_not_there_is_named() -> None:
-    with pytest.raises(GraphError, match=r"no Celu here; add it to tests/gpu/torch_graph\.py"):
-        TorchGraph(node("Celu", FLOATS), "cpu")
 
 
 def test_shapes_stay_on_the_host(once: Callable[[str, Callable[[Path], object]], Path]) -> None:
