@@ -159,4 +159,4 @@ def test_a_hollow_tensorrt_is_found(tmp_path: Path) -> None:
     for module in ("onnxruntime", "torch"):
         (tmp_path / f"{module}.py").write_text("raise ImportError")
     (trt,) = (b for b in in_environment(tmp_path)["backends"] if b["library"] == "tensorrt")
-    assert "the module tensorrt is hollow" in trt["problem"]
+    assert "the module tensorrt is incomplete" in trt["problem"]
