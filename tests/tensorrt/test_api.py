@@ -113,7 +113,7 @@ def test_every_class_and_enum_in_use_is_recorded() -> None:
         if isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[-1] in ("trt", "module")
     }
     assert {"Builder", "OnnxParser", "BuilderFlag"} <= found
-    assert found - {"__version__"} <= {name for names in RECORD["names"][""].values() for name in names}
+    assert found - {"__version__"} <= {name for names in RECORD["names"][""].values() for name in names.split()}
 
 
 @pytest.mark.parametrize("question", ANSWERED_BY)
@@ -148,5 +148,7 @@ def test_the_record_is_that_of_the_installed_library() -> None:
     if trt.__version__ not in VERSIONS:
         pytest.skip(f"tensorrt-rtx {trt.__version__} is not recorded; run scripts/tensorrt_api with it added")
     for owner, groups in RECORD["names"].items():
-        recorded = {name for versions, names in groups.items() if trt.__version__ in versions.split() for name in names}
+        recorded = {
+            name for versions, names in groups.items() if trt.__version__ in versions.split() for name in names.split()
+        }
         assert not recorded or recorded <= set(dir(getattr(trt, owner) if owner else trt))

@@ -55,9 +55,6 @@ class LoadOptions:
         raise_all(ConfigError, "load", problems)
 
 
-OpenOptions = LoadOptions  # its name in tfexport.tensorrt
-
-
 @dataclass(frozen=True)
 class Graphs:
     """Graphs to run: of a bundle, or of one that is being made.

@@ -21,7 +21,7 @@ from tfexport.contract import (
 )
 from tfexport.errors import BackendError
 from tfexport.runtime.checked import CheckedSession
-from tfexport.runtime.registry import Graphs, OpenOptions
+from tfexport.runtime.registry import Graphs, LoadOptions
 from tfexport.runtime.session import LONGER, Floats, Ids, Limit, Limits, Mask, Session
 from tfexport.tensorrt.config import EngineLimits, decoder_plans
 from tfexport.tensorrt.cuda import Cuda, need_gpu
@@ -34,7 +34,7 @@ from tfexport.tensorrt.session.resources import EngineSet
 from tfexport.tensorrt.store import load_engine
 
 
-def open_bundle(bundle: Bundle, options: OpenOptions) -> Session:
+def open_bundle(bundle: Bundle, options: LoadOptions) -> Session:
     """Open an engine of a bundle; implements `tfexport.runtime.registry.Home`."""
     engine = load_engine(bundle, options.engine)
     built = engine.manifest.config
@@ -61,7 +61,7 @@ def open_bundle(bundle: Bundle, options: OpenOptions) -> Session:
     )
 
 
-def rungs(graphs: Graphs, options: OpenOptions) -> Iterator[tuple[str, Session]]:
+def rungs(graphs: Graphs, options: LoadOptions) -> Iterator[tuple[str, Session]]:
     """Open the engine of a bundle for verification; implements `tfexport.runtime.registry.Home`."""
     if graphs.bundle is None:
         raise BackendError("trt: engines are built from a bundle, and here are graphs alone")
