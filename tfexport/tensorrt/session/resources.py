@@ -44,7 +44,7 @@ def packed(tensors: Iterable[TensorSpec], sizes: Mapping[str, int]) -> np.dtype[
         fields[tensor.name] = ((tensor.dtype, shape_of(tensor, sizes)), start)
         end = start + bytes_of(tensor, sizes)
     formats, offsets = zip(*fields.values(), strict=True)
-    return np.dtype({"names": list(fields), "formats": formats, "offsets": offsets, "itemsize": end})  # type: ignore[call-overload, no-any-return]
+    return np.dtype({"names": list(fields), "formats": formats, "offsets": offsets, "itemsize": end})
 
 
 def part(buffer: Bytes, layout: np.dtype[np.void], name: str) -> Array:
