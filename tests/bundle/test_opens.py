@@ -32,15 +32,6 @@ def test_a_bundle_opens_as_it_was_made(bundle: Path) -> None:
     assert siblings(bundle) == []
 
 
-def test_the_builder_hands_over_what_opening_gives(tmp_path: Path) -> None:
-    assert make(tmp_path / "bundle") == open_bundle(tmp_path / "bundle")
-
-
-def test_a_file_that_is_not_there_is_named(bundle: Path) -> None:
-    with pytest.raises(BundleError, match=r"has no engine\.plan; it has decoder\.onnx, "):
-        open_bundle(bundle).file("engine.plan")
-
-
 def test_the_same_content_gives_the_same_bytes(tmp_path: Path) -> None:
     first = make(tmp_path / "one")
     second = make(tmp_path / "two", dict(reversed(CONTENT.items())))
@@ -62,12 +53,6 @@ def test_an_encoder_alone_and_a_foreign_module(tmp_path: Path) -> None:
 def test_the_directory_may_be_reached_through_a_link(bundle: Path, tmp_path: Path) -> None:
     (tmp_path / "current").symlink_to("bundle")
     assert open_bundle(tmp_path / "current") == open_bundle(bundle)
-
-
-def test_engines_are_left_to_their_users(bundle: Path) -> None:
-    (bundle / "engines" / "key").mkdir(parents=True)
-    (bundle / "engines" / "key" / "plan").write_bytes(b"x")
-    open_bundle(bundle)
 
 
 def test_a_staged_bundle_opens_before_it_is_published(tmp_path: Path) -> None:

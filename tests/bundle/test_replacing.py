@@ -70,13 +70,6 @@ def test_a_file_that_no_manifest_names_stops_it(name: str, bundle: Path, engine:
     assert (bundle / name).read_text() == "mine"
 
 
-def test_an_engine_without_its_manifest_is_not_known_to_be_one(bundle: Path, engine: Path) -> None:
-    (engine / "engine.json").write_text("{}")
-    refuses(bundle, f"'engines/{NAME}/encoder.plan' does not belong to it")
-    (engine / "engine.json").unlink()
-    refuses(bundle, f"'engines/{NAME}/encoder.plan' does not belong to it")
-
-
 @pytest.mark.parametrize(
     "plans", [{"encoder": {"file": "../../../thesis.tex"}}, {"../x": {"file": "x"}}, {"encoder": {"file": "."}}, []]
 )

@@ -149,12 +149,6 @@ def test_a_signature_is_a_plain_file(signed: Path, keys: Keys) -> None:
     refuses(signed, keys, "manifest.json.sig is no signature")
 
 
-def test_no_file_of_a_bundle_is_called_like_the_signature(signed: Path) -> None:
-    edit(signed, lambda data: data["files"].update({SIGNATURE: data["files"]["parity.json"]}))
-    with pytest.raises(BundleError, match=r"files has 'manifest\.json\.sig', expected a plain relative path"):
-        open_bundle(signed)
-
-
 # ---- keys
 
 

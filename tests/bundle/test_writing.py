@@ -34,14 +34,6 @@ def test_an_existing_output_is_refused_before_any_work(bundle: Path) -> None:
     assert siblings(bundle) == ["empty"]
 
 
-def test_force_replaces_a_bundle(bundle: Path) -> None:
-    before = open_bundle(bundle)
-    after = make(bundle, CONTENT | {"weights.safetensors": b"new"}, force=True)
-    assert after.sha256 != before.sha256
-    assert open_bundle(bundle) == after
-    assert siblings(bundle) == []
-
-
 def test_force_replaces_a_damaged_bundle_and_an_empty_directory(bundle: Path) -> None:
     (bundle / "encoder.onnx").unlink()
     (bundle / "decoder.onnx").write_bytes(b"damaged")
