@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 import tfexport
 from tests import tiny
 from tests.decode.scripted import EOS, START, ScriptedSession, drawn, table
-from tfexport.decode.offline import decode
-from tfexport.decode.stream import stream
+from tfexport.decode.offline import decode, stream
 from tfexport.errors import ConfigError, TfexportError
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.eager import EagerSession

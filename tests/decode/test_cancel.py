@@ -14,10 +14,9 @@ import pytest
 import tfexport
 from tests.decode.scripted import ScriptedBatch, ScriptedSession, drawn
 from tfexport import Cancelled, Model
-from tfexport.decode.cancel import SEEN_WITHIN_S
-from tfexport.decode.offline import decode
+from tfexport.decode.loop import SEEN_WITHIN_S
+from tfexport.decode.offline import decode, stream
 from tfexport.decode.score import score
-from tfexport.decode.stream import stream
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.session import Candidates, Ids
 

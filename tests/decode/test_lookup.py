@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfexport.decode.lookup import GOES_ON, IN_SOURCE, SIZES, PromptLookup
+from tfexport.decode.speculation import GOES_ON, IN_SOURCE, SIZES, PromptLookup
 
 TOKENS = st.lists(st.integers(0, 6), max_size=30)
 

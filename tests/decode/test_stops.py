@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 
 from tests.decode.scripted import EOS, ScriptedSession, drawn
 from tfexport.decode.loop import Loop
-from tfexport.decode.offline import decode
-from tfexport.decode.request import check_requests
+from tfexport.decode.offline import decode, stream
+from tfexport.decode.request import TextOf, check_requests
 from tfexport.decode.result import Hypothesis
-from tfexport.decode.stops import TextOf, stop_end
-from tfexport.decode.stream import stream
+from tfexport.decode.stops import stop_end
 from tfexport.errors import BackendError, InputError
 from tfexport.generation import DecodeConfig
 

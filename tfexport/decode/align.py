@@ -1,4 +1,4 @@
-"""Align given targets: how much of each of their tokens was read from each source token."""
+"""Align given targets: which source tokens each of their tokens was read from, by cross-attention."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tfexport._arguments import check_call
-from tfexport.decode.cancel import check_cancelled
+from tfexport.decode.loop import check_cancelled
 from tfexport.decode.pairs import Pair, batches, checked_pairs
 from tfexport.errors import BackendError, ConfigError
 from tfexport.runtime.session import NO_ALIGNMENT, Aligns, Floats, Session, pad_right
@@ -17,15 +17,15 @@ from tfexport.runtime.session import NO_ALIGNMENT, Aligns, Floats, Session, pad_
 
 @dataclass(frozen=True, eq=False)
 class Alignment:
-    """What the tokens of a target were read from, by the cross-attention that the bundle was exported with.
+    """The alignment of a target with its source, by the cross-attention that the bundle was exported with.
 
     Attributes:
         source_ids: of the source, special tokens included.
         target_ids: of the target.
         weights: float32 [target tokens, source tokens]; a row sums to 1.
         source_positions: of each target token the place of the largest weight, from 0; of equal ones the first.
-        source_tokens: as the tokenizer spells them; empty where there is none.
-        target_tokens: likewise.
+        source_tokens: as the tokenizer spells them; empty without a tokenizer.
+        target_tokens: the same for the target.
     """
 
     source_ids: tuple[int, ...]
@@ -37,11 +37,7 @@ class Alignment:
 
 
 def need_alignment(session: Session, subject: str = "align") -> Aligns:
-    """Return a session that can align; `subject` is named at the start of the error.
-
-    Raises:
-        ConfigError: its backend or its bundle cannot; says what to do.
-    """
+    """Return a session that can align, or raise `ConfigError` about `subject` if its backend or bundle cannot."""
     if not isinstance(session, Aligns):
         raise ConfigError(f"{subject}: backend {session.backend} gives no attention; use --backend ort or eager")
     if not session.has_alignment:
@@ -66,7 +62,7 @@ def align(
         session: of a backend that can, ONNX Runtime or eager.
         sources: token ids of each source.
         targets: token ids of each target, without the start token.
-        prefixes: token ids that each target comes behind, read and not aligned; None for none.
+        prefixes: token ids before each target, read and not aligned; None for none.
         start: id that the decoder reads first; None for the model's own.
         batch_size: pairs read at once.
         on_progress: called after each batch with the number of pairs it had.
@@ -75,8 +71,8 @@ def align(
     Raises:
         ConfigError: the bundle or the backend has no alignment.
         InputError: lists every pair that the model cannot take.
-        BackendError: the backend failed, or the model gave numbers that are none.
-        Cancelled: the event was set, which is seen before the next batch.
+        BackendError: the backend failed, or the model gave NaN.
+        Cancelled: the event was set before a batch.
     """
     check_call("align", batch_size=batch_size, on_progress=on_progress, cancel=cancel)
     pairs = checked_pairs(session, sources, targets, prefixes, start, add_eos=False, subject="align")
@@ -99,9 +95,9 @@ def align(
 
 
 def _read(session: Aligns, pairs: Sequence[Pair], pad: int) -> list[Floats]:
-    """Read whole targets side by side; return of each pair its weights alone, without padding and prompt."""
+    """Read whole targets together; return the weights of each pair without padding and prompt."""
     source_ids, source_mask = pad_right([pair.source_ids for pair in pairs], pad)
-    # The last token is not read: nothing comes behind it. Any token pads: nobody looks back at it.
+    # The last token is not read, because nothing follows it. Any token can pad, because no position attends to it.
     read = [(*pair.prompt, *pair.target_ids[:-1]) for pair in pairs]
     target_ids, _ = pad_right(read, pairs[0].prompt[0])
     weights = session.align(source_ids, source_mask, target_ids)
@@ -109,3 +105,44 @@ def _read(session: Aligns, pairs: Sequence[Pair], pad: int) -> list[Floats]:
         rows[len(pair.prompt) - 1 : len(ids), : len(pair.source_ids)].copy()
         for pair, ids, rows in zip(pairs, read, weights, strict=True)
     ]
+
+
+def unknown_sources(
+    session: Session,
+    pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
+    may_copy: Sequence[Sequence[bool]],
+    unknown: int,
+    *,
+    start: int | None = None,
+    batch_size: int = 32,
+    cancel: threading.Event | None = None,
+) -> list[dict[int, int]]:
+    """Find the source token with the largest weight for every unknown token of generated targets.
+
+    Args:
+        session: of a backend that aligns.
+        pairs: token ids of each source and target; only targets with an unknown token are read again.
+        may_copy: for each source token whether it may be copied; the tokens around a text may not.
+        unknown: id of the unknown token.
+        start: id that the decoder read first; None for the model's own.
+        batch_size: pairs read at once.
+        cancel: checked before each batch; None for a call that nobody cancels.
+
+    Returns:
+        For each pair, by the place of each unknown token, the place of its source token.
+
+    Raises:
+        ConfigError: the bundle or the backend has no alignment.
+        BackendError: the backend failed.
+        Cancelled: the event is set.
+    """
+    found: list[dict[int, int]] = [{} for _ in pairs]
+    some = [number for number, (_, target) in enumerate(pairs) if unknown in target and any(may_copy[number])]
+    sources, targets = ([pairs[number][side] for number in some] for side in (0, 1))
+    aligned = align(session, sources, targets, start=start, batch_size=batch_size, cancel=cancel)
+    for number, alignment in zip(some, aligned, strict=True):
+        best = np.where(may_copy[number], alignment.weights, -1).argmax(1)
+        found[number] = {
+            place: int(best[place]) for place, token in enumerate(alignment.target_ids) if token == unknown
+        }
+    return found

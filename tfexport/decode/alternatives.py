@@ -9,11 +9,11 @@ from itertools import groupby
 
 import numpy as np
 
-from tfexport.decode.cancel import check_cancelled
-from tfexport.decode.filters import Filters
 from tfexport.decode.history import History
+from tfexport.decode.loop import check_cancelled
+from tfexport.decode.processors import Processors
 from tfexport.decode.request import Request
-from tfexport.decode.search import is_broken, is_stopped, not_a_number, nothing_left
+from tfexport.decode.search import is_broken, not_a_number, nothing_left
 from tfexport.decode.stops import Stops
 from tfexport.runtime.session import Floats, Ids, Session, pad_right
 
@@ -25,26 +25,25 @@ def alternatives(
 
     Args:
         session: any backend.
-        requests: all with the same settings.
-        batch_size: texts whose next tokens are asked for at once; fewer where the session takes fewer rows.
-        cancel: looked at before each batch; None for a call that nobody cancels.
+        requests: all with the same options.
+        batch_size: texts in a batch; fewer if the session takes fewer rows.
+        cancel: checked before each batch; None for a call that nobody cancels.
 
     Returns:
         Requests whose prompts end with the token, which counts as generated with its log-probability; `sample` is its
-        rank. Fewer for a text whose filters leave fewer tokens.
+        rank. Fewer for a text with fewer allowed tokens.
 
     Raises:
         InputError: a text has no token to choose from.
-        BackendError: the backend failed, the model gave numbers that are none, or a text cannot be put into words.
+        BackendError: the backend failed, the model gave NaN, or a text cannot be decoded.
         Cancelled: the event is set.
     """
     most = session.limits.rows.most
     size = batch_size if most is None else min(batch_size, most)
-    # What a forced token answers has no next one. Some sessions take equally long prompts alone.
-    answered = [request for request in requests if request.is_answered]
+    # A text that its forced token completes has no next one. Some sessions take only equally long prompts.
+    expanded = [request for request in requests if request.is_answered]
     waiting = [request for request in requests if not request.is_answered]
     waiting.sort(key=lambda request: (len(request.prompt), len(request.source_ids)))
-    expanded = list(answered)
     for _, group in groupby(waiting, lambda request: len(request.prompt)):
         alike = list(group)
         for first in range(0, len(alike), size):
@@ -58,27 +57,18 @@ def alternatives(
 def _next_tokens(session: Session, requests: Sequence[Request]) -> tuple[Ids, Floats]:
     """Return the best next tokens and their log-probabilities, [requests, candidates]; -inf is a ban."""
     spec, config = session.spec, requests[0].config
-    filters, history, batch = Filters(config, spec), History(spec.vocab), session.batch()
+    processors, history, batch = Processors(config, spec), History(spec.vocab), session.batch()
     history.add(request.prompt for request in requests)
-    filters.add(request.source_ids for request in requests)
-    batch.add(
-        *pad_right([request.source_ids for request in requests], spec.tokens.pad),
-        [request.prompt for request in requests],
-    )
-    found = batch.step(history.newest, filters.num_candidates(config.num_return_sequences, history))
+    processors.add(requests)
+    source_ids, source_mask = pad_right([request.source_ids for request in requests], spec.tokens.pad)
+    batch.add(source_ids, source_mask, [request.prompt for request in requests])
+    found = batch.step(history.newest, processors.num_candidates(config.num_return_sequences, history))
     broken = is_broken(found)
     if broken is not None:
         request = requests[int(broken.argmax())]
         raise not_a_number(request, request.num_forced)
-    # Filters see what they see in the search that goes on: logits, but log-probabilities where there are beams.
-    normalizer, num_new = found.log_normalizer[:, None], np.array([request.num_forced for request in requests])
-    shift = normalizer if config.num_beams > 1 else np.zeros_like(normalizer)
-    token_ids, scores = filters.apply(history, num_new, found.token_ids, found.logits - shift)
-    log_probs = scores - (normalizer - shift)
-    if filters.forced:
-        num_left = np.array([request.max_new_tokens for request in requests]) - num_new
-        token_ids, log_probs = filters.force(num_left, token_ids, log_probs)
-    return token_ids, log_probs
+    num_new, limits = ([getattr(one, name) for one in requests] for name in ("num_forced", "max_new_tokens"))
+    return processors.apply(found, history, np.array(num_new), np.array(limits))
 
 
 def _expand(session: Session, request: Request, token_ids: Ids, log_probs: Floats) -> list[Request]:
@@ -87,19 +77,11 @@ def _expand(session: Session, request: Request, token_ids: Ids, log_probs: Float
     allowed = [pair for pair in zip(token_ids.tolist(), log_probs.tolist(), strict=True) if pair[1] > -np.inf]
     if not allowed:
         raise nothing_left(request, request.num_forced)
+    alone = dataclasses.replace(config, return_alternatives=False, num_return_sequences=1)
     expanded = []
     for rank, (token, log_prob) in enumerate(allowed[: config.num_return_sequences]):
         prompt = (*request.prompt, token)
-        is_last = token in ends or num_new == request.max_new_tokens or is_stopped(stops, request, prompt[1:])
-        expanded.append(
-            dataclasses.replace(
-                request,
-                prompt=prompt,
-                config=dataclasses.replace(config, return_alternatives=False, num_return_sequences=1),
-                num_forced=num_new,
-                log_prob=log_prob,
-                is_answered=is_last,
-                sample=rank,
-            )
-        )
+        is_last = token in ends or num_new == request.max_new_tokens or stops.is_stopped(request, prompt[1:])
+        changes = {"prompt": prompt, "config": alone, "num_forced": num_new, "log_prob": log_prob}
+        expanded.append(dataclasses.replace(request, **changes, is_answered=is_last, sample=rank))
     return expanded

@@ -1,9 +1,8 @@
-"""Beam search, hypothesis by hypothesis that of Hugging Face transformers 5 (`_beam_search`).
+"""Beam search that agrees with Hugging Face transformers 5 (`_beam_search`) hypothesis by hypothesis.
 
-A place that no hypothesis fills has the score -inf where transformers writes
--1e9. A source leaves as soon as its result stands: transformers runs on until
-all are done, but lets nothing in where a source is done, so that a result never
-depends on the batch. Scores are float32.
+A place without a hypothesis has the score -inf; transformers writes -1e9. A source is removed as soon as its result is
+final: transformers runs until all are done, but adds nothing to a source that is done, so a result never depends on the
+batch. Scores are float32.
 """
 
 from __future__ import annotations
@@ -15,33 +14,23 @@ from typing import NamedTuple
 import numpy as np
 
 from tfexport.contract import ModelSpec
-from tfexport.decode.bias import PrefixBias
-from tfexport.decode.filters import Filters
 from tfexport.decode.history import History
+from tfexport.decode.processors import Processors
 from tfexport.decode.request import Request
 from tfexport.decode.result import FinishReason, Hypothesis, finish_reason
-from tfexport.decode.search import (
-    Outcome,
-    Taken,
-    is_broken,
-    is_stopped,
-    log_probs_of,
-    not_a_number,
-    nothing_left,
-    repaired,
-)
+from tfexport.decode.search import Outcome, Taken, is_broken, not_a_number, nothing_left, repaired
 from tfexport.decode.stops import Stops
 from tfexport.errors import BackendError
 from tfexport.generation import DecodeConfig
-from tfexport.runtime.session import Candidates, Floats, Ids, Mask
+from tfexport.runtime.session import Candidates, Floats, Ids, Mask, rows_of
 
 
 class Extensions(NamedTuple):
-    """The best ways to lengthen the beams of each source by one token, best first.
+    """The best extensions of the beams of each source by one token, best first.
 
     Attributes:
         rows: the row that is lengthened, int64 [sources, num].
-        token_ids: with which token, int64 [sources, num].
+        token_ids: the new token, int64 [sources, num].
         log_probs: Σ log p, float32 [sources, num].
     """
 
@@ -55,14 +44,7 @@ class Extensions(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """A finished hypothesis.
-
-    Attributes:
-        token_ids: the start token first.
-        log_prob: Σ log p.
-        score: with the length penalty.
-        reason: it ended.
-    """
+    """A finished hypothesis; `token_ids` include the start token, `score` the length penalty."""
 
     token_ids: list[int]
     log_prob: float
@@ -74,22 +56,21 @@ class Finished:
     """The num_beams best finished hypotheses of each source, best first.
 
     Attributes:
-        worst: score of the last of them, float32 [sources]; -inf where there are fewer.
+        worst: score of the last of them, float32 [sources]; -inf while there are fewer.
     """
 
     def __init__(self, num_beams: int) -> None:
-        """Begin without a source."""
         self.worst: Floats = np.empty(0, np.float32)
         self._num_beams = num_beams
         self._ended: list[list[Ended]] = []
 
     def begin(self, sources: int) -> None:
-        """Add sources that have none."""
+        """Add sources without a hypothesis."""
         self.worst = np.concatenate((self.worst, np.full(sources, -np.inf, np.float32)))
         self._ended += [[] for _ in range(sources)]
 
     def add(self, source: int, ended: Ended) -> None:
-        """Keep a hypothesis if it is among the best; of equal ones the earlier goes first."""
+        """Keep a hypothesis if it is among the best; of equal ones the earlier is first."""
         best = self._ended[source]
         insort(best, ended, key=lambda one: -one.score)
         if len(best) >= self._num_beams:
@@ -97,12 +78,12 @@ class Finished:
             self.worst[source] = best[-1].score
 
     def select(self, kept: Ids) -> None:
-        """Forget all sources but `kept`, int64 [new sources]."""
+        """Forget all sources except `kept`, int64 [new sources]."""
         self.worst = self.worst[kept]
         self._ended = [self._ended[source] for source in kept.tolist()]
 
     def hypotheses(self, source: int, count: int) -> list[Hypothesis]:
-        """Return the `count` best of one source; fewer where there are no more."""
+        """Return at most `count` hypotheses of one source, best first."""
         return [
             Hypothesis(
                 token_ids=tuple(ended.token_ids[1:]),
@@ -120,70 +101,56 @@ class BeamSearch:
     follows_best = False
 
     def __init__(self, config: DecodeConfig, spec: ModelSpec) -> None:
-        """Begin without a source.
-
-        Args:
-            config: what the requests have in common; do_sample is false.
-            spec: of the model.
-        """
+        """Start without a source; the requests have `config` in common, without do_sample."""
         self.width = config.num_beams
         self.requests: list[Request] = []
         self.history = History(spec.vocab)
-        self._config, self._filters = config, Filters(config, spec)
-        self.ends, self._stops = self._filters.ends, Stops(config)
-        self._bias = PrefixBias(config.prefix_bias_beta, spec.vocab)
-        self.stop_ids = frozenset(self.ends.ids)
-        # Were all of the best beams to end, in each of the ways there are, as many others go on.
-        self._num_extensions = (1 + len(self.ends.ids)) * self.width
-        # What the log-probability of so many tokens is divided by, float32; an exponent below 0 has no value for none.
+        self._config, self._processors = config, Processors(config, spec)
+        self._ends, self._stops = self._processors.ends, Stops(config)
+        self.stop_ids = self._processors.stop_ids
+        # Enough for `width` beams to continue even if all of the best ones end, with each of the end tokens.
+        self._num_extensions = (1 + len(self._ends.ids)) * self.width
+        # Divisors of the log-probability by length, float32; an exponent below 0 has no value for length 0.
         lengths = np.arange(spec.max_target_length + 2).clip(min=1).astype(np.float64)
         self._divisors: Floats = (lengths**config.length_penalty).astype(np.float32)
         self._finished = Finished(self.width)
-        self._running: Floats = np.empty((0, self.width), np.float32)  # Σ log p; -inf for a beam that is none
+        self._running: Floats = np.empty((0, self.width), np.float32)  # Σ log p; -inf for a missing beam
         self._num_new: Ids = np.empty(0, np.int64)
         self._limits: Ids = np.empty(0, np.int64)
         self._steps_left = 0  # until the first source is at its limit
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Begin to search for more, with one beam each and room for the others; see `Search.add`."""
+        """Append sources, with one beam each and room for the others."""
         self.requests += requests
-        self.history.add(request.prompt for request in requests for _ in range(self.width))
+        by_row = [request for request in requests for _ in range(self.width)]
+        self.history.add(request.prompt for request in by_row)
+        self._processors.add(by_row)
         running = np.full((len(requests), self.width), -np.inf, np.float32)
         running[:, 0] = [request.log_prob for request in requests]
         self._running = np.concatenate((self._running, running))
         self._num_new = np.concatenate((self._num_new, [request.num_forced for request in requests]))
         self._limits = np.concatenate((self._limits, [request.max_new_tokens for request in requests]))
         self._finished.begin(len(requests))
-        self._filters.add(request.source_ids for request in requests for _ in range(self.width))
-        self._bias.add(request.biased_prefix for request in requests for _ in range(self.width))
-        self._stops.add(len(requests))
+        self._stops.add(requests)
         self._steps_left = int((self._limits - self._num_new).min())
 
     def num_candidates(self) -> int:
-        """Say how many candidates it wants; see `Search.num_candidates`."""
-        wanted = self._filters.num_candidates(self._num_extensions, self.history)
-        return self._bias.num_candidates(wanted, self.history)
+        """Return how many candidates it wants."""
+        return self._processors.num_candidates(self._num_extensions, self.history)
 
     def take(self, found: Candidates) -> Taken:
-        """Lengthen the beams, let what ends be finished; see `Search.take`."""
+        """Lengthen the beams and finish those that end."""
         done: dict[int, Outcome] = {}
         broken = is_broken(found)
         if broken is not None:
             for place in np.unique(np.flatnonzero(broken) // self.width).tolist():
                 done[place] = not_a_number(self.requests[place], int(self._num_new[place]))
             found = repaired(found, broken)
-        token_ids, log_probs = found.token_ids, log_probs_of(found)
-        if self._filters.are_set:
-            by_row = self._num_new.repeat(self.width)
-            token_ids, log_probs = self._filters.apply(self.history, by_row, token_ids, log_probs)
-        token_ids, log_probs = self._bias.apply(token_ids, log_probs)
-        if self._filters.forced:
-            num_left = (self._limits - self._num_new).repeat(self.width)
-            token_ids, log_probs = self._filters.force(num_left, token_ids, log_probs)
+        token_ids, log_probs = self._processors.apply(found, self.history, self._num_new, self._limits)
         best = _extend(self._running, token_ids, log_probs, self._num_extensions)
         self._num_new += 1
         self._steps_left -= 1
-        ends = self.ends.among(best.token_ids)
+        ends = self._ends.among(best.token_ids)
         if not self._steps_left:
             ends |= (self._num_new == self._limits)[:, None]
         stopped, late = None, None
@@ -206,45 +173,44 @@ class BeamSearch:
                 request = self.requests[place]
                 hypotheses = self._finished.hypotheses(place, request.config.num_return_sequences)
                 done.setdefault(place, hypotheses or nothing_left(request, int(self._num_new[place]) - 1))
-            # What leaves need not move any more.
+            # Rows of sources that are removed need not move.
             rows = np.where(closed[:, None], np.arange(rows.size).reshape(rows.shape), rows)
         self._running, order = going.log_probs, rows.ravel()
         moves = self.history.branch(order, going.token_ids.ravel())
         return Taken(order if moves else None, done)
 
     def steps_ahead(self) -> int:
-        """Say that one step is taken after the other: any of them may reorder the beams; see `Search.steps_ahead`."""
+        """Return 1: any step may reorder the beams."""
         return 1
 
     def follow(self, found: Candidates) -> None:
-        """Never be asked, for it looks no step ahead; see `Search.follow`."""
+        """Never called, because `steps_ahead` is 1."""
         raise AssertionError("a beam search takes one step at a time")
 
     def remove(self, kept: Ids) -> None:
-        """Go on with some sources; see `Search.remove`."""
+        """Continue with some sources."""
         self.requests = [self.requests[place] for place in kept.tolist()]
-        rows = (kept[:, None] * self.width + np.arange(self.width)).ravel()
+        rows = rows_of(kept, self.width)
         self.history.keep(rows)
-        self._filters.keep(rows)
-        self._bias.keep(rows)
+        self._processors.keep(rows)
         self._running, self._num_new, self._limits = self._running[kept], self._num_new[kept], self._limits[kept]
         self._finished.select(kept)
         self._stops.keep(kept)
         self._steps_left = int((self._limits - self._num_new).min()) if kept.size else 0
 
     def _stopped(self, best: Extensions, done: dict[int, Outcome]) -> Mask:
-        """Say which extensions complete a stop string, bool [sources, num]; what fails at it is done."""
+        """Return which extensions complete a stop string, bool [sources, num]; a text that fails is done."""
         stopped: Mask = np.zeros(best.rows.shape, np.bool_)
         for place, number in np.argwhere(best.log_probs > -np.inf).tolist():
             token_ids = [*self.history.row(best.rows[place, number])[1:], int(best.token_ids[place, number])]
             try:
-                stopped[place, number] = is_stopped(self._stops, self.requests[place], token_ids)
+                stopped[place, number] = self._stops.is_stopped(self.requests[place], token_ids)
             except BackendError as error:
                 done.setdefault(place, error)
         return stopped
 
     def _finish(self, best: Extensions, ends: Mask, stopped: Mask | None) -> None:
-        """Keep what ends; of all extensions only the `width` best may, the others are spare beams."""
+        """Keep the hypotheses that end; only the `width` best extensions may, the others are spare beams."""
         scores = best.log_probs / self._divisors.take(self._num_new)[:, None]
         better = ends & (scores > self._finished.worst[:, None])
         better[:, self.width :] = False
@@ -255,14 +221,13 @@ class BeamSearch:
         for place, row, token, log_prob, score, at_stop in zip(
             places, rows, token_ids, log_probs, scores[better].tolist(), are_stopped, strict=True
         ):
-            reason = finish_reason(token, self.ends, is_stopped=at_stop, is_full=full[place])
+            reason = finish_reason(token, self._ends, is_stopped=at_stop, is_full=full[place])
             self._finished.add(place, Ended([*self.history.row(row), token], log_prob, score, reason))
 
     def _is_settled(self, going: Extensions) -> Mask:
-        """Say for which sources no running beam is expected to change the result, bool [sources].
+        """Return for which sources no running beam is expected to change the result, bool [sources].
 
-        The expectation is a heuristic unless `early_stopping` is "never": it judges
-        the best beam as if it ended now.
+        The expectation is a heuristic unless `early_stopping` is "never": it judges the best beam as if it ended now.
         """
         config, worst = self._config, self._finished.worst
         hopeful = config.early_stopping == "never" and config.length_penalty > 0
@@ -272,7 +237,7 @@ class BeamSearch:
 
 
 def _extend(running: Floats, token_ids: Ids, log_probs: Floats, num: int) -> Extensions:
-    """Choose among the candidates of all beams of a source.
+    """Choose the best candidates of all beams of a source.
 
     Args:
         running: Σ log p of the beams, float32 [sources, beams].
@@ -282,7 +247,7 @@ def _extend(running: Floats, token_ids: Ids, log_probs: Floats, num: int) -> Ext
     """
     totals = running.reshape(-1, 1) + log_probs
     by_source = totals.reshape(len(running), -1)
-    # Equal ones keep their order: that of the beams, then that of the candidates.
+    # Equal ones keep the order of the beams, then of the candidates.
     chosen = (-by_source).argsort(1, kind="stable")[:, :num]
     if len(running) > 1:
         chosen = chosen + np.arange(0, totals.size, by_source.shape[1])[:, None]
@@ -290,7 +255,7 @@ def _extend(running: Floats, token_ids: Ids, log_probs: Floats, num: int) -> Ext
 
 
 def _continue(best: Extensions, ends: Mask) -> Extensions:
-    """Return the extensions that do not end, best first, and behind them those that do, with -inf."""
+    """Return the extensions that do not end, best first, then those that do, with -inf."""
     sources, order = np.arange(len(ends))[:, None], ends.argsort(1, kind="stable")
     log_probs = np.where(ends, -np.inf, best.log_probs)
     return Extensions(best.rows[sources, order], best.token_ids[sources, order], log_probs[sources, order])

@@ -1,4 +1,4 @@
-"""What the rows of a search have said so far, in one array, each row at its own length."""
+"""The tokens of the rows of a search in one array, each row at its own length."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from tfexport.runtime.session import Ids
 
-# Room for this many tokens at first; it doubles when it is full, for the limit may be far away.
+# Room for this many tokens at first; it doubles when full, because the limit may be far away.
 FIRST_ROOM = 128
 
 
@@ -21,7 +21,7 @@ class History:
     """
 
     def __init__(self, fill: int) -> None:
-        """Begin without a row; `fill` stands behind the end of a row."""
+        """Start without a row; `fill` follows the end of a row."""
         self.lengths: Ids = np.empty(0, np.int64)
         self.newest: Ids = np.empty(0, np.int64)
         self._fill = fill
@@ -30,7 +30,7 @@ class History:
 
     @property
     def tokens(self) -> Ids:
-        """All rows, int64 [rows, longest]; a view, which the next steps overwrite."""
+        """All rows, int64 [rows, longest]; a view that the next steps overwrite."""
         return self._tokens[:, : self._longest]
 
     @property
@@ -39,7 +39,7 @@ class History:
         return self._longest
 
     def add(self, prompts: Iterable[Sequence[int]]) -> None:
-        """Begin a row with each prompt."""
+        """Start a row with each prompt."""
         new = [list(prompt) for prompt in prompts]
         self._reserve(max(map(len, new)))
         block = np.full((len(new), self._tokens.shape[1]), self._fill, np.int64)
@@ -71,11 +71,7 @@ class History:
         self._longest += count
 
     def branch(self, rows: Ids, token_ids: Ids) -> bool:
-        """Let row r continue what row rows[r] was, an equally long one, with a token; both int64 [rows].
-
-        Returns:
-            Whether any row continues another.
-        """
+        """Let row r continue row rows[r], equally long, with a token; return whether any row continues another."""
         moves = rows.tobytes() != self._in_place  # the fastest comparison of a few numbers
         if moves:
             self._tokens[:, : self._longest] = self.tokens.take(rows, 0)
@@ -83,12 +79,12 @@ class History:
         return moves
 
     def keep(self, rows: Ids) -> None:
-        """Forget all rows but `rows`, int64 [new rows]."""
+        """Forget all rows except `rows`, int64 [new rows]."""
         self._tokens, self.lengths, self.newest = self._tokens[rows], self.lengths[rows], self.newest[rows]
         self._measure()
 
     def row(self, row: int) -> list[int]:
-        """Return one row without what stands behind its end."""
+        """Return the tokens of one row."""
         tokens: list[int] = self._tokens[row, : self.lengths[row]].tolist()
         return tokens
 

@@ -1,13 +1,15 @@
-"""The loop of all decoding: admit what waits, step until nothing is left.
+"""The loop of all decoding: admit waiting requests, step until none is left.
 
-Sources join the batch as others leave it. All requests of one width share a
-batch, whatever they ask; those that ask alike share a search.
+Sources join the batch as others are removed. All requests of one width share a batch, whatever their options; those
+with the same options share a search.
 """
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,26 +17,28 @@ import numpy as np
 
 from tfexport.decode.beam import BeamSearch
 from tfexport.decode.greedy import GreedySearch
-from tfexport.decode.multi_step import take_steps
 from tfexport.decode.request import Request, Status
 from tfexport.decode.search import Outcome, Search, forced_alone, settings
-from tfexport.runtime.session import Batch, Candidates, Ids, MultiStep, Session, Verifies, close_up, pad_right
+from tfexport.errors import Cancelled
+from tfexport.runtime.session import Batch, Candidates, Ids, MultiStep, Session, Verifies, close_up, pad_right, rows_of
 
 if TYPE_CHECKING:
     from tfexport.decode.speculation import Speculation
 
-# Sources join several at a time, an eighth of a full batch: the encoder is run, and buffers are bound, once for all.
+# Sources join several at a time, an eighth of a full batch: the encoder runs, and buffers are bound, once for all.
 JOIN_SHARE = 8
+# The most time that steps taken at once may take in a call that can be cancelled.
+SEEN_WITHIN_S = 0.02
 
 
 @dataclass(frozen=True)
 class Update:
-    """What a step has brought a request.
+    """The result of a step for a request.
 
     Attributes:
         request: as it was submitted.
-        token_id: its newest token, where it streams; else None.
-        outcome: its hypotheses, or what was wrong with this text alone; None while it goes on.
+        token_id: its newest token if it streams; else None.
+        outcome: its hypotheses, or the error of this text alone; None while it is decoded.
     """
 
     request: Request
@@ -43,20 +47,18 @@ class Update:
 
 
 class Loop:
-    """Requests on their way through a session: `submit` any number, `step` while it `is_busy`.
-
-    It belongs to one thread.
+    """Requests on their way through a session: `submit` any number, `step` while it `is_busy`; for one thread.
 
     Attributes:
-        num_steps: of the decoder, taken so far.
+        num_steps: decoder steps taken so far.
     """
 
     def __init__(self, session: Session, max_sources: int) -> None:
-        """Begin without a request.
+        """Start without a request.
 
         Args:
             session: any backend.
-            max_sources: decoded at once; fewer where the session takes fewer rows.
+            max_sources: decoded at once; fewer if the session takes fewer rows.
         """
         self.num_steps = 0
         self._session, self._max_sources = session, max_sources
@@ -66,7 +68,7 @@ class Loop:
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything waits or runs."""
+        """Whether any request waits or runs."""
         return bool(self._waiting or self._answered)
 
     @property
@@ -75,12 +77,12 @@ class Loop:
         return sum(running.width * running.num_sources for running in self._running.values())
 
     def can_join(self, width: int) -> bool:
-        """Say whether a request with `width` rows could join what runs."""
+        """Return whether a request with `width` rows could join the running ones."""
         running = self._running.get(width)
         return running is None or running.can_join or not running.num_sources
 
     def submit(self, requests: Iterable[Request]) -> None:
-        """Let requests wait for their turn, in this order."""
+        """Queue requests, in this order."""
         for request in requests:
             request.status = Status.WAITING
             if request.is_answered:
@@ -95,15 +97,13 @@ class Loop:
                 request.status = Status.CANCELLED
         self._answered = [update for update in self._answered if update.request.status is not Status.CANCELLED]
         for waiting in self._waiting.values():
-            stay = [request for request in waiting if request.status is not Status.CANCELLED]
-            waiting.clear()
-            waiting.extend(stay)
+            _keep(waiting, [request for request in waiting if request.status is not Status.CANCELLED])
         for running in self._running.values():
             running.remove_cancelled()
         self._forget_empty()
 
     def admit(self) -> None:
-        """Let what waits join where there is room: its sources are encoded. `step` does it too.
+        """Encode waiting requests and let them join if there is room. `step` does it too.
 
         Raises:
             BackendError: the backend failed.
@@ -115,13 +115,13 @@ class Loop:
                 self._admit(self._running[width], waiting)
 
     def step(self, most: int | None = None) -> list[Update]:
-        """Admit what waits, and take a step of every batch; several at once where nobody would see a difference.
+        """Admit waiting requests and take a step of every batch, or several at once if the result is the same.
 
         Args:
-            most: steps that are taken at once; None for as many as there are.
+            most: steps taken at once; None for as many as possible.
 
         Returns:
-            What is finished, and each token of what streams.
+            The finished requests, and each token of those that stream.
 
         Raises:
             BackendError: the backend failed.
@@ -145,14 +145,41 @@ class Loop:
                 self._running.pop(width, None)
 
     def _admit(self, running: _Running, waiting: deque[Request]) -> None:
-        """Let waiting requests join where enough places are free."""
         most = self._session.limits.rows.most
         places = self._max_sources if most is None else min(self._max_sources, most // running.width)
         free = min(places - running.num_sources, len(waiting))
         if not running.num_sources:
-            running.add(_equally_long(waiting, free) if not running.can_join else _first(waiting, free))
+            running.add(_first(waiting, free) if running.can_join else _equally_long(waiting, free))
         elif running.can_join and free and free >= min(-(-places // JOIN_SHARE), len(waiting)):
             running.add(_first(waiting, free))
+
+
+def check_cancelled(cancel: threading.Event | None) -> None:
+    """Raise `Cancelled` if the event of a call is set."""
+    if cancel is not None and cancel.is_set():
+        raise Cancelled("the call was cancelled: its event is set; clear it to call again")
+
+
+def run_loop(loop: Loop, cancel: threading.Event | None) -> Iterator[list[Update]]:
+    """Step a loop until no request is left; if it can be cancelled, few steps at once.
+
+    Args:
+        loop: with submitted requests.
+        cancel: checked before each step; None for a call that nobody cancels.
+
+    Raises:
+        Cancelled: the event is set.
+        BackendError: the backend failed.
+    """
+    most = None if cancel is None else 1
+    while loop.is_busy:
+        check_cancelled(cancel)
+        began, taken = time.perf_counter(), loop.num_steps
+        found = loop.step(most)
+        took, taken = time.perf_counter() - began, loop.num_steps - taken
+        if cancel is not None and taken:
+            most = max(1, int(taken * SEEN_WITHIN_S / took))
+        yield found
 
 
 def _first(waiting: deque[Request], count: int) -> list[Request]:
@@ -160,14 +187,17 @@ def _first(waiting: deque[Request], count: int) -> list[Request]:
 
 
 def _equally_long(waiting: deque[Request], count: int) -> list[Request]:
-    """Take up to `count` requests whose prompts are as long as the first one's; the others go on waiting."""
+    """Take up to `count` requests whose prompts are as long as the first one's."""
     length = len(waiting[0].prompt)
     taken = [request for request in waiting if len(request.prompt) == length][:count]
-    numbers = {request.id for request in taken}
-    rest = [request for request in waiting if request.id not in numbers]
-    waiting.clear()
-    waiting.extend(rest)
+    ids = {request.id for request in taken}
+    _keep(waiting, [request for request in waiting if request.id not in ids])
     return taken
+
+
+def _keep(waiting: deque[Request], kept: list[Request]) -> None:
+    waiting.clear()
+    waiting.extend(kept)
 
 
 def _steps(found: Candidates, steps: Any) -> Candidates:
@@ -175,12 +205,12 @@ def _steps(found: Candidates, steps: Any) -> Candidates:
 
 
 class _Running:
-    """One batch and the searches that share it, kept in step.
+    """One batch and the searches that share it.
 
     Attributes:
         width: rows of a source.
-        num_sources: that are decoded.
-        num_steps: that the newest `step` has taken.
+        num_sources: being decoded.
+        num_steps: taken by the last `step`.
     """
 
     def __init__(self, session: Session, width: int) -> None:
@@ -196,18 +226,17 @@ class _Running:
         return self._batch.can_join
 
     def add(self, requests: list[Request]) -> None:
-        """Let requests join the batch, and each its search."""
-        if self._is_spent:  # sooner begun anew than emptied
+        """Add requests to the batch, and each to its search."""
+        if self._is_spent:  # faster than emptying the batch
             self._begin()
         first = self.num_sources
         source_ids, source_mask = pad_right([request.source_ids for request in requests], self._spec.tokens.pad)
         self._batch.add(source_ids, source_mask, [request.prompt for request in requests])
-        for request in requests:
-            request.status = Status.RUNNING
         self.num_sources += len(requests)
         alike: dict[tuple[object, ...], list[int]] = {}
         newest, key = requests[0].config, settings(requests[0].config)
         for number, request in enumerate(requests):
+            request.status = Status.RUNNING
             if request.config is not newest:  # the requests of a call share one
                 newest, key = request.config, settings(request.config)
             alike.setdefault(key, []).append(number)
@@ -219,14 +248,14 @@ class _Running:
 
     def _begin(self) -> None:
         self._batch: Batch = self._session.batch(self.width)
-        # Asked once, for it takes longer than much of a step, and not for beams, which take one after the other.
+        # Asked once, because it takes longer than much of a step; beams take one step after the other.
         self._together = self._batch if self.width == 1 and isinstance(self._batch, MultiStep) else None
         is_able = self.width == 1 and isinstance(self._batch, Verifies) and self._batch.can_verify
         self._verifier = cast(Verifies, self._batch) if is_able else None
         self._is_spent = False
 
     def step(self, most: int | None) -> list[Update]:
-        """Take a step of all searches, several at once where that is possible and nobody waits for each token."""
+        """Take a step of all searches, or several at once if possible and no request waits for each token."""
         parts = list(self._parts.values())
         if len(parts) == 1:
             search, most = parts[0].search, 1 if parts[0].streams else most
@@ -235,8 +264,7 @@ class _Running:
                     return self._verify(parts[0], speculation, draft)
                 plain = speculation.plain_steps()
                 most = plain if most is None else min(most, plain)
-            found, self.num_steps = take_steps(self._batch, self._together, search, most)
-            order, parts[0].done = search.take(found)
+            order, parts[0].done = search.take(self._take_steps(search, most))
         else:
             order, self.num_steps = self._take_each(parts), 1
         if order is not None:
@@ -245,8 +273,25 @@ class _Running:
         self._remove_done()
         return updates
 
+    def _take_steps(self, search: Search, most: int | None) -> Candidates:
+        """Take as many steps at once as search, batch and `most` allow; return the candidates of the last one.
+
+        The search follows all steps except the last, which it has to take itself: that one may end a text.
+        """
+        token_ids, num_candidates, steps = search.history.newest, search.num_candidates(), search.steps_ahead()
+        if most is not None:
+            steps = min(steps, most)
+        if steps == 1 or self._together is None:
+            self.num_steps = 1
+            return self._batch.step(token_ids, num_candidates)
+        found = self._together.multi_step(token_ids, num_candidates, steps, search.stop_ids)
+        self.num_steps = len(found.token_ids)
+        if self.num_steps > 1:
+            search.follow(_steps(found, np.s_[:-1]))
+        return _steps(found, -1)
+
     def _drafts(self, search: Search) -> Speculation | None:
-        """Return what drafts the only text; None where there are others, or nobody may draft."""
+        """Return the speculation of the only text; None if there are others or it must not draft."""
         if self._verifier is None or self.num_sources > 1 or not search.follows_best:
             return None
         (request,) = search.requests
@@ -259,28 +304,27 @@ class _Running:
         return self._speculation
 
     def _verify(self, part: _Part, speculation: Speculation, draft: list[int]) -> list[Update]:
-        """Read a draft behind the newest token in one step, and let the search take it as far as it says the same."""
+        """Read a draft after the newest token in one step, and let the search take the tokens that it would choose."""
         assert self._verifier is not None
         search, length, updates = part.search, int(self._batch.lengths[0]), list[Update]()
-        target_ids = np.concatenate((search.history.newest, draft))
-        found = self._verifier.verify(target_ids, search.num_candidates())
-        said = 0
-        if search.steps_ahead() > 1 and not part.streams:  # then nothing but a stop need be looked at one by one
+        found = self._verifier.verify(np.concatenate((search.history.newest, draft)), search.num_candidates())
+        accepted = 0
+        if search.steps_ahead() > 1 and not part.streams:  # then only stops need single steps
             for best, token in zip(found.token_ids[:, 0].tolist(), draft, strict=False):
                 if best != token or best in search.stop_ids:
                     break
-                said += 1
-            if said:
-                search.follow(_steps(found, np.s_[:said, None]))
+                accepted += 1
+            if accepted:
+                search.follow(_steps(found, np.s_[:accepted, None]))
         while True:
-            _, part.done = search.take(_steps(found, np.s_[said : said + 1]))
+            _, part.done = search.take(_steps(found, np.s_[accepted : accepted + 1]))
             if part.done or part.streams:
                 updates += part.updates()
-            if part.done or said == len(draft) or search.history.newest[0] != draft[said]:
+            if part.done or accepted == len(draft) or search.history.newest[0] != draft[accepted]:
                 break
-            said += 1
-        self._verifier.rewind(length + said + 1)
-        speculation.note(len(draft), said, int(search.history.lengths[0]))
+            accepted += 1
+        self._verifier.rewind(length + accepted + 1)
+        speculation.note(len(draft), accepted, int(search.history.lengths[0]))
         self.num_steps = 1
         self._remove_done()
         return updates
@@ -292,7 +336,6 @@ class _Running:
         self._remove_done()
 
     def _remove_done(self) -> None:
-        """Let what is done leave, if there is any."""
         num_done = sum(len(part.done) for part in self._parts.values())
         if num_done == self.num_sources:
             self._parts, self._is_spent = {}, True
@@ -301,8 +344,8 @@ class _Running:
         self.num_sources -= num_done
 
     def _take_each(self, parts: list[_Part]) -> Ids | None:
-        """Ask for as many candidates as any search wants, and let each take those of its rows."""
-        rows = [(part.places[:, None] * self.width + np.arange(self.width)).ravel() for part in parts]
+        """Ask for as many candidates as any search wants, and give each search those of its rows."""
+        rows = [rows_of(part.places, self.width) for part in parts]
         target_ids, order = np.empty(self._batch.lengths.size, np.int64), np.arange(self._batch.lengths.size)
         for part, own in zip(parts, rows, strict=True):
             target_ids[own] = part.search.history.newest
@@ -316,7 +359,7 @@ class _Running:
         return order if self.width > 1 else None
 
     def _remove(self) -> None:
-        """Let what is done leave the batch and its search; what stays closes up in both."""
+        """Remove what is done from the batch and its search; the rest closes up in both."""
         leaving = np.concatenate([part.places[list(part.done)] for part in self._parts.values()])
         kept = close_up(self.num_sources, leaving)
         moved_to = np.empty(self.num_sources, np.int64)
@@ -325,18 +368,18 @@ class _Running:
         for part in self._parts.values():
             part.remove_done(moved_to)
         self._parts = {key: part for key, part in self._parts.items() if part.places.size}
-        if len(self._parts) == 1:  # then its sources are those of the batch, and have to have the same order
+        if len(self._parts) == 1:  # then its sources are those of the batch and must be in the same order
             (part,) = self._parts.values()
             part.keep(part.places.argsort())
 
 
 class _Part:
-    """A search and where its sources are in the batch.
+    """A search and the places of its sources in the batch.
 
     Attributes:
-        search: of requests that ask alike.
+        search: of requests with the same options.
         places: of its sources in the batch, int64 [sources].
-        done: what came of sources in the newest step, by their place in the search.
+        done: outcomes of the last step, by place in the search.
         streams: whether any of its requests does.
     """
 
@@ -363,7 +406,7 @@ class _Part:
         ]
 
     def remove_done(self, moved_to: Ids) -> None:
-        """Forget what is done, and note where in the batch each other source is now, int64 [sources of the batch]."""
+        """Forget what is done; `moved_to` has the new place of each source of the batch, int64."""
         stay = close_up(self.places.size, np.array(list(self.done), np.int64))
         self.places, self.done = moved_to[self.places], {}
         self.keep(stay)

@@ -1,22 +1,25 @@
-"""Decode many texts in one call: check, let all wait, step until nothing is left."""
+"""Decode the texts of one call, stream one text, and warm a session up."""
 
 from __future__ import annotations
 
 import dataclasses
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+
+import numpy as np
 
 from tfexport._arguments import check_call, listed_ids
 from tfexport.decode.alternatives import alternatives
-from tfexport.decode.cancel import updates
-from tfexport.decode.loop import Loop
-from tfexport.decode.request import check_requests
+from tfexport.decode.loop import Loop, run_loop
+from tfexport.decode.request import Request, TextOf, check_requests
 from tfexport.decode.result import Hypothesis
-from tfexport.decode.stops import TextOf
-from tfexport.errors import TfexportError
+from tfexport.errors import InputError, TfexportError, raise_all
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.session import Session
+
+# Enough for the graphs of a greedy step on a GPU: run once, captured for both of its buffers, replayed.
+WARM_UP_STEPS = 4
 
 
 def decode(
@@ -38,24 +41,23 @@ def decode(
         session: any backend.
         sources: token ids of each text.
         config: how to generate.
-        prefixes: token ids that each text's hypotheses begin with, or with
-            prefix_bias_beta are biased towards, without the start token; empty for none.
-        batch_size: texts decoded at once; each takes num_beams or
-            num_return_sequences rows. Fewer where the session takes fewer rows.
+        prefixes: token ids that each text's hypotheses begin with, or are biased towards with prefix_bias_beta,
+            without the start token; empty for none.
+        batch_size: texts decoded at once; each takes num_beams or num_return_sequences rows. Fewer if the session
+            takes fewer rows.
         on_progress: called with the number of texts that a step has finished.
-        text_of: decodes token ids; stop strings need it.
-        num_fixed: tokens that hypotheses begin with even where they are biased towards the rest of their prefix.
+        text_of: decodes token ids, for stop strings.
+        num_fixed: tokens that hypotheses begin with even if they are biased towards the rest of their prefix.
         cancel: set by another thread to give the call up; None for a call that nobody cancels.
-        places: that seeds are counted by, one a source; None for 0, 1, ….
+        places: of each source, for the seeds of samples; None for 0, 1, ….
 
     Returns:
-        For each source its hypotheses: one, the num_return_sequences best beams,
-        or as many samples or alternatives.
+        For each source its hypotheses: one, the num_return_sequences best beams, or as many samples or alternatives.
 
     Raises:
         InputError: lists every text or setting that the model cannot take.
-        BackendError: the backend failed, or the model gave numbers that are none.
-        Cancelled: the event was set, which is seen before the next step.
+        BackendError: the backend failed, or the model gave NaN.
+        Cancelled: the event was set before a step.
     """
     check_call("decode", batch_size=batch_size, on_progress=on_progress, cancel=cancel)
     sources = listed_ids("decode", "sources", sources)
@@ -69,13 +71,13 @@ def decode(
     elif samples > 1:
         requests = [dataclasses.replace(request, sample=sample) for request in requests for sample in range(samples)]
     wanted = Counter(request.text for request in requests)
-    # Longest first: what is decoded together is about equally long, and the shortest are left for the end.
+    # Longest first: texts of about equal length are decoded together, and the shortest come last.
     requests.sort(key=lambda request: -len(request.source_ids))
     loop.submit(requests)
     results: list[dict[int, list[Hypothesis]]] = [{} for _ in sources]
-    for some in updates(loop, cancel):
+    for updates in run_loop(loop, cancel):
         finished = 0
-        for update in some:
+        for update in updates:
             if isinstance(update.outcome, TfexportError):
                 raise update.outcome
             assert update.outcome is not None
@@ -85,3 +87,85 @@ def decode(
         if finished and on_progress:
             on_progress(finished)
     return [[best for sample in sorted(found) for best in found[sample]] for found in results]
+
+
+def stream(
+    session: Session,
+    source: Iterable[int],
+    config: DecodeConfig,
+    *,
+    prefix: Iterable[int] = (),
+    text_of: TextOf | None = None,
+    num_fixed: int = 0,
+    defaults: Collection[str] = (),
+    cancel: threading.Event | None = None,
+) -> Iterator[int]:
+    """Generate for one source, token by token. The arguments are checked at once; the iterator runs the model.
+
+    Args:
+        session: any backend.
+        source: token ids of the text.
+        config: greedy or one sample.
+        prefix: token ids to begin with, or to be biased towards, without the start token.
+        text_of: decodes token ids, for stop strings.
+        num_fixed: tokens to begin with even if the text is biased towards the rest of the prefix.
+        defaults: names of options that come from the model, not the caller, for errors.
+        cancel: set by another thread to make the iterator raise `Cancelled`; None for a text that nobody cancels.
+
+    Returns:
+        The `token_ids` of the hypothesis that `decode` finds: the prefix, then each new token, a final end token
+        included.
+
+    Raises:
+        InputError: beams or several sequences are asked for, or something that the model cannot take.
+    """
+    check_call("stream", cancel=cancel)
+    whose = dict.fromkeys(defaults, " by the model's own default")
+    problems = [
+        f"{name} is {getattr(config, name)}{whose.get(name, '')}, but tokens can only be handed out as they "
+        "come for one; set it to 1"
+        for name in ("num_beams", "num_return_sequences")
+        if getattr(config, name) > 1
+    ]
+    raise_all(InputError, "stream", problems)
+    (request,) = check_requests(session, [source], config, [prefix], text_of, num_fixed)
+    return _tokens(session, dataclasses.replace(request, stream=True), cancel)
+
+
+def _tokens(session: Session, request: Request, cancel: threading.Event | None) -> Iterator[int]:
+    yield from request.prompt[1:]
+    loop = Loop(session, 1)
+    loop.submit([request])
+    for updates in run_loop(loop, cancel):
+        for update in updates:
+            if isinstance(update.outcome, TfexportError):
+                raise update.outcome
+            if update.token_id is not None:
+                yield update.token_id
+
+
+def warm_up(session: Session, rows: int, source_len: int) -> None:
+    """Run a batch of sources and a few greedy steps, so that the first real text does not pay for one-time work.
+
+    Args:
+        session: any backend; an encoder-only one encodes.
+        rows: sources at once; fewer if the session takes fewer.
+        source_len: tokens of each.
+
+    Raises:
+        InputError: the model takes no source of so many tokens.
+        BackendError: the backend failed.
+    """
+    spec, most = session.spec, session.limits.rows.most
+    if source_len > spec.max_source_length:
+        raise InputError(f"warm-up: {source_len} source tokens, the limit is {spec.max_source_length}; ask for less")
+    token = spec.tokens.eos if spec.tokens.eos < spec.source_vocab else 0
+    shape = (rows if most is None else min(rows, most), source_len)
+    source_ids, source_mask = np.full(shape, token), np.ones(shape, np.bool_)
+    if not spec.has_decoder:
+        session.hidden_states(source_ids, source_mask)
+        return
+    batch, newest = session.batch(), np.full(shape[0], spec.tokens.start)
+    batch.add(source_ids, source_mask, [[spec.tokens.start]] * shape[0])
+    for _ in range(min(WARM_UP_STEPS, spec.max_target_length)):
+        newest = batch.step(newest, 1).token_ids[:, 0]

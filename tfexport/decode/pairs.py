@@ -1,4 +1,4 @@
-"""Pairs of a source and a target that is given: checked, and divided into batches."""
+"""Pairs of a source and a given target: checked, and divided into batches."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tfexport.runtime.session import Session
 
 @dataclass(frozen=True)
 class Pair:
-    """A target that is given.
+    """A source and its given target.
 
     Attributes:
         number: its place in the call.
         num_pairs: of the call.
-        source_ids: of the source, at least one token.
-        prompt: start token and prefix: what the decoder reads first.
-        target_ids: what stands behind it, at least one token.
+        source_ids: at least one token.
+        prompt: start token and prefix, which the decoder reads first.
+        target_ids: the tokens after them, at least one.
     """
 
     number: int
@@ -31,7 +31,7 @@ class Pair:
 
     @property
     def name(self) -> str:
-        """Which of the call it is, in words."""
+        """Its name in errors."""
         return nth("pair", self.number, self.num_pairs)
 
 
@@ -45,23 +45,23 @@ def checked_pairs(
     add_eos: bool,
     subject: str,
 ) -> list[Pair]:
-    """Check everything that is asked, and end each target with `add_eos`; see `check_pairs`."""
+    """Check the arguments of a call as `check_pairs` does; `add_eos` ends each target that does not end yet."""
     tokens = session.spec.tokens
-    pairs = []
     given = check_pairs(session, sources, targets, prefixes, start, add_eos=add_eos, subject=subject)
+    first, pairs = tokens.start if start is None else start, []
     for number, (source, target, prefix) in enumerate(given):
-        prompt = (tokens.start if start is None else start, *map(int, prefix))
-        ended = add_eos and (len(target) == 0 or target[-1] != tokens.eos)
-        target_ids = (*map(int, target), *([tokens.eos] if ended else ()))
-        pairs.append(Pair(number, len(given), tuple(map(int, source)), prompt, target_ids))
+        source_ids, target_ids, prefix_ids = (tuple(map(int, ids)) for ids in (source, target, prefix))
+        if add_eos and target_ids[-1:] != (tokens.eos,):
+            target_ids = (*target_ids, tokens.eos)
+        pairs.append(Pair(number, len(given), source_ids, (first, *prefix_ids), target_ids))
     return pairs
 
 
 def batches(pairs: Sequence[Pair], size: int, *, can_join: bool) -> Iterator[Sequence[Pair]]:
-    """Divide pairs into batches of about equal lengths, longest first."""
+    """Divide pairs into batches of about equal lengths, longest first; if none can join, with equally long prompts."""
     by_length = sorted(pairs, key=lambda pair: (-len(pair.prompt), -len(pair.target_ids), -len(pair.source_ids)))
     groups = [by_length]
-    if not can_join:  # then prompts have to be equally long
+    if not can_join:
         groups = [list(group) for _, group in groupby(by_length, lambda pair: len(pair.prompt))]
     for group in groups:
         yield from (group[first : first + size] for first in range(0, len(group), size))

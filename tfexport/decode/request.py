@@ -1,17 +1,16 @@
-"""What is asked of a decode: every source and prefix checked."""
+"""Requests: checked sources and prefixes with their options."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
 from tfexport._arguments import ID_LISTS, as_list, is_whole, listed, listed_ids
 from tfexport.contract import ModelSpec
-from tfexport.decode.stops import TextOf
 from tfexport.errors import InputError, nth, raise_all, shortened
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.session import Limits, Session
@@ -26,6 +25,9 @@ class Status(Enum):
     CANCELLED = auto()
 
 
+TextOf = Callable[[Sequence[int]], str]
+
+
 @dataclass(eq=False)
 class Request:
     """One text to decode, or one sample of it; the loop changes only `status`.
@@ -35,18 +37,18 @@ class Request:
         status: set by the loop that decodes the request.
         text: its place in the call.
         source_ids: the source, at least one token.
-        prompt: start token, prefix, forced first token, alternative: what the decoder reads first.
+        prompt: start token, prefix, forced first token, alternative, which the decoder reads first.
         config: how to generate.
-        max_new_tokens: how many to generate at most, a forced one included.
-        num_forced: how many tokens at the end of the prompt count as generated.
+        max_new_tokens: most tokens to generate, a forced one included.
+        num_forced: tokens at the end of the prompt that count as generated.
         log_prob: Σ log p of these.
-        is_answered: whether these are all that the text is.
-        text_of: decodes token ids, where stop strings are looked for.
-        sample: number of the sample, where samples are drawn, or rank of the alternative.
-        stream: whether each token is told as it comes; it has one row then.
-        biased_prefix: start token and what the text is drawn towards, where `prefix_bias_beta` says so.
+        is_answered: whether the text consists of these.
+        text_of: decodes token ids, for stop strings.
+        sample: number of the sample, or rank of the alternative.
+        stream: whether each token is reported as it comes; such a request has one row.
+        biased_prefix: start token and the prefix to bias towards, with `prefix_bias_beta`.
         num_texts: of the call.
-        place: that seeds are counted by; None for `text`.
+        place: for the seed of a sample; None for `text`.
     """
 
     text: int
@@ -68,7 +70,7 @@ class Request:
 
     @property
     def name(self) -> str:
-        """What errors call the text."""
+        """Its name in errors."""
         return nth("text", self.text, self.num_texts)
 
 
@@ -80,7 +82,7 @@ def check_requests(
     text_of: TextOf | None = None,
     num_fixed: int = 0,
 ) -> list[Request]:
-    """Check everything that is asked and return one request a source.
+    """Check the arguments of a call and return one request per source.
 
     Args:
         session: that will decode.
@@ -88,11 +90,11 @@ def check_requests(
         config: how to generate.
         prefixes: token ids that each text's hypotheses begin with, or are biased towards; None for none.
         text_of: decodes token ids, for stop strings.
-        num_fixed: tokens that hypotheses begin with even where they are biased towards the rest of their prefix.
+        num_fixed: tokens that hypotheses begin with even if they are biased towards the rest of their prefix.
 
     Raises:
-        InputError: lists what is wrong with the settings for this session, and with each text; `indices` has the
-            places of these.
+        InputError: lists the problems of the settings for this session and of each text; `indices` are the places
+            of the texts.
     """
     spec, limits = session.spec, session.limits
     if not spec.has_decoder:
@@ -103,7 +105,7 @@ def check_requests(
         raise InputError(f"decode: {len(begins)} prefixes for {len(sources)} texts; give one each, empty for none")
     if config.strings and text_of is None:
         raise InputError("decode: stop_strings need a tokenizer, and there is none; use eos_token_id")
-    # What no text could do is said once, not for each text.
+    # A problem of every text is reported once.
     no_room = _room_problems(spec, limits, 0, config)
     problems, indices, requests = [*_setting_problems(spec, limits, config), *no_room], [], []
     for text, given in enumerate(zip(sources, begins, strict=True)):
@@ -133,22 +135,22 @@ def check_pairs(
     add_eos: bool,
     subject: str,
 ) -> list[tuple[list[int], list[int], list[int]]]:
-    """Check everything that is asked of `score` or `align`, whose arguments these are.
+    """Check the arguments of `score` or `align`.
 
     Args:
         session: that will read them.
         sources: token ids of each source.
         targets: token ids of each target.
-        prefixes: token ids that each target comes behind; None for none.
+        prefixes: token ids before each target; None for none.
         start: id that the decoder reads first; None for the model's own.
-        add_eos: whether each target is ended where it does not end yet.
+        add_eos: whether each target that does not end yet is ended.
         subject: named at the start of the error.
 
     Returns:
         Source, target and prefix of each pair.
 
     Raises:
-        InputError: lists what is wrong with each pair; `indices` has their places.
+        InputError: lists the problems of each pair; `indices` are their places.
     """
     spec, limits = session.spec, session.limits
     if not spec.has_decoder:
@@ -174,7 +176,6 @@ def check_pairs(
 
 
 def _whose(what: str, index: int, count: int, problems: list[str]) -> list[str]:
-    """Say whose problems they are, where there are several."""
     return problems if count == 1 else [f"{nth(what, index, count)}: {problem}" for problem in problems]
 
 
@@ -189,7 +190,7 @@ def _request(
     start = spec.tokens.start if config.decoder_start_token_id is None else config.decoder_start_token_id
     begun = _begun(prefix, config, num_fixed)
     limit, first = _limit(spec, len(begun), config), config.forced_bos_token_id
-    # As in transformers: behind a prefix nothing is forced, and the only token is forced to be the last.
+    # As in transformers: nothing is forced after a prefix, and the only token is forced to be the last.
     is_free = prefix or (limit == 1 and config.forced_ends)
     forced = () if is_free or first is None else (first,)
     return Request(
@@ -205,17 +206,17 @@ def _request(
 
 
 def _begun(prefix: Sequence[int], config: DecodeConfig, num_fixed: int) -> Sequence[int]:
-    """Return what of a prefix a text has to begin with."""
+    """Return the part of a prefix that a text has to begin with."""
     return prefix[:num_fixed] if config.prefix_bias_beta else prefix
 
 
 def _room(spec: ModelSpec, prefix_len: int) -> int:
-    """Return how many tokens may be generated; the last one is never fed back."""
+    """Return how many tokens may be generated; the last one is never read."""
     return spec.max_target_length - prefix_len
 
 
 def _limit(spec: ModelSpec, prefix_len: int, config: DecodeConfig) -> int:
-    """Return how many tokens are generated at most."""
+    """Return the most tokens to generate."""
     room = _room(spec, prefix_len)
     if config.max_length is not None:
         return min(config.max_length - 1 - prefix_len, room)
@@ -224,7 +225,7 @@ def _limit(spec: ModelSpec, prefix_len: int, config: DecodeConfig) -> int:
 
 def _setting_problems(spec: ModelSpec, limits: Limits, config: DecodeConfig) -> list[str]:
     problems = config.token_problems(spec.vocab)
-    # Where every beam ends in each way there is, as many others go on.
+    # As many beams continue even if every beam ends with each of the end tokens.
     each = 1 + len(set(config.ends(spec.tokens.eos)))
     if config.num_beams > 1 and each * config.num_beams > spec.vocab:
         problems.append(
@@ -285,7 +286,7 @@ def _room_problems(spec: ModelSpec, limits: Limits, prefix_len: int, config: Dec
 
 
 def _lists(**given: object) -> tuple[list[list[Any]], list[str]]:
-    """Take lists of token ids, and say what is none; whether they hold ids is asked next."""
+    """Return token ids as lists, and problems of values that are no lists."""
     found = {name: as_list(value) for name, value in given.items()}
     problems = [
         f"{name} is {shortened(given[name])}, expected a list of token ids"
@@ -296,7 +297,7 @@ def _lists(**given: object) -> tuple[list[list[Any]], list[str]]:
 
 
 def _id_problems(name: str, ids: Sequence[int], vocab: int) -> list[str]:
-    # Nearly always all are good, which is seen much sooner of all at once than of one after the other.
+    # Nearly always all are valid, and checking all at once is much faster than one by one.
     if len(ids) == 0 or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab):
         return []
     wrong = [token for token in ids if not _is_id(token, vocab)]

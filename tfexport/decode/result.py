@@ -1,11 +1,14 @@
-"""What decoding gives back."""
+"""Results of decoding: hypotheses, and the tokens and reasons that end them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from tfexport.decode.ends import Ends
+import numpy as np
+
+from tfexport.runtime.session import Ids, Mask
 
 FinishReason = Literal["eos", "stop", "length", "time"]
 
@@ -14,16 +17,13 @@ FinishReason = Literal["eos", "stop", "length", "time"]
 class Hypothesis:
     """One way to continue a source.
 
-    Log-probabilities are those after the filters, as in Hugging Face `generate`:
-    a penalised token counts with its penalty, a forced first token counts 0, and
-    the rest of the vocabulary is not renormalised. A sampled token counts with
-    the probability that it was drawn with.
+    Log-probabilities are those after all processors, as in Hugging Face `generate`: a penalized token counts with its
+    penalty, a forced first token counts 0, and the rest of the vocabulary is not renormalized. A sampled token counts
+    with the probability that it was drawn with.
 
     Attributes:
-        token_ids: the prefix and what was generated, without the start token;
-            an end-of-sequence token is the last one where it was reached.
-        score: log_prob / num_new_tokens ** length_penalty, where the exponent is
-            1 unless beams were searched and the prefix counts nothing.
+        token_ids: the prefix and the generated tokens, without the start token; an end-of-sequence token is the last.
+        score: log_prob / num_new_tokens ** length_penalty. The exponent is 1 without beams. The prefix does not count.
         log_prob: Σ log p of the generated tokens.
         finish_reason: "eos", or what came first: "stop" for a stop string, "length" for the limit, "time" for the
             end of the time.
@@ -35,8 +35,21 @@ class Hypothesis:
     finish_reason: FinishReason
 
 
+class Ends:
+    """The tokens that end a text, at least one; `ids` are ascending."""
+
+    def __init__(self, ids: Iterable[int]) -> None:
+        self.ids = tuple(sorted(set(ids)))
+        self._several: Ids | None = np.array(self.ids) if len(self.ids) > 1 else None
+
+    def among(self, token_ids: Ids) -> Mask:
+        """Return which of `token_ids`, of any shape, end a text."""
+        found: Mask = token_ids == self.ids[0] if self._several is None else np.isin(token_ids, self._several)
+        return found
+
+
 def finish_reason(token_id: int, ends: Ends, *, is_stopped: bool, is_full: bool) -> FinishReason:
-    """Say why a hypothesis ended: by its last token, at a stop string, at its limit, or for want of time."""
+    """Return why a hypothesis ended, by its last token, a stop string, its limit or the time."""
     if token_id in ends.ids:
         return "eos"
     return "stop" if is_stopped else "length" if is_full else "time"

@@ -1,4 +1,4 @@
-"""Score given targets: how probable each of their tokens is after those before it."""
+"""Score given targets: the log-probability of each of their tokens after those before it."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from dataclasses import dataclass
 import numpy as np
 
 from tfexport._arguments import check_call
-from tfexport.decode.cancel import check_cancelled
+from tfexport.decode.loop import check_cancelled
 from tfexport.decode.pairs import Pair, batches, checked_pairs
-from tfexport.decode.search import is_broken, log_probs_of
+from tfexport.decode.search import is_broken
 from tfexport.errors import BackendError, InputError
 from tfexport.runtime.session import Batch, Candidates, Ids, ScoresTokens, Session, close_up, pad_right
 
 
 @dataclass(frozen=True)
 class Score:
-    """How probable a target is for its source, by the model as it is: no filter, no penalty, no temperature.
+    """The log-probability of a target for its source, by the model alone: no processor, no temperature.
 
     Attributes:
-        token_ids: what was scored: the target, and the end token unless it was not asked for.
-        log_probs: natural log p of each, given the source and all that stands before it.
+        token_ids: the target, and the end token unless it was not asked for.
+        log_probs: natural log p of each token, given the source and the tokens before it.
         log_prob: their sum.
     """
 
@@ -50,17 +50,17 @@ def score(
         session: any backend.
         sources: token ids of each source.
         targets: token ids of each target, without the start token.
-        prefixes: token ids that each target comes behind, read and not scored; None for none.
+        prefixes: token ids before each target, read and not scored; None for none.
         start: id that the decoder reads first; None for the model's own.
-        add_eos: end each target with the model's end token where it does not yet.
-        batch_size: pairs scored at once; fewer where the session takes fewer rows.
+        add_eos: end each target with the model's end token if it does not yet.
+        batch_size: pairs scored at once; fewer if the session takes fewer rows.
         on_progress: called after each batch with the number of pairs it had.
         cancel: set by another thread to give the call up; None for a call that nobody cancels.
 
     Raises:
         InputError: lists every pair that the model cannot take.
-        BackendError: the backend failed, or the model gave numbers that are none.
-        Cancelled: the event was set, which is seen before the next step.
+        BackendError: the backend failed, or the model gave NaN.
+        Cancelled: the event was set before a step.
     """
     check_call("score", batch_size=batch_size, on_progress=on_progress, cancel=cancel, add_eos=add_eos)
     pairs = checked_pairs(session, sources, targets, prefixes, start, add_eos=add_eos, subject="score")
@@ -81,7 +81,7 @@ def score(
 
 
 def _score_batch(session: Session, pairs: Sequence[Pair], cancel: threading.Event | None) -> list[list[float]]:
-    """Read the targets side by side, a token of each at a time; a pair leaves behind its last one."""
+    """Read the targets together, a token of each at a time; a pair is removed after its last token."""
     check_cancelled(cancel)
     batch = session.batch()
     source_ids, source_mask = pad_right([pair.source_ids for pair in pairs], session.spec.tokens.pad)
@@ -110,17 +110,17 @@ def _score_batch(session: Session, pairs: Sequence[Pair], cancel: threading.Even
 
 
 def _log_probs(session: Session, batch: Batch, target_ids: Ids, next_ids: Ids) -> list[float]:
-    """Read a token of every row and return log p of given next ones; NaN where the model gave numbers that are none."""
+    """Read a token of every row and return log p of given next ones; NaN for rows with broken numbers."""
     if isinstance(batch, ScoresTokens):
         found = batch.score_step(target_ids, next_ids)
     else:
         found = _of_given(batch.step(target_ids, session.spec.vocab), next_ids)
-    log_probs, broken = log_probs_of(found)[:, 0], is_broken(found)
+    log_probs, broken = found.log_probs[:, 0], is_broken(found)
     values: list[float] = (log_probs if broken is None else np.where(broken, np.nan, log_probs)).tolist()
     return values
 
 
 def _of_given(found: Candidates, next_ids: Ids) -> Candidates:
-    """Find given tokens among candidates that are the whole vocabulary."""
+    """Find given tokens among candidates of the whole vocabulary."""
     place = (found.token_ids == next_ids[:, None]).argmax(1)[:, None]
     return Candidates(next_ids[:, None], np.take_along_axis(found.logits, place, 1), found.log_normalizer)

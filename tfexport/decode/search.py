@@ -1,4 +1,4 @@
-"""What a search is to the loop: it says how many candidates it wants, and takes them."""
+"""The interface between a search and the loop: how many candidates it wants, and what it does with them."""
 
 from __future__ import annotations
 
@@ -9,24 +9,35 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from tfexport.contract import ModelSpec
-from tfexport.decode.ends import Ends
 from tfexport.decode.history import History
 from tfexport.decode.request import Request
-from tfexport.decode.result import Hypothesis, finish_reason
+from tfexport.decode.result import Ends, Hypothesis, finish_reason
 from tfexport.decode.stops import Stops
 from tfexport.errors import BackendError, InputError, TfexportError
 from tfexport.generation import DecodeConfig
-from tfexport.runtime.session import Candidates, Floats, Ids, Mask
+from tfexport.runtime.session import Candidates, Ids, Mask
 
 Outcome = list[Hypothesis] | TfexportError
 
 
+class Option(Protocol):
+    """State of a decoding option for the sources of a search: processors, stops, the sampler."""
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Append sources."""
+        ...
+
+    def keep(self, kept: Ids) -> None:
+        """Forget all sources except `kept`, int64 [new sources]."""
+        ...
+
+
 class Taken(NamedTuple):
-    """What a search has made of the candidates of a step.
+    """The result of a step of a search.
 
     Attributes:
-        rows: row that each row continues, int64 [rows]; None where every row goes on with itself.
-        done: what came of the sources that are finished, by their place in the search; they have to be removed.
+        rows: row that each row continues, int64 [rows]; None if every row continues itself.
+        done: outcomes of the finished sources by their place in the search; they have to be removed.
     """
 
     rows: Ids | None
@@ -34,61 +45,55 @@ class Taken(NamedTuple):
 
 
 class Search(Protocol):
-    """Sources that are searched alike, `width` rows each, every source at its own length.
+    """Sources with the same settings, `width` rows each, every source at its own length.
 
     Attributes:
         width: rows of a source.
-        requests: what is searched, by place.
+        requests: the sources, by place.
         history: start token, prefix and generated tokens of each row.
-        ends: the tokens that end a text.
-        stop_ids: best tokens with which steps that are taken at once have to end.
+        stop_ids: best tokens that end steps taken at once.
     """
 
     width: int
     requests: list[Request]
     history: History
-    ends: Ends
     stop_ids: frozenset[int]
 
     @property
     def follows_best(self) -> bool:
-        """Whether each row goes on with its best token, unless that is one of `stop_ids`."""
+        """Whether each row continues with its best token, unless that is one of `stop_ids`."""
         ...
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Begin to search for more, behind those that there are."""
+        """Append sources."""
         ...
 
     def num_candidates(self) -> int:
-        """Say how many of the best next tokens of each row it wants, 1 … vocab."""
+        """Return how many of the best next tokens of each row it wants, 1 … vocab."""
         ...
 
     def take(self, found: Candidates) -> Taken:
-        """Choose among candidates, lengthen the rows, and say what is finished.
-
-        Args:
-            found: num_candidates of each row or more.
-        """
+        """Choose among at least `num_candidates` candidates of each row and lengthen the rows."""
         ...
 
     def steps_ahead(self) -> int:
-        """Say how many steps may be taken at once, each row going on with its best token: at least 1."""
+        """Return how many steps may be taken at once, each row continuing with its best token; at least 1."""
         ...
 
     def follow(self, found: Candidates) -> None:
-        """Take steps in which each row went on with its best token, none of which ends a text.
+        """Take steps in which each row continued with its best token, and none ended a text.
 
         Args:
-            found: of each step, with one axis more in front of all: [steps, rows, …].
+            found: candidates with one more axis in front: [steps, rows, …].
         """
         ...
 
     def remove(self, kept: Ids) -> None:
-        """Go on with the sources `kept` alone, in this order, int64 [new sources]."""
+        """Continue only with the sources `kept`, in this order, int64 [new sources]."""
         ...
 
 
-# What each request may ask for by itself: all other settings are those of its search.
+# Options that may differ between the requests of one search.
 _OWN = {
     "max_new_tokens",
     "max_length",
@@ -103,13 +108,13 @@ _SHARED = tuple(field.name for field in dataclasses.fields(DecodeConfig) if fiel
 
 
 def settings(config: DecodeConfig) -> tuple[object, ...]:
-    """Return what has to be equal for two requests to be searched together."""
+    """Return the options that have to be equal for two requests to be searched together."""
     return tuple(getattr(config, name) for name in _SHARED)
 
 
 def is_broken(found: Candidates) -> Mask | None:
-    """Say which rows hold numbers that are none, bool [rows]; None where all are right."""
-    # Counting is the fastest question to a few numbers: `any` and `all` cost three times as much.
+    """Return which rows hold NaN or infinite numbers, bool [rows]; None if no row does."""
+    # For a few numbers counting is fastest: `any` and `all` take three times as long.
     log_normalizer = found.log_normalizer
     if np.count_nonzero(np.isfinite(log_normalizer)) == log_normalizer.size and not np.count_nonzero(
         np.isnan(found.logits)
@@ -120,7 +125,7 @@ def is_broken(found: Candidates) -> Mask | None:
 
 
 def repaired(found: Candidates, broken: Mask) -> Candidates:
-    """Put harmless numbers for those of broken rows, whose sources have failed anyway."""
+    """Replace the numbers of broken rows, whose sources have failed, by zeros."""
     return Candidates(
         found.token_ids,
         np.where(broken[:, None], np.float32(0), found.logits),
@@ -129,7 +134,7 @@ def repaired(found: Candidates, broken: Mask) -> Candidates:
 
 
 def not_a_number(request: Request, num_new: int) -> BackendError:
-    """Say that the model gave no numbers for a text."""
+    """Return the error for a text with NaN or infinite logits."""
     return BackendError(
         f"decode: the model gave NaN or infinite logits for {request.name} at new token {num_new + 1}; "
         "check its weights, or export with --precision fp32",
@@ -138,7 +143,7 @@ def not_a_number(request: Request, num_new: int) -> BackendError:
 
 
 def nothing_left(request: Request, num_new: int) -> InputError:
-    """Say that every token is banned for a text."""
+    """Return the error for a text whose every next token is banned."""
     return InputError(
         f"decode: {request.name} has no token to choose from after {num_new} new ones; "
         "relax suppress_tokens, bad_words_ids, the sizes of n-grams, min_new_tokens or min_length",
@@ -146,36 +151,13 @@ def nothing_left(request: Request, num_new: int) -> InputError:
     )
 
 
-def is_stopped(stops: Stops, request: Request, token_ids: Sequence[int]) -> bool:
-    """Say whether the last token of a text, the start token left out, has completed a stop string.
-
-    Raises:
-        BackendError: what decodes the tokens has failed, which is a matter of this text alone.
-    """
-    try:
-        return stops.are_said(token_ids, request.text_of)
-    except Exception as error:  # of a tokenizer, or of a function of the caller
-        raise BackendError(
-            f"decode: {request.name} could not be put into words to look for stop strings: {error!r}; "
-            "check the tokenizer, or leave stop_strings out",
-            indices=[request.text],
-        ) from error
-
-
 def forced_alone(request: Request, spec: ModelSpec) -> Outcome:
-    """Return what comes of a text that its forced tokens are all of."""
-    ends = Ends(request.config.ends(spec.tokens.eos))
-    ids = request.prompt[1:]
+    """Return the outcome of a text that consists of its forced tokens."""
+    ends, ids = Ends(request.config.ends(spec.tokens.eos)), request.prompt[1:]
     try:
-        at_stop = is_stopped(Stops(request.config), request, ids)
+        at_stop = Stops(request.config).is_stopped(request, ids)
     except BackendError as error:
         return error
     reason = finish_reason(ids[-1], ends, is_stopped=at_stop, is_full=True)
     score = request.log_prob / request.num_forced**request.config.length_penalty
     return [Hypothesis(token_ids=ids, score=score, log_prob=request.log_prob, finish_reason=reason)]
-
-
-def log_probs_of(found: Candidates) -> Floats:
-    """Return the log-probabilities of candidates, float32 [rows, num_candidates]."""
-    log_probs: Floats = found.logits - found.log_normalizer[:, None]
-    return log_probs

@@ -1,63 +1,143 @@
-"""Speculative decoding by prompt look-up: what may follow is looked up, and one step verifies several tokens.
+"""Speculative decoding by prompt lookup: draft how a text continues, and verify several tokens in one step.
 
-A draft costs time where it is wrong. So a text drafts as long as enough of what it drafts is said, and tries again
+A wrong draft costs time. So a text drafts while enough of its drafted tokens are accepted, and otherwise tries again
 later, after pauses that double.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+
 from tfexport.contract import ModelSpec
-from tfexport.decode.lookup import GOES_ON, IN_SOURCE, SIZES, PromptLookup
 from tfexport.decode.request import Request
 from tfexport.decode.search import Search
 
-# Tokens of a draft: few sizes, for each is bound by itself.
-DRAFTS = (1, 3, 7, 15)
-# Share of drafted tokens that have to be said. One more in a step costs a tenth of a step, narrow weights a fifth.
-LEAST_SAID = 0.3
-# How much the last draft counts in that share.
-WEIGHT = 0.4
-# What a text begins with: length and share behind a match of one token, and behind longer ones.
-FIRST = ((1, 0.4), (3, 0.5))
-# Tokens until what has not gained is tried again.
+# Sizes of the n-grams that are looked up in source and text, and, if neither has them, in the source alone.
+SIZES = (3, 2)
+IN_SOURCE, GOES_ON = 1, 0
+# Tokens in a row that may differ from a copy before it ends.
+MAX_CHANGED = 2
+# Between the source and the text; not a token.
+_BORDER = -1
+
+# Tokens of a draft: few sizes, because each is bound on its own.
+DRAFT_LENGTHS = (1, 3, 7, 15)
+# Least share of accepted tokens. One more token in a step costs a tenth of a step, a fifth with narrow weights.
+MIN_ACCEPTANCE = 0.3
+# Weight of the last draft in that share.
+ACCEPTANCE_WEIGHT = 0.4
+# Draft length and share that a text starts with, after a match of one token and after longer ones.
+FIRST_TRUST = ((1, 0.4), (3, 0.5))
+# Tokens until drafts are tried again after too few were accepted.
 FIRST_PAUSE, LAST_PAUSE = 4, 64
-# Looks in vain after which one more token is said before the next, and how many there are at most.
-LOOKS, MOST_STEPS = 4, 8
+# Lookups without a match after which one more plain step is taken before the next, and the most such steps.
+LOOKUPS_PER_STEP, MAX_PLAIN_STEPS = 4, 8
+
+
+class PromptLookup:
+    """Drafts how a text continues, copied from its source or from itself.
+
+    A copy goes on at its place even after tokens that differ from it: a corrected word, or another name. Otherwise the
+    longest n-gram that occurred before counts: in the source the first one after the newest copy, because texts copy
+    their source from beginning to end, and in the text the newest.
+    """
+
+    def __init__(self, source_ids: Sequence[int]) -> None:
+        """Take a source, of the same vocabulary as the text."""
+        self._tokens: list[int] = []
+        self._followers: dict[tuple[int, ...], list[int]] = {}
+        self._copied = 0  # as far as the source has been copied
+        self._next: int | None = None  # place of the next token in the copy
+        self._changed = 0
+        self._border = len(source_ids)
+        self.extend(source_ids)
+        self._tokens.append(_BORDER)
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Lengthen the text."""
+        for token in tokens:
+            place = len(self._tokens)
+            for size in (*SIZES, IN_SOURCE):
+                if place >= size:
+                    self._followers.setdefault(tuple(self._tokens[place - size :]), []).append(place)
+            self._tokens.append(token)
+            if self._next is not None:
+                self._changed = 0 if self._tokens[self._next] == token else self._changed + 1
+                self._next += 1
+                if self._changed > MAX_CHANGED or self._next == self._border:
+                    self._next = None
+
+    def places(self) -> Iterator[tuple[int, int]]:
+        """Yield the number of equal tokens and a place that may continue the text, the likeliest first.
+
+        The number is `GOES_ON` if a copy continues after a token that differs from it.
+        """
+        for size in SIZES:
+            if found := self._followers.get(tuple(self._tokens[-size:])):
+                yield size, self._nearest(found)
+        if self._next is not None:
+            yield GOES_ON, self._next
+        found = self._followers.get(tuple(self._tokens[-IN_SOURCE:]), [])
+        if found and found[0] < self._border:
+            yield IN_SOURCE, self._nearest(found)
+
+    def copy(self, place: int, count: int) -> list[int]:
+        """Return up to `count` tokens from a place on, at least one, which the text is a copy of from now on.
+
+        A copy that reaches the end of the text continues with the draft itself: a text may repeat itself.
+        """
+        self._next, self._changed = place, 0
+        if place < self._border:
+            self._copied = place
+            return self._tokens[place : min(place + count, self._border)]
+        drafted = self._tokens[place : place + count]
+        period = len(self._tokens) - place
+        while len(drafted) < count:
+            drafted.append(drafted[-period])
+        return drafted
+
+    def _nearest(self, places: list[int]) -> int:
+        """Choose among places, which are in order."""
+        if self._next is not None:
+            at = bisect_left(places, self._next)
+            if at < len(places) and places[at] == self._next:
+                return self._next
+        in_source = bisect_left(places, self._border)
+        if not in_source:
+            return places[-1]
+        return places[min(bisect_left(places, self._copied, 0, in_source), in_source - 1)]
 
 
 class _Trust:
-    """How far drafts behind matches of one size are worth their time.
+    """How many tokens to draft after matches of one size.
 
     Attributes:
-        resumes: length of the text from which on there may be one.
+        resumes: length of the text from which on there may be a draft.
         length: tokens of the next one.
     """
 
     def __init__(self, size: int) -> None:
         self.resumes = 0
-        self.length, self._said = FIRST[size > 1]
+        self.length, self._accepted = FIRST_TRUST[size > 1]
         self._pause = FIRST_PAUSE
 
-    def note(self, drafted: int, said: int, length: int) -> None:
-        """Learn that of a draft so much was said; the text has `length` tokens now."""
-        self._said += WEIGHT * (said / drafted - self._said)
-        enough = drafted + 1 if said == drafted else said
-        self.length = next((size for size in DRAFTS if size >= enough), DRAFTS[-1])
-        if self._said < LEAST_SAID:
+    def note(self, drafted: int, accepted: int, length: int) -> None:
+        """Learn how many tokens of a draft were accepted; the text has `length` tokens now."""
+        self._accepted += ACCEPTANCE_WEIGHT * (accepted / drafted - self._accepted)
+        enough = drafted + 1 if accepted == drafted else accepted
+        self.length = next((size for size in DRAFT_LENGTHS if size >= enough), DRAFT_LENGTHS[-1])
+        if self._accepted < MIN_ACCEPTANCE:
             self.resumes, self._pause = length + self._pause, min(2 * self._pause, LAST_PAUSE)
-        elif said:
+        elif accepted:
             self._pause = FIRST_PAUSE
 
 
 class Speculation:
-    """What one text drafts.
-
-    Attributes:
-        request: the text.
-    """
+    """The drafts of one text, `request`."""
 
     def __init__(self, request: Request, spec: ModelSpec) -> None:
-        """Begin with the text as its request has it; the ids of another vocabulary say nothing of it."""
+        """Start with the source, unless its ids are of another vocabulary."""
         self.request = request
         self._most = request.config.prompt_lookup_num_tokens or 0
         self._lookup = PromptLookup(request.source_ids if spec.source_vocab == spec.vocab else ())
@@ -66,7 +146,7 @@ class Speculation:
         self._seen = self._vain = 0
 
     def draft(self, search: Search) -> list[int]:
-        """Return tokens that may follow what the search has said; none where a plain step is as good."""
+        """Return tokens that may follow; none if a plain step is as good."""
         length = int(search.history.lengths[0])
         self._lookup.extend(search.history.tokens[0, self._seen : length].tolist())
         self._seen = length
@@ -80,15 +160,9 @@ class Speculation:
         return []
 
     def plain_steps(self) -> int:
-        """Say how many steps to take before the next look, where there was no draft."""
-        return min(1 + self._vain // LOOKS, MOST_STEPS)
+        """Return how many steps to take before the next lookup if there was no draft."""
+        return min(1 + self._vain // LOOKUPS_PER_STEP, MAX_PLAIN_STEPS)
 
-    def note(self, drafted: int, said: int, length: int) -> None:
-        """Learn from the newest draft.
-
-        Args:
-            drafted: its tokens.
-            said: how many of them the text has said.
-            length: of the text now.
-        """
-        self._tried.note(drafted, said, length)
+    def note(self, drafted: int, accepted: int, length: int) -> None:
+        """Learn how many tokens of the newest draft were accepted; the text has `length` tokens now."""
+        self._tried.note(drafted, accepted, length)

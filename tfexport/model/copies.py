@@ -59,16 +59,14 @@ def with_copies(
         BackendError: the backend failed.
         Cancelled: the event was set.
     """
-    from tfexport.decode.unknowns import Answer, unknown_sources
+    from tfexport.decode.align import unknown_sources
 
     assert tokenizer.unknown is not None
     copies = [tokenizer.copies(text) for text in texts]
-    answers = [
-        Answer(sources[one.index], one.token_ids, [piece is not None for piece in copies[one.index]]) for one in results
-    ]
     found = unknown_sources(
         session,
-        answers,
+        [(sources[one.index], one.token_ids) for one in results],
+        [[piece is not None for piece in copies[one.index]] for one in results],
         tokenizer.unknown,
         start=decoding.decoder_start_token_id,
         batch_size=batch_size,

@@ -15,7 +15,7 @@ from tfexport._io.signature import TrustedKeys
 from tfexport.bundle.bundle import Bundle, check_weights, open_bundle, read_defaults
 from tfexport.bundle.contents import check_engines
 from tfexport.contract import Device, Form
-from tfexport.decode.warm_up import warm_up as run_warm_up
+from tfexport.decode.offline import warm_up as run_warm_up
 from tfexport.errors import ConfigError, TfexportError, raise_all, shortened
 from tfexport.model.model import Model
 from tfexport.runtime.registry import AUTO, LoadOptions, open_session

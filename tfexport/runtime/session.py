@@ -1,7 +1,7 @@
-"""What every backend offers: a session opens batches, a batch is decoded while sources join and leave.
+"""The interface of every backend: a session opens batches, a batch is decoded while sources join and leave.
 
-Only numpy arrays cross this line; the caches stay in the session's memory. A
-session may be shared between threads, a batch belongs to one.
+Only NumPy arrays cross this interface; the caches stay in the session's memory. A session may be shared between
+threads, a batch belongs to one. Backends implement it on top of `tfexport.runtime.checked`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tfexport.contract import Accuracy, ModelSpec
 Ids = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 Floats = NDArray[np.float32]
-# Token ids that the decoder reads first, one sequence a source: the start token, a prefix, what is forced.
+# Token ids that the decoder reads first, one sequence per source: the start token, a prefix, a forced token.
 Prompts = Sequence[Sequence[int]]
 
 
@@ -26,8 +26,8 @@ Prompts = Sequence[Sequence[int]]
 class Candidates:
     """The best next tokens of every row, best first; equal logits in order of id.
 
-    log p(token) = logits - log_normalizer. Of tokens whose logits equal the last one's, those of the lowest ids are
-    returned where the CPU computes; a GPU may return any. The arrays belong to the caller.
+    log p(token) = logits - log_normalizer. Among tokens whose logits equal the last one's, the CPU returns the lowest
+    ids; a GPU may return any. The arrays belong to the caller.
 
     Attributes:
         token_ids: int64 [rows, num_candidates].
@@ -39,34 +39,40 @@ class Candidates:
     logits: Floats
     log_normalizer: Floats
 
+    @property
+    def log_probs(self) -> Floats:
+        """Log-probabilities, float32 [rows, num_candidates]."""
+        log_probs: Floats = self.logits - self.log_normalizer[:, None]
+        return log_probs
+
 
 @dataclass(frozen=True)
 class Limit:
-    """The most of something that a session takes, and how to get more.
+    """A maximum of a session, and how to raise it.
 
     Attributes:
-        most: None where memory is the only limit.
-        remedy: what to do for more, "{number}" where the number that is needed belongs; "" where nothing helps.
+        most: None if memory is the only limit.
+        remedy: how to get more, with "{number}" for the number that is needed; "" if there is no way.
     """
 
     most: int | None = None
     remedy: str = ""
 
     def is_below(self, number: int) -> bool:
-        """Say whether `number` is too many."""
+        """Return whether `number` is too many."""
         return self.most is not None and number > self.most
 
     def for_more(self, number: int) -> str:
-        """Return the remedy for `number`, behind a comma, or nothing."""
+        """Return the remedy for `number` after a comma, or nothing."""
         return f", or {self.remedy.format(number=number)}" if self.remedy else ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The most that a session takes at once; each limit carries its own remedy.
+    """The maxima of a session.
 
     Attributes:
-        rows: hypotheses of all sources of a batch together.
+        rows: of all sources of a batch together.
         source_length: tokens of a source.
         target_length: tokens that the decoder reads of a target.
         candidates: best tokens of a step.
@@ -79,7 +85,7 @@ class Limits:
 
     @classmethod
     def of(cls, spec: ModelSpec) -> Limits:
-        """Return the limits of a model where the backend adds none."""
+        """Return the limits of a model if the backend adds none."""
         return cls(
             source_length=Limit(spec.max_source_length, LONGER.format("source")),
             target_length=Limit(spec.max_target_length, LONGER.format("target")),
@@ -96,11 +102,11 @@ LONGER = "export with a larger --max-{}-length if the model allows it"
 class Batch(Protocol):
     """Sources that are being decoded, `width` rows each, every row at its own length.
 
-    Rows of source s are s · width … (s + 1) · width - 1. Live sources are always 0 … n-1: those that are added come
-    behind, and `close_up` says who takes the place of one that is removed. One thread uses a batch.
+    Rows of source s are s · width … (s + 1) · width - 1. Live sources are always 0 … n-1: new ones are appended, and
+    removed ones are replaced as `close_up` describes. One thread uses a batch.
 
     Attributes:
-        width: rows of each source: 1, or as many as there are beams.
+        width: rows of each source: 1, or the number of beams.
         can_join: whether sources may join while others are decoded; else all begin together, with equally long prompts.
     """
 
@@ -109,19 +115,19 @@ class Batch(Protocol):
 
     @property
     def lengths(self) -> Ids:
-        """Tokens in the cache of every row, int64 [rows]; not to be written."""
+        """Tokens in the cache of every row, int64 [rows]; read-only."""
         ...
 
     def add(self, source_ids: Ids, source_mask: Mask, prompts: Prompts) -> None:
-        """Encode sources, give each `width` equal rows, and read every prompt but its last token.
+        """Encode sources, give each `width` equal rows, and read every prompt except its last token.
 
         Args:
             source_ids: int64 [new sources, source_len], padded on the right.
             source_mask: bool [new sources, source_len], True = token.
-            prompts: of each new source, at least one token; they may be of unequal length.
+            prompts: of each new source, at least one token; they may have different lengths.
 
         Raises:
-            InputError: shapes, ids, lengths or rows that the session does not take; the batch is as it was.
+            InputError: wrong shapes, ids, lengths or rows; the batch is unchanged.
         """
         ...
 
@@ -130,64 +136,64 @@ class Batch(Protocol):
 
         Args:
             target_ids: int64 [rows]; in the first step of a row the last token of its prompt.
-            num_candidates: best tokens wanted a row, 1 … vocab.
+            num_candidates: best tokens per row, 1 … vocab.
 
         Raises:
-            InputError: ids or numbers that are out of range, or a row that is full.
+            InputError: ids or numbers out of range, or a full row.
         """
         ...
 
     def reorder(self, rows: Ids) -> None:
-        """Let row r continue what row rows[r] was, a row of the same source.
+        """Let row r continue row rows[r] of the same source.
 
         Args:
             rows: int64 [rows].
 
         Raises:
-            InputError: rows that are out of range or of another source.
+            InputError: rows out of range or of another source.
         """
         ...
 
     def remove(self, sources: Ids) -> None:
-        """Let sources leave; the last ones take the free places, as `close_up` says.
+        """Remove sources; the last ones take the free places, as in `close_up`.
 
         Args:
             sources: int64, each once.
 
         Raises:
-            InputError: sources that are not there.
+            InputError: sources out of range.
         """
         ...
 
 
 @runtime_checkable
 class MultiStep(Protocol):
-    """A batch that can take several greedy steps in one call, with little between them."""
+    """A batch that takes several greedy steps in one call, with little overhead between them."""
 
     def multi_step(self, target_ids: Ids, num_candidates: int, steps: int, stop_ids: frozenset[int]) -> Candidates:
-        """Step, and go on with the best token of each row until that of some row is one of `stop_ids`.
+        """Step, continuing with the best token of each row, until that of some row is one of `stop_ids`.
 
         Args:
             target_ids: int64 [rows], as for `step`.
-            num_candidates: best tokens wanted a row and step.
-            steps: at most, 1 or more; the last step's tokens are not read.
-            stop_ids: any of them ends the steps; its own is the last.
+            num_candidates: best tokens per row and step.
+            steps: at most, 1 or more; the tokens of the last step are not read.
+            stop_ids: the step that finds one of them is the last.
 
         Returns:
-            The candidates of each step, with one axis more in front of all: [steps taken, rows, …].
+            The candidates of each step, with one more axis in front: [steps taken, rows, …].
 
         Raises:
-            InputError: the steps would go beyond what some row takes.
+            InputError: the steps would exceed the limit of some row.
         """
         ...
 
 
 @runtime_checkable
 class ScoresTokens(Protocol):
-    """A batch that says how probable given next tokens are, without ranking the vocabulary."""
+    """A batch that scores given next tokens without ranking the vocabulary."""
 
     def score_step(self, target_ids: Ids, next_ids: Ids) -> Candidates:
-        """Read one token of every row, as `step` does, and return a given next token of each.
+        """Read one token of every row, as `step` does, and score a given next token of each.
 
         Args:
             target_ids: int64 [rows], as for `step`.
@@ -201,10 +207,10 @@ class ScoresTokens(Protocol):
 
 @runtime_checkable
 class Verifies(Protocol):
-    """A batch that reads several tokens of its only row in one step, and takes back those that should not be there.
+    """A batch that reads several tokens of its only row in one step, and can forget the wrong ones.
 
     Attributes:
-        can_verify: whether the bundle was exported for it.
+        can_verify: whether the bundle was exported for it (`--speculation`).
     """
 
     can_verify: bool
@@ -213,14 +219,14 @@ class Verifies(Protocol):
         """Read tokens of the only row, which grows by all of them.
 
         Args:
-            target_ids: int64 [tokens], one or more: as for `step`, and what may follow it.
-            num_candidates: best tokens wanted behind each.
+            target_ids: int64 [tokens], one or more: the token of `step`, and tokens that may follow.
+            num_candidates: best tokens after each.
 
         Returns:
-            The candidates behind each token, [tokens, num_candidates].
+            The candidates after each token, [tokens, num_candidates].
 
         Raises:
-            InputError: ids or numbers that are out of range, several rows, or more tokens than the row has room for.
+            InputError: ids or numbers out of range, several rows, or more tokens than the row has room for.
         """
         ...
 
@@ -228,14 +234,14 @@ class Verifies(Protocol):
         """Forget the tokens of the only row from `length` on.
 
         Raises:
-            InputError: the row has not so many, or there are several rows.
+            InputError: the row is shorter, or there are several rows.
         """
         ...
 
 
 @runtime_checkable
 class Aligns(Protocol):
-    """A session that says which source tokens each target token was read from.
+    """A session that aligns each target token with the source tokens that it was read from.
 
     Attributes:
         has_alignment: whether the bundle was exported with an alignment.
@@ -249,15 +255,15 @@ class Aligns(Protocol):
         Args:
             source_ids: int64 [batch, source_len], padded on the right.
             source_mask: bool [batch, source_len], True = token.
-            target_ids: what the decoder reads: the start token, then the target but its last token; padded on the
-                right with any token, int64 [batch, target_len].
+            target_ids: tokens that the decoder reads: the start token, then the target except its last token; padded
+                on the right with any token, int64 [batch, target_len].
 
         Returns:
-            float32 [batch, target_len, source_len]: for the token behind each that is read how much of it was read
-            from each source token, with a sum of 1, and 0 at padding.
+            float32 [batch, target_len, source_len]: for the token after each position, the share read from each source
+            token, with a sum of 1, and 0 at padding.
 
         Raises:
-            InputError: shapes, ids or lengths that the model does not take.
+            InputError: wrong shapes, ids or lengths.
             BackendError: the bundle has no alignment, the session is closed, or it failed.
         """
         ...
@@ -269,8 +275,8 @@ class Session(Protocol):
     Attributes:
         spec: sizes, limits and token ids.
         backend: its name in the registry.
-        accuracy: what bounds how exactly it computes; token for token only for fp32.
-        limits: the most that it takes at once.
+        accuracy: its precision, or its narrower weights; only fp32 is exact token for token.
+        limits: its maxima.
     """
 
     spec: ModelSpec
@@ -279,15 +285,15 @@ class Session(Protocol):
     limits: Limits
 
     def batch(self, width: int = 1) -> Batch:
-        """Return an empty batch for `width` rows a source; as many batches as are wanted live side by side.
+        """Return an empty batch with `width` rows per source; any number of batches can exist at once.
 
         Raises:
-            BackendError: the model is an encoder alone, or the session is closed.
+            BackendError: the model is encoder-only, or the session is closed.
         """
         ...
 
     def hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats:
-        """Encode sources with an encoder alone.
+        """Encode sources with an encoder-only model.
 
         Args:
             source_ids: int64 [batch, source_len], padded on the right.
@@ -299,22 +305,18 @@ class Session(Protocol):
         ...
 
     def close(self) -> None:
-        """Free what the session holds; it cannot be used afterwards."""
+        """Free the session's memory; it cannot be used afterwards."""
         ...
 
 
 def in_order_of_id(candidates: Candidates) -> Candidates:
-    """Sort equal logits by id, which a device's selection may not.
-
-    Args:
-        candidates: best first, of any number of axes.
-    """
+    """Sort equal logits by id, as some devices do not; the candidates are best first, with any number of axes."""
     logits, token_ids = candidates.logits, candidates.token_ids
     falls = logits[..., 1:] != logits[..., :-1]
     if falls.all():
         return candidates
     place = np.zeros(logits.shape, np.int64)
-    np.cumsum(falls, axis=-1, out=place[..., 1:])  # equal logits share one
+    np.cumsum(falls, axis=-1, out=place[..., 1:])  # equal logits share a place
     order = np.lexsort((token_ids, place))
     return Candidates(
         np.take_along_axis(token_ids, order, -1), np.take_along_axis(logits, order, -1), candidates.log_normalizer
@@ -322,14 +324,14 @@ def in_order_of_id(candidates: Candidates) -> Candidates:
 
 
 def close_up(num_sources: int, removed: Ids) -> Ids:
-    """Say which source is in each place once some have left: the last ones, in order, in the places that are free.
+    """Return which source is in each place after a removal: the last ones, in order, fill the free places.
 
     Args:
-        num_sources: that there were.
+        num_sources: before the removal.
         removed: int64, each once.
 
     Returns:
-        int64 [sources that stay].
+        int64 [remaining sources].
     """
     stays = np.ones(num_sources, np.bool_)
     stays[removed] = False
@@ -346,15 +348,7 @@ def rows_of(sources: Ids, width: int) -> Ids:
 
 
 def pad_right(sources: Sequence[Sequence[int]], pad_id: int) -> tuple[Ids, Mask]:
-    """Lay sources out as a batch.
-
-    Args:
-        sources: token ids of each, at least one token.
-        pad_id: fills the short rows.
-
-    Returns:
-        source_ids int64 and source_mask bool, both [batch, source_len].
-    """
+    """Return sources of at least one token each as source_ids int64 and source_mask bool, [batch, source_len]."""
     lengths = np.array([len(source) for source in sources])
     mask = np.arange(lengths.max()) < lengths[:, None]
     ids = np.full(mask.shape, pad_id, np.int64)
@@ -363,12 +357,6 @@ def pad_right(sources: Sequence[Sequence[int]], pad_id: int) -> tuple[Ids, Mask]
 
 
 def given_candidates(next_ids: Ids, logits: Floats, log_normalizer: Floats) -> Candidates:
-    """Take the logits of given tokens.
-
-    Args:
-        next_ids: int64 [rows].
-        logits: of the vocabulary, float32 [rows, vocab].
-        log_normalizer: float32 [rows].
-    """
+    """Return the candidates of given tokens, [rows], from logits [rows, vocab] and log_normalizer [rows]."""
     token_ids = next_ids[:, None]
     return Candidates(token_ids, np.take_along_axis(logits, token_ids, 1), log_normalizer)

@@ -1,4 +1,4 @@
-"""Drawing tokens at random, reproducibly."""
+"""Draw tokens at random, reproducibly."""
 
 from __future__ import annotations
 
@@ -11,35 +11,30 @@ from tfexport.decode.request import Request
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.session import Floats, Ids
 
-Probabilities = NDArray[np.float64]
-
 
 class Sampler:
     """Draws from the distribution that temperature, top_k and top_p leave.
 
-    Each row has a generator of its own, seeded with (seed, place of the text, sample), and
-    takes one number a token: what is drawn depends on no other row.
+    Each row has its own generator, seeded with (seed, place of the text, sample), and takes one number per token, so
+    a draw does not depend on other rows.
 
     Attributes:
-        wanted: how many candidates it draws from at most.
+        wanted: the most candidates that it draws from.
     """
 
     def __init__(self, config: DecodeConfig, vocab: int) -> None:
-        """Begin without a row."""
         self.wanted = config.top_k or vocab
         self._config = config
         self._generators: list[np.random.Generator] = []
 
     def add(self, requests: Sequence[Request]) -> None:
         """Seed a row for each request."""
-        places = [request.text if request.place is None else request.place for request in requests]
-        self._generators += [
-            np.random.default_rng((request.config.seed, place, request.sample))
-            for request, place in zip(requests, places, strict=True)
-        ]
+        for request in requests:
+            place = request.text if request.place is None else request.place
+            self._generators.append(np.random.default_rng((request.config.seed, place, request.sample)))
 
     def keep(self, rows: Ids) -> None:
-        """Forget all rows but `rows`, int64 [new rows]."""
+        """Forget all rows except `rows`, int64 [new rows]."""
         self._generators = [self._generators[row] for row in rows.tolist()]
 
     def draw(self, log_probs: Floats) -> tuple[Ids, Floats]:
@@ -49,8 +44,7 @@ class Sampler:
             log_probs: of the candidates, float32 [rows, num_candidates], best first.
 
         Returns:
-            The column drawn, int64 [rows], and the logarithm of the
-            probability it was drawn with, float32 [rows].
+            The column drawn, int64 [rows], and the log-probability it was drawn with, float32 [rows].
         """
         probabilities = distribution(log_probs[:, : self.wanted], self._config)
         cumulative = probabilities.cumsum(1)
@@ -59,16 +53,14 @@ class Sampler:
         return columns, np.log(probabilities[np.arange(len(columns)), columns]).astype(np.float32)
 
 
-def distribution(log_probs: Floats, config: DecodeConfig) -> Probabilities:
-    """Return what a sample is drawn from.
+def distribution(log_probs: Floats, config: DecodeConfig) -> NDArray[np.float64]:
+    """Return the distribution that a sample is drawn from.
 
-    Temperature, top_k and top_p apply in this order, as in Hugging Face
-    `generate`. Of equal candidates at the k-th place, those stay that the
-    session returned: on the CPU the lowest ids.
+    Temperature, top_k and top_p apply in this order, as in Hugging Face `generate`. Of equal candidates at the k-th
+    place, those stay that the session returned: on the CPU the lowest ids.
 
     Args:
-        log_probs: of the top_k best candidates, up to a constant, float32
-            [rows, num_candidates], best first.
+        log_probs: of the top_k best candidates, up to a constant, float32 [rows, num_candidates], best first.
         config: temperature and top_p are read.
 
     Returns:
@@ -76,7 +68,7 @@ def distribution(log_probs: Floats, config: DecodeConfig) -> Probabilities:
     """
     scaled = log_probs.astype(np.float64) / config.temperature
     weights = np.exp(scaled - scaled[:, :1])
-    probabilities: Probabilities = weights / weights.sum(1, keepdims=True)
+    probabilities: NDArray[np.float64] = weights / weights.sum(1, keepdims=True)
     if config.top_p < 1:
         tail = probabilities[:, ::-1].cumsum(1)[:, ::-1]
         dropped = tail <= 1 - config.top_p
