@@ -30,13 +30,15 @@ class Rows(NamedTuple):
 
     Attributes:
         history: start token, prefix and generated tokens.
-        num_new: tokens that each row has generated so far, int64 [rows].
-        num_left: tokens that each row may still generate, int64 [rows].
+        num_new: tokens that each source has generated so far, int64 [sources].
+        limits: the most tokens of each source, int64 [sources].
+        width: rows of a source.
     """
 
     history: History
     num_new: Ids
-    num_left: Ids
+    limits: Ids
+    width: int
 
 
 class Processor:
@@ -132,8 +134,7 @@ class Processors:
         """
         token_ids, log_probs = found.token_ids, found.log_probs
         if self._all:
-            width = len(token_ids) // num_new.size
-            rows = Rows(history, num_new.repeat(width), (limits - num_new).repeat(width))
+            rows = Rows(history, num_new, limits, len(token_ids) // num_new.size)
             if self._on_logits:
                 scores = found.logits
                 for processor in self._on_logits:
@@ -306,10 +307,13 @@ class _MinLength(Processor):
 
     def apply(self, rows: Rows, token_ids: Ids, scores: Floats) -> tuple[Ids, Floats]:
         counted = rows.history.lengths if self._min_length else rows.num_new
-        too_short = counted < (self._min_length or self._min_new)
-        if not np.count_nonzero(too_short):
+        least, lengths = self._min_length or self._min_new, counted.tolist()  # faster than NumPy for a few rows
+        if min(lengths) >= least:
             return token_ids, scores
-        return _ban(self._ends.among(token_ids) & too_short[:, None], token_ids, scores)
+        banned = self._ends.among(token_ids)
+        if max(lengths) >= least:
+            banned &= (counted < least).repeat(len(banned) // counted.size)[:, None]
+        return _ban(banned, token_ids, scores)
 
 
 class _Suppress(Processor):
@@ -409,10 +413,10 @@ class _ForcedEnd(Processor):
         return max(wanted, len(self._tokens))
 
     def apply(self, rows: Rows, token_ids: Ids, scores: Floats) -> tuple[Ids, Floats]:
-        last = rows.num_left == 1
+        last = rows.limits - rows.num_new == 1
         if not last.any():
             return token_ids, scores
-        count = len(self._tokens)
+        count, last = len(self._tokens), last.repeat(rows.width)
         token_ids, scores = token_ids.copy(), np.where(last[:, None], np.float32(-np.inf), scores)
         token_ids[last, :count] = self._tokens
         scores[last, :count] = 0

@@ -40,21 +40,21 @@ def load(
     Args:
         path: of the bundle.
         backend: "ort", "eager" or "trt"; "auto" takes the first of them that is installed and can run the bundle.
-        form: of the decoder graph; None takes contrib on the CPU, else static, or concat where it is the only one.
-        threads: for one call on the CPU in ONNX Runtime; "auto" for all cores that are available to the encoder, and
-            one or all to the decoder's steps, by their size; None for one on each core that ONNX Runtime finds.
+        form: decoder variant; None takes contrib on the CPU, else static, or concat if it is the only one.
+        threads: of one call on the CPU in ONNX Runtime. "auto" gives the encoder all available cores and the decoder's
+            steps one or all, by their size; None lets ONNX Runtime take one on each core that it finds.
         device: where graphs are computed, "cpu" or "cuda"; never another than the one asked for.
         engine: name of the engine for backend "trt"; None for the only one that may be used here.
         trusted_keys: files of public keys, one of which must have signed the bundle, and the engine if one is loaded;
-            None loads whosever bundle.
-        warm_up: batches that are run twice before the model is returned, each texts at once and tokens of a source:
-            [(1, 16), (32, 16)]. A GPU compiles kernels and captures steps for each such shape when it first comes.
+            None does not check signatures.
+        warm_up: batches that are run twice before the model is returned, as (texts, tokens of a source):
+            [(1, 16), (32, 16)]. A GPU compiles kernels and captures steps when a shape first occurs.
 
     Raises:
         BundleError: the bundle is missing, damaged, signed by none of the keys, or lacks the form.
         BackendError: the backend is not installed, or cannot run the bundle on the device.
         EngineError: the bundle has no such engine, or it may not be used here.
-        ConfigError: an argument is none of those allowed.
+        ConfigError: an argument is not allowed.
         InputError: the warm-up has longer sources than the model takes.
     """
     options = LoadOptions(
@@ -100,11 +100,7 @@ def load_with(path: str | PathLike[str], options: LoadOptions) -> Model:
 
 
 def _warm_up_batches(given: object) -> list[tuple[int, int]]:
-    """Take the batches of a warm-up as pairs of numbers.
-
-    Raises:
-        ConfigError: lists those that are none.
-    """
+    """Return the batches of a warm-up as pairs of numbers, or raise `ConfigError` with those that are not."""
     listed = as_list(given)
     if listed is None:
         raise ConfigError(f"load: warm_up is {shortened(given)}, expected a list such as [(32, 16)]")
@@ -119,7 +115,7 @@ def _warm_up_batches(given: object) -> list[tuple[int, int]]:
 
 
 def load_tokenizer(bundle: Bundle) -> Tokenizer | None:
-    """Read the tokenizer of a bundle, None where it has none.
+    """Read the tokenizer of a bundle; return None if it has none.
 
     Raises:
         BundleError: it is damaged, or not of this model.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -31,20 +30,29 @@ if TYPE_CHECKING:
     from tfexport.decode.align import Alignment
     from tfexport.decode.score import Score
 
-_log = logging.getLogger(__name__)
-
 Pooling = Literal["mean", "cls"]
 
 
 class Model:
     """A model on a backend, safe to share between threads.
 
+    These arguments mean the same in every method:
+
+    - `batch_size`: texts processed at once; no result depends on it or on the other texts.
+    - `on_progress`: called after a step or batch with the number of texts that it finished, if any.
+    - `cancel`: an event that another thread sets to end the call with `Cancelled`.
+    - `config`: decoding options in place of the bundle's defaults; None for those.
+    - `options`: fields of `DecodeConfig`, named as in Hugging Face `generate`; they override `config` and defaults.
+
+    Every method raises `ConfigError` for options that are unknown, out of range or contradictory, `InputError` with
+    every input that the model cannot take, `BackendError` if the backend failed, and `Cancelled`.
+
     Attributes:
-        session: the backend's.
-        tokenizer: None where the bundle has none; then only ids go in and out.
-        defaults: what the bundle generates with unless told otherwise.
-        manifest: of the bundle: versions, verification, hashes of all files; None where there is no bundle.
-        threads: of the CPU that a call takes in ONNX Runtime; None elsewhere.
+        session: the backend's session.
+        tokenizer: None if the bundle has none; then only ids go in and out.
+        defaults: decoding options of the bundle.
+        manifest: of the bundle: versions, verification, hashes of all files; None without a bundle.
+        threads: CPU threads of a call in ONNX Runtime; None elsewhere.
     """
 
     def __init__(
@@ -67,15 +75,7 @@ class Model:
         return self.session.spec
 
     def decoding(self, config: DecodeConfig | None = None, **options: Any) -> DecodeConfig:
-        """Return what `generate` decodes with when it is called with the same.
-
-        Args:
-            config: how to decode, in place of the bundle's defaults; None for those.
-            options: fields of `DecodeConfig`, which go before both.
-
-        Raises:
-            ConfigError: options that are unknown, out of range or contradictory.
-        """
+        """Return the decoding options of a call to `generate` with the same arguments."""
         if config is None:
             return self.defaults.overridden(options)
         if not isinstance(config, DecodeConfig):
@@ -96,27 +96,12 @@ class Model:
     ) -> list[Result]:
         """Generate for every text.
 
-        Args:
-            texts: at least one; no result depends on the others.
-            prefixes: what each result begins with, or with `prefix_bias_beta` is drawn towards; empty for nothing.
-            indices: of the texts, where they are some of a longer call: results are named and seeds counted by them;
-                None for 0, 1, ….
-            batch_size: texts decoded at once.
-            on_progress: called with the number of texts that a step has finished, and not where it finished none.
-            cancel: set by another thread to give the call up; None for a call that nobody cancels.
-            config: how to decode, in place of the bundle's defaults; None for those.
-            options: fields of `DecodeConfig`, named and meant as in Hugging Face `generate`; they go before `config`
-                and before the bundle's defaults.
+        Each result begins with its prefix, or is biased towards it with `prefix_bias_beta`; "" is no prefix. `indices`
+        are those of the texts in a longer call, for `Result.index` and the seeds of samples; None for 0, 1, ….
 
         Returns:
-            num_return_sequences results a text, in the order of the texts, best first; fewer where filters leave a text
-            fewer, so that `index` says whose a result is.
-
-        Raises:
-            ConfigError: options that are unknown, out of range or contradictory.
-            InputError: lists every text that the model cannot take.
-            BackendError: the backend failed.
-            Cancelled: the event was set.
+            num_return_sequences results per text, in the order of the texts, best first; fewer if fewer texts are
+            allowed.
         """
         decoding, tokenizer = self.decoding(config, **options), self._need_tokenizer()
         if decoding.replace_unknowns:
@@ -161,24 +146,10 @@ class Model:
     ) -> list[list[Hypothesis]]:
         """Generate from token ids, without a tokenizer.
 
-        Args:
-            sources: token ids of each text, special tokens included.
-            prefixes: token ids that each result begins with, or with `prefix_bias_beta` is drawn towards, without the
-                start token.
-            batch_size: texts decoded at once.
-            on_progress: called with the number of texts that a step has finished, and not where it finished none.
-            cancel: set by another thread to give the call up; None for a call that nobody cancels.
-            config: how to decode, in place of the bundle's defaults; None for those.
-            options: fields of `DecodeConfig`; they override `config`.
+        The ids of a source include its special tokens, those of a prefix no start token.
 
         Returns:
             For each source its num_return_sequences hypotheses, best first.
-
-        Raises:
-            ConfigError: options that are unknown, out of range or contradictory.
-            InputError: lists every source that the model cannot take.
-            BackendError: the backend failed.
-            Cancelled: the event was set.
         """
         return decode(
             self.session,
@@ -200,23 +171,10 @@ class Model:
         config: DecodeConfig | None = None,
         **options: Any,
     ) -> Iterator[str]:
-        """Generate for one text and hand out pieces as they come.
+        """Generate for one text, with one result and no beams, and yield pieces as they come.
 
-        Args:
-            text: to generate for.
-            prefix: what the result begins with; handed out first.
-            cancel: set by another thread to give the text up: the iterator then raises `Cancelled`.
-            config: how to decode, in place of the bundle's defaults; None for those.
-            options: fields of `DecodeConfig`, which override those of `config`; one result without beams.
-
-        Returns:
-            Pieces that together are what `generate` gives.
-
-        Raises:
-            ConfigError: options that are unknown, out of range or contradictory.
-            InputError: the model cannot take the text, or beams are asked for.
-            BackendError: the backend failed.
-            Cancelled: the event was set.
+        The pieces together are the text that `generate` returns; `prefix` comes first. If `cancel` is set, the iterator
+        raises `Cancelled`.
         """
         tokenizer = self._need_tokenizer()
         (source,) = tokenizer.encode(_texts("text", [text]))
@@ -247,23 +205,9 @@ class Model:
         config: DecodeConfig | None = None,
         **options: Any,
     ) -> Iterator[int]:
-        """Generate from the token ids of one text and hand out ids as they come, without a tokenizer.
+        """Generate from the token ids of one text and yield ids as they come, without a tokenizer.
 
-        Args:
-            source: token ids, special tokens included.
-            prefix: token ids that the result begins with, without the start token; handed out first.
-            cancel: set by another thread to give the text up: the iterator then raises `Cancelled`.
-            config: how to decode, in place of the bundle's defaults; None for those.
-            options: fields of `DecodeConfig`, which override those of `config`; one result without beams.
-
-        Returns:
-            The `token_ids` that `generate_ids` gives, one by one.
-
-        Raises:
-            ConfigError: options that are unknown, out of range or contradictory.
-            InputError: the model cannot take the source, or beams are asked for.
-            BackendError: the backend failed.
-            Cancelled: the event was set.
+        The ids are the `token_ids` that `generate_ids` returns; `prefix`, without the start token, comes first.
         """
         text_of = self.tokenizer.decode if self.tokenizer else None
         decoding, defaults = self.decoding(config, **options), self._not_given(config, options)
@@ -279,25 +223,10 @@ class Model:
         on_progress: Callable[[int], None] | None = None,
         cancel: threading.Event | None = None,
     ) -> list[Score]:
-        """Say how probable given targets are, by the model as it is: without filters, penalties or temperature.
+        """Return the log-probabilities of given targets, one for each text, by the model alone, without processors.
 
-        What the bundle lets every target begin with is read and not scored.
-
-        Args:
-            texts: the sources.
-            targets: one for each source.
-            add_eos: score the end token behind each target too.
-            batch_size: pairs scored at once; no score depends on the others.
-            on_progress: called after each batch with the number of pairs it had.
-            cancel: set by another thread to give the call up; None for a call that nobody cancels.
-
-        Returns:
-            A score a pair, in their order.
-
-        Raises:
-            InputError: lists every pair that the model cannot take.
-            BackendError: the backend failed.
-            Cancelled: the event was set.
+        The tokens that the bundle starts every target with are read and not scored. `add_eos` also scores the end token
+        after each target.
         """
         sources, given, prefixes = self._pairs(texts, targets, "score")
         return self.score_ids(
@@ -323,19 +252,8 @@ class Model:
     ) -> list[Score]:
         """Score token ids, without a tokenizer; see `score`.
 
-        Args:
-            sources: token ids of each source, special tokens included.
-            targets: token ids of each target, without the start token; the `token_ids` of a `Hypothesis` will do.
-            prefixes: token ids that each target comes behind, read and not scored.
-            add_eos: end each target with the model's end token where it does not yet.
-            batch_size: pairs scored at once.
-            on_progress: called after each batch with the number of pairs it had.
-            cancel: set by another thread to give the call up; None for a call that nobody cancels.
-
-        Raises:
-            InputError: lists every pair that the model cannot take.
-            BackendError: the backend failed.
-            Cancelled: the event was set.
+        The ids of a source include its special tokens. Those of a target have no start token, as the `token_ids` of a
+        `Hypothesis`; `add_eos` ends each target that does not end yet. The prefix of a target is read and not scored.
         """
         from tfexport.decode.score import score
 
@@ -360,26 +278,10 @@ class Model:
         on_progress: Callable[[int], None] | None = None,
         cancel: threading.Event | None = None,
     ) -> list[Alignment]:
-        """Say which source tokens the tokens of given targets were read from.
+        """Return which source tokens the tokens of given targets, one for each text, were read from.
 
-        The weights are those of the decoder layer and heads that the bundle was exported with as its alignment. What
-        the bundle lets every target begin with is read and not aligned.
-
-        Args:
-            texts: the sources.
-            targets: one for each source.
-            batch_size: pairs read at once; no result depends on the others.
-            on_progress: called after each batch with the number of pairs it had.
-            cancel: set by another thread to give the call up; None for a call that nobody cancels.
-
-        Returns:
-            An alignment a pair, in their order.
-
-        Raises:
-            ConfigError: the bundle was exported without alignment, or the backend has none.
-            InputError: lists every pair that the model cannot take.
-            BackendError: the backend failed.
-            Cancelled: the event was set.
+        The weights are those of the decoder layer and heads that the bundle was exported with (`--alignment`). The
+        tokens that the bundle starts every target with are read and not aligned.
         """
         sources, given, prefixes = self._pairs(texts, targets, "align")
         return self.align_ids(
@@ -396,22 +298,7 @@ class Model:
         on_progress: Callable[[int], None] | None = None,
         cancel: threading.Event | None = None,
     ) -> list[Alignment]:
-        """Align token ids; see `align`.
-
-        Args:
-            sources: token ids of each source, special tokens included.
-            targets: token ids of each target, without the start token; the `token_ids` of a `Hypothesis` will do.
-            prefixes: token ids that each target comes behind, read and not aligned.
-            batch_size: pairs read at once.
-            on_progress: called after each batch with the number of pairs it had.
-            cancel: set by another thread to give the call up; None for a call that nobody cancels.
-
-        Raises:
-            ConfigError: the bundle was exported without alignment, or the backend has none.
-            InputError: lists every pair that the model cannot take.
-            BackendError: the backend failed.
-            Cancelled: the event was set.
-        """
+        """Align token ids, without a tokenizer; see `align` and, for the arguments, `score_ids`."""
         from tfexport.decode.align import align
 
         found = align(
@@ -435,23 +322,12 @@ class Model:
         batch_size: int = 32,
         cancel: threading.Event | None = None,
     ) -> Floats:
-        """Encode texts to one vector each, with an encoder alone.
+        """Encode texts to one vector each, with an encoder-only bundle.
 
-        Args:
-            texts: at least one.
-            pooling: "mean" over a text's tokens, or "cls", the first token's.
-            normalize: divide by the Euclidean norm.
-            batch_size: texts encoded at once.
-            cancel: set by another thread to give the call up; None for a call that nobody cancels.
+        `pooling` is "mean" over a text's tokens, or "cls", the first token's; `normalize` divides by the Euclidean norm.
 
         Returns:
             float32 [texts, d_model].
-
-        Raises:
-            ConfigError: an unknown pooling.
-            InputError: lists every text that the model cannot take.
-            BackendError: the bundle has a decoder, or the backend failed.
-            Cancelled: the event was set.
         """
         raise_all(ConfigError, "embed", word_problems(pooling=(pooling, get_args(Pooling))))
         check_call("embed", batch_size=batch_size, cancel=cancel, normalize=normalize)
@@ -484,7 +360,7 @@ class Model:
     def _pairs(
         self, texts: Iterable[str], targets: Iterable[str], subject: str
     ) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
-        """Encode sources and targets, and say what each target comes behind."""
+        """Encode sources and targets; return them with the prefix of each target."""
         if not self.spec.has_decoder:
             raise InputError(f"{subject}: this bundle is an encoder alone and reads no target; use embed")
         tokenizer = self._need_tokenizer()
@@ -497,7 +373,7 @@ class Model:
         return source_ids, target_ids, [prefix] * len(sources)
 
     def _spelled(self, found: Alignment) -> Alignment:
-        """Add the tokens to the ids, where there is a tokenizer."""
+        """Add the tokens of the ids if there is a tokenizer."""
         if self.tokenizer is None:
             return found
         source_tokens, target_tokens = self.tokenizer.tokens(found.source_ids, found.target_ids)
@@ -512,7 +388,7 @@ class Model:
         return mean
 
     def _not_given(self, config: DecodeConfig | None, options: Mapping[str, Any]) -> set[str]:
-        """Return the options that a call has from the bundle's defaults."""
+        """Return the options that a call takes from the bundle's defaults."""
         return set() if config else self.defaults.given().keys() - options.keys()
 
     def _need_tokenizer(self) -> Tokenizer:
@@ -524,18 +400,14 @@ class Model:
 
 
 def bundle_sha256(model: Model) -> str:
-    """Return the sha256 of the manifest of a model's bundle, which names all that is in it.
-
-    Raises:
-        InputError: the model is of no bundle.
-    """
+    """Return the sha256 of the manifest of a model's bundle, or raise `InputError` if it has no bundle."""
     if model.manifest is None:
         raise InputError("the model is of no bundle, so that nothing says what it is; use tfexport.load")
     return hashlib.sha256(model.manifest.to_bytes()).hexdigest()
 
 
 def _texts(name: str, given: Iterable[str]) -> list[str]:
-    """Take texts as a list; whether each is one is asked of the tokenizer."""
+    """Return texts as a list; the tokenizer checks each."""
     texts = as_list(given)
     if texts is None:
         got = "one text" if isinstance(given, str) else shortened(given)
@@ -546,7 +418,7 @@ def _texts(name: str, given: Iterable[str]) -> list[str]:
 
 
 def _indices(given: Iterable[int] | None, count: int) -> Sequence[int]:
-    """Take what each text of a call is numbered by."""
+    """Return the index of each text of a call."""
     if given is None:
         return range(count)
     indices = as_list(given)
