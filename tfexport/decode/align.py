@@ -10,7 +10,7 @@ import numpy as np
 
 from tfexport._arguments import check_call
 from tfexport.decode.loop import check_cancelled
-from tfexport.decode.pairs import Pair, batches, checked_pairs
+from tfexport.decode.request import Pair, batches, check_pairs
 from tfexport.errors import BackendError, ConfigError
 from tfexport.runtime.session import NO_ALIGNMENT, Aligns, Floats, Session, pad_right
 
@@ -58,15 +58,7 @@ def align(
 ) -> list[Alignment]:
     """Align every target with its source; no result depends on the others or on `batch_size`.
 
-    Args:
-        session: of a backend that can, ONNX Runtime or eager.
-        sources: token ids of each source.
-        targets: token ids of each target, without the start token.
-        prefixes: token ids before each target, read and not aligned; None for none.
-        start: id that the decoder reads first; None for the model's own.
-        batch_size: pairs read at once.
-        on_progress: called after each batch with the number of pairs it had.
-        cancel: set by another thread to give the call up; None for a call that nobody cancels.
+    The arguments are those of `Model.align_ids`, and `start`, the id that the decoder reads first; None for the model's own.
 
     Raises:
         ConfigError: the bundle or the backend has no alignment.
@@ -75,7 +67,7 @@ def align(
         Cancelled: the event was set before a batch.
     """
     check_call("align", batch_size=batch_size, on_progress=on_progress, cancel=cancel)
-    pairs = checked_pairs(session, sources, targets, prefixes, start, add_eos=False, subject="align")
+    pairs = check_pairs(session, sources, targets, prefixes, start, add_eos=False, subject="align")
     reader = need_alignment(session)
     found: dict[int, Alignment] = {}
     for some in batches(pairs, batch_size, can_join=True):
@@ -124,17 +116,12 @@ def unknown_sources(
         pairs: token ids of each source and target; only targets with an unknown token are read again.
         may_copy: for each source token whether it may be copied; the tokens around a text may not.
         unknown: id of the unknown token.
-        start: id that the decoder read first; None for the model's own.
-        batch_size: pairs read at once.
-        cancel: checked before each batch; None for a call that nobody cancels.
+        start: as for `align`.
+        batch_size: as for `align`.
+        cancel: as for `align`.
 
     Returns:
         For each pair, by the place of each unknown token, the place of its source token.
-
-    Raises:
-        ConfigError: the bundle or the backend has no alignment.
-        BackendError: the backend failed.
-        Cancelled: the event is set.
     """
     found: list[dict[int, int]] = [{} for _ in pairs]
     some = [number for number, (_, target) in enumerate(pairs) if unknown in target and any(may_copy[number])]

@@ -23,15 +23,8 @@ def alternatives(
 ) -> list[Request]:
     """Replace each request by one for each of its num_return_sequences best next tokens.
 
-    Args:
-        session: any backend.
-        requests: all with the same options.
-        batch_size: texts in a batch; fewer if the session takes fewer rows.
-        cancel: checked before each batch; None for a call that nobody cancels.
-
-    Returns:
-        Requests whose prompts end with the token, which counts as generated with its log-probability; `sample` is its
-        rank. Fewer for a text with fewer allowed tokens.
+    The requests have the same options. Each new prompt ends with the token, which counts as generated with its
+    log-probability; `sample` is its rank. A text with fewer allowed tokens has fewer requests.
 
     Raises:
         InputError: a text has no token to choose from.

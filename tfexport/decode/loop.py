@@ -163,12 +163,8 @@ def check_cancelled(cancel: threading.Event | None) -> None:
 def run_loop(loop: Loop, cancel: threading.Event | None) -> Iterator[list[Update]]:
     """Step a loop until no request is left; if it can be cancelled, few steps at once.
 
-    Args:
-        loop: with submitted requests.
-        cancel: checked before each step; None for a call that nobody cancels.
-
     Raises:
-        Cancelled: the event is set.
+        Cancelled: the event is set before a step.
         BackendError: the backend failed.
     """
     most = None if cancel is None else 1

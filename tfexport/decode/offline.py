@@ -37,19 +37,11 @@ def decode(
 ) -> list[list[Hypothesis]]:
     """Generate for every source; no result depends on the others or on `batch_size`.
 
-    Args:
-        session: any backend.
-        sources: token ids of each text.
-        config: how to generate.
-        prefixes: token ids that each text's hypotheses begin with, or are biased towards with prefix_bias_beta,
-            without the start token; empty for none.
-        batch_size: texts decoded at once; each takes num_beams or num_return_sequences rows. Fewer if the session
-            takes fewer rows.
-        on_progress: called with the number of texts that a step has finished.
-        text_of: decodes token ids, for stop strings.
-        num_fixed: tokens that hypotheses begin with even if they are biased towards the rest of their prefix.
-        cancel: set by another thread to give the call up; None for a call that nobody cancels.
-        places: of each source, for the seeds of samples; None for 0, 1, ….
+    The arguments are those of `Model.generate_ids`, and:
+
+    - `text_of` decodes token ids, for stop strings.
+    - `num_fixed` is how many tokens hypotheses begin with even if they are biased towards the rest of their prefix.
+    - `places` of the sources count for the seeds of samples; None for 0, 1, ….
 
     Returns:
         For each source its hypotheses: one, the num_return_sequences best beams, or as many samples or alternatives.
@@ -100,21 +92,10 @@ def stream(
     defaults: Collection[str] = (),
     cancel: threading.Event | None = None,
 ) -> Iterator[int]:
-    """Generate for one source, token by token. The arguments are checked at once; the iterator runs the model.
+    """Generate for one source, greedily or by one sample, and return an iterator that yields token by token.
 
-    Args:
-        session: any backend.
-        source: token ids of the text.
-        config: greedy or one sample.
-        prefix: token ids to begin with, or to be biased towards, without the start token.
-        text_of: decodes token ids, for stop strings.
-        num_fixed: tokens to begin with even if the text is biased towards the rest of the prefix.
-        defaults: names of options that come from the model, not the caller, for errors.
-        cancel: set by another thread to make the iterator raise `Cancelled`; None for a text that nobody cancels.
-
-    Returns:
-        The `token_ids` of the hypothesis that `decode` finds: the prefix, then each new token, a final end token
-        included.
+    The arguments are those of `decode`, checked at once; `defaults` names the options that come from the model, for
+    errors. The tokens are the `token_ids` of the hypothesis that `decode` finds.
 
     Raises:
         InputError: beams or several sequences are asked for, or something that the model cannot take.
@@ -145,12 +126,7 @@ def _tokens(session: Session, request: Request, cancel: threading.Event | None) 
 
 
 def warm_up(session: Session, rows: int, source_len: int) -> None:
-    """Run a batch of sources and a few greedy steps, so that the first real text does not pay for one-time work.
-
-    Args:
-        session: any backend; an encoder-only one encodes.
-        rows: sources at once; fewer if the session takes fewer.
-        source_len: tokens of each.
+    """Run a batch of sources of `source_len` tokens and a few greedy steps, for work that is done only once.
 
     Raises:
         InputError: the model takes no source of so many tokens.

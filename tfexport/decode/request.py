@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from itertools import groupby
 from typing import Any
 
 from tfexport._arguments import ID_LISTS, as_list, is_whole, listed, listed_ids
@@ -74,6 +75,30 @@ class Request:
         return nth("text", self.text, self.num_texts)
 
 
+@dataclass(frozen=True)
+class Pair:
+    """A source and its given target.
+
+    Attributes:
+        number: its place in the call.
+        num_pairs: of the call.
+        source_ids: at least one token.
+        prompt: start token and prefix, which the decoder reads first.
+        target_ids: the tokens after them, at least one.
+    """
+
+    number: int
+    num_pairs: int
+    source_ids: tuple[int, ...]
+    prompt: tuple[int, ...]
+    target_ids: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """Its name in errors."""
+        return nth("pair", self.number, self.num_pairs)
+
+
 def check_requests(
     session: Session,
     sources: Iterable[Iterable[int]],
@@ -82,15 +107,7 @@ def check_requests(
     text_of: TextOf | None = None,
     num_fixed: int = 0,
 ) -> list[Request]:
-    """Check the arguments of a call and return one request per source.
-
-    Args:
-        session: that will decode.
-        sources: token ids of each text.
-        config: how to generate.
-        prefixes: token ids that each text's hypotheses begin with, or are biased towards; None for none.
-        text_of: decodes token ids, for stop strings.
-        num_fixed: tokens that hypotheses begin with even if they are biased towards the rest of their prefix.
+    """Check the arguments of `decode` and return one request per source.
 
     Raises:
         InputError: lists the problems of the settings for this session and of each text; `indices` are the places
@@ -134,20 +151,8 @@ def check_pairs(
     *,
     add_eos: bool,
     subject: str,
-) -> list[tuple[list[int], list[int], list[int]]]:
-    """Check the arguments of `score` or `align`.
-
-    Args:
-        session: that will read them.
-        sources: token ids of each source.
-        targets: token ids of each target.
-        prefixes: token ids before each target; None for none.
-        start: id that the decoder reads first; None for the model's own.
-        add_eos: whether each target that does not end yet is ended.
-        subject: named at the start of the error.
-
-    Returns:
-        Source, target and prefix of each pair.
+) -> list[Pair]:
+    """Check the arguments of `score` or `align`, the `subject`, and return their pairs.
 
     Raises:
         InputError: lists the problems of each pair; `indices` are their places.
@@ -162,17 +167,30 @@ def check_pairs(
         if len(side) != count:
             raise InputError(f"{subject}: {len(side)} {name} for {count} sources; give one each")
     problems, indices = [] if start is None else _id_problems("start", [start], spec.vocab), []
-    pairs = []
+    first, eos, pairs = spec.tokens.start if start is None else start, spec.tokens.eos, list[Pair]()
     for number, given in enumerate(zip(*lists.values(), strict=True)):
         (source, target, prefix), found = _lists(source=given[0], target=given[1], prefix=given[2])
         if not found:
             found = _source_problems(spec, limits, source) + _id_problems("prefix", prefix, spec.vocab)
             found += _target_problems(spec, limits, len(prefix), target, add_eos=add_eos)
-        pairs.append((source, target, prefix))
+        if not problems and not found:
+            ended = [*target, eos] if add_eos and target[-1:] != [eos] else target
+            ids = (tuple(map(int, part)) for part in (source, [first, *prefix], ended))
+            pairs.append(Pair(number, count, *ids))
         problems += _whose("pair", number, count, found)
         indices += [number] * len(found)
     raise_all(InputError, subject, problems, indices=indices)
     return pairs
+
+
+def batches(pairs: Sequence[Pair], size: int, *, can_join: bool) -> Iterator[Sequence[Pair]]:
+    """Divide pairs into batches of about equal lengths, longest first; if none can join, with equally long prompts."""
+    by_length = sorted(pairs, key=lambda pair: (-len(pair.prompt), -len(pair.target_ids), -len(pair.source_ids)))
+    groups = [by_length]
+    if not can_join:
+        groups = [list(group) for _, group in groupby(by_length, lambda pair: len(pair.prompt))]
+    for group in groups:
+        yield from (group[first : first + size] for first in range(0, len(group), size))
 
 
 def _whose(what: str, index: int, count: int, problems: list[str]) -> list[str]:

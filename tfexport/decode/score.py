@@ -11,7 +11,7 @@ import numpy as np
 
 from tfexport._arguments import check_call
 from tfexport.decode.loop import check_cancelled
-from tfexport.decode.pairs import Pair, batches, checked_pairs
+from tfexport.decode.request import Pair, batches, check_pairs
 from tfexport.decode.search import is_broken
 from tfexport.errors import BackendError, InputError
 from tfexport.runtime.session import Batch, Candidates, Ids, ScoresTokens, Session, close_up, pad_right
@@ -46,16 +46,7 @@ def score(
 ) -> list[Score]:
     """Score every target for its source; no score depends on the others or on `batch_size`.
 
-    Args:
-        session: any backend.
-        sources: token ids of each source.
-        targets: token ids of each target, without the start token.
-        prefixes: token ids before each target, read and not scored; None for none.
-        start: id that the decoder reads first; None for the model's own.
-        add_eos: end each target with the model's end token if it does not yet.
-        batch_size: pairs scored at once; fewer if the session takes fewer rows.
-        on_progress: called after each batch with the number of pairs it had.
-        cancel: set by another thread to give the call up; None for a call that nobody cancels.
+    The arguments are those of `Model.score_ids`, and `start`, the id that the decoder reads first; None for the model's own.
 
     Raises:
         InputError: lists every pair that the model cannot take.
@@ -63,7 +54,7 @@ def score(
         Cancelled: the event was set before a step.
     """
     check_call("score", batch_size=batch_size, on_progress=on_progress, cancel=cancel, add_eos=add_eos)
-    pairs = checked_pairs(session, sources, targets, prefixes, start, add_eos=add_eos, subject="score")
+    pairs = check_pairs(session, sources, targets, prefixes, start, add_eos=add_eos, subject="score")
     limits, vocab, batch = session.limits, session.spec.vocab, session.batch()
     if not isinstance(batch, ScoresTokens) and limits.candidates.is_below(vocab):
         raise InputError(
