@@ -58,7 +58,7 @@ def align(
 ) -> list[Alignment]:
     """Align every target with its source; no result depends on the others or on `batch_size`.
 
-    The arguments are those of `Model.align_ids`, and `start`, the id that the decoder reads first; None for the model's own.
+    The arguments are those of `Model.align_ids`; `start`, by default the model's own, is the id that the decoder reads first.
 
     Raises:
         ConfigError: the bundle or the backend has no alignment.
