@@ -22,6 +22,7 @@ from tfexport.errors import BackendError, BundleError, ConfigError
 from tfexport.runtime import registry
 from tfexport.runtime.ort import backend as ort
 from tfexport.runtime.ort.backend import OrtSession
+from tfexport.runtime.ort.providers import PlacementError
 from tfexport.runtime.registry import Backend, Graphs, LoadOptions, get, open_session, registered
 from tfexport.verify import VerifyConfig, verify_bundle
 
@@ -148,6 +149,54 @@ def test_the_form_is_the_fastest_that_bundle_and_device_have(
     bundle = make_contrib(tmp_path / "b", graphs)
     open_session(bundle, LoadOptions(backend="ort", threads=1, device=device))
     assert opened == [form]
+
+
+def test_concat_is_opened_and_said_where_static_has_no_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    forms: list[Form | None] = []
+
+    def refuse_static(graphs: Any, form: Form | None, *more: Any, **settings: Any) -> str:
+        forms.append(form)
+        if form == "static":
+            raise PlacementError("ort: decoder_static.onnx: no kernel for Cast; update onnxruntime-gpu")
+        return "opened"
+
+    monkeypatch.setattr(ort, "OrtSession", refuse_static)
+    bundle = make(tmp_path / "b")
+    assert open_session(bundle, LoadOptions(backend="ort", threads=1, device="cuda")) == "opened"
+    assert forms == ["static", "concat"]
+    (said,) = caplog.records
+    assert (said.name, said.levelname) == ("tfexport.runtime.ort.backend", "WARNING")
+    assert said.getMessage() == (
+        "ort: decoder_static.onnx: no kernel for Cast; the concat form runs instead; "
+        "update onnxruntime-gpu to 1.30 or newer for the static form"
+    )
+    # What is asked for by name is never replaced by another, and where there is no other nothing is.
+    with pytest.raises(PlacementError, match="no kernel for Cast"):
+        open_session(bundle, LoadOptions(backend="ort", threads=1, device="cuda", form="static"))
+    alone = make_contrib(tmp_path / "alone", ENCODER | {"decoder_static": GRAPHS["decoder_static"]})
+    with pytest.raises(PlacementError, match="no kernel for Cast"):
+        open_session(alone, LoadOptions(backend="ort", threads=1, device="cuda"))
+    assert len(caplog.records) == 1
+
+
+def test_verification_says_which_form_has_no_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse_static(graphs: Any, form: Form | None, *more: Any, **settings: Any) -> str:
+        if form == "static":
+            raise PlacementError("ort: decoder_static.onnx: no kernel for Cast; update onnxruntime-gpu")
+        return "opened"
+
+    monkeypatch.setattr(ort, "OrtSession", refuse_static)
+    both = Graphs.of(make(tmp_path / "b"))
+    assert [name for name, _ in ort.rungs(both, LoadOptions(device="cuda"))] == ["ort concat cuda"]
+    (said,) = caplog.records
+    assert said.getMessage() == "ort: decoder_static.onnx: no kernel for Cast; the static form is not verified"
+    alone = make_contrib(tmp_path / "alone", ENCODER | {"decoder_static": GRAPHS["decoder_static"]})
+    with pytest.raises(PlacementError, match="no kernel for Cast"):
+        list(ort.rungs(Graphs.of(alone), LoadOptions(device="cuda")))
 
 
 def test_a_bundle_without_the_contrib_form_runs_as_before(tmp_path: Path, opened: list[Form | None]) -> None:

@@ -58,7 +58,7 @@ def align(
 ) -> list[Alignment]:
     """Align every target with its source; no result depends on the others or on `batch_size`.
 
-    The arguments are those of `Model.align_ids`; `start`, by default the model's own, is the id that the decoder reads first.
+    The arguments are those of `Model.align_ids`; the decoder reads `start` first, by default the model's own.
 
     Raises:
         ConfigError: the bundle or the backend has no alignment.

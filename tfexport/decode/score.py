@@ -46,7 +46,7 @@ def score(
 ) -> list[Score]:
     """Score every target for its source; no score depends on the others or on `batch_size`.
 
-    The arguments are those of `Model.score_ids`; `start`, by default the model's own, is the id that the decoder reads first.
+    The arguments are those of `Model.score_ids`; the decoder reads `start` first, by default the model's own.
 
     Raises:
         InputError: lists every pair that the model cannot take.

@@ -9,6 +9,7 @@ the rows, the source and the capacity change as texts end, and graphs are never 
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 from collections.abc import Callable, Container, Iterator
@@ -40,10 +41,12 @@ from tfexport.runtime.cpu import Threads, choose_threads
 from tfexport.runtime.ort.concat import ConcatBatch
 from tfexport.runtime.ort.contrib import ContribBatch
 from tfexport.runtime.ort.device import STEP_SPIN_US, OrtDevice, OrtGraphs, RowGather, check_contract, run
-from tfexport.runtime.ort.providers import PROVIDERS
+from tfexport.runtime.ort.providers import PROVIDERS, PlacementError
 from tfexport.runtime.ort.static import StaticBatch
 from tfexport.runtime.registry import Graphs, LoadOptions
 from tfexport.runtime.session import Floats, Ids, Limits, Mask, Session
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -178,8 +181,20 @@ def open_bundle(bundle: Bundle, options: LoadOptions) -> OrtSession:
             f"ort: {bundle.path} holds {graphs.weights} weights for the CPU; for device {options.device} export it "
             "again with --precision fp16"
         )
-    threads = choose_threads(options.threads, bundle) if options.device == "cpu" else None
-    return OrtSession(graphs, choose_form(bundle, options), threads, options.device)
+    threads, form = choose_threads(options.threads, bundle), choose_form(bundle, options)
+    try:
+        return OrtSession(graphs, form, threads, options.device)
+    except PlacementError as problem:
+        # CUDA 12 ends with onnxruntime-gpu 1.26, which has no kernels for the static variant.
+        if options.form is not None or form == "concat" or DECODER["concat"] not in graphs.paths:
+            raise
+        session = OrtSession(graphs, "concat", threads, options.device)
+        _log.warning(
+            "%s; the concat form runs instead; update onnxruntime-gpu to %s or newer for the static form",
+            str(problem).partition(";")[0],
+            PROVIDERS[options.device].minimum,
+        )
+        return session
 
 
 def choose_form(bundle: Bundle, options: LoadOptions) -> Form | None:
@@ -206,7 +221,14 @@ def rungs(graphs: Graphs, options: LoadOptions) -> Iterator[tuple[str, Session]]
         forms = [form for form in DECODER if form in runnable]
     where = "" if options.device == "cpu" else f" {options.device}"
     for form in forms:
-        yield f"ort {form or 'encoder'}{where}", OrtSession(graphs, form, None, options.device)
+        try:
+            session = OrtSession(graphs, form, None, options.device)
+        except PlacementError as problem:
+            if form == "concat" or "concat" not in forms:
+                raise
+            _log.warning("%s; the %s form is not verified", str(problem).partition(";")[0], form)
+            continue
+        yield f"ort {form or 'encoder'}{where}", session
 
 
 def _forms(graphs: Container[str], device: Device, subject: object) -> list[Form]:
