@@ -108,7 +108,7 @@ def test_runs_and_bindings_of_a_call(model: Model, sources: list[list[int]], mon
         return bind(batch, *arguments)
 
     def counted_run(graph: Any, binding: Any, **options: bool) -> None:
-        runs["decoder" if graph is model.session.graphs().decoder else "encoder"] += 1  # type: ignore[attr-defined]
+        runs["decoder" if graph is model.session._graphs.decoder else "encoder"] += 1  # type: ignore[attr-defined]
         run(graph, binding, **options)
 
     monkeypatch.setattr(ContribBatch, "_bind", counted_bind)
