@@ -43,9 +43,9 @@ from tfexport.runtime.session import Candidates, Floats, Ids, Mask, Prompts, clo
 
 Array = NDArray[Any]
 
-# Shapes of steps that a batch keeps bound: sources come and go, and with each the number of rows changes.
+# Bindings that a batch keeps, one for each number of rows, which changes as sources come and go.
 MAX_BINDINGS = 64
-# How many tokens a row shares with itself: as many as there will be.
+# Number of tokens that a row shares with itself.
 _EQUAL = sys.maxsize
 
 
@@ -80,7 +80,7 @@ class ContribBatch(CheckedScoring, CheckedMultiStep, CheckedVerifying):
         self._source_mask: Mask = np.empty((0, 0), np.bool_)
         self._cross: list[Array] = []
         self._cache: Floats = self._new_cache(0, min(FIRST_CAPACITY, self._spec.max_target_length))
-        # Row of the cache that holds each row, int64 [rows]; and with how many equal tokens two rows of a source begin.
+        # See the invariants above.
         self._cache_rows: Ids = np.empty(0, np.int64)
         self._shared: list[list[list[int]]] = []
         self._rows_are_equal = False  # of each source, as they are behind a first step
@@ -168,7 +168,7 @@ class ContribBatch(CheckedScoring, CheckedMultiStep, CheckedVerifying):
         return Candidates(bound.token_ids.copy(), bound.logits.copy(), bound.log_normalizer[:, 0].copy())
 
     def _rewind(self, length: int) -> None:
-        self.lengths[0] = self._longest = length  # what lies behind is not read, and written anew
+        self.lengths[0] = self._longest = length  # later places are not read, and overwritten
 
     def _reorder(self, rows: Ids) -> None:
         if self.width == 1 or self._rows_are_equal:
@@ -209,7 +209,7 @@ class ContribBatch(CheckedScoring, CheckedMultiStep, CheckedVerifying):
         gives_back = has_many_scores(*source_ids.shape)
         own: list[Array] = []
         for name in self._graphs.cross:
-            if gives_back:  # memory of ONNX Runtime's that lies around something it needs cannot be given back
+            if gives_back:  # ONNX Runtime cannot give back its own memory around an output
                 shape = (len(source_ids), self._spec.cache_heads, source_ids.shape[1], self._spec.head_dim)
                 own.append(np.empty(shape, np.float32))
                 io.bind_ortvalue_output(name, host_value(own[-1]))
@@ -219,12 +219,12 @@ class ContribBatch(CheckedScoring, CheckedMultiStep, CheckedVerifying):
         return own or [value.numpy() for value in io.get_outputs()]
 
     def _adopt(self, encoded: list[Array], source_mask: Mask) -> None:
-        """Take what the encoder returned as the buffers of an empty batch."""
+        """Use the outputs of the encoder as the buffers of an empty batch."""
         self._cross, self._source_mask = encoded, source_mask.copy()
         self._bindings.clear()
 
     def _reserve_sources(self, sources: int, longest: int) -> None:
-        """Make room for sources and their tokens; what is masked must be finite, so new room is zeroed."""
+        """Make room for sources and their tokens, zeroed because masked places must be finite."""
         places, length = self._source_mask.shape
         longest = max(longest, int(self._source_lengths.max(initial=0)))
         if sources <= places and longest <= length <= 2 * longest:
@@ -245,7 +245,7 @@ class ContribBatch(CheckedScoring, CheckedMultiStep, CheckedVerifying):
         self._bindings.clear()
 
     def _write_sources(self, places: Ids, lengths: Ids, parts: list[Array]) -> None:
-        """Write keys and values of the encoder, and zeros behind them: the last user of a place may have left NaN."""
+        """Write keys and values of the encoder, then zeros: the last user of a place may have left NaN."""
         held = parts[0].shape[2]
         for whole, part in zip(self._cross, parts, strict=True):
             whole[places, :, :held] = part
@@ -253,7 +253,7 @@ class ContribBatch(CheckedScoring, CheckedMultiStep, CheckedVerifying):
         self._source_mask[places] = np.arange(self._source_mask.shape[1]) < lengths[:, None]
 
     def _reserve_rows(self, rows: int, length: int = 0) -> None:
-        """Make room in the cache for rows and tokens, twice as much as before where it must grow."""
+        """Make room in the cache for rows and tokens, doubling it if it must grow."""
         _, held, _, capacity, _ = self._cache.shape
         if rows <= held and length <= capacity:
             return
@@ -268,12 +268,12 @@ class ContribBatch(CheckedScoring, CheckedMultiStep, CheckedVerifying):
         self._bindings.clear()
 
     def _new_cache(self, rows: int, capacity: int) -> Floats:
-        # Not zeroed: the operator reads no further than a row is filled.
+        # Not zeroed, because the operator reads only the filled places.
         spec = self._spec
         return np.empty((2 * spec.layers, rows, spec.cache_heads, capacity, spec.head_dim), np.float32)
 
     def _read(self, first: int, prompts: Prompts) -> None:
-        """Read the prompts of the sources from `first` on, but for their last tokens; equally long ones together."""
+        """Read the prompts of the sources from `first` on, except last tokens; equally long ones together."""
         for length, group in groupby(prompts, len):
             some = list(group)
             last = first + len(some)
@@ -287,7 +287,7 @@ class ContribBatch(CheckedScoring, CheckedMultiStep, CheckedVerifying):
             first = last
 
     def _measure(self) -> None:
-        """Note how long the longest row is, and whether all rows are."""
+        """Update `_longest` and `_is_even`."""
         lengths = self.lengths.tolist()
         self._longest = max(lengths, default=0)
         self._is_even = min(lengths, default=0) == self._longest
@@ -297,7 +297,7 @@ class ContribBatch(CheckedScoring, CheckedMultiStep, CheckedVerifying):
         return bool((by_source == by_source[:, :1]).all())
 
     def _first_step(self, target_ids: Ids, num_candidates: int) -> Candidates:
-        """Read the first token of equal rows once for each source, then spread it over the rows."""
+        """Read the first token of equal rows once for each source, then copy it to the rows."""
         sources, width = self._num_sources, self.width
         bound = self._bind(slice(sources), slice(sources), 1, num_candidates)
         bound.target_ids[:, 0] = target_ids[::width]
@@ -321,7 +321,7 @@ class ContribBatch(CheckedScoring, CheckedMultiStep, CheckedVerifying):
         self._longest += 1
 
     def _bound(self, num_candidates: int, target_len: int = 1) -> _Binding:
-        """Return what the next step of all rows is bound to, with room for its tokens."""
+        """Return the binding of the next step of all rows, with room for its tokens."""
         if self._longest + target_len > self._cache.shape[3]:
             self._reserve_rows(0, self._longest + target_len)
         key = (self._num_sources, num_candidates, target_len)
@@ -335,7 +335,7 @@ class ContribBatch(CheckedScoring, CheckedMultiStep, CheckedVerifying):
         return bound
 
     def _place(self, bound: _Binding) -> None:
-        """Say where the bound token of each row lies: behind those that the row holds."""
+        """Write the position of the bound token of each row: after the tokens in its cache."""
         if self._is_even:  # filling takes a third of the time, and `lengths` may wait for the end of many steps
             bound.positions.fill(self._longest)
             bound.last_and_total.fill(self._longest)
@@ -345,7 +345,7 @@ class ContribBatch(CheckedScoring, CheckedMultiStep, CheckedVerifying):
         bound.last_and_total[-1] = self._longest + 1
 
     def _bind(self, sources: slice, rows: slice, target_len: int, num_candidates: int, keeps: int = 1) -> _Binding:
-        """Bind some rows of the cache and the places of their sources; `keeps` is of how many positions logits are."""
+        """Bind some rows of the cache and their sources, for the logits of the last `keeps` positions."""
         io = still_open(self._graphs.decoder).io_binding()
         num_rows = rows.stop - (rows.start or 0)
         last_and_total = np.empty(num_rows + 1, np.int32)  # one array, so that both are filled at once
@@ -387,7 +387,7 @@ class ContribBatch(CheckedScoring, CheckedMultiStep, CheckedVerifying):
         return bound
 
     def _copy_row(self, to: int, of: int) -> None:
-        """Make a dead row equal to another of its source."""
+        """Copy a row over an unused one of its source."""
         source, new, old = to // self.width, to % self.width, of % self.width
         shared, length = self._shared[source], int(self.lengths[to])
         parted = slice(shared[new][old], length)
@@ -398,7 +398,7 @@ class ContribBatch(CheckedScoring, CheckedMultiStep, CheckedVerifying):
         shared[new][new] = _EQUAL
 
     def _move_source(self, to: int, of: int) -> None:
-        """Let a source have the place of one that left."""
+        """Move a source to the place of a removed one."""
         for array in (*self._cross, self._source_mask):
             array[to] = array[of]
         width = self.width
@@ -411,5 +411,5 @@ class ContribBatch(CheckedScoring, CheckedMultiStep, CheckedVerifying):
 
 
 def _shared(width: int, length: int) -> list[list[int]]:
-    """Say that rows begin with `length` equal tokens, and that each is equal to itself however long it gets."""
+    """Return `_shared` of a source whose rows start with `length` equal tokens."""
     return [[_EQUAL if row == other else length for other in range(width)] for row in range(width)]
