@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -115,7 +116,7 @@ def test_requests_that_ask_differently_share_a_batch(num_beams: int) -> None:
         prefix = [] if number % 3 else [5, 4]
         alone[number] = decode(session, [source], config, prefixes=[prefix], text_of=text_of)[0]
         (request,) = check_requests(session, [source], config, [prefix], text_of)
-        loop.submit([request.__class__(**{**vars(request), "text": number})])
+        loop.submit([replace(request, text=number)])
     found = {}
     while loop.is_busy:
         for update in loop.step():
