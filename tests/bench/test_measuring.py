@@ -16,13 +16,12 @@ from tfexport.bench.loops import (
     Call,
     Caller,
     Samples,
-    TimedSession,
     closed_loop,
     random_batches,
     text_batches,
 )
 from tfexport.bench.machine import environment, peak_memory_bytes
-from tfexport.bench.report import cell_metrics, distribution, histogram, is_stable, time_split
+from tfexport.bench.report import cell_metrics, distribution, is_stable, time_split
 from tfexport.decode.offline import decode
 from tfexport.errors import ConfigError
 from tfexport.generation import DecodeConfig
@@ -103,15 +102,6 @@ def test_stable_is_the_last_three_within_ten_percent_of_their_mean(windows: list
     assert is_stable(windows) is stable
 
 
-def test_every_latency_is_in_the_histogram() -> None:
-    latencies = np.random.default_rng(1).gamma(2, 0.01, 500)
-    found = histogram([latencies[:200].tolist(), latencies[200:].tolist()])
-    assert sum(found["counts"]) == 500
-    assert len(found["edges_ms"]) == len(found["counts"]) + 1
-    assert found["edges_ms"][0] == pytest.approx(1000 * latencies.min())
-    assert histogram([[0.5]])["counts"] != []
-
-
 def samples(*step_s: Sequence[float], windows: Sequence[float] = (10.0, 10.0, 10.0)) -> Samples:
     """Calls of one source whose time is 1 ms of encoder, the steps and 1 ms more."""
     found, began = Samples(windows=array("d", windows)), 0.0
@@ -140,11 +130,6 @@ def test_metrics_are_what_can_be_worked_out_by_hand() -> None:
     assert split["encode"] == pytest.approx(0.003 / seconds)
     assert split["step"] == pytest.approx(0.016 / seconds)
     assert sum(split.values()) == pytest.approx(1)
-
-
-def test_samples_survive_the_way_between_processes() -> None:
-    before = samples([0.001, 0.002])
-    assert Samples.from_dict(before.to_dict()) == before
 
 
 # ---- scenarios
@@ -229,21 +214,6 @@ def test_a_target_length_is_kept_to_exactly() -> None:
     config = BenchConfig(target_length=(6,)).decoding(Cell(2, 4, 6))
     call = Caller(session, config)([[7, 8], [9]])
     assert (call.tokens, len(call.step_s)) == (12, 6)
-
-
-def test_a_timed_session_starts_anew() -> None:
-    session = TimedSession(ScriptedSession(20, drawn(20)))
-    batch = session.batch(2)
-    batch.add(np.array([[5]]), np.array([[True]]), [[1]])
-    batch.step(np.array([1, 1]), 1)
-    batch.reorder(np.array([1, 0]))
-    batch.remove(np.array([0]))
-    assert (batch.width, batch.can_join, batch.lengths.size) == (2, True, 0)
-    assert session.first_step_ended > 0
-    assert session.encode_s > 0 < session.reorder_s
-    session.restart()
-    assert (session.encode_s, session.first_step_ended, len(session.step_s)) == (0, 0, 0)
-    assert (session.spec.vocab, session.backend) == (20, "scripted")
 
 
 # ---- sources

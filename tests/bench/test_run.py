@@ -192,13 +192,6 @@ def test_the_command_has_the_defaults_of_the_library() -> None:
     assert BenchConfig(**values | {"trusted_keys": given["trusted_keys"] or ()}) == BenchConfig()
 
 
-def test_both_spellings_have_help() -> None:
-    measure, compare = run("bench", "--help"), run("bench", "compare", "--help")
-    assert (measure.exit_code, compare.exit_code) == (0, 0)
-    assert "[OPTIONS] [BUNDLE]" in measure.stdout
-    assert "bench compare [OPTIONS] FIRST SECOND" in compare.stdout
-
-
 def test_a_bundle_may_be_called_compare(
     dates_bundle: Path, tmp_path: Path, canned: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,8 +56,8 @@ def generate(
     Without TEXT and --input it reads standard input. Several texts for one input are written as number of the
     input, score and text, separated by tabs. A line break inside a text is written as a space, except with --json.
 
-    With --input and --output of .parquet, .jsonl, .csv or .txt it works in bulk: in memory that does not grow, every
-    column carried along, and the same command goes on where a killed one ended.
+    With --input and --output of .parquet, .jsonl, .csv, .tsv or .txt it works in bulk: memory is bounded, every column
+    is carried along, and the same command resumes a killed run. This needs the extra `bulk`.
 
     What a bundle brings as its own defaults (tfexport inspect BUNDLE) goes before the defaults below, and what is
     given here before both.
@@ -120,7 +120,7 @@ def _plain_files(
         what = f"--input {source}, whose lines are no texts,"
     if what:
         raise click.UsageError(
-            f"{what} needs --input and --output with names that end with .parquet, .jsonl, .csv or .txt, "
+            f"{what} needs --input and --output with names that end with .parquet, .jsonl, .csv, .tsv or .txt, "
             "without TEXT and --json."
         )
     assert not isinstance(source, str)

@@ -237,7 +237,7 @@ def bulk_options(command: F) -> F:
             "--input",
             "source",
             type=PathOrUri(exists=True, dir_okay=False, readable=True, allow_dash=True, path_type=Path),
-            help="File with one text a line (- is standard input), or .parquet, .jsonl, .csv or .txt, also s3://….",
+            help="File with one text a line (- is standard input), or .parquet, .jsonl, .csv, .tsv or .txt, also s3://….",
         ),
         click.option(
             "--output",
