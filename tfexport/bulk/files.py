@@ -61,7 +61,7 @@ class Place:
         paths = Path(self.path), Path(other.path)
         if self.is_local and other.is_local and all(path.exists() for path in paths):
             return paths[0].samefile(paths[1])
-        return self.system.equals(other.system) and self.path == other.path
+        return self.path == other.path and self.system.equals(other.system)
 
     def open(self) -> pyarrow.NativeFile:
         """Open the file for reading at any position."""
