@@ -194,7 +194,7 @@ class Faulty:
 
 @pytest.fixture
 def attempt(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
-    """Return a function that runs once with a fault and once without, checks both, and returns the calls of the first."""
+    """Return a function that runs once with a fault and once without, and returns the calls of the first run."""
     wanted = expected(model)
 
     def try_it(suffix: str, at: int = 0, action: str = "kill") -> list[str]:
