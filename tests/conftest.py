@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 DATES = ROOT / "models" / "dates"
-OPTIONAL = ("hypothesis", "transformers", "starlette", "uvicorn", "prometheus_client", "httpx")
+OPTIONAL = ("hypothesis", "transformers", "fastapi", "uvicorn", "prometheus_client", "httpx")
 
 # A shell that runs the tests in the background has them ignore Ctrl-C, and their child processes with them.
 signal.signal(signal.SIGINT, signal.default_int_handler)
