@@ -15,9 +15,8 @@ from tfexport.nn.switches import QkNorm
 class MultiHeadAttention(nn.Module):
     """Attention in heads ("Attention is all you need", §3.2.2), of which several may share keys and values.
 
-    Tokens lie in one axis, [rows · len, d_model]: every projection is one
-    matrix product. How keys and values are kept, and how queries attend to
-    them, is the affair of the cache that is given to each call.
+    Tokens share one axis, [rows · len, d_model], so every projection is one matrix product. The cache given to each
+    call stores keys and values and computes the attention.
     """
 
     def __init__(
@@ -34,19 +33,10 @@ class MultiHeadAttention(nn.Module):
         qk_norm: QkNorm = "none",
         norms: tuple[LayerNorm, LayerNorm] | None = None,
     ) -> None:
-        """Create the four projections.
+        """Create the four projections; d_k and d_v are the widths of one head of keys and of values.
 
-        Args:
-            d_model: width of the tokens.
-            num_heads: of the queries.
-            d_k: width of one head of queries and keys.
-            d_v: width of one head of values.
-            scale: factor on the scores; None means 1/sqrt(d_k).
-            bias: of the projections.
-            num_kv_heads: of keys and values; None means as many as `num_heads`.
-            softcap: where the scores level off; 0 for nowhere.
-            qk_norm: what `norms` normalise.
-            norms: of queries and of keys, of the width of one head or of all.
+        `scale` None means 1/sqrt(d_k), `num_kv_heads` None means `num_heads`, and `softcap` 0 means no cap on the
+        scores. `norms` are those of queries and of keys, of the width of one head or of all, as `qk_norm` says.
         """
         super().__init__()
         kv_heads = num_kv_heads or num_heads
@@ -67,17 +57,9 @@ class MultiHeadAttention(nn.Module):
         bias: Tensor | None = None,
         rotation: Rotation | None = None,
     ) -> Tensor:
-        """Attend from the tokens of `x` to themselves and to what `cache` keeps of earlier ones.
+        """Attend from the tokens of `x` [rows · len, d_model] to themselves and to earlier ones; the shape stays.
 
-        Args:
-            x: [rows · len, d_model].
-            cache: attends, and keeps the new keys and values.
-            layer: number of this layer, from 0.
-            bias: added to the scores, [rows or 1, heads, len, keys].
-            rotation: turns queries and keys to their positions.
-
-        Returns:
-            [rows · len, d_model].
+        `cache` stores the new keys and values. `bias` [rows or 1, heads, len, keys] is added to the scores.
         """
         query, key = self._query(x, rotation), self._key(x, rotation)
         value = _heads(self.v(x), self.num_kv_heads)
@@ -100,7 +82,7 @@ class MultiHeadAttention(nn.Module):
         return self._placed(self.k(x), self.k_norm, self.num_kv_heads, rotation)
 
     def _placed(self, x: Tensor, norm: LayerNorm | None, heads: int, rotation: Rotation | None) -> Tensor:
-        """Normalise queries or keys, all heads together or each, and turn them to their positions."""
+        """Normalize queries or keys, all heads together or each, and rotate them to their positions."""
         if norm is not None and self.qk_norm == "all":
             x = norm(x)
         x = _heads(x, heads)

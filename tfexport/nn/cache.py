@@ -1,12 +1,10 @@
-"""The seam of attention: what a layer attends to, and the cache that decoding keeps between steps.
+"""What a layer attends to: the interfaces, and the two caches of the decoder in PyTorch.
 
-A layer projects and calls `attend`; how keys and values are kept and read is
-the affair of the object it calls. Here are the contracts and the cache that
-grows. What else fulfils them: `row_cache` and `source` beside this file, and
-the forms of the decoder graph in `tfexport.export.decoders`.
+A layer projects and calls `attend`; the object that it calls decides how keys and values are stored. `source` next to
+this file and the decoder variants in `tfexport.export.decoders` implement the interfaces too.
 
-New tokens lie in one axis as they do in the model, [rows · target_len, heads,
-head_dim]; keys and values that are kept have the heads in front.
+New tokens share one axis as in the model, [rows · target_len, heads, head_dim]; stored keys and values have the heads
+first.
 """
 
 from __future__ import annotations
@@ -143,7 +141,7 @@ class ConcatCache:
         scale: float,
         softcap: float = 0.0,
     ) -> Tensor:
-        """Append the new tokens of `layer` and attend; see `SelfAttention.attend`."""
+        """Implement `SelfAttention.attend`."""
         query, key, value = (split_rows(part, self._rows) for part in (query, key, value))
         kept = self.update(layer, KeyValue(key, value))
         return merge_rows(
@@ -161,13 +159,13 @@ class ConcatCache:
 
 
 class RowCache:
-    """Buffers of fixed capacity, written in place at each row's own position.
+    """Buffers of fixed capacity, written in place at each row's own position, as in the static decoder graph.
 
     Attributes:
-        buffers: one `KeyValue` a layer, [rows, kv_heads, capacity, …]. What lies behind a row's tokens gets the
-            weight 0 and may be anything finite; fill new buffers with 0, for 0 · NaN is NaN.
+        buffers: one `KeyValue` a layer, [rows, kv_heads, capacity, …]. Values after a row's tokens get the weight 0
+            and may be anything finite; fill new buffers with 0, because 0 · NaN is NaN.
         positions: of the new tokens, int64 [rows, target_len].
-        key_len: tokens of the longest row after the pass; what lies behind is not read.
+        key_len: tokens of the longest row after the pass; later values are not read.
         mask: the causal mask of every row, bool [rows, 1, target_len, key_len].
     """
 
@@ -196,7 +194,7 @@ class RowCache:
         scale: float,
         softcap: float = 0.0,
     ) -> Tensor:
-        """Write the new tokens of `layer` and attend; see `SelfAttention.attend`."""
+        """Implement `SelfAttention.attend`."""
         rows = len(self._rows)
         kept = self.update(layer, KeyValue(split_rows(key, rows), split_rows(value, rows)))
         query = split_rows(query, rows)

@@ -26,10 +26,8 @@ Side = Literal["encoder", "decoder"]
 class StackConfig(Config, subject="stack"):
     """Sizes and norm placement of one side, encoder or decoder.
 
-    `d_k` and `d_v` are the width of one head's keys and values; None means
-    d_model / num_heads. `num_kv_heads` None means as many as `num_heads`;
-    fewer are shared, each by as many heads that lie side by side.
-    `residual_scale` is a switch, as `norm_place` and `final_norm` are.
+    `d_k` and `d_v` are the width of one head's keys and values; None means d_model / num_heads. `num_kv_heads` None
+    means `num_heads`; fewer are shared, each by neighboring heads.
     """
 
     layers: Layers
@@ -56,10 +54,9 @@ class TransformerConfig(Config, subject="model"):
     docs/model.md describes the switches; `tfexport.nn.switches` lists their values. `decoder` is None for an encoder
     without a decoder.
 
-    `attention_scale` None means 1/sqrt(d_k), `rotary_dim` None all of d_k. `tie_embeddings` shares one table
-    between encoder and decoder, `tie_output` uses the decoder's table as the
-    output projection. `max_source_length` and `max_target_length` are the rows
-    of the position tables, and the limits where there is no table.
+    `attention_scale` None means 1/sqrt(d_k), `rotary_dim` None all of d_k. `tie_embeddings` shares one table between
+    encoder and decoder, `tie_output` uses the decoder's table as the output projection. `max_source_length` and
+    `max_target_length` are the rows of the position tables, and the limits if there are none.
     """
 
     d_model: Size
@@ -168,7 +165,7 @@ class TransformerConfig(Config, subject="model"):
         }
 
     def uses(self, name: str) -> bool:
-        """Say whether a switch does anything beside the others, in a model of these parts."""
+        """Return whether a switch has an effect in this model."""
         switch = SWITCHES[name]
         if self.decoder is None and switch.acts in ("cross-attention", "output"):
             return False

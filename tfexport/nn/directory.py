@@ -42,18 +42,14 @@ _PICKLE_REMEDY = (
     "torch.load(weights_only=True), then safetensors.torch.save_file"
 )
 _MAX_LISTED = 8
-# All that a model directory may hold; whatever else lies in one is not replaced with it.
+# All files of a model directory; one with other files is not replaced.
 _FILES = (CONFIG, MODEL_WEIGHTS, TOKENIZER, TARGET_TOKENIZER, TEXT, GENERATION, CERTIFICATE, LAYOUT)
 
 
 def load_model(path: Path | str) -> Transformer:
-    """Read a model directory; nothing in it is ever unpickled.
+    """Read a model directory, with config.json and model.safetensors; nothing in it is ever unpickled.
 
-    Weights stored as float16, bfloat16 or float64 become float32. A directory
-    that went missing because its replacement was killed is put back.
-
-    Args:
-        path: directory with config.json and model.safetensors.
+    Weights stored as float16, bfloat16 or float64 become float32. A directory whose replacement was killed is restored.
 
     Returns:
         The model in eval mode, float32, on the CPU; it owns its memory.
@@ -82,18 +78,18 @@ def save_model(
     files: Mapping[str, bytes] | None = None,
     force: bool = False,
 ) -> None:
-    """Write a model directory, which appears whole or not at all.
+    """Write a model directory, which appears complete or not at all.
 
     Args:
         model: its parameters are stored in their dtype, tied ones once.
-        path: directory to create; its parents are created too, a symbolic link is followed.
+        path: directory to create, with its parents; a symbolic link is followed.
         tokenizer: a tokenizer.json to copy into it.
-        files: further files of a model directory to put beside, by name.
-        force: replace a model directory that is there; it stays whole until the new one is.
+        files: other files of a model directory, by name.
+        force: replace an existing model directory; it stays complete until the new one is.
 
     Raises:
-        CheckpointError: the directory exists and is not empty, or with `force` is no model directory or holds more than
-            one; or it cannot be written.
+        CheckpointError: the directory is not empty, or with `force` is not only a model directory; or it cannot be
+            written.
         BundleError: another process is writing it.
     """
     check_free(path, force=force)
@@ -113,12 +109,7 @@ def save_model(
 
 
 def check_free(path: Path | str, *, force: bool) -> None:
-    """Check that a model directory may be written, before anything is computed for it.
-
-    Raises:
-        CheckpointError: see `save_model`.
-        BundleError: likewise.
-    """
+    """Check that `save_model` may write a directory, before anything is computed for it."""
     target = Path(os.path.realpath(path))
     try:
         restore(target)
@@ -128,13 +119,7 @@ def check_free(path: Path | str, *, force: bool) -> None:
 
 
 def _check_free(folder: Path, path: Path | str, force: bool) -> None:
-    """Refuse to write where there is anything but a model directory that may be replaced.
-
-    Args:
-        folder: where it lies just now.
-        path: how the user calls it.
-        force: whether a model directory may be replaced.
-    """
+    """Refuse a folder that is not empty and not a model directory that may be replaced; `path` is the user's name."""
     if not _is_there(folder) or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not force:
@@ -163,15 +148,10 @@ def _is_there(path: Path) -> bool:
 
 
 def check_weights(found: Mapping[str, StoredTensor], config: TransformerConfig, subject: str = MODEL_WEIGHTS) -> None:
-    """Compare names, shapes and dtypes of stored tensors with what a configuration needs.
-
-    Args:
-        found: the stored tensors by name.
-        config: of the model to fill.
-        subject: named at the start of the error.
+    """Compare stored tensors with a configuration.
 
     Raises:
-        CheckpointError: lists missing, unexpected, wrongly shaped and wrongly typed tensors.
+        CheckpointError: lists missing and unexpected tensors, and wrong shapes and dtypes.
     """
     with on_meta():
         expected = {name: tuple(p.shape) for name, p in Transformer(config).named_parameters()}
@@ -206,18 +186,11 @@ def _check_files(directory: Path) -> None:
 
 
 def load_weights(path: Path, config: TransformerConfig) -> Transformer:
-    """Read a weight file for a known configuration; see `load_model`.
-
-    Args:
-        path: of a safetensors file with the canonical names.
-        config: of the model to fill.
-
-    Returns:
-        The model in eval mode, float32, on the CPU; it owns its memory.
+    """Read a safetensors file with the canonical names into a model, as `load_model` returns it.
 
     Raises:
-        CheckpointError: the file is damaged or a pickle; the weights do not fit
-            the configuration (all of them listed) or are not finite.
+        CheckpointError: the file is damaged or a pickle; the weights do not fit the configuration (all of them listed)
+            or are not finite.
         OSError: the file cannot be read.
     """
     try:
@@ -249,7 +222,7 @@ def _fill(model: Transformer, found: Mapping[str, StoredTensor], file: BinaryIO,
 
 
 def _tensor(stored: StoredTensor, file: BinaryIO, path: Path) -> torch.Tensor:
-    """Read one tensor into memory; were the file mapped, whoever cuts it short would end the process."""
+    """Read one tensor into memory; if the file were mapped, truncating it would end the process."""
     raw = bytearray(stored.num_bytes)
     file.seek(stored.offset)
     if file.readinto(raw) != len(raw):  # type: ignore[attr-defined]  # every binary file has it

@@ -19,7 +19,7 @@ Reference = Callable[..., Tensor]
 
 
 def at_once(module: Any, source_ids: Tensor, source_mask: Tensor, target_ids: Tensor | None = None) -> Tensor:
-    """Call the module as `Transformer` is called, or for an encoder alone its `hidden_states`; see `EagerModel`."""
+    """Compute all positions with a module that is called as `Transformer` is."""
     if target_ids is None:
         return module.hidden_states(source_ids, source_mask)  # type: ignore[no-any-return]
     return module(source_ids, source_mask, target_ids)  # type: ignore[no-any-return]
@@ -27,11 +27,10 @@ def at_once(module: Any, source_ids: Tensor, source_mask: Tensor, target_ids: Te
 
 @dataclass(frozen=True)
 class EagerModel:
-    """A module that is exported, and what it says of all positions at once.
+    """A module to export, and how it computes all positions at once.
 
     Attributes:
-        module: float32, in eval mode; it has `encode` and `decode_step` as `tfexport.nn.eager.EncoderDecoder`
-            says, or for an encoder alone `hidden_states`.
+        module: float32, in eval mode; an `EncoderDecoder`, or for an encoder alone with `hidden_states`.
         reference: called with the module, source_ids int64 [batch, source_len], source_mask bool likewise (True =
             token) and target_ids int64 [batch, target_len]; returns logits [batch, target_len, vocab]. For an encoder
             alone without target_ids; returns states [batch, source_len, d_model].
@@ -41,11 +40,11 @@ class EagerModel:
     reference: Reference = at_once
 
     def __call__(self, *inputs: Tensor) -> Tensor:
-        """Compute all positions at once; see `reference`."""
+        """Compute all positions at once, as `reference` does."""
         return self.reference(self.module, *inputs)
 
     def double(self) -> EagerModel:
-        """Return a copy that computes in float64, with the tensors that are kept as plain attributes too."""
+        """Return a copy that computes in float64, including tensors that are plain attributes."""
         wide = copy.deepcopy(self.module).double()
         for module in wide.modules():
             for name, value in list(vars(module).items()):
@@ -70,18 +69,18 @@ class AlignedCross(CrossCache):
     """Attention to the source that keeps the weights of some heads of one layer.
 
     Attributes:
-        alignment: their mean, float32 or wider [batch, target_len, source_len], once the layer has attended.
+        alignment: their mean, float32 or wider [batch, target_len, source_len], after the layer has attended.
     """
 
     alignment: Tensor
 
     def __init__(self, key_values: Sequence[KeyValue], mask: Tensor, named: AlignmentHeads) -> None:
-        """Take what an encoder returned, the mask of its source, and what is kept, counted from 0."""
+        """Take the result of an encoder, the mask of its source, and the layer and heads, counted from 0."""
         super().__init__(key_values, mask)
         self._named = named
 
     def attend(self, layer: int, query: Tensor, *, scale: float, softcap: float = 0.0) -> Tensor:
-        """Attend to the source; see `Cross.attend`."""
+        """Implement `Cross.attend`."""
         if layer == self._named.layer:
             key = self.key_values[layer].key
             rows, mask = split_rows(query, key.shape[0]), self.mask[:, None, None, :]
@@ -96,7 +95,7 @@ class AlignedCross(CrossCache):
 def align(
     model: EncoderDecoder, named: AlignmentHeads, source_ids: Tensor, source_mask: Tensor, target_ids: Tensor
 ) -> Tensor:
-    """Read whole targets and return what their tokens attend to.
+    """Read whole targets and return the attention of their tokens to the source.
 
     Args:
         model: in eval mode.
@@ -106,10 +105,10 @@ def align(
         target_ids: decoder inputs, the start token first, int64 [batch, target_len].
 
     Returns:
-        float32 [batch, target_len, source_len]; a row sums to 1 and has 0 at padding.
+        float32 [batch, target_len, source_len]; a row sums to 1 and is 0 at padding.
     """
     cross = AlignedCross(model.encode(source_ids, PaddedSource(source_mask)), source_mask, named)
-    # Self-attention has the heads and widths of cross-attention; of a source that is not there, no past.
+    # Self-attention has the heads and widths of cross-attention, so an empty slice of it is an empty past.
     past = [KeyValue(kept.key[:, :, :0], kept.value[:, :, :0]) for kept in cross.key_values]
     model.decode_step(target_ids, cross, ConcatCache(past, target_ids))
     return cross.alignment.float()

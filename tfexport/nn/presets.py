@@ -1,13 +1,14 @@
-"""Named configurations with seeded random weights: what tests and benchmarks run on.
+"""Named configurations with seeded random weights, for tests and benchmarks.
 
-The sizes of "Attention is all you need", what is written today at such a size, a tiny model, and five notebooks of
-from-scratch transformers in their repaired form (`README.md` says what was repaired).
+The sizes of "Attention is all you need", a modern model of such a size, a tiny model, and five notebooks of
+from-scratch transformers in their repaired form.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,18 +33,30 @@ def _stack(
     )
 
 
+def _both(
+    stack: StackConfig, d_model: int, vocab: int, max_length: int, tokens: TokenIds = _TOKENS, **switches: Any
+) -> TransformerConfig:
+    """Return a model with equal sides and equally large vocabularies."""
+    sizes: dict[str, Any] = {
+        "d_model": d_model,
+        "source_vocab": vocab,
+        "target_vocab": vocab,
+        "max_source_length": max_length,
+        "max_target_length": max_length,
+        "encoder": stack,
+        "decoder": stack,
+        "tokens": tokens,
+    }
+    return TransformerConfig(**{**sizes, **switches})
+
+
 def _paper(d_model: int, d_ff: int, num_heads: int, dropout: float) -> TransformerConfig:
     """Return a row of table 3 (arXiv:1706.03762); §3.2.2 gives projections no bias, §3.4 ties all three tables."""
-    stack = _stack(6, num_heads, d_ff, "post")
-    return TransformerConfig(
-        d_model=d_model,
-        source_vocab=32_000,
-        target_vocab=32_000,
-        max_source_length=512,
-        max_target_length=512,
-        encoder=stack,
-        decoder=stack,
-        tokens=_TOKENS,
+    return _both(
+        _stack(6, num_heads, d_ff, "post"),
+        d_model,
+        vocab=32_000,
+        max_length=512,
         embedding_scale=math.sqrt(d_model),
         attention_bias=False,
         output_bias=False,
@@ -53,23 +66,8 @@ def _paper(d_model: int, d_ff: int, num_heads: int, dropout: float) -> Transform
     )
 
 
-def _tiny() -> TransformerConfig:
-    stack = _stack(2, 4, 256, "post")
-    return TransformerConfig(
-        d_model=64,
-        source_vocab=1_000,
-        target_vocab=1_000,
-        max_source_length=128,
-        max_target_length=128,
-        encoder=stack,
-        decoder=stack,
-        tokens=_TOKENS,
-        embedding_scale=8.0,
-    )
-
-
 def _modern() -> TransformerConfig:
-    """Return what is written today, at about the size of paper-base."""
+    """Return a model with today's usual switches, at about the size of paper-base."""
     stack = replace(_stack(6, 8, 1792, "pre", final_norm=True), num_kv_heads=2)
     return replace(
         _paper(512, 2048, 8, 0.1),
@@ -85,44 +83,28 @@ def _modern() -> TransformerConfig:
     )
 
 
-def _notebook_000() -> TransformerConfig:
-    """Post-norm; the norm adds eps outside the division, which folds into its bias and leaves eps 0."""
-    stack = _stack(5, 8, 2048, "post")
-    return TransformerConfig(
-        d_model=512,
-        source_vocab=8_000,
-        target_vocab=8_000,
-        max_source_length=200,
-        max_target_length=200,
-        encoder=stack,
-        decoder=stack,
-        tokens=_TOKENS,
-        norm="std",
-        norm_eps=0.0,
-        embedding_scale=math.sqrt(512),
-    )
-
-
-def _notebook_001() -> TransformerConfig:
-    stack = _stack(6, 8, 2048, "pre", final_norm=True)
-    return TransformerConfig(
-        d_model=512,
-        source_vocab=16_000,
+_CONFIGS = {
+    "paper-base": _paper(512, 2048, 8, 0.1),
+    "paper-big": _paper(1024, 4096, 16, 0.3),
+    "modern": _modern(),
+    "tiny": _both(_stack(2, 4, 256, "post"), 64, 1_000, 128, embedding_scale=8.0),
+    # Its norm adds eps outside the division, which folds into the bias and leaves eps 0.
+    "notebook-000": _both(
+        _stack(5, 8, 2048, "post"), 512, 8_000, 200, norm="std", norm_eps=0.0, embedding_scale=math.sqrt(512)
+    ),
+    "notebook-001": _both(
+        _stack(6, 8, 2048, "pre", final_norm=True),
+        512,
+        16_000,
+        350,
+        TokenIds(unk=0, pad=1, start=2, eos=3),
         target_vocab=24_000,
-        max_source_length=350,
-        max_target_length=350,
-        encoder=stack,
-        decoder=stack,
-        tokens=TokenIds(unk=0, pad=1, start=2, eos=3),
         norm="std",
         norm_eps=1e-6,
         embedding_scale=math.sqrt(512),
-    )
-
-
-def _notebook_002() -> TransformerConfig:
-    """An encoder alone: its output is hidden states."""
-    return TransformerConfig(
+    ),
+    # An encoder alone: its output is hidden states.
+    "notebook-002": TransformerConfig(
         d_model=512,
         source_vocab=20_000,
         max_source_length=2048,
@@ -130,49 +112,11 @@ def _notebook_002() -> TransformerConfig:
         decoder=None,
         tokens=_TOKENS,
         activation="gelu",
-    )
-
-
-def _notebook_003() -> TransformerConfig:
-    stack = _stack(2, 4, 256, "post", final_norm=True, d_k=16)
-    return TransformerConfig(
-        d_model=64,
-        source_vocab=20_000,
-        target_vocab=10_000,
-        max_source_length=1024,
-        max_target_length=1024,
-        encoder=stack,
-        decoder=stack,
-        tokens=_TOKENS,
-        activation="gelu",
-    )
-
-
-def _notebook_004() -> TransformerConfig:
-    stack = _stack(2, 6, 2048, "post")
-    return TransformerConfig(
-        d_model=840,
-        source_vocab=10_000,
-        target_vocab=10_000,
-        max_source_length=1024,
-        max_target_length=1024,
-        encoder=stack,
-        decoder=stack,
-        tokens=_TOKENS,
-        embedding_scale=math.sqrt(840),
-    )
-
-
-_CONFIGS = {
-    "paper-base": _paper(512, 2048, 8, 0.1),
-    "paper-big": _paper(1024, 4096, 16, 0.3),
-    "modern": _modern(),
-    "tiny": _tiny(),
-    "notebook-000": _notebook_000(),
-    "notebook-001": _notebook_001(),
-    "notebook-002": _notebook_002(),
-    "notebook-003": _notebook_003(),
-    "notebook-004": _notebook_004(),
+    ),
+    "notebook-003": _both(
+        _stack(2, 4, 256, "post", final_norm=True, d_k=16), 64, 20_000, 1024, target_vocab=10_000, activation="gelu"
+    ),
+    "notebook-004": _both(_stack(2, 6, 2048, "post"), 840, 10_000, 1024, embedding_scale=math.sqrt(840)),
 }
 
 PRESETS: tuple[str, ...] = tuple(_CONFIGS)
@@ -192,17 +136,11 @@ def preset(name: str) -> TransformerConfig:
 def build_preset(name: str, seed: int = 0) -> Transformer:
     """Build a named model with random weights, the same bytes on every call and machine.
 
-    Embeddings have variance 1 after scaling, logits a standard deviation of
-    about 3, and gains and biases differ from 1 and 0, so that leaving one out
-    changes the result. Greedy decoding depends on the source and seldom repeats
-    itself.
-
-    Args:
-        name: one of `PRESETS`.
-        seed: 0 or more; another seed gives other weights.
+    Embeddings have variance 1 after scaling, logits a standard deviation of about 3, and gains and biases differ from 1
+    and 0, so that leaving one out changes the result. Greedy decoding depends on the source and rarely repeats itself.
 
     Returns:
-        The model in eval mode, float32; torch's own random state is not touched.
+        The model in eval mode, float32; torch's own random state does not change.
 
     Raises:
         ConfigError: the name is unknown; lists all names.
@@ -224,10 +162,9 @@ def build_preset(name: str, seed: int = 0) -> Transformer:
 def _distribution(name: str, shape: tuple[int, ...], config: TransformerConfig) -> tuple[float, float]:
     """Return centre and half width of the uniform distribution of one parameter.
 
-    Plain Glorot weights make decoding repeat one token for ever: attention and
-    ReLU add the same vector to every position, and a tied output finds the
-    input token again. Hence quiet attention, sparse and loud feed-forward, and
-    behind it, where the output is tied, gains of either sign.
+    Plain Glorot weights make decoding repeat one token forever: attention and ReLU add the same vector to every
+    position, and a tied output finds the input token again. Hence small attention, sparse and large feed-forward, and
+    after it, if the output is tied, gains of either sign.
     """
     if name.endswith("fc1.bias"):
         return -1.0, 0.1

@@ -32,7 +32,7 @@ class PaddedSource:
         scale: float,
         softcap: float = 0.0,
     ) -> Tensor:
-        """Attend from every token to every token; see `SelfAttention.attend`."""
+        """Implement `SelfAttention.attend`."""
         query, key, value = (split_rows(part, self.mask.shape[0]) for part in (query, key, value))
         mask = self.mask[:, None, None, :]
         return merge_rows(
@@ -53,10 +53,7 @@ class CrossCache:
         self.key_values, self.mask, self._dropout = key_values, mask, dropout
 
     def attend(self, layer: int, query: Tensor, *, scale: float, softcap: float = 0.0) -> Tensor:
-        """Attend to the source; see `Cross.attend`.
-
-        The beams that share a source lie side by side as its queries, so that no key is repeated.
-        """
+        """Implement `Cross.attend`; the beams of a source are its queries, so that no key is repeated."""
         kept, mask = self.key_values[layer], self.mask[:, None, None, :]
         query = split_rows(query, self.mask.shape[0])
         return merge_rows(

@@ -54,7 +54,7 @@ class Block(nn.Module):
     def residual(
         self, x: Tensor, sublayer: Callable[[Tensor], Tensor], norm: LayerNorm, post_norm: LayerNorm | None
     ) -> Tensor:
-        """Add `sublayer` to `x` [tokens, d_model], with the norm after the sum or before it, or one behind it too."""
+        """Add `sublayer` to `x` [tokens, d_model], with the norm after the sum, before the sublayer or around it."""
         if self.norm_place == "post":
             return norm(self.residual_scale * x + self.dropout(sublayer(x)))  # type: ignore[no-any-return]
         y = sublayer(norm(x))
@@ -83,7 +83,7 @@ class Stack(nn.Module):
         self.norm = LayerNorm(config) if stack.final_norm else None
 
     def set_positions(self, config: TransformerConfig, side: Side) -> None:
-        """Take how positions are turned in or add to the scores, as far as nothing of it is learned."""
+        """Set up rotary positions and ALiBi, which have no parameters."""
         stack, width = _stack(config, side), config.d_k(side)
         is_rotary = config.positions == "rotary"
         dim = config.rotary_dim or width
@@ -114,7 +114,7 @@ class Stack(nn.Module):
         return cast("Sequence[Block]", self.layers)
 
     def biases(self, positions: Tensor, key_len: int) -> Sequence[Tensor | None]:
-        """Return what each layer adds to its scores, [rows or 1, heads, len, key_len]; see `RelativeBias`."""
+        """Return the bias that each layer adds to its scores, [rows or 1, heads, len, key_len]."""
         if self.alibi is not None:
             wide = torch.promote_types(self.embed.weight.dtype, torch.float32)
             return [self.alibi.bias(positions, key_len, wide)] * len(self.layers)
@@ -127,7 +127,7 @@ class Stack(nn.Module):
         return [cast(RelativeBias, block.rel_bias)(bucket) for block in self.blocks]
 
     def rotation(self, positions: Tensor, rows: int) -> Rotation | None:
-        """Return how the tokens of `rows` rows at `positions`, int64 [rows or 1, len], are turned; None if not."""
+        """Return the rotation of the tokens of `rows` rows at `positions`, int64 [rows or 1, len], if there is one."""
         dtype = self.embed.weight.dtype
         return None if self.rotary is None else self.rotary.at(positions.expand(rows, -1), dtype)
 
@@ -165,14 +165,12 @@ class Transformer(nn.Module):
     def forward(self, source_ids: Tensor, source_mask: Tensor, target_ids: Tensor) -> Tensor:
         """Compute the logits of every target position at once, as in training.
 
-        Targets are padded on the right, so that the causal mask alone keeps
-        padding from the tokens that count.
+        Targets are padded on the right, so the causal mask hides the padding.
 
         Args:
             source_ids: int64 [batch, source_len].
             source_mask: bool [batch, source_len], True = token, False = padding.
-            target_ids: decoder inputs, the labels shifted right behind the start
-                token, int64 [batch, target_len].
+            target_ids: decoder inputs, the start token and then the labels, int64 [batch, target_len].
 
         Returns:
             Logits, float32 or wider, [batch, target_len, target_vocab].
@@ -184,28 +182,18 @@ class Transformer(nn.Module):
         return self._project(hidden).unflatten(0, target_ids.shape)  # type: ignore[no-any-return, no-untyped-call]
 
     def hidden_states(self, source_ids: Tensor, source_mask: Tensor) -> Tensor:
-        """Encode the source.
+        """Encode the source, int64 and bool [batch, source_len] (True = token), to [batch, source_len, d_model].
 
-        Args:
-            source_ids: int64 [batch, source_len].
-            source_mask: bool [batch, source_len], True = token.
-
-        Returns:
-            [batch, source_len, d_model]; rows of padding are meaningless.
+        The states of padding are meaningless.
         """
         hidden = self._encode(source_ids, PaddedSource(source_mask))
         return hidden.unflatten(0, source_ids.shape)  # type: ignore[no-any-return, no-untyped-call]
 
     def encode(self, source_ids: Tensor, source: Source) -> list[KeyValue]:
-        """Encode the source into what the decoder needs of it.
-
-        Args:
-            source_ids: int64 [batch, source_len].
-            source: knows which of them are tokens, and attends.
+        """Encode the source, int64 [batch, source_len]; `source` holds its mask and computes the attention.
 
         Returns:
-            For each decoder layer the cross-attention's keys and values,
-            [batch, kv_heads, source_len, …].
+            For each decoder layer the cross-attention's keys and values, [batch, kv_heads, source_len, …].
         """
         x, batch = self._encode(source_ids, source), source.mask.shape[0]
         rotation = self._decoder.rotation(_positions(source_ids), batch) if self.config.rotary_cross else None

@@ -1,4 +1,4 @@
-"""Proof: every stage says what the eager model says, in numbers and in whole decodes."""
+"""Check that every stage agrees with the eager model, in numbers and in whole decodes."""
 
 from tfexport.verify.ladder import Stages, VerifyConfig, verify_bundle, verify_stages
 from tfexport.verify.report import Decodes, Divergence, Numbers, Report

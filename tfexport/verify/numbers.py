@@ -1,4 +1,4 @@
-"""The numbers of a stage beside those of the eager model, position by position."""
+"""Random batches, and the comparison of a stage's numbers with the eager model's, position by position."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tfexport.runtime.session import Floats, Ids, Mask, Session, Verifies, pad_r
 from tfexport.verify.report import Numbers
 
 LONGEST_SOURCE, LONGEST_TARGET = 48, 24
-# Tokens that are verified in one step; the last piece of a target has fewer.
+# Tokens verified in one step; the last piece of a target has fewer.
 PIECE = 5
 
 
@@ -24,8 +24,8 @@ class Batch:
     Attributes:
         source_ids: int64 [batch, source_len].
         source_mask: bool [batch, source_len].
-        target_ids: decoder inputs behind the start token, int64 [batch, target_len].
-        prefill: how many target tokens go in at the first step.
+        target_ids: decoder inputs, the start token first, int64 [batch, target_len].
+        prefill: number of target tokens in the first step.
     """
 
     source_ids: Ids
@@ -42,10 +42,10 @@ def random_sources(spec: ModelSpec, count: int, rng: np.random.Generator) -> lis
 
 
 def random_batches(spec: ModelSpec, count: int, rng: np.random.Generator, most_rows: int | None = None) -> list[Batch]:
-    """Draw `count` sequences in batches of 1 to 8, or to `most_rows` where that is fewer.
+    """Draw `count` sequences in batches of 1 to 8, at most `most_rows`.
 
-    The first is as large and as long as can be and steps behind a short prefix, so that
-    padding and every place of the cache are tried however few sequences there are.
+    The first batch is as large and long as possible with a short prefix, so that even a few sequences test padding and
+    every place of the cache.
     """
     batches: list[Batch] = []
     longest = min(LONGEST_TARGET, spec.max_target_length) if spec.has_decoder else 1
@@ -62,18 +62,13 @@ def random_batches(spec: ModelSpec, count: int, rng: np.random.Generator, most_r
 
 
 def step_logits(session: Session, batch: Batch, expected: Floats) -> Floats:
-    """Feed the target through a session: a prefix when the sources are added, then token by token.
+    """Feed the target to a session: a prefix when the sources are added, then token by token.
 
-    A session that returns fewer candidates than there are tokens says of the others only that they are
-    no better than its last. They count as `expected`, or as the last candidate where that is less.
-
-    Args:
-        session: to ask.
-        batch: that `expected` belongs to.
-        expected: of the eager model, of the shape of the result.
+    If the session returns fewer candidates than the vocabulary has tokens, the others are at most its last candidate.
+    They count as `expected`, or as the last candidate if that is less.
 
     Returns:
-        Logits of every position from the prefix's last on, float32 [batch, target_len - prefill + 1, vocab].
+        Logits from the last position of the prefix on, float32 [batch, target_len - prefill + 1, vocab].
     """
     running, steps = session.batch(), []
     running.add(batch.source_ids, batch.source_mask, batch.target_ids[:, : batch.prefill].tolist())
@@ -87,16 +82,12 @@ def step_logits(session: Session, batch: Batch, expected: Floats) -> Floats:
 
 
 def verified_logits(session: Session, batch: Batch) -> Floats:
-    """Feed the target of each row alone through a session that verifies several tokens in one step.
+    """Feed the target of each row alone to a session whose batches verify several tokens in one step.
 
-    Before each piece wrong tokens are read, and taken back: they have to leave nothing behind.
-
-    Args:
-        session: whose batches are `Verifies`.
-        batch: to read.
+    Before each piece, wrong tokens are read and taken back, which must have no effect.
 
     Returns:
-        Logits of every position from the prefix's last on, float32 [batch, target_len - prefill + 1, vocab].
+        Logits as `step_logits` returns them.
     """
     first, rows = batch.prefill - 1, len(batch.source_ids)
     found = np.empty((rows, batch.target_ids.shape[1] - first, session.spec.vocab), np.float32)
@@ -115,16 +106,12 @@ def verified_logits(session: Session, batch: Batch) -> Floats:
 
 
 def compare(stage: str, expected: Sequence[Floats], got: Sequence[Floats], tolerance: float) -> Numbers:
-    """Find the worst difference over batches.
+    """Find the worst difference between arrays of equal shapes, one for each batch; NaN counts as the worst.
 
-    Args:
-        stage: named in the result.
-        expected: of the eager model, one array a batch.
-        got: of the stage, equal shapes; NaN counts as the worst.
-        tolerance: largest difference allowed, as a share of the largest value.
+    `tolerance` is the largest difference allowed, as a share of the largest value.
     """
     worst, place = -1.0, "nowhere"
-    scale = max(float(np.abs(array).max()) for array in expected) or 1.0  # a model may say 0 everywhere
+    scale = max(float(np.abs(array).max()) for array in expected) or 1.0  # a model may return 0 everywhere
     for number, (left, right) in enumerate(zip(expected, got, strict=True)):
         difference = np.abs(left - right)
         index = np.unravel_index(int(np.argmax(difference)), difference.shape)  # argmax stops at the first NaN

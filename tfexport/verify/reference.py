@@ -1,4 +1,4 @@
-"""The eager model that a bundle is compared with, beside which it must have been made."""
+"""The eager model that a bundle is compared with."""
 
 from __future__ import annotations
 
@@ -17,15 +17,13 @@ _LENGTHS = ("max_source_length", "max_target_length")
 
 
 def reference_of(bundle: Bundle, against: str | None) -> EagerModel:
-    """Return the reference of a bundle.
+    """Return the model to compare a bundle with.
 
-    Args:
-        bundle: to compare with it.
-        against: model directory, or PACKAGE.MODULE:FACTORY, whose code is imported and run; None takes the weights of
-            the bundle itself, and never code that it names.
+    `against` is a model directory, or PACKAGE.MODULE:FACTORY, whose code is imported and run. None uses the weights of
+    the bundle itself, and never code that it names.
 
     Raises:
-        BundleError: the bundle carries no eager model and `against` is None or a model directory.
+        BundleError: the bundle has no eager model and `against` is None or a model directory.
         ConfigError: `against` is another model.
         CheckpointError: the model directory is damaged.
     """

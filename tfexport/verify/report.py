@@ -1,4 +1,4 @@
-"""What verification found, as values, as JSON and as lines for a terminal."""
+"""The result of a verification: values, JSON, and lines for a terminal."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ TOLERANCE: dict[Accuracy, float] = {"fp32": 2e-5, "fp16": 2e-2, "bf16": 1e-1, "i
 
 @dataclass(frozen=True)
 class Numbers:
-    """One rung: the numbers of a stage beside those of the eager model.
+    """One check: the numbers of a stage compared with those of the eager model.
 
     Attributes:
-        stage: what was compared, such as "eager cached" or "ort static".
-        error: worst |difference|, as a share of the largest |value|; NaN when the stage gave NaN.
-        worst: worst |difference| itself.
+        stage: such as "eager cached" or "ort static".
+        error: worst |difference| as a share of the largest |value|; NaN if the stage returned NaN.
+        worst: worst |difference|.
         tolerance: limit of `error`.
-        place: where the worst difference is.
-        quantity: what the numbers are.
+        place: of the worst difference.
+        quantity: "logits", "speculation" or "alignment".
     """
 
     stage: str
@@ -43,7 +43,7 @@ class Numbers:
         return self.error <= self.tolerance
 
     def problem(self) -> str | None:
-        """Say what failed, or None."""
+        """Describe what failed; None if nothing did."""
         if self.passed:
             return None
         who = self.stage if self.quantity == "logits" else f"{self.quantity} of {self.stage}"
@@ -56,12 +56,12 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where the decodes of a stage that need not be exact part from the reference's.
+    """How decodes of a stage that need not be exact diverge from the reference's.
 
     Attributes:
         equal: share of the sequences that are equal token for token.
-        position: of the first token that differs, from 0, median of the others; None when all are equal.
-        margin: of the reference's best logit over its second there, median; None when all are equal.
+        position: of the first different token, from 0; median over the other sequences, None if all are equal.
+        margin: of the reference's best logit over its second there; median, None if all are equal.
     """
 
     equal: float
@@ -71,19 +71,19 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Decodes:
-    """One rung: whole decodes of a stage beside those of the eager model.
+    """One check: whole decodes of a stage compared with those of the eager model.
 
     Attributes:
         stage: such as "ort static".
-        method: "greedy", "beam 4", "batch invariance" (alone against padded batches, the same stage), or "recorded
-            texts" (text in, text out, beside the user's own code).
+        method: "greedy", "beam 4", "batch invariance" (the same stage, alone and in padded batches), or "recorded
+            texts" (text to text, compared with the user's own code).
         sequences: decoded.
         exact: equal token for token.
-        ties: not equal, but what the eager model itself says when its logits are perturbed by
-            twice the stage's measured error: rounding decides.
-        first: the first difference in words, one that is no tie before one that is; None when there is none.
-        must_be_exact: whether anything but exact and ties fails; only reported otherwise.
-        divergence: where the sequences part; None where they must be exact, and for batch invariance.
+        ties: not equal, but the eager model produces them too when its logits are perturbed by twice the stage's
+            measured error: rounding decides.
+        first: describes the first difference, preferably one that is not a tie.
+        must_be_exact: whether other differences fail; otherwise they are only reported.
+        divergence: None if sequences must be exact, and for batch invariance.
     """
 
     stage: str
@@ -101,7 +101,7 @@ class Decodes:
         return not self.must_be_exact or self.exact + self.ties == self.sequences
 
     def problem(self) -> str | None:
-        """Say what failed, or None."""
+        """Describe what failed; None if nothing did."""
         if self.passed:
             return None
         different = self.sequences - self.exact - self.ties
@@ -110,14 +110,14 @@ class Decodes:
 
 @dataclass(frozen=True)
 class Report:
-    """All rungs of the ladder.
+    """All checks of a verification.
 
     Attributes:
-        reference: what the eager model was, in words.
-        samples: random sequences for each rung.
-        seed: they were drawn with.
-        numbers: rungs that compare numbers.
-        decodes: rungs that compare texts.
+        reference: describes the eager model.
+        samples: random sequences for each check.
+        seed: of the random sequences.
+        numbers: checks that compare numbers.
+        decodes: checks that compare decodes.
     """
 
     reference: str
@@ -128,16 +128,16 @@ class Report:
 
     @property
     def rungs(self) -> tuple[Numbers | Decodes, ...]:
-        """All rungs, from the foot of the ladder up."""
+        """All checks, in order."""
         return (*self.numbers, *self.decodes)
 
     @property
     def passed(self) -> bool:
-        """Whether every rung passed."""
+        """Whether every check passed."""
         return all(rung.passed for rung in self.rungs)
 
     def problems(self) -> list[str]:
-        """Say what failed, one entry a rung."""
+        """Describe what failed, one entry for each check."""
         return [problem for rung in self.rungs if (problem := rung.problem())]
 
     def to_dict(self) -> dict[str, Any]:
@@ -151,7 +151,7 @@ class Report:
         return {**report, "passed": self.passed}
 
     def summary(self) -> dict[str, Any]:
-        """Return the few facts that a manifest carries."""
+        """Return the summary for the manifest."""
         return {
             "passed": self.passed,
             "reference": self.reference,
@@ -164,7 +164,7 @@ class Report:
         }
 
     def lines(self) -> list[str]:
-        """Lay the report out for a terminal."""
+        """Format the report for a terminal."""
         rows = [("stage", "check", "result", "")]
         for number in self.numbers:
             mark = "✓" if number.passed else "✗"
