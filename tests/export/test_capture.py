@@ -81,11 +81,6 @@ def test_what_is_rewritten_computes_the_same(name: str) -> None:
         np.testing.assert_array_equal(found, FUNCTIONS[name](x).numpy())
 
 
-def test_what_changes_its_arguments_is_left_to_the_exporter() -> None:
-    program = captured(in_place)
-    assert lower(program) is program
-
-
 def in_place_states(states: Tensor) -> Tensor:
     states[:, :1] = 0.5
     return states.clamp_(min=-1.0)

@@ -34,7 +34,7 @@ from tfexport.export import export_bundle, pipeline
 from tfexport.export.config import ExportConfig
 from tfexport.export.graph_file import load_graph, save_graph
 from tfexport.export.trace import trace_encoder
-from tfexport.export.write import write_cast
+from tfexport.export.write import write_graphs
 from tfexport.nn.config import model_spec
 from tfexport.nn.directory import load_model, save_model
 from tfexport.nn.transformer import Transformer
@@ -159,31 +159,6 @@ def test_a_contrib_cache_goes_straight_from_input_to_output(post: Path) -> None:
     ]
 
 
-def test_query_key_and_value_are_one_product_over_the_weights_of_the_file(post: Path) -> None:
-    """They lie side by side there, so that the product has its weight without a copy of it."""
-    raw, stored = (post / "weights.safetensors").read_bytes(), load_file(post / "weights.safetensors")
-    graph = onnx.load(str(post / "decoder_contrib.onnx"), load_external_data=False).graph
-    joined = {
-        tensor.name: tensor for tensor in graph.initializer if ".self." in tensor.name and ".o." not in tensor.name
-    }
-    assert len(joined) == 2 * 2, "a weight and a bias for each layer"
-    for name, tensor in joined.items():
-        layer, kind = name.removeprefix("model.").rsplit(".", 1)
-        parts = np.concatenate([stored[f"{layer}.{part}.{kind}"] for part in "qkv"])
-        info = ExternalDataInfo(tensor)
-        assert tuple(tensor.dims) == parts.shape
-        assert raw[info.offset : info.offset + info.length] == parts.tobytes()
-    # Nothing is stored twice: the file is as long as its header and every parameter once.
-    header = 8 + int.from_bytes(raw[:8], "little")
-    assert len(raw) == header + sum(array.nbytes for array in stored.values())
-
-
-def test_graphs_are_small(post: Path) -> None:
-    """What they compute with lies in the weight file; a graph holds operators, names and shapes."""
-    for path in post.glob("*.onnx"):
-        assert path.stat().st_size < 40_000, path.name
-
-
 def test_a_static_cache_goes_straight_from_input_to_output(post: Path) -> None:
     graph = onnx.load(str(post / "decoder_static.onnx"), load_external_data=False).graph
     scatters = {node.output[0]: node.input[0] for node in graph.node if node.op_type == "TensorScatter"}
@@ -289,9 +264,9 @@ def test_a_failed_verification_leaves_the_old_bundle(
         wrong = load_model(Path(source))
         with torch.no_grad():
             wrong.dec.layers[1].norm2.weight[3] *= 1.01  # type: ignore[union-attr,index,operator]
-        return write_cast(wrong, *arguments, **options)
+        return write_graphs(wrong, *arguments, **options)
 
-    monkeypatch.setattr(pipeline, "write_cast", one_weight_off)
+    monkeypatch.setattr(pipeline, "write_graphs", one_weight_off)
     with pytest.raises(ParityError, match=r"onnx: ort concat differs by .* of the largest value at batch"):
         export_bundle(source, output, config, force=True)
     assert open_bundle(output).sha256 == old.sha256

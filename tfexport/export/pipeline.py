@@ -18,7 +18,7 @@ from tfexport.export.config import ExportConfig
 from tfexport.export.module_probe import traits_of
 from tfexport.export.quantize.integers import fastest_form, write_integer_graphs
 from tfexport.export.source import Source, open_source
-from tfexport.export.write import write_cast
+from tfexport.export.write import write_graphs
 from tfexport.importing.own_module import OwnModule
 from tfexport.runtime.registry import Graphs
 from tfexport.text.config import TextConfig
@@ -116,7 +116,7 @@ def _write(
 
     def write(folder: Path, forms: Sequence[Form]) -> dict[str, GraphEntry]:
         more: dict[str, Any] = {"alignment": alignment, "speculation": config.speculation}
-        return write_cast(module, spec, folder, forms=forms, opset=config.opset, report=report, **more)
+        return write_graphs(module, spec, folder, forms=forms, opset=config.opset, report=report, **more)
 
     if config.quantization is None:
         return write(directory, config.forms)

@@ -55,12 +55,12 @@ def write_graphs(
     opset: int,
     alignment: AlignmentHeads | None = None,
     speculation: bool = False,
-    report: Callable[[str], None],
+    report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, GraphEntry]:
     """Trace a model, append the selection of tokens, share the weights, write and check the graphs.
 
     Args:
-        model: in eval mode, in the precision of `spec`.
+        model: in eval mode; a copy of it is cast to the precision of `spec`.
         spec: of the model.
         directory: receives `NAME.onnx` for each graph and the weight file.
         forms: variants of the decoder; those that the model does not support are left out. Not used for an encoder
@@ -76,6 +76,9 @@ def write_graphs(
     Raises:
         GraphError: the model does not trace or supports no requested variant, or a graph violates the contract.
     """
+    dtype = getattr(torch, FLOAT[spec.precision])
+    shared = {id(parameter): parameter for parameter in model.parameters() if parameter.dtype == dtype}
+    model = copy.deepcopy(model, shared).to(dtype)
     possible = _possible(forms, traits_of(model, spec), spec, report)
     if speculation and "contrib" not in possible:
         raise GraphError("speculation: needs the contrib form, which this export does not have; leave it out")
@@ -111,25 +114,6 @@ def write_graphs(
         save_graph(graph, path, contract, portable=name in portable)
         written[name] = GraphEntry.of(path.name, graph_opset, contract)
     return written
-
-
-def write_cast(
-    model: nn.Module,
-    spec: ModelSpec,
-    directory: Path,
-    *,
-    forms: Sequence[Form],
-    opset: int,
-    alignment: AlignmentHeads | None = None,
-    speculation: bool = False,
-    report: Callable[[str], None] = lambda line: None,
-) -> dict[str, GraphEntry]:
-    """Write the graphs of a model in the precision of `spec`, as `write_graphs` does; the model does not change."""
-    dtype = getattr(torch, FLOAT[spec.precision])
-    shared = {id(parameter): parameter for parameter in model.parameters() if parameter.dtype == dtype}
-    cast = copy.deepcopy(model, shared).to(dtype)
-    more = {"alignment": alignment, "speculation": speculation}
-    return write_graphs(cast, spec, directory, forms=forms, opset=opset, report=report, **more)  # type: ignore[arg-type]
 
 
 def write_precision(

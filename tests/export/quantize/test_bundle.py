@@ -19,8 +19,7 @@ import tfexport
 from tests import tiny
 from tests.conftest import DATES
 from tfexport.bundle.bundle import create_bundle, open_bundle
-from tfexport.bundle.manifest import Draft, Manifest
-from tfexport.bundle.step_weights import step_weight_bytes
+from tfexport.bundle.manifest import Draft
 from tfexport.cli import main
 from tfexport.contract import Quantization, TokenIds
 from tfexport.errors import BackendError, BundleError, ConfigError
@@ -115,20 +114,6 @@ def test_it_generates(int4: Path, throughput: Path) -> None:
     assert run("generate", int4, "3 mars 1999", "--num-beams", 2).stdout == "1999-03-03\n"
 
 
-def test_a_step_reads_fewer_bytes(dates_bundle: Path, int4: Path, throughput: Path) -> None:
-    """Of two tables for throughput only the one that is multiplied counts."""
-    wide, narrow, columns = (step_weight_bytes(open_bundle(path)) for path in (dates_bundle, int4, throughput))
-    assert wide is not None
-    assert narrow is not None
-    assert columns is not None
-    assert 0.15 * wide < narrow < 0.2 * wide
-    tensors = load_file(throughput / "weights.safetensors")
-    assert tensors["enc.embed.weight.int8_columns.values"].size == tensors["enc.embed.weight.int8_blocks.values"].size
-    # The copies of query, key and value for the other forms count too in this bundle; an export has one form.
-    twice = sum(v.nbytes for k, v in tensors.items() if re.match(r"dec\.layers\.\d\.self\.(weight|bias)", k))
-    assert columns - twice < 0.28 * wide
-
-
 def test_verify_needs_the_model_that_it_was_made_from(int4: Path) -> None:
     result = run("verify", int4)
     remedy = "give the model directory that it was made from with --against"
@@ -138,13 +123,6 @@ def test_verify_needs_the_model_that_it_was_made_from(int4: Path) -> None:
     assert report.passed
     assert {rung.stage for rung in report.numbers} == {"eager float64", "eager cached", "ort contrib"}
     assert report.numbers[-1].tolerance == 0.5
-
-
-def test_every_form_of_a_quantised_bundle_is_verified(throughput: Path) -> None:
-    report = verify_bundle(throughput, against=DATES, config=VerifyConfig(samples=4))
-    assert report.passed, report.problems()
-    assert {rung.tolerance for rung in report.numbers if rung.stage.startswith("ort")} == {0.1}
-    assert len(report.numbers) == 5
 
 
 def test_a_quantised_bundle_of_another_model_fails(int4: Path, tmp_path: Path) -> None:
@@ -167,16 +145,6 @@ def test_what_needs_wide_weights_is_refused_with_the_remedy(int4: Path) -> None:
     assert "int4 weights for ONNX Runtime on the CPU; export it with --precision fp32 and build" in result.stderr
 
 
-def test_bench_does_not_ask_for_the_model_of_a_verified_bundle(int4: Path, throughput: Path) -> None:
-    from tfexport.bench.config import BenchConfig
-    from tfexport.bench.run import check_parity
-
-    found = check_parity(open_bundle(int4), BenchConfig(), lambda line: None)
-    assert found == {"passed": True, "source": "verified by its export"}
-    with pytest.raises(BundleError, match="no model to compare with; give the model directory"):
-        check_parity(open_bundle(throughput), BenchConfig(), lambda line: None)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -194,31 +162,6 @@ def test_contradictions_are_refused(options: dict[str, Any], message: str, tmp_p
     result = run("onnx", "preset:tiny", "--output", tmp_path / "out", *flags)
     assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (1, "", 1)
     assert not list(tmp_path.iterdir())
-
-
-def test_the_configuration_of_a_quantisation_is_checked() -> None:
-    with pytest.raises(ConfigError, match="multiplies 4 bits weight-only"):
-        Quantization(weights="int4", optimize_for="throughput")
-    with pytest.raises(ConfigError, match="weights is 'fp8', expected 'int8' or 'int4'"):
-        Quantization.from_dict({"weights": "fp8"})
-
-
-def test_a_manifest_that_contradicts_itself_is_refused(dates_bundle: Path, tmp_path: Path) -> None:
-    manifest = open_bundle(dates_bundle).manifest
-    quantization = Quantization(weights="int8")
-    with pytest.raises(ConfigError, match=r"quantization is given, but spec.precision is fp16, expected fp32"):
-        replace(manifest, spec=replace(manifest.spec, precision="fp16"), quantization=quantization)
-    graphs = {name: entry for name, entry in manifest.graphs.items() if name != "encoder"}
-    with pytest.raises(ConfigError, match="missing graph 'encoder'"):
-        replace(manifest, graphs=graphs)
-
-
-def test_a_bundle_from_before_quantisation_still_opens(dates_bundle: Path) -> None:
-    manifest = open_bundle(dates_bundle).manifest
-    data = json.loads(manifest.to_bytes())
-    assert data.pop("quantization") is None
-    del data["self_sha256"]
-    assert Manifest.from_dict(data) == manifest
 
 
 # Wide enough to have matrices of 4,096 weights; inputs of 100 fill no block.

@@ -353,12 +353,6 @@ def test_a_weight_is_stored_once_and_the_file_is_small(way: str, share: float, d
     assert tables == {"int8_blocks", *(["int8_columns"] if way == "int8 throughput" else [])}
 
 
-def test_equal_input_gives_equal_bytes(dates_bundle: Path, once: Once, tmp_path: Path) -> None:
-    write_integer_graphs(dates_bundle, open_bundle(dates_bundle).manifest.graphs, tmp_path, WAYS["int4"])
-    for path in narrow(dates_bundle, once, "int4").iterdir():
-        assert path.read_bytes() == (tmp_path / path.name).read_bytes(), path.name
-
-
 def test_weights_that_are_not_finite_are_listed(tmp_path: Path) -> None:
     nodes, weights = product("gemm")
     weights["w"][3, 5], weights["b"][2] = np.nan, np.inf

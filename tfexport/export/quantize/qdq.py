@@ -6,7 +6,6 @@ Embeddings, norms, biases, position tables and the output projection do not chan
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,7 +26,7 @@ from tfexport.export.graph_file import (
     span,
 )
 from tfexport.export.quantize.linear import LEAST_WEIGHTS, only_linear
-from tfexport.export.quantize.rounding import BLOCK, Rounded, round_matrix
+from tfexport.export.quantize.rounding import BLOCK, round_matrix
 
 # The first opsets whose DequantizeLinear has float16 scales and float8, and blocks of 4 bits.
 _OPSET: dict[WeightType, int] = {"int8": 19, "fp8": 19, "int4": 21}
@@ -35,21 +34,8 @@ _IR_VERSION = 10  # the version of opset 21
 _ALIGNMENT = 64
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """A tensor of the new file."""
-
-    tensor: ir.TensorProtocol
-    place: Span
-
-
-@dataclass(frozen=True)
-class _Weight:
-    """A weight in the new file: unchanged, or narrow values with scales."""
-
-    values: _Stored
-    scales: _Stored | None = None
-    attributes: Mapping[str, int] | None = None
+# Tensors of the new file with their bytes, by the suffix of their names, and the attributes of DequantizeLinear.
+_Weight = tuple[dict[str, tuple[ir.TensorProtocol, Span]], dict[str, int]]
 
 
 def quantize_graphs(
@@ -121,43 +107,40 @@ def _move(
         array = read_weight(weight)
         if place in chosen:
             rounded = round_matrix(array, weights, chosen[place])
-            moved[place] = _Weight(_write(file, rounded.values), _write(file, rounded.scales), _attributes(rounded))
+            attributes = {"axis": rounded.axis, **({"block_size": rounded.block} if rounded.block else {})}
+            parts = {"_narrow": _write(file, rounded.values), "_scale": _write(file, rounded.scales)}
+            moved[place] = parts, attributes
             uneven += weights == "int4" and not rounded.block
         else:
-            moved[place] = _Weight(_write(file, array))
+            moved[place] = {"": _write(file, array)}, {}
     report(f"{len(chosen)} of {len(external)} weights are stored as {weights}")
     if uneven:
         report(f"of these {uneven} as int8: they have inputs that {BLOCK} does not divide")
     return moved
 
 
-def _attributes(rounded: Rounded) -> dict[str, int]:
-    return {"axis": rounded.axis, **({"block_size": rounded.block} if rounded.block else {})}
-
-
-def _write(file: BinaryIO, array: NDArray[Any]) -> _Stored:
+def _write(file: BinaryIO, array: NDArray[Any]) -> tuple[ir.TensorProtocol, Span]:
     tensor = ir.tensor(array)
     file.write(bytes(-file.tell() % _ALIGNMENT))
     offset, length = file.tell(), file.write(tensor.tobytes())  # packs two values of 4 bits into a byte
-    return _Stored(tensor, Span(QUANTIZED_WEIGHTS, offset, length))
+    return tensor, Span(QUANTIZED_WEIGHTS, offset, length)
 
 
 def _refer(graph: ir.Graph, moved: Mapping[Span, _Weight], directory: Path) -> None:
     """Let a graph refer to the new file."""
     tape = ir.tape.Tape()
     for value in external_weights(graph):
-        weight, name = moved[span(value)], value.name or ""
-        if weight.scales is None:
-            refer(value, weight.values.place, directory)
+        (parts, attributes), name = moved[span(value)], value.name or ""
+        if not attributes:
+            refer(value, parts[""][1], directory)
             continue
         del graph.initializers[name]
         value.name = None  # free the name for the restored matrix
-        parts = [(f"{name}_narrow", weight.values), (f"{name}_scale", weight.scales)]
-        inputs = [tape.initializer(part.tensor, name) for name, part in parts]
-        for part, (_, stored) in zip(inputs, parts, strict=True):
-            refer(part, stored.place, directory)
+        inputs = [tape.initializer(tensor, name + suffix) for suffix, (tensor, _) in parts.items()]
+        for part, (_, place) in zip(inputs, parts.values(), strict=True):
+            refer(part, place, directory)
         restored = ir.Value(name=name, type=value.type, shape=value.shape)
-        tape.op("DequantizeLinear", inputs, weight.attributes, name=f"{name}_dequantize", output=restored)
+        tape.op("DequantizeLinear", inputs, attributes, name=f"{name}_dequantize", output=restored)
         value.replace_all_uses_with(restored)
     for part in tape.initializers:
         graph.register_initializer(part)
