@@ -16,8 +16,8 @@ from click.testing import CliRunner
 import tfexport
 from tests.bundle.made import reseal
 from tests.conftest import DATES
-from tests.importing.formats import published
-from tests.importing.formats.test_generation import drawn_defaults
+from tests.importing.huggingface import published
+from tests.importing.huggingface.test_generation import drawn_defaults
 from tfexport import ConfigError, DecodeConfig, Model
 from tfexport.cli import main
 from tfexport.errors import TfexportError

@@ -443,7 +443,7 @@ def test_a_sentencepiece_model_encodes_as_sentencepiece_does(
     from dataclasses import replace
 
     from tests import tiny
-    from tfexport.importing.formats.vocabulary import tokenizer_json
+    from tfexport.importing.vocabulary import tokenizer_json
     from tfexport.nn.config import model_spec
 
     sentencepiece = pytest.importorskip("sentencepiece", reason="sentencepiece is not installed")

@@ -12,11 +12,10 @@ from tests import tiny
 from tests.conftest import DATES
 from tests.fuzz.kind import Kind
 from tests.fuzz.mutations import mutated, mutated_json
-from tests.importing.formats.odd_texts import LINES
+from tests.importing.huggingface.odd_texts import LINES
 from tests.text.test_tokenizer import TOKENS, byte_pairs, spec_of
 from tfexport.errors import InputError
-from tfexport.importing.formats.spm import from_sentencepiece, read_sentencepiece
-from tfexport.importing.formats.vocabulary import tokenizer_json
+from tfexport.importing.vocabulary import tokenizer_json
 from tfexport.nn.config import model_spec
 from tfexport.text.tokenizer import Tokenizer
 
@@ -28,8 +27,8 @@ def prepare(folder: Path) -> None:
     byte_pairs().save(str(folder / "byte_pairs.json"))
     (folder / "characters.json").write_bytes((DATES / "tokenizer.json").read_bytes())
     pieces = _train(folder / "spm.model")
-    proto = read_sentencepiece((folder / "spm.model").read_bytes(), folder / "spm.model")
-    from_sentencepiece(proto).save(str(folder / "unigram.json"))
+    config = replace(tiny.config(), source_vocab=2000, target_vocab=2000, tokens=TOKENS)
+    (folder / "unigram.json").write_bytes(tokenizer_json(folder / "spm.model", model_spec(config, "fp32")))
     (folder / "tokens.txt").write_text("\n".join(["<pad>", "<s>", "</s>", "<unk>", *pieces[4:60]]) + "\n", "utf-8")
 
 

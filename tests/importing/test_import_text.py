@@ -148,7 +148,7 @@ def test_recorded_texts_set_what_stands_around_them_and_prove_it(user: User, pro
     result = proven.imported
     assert "source prefix 1: so the recorded texts have it" in result.stderr
     assert "source suffix 2: so the recorded texts have it" in result.stderr
-    assert "says what your code says of 12 recorded texts" in result.stderr
+    assert "for 12 recorded texts" in result.stderr
     assert "tokenizer" not in result.stdout, "nothing about it is unverified"
     assert json.loads((proven.model / "certificate.json").read_text())["texts"] == 12
     assert proven.exported.stdout.endswith("verified, 12 recorded texts\n")
@@ -173,7 +173,6 @@ def test_where_the_weights_came_from_goes_along(user: User, unproven: Made, bund
     assert f"sha256 {golden}" in unproven.imported.stderr
     certificate = json.loads((unproven.model / "certificate.json").read_text())
     assert (certificate["checkpoint"], certificate["golden"]["sha256"]) == ({"model.pt": entry}, golden)
-    run("tokenizer", bundle, "--source-suffix", 2)
     manifest = json.loads((bundle / "manifest.json").read_text())
     assert (manifest["checkpoint"], manifest["identity"]) == ({"model.pt": entry}, NAMED)
     assert manifest["provenance"] == {
@@ -203,60 +202,6 @@ def test_without_recorded_texts_it_is_announced_and_options_repair_it(
     assert repaired == {**right, "samples": []}
     for name in ("model.safetensors", "tokenizer.json", "target_tokenizer.json"):
         assert (tmp_path / "repaired" / name).read_bytes() == (proven.model / name).read_bytes()
-
-
-def test_a_bundle_gets_another_tokenizer_or_stays_as_it_was(
-    user: User, proven: Made, bundle: Path, tmp_path: Path
-) -> None:
-    run("tokenizer", bundle, "--source-prefix", 1, "--source-suffix", 2)
-    assert equal(user, bundle) == TEXTS
-    run("tokenizer", bundle, "--source-suffix", "")
-    assert equal(user, bundle) < TEXTS
-    for options, message in (
-        ([], "nothing is to change"),
-        (["--source-suffix", 31], "source_suffix has id 31"),
-        (["--tokenizer", user.folder / "model.pt"], "tokenizer"),
-    ):
-        assert message in run("tokenizer", bundle, *options, code=1).stderr
-    shutil.rmtree(bundle)
-    shutil.copytree(proven.bundle, bundle)
-    before = (bundle / "manifest.json").read_bytes()
-    for options in (["--source-suffix", ""], ["--target-tokenizer", user.folder / "source.txt"]):
-        assert "text 1 of 12" in run("tokenizer", bundle, *options, code=2).stderr
-        assert (bundle / "manifest.json").read_bytes() == before
-    word_level(SOURCE).save(str(tmp_path / "same.json"))
-    assert "12 recorded texts" in run("tokenizer", bundle, "--tokenizer", tmp_path / "same.json").stdout
-    assert equal(user, bundle) == TEXTS
-
-
-def test_a_bundle_gets_the_tokenizers_of_a_directory(user: User, bundle: Path, tmp_path: Path) -> None:
-    """Marian's files: two tokenizers, and the end token behind a source, unless an option says otherwise."""
-    sentencepiece = pytest.importorskip("sentencepiece", reason="sentencepiece is not installed")
-    folder = tmp_path / "marian"
-    folder.mkdir()
-    for name in ("source", "target"):
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(user.inputs),
-            model_prefix=str(folder / name),
-            vocab_size=20,
-            hard_vocab_limit=False,
-            minloglevel=2,
-        )
-        (folder / f"{name}.model").rename(folder / f"{name}.spm")
-    spm = sentencepiece.SentencePieceProcessor(model_file=str(folder / "source.spm"))
-    pieces = [spm.id_to_piece(i) for i in range(3, spm.get_piece_size())]
-    ids = {token: i for i, token in enumerate([*SPECIAL, *reversed(pieces)])}
-    (folder / "vocab.json").write_text(json.dumps(ids))
-    run("tokenizer", bundle, "--tokenizer", folder)
-    with tfexport.load(bundle) as loaded:
-        assert loaded.tokenizer is not None
-        wanted = [[*(ids[piece] for piece in spm.encode(text, out_type=str)), EOS] for text in user.inputs]
-        assert loaded.tokenizer.encode(user.inputs) == wanted
-        assert loaded.tokenizer.decode(wanted[0]) == user.inputs[0]
-    run("tokenizer", bundle, "--tokenizer", folder, "--source-suffix", "2,2")
-    assert "source_suffix  2, 2" in run("inspect", bundle).output
-    run("import", user.folder / "model.pt", "--output", tmp_path / "again", *GIVEN, "--heads", 6, "--tokenizer", folder)
-    assert (tmp_path / "again" / "target_tokenizer.json").exists()
 
 
 def test_a_later_checkpoint_keeps_the_ids_of_recorded_texts_alone(user: User, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -15,7 +14,6 @@ import torch
 from click.testing import CliRunner, Result
 from tokenizers import Tokenizer
 
-import tfexport
 from tests.conftest import ROOT
 from tests.stranger import modern, tutorial
 from tfexport.bundle.bundle import open_bundle
@@ -161,22 +159,6 @@ def test_bench_takes_it_as_any_other_bundle(bundle: Path) -> None:
     done = run("bench", bundle, *sizes)
     assert done.exit_code == 0, done.output
     assert "stranger-modern · fp32 · ort · single" in done.stdout
-
-
-def test_another_tokenizer_is_compared_with_the_recorded_texts(bundle: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(bundle, copy)
-    assert run("tokenizer", copy, "--tokenizer", modern.WORDS).exit_code == 0
-    with tfexport.load(copy) as model:
-        assert model.generate(["w7 w8 w9"], max_new_tokens=4)[0].text
-    assert open_bundle(copy).manifest.module == open_bundle(bundle).manifest.module
-    shifted = json.loads(modern.WORDS.read_text())
-    vocab = shifted["model"]["vocab"]
-    vocab["w4"], vocab["w7"] = vocab["w7"], vocab["w4"]
-    (tmp_path / "other.json").write_text(json.dumps(shifted))
-    refused = run("tokenizer", copy, "--tokenizer", tmp_path / "other.json")
-    assert refused.exit_code == 2
-    assert "at token 0 the tokenizer has 4, your code 7" in refused.stderr
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 import tokenizers
 
 from tests.conftest import DATES
-from tests.importing.formats.odd_texts import odd_texts
+from tests.importing.huggingface.odd_texts import odd_texts
 from tests.languages.conftest import Once, Program, said
 from tfexport.errors import InputError
 from tfexport.export import export_bundle

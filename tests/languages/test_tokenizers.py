@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from tests.conftest import DATES
-from tests.importing.formats.odd_texts import odd_texts
+from tests.importing.huggingface.odd_texts import odd_texts
 from tfexport.errors import InputError
 from tfexport.text.vocabulary import Vocabulary
 

@@ -22,6 +22,7 @@ _EXTRAS = {
     "ray": "ray",
     "cryptography": "sign",
     "pyarrow": "bulk",
+    "transformers": "hf",
     "httpx": "bench",
     "jinja2": "bench",
     "matplotlib": "bench",

@@ -1,4 +1,4 @@
-"""A module of the user's own and what an export asks of it, given in Python or by the name of a function."""
+"""A user's own module with what an export needs of it, given in Python or by the name of a function."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ _NAME = re.compile(r"(?!preset:)[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 @dataclass(frozen=True)
 class OwnModule:
-    """A module that no layout expresses, and all that belongs into its bundle.
+    """A module that no layout expresses, and everything that belongs into its bundle.
 
     Attributes:
-        module: with `encode` and `decode_step`, or `hidden_states` for an encoder alone, see docs/your-own-module.md;
-            float32 on the CPU, its weights loaded. It is put into eval mode.
+        module: has `encode` and `decode_step`, or `hidden_states` for an encoder alone; float32 on the CPU, with its
+            weights loaded. It is put into eval mode.
         spec: sizes, limits and token ids, in fp32.
-        reference: computes all positions at once, as the training does; see `EagerModel`. None calls
-            module(source_ids, source_mask, target_ids), or `hidden_states` of an encoder alone.
-        tokenizers: of source and target; None where ids go in and out.
+        reference: computes all positions at once, as in training; None calls module(source_ids, source_mask,
+            target_ids), or `hidden_states` of an encoder alone.
+        tokenizers: of source and target; None if only ids go in and out.
         texts: sample texts and your own code around the model, which the tokenizers are compared with.
         around: ids around a text, as far as the texts do not show them; its samples are not used.
-        generation: what the bundle generates with unless told otherwise.
+        generation: defaults of the bundle.
     """
 
     module: nn.Module
@@ -51,11 +51,7 @@ class OwnModule:
     generation: GenerationDefaults = field(default_factory=GenerationDefaults)
 
     def __post_init__(self) -> None:
-        """Check what was given.
-
-        Raises:
-            ConfigError: lists every problem.
-        """
+        """Raise a ConfigError that lists every problem."""
         kinds = {"module": (self.module, nn.Module), "spec": (self.spec, ModelSpec)}
         problems = [
             f"{name} is {shortened(value)}, expected a {kind.__name__}"
@@ -97,26 +93,21 @@ class OwnModule:
         return ModuleEntry(name=f"{kind.__module__}.{kind.__qualname__}", weights_sha256=joint_sum(sums, sums))
 
     def versions(self) -> dict[str, str]:
-        """Return the versions of the distributions that the class is from, by name; nothing where it is of none."""
+        """Return the versions of the distributions that the class is from, by name."""
         package = type(self.module).__module__.partition(".")[0]
         distributions = importlib.metadata.packages_distributions().get(package, [])
         return {name: importlib.metadata.version(name) for name in sorted(set(distributions))}
 
 
 def is_own_module(source: str) -> bool:
-    """Say whether what a user names is PACKAGE.MODULE:FACTORY, and no file or preset."""
+    """Return whether a source is named PACKAGE.MODULE:FACTORY, and is not a file or preset."""
     return bool(_NAME.fullmatch(source)) and not os.path.lexists(source)
 
 
 def load_own_module(name: str) -> OwnModule:
-    """Import a Python module, which runs it, and call a function of it; only ever for a name that the user gives.
+    """Import PACKAGE.MODULE, which runs it, and return what its FACTORY() returns.
 
-    Args:
-        name: PACKAGE.MODULE:FACTORY; the working directory is looked in first, as Python does for a program. FACTORY
-            is called without arguments and returns an `OwnModule`.
-
-    Raises:
-        ConfigError: it cannot be imported or fails, with the line, or returns something else.
+    Only names that the user gives are imported, from the working directory first, as Python does for a program.
     """
     module, _, factory = name.partition(":")
     if (here := str(Path.cwd())) not in sys.path:

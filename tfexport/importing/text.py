@@ -1,51 +1,62 @@
-"""The text of an import: which tokenizers go beside the weights, what surrounds their ids, and what of it is proven."""
+"""The text of an import: read tokenizers, check them against the model, and compare them with recorded texts."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from tokenizers import Tokenizer as Inner
+
 from tfexport._io.names import TARGET_TOKENIZER, TEXT, TOKENIZER
+from tfexport._io.process import limits_memory
 from tfexport.contract import ModelSpec
 from tfexport.errors import BackendError, BundleError, CheckpointError
-from tfexport.importing.formats.hugging_face_tokenizer import tokenizer_files
-from tfexport.importing.formats.language_pair import AS_IT_IS, LanguagePair, with_languages
-from tfexport.importing.formats.tokenizer import checked, read_tokenizers
-from tfexport.importing.formats.tokenizer_parts import TokenizerFiles
+from tfexport.importing.huggingface.tokenizer import around, directory_tokenizer, surround, tokenizer_names
+from tfexport.importing.vocabulary import Side, tokenizer_json, vocabulary_size
 from tfexport.text.compare import fitted
 from tfexport.text.config import TextConfig
 from tfexport.text.tokenizer import Tokenizer
+from tfexport.text.vocabulary import BEYOND, border, try_tokenizer
+
+# Vocabularies of models are padded to multiples, and have languages and sentinels that no text becomes.
+_PADDING = 256
+_REFUSED_COVERAGE, _WARNED_COVERAGE = 0.5, 0.9
+# As M2M100, mBART and NLLB spell them: __en__, en_XX, eng_Latn.
+_LANGUAGE = re.compile(r"__[a-z]{2,3}__|[a-z]{2,3}_[A-Z]{2}|[a-z]{3}_[A-Z][a-z]{3}")
 
 
 @dataclass(frozen=True)
 class Tokenizers:
-    """Files that a user gives.
+    """Tokenizers that a user gives.
 
     Attributes:
-        source: a tokenizer.json, a SentencePiece model, a list of tokens, or a Hugging Face directory; of both sides
-            where there is no other.
+        source: a tokenizer.json, a SentencePiece model, a list of tokens, or a Hugging Face directory; for both sides
+            if there is no other.
         target: the target's own.
-        languages: of source and target.
+        source_language: as the tokenizer names it, such as eng_Latn, en_XX or en; None keeps the tokenizer's default.
+        target_language: likewise.
     """
 
     source: Path
     target: Path | None = None
-    languages: LanguagePair = AS_IT_IS
+    source_language: str | None = None
+    target_language: str | None = None
 
 
 @dataclass(frozen=True)
 class ImportedText:
-    """What goes beside the weights.
+    """What is written next to the weights.
 
     Attributes:
         files: of the model directory, by name.
-        tokenizer: that they are, compared with what was recorded; None where there is none.
-        compared: recorded texts that the tokenizer was compared with.
-        generation: options of generation that go with a target language.
+        tokenizer: made of these files; None if there is none.
+        compared: number of recorded texts that the tokenizer was compared with.
+        generation: generation options that select the target language.
         notes: what the caller should know.
-        unverified: what could be wrong unseen.
+        unverified: what could be wrong unnoticed.
     """
 
     files: Mapping[str, bytes]
@@ -67,37 +78,22 @@ def import_text(
     """Read tokenizers and compare them with recorded texts.
 
     Args:
-        tokenizers: None where there is none; ids alone go in and out then.
-        given: what surrounds the ids, as far as the user says so.
-        recorded: the texts of the golden; None where it has none.
+        tokenizers: None if only ids go in and out.
+        given: ids around a text that the user gives.
+        recorded: texts of the golden, if it has any.
         spec: of the model.
-        has_own_weights: whether the golden was recorded beside the weights that are imported: if not, what it says is
-            not what they say.
-
-    Raises:
-        CheckpointError: a tokenizer cannot be read or does not fit.
-        BundleError: likewise, or ids around a text that the model does not have.
-        ParityError: a tokenizer differs from a recorded text.
+        has_own_weights: whether the golden was recorded with the imported weights; if not, its outputs are dropped.
     """
     if tokenizers is None:
         lost = ("there are recorded texts, but no tokenizer to compare: give --tokenizer",) if recorded else ()
         return ImportedText({}, notes=lost)
-    found = read_tokenizers(tokenizers.source, tokenizers.target, spec, tokenizers.languages)
-    if recorded is None or tokenizers.languages != AS_IT_IS:
-        given = _completed(given, found)
-    return _compared(found, given, recorded, spec, has_own_weights=has_own_weights)
-
-
-def _compared(
-    found: TokenizerFiles,
-    given: TextConfig,
-    recorded: TextConfig | None,
-    spec: ModelSpec,
-    *,
-    has_own_weights: bool,
-) -> ImportedText:
-    """Compare what was read with recorded texts."""
-    files = dict(found.files)
+    if tokenizers.target is None:
+        files, warnings = _read(tokenizers.source, spec, None)
+    else:
+        files, warnings = _read(tokenizers.source, spec, "source")
+        target, more = _read(tokenizers.target, spec, "target")
+        files, warnings = {**files, TARGET_TOKENIZER: target[TOKENIZER]}, [*warnings, *more]
+    generation, languages = _choose_languages(files, tokenizers)
     sides = [(name, files[name]) for name in (TOKENIZER, TARGET_TOKENIZER) if name in files]
 
     def load(text: TextConfig) -> Tokenizer:
@@ -105,22 +101,12 @@ def _compared(
 
     text = fitted(load, recorded, given) if recorded else given
     tokenizer = load(text)
-    around = _notes(tokenizer, given, is_compared=bool(recorded), has_decoder=spec.has_decoder)
-    notes = (*found.notes, *around)
+    notes = (*warnings, *languages, *_notes(tokenizer, given, is_compared=bool(recorded), has_decoder=spec.has_decoder))
     if not has_own_weights:
         text = replace(text, samples=tuple(replace(s, target_ids=(), output=None) for s in text.samples))
     files[TEXT] = (json.dumps(text.to_dict(), ensure_ascii=False) + "\n").encode()
     unverified = () if recorded else ("the tokenizer: no texts were recorded to compare it with",)
-    return ImportedText(files, tokenizer, len(text.samples), found.generation, notes, unverified)
-
-
-def _completed(given: TextConfig, found: TokenizerFiles) -> TextConfig:
-    """Put around a source what transformers puts there, as far as the user leaves it open."""
-    return replace(
-        given,
-        source_prefix=given.source_prefix or found.source_prefix,
-        source_suffix=given.source_suffix or found.source_suffix,
-    )
+    return ImportedText(files, tokenizer, len(text.samples), generation, notes, unverified)
 
 
 def import_directory_text(
@@ -131,32 +117,101 @@ def import_directory_text(
     *,
     has_own_weights: bool,
 ) -> ImportedText:
-    """Take the tokenizer of a directory, which nobody asked for: what does not fit is said and left.
-
-    Args:
-        directory: of Hugging Face.
-        given: what surrounds the ids, as far as the user says so.
-        recorded: the texts of the golden; None where it has none.
-        spec: of the model.
-        has_own_weights: as in `import_text`.
-
-    Raises:
-        ParityError: the tokenizer differs from a recorded text.
-    """
+    """Import the tokenizer of a directory that nobody asked for; if it does not fit, report it and go on without."""
+    names = tokenizer_names(directory)
+    tokenizers = Tokenizers(directory) if names else None
     try:
-        found = tokenizer_files(directory, spec)
-        if found is None:
-            return import_text(None, given, recorded, spec, has_own_weights=has_own_weights)
-        found = with_languages(checked(found, directory, spec), AS_IT_IS)
-        around = _completed(given, found) if recorded is None else given
-        text = _compared(found, around, recorded, spec, has_own_weights=has_own_weights)
+        text = import_text(tokenizers, given, recorded, spec, has_own_weights=has_own_weights)
     except (BackendError, BundleError, CheckpointError) as error:
         return ImportedText({}, notes=(f"the directory's tokenizer is not taken: {error}",))
-    return replace(text, notes=(f"the tokenizer is the directory's {', '.join(found.names)}", *text.notes))
+    first = [f"the tokenizer is the directory's {', '.join(names)}"] if names else []
+    return replace(text, notes=(*first, *text.notes))
 
 
-def _notes(tokenizer: Tokenizer, given: TextConfig, *, is_compared: bool, has_decoder: bool) -> tuple[str, ...]:
-    """Say what was found around the ids, or what is probably missing there."""
+def _read(path: Path, spec: ModelSpec, side: Side | None) -> tuple[dict[str, bytes], list[str]]:
+    """Read the tokenizer of one side or both, try it, and compare its size with the model's; also return warnings."""
+    files = directory_tokenizer(path, spec) if path.is_dir() else {TOKENIZER: tokenizer_json(path, spec, side)}
+    if side is not None:
+        own = files.get(TARGET_TOKENIZER) if side == "target" else None
+        files = {TOKENIZER: own or files[TOKENIZER]}
+    for raw in files.values():
+        try:
+            try_tokenizer(raw, f"tokenizer {path}:")
+        except BundleError as error:
+            raise CheckpointError(str(error)) from error
+    sides: dict[str, Side | None] = {TOKENIZER: side, TARGET_TOKENIZER: "target"}
+    if TARGET_TOKENIZER in files:
+        sides[TOKENIZER] = "source"
+    warnings = [check_coverage(raw, path, spec, sides[name]) for name, raw in files.items()]
+    if not limits_memory():
+        warnings.append("the tokenizer was tried without a limit of memory, which this system does not have")
+    return files, [warning for warning in warnings if warning]
+
+
+def check_coverage(raw: bytes, path: Path, spec: ModelSpec, side: Side | None) -> str:
+    """Return a warning if a tokenizer.json has too few ids for the model; refuse it below half of them."""
+    with border(lambda reason: CheckpointError(f"tokenizer {path}: is no tokenizer.json ({reason}); save it again")):
+        vocab = Inner.from_str(raw.decode("utf-8")).get_vocab(with_added_tokens=True)
+    ids = {i for i in vocab.values() if i < vocab.get(BEYOND, i + 1)}
+    name, size = vocabulary_size(spec, side)
+    if size - len(ids) <= _PADDING or len(ids) >= _WARNED_COVERAGE * size:
+        return ""
+    problem = f"tokenizer {path}: has {len(ids)} ids, the model's {name} is {size}"
+    if len(ids) < _REFUSED_COVERAGE * size:
+        raise CheckpointError(f"{problem}; give the tokenizer that the model was trained with")
+    return f"warning: {problem}; is it the tokenizer that the model was trained with?"
+
+
+def _choose_languages(files: dict[str, bytes], tokenizers: Tokenizers) -> tuple[dict[str, int], list[str]]:
+    """Put the languages into tokenizers, and return the generation options of the target's and notes.
+
+    The language that a tokenizer puts around a source shows its place: NLLB and mBART-50 have it before the text, mBART
+    and the older NLLB after the end token. Sources of Marian begin with the target's.
+    """
+    inner = Inner.from_str(files[TOKENIZER].decode("utf-8"))
+    before, after = around(inner)
+    spoken = [(i, token) for i in (*before, *after) if _LANGUAGE.fullmatch(token := str(inner.id_to_token(i)))]
+    source, target = tokenizers.source_language, tokenizers.target_language
+    generation: dict[str, int] = {}
+    if source is not None:
+        if len(spoken) != 1:
+            raise CheckpointError(
+                f"source_language is {source}, but this tokenizer puts no language around a source; "
+                "give the ids that it shall put there as --source-prefix and --source-suffix"
+            )
+        own, (place, _) = _language_id(inner, source, "source_language"), spoken[0]
+        before, after = (tuple(own if i == place else i for i in ids) for ids in (before, after))
+    if target is not None:
+        if (marian := inner.token_to_id(f">>{target}<<")) is not None:
+            before = (marian, *before)
+        else:
+            said = Inner.from_str(files.get(TARGET_TOKENIZER, files[TOKENIZER]).decode("utf-8"))
+            # mBART, but not mBART-50, starts a target with its language.
+            is_start = said.token_to_id("ar_AR") is not None and said.token_to_id("sl_SI") is None
+            option = "decoder_start_token_id" if is_start else "forced_bos_token_id"
+            generation = {option: _language_id(said, target, "target_language")}
+    if (before, after) != around(inner):
+        surround(inner, before, after)
+        files[TOKENIZER] = inner.to_str(pretty=True).encode()
+    told = [f"the source language is {token}; --source-language gives another" for _, token in spoken]
+    return generation, told if source is None else []
+
+
+def _language_id(inner: Inner, language: str, option: str) -> int:
+    added = {token.content: i for i, token in inner.get_added_tokens_decoder().items()}
+    for token in (language, f"__{language}__"):
+        if token in added:
+            return added[token]
+    names = sorted(token for token in added if _LANGUAGE.fullmatch(token) or token.startswith(">>"))
+    raise CheckpointError(
+        f"{option} is {language}, expected one of {', '.join(names)}"
+        if names
+        else f"{option} is {language}, but this tokenizer has no languages; leave it out"
+    )
+
+
+def _notes(tokenizer: Tokenizer, given: TextConfig, *, is_compared: bool, has_decoder: bool) -> list[str]:
+    """Report what was found around the ids, or what is probably missing there."""
     text = tokenizer.text
     notes = [
         f"{name.replace('_', ' ')} {', '.join(map(str, ids))}: so the recorded texts have it"
@@ -164,11 +219,11 @@ def _notes(tokenizer: Tokenizer, given: TextConfig, *, is_compared: bool, has_de
         if (ids := getattr(text, name)) and not getattr(given, name)
     ]
     if is_compared:
-        notes.append(f"the tokenizer says what your code says of {len(text.samples)} recorded texts")
+        notes.append(f"the tokenizer gives the ids and texts of your code for {len(text.samples)} recorded texts")
     elif has_decoder and not tokenizer.ends_sources:
         eos = tokenizer.eos
         notes.append(
             f"warning: sources do not end with the end token {eos}; if those of your training did, "
             f"give --source-suffix {eos}, and record texts to be sure"
         )
-    return tuple(notes)
+    return notes

@@ -27,8 +27,7 @@ from torch import Tensor, nn
 from tfexport._io.atomic import whole_file
 from tfexport._io.strict_json import parse_json, plain_problem
 from tfexport.errors import CheckpointError, ConfigError, raise_all, shortened
-from tfexport.importing.formats import kinds
-from tfexport.importing.formats.snapshot import FileSum, snapshot
+from tfexport.importing.files import FileSum, snapshot, tensor_problems
 from tfexport.importing.reference.texts import Texts, record_texts
 from tfexport.importing.reference.weights import randomise, tensor_sums
 from tfexport.text.config import TextConfig
@@ -99,7 +98,7 @@ def read_golden(path: Path | str) -> Golden:
     try:
         if problem := plain_problem(path):
             raise CheckpointError(f"{path}: {problem}; record one with tfexport.importing.reference.golden.record")
-        with snapshot(path) as private, safe_open(private.path, "pt") as file:
+        with snapshot(path) as (copy, file_sum), safe_open(copy, "pt") as file:
             metadata = dict(file.metadata() or {})
             names = list(file.keys())
             _check_names(path, names, {name: file.get_slice(name) for name in names if not name.startswith(STATE)})
@@ -110,7 +109,7 @@ def read_golden(path: Path | str) -> Golden:
         raise
     except Exception as error:  # of the library, and of PyTorch if it lacks a kind
         raise CheckpointError(f"{path}: is no safetensors file or cut short ({error}); record it again") from error
-    raise_all(CheckpointError, str(path), kinds.problems(stored, private.sum.bytes))
+    raise_all(CheckpointError, str(path), tensor_problems(stored, file_sum.bytes))
     if metadata.pop("sha256", None) not in (None, _contents_sum(stored, metadata)):
         raise CheckpointError(
             f"{path}: was changed since it was recorded (its sum differs); copy it or record it again"
@@ -134,7 +133,7 @@ def read_golden(path: Path | str) -> Golden:
             attributes=attributes,
             real=real,
             weights=_weights(metadata),
-            file=private.sum,
+            file=file_sum,
         )
     except (CheckpointError, ConfigError) as error:
         raise CheckpointError(f"{path}: {error}") from error

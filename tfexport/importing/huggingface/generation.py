@@ -1,21 +1,20 @@
-"""What a Hugging Face directory generates with unless told otherwise: generation_config.json, or else config.json."""
+"""The generation defaults of a Hugging Face directory: generation_config.json, or config.json if there is none."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from tfexport._io.names import CONFIG
 from tfexport.contract import TokenIds
 from tfexport.errors import CheckpointError, ConfigError, raise_all, shortened
 from tfexport.generation import LENGTHS, GenerationDefaults
+from tfexport.importing.files import GENERATION_CONFIG
 
-GENERATION_CONFIG = "generation_config.json"
 _OURS = {field.name for field in dataclasses.fields(GenerationDefaults)} - {"seed", "return_alternatives"}
-# What changes the text and is not here, with the values that change nothing.
+# Options that change the text and do not exist here, with the values that change nothing.
 _NOT_HERE: dict[str, tuple[object, ...]] = {
     "num_beam_groups": (1,),
     "diversity_penalty": (0,),
@@ -38,7 +37,7 @@ _NOT_HERE: dict[str, tuple[object, ...]] = {
     "token_healing": (False,),
     "watermarking_config": (),
 }
-# What changes how a text is computed or returned, not the text.
+# Options that change how a text is computed or returned, not the text.
 _NO_MATTER = {
     *("use_cache", "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size", "low_memory"),
     *("output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate"),
@@ -50,28 +49,13 @@ _NO_MATTER = {
 }
 
 
-@dataclass(frozen=True)
-class Generation:
-    """What was found: the defaults, and what the caller should know of them, a line each."""
-
-    defaults: GenerationDefaults
-    notes: tuple[str, ...]
-
-
 def read_generation(
     hf_config: Mapping[str, Any], hf_generation: Mapping[str, Any], tokens: TokenIds, vocab: int, given: Collection[str]
-) -> Generation:
-    """Read the defaults as transformers does: of generation_config.json alone where it is there, else of config.json.
+) -> tuple[GenerationDefaults, list[str]]:
+    """Read the defaults as transformers does, and what the caller should know of them, a line each.
 
-    Args:
-        hf_config: config.json.
-        hf_generation: generation_config.json; empty where there is none.
-        tokens: of the model, which are no defaults.
-        vocab: of the model's target.
-        given: settings of the import, which go before the file's tokens.
-
-    Raises:
-        CheckpointError: lists every value that is wrong or out of range.
+    They come from generation_config.json, or from config.json if there is none. `given` are settings of the import,
+    which replace the file's tokens.
     """
     name, found = (GENERATION_CONFIG, hf_generation) if hf_generation else (CONFIG, hf_config)
     found = {key: value for key, value in found.items() if value is not None}
@@ -84,11 +68,11 @@ def read_generation(
         raise CheckpointError(f"{error}; change it there, or take it out") from error
     told = ", ".join(f"{key} {json.dumps(value)}" for key, value in defaults.given().items())
     first = [f"generates with {told} unless told otherwise"] if told else []
-    return Generation(defaults, tuple(f"{name}: {note}" for note in [*first, *notes]))
+    return defaults, [f"{name}: {note}" for note in [*first, *notes]]
 
 
 def _options(found: Mapping[str, Any], tokens: TokenIds, given: Collection[str], notes: list[str]) -> dict[str, Any]:
-    """Return the options that a file gives as transformers reads it, and say what of them is left out."""
+    """Return the options as transformers reads them, and note those that are left out."""
     options = {key: value for key, value in found.items() if key in _OURS}
     if found.get("force_bos_token_to_be_generated") and "bos_token_id" in found:  # BART, before forced_bos_token_id
         options["forced_bos_token_id"] = found["bos_token_id"]
@@ -114,7 +98,7 @@ def _options(found: Mapping[str, Any], tokens: TokenIds, given: Collection[str],
 
 
 def _notes(found: Mapping[str, Any], *, has_own_file: bool) -> list[str]:
-    """Say what changes the text and is left out, and in a file of its own what nobody knows."""
+    """Describe options that are left out although they change the text, and unknown keys of a file of their own."""
     notes = []
     missing = [
         f"{key} {shortened(found[key])}" for key, same in _NOT_HERE.items() if key in found and found[key] not in same

@@ -15,9 +15,20 @@ from tokenizers import normalizers
 from transformers.models.nllb.tokenization_nllb import FAIRSEQ_LANGUAGE_CODES as NLLB
 
 from tests import tiny
-from tests.importing.formats.odd_texts import odd_texts
-from tests.importing.formats.published import CLASSES
-from tests.importing.formats.test_tokenizer_directories import bart, encoded, m2m100, marian, spec, train, write
+from tests.importing.huggingface.odd_texts import odd_texts
+from tests.importing.huggingface.published import CLASSES
+from tests.importing.huggingface.test_tokenizer_directories import (
+    bart,
+    encoded,
+    is_of_the_other_side,
+    is_plain,
+    m2m100,
+    marian,
+    spec,
+    t5,
+    train,
+    write,
+)
 from tfexport.cli import main
 from tfexport.contract import ModelSpec
 from tfexport.errors import CheckpointError, ConfigError
@@ -67,7 +78,10 @@ def mbart(folder: Path, cls: str = "MBartTokenizer", languages: int = 25) -> tup
     return theirs, spec(count + 2 + languages, **IDS)
 
 
-FAMILIES: dict[str, tuple[Callable[[Path], tuple[Any, ModelSpec]], str, str]] = {
+FAMILIES: dict[str, tuple[Callable[[Path], tuple[Any, ModelSpec]], str | None, str | None]] = {
+    "marian": (marian, None, None),
+    "bart": (bart, None, None),
+    "t5": (t5, None, None),
     "nllb": (nllb, "deu_Latn", "fra_Latn"),
     "nllb, legacy": (lambda folder: nllb(folder, legacy_behaviour=True), "deu_Latn", "fra_Latn"),
     "mbart": (mbart, "de_DE", "fr_XX"),
@@ -81,20 +95,16 @@ def write_model(folder: Path, found: ModelSpec) -> Any:
     kind = json.loads((folder / "config.json").read_text())["model_type"]
     cls = getattr(transformers, CLASSES[kind])
     sides = {"attention_heads": 2, "ffn_dim": 24, "layers": 1}
-    sizes = {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in sides.items()}
+    sizes: dict[str, Any] = {
+        f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in sides.items()
+    }
+    sizes |= {"bos_token_id": 0, "max_position_embeddings": 402, "scale_embedding": True}
+    if kind == "t5":
+        sizes = {"d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
     own = found.tokens
-    tokens = {"pad_token_id": own.pad, "eos_token_id": own.eos, "decoder_start_token_id": own.start, "bos_token_id": 0}
+    tokens = {"pad_token_id": own.pad, "eos_token_id": own.eos, "decoder_start_token_id": own.start}
     torch.manual_seed(0)
-    model = cls(
-        cls.config_class(
-            d_model=16,
-            max_position_embeddings=402,
-            scale_embedding=True,
-            vocab_size=found.source_vocab,
-            **sizes,
-            **tokens,
-        )
-    )
+    model = cls(cls.config_class(d_model=16, vocab_size=found.source_vocab, **sizes, **tokens))
     tiny.randomise(model)
     model.tie_weights()
     model.save_pretrained(folder)
@@ -112,13 +122,9 @@ def opened(made: Path) -> tuple[Tokenizer, GenerationDefaults]:
     return tokenizer, GenerationDefaults.from_dict(json.loads(path.read_text()) if path.exists() else {})
 
 
-def is_plain(text: str) -> bool:
-    """Say whether transformers 5 reads a text as SentencePiece does: it keeps white space at the ends."""
-    return text.strip(" \t\n\r\u200b\ufeff\u2581") == text and "\u200b" not in text and "\ufeff" not in text
-
-
 @pytest.mark.parametrize("family", FAMILIES)
-def test_languages_by_name_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+def test_ids_and_texts_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    """A whole directory, tokenizer files and weights, imported with languages by name or without any."""
     hf, made = tmp_path / "hf", tmp_path / "model"
     hf.mkdir()
     make, source, target = FAMILIES[family]
@@ -126,28 +132,32 @@ def test_languages_by_name_are_those_of_transformers(family: str, tmp_path: Path
     model = write_model(hf, found)
     import_checkpoint(hf, made, ImportConfig(source_language=source, target_language=target))
     ours, defaults = opened(made)
-    theirs.src_lang = source
-    texts = [text for text in odd_texts() if (ids := encoded(ours, text)) is not None and len(ids) < 400]
-    plain = [text for text in texts if is_plain(text)]
-    assert len(plain) > 170
+    if source:
+        theirs.src_lang = source
+    texts = [text for text in odd_texts() if is_plain(text) and not is_of_the_other_side(theirs, text)]
+    plain = [text for text in texts if (ids := encoded(ours, text)) is not None and len(ids) < 400]
+    assert len(plain) > 165
     different = [(text, a, b) for text in plain if (a := theirs(text).input_ids) != (b := ours.encode([text])[0])]
     assert not different, (len(different), different[:2])
-    token = theirs.convert_tokens_to_ids(f"__{target}__" if family == "m2m100" else target)
-    option = "decoder_start_token_id" if family == "mbart" else "forced_bos_token_id"
-    assert defaults.given()[option] == token
+    chosen = {}
+    if target:
+        token = theirs.convert_tokens_to_ids(f"__{target}__" if family == "m2m100" else target)
+        chosen = {"decoder_start_token_id" if family == "mbart" else "forced_bos_token_id": token}
+        assert defaults.given().items() >= chosen.items()
+    # No word twice, as random weights would repeat one for ever; padding has no position in M2M100.
+    options = {"max_new_tokens": 12, "no_repeat_ngram_size": 1, "num_beams": 1, "suppress_tokens": [found.tokens.pad]}
     some = plain[::4]
-    options = {"max_new_tokens": 8, "no_repeat_ngram_size": 1, "num_beams": 1, "suppress_tokens": [1]}
     with Model(EagerSession(load_model(made).double()), ours, defaults) as loaded:
         said = [result.text for result in loaded.generate(some, **options)]
     expected = []
     with torch.inference_mode():
         for text in some:
             given = theirs(text, return_tensors="pt")
-            (ids,) = model.generate(given.input_ids, attention_mask=given.attention_mask, **options, **{option: token})
+            (ids,) = model.generate(given.input_ids, attention_mask=given.attention_mask, **options, **chosen)
             expected.append(theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-    different = [(a, b) for a, b in zip(said, expected, strict=True) if a.strip() != b.strip()]
+    unequal = [(a, b) for a, b in zip(said, expected, strict=True) if a.strip() != b.strip()]
     assert len(set(expected)) > 10, "texts that are all alike prove nothing"
-    assert not different, (len(different), different[:2])
+    assert not unequal, (len(unequal), unequal[:2])
 
 
 @pytest.mark.parametrize("legacy", [False, True])
@@ -239,16 +249,6 @@ def test_what_is_no_language_is_refused(tmp_path: Path) -> None:
         ImportConfig(source_language="de", source_suffix=(2,))
 
 
-def test_ids_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
-    """BARThez is an mBART with a tokenizer of its own."""
-    _, found = mbart(tmp_path)
-    write(tmp_path, tokenizer_config={"tokenizer_class": "BarthezTokenizer"})
-    write_model(tmp_path, found)
-    lines: list[str] = []
-    import_checkpoint(tmp_path, tmp_path / "model", report=lines.append)
-    assert any("the ids of sentencepiece.bpe.model for barthez are not known" in line for line in lines)
-
-
 def run(*words: object, code: int = 0) -> Result:
     result = CliRunner().invoke(main, list(map(str, words)))
     assert result.exit_code == code, result.output
@@ -275,5 +275,3 @@ def test_a_call_names_another_language(tmp_path: Path) -> None:
         assert generate("--forced-bos-token-id", name)[0] == french
     assert generate("--forced-bos-token-id", "none")[0] != german
     assert "token 'French' is none of the target's vocabulary" in generate("--forced-bos-token-id", "French", code=1)
-    run("tokenizer", bundle, "--source-language", "fra_Latn")
-    assert f"source_prefix  {french}" in run("inspect", bundle).output

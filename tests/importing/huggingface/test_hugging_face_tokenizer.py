@@ -5,21 +5,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 from tokenizers import Tokenizer as Inner
 from tokenizers import models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast, T5Tokenizer
+from transformers import PreTrainedTokenizerFast
 
-from tests.importing.formats import published
-from tests.importing.formats.published_configs import VOCAB
+from tests.importing.huggingface import published
+from tests.importing.huggingface.published_configs import VOCAB
 from tfexport.importing.importer import import_checkpoint
 from tfexport.nn.config import model_spec
 from tfexport.nn.directory import load_model
 from tfexport.text.config import TextConfig
 from tfexport.text.tokenizer import Tokenizer
-
-LINES = [line.strip() for line in Path(__file__).read_text().splitlines() if line.strip()]
-TEXTS = ["the tokenizer of a directory", "is taken", "  two  spaces ", "naïve ﬁne", "x"]
 
 
 def imported(folder: Path, tokenizer: Path | None = None) -> list[str]:
@@ -68,30 +64,9 @@ def test_one_that_does_not_fit_is_left_and_said(tmp_path: Path) -> None:
     assert not (tmp_path / "model" / "tokenizer.json").exists()
 
 
-def test_a_sentencepiece_model_of_t5_ends_sources_as_transformers_does(tmp_path: Path) -> None:
-    sentencepiece = pytest.importorskip("sentencepiece", reason="sentencepiece is not installed")
-    published.write(tmp_path / "hf", "t5-small", vocab_size=300)
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(LINES),
-        model_prefix=str(tmp_path / "hf" / "spiece"),
-        vocab_size=250,
-        pad_id=0,
-        eos_id=1,
-        unk_id=2,
-        bos_id=-1,
-        hard_vocab_limit=False,
-        minloglevel=2,
-    )
-    assert "the tokenizer is the directory's spiece.model" in imported(tmp_path)
-    theirs = T5Tokenizer.from_pretrained(tmp_path / "hf")
-    found = ours(tmp_path / "model")
-    assert found.encode(TEXTS) == theirs(TEXTS).input_ids
-    assert all(ids[-1] == 1 for ids in found.encode(TEXTS))
-
-
 def test_files_that_are_not_read_are_named(tmp_path: Path) -> None:
     published.write(tmp_path / "hf", "opus-mt")
     for name in ("source.spm", "vocab.json"):
         (tmp_path / "hf" / name).write_bytes(b"{}")
     (line,) = (line for line in imported(tmp_path) if "is not taken" in line)
-    assert "has source.spm, vocab.json alone, expected one of tokenizer.json; source.spm + target.spm + " in line
+    assert "vocab.json: expected tokens with an id of its own each" in line

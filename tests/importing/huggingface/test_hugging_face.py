@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import GenerationConfig, UMT5ForConditionalGeneration
 
 from tests import tiny
-from tests.importing.formats import published
-from tests.importing.formats.published import UNUSED_BIAS
-from tests.importing.formats.published_configs import CONFIGS, VOCAB
+from tests.importing.huggingface import published
+from tests.importing.huggingface.published import UNUSED_BIAS
+from tests.importing.huggingface.published_configs import CONFIGS, VOCAB
 from tfexport.decode.offline import decode
 from tfexport.errors import CheckpointError
 from tfexport.generation import DecodeConfig, GenerationDefaults
@@ -256,7 +256,7 @@ def test_another_family_is_named_with_the_way(name: str, tmp_path: Path) -> None
     (folder / "config.json").write_text(json.dumps({"d_model": 32, "is_encoder_decoder": True, **OTHERS[name]}))
     with pytest.raises(CheckpointError) as caught:
         imported(tmp_path)
-    assert f"model_type is {OTHERS[name]['model_type']!r}, expected marian, bart" in str(caught.value)
+    assert f"model_type is {OTHERS[name]['model_type']!r}, expected bart, mbart" in str(caught.value)
     assert "record a golden" in str(caught.value)
     assert "see docs/hugging-face.md" in str(caught.value)
     assert "activation_function" not in str(caught.value)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests import tiny
-from tests.importing.formats.published_configs import CONFIGS
+from tests.importing.huggingface.published_configs import CONFIGS
 
 # As Google's files were converted: with a weight that no model has, and the tied one once.
 FIRST_T5 = ("t5-small", "t5-base", "t5-large")

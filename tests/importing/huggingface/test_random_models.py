@@ -12,9 +12,9 @@ import torch
 import transformers
 
 from tests import tiny
-from tests.importing.formats.published import CLASSES
-from tests.importing.formats.published_configs import VOCAB
-from tests.importing.formats.test_generation import drawn_defaults
+from tests.importing.huggingface.published import CLASSES
+from tests.importing.huggingface.published_configs import VOCAB
+from tests.importing.huggingface.test_generation import drawn_defaults
 from tfexport.decode.offline import decode
 from tfexport.errors import ConfigError
 from tfexport.export import export_bundle

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from tests import tiny
-from tests.importing.formats.odd_texts import odd_texts
-from tests.importing.formats.test_tokenizer_directories import train
+from tests.importing.huggingface.odd_texts import odd_texts
+from tests.importing.huggingface.test_tokenizer_directories import train
 from tfexport.errors import CheckpointError
-from tfexport.importing.formats.spm import from_sentencepiece, read_sentencepiece
-from tfexport.importing.formats.vocabulary import tokenizer_json
+from tfexport.importing.vocabulary import read_sentencepiece, tokenizer_json
 from tfexport.nn.config import model_spec
 from tfexport.text.vocabulary import Vocabulary
 
@@ -55,7 +54,10 @@ def test_ids_are_those_of_sentencepiece(options: dict[str, Any], tmp_path: Path)
     path = tmp_path / "spm.model"
     train(path, options.pop("model_type", "unigram"), **{"vocab_size": 600, **options})
     spm = sentencepiece.SentencePieceProcessor(model_file=str(path))
-    raw = from_sentencepiece(read_sentencepiece(path.read_bytes(), path)).to_str().encode()
+    size, eos = spm.get_piece_size(), spm.eos_id()
+    config = replace(tiny.config(), source_vocab=size, target_vocab=size)
+    tokens = replace(config.tokens, eos=eos, start=eos, pad=eos, unk=spm.unk_id())
+    raw = tokenizer_json(path, model_spec(replace(config, tokens=tokens), "fp32"))
     ours = Vocabulary.parse(raw, "tokenizer.json", {spm.bos_id(), spm.eos_id()}, spm.unk_id())
     # A text that begins with the sign for a space: where no rule makes it one, a single one comes of both.
     texts = [text for text in [*odd_texts(), *EDGES] if not text.startswith("\u2581")]
@@ -109,7 +111,7 @@ def test_mutated_models_are_converted_or_refused_in_one_line(tmp_path: Path) -> 
 def test_a_model_that_was_made_to_harm_is_refused(change: Callable[[Any], None], says: str, tmp_path: Path) -> None:
     path = tmp_path / "spm.model"
     train(path)
-    proto = read_sentencepiece(path.read_bytes(), path)
+    proto = read_sentencepiece(path)
     change(proto)
     path.write_bytes(proto.SerializeToString())
     config = replace(tiny.config(), source_vocab=400, target_vocab=400)

@@ -45,11 +45,11 @@ KINDS: dict[str, tuple[Callable[[], Tensor], str]] = {
     "csr": (lambda: torch.eye(3).to_sparse_csr(), "is sparse (torch.sparse_csr), expected plain weights; save its to_"),
     "quantised": (
         lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
-        "is quantised (torch.qint8), expected plain weights; save its dequantize()",
+        "is quantized (torch.qint8), expected plain weights; save its dequantize()",
     ),
     "expanded": (
         lambda: torch.ones(1).expand(10**6, 10**6),
-        "is expanded to [1000000, 1000000], larger than the whole file, expected values that are stored; save its ",
+        "is expanded to [1000000, 1000000], larger than the whole file, expected stored values; save its ",
     ),
 }
 

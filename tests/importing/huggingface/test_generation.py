@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.importing.formats import published
-from tests.importing.formats.published_configs import CONFIGS, VOCAB
+from tests.importing.huggingface import published
+from tests.importing.huggingface.published_configs import CONFIGS, VOCAB
 from tfexport.decode.offline import decode
 from tfexport.errors import CheckpointError
 from tfexport.generation import GenerationDefaults

@@ -13,10 +13,10 @@ from tokenizers import Tokenizer as Inner
 from tokenizers import models, pre_tokenizers, trainers
 
 from tests import tiny
-from tests.importing.formats.odd_texts import LINES, odd_texts
+from tests.importing.huggingface.odd_texts import LINES, odd_texts
 from tfexport.contract import ModelSpec
 from tfexport.errors import CheckpointError, InputError
-from tfexport.importing.formats.vocabulary import tokenizer_json
+from tfexport.importing.vocabulary import tokenizer_json
 from tfexport.nn.config import model_spec
 from tfexport.text.tokenizer import Tokenizer
 
@@ -95,7 +95,7 @@ def test_a_dictionary_of_fairseq_with_sentencepiece(tmp_path: Path) -> None:
         if set(wanted) > {3}:
             assert ours.encode([text]) == [wanted], text
     (tmp_path / "sentencepiece.bpe.model").unlink()
-    with pytest.raises(CheckpointError, match="has pieces of SentencePiece, and no model lies beside it"):
+    with pytest.raises(CheckpointError, match="has pieces of SentencePiece"):
         tokenizer_json(tmp_path / "dict.txt", spec(len(ids), pad=1, start=2, eos=2, unk=3))
 
 
@@ -158,7 +158,7 @@ def test_a_list_of_joeynmt_with_codes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("listed", "codes", "problem"),
     [
-        ("th@@ 5\ne 3\n", None, "has pieces of words, and no codes lie beside it; call them bpecodes"),
+        ("th@@ 5\ne 3\n", None, "has pieces of words, and there are no codes next to it; name them bpecodes"),
         ("the 5\na 3\nthe 1\n", None, "line 3 repeats line 1"),
         ("the 5\n<pad> 3\n", None, "line 2 repeats a special token"),
         ("th@@ 5\ne 3\n", "t h\ne </w>\n", "version 0.1"),

@@ -13,9 +13,8 @@ from tokenizers import models
 from tests import tiny
 from tfexport.contract import ModelSpec
 from tfexport.errors import CheckpointError
-from tfexport.importing.formats.coverage import check_coverage
-from tfexport.importing.formats.vocabulary import Side, tokenizer_json
-from tfexport.importing.text import Tokenizers, import_text
+from tfexport.importing.text import Tokenizers, check_coverage, import_text
+from tfexport.importing.vocabulary import Side, tokenizer_json
 from tfexport.nn.config import model_spec
 from tfexport.text.config import TextConfig
 
@@ -71,9 +70,6 @@ def spm(folder: Path, name: str = "source.spm") -> Path:
 def test_a_sentencepiece_model_whose_ids_are_not_the_models(eos: int, unk: int, problem: str, tmp_path: Path) -> None:
     path = spm(tmp_path)
     with pytest.raises(CheckpointError, match=f"its ids are not the model's: .*{problem}"):
-        tokenizer_json(path, spec(300, eos, unk))
-    (tmp_path / "vocab.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"vocab\.json beside it maps its pieces: give the directory"):
         tokenizer_json(path, spec(300, eos, unk))
     tokenizer_json(path, spec(300, 2, 0))
 

@@ -1,1 +1,0 @@
-"""The formats that checkpoints, configurations and vocabularies come in."""

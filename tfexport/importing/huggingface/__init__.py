@@ -1,0 +1,187 @@
+"""Hugging Face directories: one module per family of models that share code, each with a list `FAMILIES`.
+
+To add a family, add a module with such a list, and a layout if no built-in one has the names of its weights.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer as Inner
+from torch import Tensor
+
+from tfexport.contract import ModelSpec
+from tfexport.errors import CheckpointError, raise_all, shortened
+from tfexport.nn.switches import Value
+
+_TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_accurate")
+_ACTIVATIONS = {
+    **{name: name for name in ("relu", "gelu", "silu")},
+    **dict.fromkeys(_TANH, "gelu_tanh"),
+    "gelu_python": "gelu",
+    "swish": "silu",
+}
+_TOKENS = {"pad": "pad_token_id", "start": "decoder_start_token_id", "eos": "eos_token_id"}
+_BIAS = "final_logits_bias"
+_MAX_LISTED = 8
+
+
+class Reader:
+    """Reads values of a config.json and collects every problem."""
+
+    def __init__(self, config: Mapping[str, Any], prefix: str = "") -> None:
+        self.config, self.prefix = config, prefix
+        self.problems: list[str] = []
+
+    def side(self, name: str) -> Reader:
+        """Return a reader of a nested configuration."""
+        value = self.config.get(name)
+        if not isinstance(value, dict):
+            self.problems.append(f"{name} is {shortened(value)}, expected its configuration")
+        return Reader(value if isinstance(value, dict) else {}, f"{name}.")
+
+    def whole(self, name: str) -> int:
+        """Return a whole number, at least 0."""
+        value = self.config.get(name)
+        if isinstance(value, int) and is_whole(value):
+            return value
+        self.problems.append(f"{self.prefix}{name} is {shortened(value)}, expected a whole number")
+        return 0
+
+    def activation(self, name: str, value: object) -> dict[str, Value]:
+        """Return the switch for an activation that `name` has."""
+        if isinstance(value, str) and value in _ACTIVATIONS:
+            return {"activation": _ACTIVATIONS[value]}
+        self.problems.append(f"{self.prefix}{name} is {shortened(value)}, expected one of {', '.join(_ACTIVATIONS)}")
+        return {}
+
+
+def is_whole(value: Any) -> bool:
+    """Return whether a value is an integer, at least 0, and not a bool."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+@dataclass(frozen=True)
+class Family:
+    """What an import needs to know of a `model_type`.
+
+    Attributes:
+        model_type: in config.json.
+        layout: returns the name of the built-in layout of a directory's weights.
+        settings: reads the switches; takes the keys of the state dict, too.
+        base: prefix of the weights inside the whole model, missing in files of the model without its head.
+        head: key of the output projection.
+        is_tied: whether the output projection may be left out whatever config.json says.
+        unread: keys of config.json that no version of transformers reads today.
+        unused: patterns of weights that transformers does not load.
+        tokenizers: classes of transformers; a directory that names none has the first.
+        convert: makes tokenizers of these classes, by file name; None if transformers converts them.
+        tokenizer_files: files by which `convert` is chosen if a directory has no config.json.
+    """
+
+    model_type: str
+    layout: Callable[[Mapping[str, Any]], str]
+    settings: Callable[[Reader, Collection[str]], dict[str, Value]]
+    tokenizers: tuple[str, ...]
+    base: str = "model."
+    head: str = "lm_head.weight"
+    is_tied: bool = False
+    unread: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+    convert: Callable[[Path, ModelSpec], dict[str, Inner]] | None = None
+    tokenizer_files: tuple[str, ...] = ()
+
+
+@cache
+def families() -> dict[str, Family]:
+    """Return every family by its `model_type`."""
+    modules = (importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__))
+    found = [family for module in modules for family in getattr(module, "FAMILIES", ())]
+    return {family.model_type: family for family in found}
+
+
+def family_of(config: Mapping[str, Any] | None) -> Family | None:
+    """Return the family that a config.json names; None if it is unknown, or if there is no such file."""
+    model_type = (config or {}).get("model_type")
+    return families().get(model_type) if isinstance(model_type, str) else None
+
+
+def read_settings(
+    family: Family,
+    config: Mapping[str, Any],
+    generation: Mapping[str, Any],
+    keys: Collection[str],
+    given: Collection[str] = (),
+) -> dict[str, Value]:
+    """Read a config.json as settings for `apply_layout`; the layout has the values that it leaves out.
+
+    Tokens of generation_config.json come first, as in `generate`. `keys` are those of the state dict: a stored table of
+    positions needs no length. `given` are settings that replace these.
+    """
+    reader = Reader(config)
+    found = family.settings(reader, keys) | _tokens(reader, generation, given)
+    raise_all(CheckpointError, "config.json", reader.problems)
+    return found
+
+
+def read_tokens(config: Mapping[str, Any], generation: Mapping[str, Any]) -> dict[str, Value]:
+    """Read the token ids of a directory of any family, as settings."""
+    return _tokens(Reader(config), generation, ())
+
+
+def _tokens(reader: Reader, generation: Mapping[str, Any], given: Collection[str]) -> dict[str, Value]:
+    decoder = reader.config.get("decoder")
+    of_decoder = {"decoder_start_token_id": None, **decoder} if isinstance(decoder, dict) else {}
+    said = {**of_decoder, **reader.config, **{name: value for name, value in generation.items() if value is not None}}
+    if said.get("decoder_start_token_id", 0) is None and is_whole(said.get("bos_token_id")):
+        said["decoder_start_token_id"] = said["bos_token_id"]  # as `generate` does
+    found: dict[str, Value] = {}
+    for ours, theirs in _TOKENS.items():
+        value = said.get(theirs)
+        if theirs == "eos_token_id" and isinstance(value, list) and value:
+            value = value[0]  # the model has one end; generation has all of them
+        if is_whole(value):
+            found[f"tokens.{ours}"] = value
+        elif theirs in said and f"tokens.{ours}" not in given:
+            reader.problems.append(
+                f"{theirs} is {shortened(value)}, expected a whole number; give --set tokens.{ours}=ID"
+            )
+    unknown = said.get("unk_token_id")
+    return found | ({"tokens.unk": unknown} if is_whole(unknown) else {})
+
+
+def as_loaded(
+    family: Family, config: Mapping[str, Any], tensors: Mapping[str, Tensor], notes: list[str]
+) -> Mapping[str, Tensor]:
+    """Return the weights that a model of transformers has after it has loaded a file, and extend `notes`."""
+    base, head = family.base, family.head
+    if not any(key.startswith(base) for key in tensors):
+        notes.append(f"has the names of the model without its head; put {base!r} before them")
+        tensors = {key if key in (head, _BIAS) else base + key: tensor for key, tensor in tensors.items()}
+    found = dict(tensors)
+    unused = [key for key in found if any(fnmatchcase(key, pattern) for pattern in family.unused)]
+    shared = f"{base}shared.weight"
+    tables = [f"{base}{side}.embed_tokens.weight" for side in ("encoder", "decoder")]
+    if head not in found and not family.is_tied and config.get("tie_word_embeddings", True) is False:
+        raise CheckpointError(
+            f"the weights have no {head}, and config.json says tie_word_embeddings false; save the whole model"
+        )
+    if shared in found and all(table in found for table in tables):
+        # Each side has a table of its own, mostly the same.
+        if head not in found and config.get("share_encoder_decoder_embeddings", True):
+            found[head] = found[shared]
+        elif not all(torch.equal(found[shared], found[table]) for table in tables):
+            unused.append(shared)
+        del found[shared]
+    if unused:
+        more = f" and {len(unused) - _MAX_LISTED} more" if len(unused) > _MAX_LISTED else ""
+        notes.append(f"left out what transformers does not load: {', '.join(sorted(unused)[:_MAX_LISTED])}{more}")
+    return {key: tensor for key, tensor in found.items() if key not in unused}

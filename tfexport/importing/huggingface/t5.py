@@ -1,0 +1,43 @@
+"""T5, mT5 and UMT5."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from tfexport.importing.huggingface import Family, Reader
+from tfexport.nn.switches import Value
+
+# T5 takes texts of any length; it was trained with this one.
+_LENGTH = 512
+_UNUSED = ("decoder.block.*.layer.1.EncDecAttention.relative_attention_bias.weight",)
+
+
+def _settings(reader: Reader, _: Collection[str]) -> dict[str, Value]:
+    config = reader.config
+    # Older files have no scale_decoder_outputs: there the scale went with the tie. mT5 scales nothing, whatever
+    # transformers 5 writes.
+    tied = config.get("tie_word_embeddings", True) and config["model_type"] != "mt5"
+    scaled = config.get("scale_decoder_outputs", tied)
+    feed_forward = str(config.get("feed_forward_proj", "relu"))
+    # gated-gelu is the tanh form, whatever dense_act_fn an older file has.
+    activation = "gelu_new" if feed_forward == "gated-gelu" else feed_forward.removeprefix("gated-")
+    return {
+        **reader.activation("feed_forward_proj", activation),
+        "norm_eps": config.get("layer_norm_epsilon", 1e-6),
+        "num_heads": reader.whole("num_heads"),
+        "relative_max_distance": config.get("relative_attention_max_distance", 128),
+        "logit_scale": "d_model ** -0.5" if scaled else 1.0,
+        "max_length": reader.whole("n_positions") if "n_positions" in config else _LENGTH,
+    }
+
+
+def _layout(config: Mapping[str, Any]) -> str:
+    return "hf_t5_v1_1" if str(config.get("feed_forward_proj", "relu")).startswith("gated-") else "hf_t5"
+
+
+def _family(model_type: str, layout: Callable[[Mapping[str, Any]], str]) -> Family:
+    return Family(model_type, layout, _settings, ("T5Tokenizer",), base="", is_tied=True, unused=_UNUSED)
+
+
+FAMILIES = (_family("t5", _layout), _family("mt5", _layout), _family("umt5", lambda _: "hf_umt5"))

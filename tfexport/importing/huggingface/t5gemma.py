@@ -1,0 +1,69 @@
+"""T5Gemma, if both sides have the same width."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from tfexport.errors import shortened
+from tfexport.importing.huggingface import Family, Reader
+from tfexport.nn.switches import Value
+
+# Each side has these in config.json, and the canonical model has one value for both.
+_SHARED = (
+    "attn_logit_softcapping",
+    "hidden_activation",
+    "hidden_size",
+    "query_pre_attn_scalar",
+    "rms_norm_eps",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+)
+
+
+def _settings(reader: Reader, _: Collection[str]) -> dict[str, Value]:
+    encoder, decoder = reader.side("encoder"), reader.side("decoder")
+    problems = reader.problems
+    problems += [
+        f"encoder.{name} is {shortened(encoder.config.get(name))} and decoder.{name} is "
+        f"{shortened(decoder.config.get(name))}, expected the same"
+        for name in _SHARED
+        if encoder.config.get(name) != decoder.config.get(name)
+    ]
+    if reader.config.get("is_encoder_decoder") is False:
+        problems.append("is_encoder_decoder is False, expected a decoder too")
+    found: dict[str, Value] = {
+        **encoder.activation("hidden_activation", encoder.config.get("hidden_activation")),
+        "num_heads": encoder.whole("num_attention_heads"),
+        "dec.num_heads": decoder.whole("num_attention_heads"),
+        "norm_eps": encoder.config.get("rms_norm_eps", 1e-6),
+        "rotary_base": _rotary_base(encoder),
+        "attention_scale": max(encoder.whole("query_pre_attn_scalar"), 1) ** -0.5,
+        "attention_softcap": encoder.config.get("attn_logit_softcapping") or 0.0,
+        "logit_softcap": decoder.config.get("final_logit_softcapping") or 0.0,
+        "max_length": min(_longest(encoder), _longest(decoder)),
+    }
+    problems += [*encoder.problems, *decoder.problems]
+    return found
+
+
+def _rotary_base(reader: Reader) -> float:
+    said = reader.config.get("rope_parameters") or reader.config.get("rope_scaling") or {}
+    kind = said.get("rope_type", said.get("type", "default")) if isinstance(said, dict) else said
+    if kind != "default":
+        reader.problems.append(f"{reader.prefix}rope_parameters has {shortened(kind)}, expected rope_type default")
+        return 1.0
+    base = said.get("rope_theta", reader.config.get("rope_theta", 10000.0))
+    if isinstance(base, int | float) and base > 0:
+        return float(base)
+    reader.problems.append(f"{reader.prefix}rope_theta is {shortened(base)}, expected a number above 0")
+    return 1.0
+
+
+def _longest(reader: Reader) -> int:
+    """Return the longest text that a layer with a sliding window attends to as a whole."""
+    longest, kinds = reader.whole("max_position_embeddings"), reader.config.get("layer_types") or ["sliding_attention"]
+    return min(longest, reader.whole("sliding_window")) if "sliding_attention" in kinds else longest
+
+
+FAMILIES = (Family("t5gemma", lambda _: "hf_t5gemma", _settings, ("GemmaTokenizer",), head="lm_head.out_proj.weight"),)

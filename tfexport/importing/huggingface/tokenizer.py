@@ -1,0 +1,134 @@
+"""The tokenizer of a Hugging Face directory: its tokenizer.json, or one that is made of its vocabulary files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Inner
+from tokenizers import normalizers, processors
+
+from tfexport._io.extras import install_command
+from tfexport._io.names import CONFIG, TOKENIZER
+from tfexport._io.strict_json import parse_json, read_json
+from tfexport.contract import ModelSpec
+from tfexport.errors import BackendError, CheckpointError, ConfigError, shortened
+from tfexport.importing.huggingface import families, family_of
+from tfexport.importing.vocabulary import SPM_BPE, read_sentencepiece, read_vocabulary, tokenizer_json
+from tfexport.text.vocabulary import border
+
+_SETTINGS = "tokenizer_config.json"
+_MODELS = (SPM_BPE, "spiece.model", "tokenizer.model")
+_PARTS = ("source.spm", "target.spm", "vocab.json", "merges.txt", "vocab.txt")
+# Twice as many as any vocabulary has; each id that is left out costs a token.
+_MAX_ID = 2**21
+
+
+def tokenizer_names(directory: Path) -> tuple[str, ...]:
+    """Return the files of a directory that its tokenizer is read from; none if it has no tokenizer."""
+    names = tuple(name for name in (TOKENIZER, *_MODELS, *_PARTS) if (directory / name).is_file())
+    return names[:1] if TOKENIZER in names else names
+
+
+def directory_tokenizer(directory: Path, spec: ModelSpec) -> dict[str, bytes]:
+    """Read the tokenizer of a directory as transformers reads it: one tokenizer.json, or one per side, by name."""
+    names = tokenizer_names(directory)
+    if not names:
+        raise CheckpointError(f"tokenizer {directory}: has no file of a tokenizer; give a directory with {TOKENIZER}")
+    if names == (TOKENIZER,):
+        return {TOKENIZER: tokenizer_json(directory / TOKENIZER, spec)}
+    for name in names:
+        read_vocabulary(directory / name)  # checks its size
+    with border(lambda reason: CheckpointError(f"tokenizer {directory}: cannot be read ({reason}); save it again")):
+        return {name: inner.to_str(pretty=True).encode() for name, inner in _convert(directory, names, spec).items()}
+
+
+def _convert(directory: Path, names: Sequence[str], spec: ModelSpec) -> dict[str, Inner]:
+    config, settings = read_json_object(directory / CONFIG), read_json_object(directory / _SETTINGS)
+    named = str(settings.get("tokenizer_class") or config.get("tokenizer_class") or "").removesuffix("Fast")
+    known = families().values()
+    family = (
+        family_of(config)
+        or next((one for one in known if named in one.tokenizers), None)
+        or next((one for one in known if one.tokenizer_files and set(one.tokenizer_files) <= set(names)), None)
+    )
+    if family and family.convert and (not named or named in family.tokenizers):
+        return family.convert(directory, spec)
+    if family is None and not named:
+        raise CheckpointError(
+            f"tokenizer {directory}: has {', '.join(names)}, and no {CONFIG} with a known model_type; give the "
+            f"{TOKENIZER} that AutoTokenizer.from_pretrained(…).save_pretrained(…) writes"
+        )
+    transformers = need_transformers(directory)
+    kind = transformers.AutoTokenizer if named or family is None else getattr(transformers, family.tokenizers[0])
+    loaded = kind.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    if (inner := getattr(loaded, "backend_tokenizer", None)) is None:
+        raise CheckpointError(f"tokenizer {directory}: {type(loaded).__name__} has no {TOKENIZER}; give one")
+    spm = next((directory / name for name in _MODELS if name in names), None)
+    # transformers 5 loses the normalization of mBART, and the end token of Blenderbot.
+    if inner.normalizer is None and spm and (charsmap := read_sentencepiece(spm).normalizer_spec.precompiled_charsmap):
+        inner.normalizer = normalizers.Precompiled(charsmap)
+    before, after = around(inner)
+    if not before and not after:
+        surround(inner, (), (spec.tokens.eos,))
+    if loaded.unk_token_id in (*before, *after):
+        language = shortened(settings.get("src_lang"))
+        raise CheckpointError(f"tokenizer {directory}: src_lang is {language}, expected a language that it has")
+    return {TOKENIZER: inner}
+
+
+def need_transformers(path: Path) -> Any:
+    """Import transformers, which may be missing."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise BackendError(
+            f"tokenizer {path}: transformers makes it a {TOKENIZER}; run: {install_command('transformers')}"
+        ) from error
+    return transformers
+
+
+def around(inner: Inner) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the ids that a tokenizer puts before and after a text."""
+    encoded = inner.encode("a")
+    own = [i for i, added in enumerate(encoded.special_tokens_mask) if not added]
+    if not own:
+        return (), tuple(encoded.ids)
+    return tuple(encoded.ids[: own[0]]), tuple(encoded.ids[own[-1] + 1 :])
+
+
+def surround(inner: Inner, before: Sequence[int], after: Sequence[int]) -> None:
+    """Let a tokenizer put these ids around a text, and no others."""
+    tokens = {i: inner.id_to_token(i) for i in (*before, *after)}
+    single = [*(tokens[i] for i in before), "$A", *(tokens[i] for i in after)]
+    inner.post_processor = processors.TemplateProcessing(
+        single=single, special_tokens=[(token, i) for i, token in tokens.items()]
+    )
+
+
+def read_ids(path: Path) -> dict[str, int]:
+    """Read a vocab.json: the id of each token, with <unk>."""
+    try:
+        ids = parse_json(read_vocabulary(path))
+    except ValueError as error:
+        raise CheckpointError(f"tokenizer {path}: is no JSON ({error})") from error
+    whole = isinstance(ids, dict) and all(type(i) is int and i >= 0 for i in ids.values())
+    if not whole or len(set(ids.values())) < len(ids) or not ids:
+        raise CheckpointError(f"tokenizer {path}: expected tokens with an id of its own each")
+    if max(ids.values()) > _MAX_ID:
+        raise CheckpointError(f"tokenizer {path}: has id {max(ids.values())}, expected at most {_MAX_ID}")
+    if "<unk>" not in ids:
+        raise CheckpointError(f"tokenizer {path}: has no token <unk>")
+    return dict(ids)
+
+
+def read_json_object(path: Path) -> Mapping[str, Any]:
+    """Read a JSON object; empty if there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        found = read_json(path, path.name)
+    except ConfigError as error:
+        raise CheckpointError(f"tokenizer {path.parent}: {error}") from error
+    return found if isinstance(found, dict) else {}

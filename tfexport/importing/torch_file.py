@@ -1,0 +1,129 @@
+"""Read files of `torch.save` without running anything that is in them, and verify the checksums of the zip format."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import warnings
+import zipfile
+from collections import Counter, OrderedDict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tfexport.errors import CheckpointError, first_line, shortened
+
+STATE_DICT_ONLY = "save the state dict alone: torch.save(model.state_dict(), FILE), or safetensors.torch.save_file"
+
+_ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
+_PATHS = ("Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
+# Classes of objects that training scripts save next to the weights: options, paths, dates, NumPy numbers. An inert
+# object takes their place, and none of their code is imported.
+_KEPT_BESIDE = (
+    *("argparse.Namespace", "types.SimpleNamespace", "numpy.dtype", "numpy.ndarray"),
+    *(f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in _PATHS),
+    *(f"datetime.{name}" for name in ("date", "datetime", "timedelta", "timezone")),
+    *(f"omegaconf.{name}" for name in ("dictconfig.DictConfig", "listconfig.ListConfig")),
+    *(f"omegaconf.base.{name}" for name in ("ContainerMetadata", "Metadata", "SCMode")),
+    *(f"omegaconf.nodes.{kind}Node" for kind in ("Any", "String", "Integer", "Float", "Boolean", "Bytes", "Path")),
+    *(f"omegaconf.nodes.{kind}Node" for kind in ("Enum", "InterpolationResult")),
+    *(f"typing.{name}" for name in ("Any", "Union", "Optional")),
+    *(f"builtins.{name}" for name in ("bool", "dict", "float", "int", "list", "object", "str", "tuple")),
+    *(f"numpy.{core}.multiarray.{name}" for core in ("core", "_core") for name in ("scalar", "_reconstruct")),
+    *(f"numpy.dtypes.{kind}DType" for kind in ("Float16", "Float32", "Float64", "Int32", "Int64", "Bool", "Str")),
+)
+_MAPPINGS_BESIDE = (
+    "collections.defaultdict",
+    "lightning.fabric.utilities.data.AttributeDict",
+    "lightning_fabric.utilities.data.AttributeDict",
+    "pytorch_lightning.utilities.parsing.AttributeDict",
+)
+
+
+class _Inert:
+    """Accepts everything that a pickle sets, and does nothing."""
+
+    def __new__(cls, *_: object) -> _Inert:
+        return super().__new__(cls)
+
+    def __setitem__(self, key: object, value: object) -> None: ...
+
+    def __setstate__(self, state: object) -> None: ...
+
+
+class _InertMapping:
+    """Stands for a mapping; PyTorch lets a pickle set items only of an OrderedDict."""
+
+    def __new__(cls, *_: object) -> OrderedDict[object, object]:  # type: ignore[misc]
+        return OrderedDict()
+
+
+_STAND_INS: list[Any] = [
+    *((_Inert, name) for name in _KEPT_BESIDE),
+    *((_InertMapping, name) for name in _MAPPINGS_BESIDE),
+]
+
+
+def is_torch_file(head: bytes) -> bool:
+    """Return whether a file that begins with these 9 or more bytes can be one of `torch.save`.
+
+    A safetensors file may begin with the same byte, the length of its header; the header's brace follows it.
+    """
+    return head.startswith((_ZIP, _PICKLE)) and head[8:9] != b"{"
+
+
+def read_torch(file: Path, path: Path) -> Any:
+    """Read tensors, containers and plain values from a file of `torch.save`, in the zip or the older format.
+
+    Args:
+        file: a copy that nobody changes; tensors of a zip file stay mapped to it.
+        path: name for messages.
+    """
+    with file.open("rb") as opened:
+        is_zip = opened.read(len(_ZIP)) == _ZIP
+    if is_zip:
+        _check_archive(file, path)
+    try:
+        with warnings.catch_warnings(), torch.serialization.safe_globals(_STAND_INS):
+            warnings.simplefilter("ignore")  # about pickles that are refused a moment later
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
+    except Exception as error:  # PyTorch raises all kinds of errors for damaged files
+        if found := re.search(r"GLOBAL ([\w.]+)", str(error)):
+            raise CheckpointError(
+                f"{path}: holds more than tensors and plain values ({found[1]}), which cannot be read without "
+                f"running code of the file; {STATE_DICT_ONLY}"
+            ) from error
+        if found := re.search(r"must be imported to load ([\w ]+)", str(error)):
+            raise CheckpointError(
+                f"{path}: holds {found[1].strip()}, expected plain tensors; save them dense and whole"
+            ) from error
+        reason = "" if isinstance(error, pickle.UnpicklingError) else f" ({shortened(first_line(error))})"
+        raise CheckpointError(
+            f"{path}: is damaged, cut short or no file of torch.save{reason}; copy it again"
+        ) from error
+
+
+def _check_archive(file: Path, path: Path) -> None:
+    """Compare every record with its checksum, which `torch.load` ignores."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            records = archive.infolist()
+            if any(record.compress_type != zipfile.ZIP_STORED for record in records):
+                raise CheckpointError(f"{path}: is a compressed archive, expected a file of torch.save; unpack it")
+            if not any(record.CRC for record in records):
+                raise CheckpointError(
+                    f"{path}: has no checksums, expected those that torch.save writes; save it again with "
+                    "torch.serialization.set_crc32_options(True)"
+                )
+            twice = [name for name, count in Counter(archive.namelist()).items() if count > 1]
+            damaged = twice[0] if twice else archive.testzip()
+    except CheckpointError:
+        raise
+    except Exception as error:  # zipfile raises all kinds of errors for damaged files
+        raise CheckpointError(
+            f"{path}: is damaged or cut short ({shortened(first_line(error))}); copy it again"
+        ) from error
+    if damaged:
+        problem = "is there twice" if twice else "has another checksum"
+        raise CheckpointError(f"{path}: is damaged or cut short (record {damaged!r} {problem}); copy it again")

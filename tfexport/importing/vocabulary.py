@@ -1,0 +1,314 @@
+"""Vocabularies in the forms that people have them, as a tokenizer.json of Hugging Face `tokenizers`.
+
+SentencePiece models; lists of tokens, one per line or as fairseq and OpenNMT-py write them; and codes of subword-nmt
+or fastBPE next to a list.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Inner
+
+from tfexport._io.extras import install_command
+from tfexport._io.strict_json import plain_problem
+from tfexport._io.text import MAX_BYTES
+from tfexport.contract import ModelSpec
+from tfexport.errors import BackendError, CheckpointError, raise_all
+from tfexport.text.vocabulary import BEYOND, border
+
+Side = Literal["source", "target"]
+Merge = tuple[str, str]
+# fairseq, NLLB and mBART give this name to a SentencePiece model that is next to a list of its pieces.
+SPM_BPE = "sentencepiece.bpe.model"
+_SPACE = "▁"
+# Types of models and pieces in SentencePiece's format.
+_UNIGRAM, _BPE = 1, 2
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
+# SentencePiece makes pieces of at most 16 characters by default.
+_MAX_PIECE = 256
+# Prefix of tokens that no text may become: white space is replaced before texts are split.
+_HIDDEN = " "
+_GOES_ON, _END = "@@", "</w>"
+# Names that fairseq, its published models, subword-nmt's examples and JoeyNMT give to codes.
+_CODES = ("bpecodes", "code", "codes", "bpe.codes", "codes.bpe", "bpe_codes")
+# Lines of a list with counts, and the tokens that such a list leaves out before its first line.
+_FAIRSEQ = re.compile(r"(.+) \d+"), ("<s>", "<pad>", "</s>", "<unk>")
+_OPENNMT = re.compile(r"(.+)\t\d+"), ("<unk>", "<blank>", "<s>", "</s>")
+
+
+def tokenizer_json(path: Path, spec: ModelSpec, side: Side | None = None) -> bytes:
+    """Read a vocabulary and return it as tokenizer.json.
+
+    Args:
+        path: a tokenizer.json, which is returned as it is; a SentencePiece model; or a list of tokens, which splits
+            texts at white space, and further by the codes or the SentencePiece model next to it if its tokens are
+            pieces of words.
+        spec: has the special tokens and the number of ids.
+        side: of the model that it is for; None for both.
+    """
+    raw = read_vocabulary(path)
+    if raw.lstrip()[:1] == b"{":
+        _check_json(raw, path)
+        return raw
+    with border(lambda reason: CheckpointError(f"tokenizer {path}: cannot be read ({reason}); save it again")):
+        try:
+            text = raw.decode("utf-8").removeprefix("\ufeff")
+            is_text = "\0" not in text and "\x0e" not in text
+        except UnicodeDecodeError:
+            is_text = False
+        inner = _from_list(text, path, spec, side) if is_text else _from_sentencepiece(path, spec, side)
+        return inner.to_str(pretty=True).encode()
+
+
+def read_vocabulary(path: Path) -> bytes:
+    """Read a plain file of a tokenizer, of limited size."""
+    try:
+        if problem := plain_problem(path):
+            raise CheckpointError(
+                f"tokenizer {path}: {problem}; give a tokenizer.json, a SentencePiece model or a list"
+            )
+        if path.stat().st_size > MAX_BYTES:
+            raise CheckpointError(f"tokenizer {path}: has {path.stat().st_size} bytes, the limit is {MAX_BYTES}")
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"tokenizer {path}: cannot be read ({error.strerror or error})") from error
+
+
+def _check_json(raw: bytes, path: Path) -> None:
+    try:
+        found = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"tokenizer {path}: is no JSON ({error}); save the tokenizer again") from error
+    if isinstance(found.get("model"), dict):
+        return
+    if found and all(isinstance(i, int) for i in found.values()):
+        raise CheckpointError(
+            f"tokenizer {path}: has ids alone, as a vocab.json, and not how a text is split; "
+            "give the directory that has its merges.txt or SentencePiece models too"
+        )
+    raise CheckpointError(f"tokenizer {path}: is a JSON, but no tokenizer.json, for it has no model; give that")
+
+
+def vocabulary_size(spec: ModelSpec, side: Side | None) -> tuple[str, int]:
+    """Return the name and the size of a side's vocabulary."""
+    if side == "target" and spec.has_decoder:
+        return "target_vocab", spec.vocab
+    return "source_vocab", spec.source_vocab
+
+
+# Lists of tokens
+
+
+def _from_list(text: str, path: Path, spec: ModelSpec, side: Side | None) -> Inner:
+    tokens, before = _read_tokens(text)
+    if tokens and (
+        tokens[0].startswith("#version") or all(len(t.split(" ")) == 2 and all(t.split(" ")) for t in tokens)
+    ):
+        raise CheckpointError(
+            f"tokenizer {path}: has merges alone, as a merges.txt, and no ids; "
+            "give the directory that has its vocab.json too"
+        )
+    ids = spec.tokens
+    goes_on = any(token.endswith(_GOES_ON) for token in tokens)
+    codes = next((found for name in _CODES if goes_on and (found := path.with_name(name)).is_file()), None)
+    spm = path.with_name(SPM_BPE)
+    has_pieces = any(token.startswith(_SPACE) for token in tokens)
+    is_fairseq = before > 0 and tokens[0] == "<s>"
+    problems = [f"line {i} is empty" for i, token in enumerate(tokens, 1 - before) if not token]
+    places: dict[str, int] = {}
+    for number, token in enumerate(tokens, 1 - before):
+        if places.setdefault(token, number) != number and token:
+            first = f"line {places[token]}" if places[token] > 0 else "a special token that precedes all lines"
+            problems.append(f"line {number} repeats {first}")
+    name, limit = vocabulary_size(spec, side)
+    if len(tokens) > limit:
+        problems.append(f"has {len(tokens)} tokens, the model's {name} is {limit}")
+    if ids.unk is None:
+        problems.append("needs the id of unknown words; give --set tokens.unk=ID")
+    elif ids.unk >= len(tokens):
+        problems.append(f"has {len(tokens)} tokens, tokens.unk is {ids.unk}")
+    if before and goes_on and codes is None:
+        problems.append(f"has pieces of words, and there are no codes next to it; name them {_CODES[0]}")
+    if has_pieces and is_fairseq and not spm.is_file():
+        problems.append(f"has pieces of SentencePiece, and there is no model next to it; name it {SPM_BPE}")
+    raise_all(CheckpointError, f"tokenizer {path}", problems)
+    assert ids.unk is not None
+    unk = tokens[ids.unk]
+    around = dict.fromkeys((ids.pad, ids.start, ids.eos))
+    if has_pieces and spm.is_file():
+        controls = [tokens[i] for i in (range(3) if is_fairseq else around) if i < len(tokens)]
+        return with_ids(read_sentencepiece(spm), {token: i for i, token in enumerate(tokens)}, controls, unk)
+    if codes is not None:
+        return _with_codes(tokens, _read_codes(codes), ids.unk)
+    inner = Inner(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token=unk))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    # If the target has ids of its own, its start and end are ordinary words of the source.
+    special = (ids.pad,) if side == "source" else tuple(around)
+    inner.add_special_tokens([tokens[i] for i in special if i < len(tokens)])
+    return inner
+
+
+def _read_tokens(text: str) -> tuple[list[str], int]:
+    """Return the tokens in the order of their ids, and how many of them the list leaves out before its first line."""
+    lines = [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
+    for form, special in (_FAIRSEQ, _OPENNMT):
+        tokens = [match[1] for line in lines if (match := form.fullmatch(line))]
+        if len(tokens) == len(lines):
+            is_whole = special[0] in tokens and special == _OPENNMT[1]
+            return (tokens, 0) if is_whole else ([*special, *tokens], len(special))
+    return text.splitlines(), 0
+
+
+def _read_codes(path: Path) -> list[Merge]:
+    """Read the merges of subword-nmt, or those of fastBPE with their counts."""
+    try:
+        lines = read_vocabulary(path).decode("utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"codes {path}: are not UTF-8 text ({error})") from error
+    merges: dict[Merge, None] = {}
+    for number, line in enumerate(lines, 1):
+        parts = line.strip("\r ").split(" ")
+        if parts == [""] or (number == 1 and line.startswith("#version")):
+            continue
+        if len(parts) not in (2, 3) or not all(parts):
+            raise CheckpointError(
+                f"codes {path}: line {number} is {line[:60]!r}, expected two pieces, and a count or none"
+            )
+        merges.setdefault((parts[0], parts[1]))
+    if lines[0].startswith("#version: 0.1") or any(right == _END for _, right in merges):
+        raise CheckpointError(
+            f"codes {path}: are of subword-nmt's version 0.1, whose words end in a separate piece; "
+            "give a tokenizer.json, or learn codes of version 0.2"
+        )
+    return list(merges)
+
+
+def _with_codes(tokens: Sequence[str], merges: Sequence[Merge], unk: int) -> Inner:
+    """Return a tokenizer that splits words by merges; pieces that are not in the list become unknown."""
+    names = [token[: -len(_GOES_ON)] if token.endswith(_GOES_ON) else token + _END for token in tokens]
+    ids = {name or _GOES_ON: i for i, name in enumerate(names)}
+    pieces = dict.fromkeys(piece for left, right in merges for piece in (left, right, left + right))
+    if beyond := [piece for piece in pieces if piece not in ids]:
+        ids |= {piece: len(tokens) + i for i, piece in enumerate([BEYOND, *beyond])}
+    inner = Inner(models.BPE(ids, list(merges), unk_token=names[unk], end_of_word_suffix=_END))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    inner.decoder = decoders.BPEDecoder(suffix=_END)
+    return inner
+
+
+# SentencePiece models
+
+
+def read_sentencepiece(path: Path) -> Any:
+    """Read a unigram or BPE model of SentencePiece, as its ModelProto."""
+    raw = read_vocabulary(path)
+    try:
+        from sentencepiece import sentencepiece_model_pb2
+    except ImportError as error:
+        raise BackendError(
+            f"tokenizer {path}: is no text; to read a SentencePiece model run: {install_command('sentencepiece')}"
+        ) from error
+    format_: Any = sentencepiece_model_pb2  # made by protobuf at run time, unknown to a type checker
+    proto = format_.ModelProto()
+    try:
+        proto.ParseFromString(raw)
+    except Exception as error:  # protobuf's own class, which may not be imported here
+        raise CheckpointError(f"tokenizer {path}: is no SentencePiece model ({error}); give the .model file") from error
+    if proto.trainer_spec.model_type not in (_UNIGRAM, _BPE) or not proto.pieces:
+        raise CheckpointError(f"tokenizer {path}: is neither a unigram nor a BPE model; give a tokenizer.json")
+    if (longest := max(len(piece.piece) for piece in proto.pieces)) > _MAX_PIECE:
+        raise CheckpointError(f"tokenizer {path}: has a piece of {longest} characters, expected at most {_MAX_PIECE}")
+    if charsmap := proto.normalizer_spec.precompiled_charsmap:
+        size = int.from_bytes(charsmap[:4], "little")  # of its trie, which the library allocates unasked
+        if size > len(charsmap) - 4:
+            raise CheckpointError(f"tokenizer {path}: has a damaged character map; download or save it again")
+    return proto
+
+
+def _from_sentencepiece(path: Path, spec: ModelSpec, side: Side | None) -> Inner:
+    """Return a tokenizer with the ids of the SentencePiece model, if they can be those of the weights."""
+    proto, tokens = read_sentencepiece(path), spec.tokens
+    name, limit = vocabulary_size(spec, side)
+    if len(proto.pieces) > limit:
+        raise CheckpointError(f"tokenizer {path}: has {len(proto.pieces)} tokens, the model's {name} is {limit}")
+    problems = []
+    if tokens.unk not in (None, unk := proto.trainer_spec.unk_id):
+        problems.append(f"the unknown token is {unk}, of the model {tokens.unk}")
+    # If the target has ids of its own, its end is an ordinary piece of the source.
+    if side != "source" and tokens.eos < len(proto.pieces) and proto.pieces[tokens.eos].type == _NORMAL:
+        problems.append(f"the model's end token {tokens.eos} is the ordinary piece {proto.pieces[tokens.eos].piece!r}")
+    if problems:
+        remedy = "give the directory whose vocab.json maps its pieces, or a tokenizer.json"
+        raise CheckpointError(f"tokenizer {path}: its ids are not the model's: {'; '.join(problems)}; {remedy}")
+    pieces = [(piece.piece, piece.score) for piece in proto.pieces]
+    inner = _split_like(proto, pieces, pieces, proto.trainer_spec.unk_piece)
+    inner.add_special_tokens([piece.piece for piece in proto.pieces if piece.type == _CONTROL])
+    inner.add_tokens([piece.piece for piece in proto.pieces if piece.type == _USER_DEFINED])
+    return inner
+
+
+def with_ids(proto: Any, ids: Mapping[str, int], special: Sequence[str], unk: str, whole: Sequence[str] = ()) -> Inner:
+    """Return a tokenizer that splits like a SentencePiece model and has the ids of another vocabulary.
+
+    Args:
+        proto: the SentencePiece model.
+        ids: of all tokens, each once. No text becomes a token that the model lacks.
+        special: tokens among them with a meaning.
+        unk: the token for unknown characters, and for pieces that `ids` lacks.
+        whole: tokens among them that a text may contain and that are never split, such as languages.
+    """
+    own = {piece.piece: piece.score for piece in proto.pieces if piece.type not in (_CONTROL, _UNKNOWN)}
+    seen = {*own, *special, *whole, unk}
+    tokens = {i: token if token in seen else _HIDDEN + token for token, i in ids.items()}
+    names = [tokens.get(i, f"{_HIDDEN}{i}") for i in range(max(tokens) + 1)]
+    if beyond := [piece for piece in own if piece not in ids]:
+        names += [BEYOND, *beyond]
+    inner = _split_like(proto, [(name, own.get(name, 0.0)) for name in names], list(own.items()), unk)
+    inner.decoder = decoders.Sequence([decoders.Replace(_HIDDEN, ""), inner.decoder])
+    inner.add_special_tokens([token for token in special if token in ids])
+    inner.add_tokens([*whole, *(piece.piece for piece in proto.pieces if piece.type == _USER_DEFINED)])
+    return inner
+
+
+def _split_like(proto: Any, vocab: list[tuple[str, float]], own: list[tuple[str, float]], unk: str) -> Inner:
+    """Return a tokenizer with one id per entry of `vocab`, which splits texts into the model's `own` pieces."""
+    trained, normalizing = proto.trainer_spec, proto.normalizer_spec
+    ids = {piece: i for i, (piece, _) in enumerate(vocab)}
+    if trained.model_type == _UNIGRAM:
+        inner = Inner(models.Unigram(vocab, unk_id=ids[unk], byte_fallback=trained.byte_fallback))
+    else:
+        merges = _merges(own)
+        inner = Inner(models.BPE(ids, merges, unk_token=unk, fuse_unk=True, byte_fallback=trained.byte_fallback))
+    steps: list[Any] = []
+    if normalizing.precompiled_charsmap:
+        steps.append(normalizers.Precompiled(normalizing.precompiled_charsmap))
+    if normalizing.remove_extra_whitespaces:
+        # Only white space that is a space by now, and at the end also its sign.
+        steps += [normalizers.Replace(Regex(rf"\A +|[ {_SPACE}]+\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+    elif normalizing.add_dummy_prefix:
+        steps.append(normalizers.Prepend(" "))  # before other spaces too, where Metaspace adds none
+    if steps:
+        inner.normalizer = normalizers.Sequence(steps)
+    scheme: Any = "always" if normalizing.add_dummy_prefix else "never"
+    inner.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, prepend_scheme=scheme, split=False)
+    metaspace = decoders.Metaspace(_SPACE, prepend_scheme=scheme, split=False)
+    inner.decoder = decoders.Sequence([decoders.ByteFallback(), metaspace]) if trained.byte_fallback else metaspace
+    return inner
+
+
+def _merges(pieces: list[tuple[str, float]]) -> list[Merge]:
+    """Return the merges of a BPE model in the order in which SentencePiece applies them, the best piece first."""
+    order = {piece: i for i, (piece, _) in enumerate(pieces)}
+    found = []
+    for piece, score in pieces:
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
+            if left in order and right in order:
+                found.append((-score, order[left], order[right], (left, right)))
+    return [merge for *_, merge in sorted(found)]
