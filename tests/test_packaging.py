@@ -102,7 +102,7 @@ def test_the_wheel_holds_the_code_and_nothing_else(wheel: Path) -> None:
     page = {str(path.relative_to(ROOT)) for path in (ROOT / "tfexport" / "serve" / "page").iterdir()}
     assert layouts
     assert page
-    data = {"py.typed", "bench/page.html", "runtime/ort/int8_products.onnx"}
+    data = {"py.typed", "runtime/ort/int8_products.onnx"}
     assert found == own | layouts | page | {f"tfexport/{name}" for name in data}
     assert licensed
 
