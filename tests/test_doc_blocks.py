@@ -26,6 +26,7 @@ NEEDS = {
     "a GPU",
     "a bucket",  # of a store of objects
     "a package index",
+    "a reverse proxy",
     "a container engine",
     "a Ray cluster",
     "namespaces of its own",  # of the kernel; containers that run tests seldom may make them

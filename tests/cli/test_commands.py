@@ -216,11 +216,11 @@ def damage(path: Path, change: Callable[[bytes], bytes]) -> None:
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("model.safetensors", lambda data: data[:-1], "copy it again"),
-        ("model.safetensors", lambda data: data + b"x", "copy it again"),
-        ("model.safetensors", lambda data: data[:100], "header is cut off; copy it again"),
-        ("model.safetensors", lambda data: b"\xff" * 8 + data[8:], "header is cut off; copy it again"),
-        ("model.safetensors", lambda data: b"", "header is cut off; copy it again"),
+        ("model.safetensors", lambda data: data[:-1], "copy or convert it again"),
+        ("model.safetensors", lambda data: data + b"x", "copy or convert it again"),
+        ("model.safetensors", lambda data: data[:100], "damaged or cut short"),
+        ("model.safetensors", lambda data: b"\xff" * 8 + data[8:], "damaged or cut short"),
+        ("model.safetensors", lambda data: b"", "damaged or cut short"),
         ("config.json", lambda data: data[:-5], "is not JSON"),
         (
             "config.json",

@@ -65,6 +65,7 @@ def make_pair() -> Pair:
     )
     # float64 on both sides: the same logits to the last bit of float32, so that every id must agree.
     theirs = MarianMTModel(config).double().eval()
+    theirs.model.shared = theirs.model.encoder.embed_tokens  # which transformers leaves random and unused
     with torch.no_grad():
         make_talkative(theirs)
     return Pair(theirs, EagerSession(canonical(theirs)), random_sources())

@@ -76,8 +76,15 @@ def test_the_int8_tests_pass_without_vnni() -> None:
     quantize = "tests/export/quantize"
     files = [
         "tests/runtime/ort/test_int8_products.py",
-        f"{quantize}/test_row_product.py",
-        f"{quantize}/test_ort_quantize.py::test_every_way_to_write_a_linear_map",
+        *(
+            f"{quantize}/test_integers.py::{name}"
+            for name in (
+                "test_every_way_to_write_a_linear_map",
+                "test_a_product_is_that_of_the_rounded_rows",
+                "test_a_row_is_the_same_to_the_bit_in_any_batch",
+                "test_an_activation_is_rounded_once_for_all_its_readers",
+            )
+        ),
         f"{quantize}/test_qdq.py::test_the_runtime_runs_graphs_with_narrow_weights",
     ]
     command = [str(QEMU), "-cpu", "Haswell", sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
