@@ -1,7 +1,6 @@
 """Read state dicts from files without running code stored in them.
 
-Each file is copied once into private memory. The copy is checked, hashed and used. The tensors are mapped to it, so
-reading needs the memory of the weights only once.
+Each file is copied once into private memory, where it is checked and hashed. The tensors stay mapped to the copy.
 """
 
 from __future__ import annotations
@@ -60,14 +59,11 @@ class FileSum:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """State dict and metadata read from a checkpoint.
+    """State dict and metadata of a checkpoint.
 
-    Attributes:
-        tensors: mapped to the copy of their file; do not modify them.
-        files: size and checksum of each file, by name.
-        hf_config: content of config.json, if the checkpoint is a Hugging Face directory.
-        hf_generation: content of generation_config.json, or empty if it does not exist.
-        notes: wrappers, prefixes and entries that were removed.
+    `tensors` are mapped to a copy of their file; do not modify them. `files` has the size and checksum of each file.
+    `hf_generation` is empty if there is no generation_config.json. `notes` lists removed wrappers, prefixes and
+    entries.
     """
 
     tensors: Mapping[str, Tensor]
@@ -78,19 +74,17 @@ class Checkpoint:
 
 
 def read_checkpoint(path: Path | str, entry: str | None = None) -> Checkpoint:
-    """Read a state dict from a file or directory.
-
-    Later changes to the file do not change the tensors.
+    """Read a state dict; later changes to the file do not change the tensors.
 
     Args:
         path: a safetensors file, a `torch.save` file, the index of a sharded checkpoint, a Hugging Face directory, or
             an accelerate or Lightning folder with one checkpoint.
-        entry: state dict to read if the file contains several: the name of its entry, with dots for nested entries, or
-            the prefix of its keys.
+        entry: the state dict to read if there are several: the name of its entry, with dots if nested, or a prefix of
+            keys.
 
     Raises:
-        CheckpointError: The file is missing, empty, damaged or larger than the memory, or it contains anything other
-            than tensors and plain values. The message lists every tensor that is not a plain array of numbers.
+        CheckpointError: The file is missing, empty, damaged or larger than the memory, or contains anything other than
+            tensors and plain values. The message lists every tensor that is not a plain array.
     """
     path = Path(path)
     notes: list[str] = []
@@ -181,11 +175,9 @@ def _read_file(path: Path, entry: str | None, notes: list[str]) -> tuple[dict[st
 
 @contextmanager
 def snapshot(path: Path) -> Iterator[tuple[Path, FileSum]]:
-    """Copy a regular file into private memory.
+    """Copy a regular file into private memory; yield the copy's path and checksum.
 
-    Yields:
-        The path of the copy, which is valid inside the block, and its size and checksum. Tensors mapped from the copy
-        stay valid after the block.
+    The path is valid inside the block. Tensors mapped from the copy stay valid after it.
     """
     with path.open("rb", buffering=0) as file, _private_file() as copy:
         before = os.fstat(file.fileno())

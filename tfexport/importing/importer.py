@@ -47,14 +47,7 @@ _ROUNDED = 1e-5
 
 @dataclass(frozen=True)
 class Imported:
-    """Result of an import.
-
-    Attributes:
-        layout: layout with every setting applied.
-        config: configuration of the model.
-        certificate: what the reference outputs prove.
-        notes: messages for the user.
-    """
+    """The layout with every setting, the model configuration, certificate and notes."""
 
     layout: Layout
     config: TransformerConfig
@@ -71,8 +64,6 @@ class Imported:
 
 @dataclass(frozen=True)
 class _Proof:
-    """Reference outputs and the state dict that they were recorded with."""
-
     path: Path
     golden: Golden
     tensors: Mapping[str, Tensor]
@@ -103,8 +94,8 @@ def import_checkpoint(
 ) -> Imported:
     """Import a checkpoint and write it as a model directory.
 
-    The layout is found and verified on the state dict that the reference outputs were recorded with. It is then applied
-    to the checkpoint. The weights keep their dtypes.
+    The layout is found and verified on the state dict that the reference outputs were recorded with, then applied to
+    the checkpoint. The weights keep their dtypes.
 
     Args:
         path: checkpoint file or directory, see `read_checkpoint`.
@@ -117,15 +108,11 @@ def import_checkpoint(
         report: called with each message about the progress.
         on_progress: called with the name of a stage that may take long, and its progress from 0 to 1.
 
-    Returns:
-        The layout, configuration, certificate and notes of the written model.
-
     Raises:
-        CheckpointError: The checkpoint, reference file or tokenizer cannot be read or does not fit, or the layout is
-            unknown.
+        CheckpointError: The checkpoint, reference file or tokenizer cannot be read or does not fit, or no layout is
+            known.
         ConfigError: A layout or setting is invalid.
-        ParityError: The model does not reproduce the reference outputs, or the tokenizer does not reproduce the
-            recorded texts.
+        ParityError: The model does not reproduce the reference outputs, or the tokenizer the recorded texts.
         BackendError: A package that reads the tokenizer is not installed.
     """
     config, path, output = config or ImportConfig(), Path(path), Path(output)
@@ -363,7 +350,6 @@ def _apply(layout: Layout, checkpoint: Checkpoint, proof: _Proof | None) -> tupl
 
 
 def _with_tokens(layout: Layout, proof: _Proof | None) -> tuple[Layout, tuple[str, ...]]:
-    """Use the padding id for unknown token ids; also return a note."""
     missing = [name for name in ("pad", "start", "eos") if name not in layout.tokens]
     if not missing:
         return layout, ()

@@ -99,17 +99,14 @@ class OwnModule:
 
 
 def is_own_module(source: str) -> bool:
-    """Return whether a source has the form PACKAGE.MODULE:FACTORY.
-
-    The path of an existing file and the name of a preset do not count.
-    """
+    """Return whether a source is named PACKAGE.MODULE:FACTORY and is not a file."""
     return bool(_NAME.fullmatch(source)) and not os.path.lexists(source)
 
 
 def load_own_module(name: str) -> OwnModule:
     """Import PACKAGE.MODULE, call its FACTORY() and return the result.
 
-    This runs the user's code. The working directory comes first on the import path, as for a Python script.
+    The working directory comes first on the import path, as for a Python script.
     """
     module, _, factory = name.partition(":")
     if (here := str(Path.cwd())) not in sys.path:

@@ -51,13 +51,8 @@ class Tokenizers:
 class ImportedText:
     """Tokenizer files of a model directory and the results of their checks.
 
-    Attributes:
-        files: content of each file, by name.
-        tokenizer: tokenizer loaded from these files, or None if there are no files.
-        compared: number of recorded texts that the tokenizer was compared with.
-        generation: generation options that select the target language.
-        notes: messages for the user.
-        unverified: what could be wrong without being noticed.
+    `compared` is the number of recorded texts that the tokenizer was compared with. `generation` selects the target
+    language. `unverified` lists what could be wrong without being noticed.
     """
 
     files: Mapping[str, bytes]
@@ -148,13 +143,10 @@ def _read(path: Path, spec: ModelSpec, side: Side | None) -> tuple[dict[str, byt
 
 
 def check_coverage(raw: bytes, path: Path, spec: ModelSpec, side: Side | None) -> str:
-    """Compare the number of ids in a tokenizer.json with the model's vocabulary.
-
-    Returns:
-        A warning if there are too few ids, otherwise an empty string.
+    """Return a warning if a tokenizer.json has too few ids for the model.
 
     Raises:
-        CheckpointError: There are fewer than half as many ids as the vocabulary has.
+        CheckpointError: It has fewer than half of the ids.
     """
     with border(lambda reason: CheckpointError(f"tokenizer {path}: is no tokenizer.json ({reason}); save it again")):
         vocab = Inner.from_str(raw.decode("utf-8")).get_vocab(with_added_tokens=True)
@@ -173,9 +165,6 @@ def _choose_languages(files: dict[str, bytes], tokenizers: Tokenizers) -> tuple[
 
     The language token that a tokenizer adds to a source shows its position. NLLB and mBART-50 put it before the text,
     mBART and the older NLLB after the end token. Sources of Marian begin with the target language.
-
-    Returns:
-        The generation options of the target language, and notes.
     """
     inner = Inner.from_str(files[TOKENIZER].decode("utf-8"))
     before, after = around(inner)

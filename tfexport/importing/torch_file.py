@@ -1,7 +1,4 @@
-"""Read `torch.save` files without running code stored in them.
-
-The checksums of the zip format are verified too.
-"""
+"""Read `torch.save` files without running code stored in them."""
 
 from __future__ import annotations
 
@@ -68,10 +65,9 @@ _STAND_INS: list[Any] = [
 
 
 def is_torch_file(head: bytes) -> bool:
-    """Return whether a file can be a `torch.save` file.
+    """Return whether the first 9 or more bytes can be those of a `torch.save` file.
 
-    `head` has the first 9 or more bytes. A safetensors file can begin with the same byte, the length of its header, but
-    the brace of the header follows.
+    A safetensors file can begin with the same byte, but the brace of its header follows.
     """
     return head.startswith((_ZIP, _PICKLE)) and head[8:9] != b"{"
 
@@ -79,9 +75,7 @@ def is_torch_file(head: bytes) -> bool:
 def read_torch(file: Path, path: Path) -> Any:
     """Read a `torch.save` file in the zip or the older format.
 
-    Args:
-        file: private copy of the file; tensors of a zip file stay mapped to it.
-        path: name for error messages.
+    `file` is a private copy; tensors of a zip file stay mapped to it. `path` is the name for error messages.
     """
     with file.open("rb") as opened:
         is_zip = opened.read(len(_ZIP)) == _ZIP

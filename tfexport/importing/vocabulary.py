@@ -43,14 +43,10 @@ _OPENNMT = re.compile(r"(.+)\t\d+"), ("<unk>", "<blank>", "<s>", "</s>")
 
 
 def tokenizer_json(path: Path, spec: ModelSpec, side: Side | None = None) -> bytes:
-    """Read a vocabulary and return it as tokenizer.json.
+    """Convert a vocabulary to tokenizer.json; return a tokenizer.json unchanged.
 
-    Args:
-        path: a tokenizer.json, which is returned unchanged; a SentencePiece model; or a list of tokens. A list splits
-            texts at white space. If its tokens are pieces of words, the codes or the SentencePiece model next to it
-            split the words.
-        spec: defines the special tokens and the number of ids.
-        side: side of the model, or None for both.
+    A list of tokens splits texts at white space. If its tokens are pieces of words, the codes or the SentencePiece
+    model next to it split the words. `side` is None for both sides.
     """
     raw = read_vocabulary(path)
     if raw.lstrip()[:1] == b"{":
@@ -254,12 +250,8 @@ def _from_sentencepiece(path: Path, spec: ModelSpec, side: Side | None) -> Inner
 def with_ids(proto: Any, ids: Mapping[str, int], special: Sequence[str], unk: str, whole: Sequence[str] = ()) -> Inner:
     """Return a tokenizer that splits like a SentencePiece model but has other ids.
 
-    Args:
-        proto: ModelProto of the SentencePiece model.
-        ids: unique id of every token. Texts never produce tokens that the model lacks.
-        special: special tokens in `ids`.
-        unk: token for unknown characters and for pieces that `ids` lacks.
-        whole: tokens in `ids` that a text may contain and that are never split, such as languages.
+    `ids` must be unique. Pieces that it lacks become `unk`. Texts never produce tokens that the model lacks, except
+    those in `whole`, such as languages, which are never split.
     """
     own = {piece.piece: piece.score for piece in proto.pieces if piece.type not in (_CONTROL, _UNKNOWN)}
     seen = {*own, *special, *whole, unk}
@@ -275,7 +267,6 @@ def with_ids(proto: Any, ids: Mapping[str, int], special: Sequence[str], unk: st
 
 
 def _split_like(proto: Any, vocab: list[tuple[str, float]], own: list[tuple[str, float]], unk: str) -> Inner:
-    """Split texts into the pieces `own`, with one id per entry of `vocab`."""
     trained, normalizing = proto.trainer_spec, proto.normalizer_spec
     ids = {piece: i for i, (piece, _) in enumerate(vocab)}
     if trained.model_type == _UNIGRAM:

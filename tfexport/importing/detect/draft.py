@@ -54,8 +54,6 @@ _ORDER = (
 
 @dataclass(frozen=True)
 class _Draft:
-    """Readings under one style: a choice per group of modules, and fixed values."""
-
     choices: tuple[Choice, ...]
     arch: Mapping[str, Value]
     derive: Mapping[str, str]
@@ -80,9 +78,6 @@ def drafts(tensors: Mapping[str, Tensor], golden: Golden | None = None, *, name:
     """Draft layouts for a state dict, the most likely first.
 
     `golden` adds the vocabularies, the padding id and the tables outside of the state dict.
-
-    Yields:
-        Layouts with the most likely value of every switch. Norms, gates and biases follow the keys.
 
     Raises:
         CheckpointError: There are no layers with attention and a feed-forward network, or their parts do not fit.
@@ -113,8 +108,6 @@ def drafts(tensors: Mapping[str, Tensor], golden: Golden | None = None, *, name:
 
 
 class _Outline:
-    """Layers of each side and modules outside of them, for any style."""
-
     def __init__(self, tensors: Mapping[str, Tensor], golden: Golden | None) -> None:
         self.tensors, self.golden = tensors, golden
         has_bare = any(
@@ -303,7 +296,6 @@ def _bounded(line: str) -> str:
 
 
 def _is_no_weight(key: str, tensor: Tensor) -> bool:
-    """Return whether a tensor is a counter, constant, causal mask or frequencies."""
     is_named = bool(of.leaf_field(key)[1])
     if of.ROTARY.intersection(of.words(key)) and not is_named:
         return True
@@ -356,11 +348,7 @@ def _listed(parts: Sequence[Part]) -> str:
 
 
 class _Outside:
-    """Readings of the modules outside of the layers.
-
-    `derive` has the tensors without a key of their own, `unread` the modules without a reading.
-    """
-
+    # `derive` has the tensors without a key of their own, `unread` the modules without a reading.
     def __init__(
         self,
         parts: Sequence[Part],

@@ -154,13 +154,8 @@ def attention_role(found: Sequence[str]) -> str | None:
 class Part:
     """One module: a matrix or a gain, with its bias.
 
-    Attributes:
-        path: components of the name within the layer. Layer indices are written "{i}", "{2i+1}" and so on.
-        shape: shape of the weight, or of the bias if there is no weight.
-        weight: key of the weight.
-        bias: key of the bias.
-        bias_size: number of elements of the bias.
-        place: number of modules before this one.
+    Layer indices in `path` are written "{i}", "{2i+1}" and so on. `shape` is that of the bias if there is no weight.
+    `place` counts the modules before this one.
     """
 
     path: tuple[str, ...]
@@ -228,8 +223,6 @@ class Layers:
 
 
 class _Numbered:
-    """Keys by the prefix before each number in them, so that lists are looked up."""
-
     def __init__(self, shapes: Mapping[str, Shape]) -> None:
         self.rest = dict(shapes)
         self.order = {key: place for place, key in enumerate(shapes)}
@@ -273,7 +266,7 @@ def split(shapes: Mapping[str, Shape], *, scattered: bool = False) -> tuple[list
 
 
 def _scattered(shapes: Mapping[str, Shape]) -> list[list[str]]:
-    """Group lists that count the layers of one side: attentions.{i}, norms.{i}."""
+    # The lists of one side, such as attentions.{i} and norms.{i}, have the same count.
     groups: dict[tuple[str | None, int], list[str]] = defaultdict(list)
     keys = _Numbered(shapes)
     # A number that is a whole component is more likely an index than one inside a name.
@@ -323,7 +316,6 @@ def _in_order(found: Mapping[str, tuple[int, Shape]], prefix: str) -> tuple[Part
 
 
 def _layers(parent: str, prefixes: Sequence[str], keys: _Numbered) -> Layers | None:
-    """Read lists that count the same layers; None if elements differ or are missing."""
     found: dict[str, tuple[int, Shape]] = {}
     extras: list[str] = []
     counts = set()
@@ -370,10 +362,7 @@ def _halves(prefix: str, keys: _Numbered) -> list[Layers]:
 
 
 def _period(elements: Elements, start: int) -> list[dict[str, Shape]]:
-    """Return what the elements at each turn of the shortest period share.
-
-    The period is 2 if attention and feed-forward network alternate. The result is empty if there is no period.
-    """
+    # The period is 2 if attention and feed-forward network alternate.
     number = len(elements)
     for period in range(1, number // 2 + 1) if number > 1 else (1,):
         if number % period == 0:
@@ -414,12 +403,8 @@ Choice = tuple[Reading, ...]
 class Style:
     """Conventions of one author.
 
-    Attributes:
-        bare_is_in_out: whether bare parameters are stored [in, out].
-        order: order of the parts of fused projections.
-        cut: fold that cuts fused projections, in blocks or within each head.
-        reading: number of the reading of projections that names do not distinguish.
-        cost: cost of the conventions.
+    `bare_is_in_out` means that bare parameters are stored [in, out]. `order` and `cut` are those of fused projections.
+    `reading` is the number of the reading of projections that names do not distinguish.
     """
 
     bare_is_in_out: bool
@@ -446,8 +431,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class _Matrix:
-    """A linear map [out, width], and the folds that make it from the stored tensor."""
-
+    # A linear map [out, width], and the folds that make it from the stored tensor.
     part: Part
     out: int
     width: int
@@ -529,7 +513,6 @@ def _matrix(part: Part, d_model: int, style: Style) -> _Matrix:
 
 
 def _attentions(groups: Sequence[Sequence[_Matrix]], vectors: Sequence[Part]) -> tuple[list[_Attention], list[Part]]:
-    """Assign the norms of queries and keys; also return the other vectors."""
     attentions = [_Attention(group) for group in groups]
     for part in vectors:
         role = attention_role(part.words)
@@ -617,7 +600,6 @@ def _network_choice(network: Sequence[_Matrix], d_model: int, target: str) -> Ch
 
 
 def _grouped(maps: Sequence[_Matrix]) -> list[list[_Matrix]]:
-    """Group matrices by attention, one or two groups; empty if that fails."""
     if not maps:
         return []
     if _roles(maps):
@@ -726,10 +708,7 @@ def _projection_lines(attention: _Attention, d_model: int, target: str, style: S
 def _norm_choice(
     norms: Sequence[Part], sublayers: Sequence[Sequence[_Matrix]], layer: str
 ) -> tuple[list[Choice], list[Part]]:
-    """Assign a norm to each sublayer; also return the parts that are left over.
-
-    If norms have no parameters, their gain is 1.
-    """
+    # If norms have no parameters, their gain is 1.
     slots = len(sublayers)
     gains, unread = ([part for part in norms if (part.weight is None) == is_bias] for is_bias in (False, True))
     if not norms:
@@ -750,7 +729,6 @@ def _norm_choice(
 
 
 def _place(part: Part, sublayers: Sequence[Sequence[_Matrix]]) -> int | None:
-    """Return the index of the sublayer that contains a norm or that its words name."""
     depths = [max(common([part.path, m.part.path]) for m in group) for group in sublayers]
     if depths.count(max(depths)) == 1 and max(depths) > min(depths):
         return depths.index(max(depths))

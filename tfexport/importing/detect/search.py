@@ -1,8 +1,7 @@
 """Find layout and switches by comparing candidates with reference outputs.
 
 Most wrong candidates already differ on the shortest row at the first target position. The search runs every combination
-of switches there, the most likely first. It refines only the closest ones on the whole batch, one switch after the
-other.
+of switches there, and refines only the closest ones on the whole batch, one switch after the other.
 """
 
 from __future__ import annotations
@@ -97,16 +96,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Search:
-    """Result of a search.
+    """Result of a search; `best` is None if no candidate could be run.
 
-    Attributes:
-        best: closest candidate, or None if no candidate could be run.
-        accepted: whether it is close enough.
-        is_float32: whether its error is above `tolerance`. If it is accepted, the original computes parts in float32.
-        proposals: number of layouts that were tried.
-        is_cut: whether the budget ended the search before a candidate was accepted.
-        tolerance: largest error to accept if the original computes in float64.
-        refused: why the last layout that could not be applied was refused.
+    `is_float32` means that the error is above `tolerance`; if it is accepted, the original computes parts in float32.
+    `is_cut` means that the budget ended the search. `refused` is the reason why a layout could not be applied.
     """
 
     best: Candidate | None
@@ -120,10 +113,7 @@ class Search:
 
 @dataclass(frozen=True, kw_only=True)
 class Detection:
-    """The layout that was found, and the search for it.
-
-    `search` is None without reference outputs; the layout is then not verified.
-    """
+    """The layout that was found; `search` is None without reference outputs."""
 
     layout: Layout
     is_builtin: bool
@@ -142,17 +132,8 @@ def detect(
 ) -> Detection:
     """Find the layout of a checkpoint among known layouts, then among drafts.
 
-    The function returns the closest candidate even if it is not accepted, see `Search.accepted`.
-
-    Args:
-        tensors: state dict that the reference outputs were recorded with, preferably float64; without them, the
-            checkpoint's.
-        golden: reference outputs, or None.
-        builtin: layouts to try first.
-        budget: limit of the number of candidates.
-        heads: number of attention heads, if known.
-        settings: switches and tokens that do not change.
-        report: called with a line for each step.
+    The function returns the closest candidate even if it is not accepted. `tensors` is the state dict that the
+    reference outputs were recorded with, preferably float64.
 
     Raises:
         CheckpointError: No layers are recognized, or, without reference outputs, several known layouts fit by name.
@@ -206,10 +187,7 @@ def _unproven(tensors: Mapping[str, Tensor], known: Sequence[Layout]) -> Detecti
 
 
 class Searcher:
-    """Search that keeps the closest candidate within its budget.
-
-    Without `heads`, it uses the number of heads in `golden`, or tries every divisor.
-    """
+    """Search for the closest candidate; `heads` defaults to that of `golden`, or all."""
 
     def __init__(
         self,
@@ -274,7 +252,7 @@ class Searcher:
         return best
 
     def _heads(self, layout: Layout) -> list[list[int]]:
-        """Group the head counts for which the layout makes the same tensors."""
+        # Head counts in one group make the same tensors.
         given = self.settings.get("num_heads", self.heads or layout.switch("num_heads"))
         if isinstance(given, int):
             return [[given]]
@@ -347,7 +325,6 @@ class Searcher:
     def _starts(
         self, comparator: Comparator, canonical: Canonical, start: Switches, coarse: Mapping[str, Sequence[Value]]
     ) -> Iterator[tuple[float, dict[str, Value]]]:
-        """Yield switches to refine: hits immediately, then the closest of the others."""
         others: list[tuple[float, int, dict[str, Value]]] = []
         places = itertools.product(*(range(len(values)) for values in coarse.values()))
         for picked in sorted(places, key=sum):  # combinations with the fewest unusual values first

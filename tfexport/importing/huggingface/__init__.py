@@ -78,13 +78,13 @@ class Family:
         model_type: value in config.json.
         layout: returns the name of the built-in layout for a config.json.
         settings: reads the switches from a config.json and the keys of the state dict.
-        tokenizers: class names in transformers. The first one is used if a directory names no class.
+        tokenizers: class names in transformers; the first one is used if a directory names no class.
         base: prefix of the weights inside the whole model, missing in files of the model without its head.
         head: key of the output projection.
         is_tied: whether the output projection may be missing regardless of config.json.
         unread: keys of config.json that no current version of transformers reads.
         unused: patterns of weights that transformers does not load.
-        convert: makes tokenizers of these classes, by file name. None if transformers converts them.
+        convert: makes tokenizers of these classes, by file name; None if transformers converts them.
         tokenizer_files: files that select `convert` if a directory has no config.json.
     """
 

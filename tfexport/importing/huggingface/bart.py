@@ -1,7 +1,4 @@
-"""Define BART and the families with its code: mBART, PEGASUS and Blenderbot.
-
-Marian and M2M100 have the same options in config.json.
-"""
+"""Define BART and the families with its code: mBART, PEGASUS and Blenderbot."""
 
 from __future__ import annotations
 

@@ -54,8 +54,7 @@ def read_generation(
 ) -> tuple[GenerationDefaults, list[str]]:
     """Read the generation defaults as transformers does; also return notes.
 
-    They come from generation_config.json, or from config.json if there is no such file. `given` are settings of the
-    import, which replace the file's tokens.
+    They come from generation_config.json if there is one. `given` are settings that replace the tokens of the file.
     """
     name, found = (GENERATION_CONFIG, hf_generation) if hf_generation else (CONFIG, hf_config)
     found = {key: value for key, value in found.items() if value is not None}

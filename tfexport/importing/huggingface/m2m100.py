@@ -53,7 +53,6 @@ def _convert(directory: Path, spec: ModelSpec) -> dict[str, Inner]:
 
 
 def _added_later(directory: Path, settings: Mapping[str, Any], first: int, limit: int) -> dict[str, int]:
-    # Ids above the published ones that the model has.
     try:
         found = {str(token): int(i) for token, i in read_json_object(directory / "added_tokens.json").items()}
         found |= {str(token["content"]): int(i) for i, token in (settings.get("added_tokens_decoder") or {}).items()}

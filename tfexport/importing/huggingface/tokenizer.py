@@ -1,7 +1,4 @@
-"""Read the tokenizer of a Hugging Face directory.
-
-If there is no tokenizer.json, it is made from the vocabulary files.
-"""
+"""Read the tokenizer of a Hugging Face directory or make it from vocabulary files."""
 
 from __future__ import annotations
 

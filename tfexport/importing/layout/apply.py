@@ -55,11 +55,8 @@ class LineUse(NamedTuple):
 class Canonical:
     """A checkpoint in canonical form.
 
-    Attributes:
-        config: sizes and switches of the model.
-        tensors: tensors by canonical name, tied ones under each of their names, in the dtype of the checkpoint.
-        lines: keys and canonical tensors of each layout line.
-        notes: messages for the user.
+    `tensors` has tied tensors under each of their names, in the dtype of the checkpoint. `lines` lists the keys and
+    tensors of each layout line, `notes` the messages for the user.
     """
 
     config: TransformerConfig
@@ -86,17 +83,13 @@ def apply_layout(
 ) -> Canonical:
     """Convert a state dict to the canonical model; every key and line must match.
 
-    Args:
-        layout: mapping of the keys, and switches.
-        tensors: state dict. It is not modified, and its values are not read before all names and shapes fit.
-        heads: number of attention heads; None if the layout or `settings` has `num_heads`.
-        settings: switches and tokens that replace the layout's, see `override`.
-        attributes: tensors outside of the state dict, for `derive: attr`.
+    The values are not read before all names and shapes fit. `settings` replace the layout's switches and tokens.
+    `attributes` are tensors outside of the state dict, for `derive: attr`.
 
     Raises:
-        CheckpointError: Lists every line without a key; every key without a line or with two; every tensor that is
-            missing, unexpected, wrongly shaped or contradictory; every tie that does not hold; every size that is not
-            given; and weights that are not finite.
+        CheckpointError: Lists every line and key that does not match exactly once, every tensor that is missing,
+            unexpected, wrongly shaped, contradictory or not finite, every tie that does not hold, and every size that
+            is not given.
         ConfigError: Lists every unknown setting and every invalid value.
     """
     layout = override(layout, {**(settings or {}), **({} if heads is None else {"num_heads": heads})})
@@ -183,7 +176,6 @@ def unsupported(keys: Iterable[str]) -> list[str]:
 def _sizes(
     execution: _Execution,
 ) -> tuple[dict[str, dict[str, float]], TransformerConfig | None, dict[str, tuple[int, ...]]]:
-    """Return the sizes per side, configuration and biases to fill, from shapes only."""
     layout, problems = execution.layout, execution.problems
     sizes, made = _on_meta(execution)
     if not made:
@@ -200,7 +192,6 @@ def _sizes(
 
 
 def _on_meta(execution: _Execution) -> tuple[dict[str, dict[str, float]], dict[str, Tensor]]:
-    """Make the canonical tensors without values; also return the sizes per side."""
     layout = execution.layout
     meta = {key: tensor.to("meta") for key, tensor in execution.tensors.items()}
     names: dict[str, float] = {"d_model": 1.0, "num_heads": 1.0, "d_k": 1.0, **read_tokens(layout)}
@@ -246,7 +237,7 @@ def _side_of(name: str) -> str:
 class _Execution:
     """A layout matched with a state dict; it runs for shapes, then for values.
 
-    `pairs` has line numbers, from 1, with the matched keys. `problems` collects everything that does not fit.
+    `pairs` has line numbers, from 1, with the matched keys.
     """
 
     def __init__(self, layout: Layout, tensors: Mapping[str, Tensor], attributes: Mapping[str, Tensor]) -> None:
@@ -394,7 +385,6 @@ class _Execution:
 
 
 def _of_layers(target: str, made: Iterable[str]) -> list[str]:
-    """Replace {i} in a target of `derive` by each layer that the map has made."""
     if "{i}" not in target:
         return [target]
     before, after = target.split("{i}")

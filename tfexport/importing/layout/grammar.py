@@ -94,10 +94,7 @@ def _compiled(node: ast.expr, text: str, used: set[str]) -> Callable[[Names], fl
 
 
 class Match(NamedTuple):
-    """Checkpoint keys and the canonical names that they become.
-
-    One key becomes one tensor or several parts. The keys of several heads become one tensor.
-    """
+    """Checkpoint keys, one for each head if joined, and their canonical names."""
 
     sources: tuple[str, ...]
     targets: tuple[str, ...]
@@ -111,8 +108,6 @@ class Found(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """Plain text or the content of brackets; {2i+1} has factor 2 and offset 1."""
-
     kind: Literal["text", "list", "parts", "i", "wb", "h"]
     words: tuple[str, ...] = ()
     factor: int = 1

@@ -70,10 +70,7 @@ class Line(NamedTuple):
 
 
 class Derived(NamedTuple):
-    """A parsed line of `derive`: its kind, argument and folds.
-
-    The kind is "tie", "sinusoid", "attr" or "ones".
-    """
+    """A parsed line of `derive`: kind, such as "tie", argument and folds."""
 
     kind: str
     argument: str
@@ -84,17 +81,9 @@ class Derived(NamedTuple):
 class Layout:
     """A mapping from the state dict of one implementation to the canonical model.
 
-    Attributes:
-        name: name of the layout.
-        map: lines "SRC -> DST |> fold |> …". A line with `->?` may match no key.
-        arch: switches. "enc.NAME" and "dec.NAME" apply to one side. Texts are arithmetic in d_model, num_heads and d_k.
-        tokens: ids, or the names of other tokens.
-        derive: tensors that the map does not make, by canonical name.
-        post: folds of canonical tensors.
-        assert_tied: groups of keys whose tensors must be equal.
-        ignore: patterns of keys to leave out.
-        baseline: relative error of the original in float64, if it computes parts in float32.
-        about: description of the implementation.
+    `map` has lines "SRC -> DST |> fold |> …"; a line with `->?` may match no key. `arch` has switches, of one side as
+    "enc.NAME" or "dec.NAME"; texts are arithmetic in d_model, num_heads and d_k. `derive` makes tensors that the map
+    does not make. `baseline` is the relative error of the original in float64, if it computes parts in float32.
     """
 
     name: str
@@ -285,7 +274,7 @@ def parse_layout(text: str, name: str) -> Layout:
     """Parse the YAML of a layout file; `name` is used in error messages.
 
     Raises:
-        ConfigError: Lists every problem: size, YAML, unknown keys, types, lines and switches.
+        ConfigError: Lists every problem of size, YAML, keys, types, lines and switches.
     """
     if len(text) > MAX_CONFIG_BYTES:
         raise ConfigError(f"{name}: has {len(text)} characters, the limit is {MAX_CONFIG_BYTES}")
@@ -369,7 +358,6 @@ _FIELDS: dict[str, tuple[str, Callable[[object], Any]]] = {
 
 
 def _flat(arch: dict[str, Any], problems: list[str]) -> dict[str, Any]:
-    """Flatten `enc: {norm_place: pre}` to `enc.norm_place: pre`; update former names."""
     pairs: list[tuple[str, Any]] = []
     for name, value in arch.items():
         inner = value if name in SIDES and isinstance(value, dict) else {"": value}

@@ -53,7 +53,7 @@ _Takes = Literal["", "number", "whole", "list", "list?", "number name"]
 class Operation(NamedTuple):
     """A fold, called as `run(tensor, context, *arguments)`.
 
-    A fold that joins heads is called as `run(tensors, context)`. `takes` describes the arguments: nothing, a number, an
+    A fold that joins is called as `run(tensors, context)`. `takes` describes the arguments: nothing, a number, an
     integer, a list of integers, an optional list, or a number and a name.
     """
 

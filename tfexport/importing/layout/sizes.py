@@ -156,14 +156,11 @@ def _stack(
     )
 
 
-def _is_computed(layout: Layout) -> bool:
-    return any(parse_derived(text).kind == "sinusoid" for text in layout.derive.values())
-
-
 def _length(layout: Layout, side: str, shapes: Mapping[str, Shape], problems: list[str]) -> int:
     limit = layout.switch("max_length")
     if f"{side}.pos" in shapes:
-        if limit is not None and layout.switch("positions") == "table" and not _is_computed(layout):
+        is_computed = any(parse_derived(text).kind == "sinusoid" for text in layout.derive.values())
+        if limit is not None and layout.switch("positions") == "table" and not is_computed:
             problems.append(f"max_length is {limit}, but {side}.pos is stored; leave max_length out")
         return shapes[f"{side}.pos"][0]
     if isinstance(limit, int) and limit > 0:

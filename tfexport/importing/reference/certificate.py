@@ -49,19 +49,16 @@ class Changed:
 class Certificate:
     """What an import can prove.
 
-    Errors and the tolerance are relative to the largest absolute value. Without reference outputs, they are empty.
-
     Attributes:
-        layout: name of the layout.
-        proven: whether the reference outputs were reproduced.
-        error: largest difference from the reference outputs.
+        proven: whether the reference outputs were reproduced. Without reference outputs, the other fields are empty.
+        error: largest difference, relative to the largest absolute value.
         tolerance: largest error that is accepted.
         rows: number of rows in the reference batch.
-        switches: error with the next best value of each switch, by name.
+        switches: error with the next best value of each switch.
         lines: smallest error that 1% of noise on one tensor of a layout line causes, by line.
         texts: number of recorded texts that the tokenizer was compared with.
         unverified: what could be wrong without being noticed.
-        checkpoint: size and checksum of each weight file, by name.
+        checkpoint: size and checksum of each weight file.
         golden: size and checksum of the reference file.
     """
 
@@ -104,9 +101,6 @@ def certify(
 
     `canonical` is made from the recorded state dict. `baseline` is the error that the layout documents for its family.
     `on_progress` receives the share of the changes that were tried, from 0 to 1.
-
-    Returns:
-        The certificate; `proven` is False if the error is above the tolerance.
 
     Raises:
         ParityError: The reference outputs do not fit the model.
@@ -157,7 +151,6 @@ def certify(
 def _switch_changes(
     canonical: Canonical, golden: Golden, comparator: Comparator
 ) -> Iterator[tuple[str, Value, Value, Callable[[], Comparison]]]:
-    """Yield a switch, its value, another value, and a comparison with that value."""
     config, current = canonical.config, _values(canonical.config)
 
     def compare(other: Canonical, *, mask_source: bool = True) -> Comparison:

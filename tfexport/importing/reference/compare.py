@@ -43,12 +43,9 @@ class Canonical(Protocol):
 class Comparison:
     """Difference between a canonical model and reference outputs.
 
-    Attributes:
-        error: largest difference of log-probabilities, or of states for an encoder-only model, over all tokens. It is
-            relative to the largest absolute value. NaN counts as infinity.
-        encoder_error: the same error of the encoder's states, or None if they were not recorded.
-        row: row of the largest difference.
-        position: position of the largest difference.
+    `error` is the largest difference of log-probabilities, or of states for an encoder-only model, at `row` and
+    `position`. It is relative to the largest absolute value. `encoder_error` is that of recorded encoder states. NaN
+    counts as infinity.
     """
 
     error: float
@@ -66,29 +63,19 @@ class Comparison:
         return self.worst <= tolerance
 
     def stage(self, tolerance: float) -> str:
-        """Return the first stage that disagrees.
-
-        It is "encoder", "decoder", or "encoder or decoder" if the states of the encoder were not recorded.
-        """
+        """Return the first stage that disagrees, "encoder or decoder" if it is unknown."""
         if self.encoder_error is None:
             return "encoder or decoder"
         return "encoder" if self.encoder_error > tolerance else "decoder"
 
 
 def tolerance(golden: Golden, baseline: float = 0.0) -> float:
-    """Return the largest error to accept.
-
-    `baseline` is the error that the layout documents for its family.
-    """
+    """Return the largest error to accept; `baseline` is the documented error."""
     return max(TOLERANCE, BASELINES * max(baseline, golden.baseline))
 
 
 def compare(canonical: Canonical, golden: Golden) -> Comparison:
-    """Run a canonical model on the recorded batch and compare the outputs.
-
-    Raises:
-        ParityError: The batch does not fit the model, see `check_fits`.
-    """
+    """Run a canonical model on the recorded batch; raise like `check_fits`."""
     check_fits(canonical.config, golden)
     return Comparator(canonical, golden).compare(canonical.config)
 
@@ -97,8 +84,7 @@ def check_fits(config: TransformerConfig, golden: Golden) -> None:
     """Check that a model accepts the recorded ids and has outputs of that shape.
 
     Raises:
-        ParityError: Lists every problem: ids above the vocabulary, rows that are longer than the position tables, other
-            output widths, or a decoder on one side only.
+        ParityError: Lists every id, length, output width and decoder that does not fit.
     """
     problems = _id_problems("source", golden.source_ids, config.source_vocab, config.max_source_length)
     if golden.target_ids is not None:
@@ -129,8 +115,8 @@ def _id_problems(side: str, ids: Tensor, vocab: int, length: int) -> list[str]:
 class Comparator:
     """Compare one set of tensors with one batch, under any switches.
 
-    Building a model takes much longer than running a small one. Therefore, one float64 model is built for each set of
-    tensors, and its switches are changed. If `mask_source` is False, attention includes padding.
+    Building a model takes much longer than running a small one, so the float64 model is built once and its switches are
+    set. If `mask_source` is False, attention includes padding.
     """
 
     def __init__(self, canonical: Canonical, golden: Golden, *, mask_source: bool = True) -> None:
@@ -224,8 +210,7 @@ def _set_block_switches(block: Block, config: TransformerConfig, side: Side) -> 
 def fitting_threads(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Run small models on one thread; large models keep the threads of PyTorch.
 
-    Threads that share the work of a small model wait for each other after every operation. On a busy machine, waiting
-    takes much longer than the work.
+    On a busy machine, threads that share a small operation mostly wait for each other.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1 if sum(tensor.numel() for tensor in tensors) < _LARGE else threads)

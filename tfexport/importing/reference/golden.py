@@ -1,16 +1,9 @@
 """Record and read reference outputs of the original model.
 
-The original runs in float64 on a batch that reveals mistakes of an import. A safetensors file stores these tensors:
-
-- `source_ids` and `source_mask`;
-- `target_ids`, `target_mask` and `logits`, for a model with a decoder;
-- `hidden_states`, for an encoder-only model, and optionally for a model with a decoder;
-- `state.NAME`: the state dict that computed the outputs;
-- `attribute.NAME`: a tensor that the original keeps outside of its state dict;
-- `real.…`: the same outputs with the weights of the checkpoint.
-
-Its metadata has the recorded texts (`text`) and the checksums of the model's own tensors by name (`weights`), both as
-JSON. `sha256` is the checksum of the contents, which the file format lacks.
+The original runs in float64 on a batch that reveals mistakes of an import. A safetensors file stores the tensors of
+`Golden` by name; those of mappings have the prefixes `state.`, `attribute.` and `real.`. Its metadata has the recorded
+texts (`text`) and checksums of weights (`weights`) as JSON, and the checksum of the contents (`sha256`), which the file
+format lacks.
 """
 
 from __future__ import annotations
@@ -61,16 +54,11 @@ class Golden:
         target_mask: bool [batch, target_len], True = token; None for an encoder-only model.
         logits: float64 [batch, target_len, vocab]; log-probabilities if `outputs` is "log_probs".
         hidden_states: float64 [batch, source_len, d_model], states of the encoder.
-        outputs: kind of the outputs.
-        heads: number of attention heads, if known.
-        pad_source: padding id of sources, if known.
-        pad_target: padding id of targets, if known.
         baseline: relative error of the original's own outputs, if it computes parts in float32.
         state: state dict that computed the outputs.
         attributes: tensors that the original keeps outside of the state dict, by name.
         real: the same outputs with the weights of the checkpoint.
-        text: recorded texts.
-        weights: checksums of the model's own tensors by name, see `tensor_sum`; empty for files of older versions.
+        weights: `tensor_sum` of the model's own tensors, by name; empty for files of older versions.
         file: size and checksum of the file that was read.
     """
 
@@ -389,7 +377,6 @@ def _copied(model: nn.Module) -> nn.Module:
 
 
 def _attributes(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return buffers that are not saved and tensors that are plain attributes."""
     found = dict(model.named_buffers())
     for prefix, module in model.named_modules():
         for name, value in vars(module).items():

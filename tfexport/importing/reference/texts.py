@@ -45,8 +45,7 @@ def record_texts(
 ) -> TextConfig:
     """Run every sample through the user's code and the model, with greedy decoding.
 
-    `model` has the checkpoint's own weights and is in eval mode. `forward` is that of `record`. `target_vocab` is None
-    for an encoder-only model.
+    `model` has the checkpoint's own weights and is in eval mode.
 
     Raises:
         CheckpointError: Lists every missing option, and every text for which the user's code or the model fails.

@@ -36,10 +36,7 @@ def randomise(module: nn.Module, generator: torch.Generator) -> None:
 
 
 def is_position_table(tensor: Tensor) -> bool:
-    """Return whether a tensor is a sinusoidal table.
-
-    Such a table has two axes longer than 1, and rows of equal length (norm) that differ.
-    """
+    """Return whether a tensor is a sinusoidal table: different rows of equal length."""
     shape = [size for size in tensor.shape if size > 1]
     if len(shape) != 2 or not bool(tensor.isfinite().all()):
         return False
@@ -68,10 +65,10 @@ def _fill(tensor: Tensor, generator: torch.Generator) -> None:
 
 
 def tensor_sum(tensor: Tensor) -> str:
-    """Return the SHA-256 (hex) of a tensor's dtype, shape and values.
+    """Return a SHA-256 (hex) of dtype, shape and values, equal in all file formats.
 
-    It does not depend on the file format. Floats of 16 bits count as the float32 that they become when a model loads
-    them. Floats of 64 bits count as float32 if that holds them exactly.
+    Floats of 16 bits count as the float32 that they become when a model loads them, and floats of 64 bits as float32 if
+    that holds them exactly.
     """
     plain = tensor.detach().cpu().contiguous()
     if plain.is_floating_point():
@@ -101,15 +98,8 @@ def check_weights(
 ) -> str:
     """Compare the weights of a checkpoint with those of the reference outputs.
 
-    Args:
-        recorded: checksums by name; empty for files of older versions.
-        tensors: tensors of the checkpoint, by the recorded names.
-        names: names of the tensors that the model uses.
-        golden: name of the reference file, for messages.
-        checkpoint: name of the checkpoint, for messages.
-
-    Returns:
-        A note if no weights could be compared, otherwise an empty string.
+    `recorded` is empty for files of older versions. `golden` and `checkpoint` are file names for messages. The function
+    returns a note if no weights could be compared, otherwise an empty string.
 
     Raises:
         CheckpointError: The weights differ.
