@@ -572,7 +572,7 @@ def _network(maps: Sequence[_Matrix], d_model: int) -> list[_Matrix]:
 
 
 def _is_network(maps: Sequence[_Matrix], d_model: int) -> bool:
-    # One matrix maps the inner width to d_model. The others map d_model to that width, or to twice of it.
+    # One matrix maps the inner width to d_model. The others map d_model to that width, or to twice that width.
     return len(maps) in (2, 3) and any(
         back.out == d_model
         and all(m.width == d_model and m.out in (back.width, 2 * back.width) for m in maps if m is not back)

@@ -25,7 +25,7 @@ from tfexport.importing.reference.compare import TOLERANCE, Comparator, Comparis
 from tfexport.importing.reference.golden import Golden
 from tfexport.nn.switches import SWITCHES, Value
 
-# Smallest error that is possible if the original computes parts in float32.
+# Largest error to accept if the original computes parts in float32.
 FLOAT32_TOLERANCE = 1e-6
 # Rounding error of float64; no candidate is closer.
 _EXACT = 1e-13
