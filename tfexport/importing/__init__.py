@@ -1,1 +1,1 @@
-"""Checkpoints of other implementations: read, mapped by a layout, proven by a golden, written as a model directory."""
+"""Import the checkpoints of other implementations as model directories."""

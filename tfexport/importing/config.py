@@ -1,19 +1,25 @@
-"""How a foreign checkpoint is imported."""
+"""Define the options of a checkpoint import."""
 
 from tfexport.config import Config, Heads, Size
 
 
 class ImportConfig(Config, subject="import"):
-    """How a foreign checkpoint becomes a model directory.
+    """Options of a checkpoint import.
 
-    `entry` names the state dict that is meant where a file holds several, such as
-    averaged weights. `layout` is auto, the name of a built-in layout or a layout
-    file. `heads` is what no shape tells. `settings` are KEY=VALUE, switches and tokens that take
-    the place of the layout's. `source_prefix`, `source_suffix` and `target_prefix`
-    are ids around what a tokenizer makes of a text; `source_language` and
-    `target_language` name those of a multilingual tokenizer. `builtin` lets auto propose the built-in layouts;
-    `search_budget` is how many candidates it may run, a mapping of the keys with a value of every switch each;
-    `accept_unverified` takes what it proposes without a golden.
+    Attributes:
+        layout: "auto", the name of a built-in layout, or the path of a layout file.
+        entry: name of the state dict to import if the file contains several, such as averaged weights.
+        heads: number of attention heads, which shapes do not show.
+        settings: KEY=VALUE texts. They replace switches and tokens of the layout.
+        source_prefix: ids to add before the tokenized source.
+        source_suffix: ids to add after the tokenized source.
+        target_prefix: ids to add before the tokenized target.
+        source_language: source language of a multilingual tokenizer.
+        target_language: target language of a multilingual tokenizer.
+        builtin: whether "auto" may choose a built-in layout.
+        search_budget: maximum number of candidates to run. A candidate is a mapping of the keys with a value for every
+            switch.
+        accept_unverified: accept the layout that "auto" proposes without reference outputs.
     """
 
     layout: str = "auto"
@@ -26,7 +32,7 @@ class ImportConfig(Config, subject="import"):
     source_language: str | None = None
     target_language: str | None = None
     builtin: bool = True
-    # The most that a recorded model is known to need is a quarter of it.
+    # Four times the most that any recorded model has needed.
     search_budget: Size = 20_000
     accept_unverified: bool = False
 

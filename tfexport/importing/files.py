@@ -1,7 +1,6 @@
-"""Read state dicts from files without running code that is in them.
+"""Read state dicts from files without running code stored in them.
 
-A file is copied once into memory that nobody else can change. The copy is what is checked, hashed and used, and the
-tensors stay mapped to it, so reading takes the memory of the weights once.
+Each file is copied once into private memory, where it is checked and hashed. The tensors stay mapped to the copy.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ from tfexport.importing.torch_file import STATE_DICT_ONLY, is_torch_file, read_t
 
 GENERATION_CONFIG = "generation_config.json"
 _INDEX = ".index.json"
-# In the order of preference, as transformers and accelerate name them.
+# File names of transformers and accelerate, in order of preference.
 _WEIGHTS = (MODEL_WEIGHTS, f"{MODEL_WEIGHTS}{_INDEX}", "pytorch_model.bin", f"pytorch_model.bin{_INDEX}")
-# Lightning writes its checkpoints into the folder of a version, or into "checkpoints" there.
+# Lightning writes checkpoints to the folder of a version or its subfolder "checkpoints".
 _FOLDERS, _SUFFIXES = (".", "checkpoints"), (".ckpt", ".pt", ".pth", ".safetensors")
-# Keys under which training loops save the state dict, in the order of preference.
+# Keys under which training loops save the state dict, in order of preference.
 _WRAPPERS = ("model_state_dict", "state_dict", "model", "model_state", "net", "network", "weights", "params")
-# DistributedDataParallel, torch.compile and Lightning put these before every key.
+# DistributedDataParallel, torch.compile and Lightning add these prefixes to every key.
 _PREFIXES = ("module.", "_orig_mod.", "model.")
-# torch.compile, FSDP and activation checkpointing put these into keys if they wrap a part of a model.
+# torch.compile, FSDP and activation checkpointing insert these into keys if they wrap a submodule.
 _INFIX = re.compile(r"(?<=\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 # Keys next to a wrapped model: the counter of AveragedModel, the weights of a loss or a metric.
 _BESIDE = re.compile(r"n_averaged|(criterion|loss|loss_fn|loss_func|metric|metrics)(\.|_fn\.|_func\.).*")
@@ -52,7 +51,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class FileSum:
-    """Size and sha256 (lower-case hex) of the bytes that were read from a file."""
+    """Size and SHA-256 (lower-case hex) of the bytes read from a file."""
 
     bytes: int
     sha256: str
@@ -60,14 +59,11 @@ class FileSum:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A state dict as it was found.
+    """State dict and metadata of a checkpoint.
 
-    Attributes:
-        tensors: mapped to the copy of their file; do not change them.
-        files: sums of the files that were read, by name.
-        hf_config: config.json of a Hugging Face directory.
-        hf_generation: its generation_config.json; empty if there is none.
-        notes: wrappers, prefixes and entries that were removed.
+    `tensors` are mapped to a copy of their file; do not modify them. `files` has the size and checksum of each file.
+    `hf_generation` is empty if there is no generation_config.json. `notes` lists removed wrappers, prefixes and
+    entries.
     """
 
     tensors: Mapping[str, Tensor]
@@ -81,14 +77,14 @@ def read_checkpoint(path: Path | str, entry: str | None = None) -> Checkpoint:
     """Read a state dict; later changes to the file do not change the tensors.
 
     Args:
-        path: a safetensors file, a file of `torch.save`, the index of shards, a Hugging Face directory, or a folder of
-            accelerate or Lightning with one checkpoint in it.
-        entry: which of several state dicts in a file: the name of its entry, with dots for nested entries, or the
-            prefix of its keys.
+        path: a safetensors file, a `torch.save` file, the index of a sharded checkpoint, a Hugging Face directory, or
+            an accelerate or Lightning folder with one checkpoint.
+        entry: the state dict to read if there are several: the name of its entry, with dots if nested, or a prefix of
+            keys.
 
     Raises:
-        CheckpointError: the file is missing, empty, damaged or too large for the memory, or it holds other things than
-            tensors and plain values; lists every tensor that is not a plain array of numbers.
+        CheckpointError: The file is missing, empty, damaged or larger than the memory, or contains anything other than
+            tensors and plain values. The message lists every tensor that is not a plain array.
     """
     path = Path(path)
     notes: list[str] = []
@@ -123,7 +119,6 @@ def read_checkpoint(path: Path | str, entry: str | None = None) -> Checkpoint:
 
 
 def _weights_in(folder: Path) -> Path:
-    """Return the weight file in a folder, or the index of its shards."""
     if known := next((folder / name for name in _WEIGHTS if (folder / name).exists()), None):
         return known
     places = [folder / name for name in _FOLDERS if (folder / name).is_dir()]
@@ -173,16 +168,16 @@ def _read_file(path: Path, entry: str | None, notes: list[str]) -> tuple[dict[st
             notes.append(f"taken from the entry {entry!r}")
         tensors = _unwrap(path, content, notes)
         raise_all(CheckpointError, str(path), tensor_problems(tensors, file_sum.bytes))
-    # One number that stands for many, as `expand` leaves it, is stored in full.
+    # `expand` stores one number for many elements, so these tensors are copied.
     plain = {key: t.contiguous() if t.is_floating_point() and _repeats(t) else t for key, t in tensors.items()}
     return plain, file_sum
 
 
 @contextmanager
 def snapshot(path: Path) -> Iterator[tuple[Path, FileSum]]:
-    """Copy a plain file into memory; yield a path to the copy, valid inside the block, and the sum of its bytes.
+    """Copy a regular file into private memory; yield the copy's path and checksum.
 
-    What is mapped from the copy stays valid.
+    The path is valid inside the block. Tensors mapped from the copy stay valid after it.
     """
     with path.open("rb", buffering=0) as file, _private_file() as copy:
         before = os.fstat(file.fileno())
@@ -220,8 +215,8 @@ def _read_content(copy: Path, path: Path) -> Any:
         return read_torch(copy, path)
     try:
         with safe_open(copy, "pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, no mapping
-    except Exception as error:  # PyTorch's own errors too, about dtypes that it lacks
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a mapping
+    except Exception as error:  # also PyTorch errors about unsupported dtypes
         kind = "" if isinstance(error, SafetensorError) else f"{type(error).__name__}: "
         raise CheckpointError(
             f"{path}: is neither safetensors nor a file of torch.save, or damaged or cut short ({kind}{error}); "
@@ -230,7 +225,6 @@ def _read_content(copy: Path, path: Path) -> Any:
 
 
 def _entry(path: Path, data: Any, entry: str) -> Any:
-    """Return the named entry, or the tensors whose keys begin with that name."""
     names = [str(name) for name in data] if isinstance(data, Mapping) else []
     for name in names:
         if isinstance(data.get(name), Mapping) and (entry == name or entry.startswith(f"{name}.")):
@@ -245,7 +239,6 @@ def _entry(path: Path, data: Any, entry: str) -> Any:
 
 
 def _unwrap(path: Path, data: Any, notes: list[str]) -> dict[str, Tensor]:
-    """Find the state dict in what a training loop saved."""
     for _ in range(_MAX_DEPTH):
         if not isinstance(data, Mapping):
             raise CheckpointError(f"{path}: holds {type(data).__name__}, expected a state dict; {STATE_DICT_ONLY}")
@@ -300,7 +293,7 @@ def _tensors(path: Path, data: Mapping[Any, Any], notes: list[str]) -> dict[str,
 
 
 def tensor_problems(tensors: Mapping[str, Tensor], num_bytes: int) -> list[str]:
-    """Describe every tensor that is not a plain array of numbers, or is expanded beyond the size of its file."""
+    """Describe every tensor that is not a plain array or is larger than its file."""
     return [f"{key[:120]} {problem}" for key, tensor in tensors.items() if (problem := _problem(tensor, num_bytes))]
 
 
@@ -325,12 +318,12 @@ def _problem(tensor: Tensor, num_bytes: int) -> str:
 
 
 def _repeats(tensor: Tensor) -> bool:
-    """Return whether elements share memory, as in an expanded tensor."""
+    """Return whether elements share memory, as after `expand`."""
     return tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes()
 
 
 def without_prefix(tensors: Mapping[str, T], notes: list[str]) -> Mapping[str, T]:
-    """Remove what training wrappers put into keys, and describe it in `notes`."""
+    """Remove what training wrappers add to keys, and describe it in `notes`."""
     beside = [key for key in tensors if _BESIDE.fullmatch(key)]
     others = [key for key in tensors if key not in beside]
     if beside and any(all(key.startswith(prefix) for key in others) for prefix in _PREFIXES):

@@ -1,4 +1,4 @@
-"""Import a foreign checkpoint as a model directory, and prove it with a golden if there is one."""
+"""Import a checkpoint as a model directory and verify it with reference outputs."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ from tfexport.nn.switches import Value
 from tfexport.text.config import TextConfig
 
 _GOLDEN_SUFFIX = ".golden.safetensors"
-# Error of folds that are rounded to the dtype of the weights.
+# Error of folds whose results are rounded to the dtype of the weights.
 _ROUNDED = 1e-5
 
 
 @dataclass(frozen=True)
 class Imported:
-    """What was written: the layout with every setting in it, the model's config, the certificate, and notes."""
+    """The layout with every setting, the model configuration, certificate and notes."""
 
     layout: Layout
     config: TransformerConfig
@@ -55,7 +55,7 @@ class Imported:
     notes: tuple[str, ...]
 
     def summary(self) -> str:
-        """Return one line with the layout and what is proven."""
+        """Return one line with the layout and whether the import is proven."""
         proof, kind = self.certificate, "encoder-decoder" if self.config.decoder else "encoder alone"
         if not proof.proven or proof.error is None or proof.tolerance is None:
             return f"{kind}, layout {self.layout.name}, not proven"
@@ -64,23 +64,19 @@ class Imported:
 
 @dataclass(frozen=True)
 class _Proof:
-    """A golden and the state dict that it was recorded with."""
-
     path: Path
     golden: Golden
     tensors: Mapping[str, Tensor]
 
     @cached_property
     def wide(self) -> Mapping[str, Tensor]:
-        """The state dict in float64, in which folds round nothing that the golden could show."""
+        # In float64, folds round less than the reference outputs can detect.
         return {key: tensor.double() if tensor.is_floating_point() else tensor for key, tensor in self.tensors.items()}
 
     def apply(self, layout: Layout) -> Canonical:
-        """Apply a layout to the state dict in float64."""
         return apply_layout(layout, self.wide, attributes=self.golden.attributes)
 
     def compare(self, layout: Layout, canonical: Canonical) -> tuple[Comparison, float]:
-        """Return the comparison with the golden, and its tolerance."""
         return compare(canonical, self.golden), tolerance(self.golden, layout.baseline)
 
 
@@ -96,27 +92,28 @@ def import_checkpoint(
     report: Callable[[str], None] = lambda _: None,
     on_progress: Callable[[str, float], None] = lambda stage, done: None,
 ) -> Imported:
-    """Import a checkpoint.
+    """Import a checkpoint and write it as a model directory.
 
-    The layout is found and proven on the state dict that the golden was recorded with. Then it is applied to the
-    checkpoint, whose weights are written in their dtypes.
+    The layout is found and verified on the state dict that the reference outputs were recorded with, then applied to
+    the checkpoint. The weights keep their dtypes.
 
     Args:
-        path: see `read_checkpoint`.
+        path: checkpoint file or directory, see `read_checkpoint`.
         output: model directory to create.
-        config: which layout, heads and settings.
-        golden: file of `tfexport.importing.reference.golden.record`.
-        tokenizer: see `Tokenizers.source`.
-        target_tokenizer: the target's own.
-        force: replace an existing model directory once the new one is complete.
-        report: called with each line about what happens.
-        on_progress: called with a stage that may take long, and its share from 0 to 1.
+        config: layout, heads and settings.
+        golden: reference file written by `tfexport.importing.reference.golden.record`.
+        tokenizer: tokenizer of the source or of both sides, see `Tokenizers.source`.
+        target_tokenizer: tokenizer of the target, if it has its own.
+        force: replace an existing model directory after the new one is complete.
+        report: called with each message about the progress.
+        on_progress: called with the name of a stage that may take long, and its progress from 0 to 1.
 
     Raises:
-        CheckpointError: the checkpoint, golden or tokenizer cannot be read or does not fit, or the layout is unknown.
-        ConfigError: a layout or setting is wrong.
-        ParityError: the golden is not reproduced, or the tokenizer differs from its texts.
-        BackendError: a package that reads the tokenizer is not installed.
+        CheckpointError: The checkpoint, reference file or tokenizer cannot be read or does not fit, or no layout is
+            known.
+        ConfigError: A layout or setting is invalid.
+        ParityError: The model does not reproduce the reference outputs, or the tokenizer the recorded texts.
+        BackendError: A package that reads the tokenizer is not installed.
     """
     config, path, output = config or ImportConfig(), Path(path), Path(output)
     check_free(output, force=force)
@@ -164,7 +161,6 @@ def import_checkpoint(
 
 
 def _settings(config: ImportConfig) -> dict[str, Value]:
-    """Return the settings that a user gives, with the heads."""
     settings: dict[str, Value] = {}
     problems = []
     for text in config.settings:
@@ -192,7 +188,6 @@ def _family(
     has_golden: bool,
     report: Callable[[str], None],
 ) -> tuple[Family | None, dict[str, Value]]:
-    """Return the family that a config.json names, if its layout is asked for, and what the file sets."""
     hf, generation, asked = checkpoint.hf_config, checkpoint.hf_generation, config.layout if config.builtin else ""
     if hf is None:
         return None, {}
@@ -223,7 +218,6 @@ def _as_loaded(
 
 
 def _named_layout(config: ImportConfig, checkpoint: Checkpoint, family: Family | None) -> Layout | None:
-    """Return the layout that is asked for or that config.json names; None if it has to be found."""
     name = family.layout(checkpoint.hf_config or {}) if family else config.layout
     if name == "auto":
         return None
@@ -237,7 +231,7 @@ def _named_layout(config: ImportConfig, checkpoint: Checkpoint, family: Family |
 
 
 def _with_settings(layout: Layout, settings: Mapping[str, Value], proof: _Proof | None) -> Layout:
-    """Put settings into a layout; the golden's heads count where nobody gives any."""
+    # The head count of the reference file applies only if no setting gives one.
     layout = override(layout, settings)
     heads = proof.golden.heads if proof else None
     is_given = any(layout.switch("num_heads", side) is not None for side in SIDES)
@@ -247,7 +241,7 @@ def _with_settings(layout: Layout, settings: Mapping[str, Value], proof: _Proof 
 def _proof(
     path: Path, imported: Path, checkpoint: Checkpoint, family: Family | None, report: Callable[[str], None]
 ) -> _Proof:
-    """Read a golden and find the state dict it was recorded with: its own, the one next to it, or the checkpoint's."""
+    # Use the state dict in the reference file, the one next to it, or the checkpoint's.
     golden = read_golden(path)
     if golden.file is not None:
         report(f"read {path.name}: {golden.file.bytes} bytes, sha256 {golden.file.sha256}")
@@ -271,7 +265,6 @@ def _find_layout(
     output: Path,
     report: Callable[[str], None],
 ) -> Layout:
-    """Find a built-in layout whose names and numbers fit, or search for one."""
     tensors = proof.wide if proof else checkpoint.tensors
     builtin = [one for one in builtin_layouts().values() if fits_names(one, tensors)] if config.builtin else []
     for layout in builtin if proof else []:
@@ -302,7 +295,6 @@ def _find_layout(
 
 
 def _fits(layout: Layout, settings: Mapping[str, Value], proof: _Proof | None) -> bool:
-    """Return whether a layout whose names fit reproduces the golden."""
     if proof is None:
         return False
     try:
@@ -314,7 +306,7 @@ def _fits(layout: Layout, settings: Mapping[str, Value], proof: _Proof | None) -
 
 
 def _not_found(layout: Layout, search: Search, budget: Budget, signs: Iterable[str], output: Path) -> ParityError:
-    """Write the closest layout next to the output, and return the error that names it."""
+    """Write the closest layout next to the output and return the error that names it."""
     names = (f"{output.name}.layout{f'-{i}' if i > 1 else ''}.yaml" for i in itertools.count(1))
     started = next(path for name in names if not os.path.lexists(path := output.with_name(name)))
     try:
@@ -340,7 +332,6 @@ def _not_found(layout: Layout, search: Search, budget: Budget, signs: Iterable[s
 
 
 def _apply(layout: Layout, checkpoint: Checkpoint, proof: _Proof | None) -> tuple[Canonical, list[str]]:
-    """Apply the layout to the checkpoint, whose weights must be those that the golden was recorded with."""
     if proof is None:
         return apply_layout(layout, checkpoint.tensors), []
     notes: list[str] = []
@@ -359,7 +350,6 @@ def _apply(layout: Layout, checkpoint: Checkpoint, proof: _Proof | None) -> tupl
 
 
 def _with_tokens(layout: Layout, proof: _Proof | None) -> tuple[Layout, tuple[str, ...]]:
-    """Use the padding id for token ids that are not known, and return a note."""
     missing = [name for name in ("pad", "start", "eos") if name not in layout.tokens]
     if not missing:
         return layout, ()
@@ -394,7 +384,6 @@ def _text(
     canonical: Canonical,
     has_own_weights: bool,
 ) -> ImportedText:
-    """Import the tokenizers that are given, or that of a Hugging Face directory."""
     around = TextConfig(
         source_prefix=config.source_prefix, source_suffix=config.source_suffix, target_prefix=config.target_prefix
     )
@@ -415,7 +404,6 @@ def _text(
 def _generation(
     checkpoint: Checkpoint, config: TransformerConfig, given: Collection[str], language: Mapping[str, int]
 ) -> tuple[GenerationDefaults, list[str]]:
-    """Return the generation defaults of a Hugging Face directory, with the target language, and notes."""
     if config.target_vocab is None:
         return GenerationDefaults(), []
     if checkpoint.hf_config is None:
@@ -425,7 +413,6 @@ def _generation(
 
 
 def _compare_own_weights(layout: Layout, canonical: Canonical, proof: _Proof | None) -> tuple[list[str], bool]:
-    """Compare with outputs of the original's own weights, if there are any; return notes and whether they agree."""
     if proof is None:
         return ["nothing was proven: there was no golden"], False
     golden = proof.golden.with_real_weights()
@@ -438,6 +425,6 @@ def _compare_own_weights(layout: Layout, canonical: Canonical, proof: _Proof | N
 
 
 def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors that share their memory with another name, which a weight file cannot hold."""
+    # A weight file cannot store tensors that share memory.
     seen: dict[int, str] = {}
     return {name: t.clone() if seen.setdefault(t.data_ptr(), name) != name else t for name, t in tensors.items()}

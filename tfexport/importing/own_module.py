@@ -1,4 +1,4 @@
-"""A user's own module with what an export needs of it, given in Python or by the name of a function."""
+"""Export a user's own PyTorch module, given in Python or by a function name."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ _NAME = re.compile(r"(?!preset:)[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 @dataclass(frozen=True)
 class OwnModule:
-    """A module that no layout expresses, and everything that belongs into its bundle.
+    """A module that no layout can express, with everything that its bundle needs.
 
     Attributes:
-        module: has `encode` and `decode_step`, or `hidden_states` for an encoder alone; float32 on the CPU, with its
-            weights loaded. It is put into eval mode.
-        spec: sizes, limits and token ids, in fp32.
-        reference: computes all positions at once, as in training; None calls module(source_ids, source_mask,
-            target_ids), or `hidden_states` of an encoder alone.
-        tokenizers: of source and target; None if only ids go in and out.
+        module: float32 module on the CPU with its weights loaded. It has `encode` and `decode_step`, or `hidden_states`
+            if it is encoder-only. It is put into eval mode.
+        spec: sizes, limits and token ids; its precision is fp32.
+        reference: computes all positions at once, as in training. None calls `module(source_ids, source_mask,
+            target_ids)`, or `hidden_states` of an encoder-only module.
+        tokenizers: source and target tokenizers, or None if the model works only on ids.
         texts: sample texts and your own code around the model, which the tokenizers are compared with.
-        around: ids around a text, as far as the texts do not show them; its samples are not used.
-        generation: defaults of the bundle.
+        around: ids to add around a text, if the texts do not show them. Its samples are ignored.
+        generation: generation defaults of the bundle.
     """
 
     module: nn.Module
@@ -51,7 +51,6 @@ class OwnModule:
     generation: GenerationDefaults = field(default_factory=GenerationDefaults)
 
     def __post_init__(self) -> None:
-        """Raise a ConfigError that lists every problem."""
         kinds = {"module": (self.module, nn.Module), "spec": (self.spec, ModelSpec)}
         problems = [
             f"{name} is {shortened(value)}, expected a {kind.__name__}"
@@ -84,30 +83,30 @@ class OwnModule:
 
     @property
     def model(self) -> EagerModel:
-        """The module in eval mode, with its reference."""
+        """Module in eval mode, with its reference."""
         return EagerModel(self.module.eval(), self.reference or at_once)
 
     def entry(self) -> ModuleEntry:
-        """Return what the manifest says of the module."""
+        """Return the manifest entry of the module."""
         kind, sums = type(self.module), tensor_sums(self.module.state_dict())
         return ModuleEntry(name=f"{kind.__module__}.{kind.__qualname__}", weights_sha256=joint_sum(sums, sums))
 
     def versions(self) -> dict[str, str]:
-        """Return the versions of the distributions that the class is from, by name."""
+        """Return the versions of the packages that define the module's class."""
         package = type(self.module).__module__.partition(".")[0]
         distributions = importlib.metadata.packages_distributions().get(package, [])
         return {name: importlib.metadata.version(name) for name in sorted(set(distributions))}
 
 
 def is_own_module(source: str) -> bool:
-    """Return whether a source is named PACKAGE.MODULE:FACTORY, and is not a file or preset."""
+    """Return whether a source is named PACKAGE.MODULE:FACTORY and is not a file."""
     return bool(_NAME.fullmatch(source)) and not os.path.lexists(source)
 
 
 def load_own_module(name: str) -> OwnModule:
-    """Import PACKAGE.MODULE, which runs it, and return what its FACTORY() returns.
+    """Import PACKAGE.MODULE, call its FACTORY() and return the result.
 
-    Only names that the user gives are imported, from the working directory first, as Python does for a program.
+    The working directory comes first on the import path, as for a Python script.
     """
     module, _, factory = name.partition(":")
     if (here := str(Path.cwd())) not in sys.path:

@@ -1,4 +1,4 @@
-"""The text of an import: read tokenizers, check them against the model, and compare them with recorded texts."""
+"""Import tokenizers and compare them with the model and the recorded texts."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ from tfexport.text.config import TextConfig
 from tfexport.text.tokenizer import Tokenizer
 from tfexport.text.vocabulary import BEYOND, border, try_tokenizer
 
-# Vocabularies of models are padded to multiples, and have languages and sentinels that no text becomes.
+# A model has more ids than texts use: languages, sentinels, and padding to a multiple.
 _PADDING = 256
 _REFUSED_COVERAGE, _WARNED_COVERAGE = 0.5, 0.9
-# As M2M100, mBART and NLLB spell them: __en__, en_XX, eng_Latn.
+# Language tokens of M2M100, mBART and NLLB: __en__, en_XX, eng_Latn.
 _LANGUAGE = re.compile(r"__[a-z]{2,3}__|[a-z]{2,3}_[A-Z]{2}|[a-z]{3}_[A-Z][a-z]{3}")
 
 
 @dataclass(frozen=True)
 class Tokenizers:
-    """Tokenizers that a user gives.
+    """Tokenizers and languages that the user chooses.
 
     Attributes:
-        source: a tokenizer.json, a SentencePiece model, a list of tokens, or a Hugging Face directory; for both sides
-            if there is no other.
-        target: the target's own.
-        source_language: as the tokenizer names it, such as eng_Latn, en_XX or en; None keeps the tokenizer's default.
-        target_language: likewise.
+        source: a tokenizer.json, a SentencePiece model, a list of tokens, or a Hugging Face directory. It is used for
+            both sides if `target` is None.
+        target: tokenizer of the target, if it has its own.
+        source_language: language as the tokenizer names it, such as eng_Latn, en_XX or en. None keeps the tokenizer's
+            default.
+        target_language: target language in the same form.
     """
 
     source: Path
@@ -48,15 +49,10 @@ class Tokenizers:
 
 @dataclass(frozen=True)
 class ImportedText:
-    """What is written next to the weights.
+    """Tokenizer files of a model directory and the results of their checks.
 
-    Attributes:
-        files: of the model directory, by name.
-        tokenizer: made of these files; None if there is none.
-        compared: number of recorded texts that the tokenizer was compared with.
-        generation: generation options that select the target language.
-        notes: what the caller should know.
-        unverified: what could be wrong unnoticed.
+    `compared` is the number of recorded texts that the tokenizer was compared with. `generation` selects the target
+    language. `unverified` lists what could be wrong without being noticed.
     """
 
     files: Mapping[str, bytes]
@@ -77,12 +73,8 @@ def import_text(
 ) -> ImportedText:
     """Read tokenizers and compare them with recorded texts.
 
-    Args:
-        tokenizers: None if only ids go in and out.
-        given: ids around a text that the user gives.
-        recorded: texts of the golden, if it has any.
-        spec: of the model.
-        has_own_weights: whether the golden was recorded with the imported weights; if not, its outputs are dropped.
+    `given` has the ids around a text that the user gives, and `recorded` the texts of the reference file. If
+    `has_own_weights` is False, other weights computed the recorded outputs, which are then dropped.
     """
     if tokenizers is None:
         lost = ("there are recorded texts, but no tokenizer to compare: give --tokenizer",) if recorded else ()
@@ -117,7 +109,10 @@ def import_directory_text(
     *,
     has_own_weights: bool,
 ) -> ImportedText:
-    """Import the tokenizer of a directory that nobody asked for; if it does not fit, report it and go on without."""
+    """Import the tokenizer of a Hugging Face directory, if it fits.
+
+    If it does not fit, the result has no tokenizer and a note with the reason.
+    """
     names = tokenizer_names(directory)
     tokenizers = Tokenizers(directory) if names else None
     try:
@@ -129,7 +124,6 @@ def import_directory_text(
 
 
 def _read(path: Path, spec: ModelSpec, side: Side | None) -> tuple[dict[str, bytes], list[str]]:
-    """Read the tokenizer of one side or both, try it, and compare its size with the model's; also return warnings."""
     files = directory_tokenizer(path, spec) if path.is_dir() else {TOKENIZER: tokenizer_json(path, spec, side)}
     if side is not None:
         own = files.get(TARGET_TOKENIZER) if side == "target" else None
@@ -149,7 +143,11 @@ def _read(path: Path, spec: ModelSpec, side: Side | None) -> tuple[dict[str, byt
 
 
 def check_coverage(raw: bytes, path: Path, spec: ModelSpec, side: Side | None) -> str:
-    """Return a warning if a tokenizer.json has too few ids for the model; refuse it below half of them."""
+    """Return a warning if a tokenizer.json has too few ids for the model.
+
+    Raises:
+        CheckpointError: It has fewer than half of the ids.
+    """
     with border(lambda reason: CheckpointError(f"tokenizer {path}: is no tokenizer.json ({reason}); save it again")):
         vocab = Inner.from_str(raw.decode("utf-8")).get_vocab(with_added_tokens=True)
     ids = {i for i in vocab.values() if i < vocab.get(BEYOND, i + 1)}
@@ -163,10 +161,10 @@ def check_coverage(raw: bytes, path: Path, spec: ModelSpec, side: Side | None) -
 
 
 def _choose_languages(files: dict[str, bytes], tokenizers: Tokenizers) -> tuple[dict[str, int], list[str]]:
-    """Put the languages into tokenizers, and return the generation options of the target's and notes.
+    """Set the languages of the tokenizers in `files`, in place.
 
-    The language that a tokenizer puts around a source shows its place: NLLB and mBART-50 have it before the text, mBART
-    and the older NLLB after the end token. Sources of Marian begin with the target's.
+    The language token that a tokenizer adds to a source shows its position. NLLB and mBART-50 put it before the text,
+    mBART and the older NLLB after the end token. Sources of Marian begin with the target language.
     """
     inner = Inner.from_str(files[TOKENIZER].decode("utf-8"))
     before, after = around(inner)
@@ -211,7 +209,6 @@ def _language_id(inner: Inner, language: str, option: str) -> int:
 
 
 def _notes(tokenizer: Tokenizer, given: TextConfig, *, is_compared: bool, has_decoder: bool) -> list[str]:
-    """Report what was found around the ids, or what is probably missing there."""
     text = tokenizer.text
     notes = [
         f"{name.replace('_', ' ')} {', '.join(map(str, ids))}: so the recorded texts have it"

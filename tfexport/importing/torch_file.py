@@ -1,4 +1,4 @@
-"""Read files of `torch.save` without running anything that is in them, and verify the checksums of the zip format."""
+"""Read `torch.save` files without running code stored in them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ STATE_DICT_ONLY = "save the state dict alone: torch.save(model.state_dict(), FIL
 
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
 _PATHS = ("Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
-# Classes of objects that training scripts save next to the weights: options, paths, dates, NumPy numbers. An inert
-# object takes their place, and none of their code is imported.
+# Classes of objects that training scripts save next to the weights: options, paths, dates, NumPy numbers. They are
+# replaced by inert objects, and their code is not imported.
 _KEPT_BESIDE = (
     *("argparse.Namespace", "types.SimpleNamespace", "numpy.dtype", "numpy.ndarray"),
     *(f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in _PATHS),
@@ -42,7 +42,7 @@ _MAPPINGS_BESIDE = (
 
 
 class _Inert:
-    """Accepts everything that a pickle sets, and does nothing."""
+    """Accept and ignore everything that a pickle sets."""
 
     def __new__(cls, *_: object) -> _Inert:
         return super().__new__(cls)
@@ -53,8 +53,7 @@ class _Inert:
 
 
 class _InertMapping:
-    """Stands for a mapping; PyTorch lets a pickle set items only of an OrderedDict."""
-
+    # PyTorch lets a pickle set items only on an OrderedDict.
     def __new__(cls, *_: object) -> OrderedDict[object, object]:  # type: ignore[misc]
         return OrderedDict()
 
@@ -66,19 +65,17 @@ _STAND_INS: list[Any] = [
 
 
 def is_torch_file(head: bytes) -> bool:
-    """Return whether a file that begins with these 9 or more bytes can be one of `torch.save`.
+    """Return whether the first 9 or more bytes can be those of a `torch.save` file.
 
-    A safetensors file may begin with the same byte, the length of its header; the header's brace follows it.
+    A safetensors file can begin with the same byte, but the brace of its header follows.
     """
     return head.startswith((_ZIP, _PICKLE)) and head[8:9] != b"{"
 
 
 def read_torch(file: Path, path: Path) -> Any:
-    """Read tensors, containers and plain values from a file of `torch.save`, in the zip or the older format.
+    """Read a `torch.save` file in the zip or the older format.
 
-    Args:
-        file: a copy that nobody changes; tensors of a zip file stay mapped to it.
-        path: name for messages.
+    `file` is a private copy; tensors of a zip file stay mapped to it. `path` is the name for error messages.
     """
     with file.open("rb") as opened:
         is_zip = opened.read(len(_ZIP)) == _ZIP
@@ -86,7 +83,7 @@ def read_torch(file: Path, path: Path) -> Any:
         _check_archive(file, path)
     try:
         with warnings.catch_warnings(), torch.serialization.safe_globals(_STAND_INS):
-            warnings.simplefilter("ignore")  # about pickles that are refused a moment later
+            warnings.simplefilter("ignore")  # about pickles that `torch.load` then refuses
             return torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
     except Exception as error:  # PyTorch raises all kinds of errors for damaged files
         if found := re.search(r"GLOBAL ([\w.]+)", str(error)):

@@ -1,7 +1,7 @@
-"""Vocabularies in the forms that people have them, as a tokenizer.json of Hugging Face `tokenizers`.
+"""Convert vocabulary files to a tokenizer.json of Hugging Face `tokenizers`.
 
-SentencePiece models; lists of tokens, one per line or as fairseq and OpenNMT-py write them; and codes of subword-nmt
-or fastBPE next to a list.
+The module reads SentencePiece models and lists of tokens, one per line or in the formats of fairseq and OpenNMT-py. A
+list can have codes of subword-nmt or fastBPE next to it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tfexport.text.vocabulary import BEYOND, border
 
 Side = Literal["source", "target"]
 Merge = tuple[str, str]
-# fairseq, NLLB and mBART give this name to a SentencePiece model that is next to a list of its pieces.
+# Name that fairseq, NLLB and mBART give to a SentencePiece model next to a list of its pieces.
 SPM_BPE = "sentencepiece.bpe.model"
 _SPACE = "▁"
 # Types of models and pieces in SentencePiece's format.
@@ -32,25 +32,21 @@ _UNIGRAM, _BPE = 1, 2
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 # SentencePiece makes pieces of at most 16 characters by default.
 _MAX_PIECE = 256
-# Prefix of tokens that no text may become: white space is replaced before texts are split.
+# Prefix of tokens that no text can produce, because white space is replaced before texts are split.
 _HIDDEN = " "
 _GOES_ON, _END = "@@", "</w>"
-# Names that fairseq, its published models, subword-nmt's examples and JoeyNMT give to codes.
+# File names of codes in fairseq, its published models, the examples of subword-nmt, and JoeyNMT.
 _CODES = ("bpecodes", "code", "codes", "bpe.codes", "codes.bpe", "bpe_codes")
-# Lines of a list with counts, and the tokens that such a list leaves out before its first line.
+# Lines of a list with counts, and the tokens that precede the first line of such a list.
 _FAIRSEQ = re.compile(r"(.+) \d+"), ("<s>", "<pad>", "</s>", "<unk>")
 _OPENNMT = re.compile(r"(.+)\t\d+"), ("<unk>", "<blank>", "<s>", "</s>")
 
 
 def tokenizer_json(path: Path, spec: ModelSpec, side: Side | None = None) -> bytes:
-    """Read a vocabulary and return it as tokenizer.json.
+    """Convert a vocabulary to tokenizer.json; return a tokenizer.json unchanged.
 
-    Args:
-        path: a tokenizer.json, which is returned as it is; a SentencePiece model; or a list of tokens, which splits
-            texts at white space, and further by the codes or the SentencePiece model next to it if its tokens are
-            pieces of words.
-        spec: has the special tokens and the number of ids.
-        side: of the model that it is for; None for both.
+    A list of tokens splits texts at white space. If its tokens are pieces of words, the codes or the SentencePiece
+    model next to it split the words. `side` is None for both sides.
     """
     raw = read_vocabulary(path)
     if raw.lstrip()[:1] == b"{":
@@ -67,7 +63,7 @@ def tokenizer_json(path: Path, spec: ModelSpec, side: Side | None = None) -> byt
 
 
 def read_vocabulary(path: Path) -> bytes:
-    """Read a plain file of a tokenizer, of limited size."""
+    """Read a regular tokenizer file of limited size."""
     try:
         if problem := plain_problem(path):
             raise CheckpointError(
@@ -155,7 +151,7 @@ def _from_list(text: str, path: Path, spec: ModelSpec, side: Side | None) -> Inn
 
 
 def _read_tokens(text: str) -> tuple[list[str], int]:
-    """Return the tokens in the order of their ids, and how many of them the list leaves out before its first line."""
+    """Return the tokens in id order, and how many of them precede the first line."""
     lines = [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
     for form, special in (_FAIRSEQ, _OPENNMT):
         tokens = [match[1] for line in lines if (match := form.fullmatch(line))]
@@ -166,7 +162,6 @@ def _read_tokens(text: str) -> tuple[list[str], int]:
 
 
 def _read_codes(path: Path) -> list[Merge]:
-    """Read the merges of subword-nmt, or those of fastBPE with their counts."""
     try:
         lines = read_vocabulary(path).decode("utf-8").split("\n")
     except UnicodeDecodeError as error:
@@ -190,7 +185,7 @@ def _read_codes(path: Path) -> list[Merge]:
 
 
 def _with_codes(tokens: Sequence[str], merges: Sequence[Merge], unk: int) -> Inner:
-    """Return a tokenizer that splits words by merges; pieces that are not in the list become unknown."""
+    # Pieces that are not in the list become unknown.
     names = [token[: -len(_GOES_ON)] if token.endswith(_GOES_ON) else token + _END for token in tokens]
     ids = {name or _GOES_ON: i for i, name in enumerate(names)}
     pieces = dict.fromkeys(piece for left, right in merges for piece in (left, right, left + right))
@@ -206,7 +201,7 @@ def _with_codes(tokens: Sequence[str], merges: Sequence[Merge], unk: int) -> Inn
 
 
 def read_sentencepiece(path: Path) -> Any:
-    """Read a unigram or BPE model of SentencePiece, as its ModelProto."""
+    """Read a unigram or BPE model of SentencePiece as a ModelProto."""
     raw = read_vocabulary(path)
     try:
         from sentencepiece import sentencepiece_model_pb2
@@ -214,25 +209,24 @@ def read_sentencepiece(path: Path) -> Any:
         raise BackendError(
             f"tokenizer {path}: is no text; to read a SentencePiece model run: {install_command('sentencepiece')}"
         ) from error
-    format_: Any = sentencepiece_model_pb2  # made by protobuf at run time, unknown to a type checker
+    format_: Any = sentencepiece_model_pb2  # protobuf creates its attributes at run time
     proto = format_.ModelProto()
     try:
         proto.ParseFromString(raw)
-    except Exception as error:  # protobuf's own class, which may not be imported here
+    except Exception as error:  # a class of protobuf, which this module must not import
         raise CheckpointError(f"tokenizer {path}: is no SentencePiece model ({error}); give the .model file") from error
     if proto.trainer_spec.model_type not in (_UNIGRAM, _BPE) or not proto.pieces:
         raise CheckpointError(f"tokenizer {path}: is neither a unigram nor a BPE model; give a tokenizer.json")
     if (longest := max(len(piece.piece) for piece in proto.pieces)) > _MAX_PIECE:
         raise CheckpointError(f"tokenizer {path}: has a piece of {longest} characters, expected at most {_MAX_PIECE}")
     if charsmap := proto.normalizer_spec.precompiled_charsmap:
-        size = int.from_bytes(charsmap[:4], "little")  # of its trie, which the library allocates unasked
+        size = int.from_bytes(charsmap[:4], "little")  # size of its trie, which the library allocates unchecked
         if size > len(charsmap) - 4:
             raise CheckpointError(f"tokenizer {path}: has a damaged character map; download or save it again")
     return proto
 
 
 def _from_sentencepiece(path: Path, spec: ModelSpec, side: Side | None) -> Inner:
-    """Return a tokenizer with the ids of the SentencePiece model, if they can be those of the weights."""
     proto, tokens = read_sentencepiece(path), spec.tokens
     name, limit = vocabulary_size(spec, side)
     if len(proto.pieces) > limit:
@@ -254,14 +248,10 @@ def _from_sentencepiece(path: Path, spec: ModelSpec, side: Side | None) -> Inner
 
 
 def with_ids(proto: Any, ids: Mapping[str, int], special: Sequence[str], unk: str, whole: Sequence[str] = ()) -> Inner:
-    """Return a tokenizer that splits like a SentencePiece model and has the ids of another vocabulary.
+    """Return a tokenizer that splits like a SentencePiece model but has other ids.
 
-    Args:
-        proto: the SentencePiece model.
-        ids: of all tokens, each once. No text becomes a token that the model lacks.
-        special: tokens among them with a meaning.
-        unk: the token for unknown characters, and for pieces that `ids` lacks.
-        whole: tokens among them that a text may contain and that are never split, such as languages.
+    `ids` must be unique. Pieces that it lacks become `unk`. Texts never produce tokens that the model lacks, except
+    those in `whole`, such as languages, which are never split.
     """
     own = {piece.piece: piece.score for piece in proto.pieces if piece.type not in (_CONTROL, _UNKNOWN)}
     seen = {*own, *special, *whole, unk}
@@ -277,7 +267,6 @@ def with_ids(proto: Any, ids: Mapping[str, int], special: Sequence[str], unk: st
 
 
 def _split_like(proto: Any, vocab: list[tuple[str, float]], own: list[tuple[str, float]], unk: str) -> Inner:
-    """Return a tokenizer with one id per entry of `vocab`, which splits texts into the model's `own` pieces."""
     trained, normalizing = proto.trainer_spec, proto.normalizer_spec
     ids = {piece: i for i, (piece, _) in enumerate(vocab)}
     if trained.model_type == _UNIGRAM:
@@ -289,10 +278,10 @@ def _split_like(proto: Any, vocab: list[tuple[str, float]], own: list[tuple[str,
     if normalizing.precompiled_charsmap:
         steps.append(normalizers.Precompiled(normalizing.precompiled_charsmap))
     if normalizing.remove_extra_whitespaces:
-        # Only white space that is a space by now, and at the end also its sign.
+        # Strip only normalized spaces, and at the end also ▁.
         steps += [normalizers.Replace(Regex(rf"\A +|[ {_SPACE}]+\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
     elif normalizing.add_dummy_prefix:
-        steps.append(normalizers.Prepend(" "))  # before other spaces too, where Metaspace adds none
+        steps.append(normalizers.Prepend(" "))  # also before a leading space, where Metaspace adds nothing
     if steps:
         inner.normalizer = normalizers.Sequence(steps)
     scheme: Any = "always" if normalizing.add_dummy_prefix else "never"
@@ -303,7 +292,7 @@ def _split_like(proto: Any, vocab: list[tuple[str, float]], own: list[tuple[str,
 
 
 def _merges(pieces: list[tuple[str, float]]) -> list[Merge]:
-    """Return the merges of a BPE model in the order in which SentencePiece applies them, the best piece first."""
+    # SentencePiece applies the merge of the best piece first.
     order = {piece: i for i, (piece, _) in enumerate(pieces)}
     found = []
     for piece, score in pieces:

@@ -1,1 +1,1 @@
-"""Detection: which layout reads a checkpoint, from its names, indices and shapes."""
+"""Detect the layout of a checkpoint from its names, indices and shapes."""

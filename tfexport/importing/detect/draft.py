@@ -1,7 +1,7 @@
-"""Draft layouts for a foreign state dict, the likeliest first, from its names, indices and shapes.
+"""Draft layouts for a state dict from its names, indices and shapes.
 
-No project is known here. Whatever names leave open is drafted in every reading; only reference outputs tell which one
-is right. `layers` reads the lists of layers; embeddings, tables of positions and the other modules are read here.
+The module knows no particular project. If names are ambiguous, it drafts every reading, and reference outputs decide
+between them. `layers` reads the lists of layers. This module reads embeddings, position tables and all other modules.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from tfexport.importing.reference.golden import Golden
 from tfexport.importing.reference.weights import is_position_table
 from tfexport.nn.switches import Value
 
-# Lines of gains, of tables of positions, and of what is added to a residual stream.
+# Lines of norm gains, of position tables, and of weights whose output is added to the residual stream.
 _GAIN, _TABLE = re.compile(r" -> \S*norm\d?\.weight"), re.compile(r" -> \S*\.pos\b")
 _ADDED = re.compile(r" -> \S*\.(self\.o|cross\.o|ffn\.fc2)\.")
-# Factors that people write in residual sums: on x, on what is added, on both.
+# Common factors in residual sums: on x, on the added output, on both.
 _ON_X, _ON_ADDED, _ON_BOTH = (0.5, 2.0), (0.5, 0.1), math.sqrt(0.5)
-# After all that one other reading explains, before what needs two.
+# More than the cost of one unusual reading, less than that of two.
 _UNUSUAL = 1.5 * POSSIBLE
-# Rows that a learned table may have before position 0: for padding, and what fairseq's heirs add to it.
+# Rows that a learned table may have before position 0: the padding id plus 1, as in fairseq, or one row.
 _OFFSETS = (2, 1)
 _DERIVED_LENGTH = 1024
 _ROTARY = Reading((), arch=(("positions", "rotary"),))
-# Embeddings, tables, norms and the output are a handful; among so many modules nothing is told apart.
+# A model has few embeddings, tables, norms and outputs; among more modules they cannot be identified.
 _MAX_OUTSIDE = 200
-# Every norm may have several places; further norms are not read.
+# Each norm has several possible places, so further norms are not read.
 _MAX_NORMS = 5
 # Canonical names in the order of a layout file.
 _ORDER = (
@@ -54,8 +54,6 @@ _ORDER = (
 
 @dataclass(frozen=True)
 class _Draft:
-    """Readings under one set of conventions: a choice for each group of modules, and what does not vary."""
-
     choices: tuple[Choice, ...]
     arch: Mapping[str, Value]
     derive: Mapping[str, str]
@@ -66,7 +64,6 @@ class _Draft:
         return [choice[pick] for choice, pick in zip(self.choices, picks, strict=True)]
 
     def with_fold(self, lines: re.Pattern[str], fold: str, cost: float) -> _Draft:
-        """Append a fold to all lines of a kind."""
         choices = tuple(
             tuple(
                 replace(one, lines=tuple(f"{line} |> {fold}" if lines.search(line) else line for line in one.lines))
@@ -78,18 +75,12 @@ class _Draft:
 
 
 def drafts(tensors: Mapping[str, Tensor], golden: Golden | None = None, *, name: str = "found") -> Iterator[Layout]:
-    """Draft layouts, the likeliest first.
+    """Draft layouts for a state dict, the most likely first.
 
-    Args:
-        tensors: the state dict.
-        golden: gives the vocabularies, the padding id and tables kept outside of the state dict.
-        name: of the layouts.
-
-    Yields:
-        Layouts whose switches are the likeliest of each kind; norms, gates and biases are as the keys have them.
+    `golden` adds the vocabularies, the padding id and the tables outside of the state dict.
 
     Raises:
-        CheckpointError: no layers with attention and feed-forward network are found, or parts of them fit nothing.
+        CheckpointError: There are no layers with attention and a feed-forward network, or their parts do not fit.
     """
     found = _Outline(tensors, golden).drafts()
     heap: list[tuple[float, int, int, tuple[int, ...]]] = []
@@ -117,8 +108,6 @@ def drafts(tensors: Mapping[str, Tensor], golden: Golden | None = None, *, name:
 
 
 class _Outline:
-    """What no convention of an author changes: the layers of each side, and what is outside of them."""
-
     def __init__(self, tensors: Mapping[str, Tensor], golden: Golden | None) -> None:
         self.tensors, self.golden = tensors, golden
         has_bare = any(
@@ -145,14 +134,13 @@ class _Outline:
                 "docs/layouts.md"
             )
         extras = {key: side for side, found in self.sides.items() for key in found.extras}
-        # T5's bias by distance: [buckets, heads], once for all layers of a side.
+        # T5 has one relative bias, [buckets, heads], for all layers of a side.
         biases = [k for k in extras if len(shapes[k]) == 2 and {"rel", "relative", "bias"} & {*of.words(k)}]
         self.dead = [key for key in extras if key not in biases]
         self.biases = Reading(tuple(f"{key} -> {extras[key]}.rel_bias.weight" for key in biases))
         self.outside = _Outside(parts, tensors, self.d_model, list(self.sides), golden)
 
     def _take(self, lists: Sequence[Layers], rest: Mapping[str, Shape]) -> None:
-        """Find the width and the list of each side, and check that the usual style reads them."""
         self.d_model = _d_model(rest, lists)
         self.sides = _sides(lists, self.tensors)
         self.first = self._layers(self.usual)
@@ -169,7 +157,6 @@ class _Outline:
         return {side: layer for side, layer in read.items() if layer is not None}
 
     def drafts(self) -> list[_Draft]:
-        """Read everything under each style, with other residual sums, and with what no key tells of gains or tables."""
         usual, layers = self.usual, self.first.values()
         orders = sorted(map("".join, itertools.permutations("qkv")), key=lambda order: order != usual.order)
         cuts = [(order, cut) for order in orders for cut in ("split_rows", "split_heads")]
@@ -181,10 +168,10 @@ class _Outline:
             unusual = (in_out != usual.bare_is_in_out, order != usual.order, cut != usual.cut, number > 0)
             try:
                 found.append(self._draft(Style(in_out, order, cut, number, POSSIBLE * sum(unusual))))
-            except CheckpointError:  # by this style there are no layers
+            except CheckpointError:  # this style finds no layers
                 continue
         found += self._sums(found[0])
-        if self.golden is not None and self._are_gains_around_zero():  # they are stored less 1
+        if self.golden is not None and self._are_gains_around_zero():  # stored less 1
             found = [
                 *(draft.with_fold(_GAIN, "add 1", LIKELY) for draft in found),
                 *(replace(draft, cost=draft.cost + POSSIBLE) for draft in found),
@@ -201,7 +188,7 @@ class _Outline:
         choices = [choice for layer in read.values() for choice in layer.choices]
         final_ones: Choice = ()
         if any(line.endswith(" = ones") for choice in choices for line in choice[0].lines) and not outside.has_norm:
-            # If the norms of the layers have no parameters, there may be such norms after the layers too.
+            # If the norms of the layers have no parameters, there may also be such norms after the layers.
             ones = tuple(f"derive {side}.norm.weight = ones" for side in read)
             final_ones = (Reading(()), Reading(ones, POSSIBLE))
         has_bias = bool(self.biases.lines)
@@ -226,7 +213,7 @@ class _Outline:
         return _Draft(tuple(choices), arch, outside.derive, ignored, POSSIBLE * len(unread) + style.cost)
 
     def _sums(self, draft: _Draft) -> list[_Draft]:
-        """Vary the residual sums: a factor on x, which DeepNet takes from the layers, on what is added, or on both."""
+        # DeepNet takes the factor on x from the number of layers.
         counts = [found.count for found in self.sides.values()]
         deep: tuple[float, ...] = ((2 * counts[0]) ** 0.25,)
         if len(counts) == 2:
@@ -245,7 +232,7 @@ class _Outline:
         ]
 
     def _are_gains_around_zero(self) -> bool:
-        """Return whether the gains of norms, which a golden draws around their start, are around 0 instead of 1."""
+        # `record` draws gains around their initial value, which is 0 if they are stored less 1.
         means = [
             float(tensor.double().mean())
             for key, tensor in self.tensors.items()
@@ -254,26 +241,25 @@ class _Outline:
         return bool(means) and statistics.median(means) < 0.5
 
     def _computed_tables(self) -> Choice:
-        """Positions that the state dict lacks: a table of the golden, a sinusoid of each kind, or rotary ones."""
         attributes = self.golden.attributes if self.golden else {}
         kept = [name for name, tensor in attributes.items() if sum(n > 1 for n in tensor.shape) == 2]
         kept = [name for name in kept if of.POSITION.intersection(of.words(name))] or kept
         texts = [(f"attr {name} |> squeeze", LIKELY) for name in kept]
-        # Some count positions from the row after the padding id.
+        # Some implementations count positions from the row after the padding id.
         rows = sorted({1, ((self.golden and self.golden.pad_source) or 0) + 1})
         for kind in SINUSOIDS:
             texts += [(f"sinusoid {kind}", LIKELY), *((f"sinusoid {kind} |> slice {n}", POSSIBLE) for n in rows)]
         first, *others = self.sides
         ties = [f"derive {side}.pos = tie {first}.pos" for side in others]
         readings = [Reading((f"derive {first}.pos = {text}", *ties), cost) for text, cost in texts]
-        # Norms without bias are of the same years as rotary positions.
+        # Models with norms without bias often have rotary positions.
         has_bias = any(part.bias for found in self.sides.values() for part in found.parts if part.is_vector)
         if not has_bias or any(of.ROTARY.intersection(of.words(key)) for key in self.tensors):
             return (_ROTARY, *readings)
         return (*readings, replace(_ROTARY, cost=FAR))
 
     def _start(self) -> Choice:
-        """If every target starts with padding, the decoder starts from zeros of its own: that row becomes zeros."""
+        # If every target starts with padding, the decoder starts from zeros. That row becomes zeros.
         golden = self.golden
         if golden is None or golden.target_ids is None or set(golden.target_ids[:, 0].tolist()) != {golden.pad_target}:
             return ()
@@ -289,7 +275,7 @@ def _layout(draft: _Draft, picked: Sequence[Reading], name: str) -> Layout:
     arch |= {f"{side}.final_norm": any(f" {side}.norm." in line for line in lines) for side in ("enc", "dec")}
     arch["embedding_norm"] = any(".emb_norm." in line for line in lines)
     if any(text.startswith("attr ") for text in derive.values()):
-        arch.pop("max_length", None)  # the table of the golden has a length
+        arch.pop("max_length", None)  # the recorded table has a length
     ignored = (*draft.ignored, *(key for one in picked for key in one.ignored))
     return Layout(
         name=name,
@@ -302,7 +288,7 @@ def _layout(draft: _Draft, picked: Sequence[Reading], name: str) -> Layout:
 
 
 def _bounded(line: str) -> str:
-    """Write the layers of a side that begins a list of both as numbers: {i<2} becomes {0,1}."""
+    """Replace {i<2}, used if a list holds the layers of both sides, by {0,1}."""
     if found := re.search(r"\{i<(\d+)\}", line):
         numbers = "{" + ",".join(map(str, range(int(found[1])))) + "}"
         return line.replace(found[0], numbers).replace("{i}", numbers)
@@ -310,7 +296,6 @@ def _bounded(line: str) -> str:
 
 
 def _is_no_weight(key: str, tensor: Tensor) -> bool:
-    """Return whether a tensor is not learned: a counter, a number, a causal mask or frequencies."""
     is_named = bool(of.leaf_field(key)[1])
     if of.ROTARY.intersection(of.words(key)) and not is_named:
         return True
@@ -321,14 +306,13 @@ def _is_no_weight(key: str, tensor: Tensor) -> bool:
         return False
     square = tensor.reshape(rows, columns)
     below, above = square[0, 0], square[0, 1]
-    # It is read whole only if the corner is that of a mask; a matrix of weights shows at once.
+    # Read the whole matrix only if its corner looks like a mask.
     if below == above or below != square[-1, 0]:
         return False
     return torch.equal(square, torch.where(torch.ones_like(square).tril() > 0, below, above))
 
 
 def _d_model(rest: Mapping[str, Shape], lists: Sequence[Layers]) -> int:
-    """Return the width that most norms, embeddings and matrices share."""
     if not lists:
         listed = ", ".join(key[:80] for key in sorted(rest)[:8])
         raise CheckpointError(
@@ -347,7 +331,7 @@ def _d_model(rest: Mapping[str, Shape], lists: Sequence[Layers]) -> int:
 
 
 def _sides(lists: Sequence[Layers], keys: Mapping[str, Tensor]) -> dict[str, Layers]:
-    """Tell the encoder's list from the decoder's: by name, or because a decoder has more attention."""
+    # Without names, the decoder is the side with more matrices, because it has more attention.
     if len(lists) > 2:
         prefixes = ", ".join(found.prefix[:80] + "*" for found in lists[:8]) + (" …" if len(lists) > 8 else "")
         raise CheckpointError(f"{len(lists)} lists of layers ({prefixes}), expected an encoder and a decoder")
@@ -364,11 +348,7 @@ def _listed(parts: Sequence[Part]) -> str:
 
 
 class _Outside:
-    """The readings of all that is outside of the layers: embeddings, tables of positions, norms, the output.
-
-    `derive` are the tensors without a key of their own, `unread` the modules that no choice takes.
-    """
-
+    # `derive` has the tensors without a key of their own, `unread` the modules without a reading.
     def __init__(
         self,
         parts: Sequence[Part],
@@ -388,7 +368,7 @@ class _Outside:
         wide = [part for part in parts if part not in tables and part.is_matrix and part.shape[-1] == d_model]
         outputs = [*transposed, *(part for part in wide if self._is_output(part))] if "dec" in sides else []
         if not outputs and "dec" in sides and len(wide) > 2:
-            # Without a word for it: the last of three tables; with two, the output is one of them.
+            # If no name shows the output, it is the last of three tables. With two tables, it is tied to one of them.
             outputs = [part for part in wide if not part.about(of.EMBEDDING)][-1:]
         embeddings = [part for part in wide if part not in outputs]
         tables = tables or self._likely_tables(embeddings)
@@ -412,14 +392,14 @@ class _Outside:
             return False
         if part.about(of.POSITION) or is_position_table(self.tensors[part.weight]):
             return True
-        # Next to embeddings that are modules, a bare parameter is a table; so is one with an axis for the batch.
+        # A bare parameter is a table if the embeddings are modules, or if it has an axis for the batch.
         wide = (other for other in parts if other.is_matrix and other.shape[-1] == self.d_model)
         is_usual = any(not of.is_bare(other.weight or "") and not self._is_output(other) for other in wide)
         is_embedding = part.about(of.EMBEDDING) and len(part.shape) == 2
         return of.is_bare(part.weight) and not is_embedding and (is_usual or len(part.shape) > 2)
 
     def _is_transposed(self, part: Part) -> bool:
-        """Return whether a matrix is stored [d_model, vocab], as in x @ W."""
+        # Stored as [d_model, vocab], for x @ W.
         if len(part.shape) != 2 or part.shape[0] != self.d_model or part.shape[1] == self.d_model:
             return False
         return part.weight is not None and of.is_bare(part.weight) and part.shape[1] in (part.bias_size, self.vocab)
@@ -429,11 +409,11 @@ class _Outside:
         return part.bias is not None or is_named
 
     def _likely_tables(self, embeddings: Sequence[Part]) -> list[Part]:
-        """Without a word for it: tables with too few rows for the ids, or those left next to named embeddings."""
+        # By size: too few rows for the ids. By name: unnamed ones next to named embeddings.
         small = [part for part in embeddings if part.shape[0] <= self.largest_id and part.shape[0] != self.vocab]
         silent = [part for part in embeddings if not part.about(of.EMBEDDING | {"tok", "token", "tokens"})]
         named = [part for part in embeddings if part not in silent]
-        # One table that has every id serves both sides.
+        # One embedding with all ids serves both sides.
         is_joint = len(named) == 1 and self.vocab in (None, named[0].shape[0]) and self.largest_id < named[0].shape[0]
         is_enough = len(self.sides) < len(embeddings) or is_joint
         return small or (silent if len(silent) <= len(self.sides) and is_enough else [])
@@ -444,12 +424,12 @@ class _Outside:
 
     def _is_norm(self, part: Part) -> bool:
         size = max(part.shape, default=1)
-        # A single number is a norm's if there are two of them, and a constant of the code otherwise.
+        # A single number belongs to a norm if it also has a bias; otherwise it is a constant of the code.
         is_norm = size == self.d_model or (size == 1 and part.bias is not None)
         return part.is_vector and part.weight is not None and is_norm
 
     def _embeddings(self, parts: Sequence[Part]) -> None:
-        """Give each side its embedding; equal tables under other names count as the same."""
+        # Equal tables under different names count as one.
         own = {side: [part for part in parts if self._side(part) == side] for side in self.sides}
         shared: list[Part] = []
         for part in (part for part in parts if self._side(part) is None):
@@ -514,7 +494,7 @@ class _Outside:
         return (Reading((line,)), *(Reading((f"{line} |> slice {rows}",), cost) for rows in _OFFSETS))
 
     def _norms(self, norms: Sequence[Part]) -> None:
-        """A norm is after the embedding or after the last layer, of one side or of both; or it is not used."""
+        # A norm follows the embedding or the last layer, of one side or of both, or it is not used.
         readings = []
         for picked in itertools.product(*(self._norm_places(part, norms) for part in norms[:_MAX_NORMS])):
             lines = tuple(line for reading in picked for line in reading.lines)
@@ -528,7 +508,6 @@ class _Outside:
             self.choices.append(tuple(sorted(readings, key=lambda reading: reading.cost)))
 
     def _norm_places(self, part: Part, norms: Sequence[Part]) -> list[Reading]:
-        """List the places of one norm, by its words and by the order of those that name no side."""
         is_embedding = part.about(of.EMBEDDING)
         unusual = FAR if is_embedding or part.about(of.FINAL) else POSSIBLE
         costs = {"emb_norm": LIKELY if is_embedding else unusual, "norm": unusual if is_embedding else LIKELY}
@@ -536,7 +515,7 @@ class _Outside:
         if side is not None:
             options = [Reading(part.norm_lines(f"{side}.{place}"), cost) for place, cost in costs.items()]
         else:
-            # The last one is after the decoder, one before it after the encoder; one after embeddings serves both.
+            # The last norm follows the decoder, the first the encoder. A norm after embeddings serves both.
             silent = [n for n in norms if self._side(n) is None and not n.about(of.EMBEDDING)]
             usual = {"dec": silent[-1:] == [part], "enc": len(silent) > 1 and silent[0] is part}
             options = [
@@ -551,17 +530,14 @@ class _Outside:
 
 
 def _target(line: str) -> str:
-    """Return the canonical name that a line of the map or of `derive` gives."""
     return line.removeprefix("derive ").split(" = ")[0].split(" -> ")[-1].split(" |> ")[0]
 
-
-# Short layouts.
 
 _Row = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
 
 
 def compress(lines: Sequence[str]) -> tuple[str, ...]:
-    """Write lines "SRC -> DST |> ops" that differ in one component of each side as one line with lists."""
+    """Merge lines that differ in one component of each side, using lists."""
 
     def place(line: str) -> list[int]:
         return [order.index(word) for word in _target(line).split(".") for order in _ORDER if word in order]
@@ -578,14 +554,14 @@ def compress(lines: Sequence[str]) -> tuple[str, ...]:
 
 
 def _merged(rows: Sequence[_Row], left: int, right: int) -> list[_Row]:
-    """Merge rows that differ only in component `left` of the source and `right` of the target."""
+    """Merge rows that differ only in the `left` source and `right` target component."""
 
     def put(parts: tuple[str, ...], place: int, text: str) -> tuple[str, ...]:
         place %= len(parts)
         return (*parts[:place], text, *parts[place + 1 :])
 
     def lists_before(parts: tuple[str, ...], place: int) -> int:
-        """Count the lists before a component, -1 if it cannot become one; the k-th lists of both sides go together."""
+        # The k-th lists of both sides belong together. The result is -1 if the component cannot become a list.
         if not -len(parts) <= place < len(parts) or set("{[") & set(parts[place]):
             return -1
         return sum("{" in part and "," in part for part in parts[: place % len(parts)])

@@ -1,6 +1,6 @@
-"""Find the layers of a foreign state dict and the role of each module in them, by name and shape.
+"""Find the layers of a state dict and the role of each module, by name and shape.
 
-Names and shapes often allow several readings. Each has a cost, and only reference outputs tell which one is right.
+Names and shapes often allow several readings. Each has a cost, and reference outputs decide between them.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from functools import cached_property
 from tfexport.nn.switches import QkNorm, Value
 
 Shape = tuple[int, ...]
-# How far-fetched a reading is. Those that nothing contradicts come first.
+# Costs of readings; the lowest cost comes first.
 LIKELY, POSSIBLE, FAR = 0, 1, 3
-# The elements of a numbered list: each with its shapes by the rest of the key.
+# Elements of a numbered list by index: shapes by the rest of the key.
 Elements = dict[int, dict[str, Shape]]
 _INDEX = re.compile(r"\{.*?\}")
-# As in the patterns of layouts: at most four digits, and no leading 0.
+# As in layout patterns: at most four digits, and no leading 0.
 _LIST_INDEX = re.compile(r"(?<![0-9])(?:0|[1-9][0-9]{0,3})(?![0-9])")
-# An attention has at least two matrices (fused), and so has a feed-forward network.
+# Attention has at least two matrices (if fused), and a feed-forward network too.
 _MIN_MATRICES = 4
-# A side that shares its list with the other one has at least this many layers.
+# Minimum number of layers of a side if one list holds both sides.
 _MIN_LAYERS = 2
-# A layer may have keys that its siblings lack: the first one often holds a relative bias for all.
+# A layer may have keys that others lack: the first one often holds a relative bias for all.
 _MAX_EXTRAS = 2
-# Numbers of one key that are considered: of layers, sublayers and heads.
+# Maximum number of indices in a key: of layers, sublayers and heads.
 _MAX_NUMBERS = 8
-# More norms than sublayers: some are never used. Above this many nothing tells which.
+# Maximum number of unused norms in a layer; if there are more, the used ones cannot be identified.
 _MAX_DEAD_NORMS = 2
-# With more modules than this, heads joined, it is not a transformer layer.
+# Maximum number of modules of a transformer layer after joining heads.
 _MAX_PARTS = 100
 
 # Words in names, and what they usually mean.
@@ -59,7 +59,7 @@ _WEIGHT = frozenset("weight weights w kernel gamma alpha gain scale g a".split()
 _BIAS = frozenset("bias biases b beta shift offset".split())
 # Names of gains and shifts, which belong to norms if matrices next to them have weights and biases.
 _GAIN = frozenset("gamma alpha gain scale g a beta shift offset".split())
-# The word is much the same in many languages: encodeur, enkoder.
+# Matches similar words of other languages too: encodeur, enkoder.
 _ENCODES, _DECODES = re.compile(r"en[ck]od(?!.*de[ck]od)"), re.compile(r"de[ck]od")
 _ROLES = {
     "q": re.compile(r"(w?q|qs|qw|.*quer(y|ies))"),
@@ -72,7 +72,10 @@ _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 
 
 def words(name: str) -> tuple[str, ...]:
-    """Split a name at dots, underscores, digits and capitals: "W_q.selfAttn1" gives w, q, self, attn, 1."""
+    """Split a name at dots, underscores, digits and capitals.
+
+    "W_q.selfAttn1" gives w, q, self, attn, 1.
+    """
     return tuple(word.lower() for word in _WORD.findall(name))
 
 
@@ -84,7 +87,10 @@ def natural(name: str) -> tuple[tuple[int, int | str], ...]:
 
 
 def side(name: str) -> str | None:
-    """Return "enc" or "dec" if a component of the name has a word for that side only, else None."""
+    """Return the side that a name shows, "enc" or "dec", or None.
+
+    The first component with words of only one side decides.
+    """
     for component in name.split("."):
         found = words(component)
         is_decoder = bool(DECODER.intersection(found)) or any(_DECODES.match(word) for word in found)
@@ -95,14 +101,15 @@ def side(name: str) -> str | None:
 
 
 def common(names: Iterable[Sequence[str]]) -> int:
-    """Count the equal components that all names begin with."""
+    """Count the leading components that all names share."""
     return sum(1 for _ in itertools.takewhile(lambda level: len(set(level)) == 1, zip(*names, strict=False)))
 
 
 def leaf_field(key: str) -> tuple[str, str]:
-    """Split the last component of a key into its owner and "weight", "bias" or, if unknown, "".
+    """Split the last component of a key into owner and kind.
 
-    "in_proj_bias" gives ("in proj", "bias"), "W_q" gives ("q", "weight"), "gamma" gives ("", "weight").
+    The kind is "weight", "bias" or, if it is unknown, "". "in_proj_bias" gives ("in proj", "bias"), "W_q" gives ("q",
+    "weight"), and "gamma" gives ("", "weight").
     """
     found = list(words(key.rpartition(".")[2]))
     for position in (-1, 0):
@@ -113,17 +120,20 @@ def leaf_field(key: str) -> tuple[str, str]:
 
 
 def is_bare(key: str) -> bool:
-    """Return whether a key is a parameter without a module, whose author chose which way round it is stored."""
+    """Return whether a key is a bare parameter, which may be stored [in, out]."""
     return key.rpartition(".")[2] not in ("weight", "in_proj_weight")
 
 
 def fused_order(found: Iterable[str]) -> str | None:
-    """Return the order that a word such as "qkv" or "kqv" gives the parts of a fused projection."""
+    """Return the order of q, k and v in a word such as "kqv", or None."""
     return next((word[-3:] for word in found if sorted(word[-3:]) == ["k", "q", "v"]), None)
 
 
 def attention_role(found: Sequence[str]) -> str | None:
-    """Return the projection that the words name, the last one deciding: q, k, v, o, the fused kv or qkv, or None."""
+    """Return the projection that the words name, or None.
+
+    It is q, k, v, o, or the fused kv or qkv. The last matching word decides.
+    """
     if {"q", "k", "v"} <= set(found) or tuple(found[-2:]) == ("in", "proj"):
         return "qkv"
     if {"k", "v"} <= set(found):
@@ -144,8 +154,8 @@ def attention_role(found: Sequence[str]) -> str | None:
 class Part:
     """One module: a matrix or a gain, with its bias.
 
-    `path` are the components of its name, within the layer; indices of layers are written "{i}", "{2i+1}" and so on.
-    `shape` is that of the weight, or of the bias if there is no weight. `place` counts the modules before it.
+    Layer indices in `path` are written "{i}", "{2i+1}" and so on. `shape` is that of the bias if there is no weight.
+    `place` counts the modules before this one.
     """
 
     path: tuple[str, ...]
@@ -157,12 +167,12 @@ class Part:
 
     @property
     def name(self) -> str:
-        """The path as text."""
+        """Path as text."""
         return ".".join(self.path)
 
     @cached_property
     def words(self) -> tuple[str, ...]:
-        """The words of the path, without indices of layers."""
+        """Words of the path, without layer indices."""
         return words(_INDEX.sub("", self.name))
 
     def about(self, vocabulary: frozenset[str]) -> bool:
@@ -171,32 +181,35 @@ class Part:
 
     @property
     def keys(self) -> list[str]:
-        """The keys that it has."""
+        """Keys of the weight and the bias."""
         return [key for key in (self.weight, self.bias) if key is not None]
 
     @property
     def is_matrix(self) -> bool:
-        """Whether the weight has two axes longer than 1, or three, one of them for heads."""
+        """Whether the weight is a matrix, which may have a third axis for heads."""
         return self.weight is not None and sum(size > 1 for size in self.shape) in (2, 3)
 
     @property
     def is_vector(self) -> bool:
-        """Whether it is a gain, a bias or both, as of a norm."""
+        """Whether at most one axis is longer than 1, as in a norm."""
         return sum(size > 1 for size in self.shape) <= 1
 
     def lines(self, target: str, *ops: str, bias_ops: Sequence[str] | None = None) -> tuple[str, ...]:
-        """Write the lines that map weight and bias to a canonical module; a bias takes `ops` if it has no others."""
+        """Return the lines that map weight and bias to a canonical module.
+
+        A bias takes `ops` if `bias_ops` is None.
+        """
         kinds = ((self.weight, "weight", ops), (self.bias, "bias", ops if bias_ops is None else bias_ops))
         return tuple(" |> ".join((f"{key} -> {target}.{kind}", *of)) for key, kind, of in kinds if key is not None)
 
     def norm_lines(self, target: str) -> tuple[str, ...]:
-        """Write the lines of a norm; a single number counts for every column."""
+        """Return the lines of a norm; a single number applies to every column."""
         return self.lines(target, *(["expand"] if max(self.shape, default=1) == 1 else []))
 
 
 @dataclass(frozen=True)
 class Layers:
-    """A list of equal layers; `extras` are keys that only one of them has."""
+    """A list of equal layers; `extras` are keys that only some of them have."""
 
     prefix: str
     count: int
@@ -205,13 +218,11 @@ class Layers:
 
     @property
     def num_matrices(self) -> int:
-        """The number of its linear maps."""
+        """Number of matrices of a layer."""
         return sum(part.is_matrix for part in self.parts)
 
 
 class _Numbered:
-    """Keys by what is written before a number in them, so that lists are looked up instead of searched for."""
-
     def __init__(self, shapes: Mapping[str, Shape]) -> None:
         self.rest = dict(shapes)
         self.order = {key: place for place, key in enumerate(shapes)}
@@ -225,7 +236,7 @@ class _Numbered:
         return sorted(self._elements, key=lambda prefix: (len(prefix), prefix))
 
     def elements(self, prefix: str) -> Elements:
-        """Return the elements of a list whose keys no other list has taken."""
+        """Return the elements of a list, without keys that another list has taken."""
         found = {
             index: {end: shape for end, shape in element.items() if f"{prefix}{index}{end}" in self.rest}
             for index, element in self._elements[prefix].items()
@@ -240,11 +251,9 @@ class _Numbered:
 
 
 def split(shapes: Mapping[str, Shape], *, scattered: bool = False) -> tuple[list[Layers], dict[str, Shape]]:
-    """Find the lists of layers; returns them and the keys that are in none.
+    """Split a state dict into lists of layers and other keys.
 
-    Args:
-        shapes: of every tensor, by key.
-        scattered: whether sublayers are in lists of their own, attentions.{i} next to networks.{i}.
+    If `scattered` is True, sublayers have their own lists, such as attentions.{i} and networks.{i}.
     """
     keys, found = _Numbered(shapes), list[Layers]()
     for prefixes in _scattered(shapes) if scattered else ([prefix] for prefix in keys.prefixes()):
@@ -257,7 +266,7 @@ def split(shapes: Mapping[str, Shape], *, scattered: bool = False) -> tuple[list
 
 
 def _scattered(shapes: Mapping[str, Shape]) -> list[list[str]]:
-    """Group lists that count the layers of the same side: attentions.{i}, norms.{i}, ffns.{i}."""
+    # The lists of one side, such as attentions.{i} and norms.{i}, have the same count.
     groups: dict[tuple[str | None, int], list[str]] = defaultdict(list)
     keys = _Numbered(shapes)
     # A number that is a whole component is more likely an index than one inside a name.
@@ -272,8 +281,8 @@ def _scattered(shapes: Mapping[str, Shape]) -> list[list[str]]:
 def parts_of(shapes: Mapping[str, Shape], prefix: str = "") -> list[Part]:
     """Join weights and biases to modules; `prefix` is left out of their paths.
 
-    The order is that of the state dict, in which its author defined the modules, unless the names are sorted: then
-    numbers decide.
+    The order is that of the state dict, in which its author defined the modules. If the names are sorted, numbers
+    decide.
     """
     owners: dict[tuple[str, str], list[tuple[str, str]]] = defaultdict(list)
     for key in shapes:
@@ -281,7 +290,7 @@ def parts_of(shapes: Mapping[str, Shape], prefix: str = "") -> list[Part]:
         owners[key.rpartition(".")[0], base].append((kind or "weight", key))
     modules: dict[tuple[str, str, bool], dict[str, str]] = defaultdict(dict)
     for (parent, base), found in owners.items():
-        # W1, b1 and gain1, shift1 are two modules, alpha and bias are one.
+        # W1, b1 and gain1, shift1 are two modules; alpha and bias are one.
         is_one = len({kind for kind, _ in found}) == len(found)
         for kind, key in found:
             is_gain = not is_one and bool(_GAIN.intersection(words(key.rpartition(".")[2])))
@@ -303,12 +312,10 @@ def _parent(prefixes: Sequence[str]) -> str:
 
 
 def _in_order(found: Mapping[str, tuple[int, Shape]], prefix: str) -> tuple[Part, ...]:
-    """Join the keys of a layer, given with their places in the state dict."""
     return tuple(parts_of({key: shape for key, (_, shape) in sorted(found.items(), key=lambda kv: kv[1][0])}, prefix))
 
 
 def _layers(parent: str, prefixes: Sequence[str], keys: _Numbered) -> Layers | None:
-    """Read lists that count the same layers; None if their elements differ or numbers are missing."""
     found: dict[str, tuple[int, Shape]] = {}
     extras: list[str] = []
     counts = set()
@@ -331,9 +338,9 @@ def _layers(parent: str, prefixes: Sequence[str], keys: _Numbered) -> Layers | N
 
 
 def _halves(prefix: str, keys: _Numbered) -> list[Layers]:
-    """Read a list that holds the layers of both sides, one side after the other; empty if it does not.
+    """Read a list that holds the layers of both sides, one side after the other.
 
-    Indices of the first side are written `{i<6}`, those of the second `{i+6}`.
+    Indices of the first side are written `{i<6}`, those of the second `{i+6}`. The result is empty for other lists.
     """
     elements = keys.elements(prefix)
     number = len(elements)
@@ -355,10 +362,7 @@ def _halves(prefix: str, keys: _Numbered) -> list[Layers]:
 
 
 def _period(elements: Elements, start: int) -> list[dict[str, Shape]]:
-    """Find the shortest period of a list and what the elements of each turn share; empty if it has none.
-
-    The period is 2 if attention and feed-forward alternate.
-    """
+    # The period is 2 if attention and feed-forward network alternate.
     number = len(elements)
     for period in range(1, number // 2 + 1) if number > 1 else (1,):
         if number % period == 0:
@@ -384,7 +388,7 @@ def _affine(factor: int, offset: int) -> str:
 
 @dataclass(frozen=True)
 class Reading:
-    """One way to read some modules: lines of a layout, keys that it leaves out, switches, and its cost."""
+    """One way to read some modules: lines, ignored keys, switches and cost."""
 
     lines: tuple[str, ...]
     cost: float = LIKELY
@@ -397,11 +401,10 @@ Choice = tuple[Reading, ...]
 
 @dataclass(frozen=True)
 class Style:
-    """The conventions of one author.
+    """Conventions of one author.
 
-    `bare_is_in_out`: matrices without a module are stored [in, out]. `order` and `cut` are those of fused
-    projections: which part comes first, and whether in blocks or within each head. `reading` is the number of the
-    reading of projections that no word distinguishes.
+    `bare_is_in_out` means that bare parameters are stored [in, out]. `order` and `cut` are those of fused projections.
+    `reading` is the number of the reading of projections that names do not distinguish.
     """
 
     bare_is_in_out: bool
@@ -413,9 +416,9 @@ class Style:
 
 @dataclass(frozen=True)
 class Layer:
-    """The readings of a layer, one choice for each group of modules.
+    """Readings of a layer, one choice for each group of modules.
 
-    `unread` fit nothing; `num_readings` counts the ways to tell its projections apart.
+    `unread` modules have no reading. `num_readings` counts the ways to tell the projections apart.
     """
 
     choices: tuple[Choice, ...]
@@ -428,8 +431,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class _Matrix:
-    """A linear map [out, width], and the operations that turn the stored tensor into it."""
-
+    # A linear map [out, width], and the folds that make it from the stored tensor.
     part: Part
     out: int
     width: int
@@ -442,7 +444,7 @@ class _Matrix:
 
     @property
     def role(self) -> str | None:
-        """The projection that the words name; a square matrix among "qkv_nets" is not a fused one."""
+        # A square matrix in "qkv_nets" is not a fused projection.
         role = attention_role(self.part.words)
         return None if role in ("qkv", "kv") and self.out == self.width else role
 
@@ -460,7 +462,7 @@ class _Attention:
 
 
 def read_layer(parts: Sequence[Part], d_model: int, side: str, style: Style) -> Layer | None:
-    """Read the modules of a layer of `side`; None if it has no attention and feed-forward network."""
+    """Read the modules of a layer; None if attention or network are missing."""
     parts = _joined_heads(parts)
     if len(parts) > _MAX_PARTS:
         return None
@@ -488,13 +490,13 @@ def read_layer(parts: Sequence[Part], d_model: int, side: str, style: Style) -> 
 
 
 def _matrix(part: Part, d_model: int, style: Style) -> _Matrix:
-    """Find out which way round a matrix is stored.
+    """Find the orientation of a stored matrix.
 
-    A bias has the size of the output. Without one, modules store [out, in], and the style tells it of parameters
-    without a module. A first axis may count heads.
+    A bias has the size of the output. Without a bias, modules store [out, in], and the style decides for bare
+    parameters. The first axis may count heads.
     """
     sizes = [size for size in part.shape if size > 1]
-    if len(sizes) == 3:  # [heads, d_model, d_k] or [heads, d_k, d_model]; those of the output are the other way round
+    if len(sizes) == 3:  # [heads, d_model, d_k] or [heads, d_k, d_model]; the output has the other order
         is_output = attention_role(part.words) == "o"
         turned = ("transpose",) if (sizes[2 if is_output else 1] == d_model) != is_output else ()
         inner = math.prod(sizes) // d_model
@@ -511,7 +513,6 @@ def _matrix(part: Part, d_model: int, style: Style) -> _Matrix:
 
 
 def _attentions(groups: Sequence[Sequence[_Matrix]], vectors: Sequence[Part]) -> tuple[list[_Attention], list[Part]]:
-    """Give each attention the norms of its queries and keys; returns the vectors that are left too."""
     attentions = [_Attention(group) for group in groups]
     for part in vectors:
         role = attention_role(part.words)
@@ -519,14 +520,14 @@ def _attentions(groups: Sequence[Sequence[_Matrix]], vectors: Sequence[Part]) ->
         if part.weight is not None and part.about(NORM) and role in ("q", "k") and place is not None:
             attentions[place].norms.setdefault(role, part)
     for attention in attentions:
-        if len(attention.norms) < 2:  # a norm of queries only is that of a sublayer, before them
+        if len(attention.norms) < 2:  # a norm of only queries is the norm of the sublayer, before them
             attention.norms.clear()
     taken = {part for attention in attentions for part in attention.norms.values()}
     return attentions, [part for part in vectors if part not in taken]
 
 
 def _joined_heads(parts: Sequence[Part]) -> list[Part]:
-    """Replace parts that differ in one number only, one for each attention head, by one with {h}."""
+    """Merge parts that differ in one number, the head, into one part with {h}."""
     groups: dict[tuple[str, Shape], list[Part]] = defaultdict(list)
     for part in parts:
         hidden = _INDEX.sub(lambda found: "#" * len(found[0]), part.name)
@@ -548,7 +549,6 @@ def _joined_heads(parts: Sequence[Part]) -> list[Part]:
 
 
 def _with_head(first: str | None, second: str | None) -> str | None:
-    """Write {h} for the number in which two keys differ."""
     if first is None or second is None:
         return None
     for one, other in zip(re.finditer(r"\d+", first), re.finditer(r"\d+", second), strict=False):
@@ -558,7 +558,6 @@ def _with_head(first: str | None, second: str | None) -> str | None:
 
 
 def _network(maps: Sequence[_Matrix], d_model: int) -> list[_Matrix]:
-    """Pick the feed-forward network: two matrices, or three with a gate."""
     no_role = [m for m in maps if attention_role(m.part.words) in (None, "o")]
     named = [m for m in maps if m.part.about(FEED_FORWARD) and not m.part.about(ATTENTION)]
     silent = [m for m in no_role if not m.part.about(ATTENTION)]
@@ -573,7 +572,7 @@ def _network(maps: Sequence[_Matrix], d_model: int) -> list[_Matrix]:
 
 
 def _is_network(maps: Sequence[_Matrix], d_model: int) -> bool:
-    """One matrix from the inner width to d_model, the others from d_model to it, or to twice of it."""
+    # One matrix maps the inner width to d_model. The others map d_model to that width, or to twice that width.
     return len(maps) in (2, 3) and any(
         back.out == d_model
         and all(m.width == d_model and m.out in (back.width, 2 * back.width) for m in maps if m is not back)
@@ -585,9 +584,9 @@ def _network_choice(network: Sequence[_Matrix], d_model: int, target: str) -> Ch
     ordered = sorted(network, key=lambda m: m.part.place)
     backs = [m for m in ordered if m.out == d_model and all(n.width == d_model for n in ordered if n is not m)]
     readings: list[Reading] = []
-    # If the inner width is d_model too, the last one leads back.
+    # If the inner width equals d_model, the last matrix is fc2.
     for cost, back in enumerate(reversed(backs)):
-        # A matrix named gate is the one before the activation, in LLaMA's words; the other one is linear.
+        # As in LLaMA, the matrix named gate precedes the activation, and the other one is linear.
         there = sorted((m for m in ordered if m is not back), key=lambda m: not m.part.about(_GATE))
         orders = [("fc1", "gate"), ("gate", "fc1")]
         if len(there) == 2:
@@ -601,7 +600,6 @@ def _network_choice(network: Sequence[_Matrix], d_model: int, target: str) -> Ch
 
 
 def _grouped(maps: Sequence[_Matrix]) -> list[list[_Matrix]]:
-    """Sort the matrices of attentions by attention, one or two groups; empty if that fails."""
     if not maps:
         return []
     if _roles(maps):
@@ -616,7 +614,7 @@ def _grouped(maps: Sequence[_Matrix]) -> list[list[_Matrix]]:
 
 
 def _paired(maps: Sequence[_Matrix]) -> list[list[_Matrix]]:
-    """Separate two attentions whose matrices are in one module: W_q_1 and W_q_2 differ in one word."""
+    """Separate two attentions of one module, whose matrices are W_q_1 and W_q_2."""
     by_role: dict[str | None, list[_Matrix]] = defaultdict(list)
     for m in maps:
         by_role[m.role].append(m)
@@ -634,10 +632,10 @@ def _paired(maps: Sequence[_Matrix]) -> list[list[_Matrix]]:
 
 
 def _roles(maps: Sequence[_Matrix]) -> list[tuple[str, ...]]:
-    """List the ways to read the matrices of one attention, a role for each matrix, the likeliest first."""
+    """List the ways to give each matrix of an attention a role, most likely first."""
     named = [m.role for m in maps]
     wanted = {4: ["q", "k", "v", "o"], 3: ["q", "kv", "o"], 2: ["qkv", "o"]}.get(len(maps))
-    # A role that this many matrices cannot have, such as that of fused projections, belongs to another grouping.
+    # A role that does not fit the number of matrices, such as a fused one, needs another grouping.
     given = [role for role in named if role is not None]
     if wanted is None or ({"qkv", "kv"} & set(given)) - set(wanted) or len(set(given)) < len(given):
         return []
@@ -660,7 +658,7 @@ def _shapes_fit(by_role: Mapping[str, _Matrix]) -> bool:
     if "kv" in by_role:
         return by_role["kv"].out == 2 * out.width
     q, k, v = (by_role[role] for role in "qkv")
-    # One small projection may serve all heads.
+    # All heads may share one small projection.
     is_shared = v.width < out.out and out.width % v.out == 0
     return q.out == k.out and q.width == k.width and (out.width == v.out or is_shared)
 
@@ -672,7 +670,7 @@ def _attention_choice(attentions: Sequence[_Attention], d_model: int, layer: str
         first, second = ({word for m in one.maps for word in m.part.words} for one in attentions)
         are_cross = [bool((first - second) & CROSS), bool((second - first) & CROSS)]
         if are_cross[0] == are_cross[1]:
-            # Both name the other side, or neither does; only one of them is called "self".
+            # If both or neither name the other side, the one that is not called "self" is cross-attention.
             are_cross = [not (first - second) & SELF, not (second - first) & SELF]
         orders = [("self", "cross"), ("cross", "self")]
         if are_cross[0] != are_cross[1]:
@@ -699,7 +697,7 @@ def _projection_lines(attention: _Attention, d_model: int, target: str, style: S
         if role in ("qkv", "kv"):
             lines += m.lines(f"{target}.[{'/'.join(part for part in style.order if part in role)}]", style.cut)
         else:
-            # A projection narrower than the model serves every head.
+            # All heads share a projection that is narrower than the model.
             is_shared = role != "o" and m.width < d_model
             lines += m.lines(f"{target}.{role}", *(["block_diag"] if is_shared else []))
     for role, part in attention.norms.items():
@@ -710,7 +708,7 @@ def _projection_lines(attention: _Attention, d_model: int, target: str, style: S
 def _norm_choice(
     norms: Sequence[Part], sublayers: Sequence[Sequence[_Matrix]], layer: str
 ) -> tuple[list[Choice], list[Part]]:
-    """Give each sublayer its norm, one of gain 1 if norms have no parameters; returns what is left over too."""
+    # If norms have no parameters, their gain is 1.
     slots = len(sublayers)
     gains, unread = ([part for part in norms if (part.weight is None) == is_bias] for is_bias in (False, True))
     if not norms:
@@ -731,12 +729,11 @@ def _norm_choice(
 
 
 def _place(part: Part, sublayers: Sequence[Sequence[_Matrix]]) -> int | None:
-    """Return the sublayer of a norm: the one whose module it is in, or the one that its words name."""
     depths = [max(common([part.path, m.part.path]) for m in group) for group in sublayers]
     if depths.count(max(depths)) == 1 and max(depths) > min(depths):
         return depths.index(max(depths))
     if "post" in part.words and not part.about(FEED_FORWARD):
-        return None  # after an attention: that of the next sublayer, or this one's own
+        return None  # after attention: the norm of the next sublayer, or its own
     if part.about(FEED_FORWARD | {"final"}):
         return len(sublayers) - 1
     if len(sublayers) == 3 and part.about(CROSS) and "self" not in part.words:

@@ -1,8 +1,7 @@
-"""Find the layout of a checkpoint: drafts and values of the switches, compared with reference outputs.
+"""Find layout and switches by comparing candidates with reference outputs.
 
-Most candidates are wrong in a way that shows at once: on the shortest row, at the first target position, every
-combination of switches is run, the likeliest first. Only those that come near there are refined on the whole batch,
-one switch after the other.
+Most wrong candidates already differ on the shortest row at the first target position. The search runs every combination
+of switches there, and refines only the closest ones on the whole batch, one switch after the other.
 """
 
 from __future__ import annotations
@@ -26,35 +25,38 @@ from tfexport.importing.reference.compare import TOLERANCE, Comparator, Comparis
 from tfexport.importing.reference.golden import Golden
 from tfexport.nn.switches import SWITCHES, Value
 
-# An original that computes parts in float32 comes no nearer than this.
+# Largest error to accept if the original computes parts in float32.
 FLOAT32_TOLERANCE = 1e-6
-# What float64 leaves; nothing is nearer.
+# Rounding error of float64; no candidate is closer.
 _EXACT = 1e-13
-# On the shortest row every switch but eps and the kind of gelu is decided; wrong values are off by at least this.
+# The shortest row decides every switch except eps and the kind of gelu. Wrong values have at least this error.
 _NEAR = 0.05
-# No other combination of the decided switches is nearer than this, so it is refined before any other is run.
+# Only the right combination of these switches is closer than this, so it is refined at once.
 _HIT = 1e-3
 _MAX_REFINED, _MAX_ROUNDS, _MAX_DRAFTS = 6, 4, 100_000
-# After a hit that float32 could explain, so many drafts may still be better.
+# Number of drafts to try after one whose error float32 could explain.
 _MORE = 24
-# If so many drafts cannot even be applied, none can.
+# The search stops if this many drafts cannot be applied.
 _HOPELESS = 16
-# Switches that a draft decides and no search changes.
+# Switches that a draft decides and the search does not change.
 _DECIDED = ("positions", "relative_bias")
-# Attention over one token is that token, whatever its scale, heads and rotation.
+# Attention over one token returns that token, regardless of scale, heads and rotation.
 _OF_SEVERAL = ("num_heads", "attention_scale", "rotary_pairs", "rotary_cross")
-# Switches that rounding cannot hide, of all that are searched; two values of eps may be too close to tell.
+# Searched switches whose effect exceeds rounding errors. Two values of eps can be too close.
 _DECIDING = {"num_heads", *(name for name, switch in SWITCHES.items() if switch.search and not switch.rare)} - {
     "norm_eps"
 }
 # Folds whose result depends on the number of heads.
 _BY_HEAD = ("split_heads", "block_diag", "heads_last")
-# Decoding needs these ids, comparing does not.
+# Decoding needs these ids, but comparing does not.
 _PLACEHOLDERS: dict[str, Value] = {"tokens.pad": 0, "tokens.start": 0, "tokens.eos": 0}
 
 
 class Budget:
-    """Limits a search by the candidates that it runs, so that it finds the same on every machine, busy or not."""
+    """Limit a search by the number of candidates, regardless of machine speed.
+
+    `report` receives a line after every tenth of the limit, `on_progress` the share after each candidate.
+    """
 
     def __init__(
         self,
@@ -62,17 +64,16 @@ class Budget:
         report: Callable[[str], None] = lambda _: None,
         on_progress: Callable[[float], None] = lambda _: None,
     ) -> None:
-        """Start to count; `report` receives a line for every tenth, `on_progress` the share after each candidate."""
         self.limit, self.spent = limit, 0
         self._report, self._on_progress = report, on_progress
 
     @property
     def is_over(self) -> bool:
-        """Whether no further candidate may be run."""
+        """Whether the limit is reached."""
         return self.spent >= self.limit
 
     def spend(self) -> None:
-        """Count a candidate."""
+        """Count one candidate."""
         self.spent += 1
         self._on_progress(min(self.spent / self.limit, 1.0))
         if self.spent * 10 // self.limit > (self.spent - 1) * 10 // self.limit and not self.is_over:
@@ -81,7 +82,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with all its switches, and how far it is from the reference outputs."""
+    """A layout with all its switches, and its distance from the reference outputs."""
 
     layout: Layout
     comparison: Comparison
@@ -89,17 +90,16 @@ class Candidate:
 
     @property
     def error(self) -> float:
-        """The largest error of any stage."""
+        """Largest error of any stage."""
         return self.comparison.worst
 
 
 @dataclass(frozen=True)
 class Search:
-    """The result of a search.
+    """Result of a search; `best` is None if no candidate could be run.
 
-    `best` is the nearest candidate, None if none could be run. `accepted` tells whether it is within `tolerance`,
-    `is_float32` whether only within the wider one for originals that compute parts in float32. `proposals` counts the
-    layouts that were tried; `is_cut` tells whether the budget ended the search before one was accepted.
+    `is_float32` means that the error is above `tolerance`; if it is accepted, the original computes parts in float32.
+    `is_cut` means that the budget ended the search. `refused` is the reason why a layout could not be applied.
     """
 
     best: Candidate | None
@@ -113,7 +113,7 @@ class Search:
 
 @dataclass(frozen=True, kw_only=True)
 class Detection:
-    """The layout that was found, and the search; None without reference outputs: then nothing is proven."""
+    """The layout that was found; `search` is None without reference outputs."""
 
     layout: Layout
     is_builtin: bool
@@ -130,22 +130,13 @@ def detect(
     settings: Mapping[str, Value] | None = None,
     report: Callable[[str], None] = lambda _: None,
 ) -> Detection:
-    """Find the layout of a checkpoint: first known ones whose names fit, then drafts.
+    """Find the layout of a checkpoint among known layouts, then among drafts.
 
-    With reference outputs only numbers decide. The nearest candidate is returned even if it is not near enough, see
-    `Search.accepted`.
-
-    Args:
-        tensors: the state dict that the reference outputs were recorded with, best in float64; else the checkpoint's.
-        golden: what the original computed, or None.
-        builtin: layouts to try first.
-        budget: of candidates.
-        heads: attention heads, if known.
-        settings: switches and tokens that are given.
-        report: receives a line for each step.
+    The function returns the closest candidate even if it is not accepted. `tensors` is the state dict that the
+    reference outputs were recorded with, preferably float64.
 
     Raises:
-        CheckpointError: no layers are recognized, or, without reference outputs, two known layouts fit by name.
+        CheckpointError: No layers are recognized, or, without reference outputs, several known layouts fit by name.
     """
     known = [layout for layout in builtin if fits_names(layout, tensors)]
     if known:
@@ -157,7 +148,7 @@ def detect(
     )
     search = None
     if known:
-        # A model with the names of a known layout may have other switches: as an option of its code, in a fork.
+        # A model with the names of a known layout can have other switches: options of its code, or a fork.
         for as_written in (True, False):
             search = searcher.run(known, report, as_written=as_written)
             if search.best is not None and (search.accepted or search.is_cut):
@@ -173,7 +164,7 @@ def detect(
 def _if_clear(
     search: Search, layout: Layout, tensors: Mapping[str, Tensor], golden: Golden, report: Callable[[str], None]
 ) -> Search:
-    """Accept an error that float32 may have caused only if every other value of a switch is clearly worse."""
+    """Accept a float32 error only if every other value of a switch is clearly worse."""
     canonical = apply_layout(layout, tensors, settings=_PLACEHOLDERS, attributes=golden.attributes)
     found = certify(canonical, golden, layout.name)
     clear = GROWTH * (found.error or 0.0)
@@ -196,7 +187,7 @@ def _unproven(tensors: Mapping[str, Tensor], known: Sequence[Layout]) -> Detecti
 
 
 class Searcher:
-    """One search: keeps the nearest of the candidates that its budget lets it run."""
+    """Search for the closest candidate; `heads` defaults to that of `golden`, or all."""
 
     def __init__(
         self,
@@ -207,7 +198,6 @@ class Searcher:
         heads: int | None = None,
         settings: Mapping[str, Value] | None = None,
     ) -> None:
-        """Prepare a search; see `detect`. Without `heads`, those of the golden count, or every divisor is tried."""
         self.tensors, self.golden, self.budget = tensors, golden, budget
         self.heads = heads or golden.heads
         self.settings = dict(settings or {})
@@ -217,12 +207,10 @@ class Searcher:
     def run(
         self, layouts: Iterable[Layout], report: Callable[[str], None] = lambda _: None, *, as_written: bool = False
     ) -> Search:
-        """Try layouts, the likeliest first, until one reproduces the golden.
+        """Try layouts in order until one reproduces the reference outputs.
 
-        Args:
-            layouts: to try.
-            report: receives a line whenever one is nearer than all before.
-            as_written: leave the switches as the layouts have them.
+        `report` receives a line for each closer candidate. If `as_written` is True, the switches of the layouts do not
+        change.
         """
         tried = 0
         best: Candidate | None = None
@@ -251,7 +239,7 @@ class Searcher:
         return tolerance(self.golden, candidate.layout.baseline)
 
     def _try(self, layout: Layout, found: Switches, *, as_written: bool) -> Candidate | None:
-        """Find the switches that bring one layout nearest; `found` are those that another one came near with."""
+        # `found` has the switches of another layout that came close.
         best: Candidate | None = None
         for heads in self._heads(layout):
             canonical = self._applied(layout, heads[0])
@@ -264,13 +252,13 @@ class Searcher:
         return best
 
     def _heads(self, layout: Layout) -> list[list[int]]:
-        """Return the numbers of heads to try, in groups for which the layout makes the same tensors."""
+        # Head counts in one group make the same tensors.
         given = self.settings.get("num_heads", self.heads or layout.switch("num_heads"))
         if isinstance(given, int):
             return [[given]]
         every = possible_heads(layout, self.tensors, self.golden.attributes)
         if not every:
-            self._applied(layout, 1)  # reports what does not fit
+            self._applied(layout, 1)  # sets `refused`
             return []
         depends = any(fold in line for line in layout.map for fold in _BY_HEAD)
         return [[n] for n in every] if depends else [every]
@@ -278,7 +266,6 @@ class Searcher:
     def _choices(
         self, canonical: Canonical, layout: Layout, heads: Sequence[int], *, as_written: bool
     ) -> dict[str, tuple[Value, ...]]:
-        """Return the values to try of every switch that is not given, the likeliest first."""
         if as_written:
             return {"num_heads": tuple(heads)}
         given = {*_DECIDED, *self.settings}
@@ -288,7 +275,7 @@ class Searcher:
             if not {name, name.rpartition(".")[2]} & given
         }
         for side, stack in (("enc", canonical.config.encoder), ("dec", canonical.config.decoder)):
-            # A norm after the last layer mostly means that there is none after each of them.
+            # If there is a norm after the last layer, the layers are usually pre-norm.
             place = f"{side}.norm_place"
             if place in choices and stack is not None and stack.final_norm:
                 choices[place] = choices[place][::-1]
@@ -325,7 +312,7 @@ class Searcher:
         for error, switches in self._starts(first, canonical, start, coarse):
             if error > _NEAR and best is not None:
                 break
-            # With switches that another layout came near with, this one is near on the whole batch too, or wrong.
+            # With the switches of another close layout, this one is also close on the whole batch, or it is wrong.
             refined = self._refined(
                 whole, canonical, switches, choices if error <= _NEAR else {}, within=_HIT if found else math.inf
             )
@@ -338,10 +325,9 @@ class Searcher:
     def _starts(
         self, comparator: Comparator, canonical: Canonical, start: Switches, coarse: Mapping[str, Sequence[Value]]
     ) -> Iterator[tuple[float, dict[str, Value]]]:
-        """Yield what to refine, with its error on the first position: a hit at once, then the nearest of the others."""
         others: list[tuple[float, int, dict[str, Value]]] = []
         places = itertools.product(*(range(len(values)) for values in coarse.values()))
-        for picked in sorted(places, key=sum):  # those with few and little unusual values first
+        for picked in sorted(places, key=sum):  # combinations with the fewest unusual values first
             if self.budget.is_over:
                 break
             values = {name: values[place] for (name, values), place in zip(coarse.items(), picked, strict=True)}
@@ -362,7 +348,7 @@ class Searcher:
         *,
         within: float,
     ) -> tuple[Comparison, Switches]:
-        """Change one switch after the other, as long as that brings nearer what is `within` some error already."""
+        # A candidate whose error is above `within` is not refined.
         best = self._compared(comparator, canonical, switches), dict(switches)
         for _ in range(_MAX_ROUNDS if best[0].worst <= within else 0):
             before = best[0].worst
@@ -374,7 +360,7 @@ class Searcher:
                     continue
                 try:
                     comparison = self._compared(comparator, canonical, changed)
-                except ConfigError:  # it does not go with the sizes
+                except ConfigError:  # it does not fit the sizes
                     continue
                 if comparison.worst < best[0].worst:
                     best = comparison, changed
@@ -388,9 +374,9 @@ class Searcher:
 
 
 def _single_changes(choices: Mapping[str, tuple[Value, ...]]) -> Iterator[dict[str, Value]]:
-    """List the single steps, those that the first position cannot tell first.
+    """Yield changes of one switch, first those that the first position cannot decide.
 
-    The scale of attention depends on the heads, so that these two go together.
+    The scale of attention depends on the number of heads, so these two change together.
     """
     pairs = [name for name in ("num_heads", "attention_scale") if name in choices]
     for values in itertools.product(*(choices[name] for name in pairs)):
@@ -401,7 +387,6 @@ def _single_changes(choices: Mapping[str, tuple[Value, ...]]) -> Iterator[dict[s
 
 
 def _first_position(golden: Golden) -> Golden:
-    """Cut a golden down to the shortest source and the first target position."""
     row = int(golden.source_mask.sum(1).argmin())
     source = (slice(row, row + 1), slice(0, int(golden.source_mask[row].sum())))
     target = (slice(row, row + 1), slice(0, 1))

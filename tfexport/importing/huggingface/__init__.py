@@ -1,6 +1,7 @@
-"""Hugging Face directories: one module per family of models that share code, each with a list `FAMILIES`.
+"""Read Hugging Face directories; each module covers families that share code.
 
-To add a family, add a module with such a list, and a layout if no built-in one has the names of its weights.
+A family module has a list `FAMILIES`. To add a family, add such a module. Also add a layout if no built-in one has the
+names of its weights.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _MAX_LISTED = 8
 
 
 class Reader:
-    """Reads values of a config.json and collects every problem."""
+    """Read values of a config.json and collect every problem."""
 
     def __init__(self, config: Mapping[str, Any], prefix: str = "") -> None:
         self.config, self.prefix = config, prefix
@@ -49,7 +50,7 @@ class Reader:
         return Reader(value if isinstance(value, dict) else {}, f"{name}.")
 
     def whole(self, name: str) -> int:
-        """Return a whole number, at least 0."""
+        """Return a non-negative integer, or record a problem and return 0."""
         value = self.config.get(name)
         if isinstance(value, int) and is_whole(value):
             return value
@@ -57,7 +58,7 @@ class Reader:
         return 0
 
     def activation(self, name: str, value: object) -> dict[str, Value]:
-        """Return the switch for an activation that `name` has."""
+        """Return the switch for the activation `value` of the option `name`."""
         if isinstance(value, str) and value in _ACTIVATIONS:
             return {"activation": _ACTIVATIONS[value]}
         self.problems.append(f"{self.prefix}{name} is {shortened(value)}, expected one of {', '.join(_ACTIVATIONS)}")
@@ -65,26 +66,26 @@ class Reader:
 
 
 def is_whole(value: Any) -> bool:
-    """Return whether a value is an integer, at least 0, and not a bool."""
+    """Return whether a value is a non-negative integer and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 @dataclass(frozen=True)
 class Family:
-    """What an import needs to know of a `model_type`.
+    """Description of how to import models of one `model_type`.
 
     Attributes:
-        model_type: in config.json.
-        layout: returns the name of the built-in layout of a directory's weights.
-        settings: reads the switches; takes the keys of the state dict, too.
+        model_type: value in config.json.
+        layout: returns the name of the built-in layout for a config.json.
+        settings: reads the switches from a config.json and the keys of the state dict.
+        tokenizers: class names in transformers; the first one is used if a directory names no class.
         base: prefix of the weights inside the whole model, missing in files of the model without its head.
         head: key of the output projection.
-        is_tied: whether the output projection may be left out whatever config.json says.
-        unread: keys of config.json that no version of transformers reads today.
+        is_tied: whether the output projection may be missing regardless of config.json.
+        unread: keys of config.json that no current version of transformers reads.
         unused: patterns of weights that transformers does not load.
-        tokenizers: classes of transformers; a directory that names none has the first.
         convert: makes tokenizers of these classes, by file name; None if transformers converts them.
-        tokenizer_files: files by which `convert` is chosen if a directory has no config.json.
+        tokenizer_files: files that select `convert` if a directory has no config.json.
     """
 
     model_type: str
@@ -109,7 +110,7 @@ def families() -> dict[str, Family]:
 
 
 def family_of(config: Mapping[str, Any] | None) -> Family | None:
-    """Return the family that a config.json names; None if it is unknown, or if there is no such file."""
+    """Return the family that a config.json names, or None if it is unknown."""
     model_type = (config or {}).get("model_type")
     return families().get(model_type) if isinstance(model_type, str) else None
 
@@ -121,10 +122,10 @@ def read_settings(
     keys: Collection[str],
     given: Collection[str] = (),
 ) -> dict[str, Value]:
-    """Read a config.json as settings for `apply_layout`; the layout has the values that it leaves out.
+    """Read a config.json as settings for `apply_layout`.
 
-    Tokens of generation_config.json come first, as in `generate`. `keys` are those of the state dict: a stored table of
-    positions needs no length. `given` are settings that replace these.
+    Tokens of generation_config.json take precedence, as in `generate`. `keys` are those of the state dict, because a
+    stored position table needs no length. `given` are settings of the user, which replace the file's.
     """
     reader = Reader(config)
     found = family.settings(reader, keys) | _tokens(reader, generation, given)
@@ -133,7 +134,7 @@ def read_settings(
 
 
 def read_tokens(config: Mapping[str, Any], generation: Mapping[str, Any]) -> dict[str, Value]:
-    """Read the token ids of a directory of any family, as settings."""
+    """Read the token ids of a directory of any family as settings."""
     return _tokens(Reader(config), generation, ())
 
 
@@ -147,7 +148,7 @@ def _tokens(reader: Reader, generation: Mapping[str, Any], given: Collection[str
     for ours, theirs in _TOKENS.items():
         value = said.get(theirs)
         if theirs == "eos_token_id" and isinstance(value, list) and value:
-            value = value[0]  # the model has one end; generation has all of them
+            value = value[0]  # the model has one end token; generation uses all of them
         if is_whole(value):
             found[f"tokens.{ours}"] = value
         elif theirs in said and f"tokens.{ours}" not in given:
@@ -161,7 +162,7 @@ def _tokens(reader: Reader, generation: Mapping[str, Any], given: Collection[str
 def as_loaded(
     family: Family, config: Mapping[str, Any], tensors: Mapping[str, Tensor], notes: list[str]
 ) -> Mapping[str, Tensor]:
-    """Return the weights that a model of transformers has after it has loaded a file, and extend `notes`."""
+    """Return the weights as transformers has them after loading; extend `notes`."""
     base, head = family.base, family.head
     if not any(key.startswith(base) for key in tensors):
         notes.append(f"has the names of the model without its head; put {base!r} before them")
@@ -175,7 +176,7 @@ def as_loaded(
             f"the weights have no {head}, and config.json says tie_word_embeddings false; save the whole model"
         )
     if shared in found and all(table in found for table in tables):
-        # Each side has a table of its own, mostly the same.
+        # Each side has its own table, usually with equal values.
         if head not in found and config.get("share_encoder_decoder_embeddings", True):
             found[head] = found[shared]
         elif not all(torch.equal(found[shared], found[table]) for table in tables):

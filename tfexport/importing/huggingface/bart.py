@@ -1,4 +1,4 @@
-"""BART and the families with its code: mBART, PEGASUS, Blenderbot; Marian and M2M100 read their config like it."""
+"""Define BART and the families with its code: mBART, PEGASUS and Blenderbot."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from tfexport.importing.huggingface import Family, Reader
 from tfexport.nn.switches import Value
 
-# Keys of published files that are for code of fairseq or ParlAI.
+# Keys of published files that only fairseq or ParlAI reads.
 _UNREAD = (
     "add_bias_logits",
     "add_final_layer_norm",
@@ -24,7 +24,7 @@ _UNUSED = ("model.*coder.version", "model.*coder.embed_positions.weights")
 
 
 def bart_like(model_type: str, *tokenizers: str, **more: Any) -> Family:
-    """Return a family whose config.json has the keys of BART and whose layout has the name of its type."""
+    """Return a family with BART's config.json and a layout named after its type."""
     layout = f"hf_{model_type}"
     return Family(model_type, lambda _: layout, _settings, tokenizers, unread=_UNREAD, unused=_UNUSED, **more)
 

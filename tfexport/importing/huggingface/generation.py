@@ -1,4 +1,4 @@
-"""The generation defaults of a Hugging Face directory: generation_config.json, or config.json if there is none."""
+"""Read the generation defaults of a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tfexport.generation import LENGTHS, GenerationDefaults
 from tfexport.importing.files import GENERATION_CONFIG
 
 _OURS = {field.name for field in dataclasses.fields(GenerationDefaults)} - {"seed", "return_alternatives"}
-# Options that change the text and do not exist here, with the values that change nothing.
+# Unsupported options that change the text, with their neutral values.
 _NOT_HERE: dict[str, tuple[object, ...]] = {
     "num_beam_groups": (1,),
     "diversity_penalty": (0,),
@@ -52,10 +52,9 @@ _NO_MATTER = {
 def read_generation(
     hf_config: Mapping[str, Any], hf_generation: Mapping[str, Any], tokens: TokenIds, vocab: int, given: Collection[str]
 ) -> tuple[GenerationDefaults, list[str]]:
-    """Read the defaults as transformers does, and what the caller should know of them, a line each.
+    """Read the generation defaults as transformers does; also return notes.
 
-    They come from generation_config.json, or from config.json if there is none. `given` are settings of the import,
-    which replace the file's tokens.
+    They come from generation_config.json if there is one. `given` are settings that replace the tokens of the file.
     """
     name, found = (GENERATION_CONFIG, hf_generation) if hf_generation else (CONFIG, hf_config)
     found = {key: value for key, value in found.items() if value is not None}
@@ -72,7 +71,6 @@ def read_generation(
 
 
 def _options(found: Mapping[str, Any], tokens: TokenIds, given: Collection[str], notes: list[str]) -> dict[str, Any]:
-    """Return the options as transformers reads them, and note those that are left out."""
     options = {key: value for key, value in found.items() if key in _OURS}
     if found.get("force_bos_token_to_be_generated") and "bos_token_id" in found:  # BART, before forced_bos_token_id
         options["forced_bos_token_id"] = found["bos_token_id"]
@@ -98,7 +96,6 @@ def _options(found: Mapping[str, Any], tokens: TokenIds, given: Collection[str],
 
 
 def _notes(found: Mapping[str, Any], *, has_own_file: bool) -> list[str]:
-    """Describe options that are left out although they change the text, and unknown keys of a file of their own."""
     notes = []
     missing = [
         f"{key} {shortened(found[key])}" for key, same in _NOT_HERE.items() if key in found and found[key] not in same

@@ -1,4 +1,7 @@
-"""M2M100 and NLLB: SentencePiece models whose pieces have other ids in the model, followed by the languages."""
+"""Define M2M100 and NLLB, whose ids differ from those of SentencePiece.
+
+The languages follow the pieces.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ def _convert(directory: Path, spec: ModelSpec) -> dict[str, Inner]:
         added = {f"__{language}__": len(ids) + i for i, language in enumerate(known)}
         source: Any = f"__{settings.get('src_lang') or 'en'}__"
     else:
-        # Those of transformers 5 have the languages in another order than the published models.
+        # The NLLB tokenizer of transformers 5 orders the languages differently than the published models.
         known = transformers.models.nllb.tokenization_nllb.FAIRSEQ_LANGUAGE_CODES
         first = len(proto.pieces) + 1
         ids = {piece.piece: i + 1 for i, piece in enumerate(proto.pieces) if i > 2}
@@ -50,7 +53,6 @@ def _convert(directory: Path, spec: ModelSpec) -> dict[str, Inner]:
 
 
 def _added_later(directory: Path, settings: Mapping[str, Any], first: int, limit: int) -> dict[str, int]:
-    """Read tokens that were added to the published ones, if the model has their ids."""
     try:
         found = {str(token): int(i) for token, i in read_json_object(directory / "added_tokens.json").items()}
         found |= {str(token["content"]): int(i) for i, token in (settings.get("added_tokens_decoder") or {}).items()}

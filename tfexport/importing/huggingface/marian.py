@@ -1,4 +1,4 @@
-"""Marian (opus-mt): two SentencePiece models whose pieces have the ids of a vocab.json."""
+"""Define Marian (opus-mt): two SentencePiece models with the ids of a vocab.json."""
 
 from __future__ import annotations
 

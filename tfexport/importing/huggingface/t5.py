@@ -1,4 +1,4 @@
-"""T5, mT5 and UMT5."""
+"""Define T5, mT5 and UMT5."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 from tfexport.importing.huggingface import Family, Reader
 from tfexport.nn.switches import Value
 
-# T5 takes texts of any length; it was trained with this one.
+# T5 has no maximum length; it was trained with this one.
 _LENGTH = 512
 _UNUSED = ("decoder.block.*.layer.1.EncDecAttention.relative_attention_bias.weight",)
 
 
 def _settings(reader: Reader, _: Collection[str]) -> dict[str, Value]:
     config = reader.config
-    # Older files have no scale_decoder_outputs: there the scale went with the tie. mT5 scales nothing, whatever
+    # Older files have no scale_decoder_outputs: their tied models scale. mT5 never scales, regardless of what
     # transformers 5 writes.
     tied = config.get("tie_word_embeddings", True) and config["model_type"] != "mt5"
     scaled = config.get("scale_decoder_outputs", tied)
     feed_forward = str(config.get("feed_forward_proj", "relu"))
-    # gated-gelu is the tanh form, whatever dense_act_fn an older file has.
+    # gated-gelu uses the tanh approximation, regardless of dense_act_fn in older files.
     activation = "gelu_new" if feed_forward == "gated-gelu" else feed_forward.removeprefix("gated-")
     return {
         **reader.activation("feed_forward_proj", activation),

@@ -1,4 +1,4 @@
-"""T5Gemma, if both sides have the same width."""
+"""Define T5Gemma models whose two sides have the same width."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tfexport.errors import shortened
 from tfexport.importing.huggingface import Family, Reader
 from tfexport.nn.switches import Value
 
-# Each side has these in config.json, and the canonical model has one value for both.
+# config.json has these options per side, but the canonical model has one value for both.
 _SHARED = (
     "attn_logit_softcapping",
     "hidden_activation",
@@ -61,7 +61,7 @@ def _rotary_base(reader: Reader) -> float:
 
 
 def _longest(reader: Reader) -> int:
-    """Return the longest text that a layer with a sliding window attends to as a whole."""
+    """Return the longest text that a sliding window covers completely."""
     longest, kinds = reader.whole("max_position_embeddings"), reader.config.get("layer_types") or ["sliding_attention"]
     return min(longest, reader.whole("sliding_window")) if "sliding_attention" in kinds else longest
 

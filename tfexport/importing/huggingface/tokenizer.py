@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face directory: its tokenizer.json, or one that is made of its vocabulary files."""
+"""Read the tokenizer of a Hugging Face directory or make it from vocabulary files."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from tfexport.text.vocabulary import border
 _SETTINGS = "tokenizer_config.json"
 _MODELS = (SPM_BPE, "spiece.model", "tokenizer.model")
 _PARTS = ("source.spm", "target.spm", "vocab.json", "merges.txt", "vocab.txt")
-# Twice as many as any vocabulary has; each id that is left out costs a token.
+# Twice the size of any known vocabulary; each unused id costs a token.
 _MAX_ID = 2**21
 
 
 def tokenizer_names(directory: Path) -> tuple[str, ...]:
-    """Return the files of a directory that its tokenizer is read from; none if it has no tokenizer."""
+    """Return the names of a directory's tokenizer files, empty if it has no tokenizer."""
     names = tuple(name for name in (TOKENIZER, *_MODELS, *_PARTS) if (directory / name).is_file())
     return names[:1] if TOKENIZER in names else names
 
 
 def directory_tokenizer(directory: Path, spec: ModelSpec) -> dict[str, bytes]:
-    """Read the tokenizer of a directory as transformers reads it: one tokenizer.json, or one per side, by name."""
+    """Return the tokenizer.json of each side, by name, as transformers reads it."""
     names = tokenizer_names(directory)
     if not names:
         raise CheckpointError(f"tokenizer {directory}: has no file of a tokenizer; give a directory with {TOKENIZER}")
@@ -79,7 +79,7 @@ def _convert(directory: Path, names: Sequence[str], spec: ModelSpec) -> dict[str
 
 
 def need_transformers(path: Path) -> Any:
-    """Import transformers, which may be missing."""
+    """Import transformers; raise a BackendError if it is not installed."""
     try:
         import transformers
     except ImportError as error:
@@ -90,7 +90,7 @@ def need_transformers(path: Path) -> Any:
 
 
 def around(inner: Inner) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the ids that a tokenizer puts before and after a text."""
+    """Return the ids that a tokenizer adds before and after a text."""
     encoded = inner.encode("a")
     own = [i for i, added in enumerate(encoded.special_tokens_mask) if not added]
     if not own:
@@ -99,7 +99,7 @@ def around(inner: Inner) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def surround(inner: Inner, before: Sequence[int], after: Sequence[int]) -> None:
-    """Let a tokenizer put these ids around a text, and no others."""
+    """Make a tokenizer add exactly these ids around a text."""
     tokens = {i: inner.id_to_token(i) for i in (*before, *after)}
     single = [*(tokens[i] for i in before), "$A", *(tokens[i] for i in after)]
     inner.post_processor = processors.TemplateProcessing(
@@ -108,7 +108,7 @@ def surround(inner: Inner, before: Sequence[int], after: Sequence[int]) -> None:
 
 
 def read_ids(path: Path) -> dict[str, int]:
-    """Read a vocab.json: the id of each token, with <unk>."""
+    """Read the token ids of a vocab.json that contains <unk>."""
     try:
         ids = parse_json(read_vocabulary(path))
     except ValueError as error:
@@ -124,7 +124,7 @@ def read_ids(path: Path) -> dict[str, int]:
 
 
 def read_json_object(path: Path) -> Mapping[str, Any]:
-    """Read a JSON object; empty if there is no such file."""
+    """Read a JSON object; return an empty one if the file does not exist."""
     if not path.is_file():
         return {}
     try:

@@ -1,1 +1,1 @@
-"""Layouts: how the state dict of another implementation becomes the canonical model."""
+"""Convert the state dicts of other implementations to the canonical model."""

@@ -1,4 +1,4 @@
-"""Apply a layout: the state dict of another implementation becomes the configuration and tensors of a model."""
+"""Apply a layout: convert a state dict to the canonical model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tfexport.nn.transformer import Transformer
 
 _MAX_HEADS = 64
 _EMBEDDING = "enc.embed.weight"
-# Architectures that the canonical model does not have, and the names that show them.
+# Architectures that the canonical model does not support, and the patterns of their keys.
 _UNSUPPORTED = {
     "relative positions by Shaw": r"rel(ative)?_(pos(itions?)?_?)?(keys?|values?|k|v)(_emb\w*)?\b",
     "a mixture of experts": r"experts?\b|\brouter\b",
@@ -44,7 +44,7 @@ _UNSUPPORTED = {
 
 
 class LineUse(NamedTuple):
-    """One line of a layout, the checkpoint's keys that it took and the canonical tensors that it made or changed."""
+    """A layout line, the keys it used, and the canonical tensors it made or changed."""
 
     line: str
     sources: tuple[str, ...]
@@ -55,8 +55,8 @@ class LineUse(NamedTuple):
 class Canonical:
     """A checkpoint in canonical form.
 
-    `tensors` has every canonical name, tied ones under each of theirs, in the dtype of the checkpoint. `lines` lists
-    what each line of the layout took and made, `notes` what the caller should know.
+    `tensors` has tied tensors under each of their names, in the dtype of the checkpoint. `lines` lists the keys and
+    tensors of each layout line, `notes` the messages for the user.
     """
 
     config: TransformerConfig
@@ -81,25 +81,21 @@ def apply_layout(
     settings: Mapping[str, Value] | None = None,
     attributes: Mapping[str, Tensor] | None = None,
 ) -> Canonical:
-    """Map a state dict to the canonical model, strictly both ways.
+    """Convert a state dict to the canonical model; every key and line must match.
 
-    Args:
-        layout: which key becomes what, and the switches.
-        tensors: the state dict; not changed, and its values not read before all names and shapes fit.
-        heads: attention heads, which no shape tells; None if the layout or `settings` has `num_heads`.
-        settings: switches and tokens that replace the layout's, see `override`.
-        attributes: tensors outside of the state dict, for `derive: attr`.
+    The values are not read before all names and shapes fit. `settings` replace the layout's switches and tokens.
+    `attributes` are tensors outside of the state dict, for `derive: attr`.
 
     Raises:
-        CheckpointError: lists every line without a key, key without a line or with two, tensor that is missing,
-            superfluous, wrongly shaped or contradictory, tie that does not hold, size that is not given, and weights
-            that are not finite.
-        ConfigError: lists every setting that is unknown or has a wrong value.
+        CheckpointError: Lists every line and key that does not match exactly once, every tensor that is missing,
+            unexpected, wrongly shaped, contradictory or not finite, every tie that does not hold, and every size that
+            is not given.
+        ConfigError: Lists every unknown setting and every invalid value.
     """
     layout = override(layout, {**(settings or {}), **({} if heads is None else {"num_heads": heads})})
     execution = _Execution(layout, tensors, attributes or {})
     problems = execution.problems
-    # Only if names do not fit: an ignored buffer may have any name.
+    # Checked only if names do not fit, because an ignored buffer may have any name.
     problems += unsupported(tensors) if problems else []
     used = {key for _, pair in execution.pairs for key in pair.sources}
     problems += [
@@ -123,7 +119,7 @@ def apply_layout(
     made |= {name: made[_EMBEDDING].new_zeros(shape) for name, shape in filled.items()}
     notes = (f"{len(filled)} biases that the checkpoint has not are 0, {next(iter(filled))} first",) if filled else ()
     complete = {name: made[name].contiguous() for name in expected_shapes(config)}
-    if config.decoder is not None:  # equal tables are stored once, which equal values make exact
+    if config.decoder is not None:  # equal tables are stored once
         table = complete["dec.embed.weight"]
         is_tied, is_output = _same(complete[_EMBEDDING], table), _same(complete["out.weight"], table)
         config = replace(config, tie_embeddings=is_tied, tie_output=is_output)
@@ -131,7 +127,7 @@ def apply_layout(
 
 
 def fits_names(layout: Layout, keys: Iterable[str]) -> bool:
-    """Return whether every key and line has its counterpart; the first key that does not fit ends it."""
+    """Return whether every key matches exactly one line, and every line a key."""
     lines = [parse_line(text) for text in layout.map]
     is_ignored, used = _ignored(layout), set[int]()
     for key in keys:
@@ -145,7 +141,7 @@ def fits_names(layout: Layout, keys: Iterable[str]) -> bool:
 def possible_heads(
     layout: Layout, tensors: Mapping[str, Tensor], attributes: Mapping[str, Tensor] | None = None
 ) -> list[int]:
-    """Return the numbers of heads that the shapes leave open; none if the names do not fit."""
+    """Return the head counts that the shapes allow; empty if the names do not fit."""
     execution = _Execution(override(layout, {"num_heads": 1}), tensors, attributes or {})
     _, made = _on_meta(execution)
     rows = {name: tensor.shape[0] for name, tensor in made.items() if tensor.dim()}
@@ -167,7 +163,7 @@ def possible_heads(
 
 
 def unsupported(keys: Iterable[str]) -> list[str]:
-    """List what no layout can express but the keys of a state dict show, each with the first key that shows it."""
+    """List the unsupported architectures that keys reveal, with the first key of each."""
     keys = list(keys)
     found = []
     for name, pattern in _UNSUPPORTED.items():
@@ -180,7 +176,6 @@ def unsupported(keys: Iterable[str]) -> list[str]:
 def _sizes(
     execution: _Execution,
 ) -> tuple[dict[str, dict[str, float]], TransformerConfig | None, dict[str, tuple[int, ...]]]:
-    """Find the sizes of each side, the configuration, and the biases to fill, without reading values."""
     layout, problems = execution.layout, execution.problems
     sizes, made = _on_meta(execution)
     if not made:
@@ -197,7 +192,6 @@ def _sizes(
 
 
 def _on_meta(execution: _Execution) -> tuple[dict[str, dict[str, float]], dict[str, Tensor]]:
-    """Make the canonical tensors without values; returns the sizes of each side that are known too."""
     layout = execution.layout
     meta = {key: tensor.to("meta") for key, tensor in execution.tensors.items()}
     names: dict[str, float] = {"d_model": 1.0, "num_heads": 1.0, "d_k": 1.0, **read_tokens(layout)}
@@ -221,14 +215,14 @@ def _not_finite(made: Mapping[str, Tensor], execution: _Execution) -> list[str]:
 
 
 def _ignored(layout: Layout) -> Callable[[str], bool]:
-    """Return the test whether a layout ignores a key; keys without wildcards are looked up."""
+    # Keys without wildcards are looked up, which is faster.
     whole = frozenset(layout.ignore)
     patterns = [pattern for pattern in layout.ignore if set("*?[") & set(pattern)]
     return lambda key: key in whole or any(fnmatchcase(key, pattern) for pattern in patterns)
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors are equal bit by bit; on the device "meta", whether they could be."""
+    """Return whether two tensors are equal, or on "meta" could be equal."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     if one.is_meta or one is other or torch.equal(one, other):
@@ -241,9 +235,9 @@ def _side_of(name: str) -> str:
 
 
 class _Execution:
-    """The lines of one layout with the keys that they take, run once for shapes and once for values.
+    """A layout matched with a state dict; it runs for shapes, then for values.
 
-    `pairs` are the numbers of lines, from 1, with keys and what they become. `problems` collects what does not fit.
+    `pairs` has line numbers, from 1, with the matched keys.
     """
 
     def __init__(self, layout: Layout, tensors: Mapping[str, Tensor], attributes: Mapping[str, Tensor]) -> None:
@@ -254,7 +248,6 @@ class _Execution:
         self._pair_names()
 
     def _pair_names(self) -> None:
-        """Match the lines of `map` and the keys, strictly both ways."""
         used: dict[str, int] = {}
         keys = list(self.tensors)
         for number, text in enumerate(self.layout.map, 1):
@@ -276,7 +269,6 @@ class _Execution:
                 self.problems.append(f"key {key[:120]} is {state}")
 
     def width(self, meta: Mapping[str, Tensor], names: Names) -> int | None:
-        """Return d_model, the width of the source embedding, found without knowing any size."""
         for number, pair in self.pairs:
             if _EMBEDDING in pair.targets:
                 found = self._run_pair(number, pair, meta, {"enc": names, "dec": names})
@@ -289,12 +281,7 @@ class _Execution:
         return None
 
     def run(self, tensors: Mapping[str, Tensor], names: Mapping[str, Names]) -> dict[str, Tensor]:
-        """Make every tensor that the layout gives.
-
-        Args:
-            tensors: the state dict, with values or on the device "meta".
-            names: sizes by name, for "enc" and "dec".
-        """
+        # `tensors` may be on "meta"; `names` has the sizes of "enc" and "dec".
         made: dict[str, Tensor] = {}
         origin: dict[str, str] = {}
         used: dict[int, list[Match]] = {}
@@ -325,7 +312,6 @@ class _Execution:
     def _run_pair(
         self, number: int, pair: Match, tensors: Mapping[str, Tensor], names: Mapping[str, Names]
     ) -> list[Tensor]:
-        """Return the parts that one pair becomes, none if there is a problem."""
         line = parse_line(self.layout.map[number - 1])
         context = Context(names[_side_of(pair.targets[0])], len(pair.targets), _no_sibling)
         if line.rule.joins_heads and len(pair.sources) != context.heads:
@@ -399,7 +385,6 @@ class _Execution:
 
 
 def _of_layers(target: str, made: Iterable[str]) -> list[str]:
-    """Return the names that a target of `derive` means: with {i} one for each layer that the map has made."""
     if "{i}" not in target:
         return [target]
     before, after = target.split("{i}")

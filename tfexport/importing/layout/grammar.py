@@ -1,9 +1,9 @@
-"""The language of layout lines: patterns of key names, and arithmetic.
+"""Parse the lines of a layout: patterns of key names, and arithmetic.
 
-Left of the arrow, `{a,b,c}` is one of several words, `{i}` the index of a layer, `{2i+1}` one that counts otherwise,
-`{h}` the index of a head, `{wb}` weight or bias. Right of it, the k-th list gives the word at the place that the k-th
-list on the left had, `{i}` and `{wb}` are those found, and `[q/k/v]` names the parts of one tensor. Arithmetic has
-numbers, sizes by name, + - * / ** and sqrt.
+On the left of the arrow, `{a,b,c}` matches one of several words, `{i}` the index of a layer, `{2i+1}` an index with
+another step and start, `{h}` the index of a head, and `{wb}` weight or bias. On the right, the k-th list gives the word
+at the position that the k-th list on the left matched. `{i}` and `{wb}` repeat the match, and `[q/k/v]` names the parts
+of one tensor. Arithmetic has numbers, sizes by name, + - * / ** and sqrt.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import Literal, NamedTuple
 from tfexport.errors import ConfigError, raise_all, shortened
 
 _MAX_LENGTH, _MAX_NAMES = 200, 10_000
-# Names that layouts were once written with, still read.
+# Former names, which are still accepted.
 _FORMER = {"n_heads": "num_heads"}
 _BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
-    # math.pow works in float64: it overflows at once where ** on whole numbers would fill the memory.
+    # math.pow overflows at once, but ** on large integers would fill the memory.
     ast.Pow: math.pow,
 }
 _LANGUAGE = "numbers, sizes, + - * / ** and sqrt(…)"
@@ -35,11 +35,7 @@ Names = Mapping[str, float]
 
 
 def names_in(text: str) -> frozenset[str]:
-    """Return the names that an expression uses.
-
-    Raises:
-        ConfigError: it is not an expression of this language.
-    """
+    """Return the names that an expression uses."""
     return _parse(text)[1]
 
 
@@ -47,7 +43,7 @@ def evaluate(text: str, names: Names) -> float:
     """Compute an expression such as `sqrt(d_model)` or `d_model ** -0.5`.
 
     Raises:
-        ConfigError: it is not an expression of this language, uses an unknown name or has no finite real value.
+        ConfigError: The expression is invalid, uses an unknown name or has no finite real value.
     """
     compute, used = _parse(text)
     if unknown := sorted(used - names.keys()):
@@ -98,22 +94,20 @@ def _compiled(node: ast.expr, text: str, used: set[str]) -> Callable[[Names], fl
 
 
 class Match(NamedTuple):
-    """Checkpoint keys and the canonical names that they become: one each, one to several parts, or heads to one."""
+    """Checkpoint keys, one for each head if joined, and their canonical names."""
 
     sources: tuple[str, ...]
     targets: tuple[str, ...]
 
 
 class Found(NamedTuple):
-    """The names that a key becomes, mostly one, and its head if there is a key for each head."""
+    """The canonical names of a key, and its head if there is a key for each head."""
 
     targets: tuple[str, ...]
     head: int | None
 
 
 class _Piece(NamedTuple):
-    """Plain text, or what one pair of brackets holds; `{2i+1}` has the factor 2 and the offset 1."""
-
     kind: Literal["text", "list", "parts", "i", "wb", "h"]
     words: tuple[str, ...] = ()
     factor: int = 1
@@ -155,14 +149,9 @@ def _braces(inner: str) -> _Piece:
 
 
 class Rule:
-    """The two sides of one line, checked against each other."""
+    """The two sides of a line, checked against each other."""
 
     def __init__(self, source: str, target: str) -> None:
-        """Parse both sides.
-
-        Raises:
-            ConfigError: lists everything that does not fit together.
-        """
         left, self._target = _pieces(source), _pieces(target)
         raise_all(ConfigError, f"{source} -> {target}", _problems(left, self._target))
         self._regex = re.compile("".join(piece.regex for piece in left))
@@ -171,7 +160,7 @@ class Rule:
         self.splits = any(piece.kind == "parts" for piece in self._target)
 
     def match(self, key: str) -> Found | None:
-        """Return what a key becomes, None if the line does not take it."""
+        """Return what a key becomes, or None if the line does not match it."""
         found = self._regex.fullmatch(key)
         if found is None:
             return None
@@ -192,7 +181,7 @@ class Rule:
         return Found(self._names(places, values), int(values["h"]) if self.joins_heads else None)
 
     def targets(self) -> set[str]:
-        """Return every name that the right side can give for layer 0."""
+        """Return every name that the right side can produce for layer 0."""
         lists = (range(len(piece.words)) for piece in self._variable if piece.kind == "list")
         kinds = [{"i": "0", "wb": kind} for kind in ("weight", "bias")]
         return {name for places in itertools.product(*lists) for kind in kinds for name in self._names(places, kind)}
@@ -239,12 +228,12 @@ def _problems(source: Sequence[_Piece], target: Sequence[_Piece]) -> list[str]:
 
 @functools.lru_cache(maxsize=4096)
 def rule(source: str, target: str) -> Rule:
-    """Return the rule of a line; the same object for the same text."""
+    """Return the cached rule of a line."""
     return Rule(source, target)
 
 
 def matches(rule: Rule, keys: Iterable[str]) -> list[Match]:
-    """Return what a line takes of `keys`, in their order; the keys of the heads of one tensor together."""
+    """Return the matches of a line in key order; the keys of heads are grouped."""
     found: list[Match] = []
     heads: dict[tuple[str, ...], dict[int, str]] = {}
     for key in keys:

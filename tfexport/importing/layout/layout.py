@@ -1,7 +1,7 @@
-"""Layouts: how the state dict of another implementation becomes the canonical model, as data in a YAML file.
+"""Define layouts: YAML files that map a state dict to the canonical model.
 
-docs/layouts.md documents the format. This module has the file and its checks; `grammar` has the patterns and the
-arithmetic, `ops` the folds, `apply` the meaning.
+docs/layouts.md documents the format. This module reads and checks the files. `grammar` parses patterns and arithmetic,
+`ops` defines the folds, and `apply` runs a layout.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tfexport.nn.switches import SWITCHES, Switch, Value
 VERSION = 1
 SIDES = ("enc", "dec")
 _MAX_LINES = 1_000
-# Nested brackets, of which a layout has two; finding out that they are too many takes time in their square.
+# PyYAML needs quadratic time for nested brackets; a layout has at most two.
 _MAX_DEPTH = 20
 _MAX_SETTING = 200
 _CANONICAL = re.compile(
@@ -38,14 +38,14 @@ _CANONICAL = re.compile(
 _TOKENS = ("unk", "pad", "bos", "eos", "start")
 
 
-# The keys of `arch`: the switches of the canonical model, and two sizes. These have no default and need none: heads
-# come with the import, the length from tables if there are any.
+# The keys of `arch`: the switches of the canonical model, and two sizes without a default. The import gives the number
+# of heads, and stored position tables give the length.
 ARCH_SWITCHES: dict[str, Switch] = {
     **SWITCHES,
     "num_heads": Switch(values=int, acts="attention", per_side=True),
     "max_length": Switch(values=int, acts="positions"),
 }
-# Names that layouts were once written with, still read.
+# Former names, which are still accepted.
 _FORMER = {
     "act": "activation",
     "attn_scale": "attention_scale",
@@ -62,7 +62,7 @@ _FORMER = {
 
 
 class Line(NamedTuple):
-    """A parsed line of `map`: key patterns, folds, and whether it may match nothing."""
+    """A parsed line of `map`: its rule, its folds, and whether it may match no key."""
 
     rule: Rule
     steps: tuple[Step, ...]
@@ -70,7 +70,7 @@ class Line(NamedTuple):
 
 
 class Derived(NamedTuple):
-    """A parsed line of `derive`: "tie", "sinusoid", "attr" or "ones", its argument, and folds."""
+    """A parsed line of `derive`: kind, such as "tie", argument and folds."""
 
     kind: str
     argument: str
@@ -79,12 +79,11 @@ class Derived(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The way from one implementation's state dict to the canonical model.
+    """A mapping from the state dict of one implementation to the canonical model.
 
-    `map` lines are "SRC -> DST |> fold |> …", with `->?` if no key need match. `arch` holds switches, "enc.NAME" and
-    "dec.NAME" for one side only; texts in it are arithmetic in d_model, num_heads and d_k. `tokens` are ids or the
-    name of another token. `derive` makes tensors that the map does not give. `baseline` is the relative error that
-    the original makes in float64 itself by computing parts in float32.
+    `map` has lines "SRC -> DST |> fold |> …"; a line with `->?` may match no key. `arch` has switches, of one side as
+    "enc.NAME" or "dec.NAME"; texts are arithmetic in d_model, num_heads and d_k. `derive` makes tensors that the map
+    does not make. `baseline` is the relative error of the original in float64, if it computes parts in float32.
     """
 
     name: str
@@ -99,17 +98,16 @@ class Layout:
     about: str = ""
 
     def __post_init__(self) -> None:
-        """Check every line and value; a ConfigError lists every problem."""
         raise_all(ConfigError, f"layout {self.name}", _problems(self))
 
     def switch(self, name: str, side: str = "") -> Value:
-        """Return the value of a switch as written, of one side where that has its own, or its default."""
+        """Return a switch as written, for one side if it has its own, or its default."""
         return self.arch.get(f"{side}.{name}", self.arch.get(name, ARCH_SWITCHES[name].default))
 
 
 @lru_cache(maxsize=20_000)
 def parse_line(text: str) -> Line:
-    """Parse a line of `map`; a ConfigError reports what is wrong with it."""
+    """Parse a line of `map`."""
     sides = re.fullmatch(r"\s*(\S+)\s+->(\??)\s+(\S+)\s*(\|>.*)?", text)
     if sides is None:
         raise ConfigError("expected 'SRC -> DST' and folds, each after |>")
@@ -128,7 +126,7 @@ def parse_line(text: str) -> Line:
 
 @cache
 def parse_derived(text: str) -> Derived:
-    """Parse the right side of a line of `derive`; a ConfigError reports what is wrong with it."""
+    """Parse the right side of a line of `derive`."""
     first, *rest = text.split("|>")
     kind, _, argument = first.strip().partition(" ")
     argument = argument.strip()
@@ -141,7 +139,7 @@ def parse_derived(text: str) -> Derived:
 
 @cache
 def parse_post(text: str) -> Line:
-    """Parse a line of `post`, whose two sides are the same; a ConfigError reports what is wrong with it."""
+    """Parse a line of `post`, which reads and writes the same tensors."""
     target, _, steps = text.strip().partition(" ")
     if not steps:
         raise ConfigError("expected 'DST |> fold'")
@@ -211,10 +209,10 @@ def _token_problem(name: str, value: object, tokens: Mapping[str, int | str]) ->
 
 
 def parse_setting(text: str) -> tuple[str, Value]:
-    """Parse KEY=VALUE of the command line; the value is read as in a layout file.
+    """Parse a KEY=VALUE text; the value is YAML, as in a layout file.
 
     Raises:
-        ConfigError: there is no =, or the value is no number, word, true, false or null.
+        ConfigError: There is no "=", or the value is not a number, word, true, false or null.
     """
     key, equals, written = text.partition("=")
     try:
@@ -227,27 +225,24 @@ def parse_setting(text: str) -> tuple[str, Value]:
 
 
 def _current(name: str) -> str:
-    """Return the name of a switch today; that of a side keeps its side."""
     side, dot, base = name.rpartition(".")
     return side + dot + _FORMER.get(base, base)
 
 
 def override(layout: Layout, settings: Mapping[str, Value]) -> Layout:
-    """Return a layout with other switches and tokens.
+    """Return a copy of a layout with other switches and tokens.
 
-    Args:
-        layout: is not changed.
-        settings: by switch, such as "norm_eps" or "enc.norm_place", or by token, such as "tokens.pad". A switch given
-            for both sides takes the place of what the layout says of one side.
+    Names are those of switches, such as "norm_eps" or "enc.norm_place", and tokens, such as "tokens.pad". A switch for
+    both sides also replaces the layout's values for single sides.
 
     Raises:
-        ConfigError: lists every unknown name and wrong value.
+        ConfigError: Lists every unknown name and invalid value.
     """
     arch, tokens = dict(layout.arch), dict(layout.tokens)
     for name, value in settings.items():
         kind, _, token = name.partition(".")
         if kind == "tokens":
-            tokens[token] = value  # type: ignore[assignment]  # checked when the layout is made
+            tokens[token] = value  # type: ignore[assignment]  # checked by Layout
         else:
             for side in SIDES:
                 arch.pop(f"{side}.{name}", None)
@@ -256,9 +251,9 @@ def override(layout: Layout, settings: Mapping[str, Value]) -> Layout:
 
 
 class _Loader(yaml.SafeLoader):
-    """Plain data only: no tags that make objects, no references, which can blow up, no key twice, little depth."""
+    """Load plain data only: no objects, references, duplicate keys or deep nesting."""
 
-    def fetch_flow_collection_start(self, TokenClass: type[yaml.Token]) -> None:  # noqa: N803, as it is called there
+    def fetch_flow_collection_start(self, TokenClass: type[yaml.Token]) -> None:  # noqa: N803, as in PyYAML
         if self.flow_level == _MAX_DEPTH:
             raise yaml.YAMLError("it is nested too deeply")
         super().fetch_flow_collection_start(TokenClass)
@@ -276,19 +271,15 @@ class _Loader(yaml.SafeLoader):
 
 
 def parse_layout(text: str, name: str) -> Layout:
-    """Parse a layout file.
-
-    Args:
-        text: YAML of at most 1 MiB.
-        name: of the file, for the error.
+    """Parse the YAML of a layout file; `name` is used in error messages.
 
     Raises:
-        ConfigError: lists every problem: YAML, unknown keys, types, lines, switches.
+        ConfigError: Lists every problem of size, YAML, keys, types, lines and switches.
     """
     if len(text) > MAX_CONFIG_BYTES:
         raise ConfigError(f"{name}: has {len(text)} characters, the limit is {MAX_CONFIG_BYTES}")
     try:
-        data = yaml.load(text, Loader=_Loader)  # noqa: S506, a safe loader made stricter
+        data = yaml.load(text, Loader=_Loader)  # noqa: S506, stricter than SafeLoader
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"{name}: is no YAML that a layout may be: {reason[:300]}") from error
@@ -299,20 +290,6 @@ def parse_layout(text: str, name: str) -> Layout:
         return Layout(**values)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from error
-
-
-_TYPES: dict[str, tuple[str, type]] = {
-    "name": ("a text", str),
-    "about": ("a text", str),
-    "map": ("a list of lines", list),
-    "arch": ("switches", dict),
-    "tokens": ("ids by name", dict),
-    "derive": ("lines by name", dict),
-    "post": ("a list of lines", list),
-    "assert_tied": ("a list of lists of keys", list),
-    "ignore": ("a list of patterns", list),
-    "baseline": ("a number", float),
-}
 
 
 def _values(data: object, problems: list[str]) -> dict[str, Any]:
@@ -365,7 +342,7 @@ def _number(value: object) -> float:
     return float(value)  # type: ignore[arg-type]
 
 
-# The keys of a file but `layout`: what is expected, and how it is read.
+# Keys of a file except `layout`: the expected value and its parser.
 _FIELDS: dict[str, tuple[str, Callable[[object], Any]]] = {
     "name": ("a text", _text),
     "about": ("a text", _text),
@@ -381,7 +358,6 @@ _FIELDS: dict[str, tuple[str, Callable[[object], Any]]] = {
 
 
 def _flat(arch: dict[str, Any], problems: list[str]) -> dict[str, Any]:
-    """Turn `enc: {norm_place: pre}` into `enc.norm_place: pre`, and former names into those of today."""
     pairs: list[tuple[str, Any]] = []
     for name, value in arch.items():
         inner = value if name in SIDES and isinstance(value, dict) else {"": value}
@@ -392,7 +368,7 @@ def _flat(arch: dict[str, Any], problems: list[str]) -> dict[str, Any]:
 
 
 def render_layout(layout: Layout) -> str:
-    """Write a layout as the text of a file that `parse_layout` reads back as the same."""
+    """Return a layout as YAML, which `parse_layout` reads back as the same layout."""
     data: dict[str, Any] = {"layout": VERSION, "name": layout.name}
     if layout.about:
         data["about"] = layout.about
@@ -418,7 +394,7 @@ def read_layout(path: Path) -> Layout:
     """Read a layout file.
 
     Raises:
-        ConfigError: no plain file of at most 1 MiB in UTF-8; or see `parse_layout`.
+        ConfigError: The file is not a regular UTF-8 file of at most 1 MiB, or its content is invalid.
     """
     try:
         if problem := plain_problem(path):

@@ -1,7 +1,6 @@
-"""Folds: the operations of a layout between the checkpoint's tensor and the canonical one.
+"""Define the folds: operations that turn checkpoint tensors into canonical ones.
 
-Each works on any device, "meta" included, so that shapes can be checked before any value is read, and leaves its
-input unchanged.
+Folds do not modify their input. They also work on the device "meta", to check shapes before any value is read.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ SINUSOIDS = ("interleaved", "interleaved_exp", "halves_t2t", "halves_paper", "co
 
 
 class Step(NamedTuple):
-    """One fold and its arguments, as expressions; "add_scaled" has a name as the last one."""
+    """A fold and its arguments: expressions, and for "add_scaled" a name at the end."""
 
     name: str
     arguments: tuple[str, ...] = ()
 
 
 class Context(NamedTuple):
-    """What a fold may need besides the tensor: sizes by name, the number of parts, the tensors next to it."""
+    """Inputs of a fold next to the tensor: sizes, number of parts, sibling tensors."""
 
     names: Names
     parts: int
@@ -36,11 +35,11 @@ class Context(NamedTuple):
 
     @property
     def heads(self) -> int:
-        """The number of heads."""
+        """Number of heads."""
         return int(self.names["num_heads"])
 
     def whole(self, text: str) -> int:
-        """Compute an expression that counts something; a CheckpointError if it is not a whole number of 0 or more."""
+        """Compute an expression whose value must be a non-negative integer."""
         value = evaluate(text, self.names)
         if value != int(value) or value < 0:
             raise CheckpointError(f"{text} is {value:g}, expected a whole number")
@@ -52,10 +51,10 @@ _Takes = Literal["", "number", "whole", "list", "list?", "number name"]
 
 
 class Operation(NamedTuple):
-    """A fold: `run(tensor, context, *arguments)`, or, if it joins, `run(tensors, context)`.
+    """A fold, called as `run(tensor, context, *arguments)`.
 
-    `takes` are its arguments: nothing, a number, a whole number, several (or optionally several) whole numbers, or a
-    number and a name.
+    A fold that joins is called as `run(tensors, context)`. `takes` describes the arguments: nothing, a number, an
+    integer, a list of integers, an optional list, or a number and a name.
     """
 
     run: _Run
@@ -81,7 +80,7 @@ def _squeeze(x: Tensor, _: Context) -> Tensor:
 
 @_operation("transpose")
 def _transpose(x: Tensor, _: Context) -> Tensor:
-    # A vector stays as it is, so that a bias may take the same line.
+    # A vector stays unchanged, so that a bias can use the same line.
     return x.transpose(-1, -2) if x.dim() > 1 else x
 
 
@@ -113,7 +112,7 @@ def _add_scaled(x: Tensor, context: Context, number: float, name: str) -> Tensor
 
 @_operation("block_diag")
 def _block_diag(x: Tensor, context: Context) -> Tensor:
-    """Give each head its copy of a projection that all heads share."""
+    # Each head gets a copy of the projection that all heads share.
     heads = context.heads
     if x.dim() != 2:
         return _joined([x] * heads, 0)
@@ -126,7 +125,7 @@ def _block_diag(x: Tensor, context: Context) -> Tensor:
 
 @_operation("heads_last")
 def _heads_last(x: Tensor, context: Context) -> Tensor:
-    """Reorder rows that count (d_k, heads) to (heads, d_k)."""
+    # The rows are ordered (d_k, heads) and become (heads, d_k).
     if x.shape[0] % context.heads:
         raise CheckpointError(f"has {x.shape[0]} rows, which {context.heads} heads do not divide")
     return x.reshape(-1, context.heads, *x.shape[1:]).transpose(0, 1).flatten(0, 1)
@@ -172,7 +171,7 @@ def _split_rows(x: Tensor, context: Context, *given: int) -> Sequence[Tensor]:
 
 @_operation("split_heads", shape="splits")
 def _split_heads(x: Tensor, context: Context) -> Sequence[Tensor]:
-    """Cut rows that count (heads, parts, d_k)."""
+    # The rows are ordered (heads, parts, d_k).
     heads, parts = context.heads, context.parts
     if x.shape[0] % (heads * parts):
         raise CheckpointError(f"has {x.shape[0]} rows, which {heads} heads of {parts} parts do not divide")
@@ -199,16 +198,16 @@ def _join(tensors: Sequence[Tensor], axis: int) -> Tensor:
 
 
 def _computed(x: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
-    """Compute in float64 and return to the dtype of `x`, to float32 from float16 and bfloat16, which could not hold it.
+    """Compute in float64; return the dtype of `x`, or float32 for 16-bit floats.
 
-    On "meta" nothing is computed: even a sum makes PyTorch load its compiler there.
+    On "meta", nothing is computed, because even a sum makes PyTorch load its compiler.
     """
     wide = x if x.is_meta else compute(x.double())
     return wide.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _joined(tensors: Sequence[Tensor], axis: int) -> Tensor:
-    """Concatenate as torch.cat does, which loads the compiler on "meta"."""
+    """Concatenate without torch.cat, which loads the compiler on "meta"."""
     shape = list(tensors[0].shape)
     shape[axis] = sum(tensor.shape[axis] for tensor in tensors)
     whole, start = tensors[0].new_empty(shape), 0
@@ -219,11 +218,7 @@ def _joined(tensors: Sequence[Tensor], axis: int) -> Tensor:
 
 
 def parse_step(text: str) -> Step:
-    """Parse one fold.
-
-    Raises:
-        ConfigError: the name is unknown or the argument is missing, superfluous or malformed.
-    """
+    """Parse one fold."""
     name, _, argument = text.strip().partition(" ")
     argument = argument.strip()
     if name not in OPERATIONS:
@@ -246,11 +241,13 @@ def parse_step(text: str) -> Step:
 
 
 def run(steps: Sequence[Step], tensors: Sequence[Tensor], context: Context) -> list[Tensor]:
-    """Apply folds in order to one tensor, or to one for each head; folds after a split apply to each part.
+    """Apply folds in order to one tensor, or to one for each head.
+
+    Folds after a split apply to each part.
 
     Raises:
-        CheckpointError: a tensor does not have the shape that a fold needs.
-        ConfigError: an expression has no value.
+        CheckpointError: A tensor does not have the shape that a fold needs.
+        ConfigError: An expression has no value.
     """
     found = list(tensors)
     for name, texts in steps:
@@ -265,16 +262,17 @@ def run(steps: Sequence[Step], tensors: Sequence[Tensor], context: Context) -> l
 
 
 def sinusoid(kind: str, length: int, d_model: int) -> Tensor:
-    """Compute a table of positions that some implementations never store, in their arithmetic, rounding included.
+    """Compute a sinusoidal position table exactly as other implementations do.
 
     Args:
-        kind: "interleaved" has sines at even and cosines at odd columns, its wavelengths by a power;
-            "interleaved_exp" the same by an exponential; "halves_t2t" all sines, then all cosines, as Tensor2Tensor
-            does; "halves_paper" the halves with the wavelengths of "Attention is all you need", §3.5; "columns" is
-            "interleaved" with twice the exponent, of the column and not of its pair. The last two are computed in
-            float64.
-        length: rows, from position 0.
-        d_model: if it is odd there is one sine more than cosines, and a last column of 0 for "halves_t2t".
+        kind: "interleaved" has sines in even and cosines in odd columns, with wavelengths from a power.
+            "interleaved_exp" is the same with an exponential. "halves_t2t" has all sines, then all cosines, as in
+            Tensor2Tensor. "halves_paper" has the same halves with the wavelengths of "Attention is all you need",
+            section 3.5. "columns" is "interleaved" with twice the exponent, computed from the column instead of its
+            pair. The last two are computed in float64.
+        length: number of rows, from position 0.
+        d_model: number of columns. If it is odd, there is one more sine than cosines, and "halves_t2t" ends with a
+            column of 0.
 
     Returns:
         float32 [length, d_model].

@@ -1,4 +1,4 @@
-"""The configuration of a model: from the shapes of its tensors and its layout, and with other switches."""
+"""Build the configuration of a model from tensor shapes and a layout."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tfexport.nn.transformer import Transformer
 
 Shape = tuple[int, ...]
 
-# Biases that the canonical model has all of or none of; where a checkpoint has some, 0 stands for the others.
+# The canonical model has all biases of a kind or no bias of it. If a checkpoint has only some, the others are 0.
 _BIASES = {
     "attention_bias": re.compile(r".*\.(self|cross)\.[qkvo]\.bias"),
     "feed_forward_bias": re.compile(r".*\.ffn\.\w+\.bias"),
@@ -31,7 +31,7 @@ _LAYER = re.compile(r"(enc|dec)\.layers\.(\d+)\.")
 
 
 def read_heads(value: Value, query_rows: int, problems: list[str]) -> int:
-    """Return the number of heads, or 1 and a problem where `value` is none."""
+    """Return the number of heads, or 1 if `value` is invalid; extend `problems`."""
     fitting = ", ".join(str(n) for n in range(1, min(query_rows, 128) + 1) if query_rows % n == 0)
     if value is None:
         problems.append(f"the number of heads is not given and no shape tells it; give --heads, one of {fitting}")
@@ -46,12 +46,12 @@ def read_heads(value: Value, query_rows: int, problems: list[str]) -> int:
 
 
 def bias_table(shapes: Mapping[str, Shape], side: str) -> Shape | None:
-    """Return the shape of a side's bias by distance, [buckets, heads]: of all layers or of the first."""
+    """Return the shape of a side's relative bias, [buckets, heads], or None."""
     return shapes.get(f"{side}.rel_bias.weight", shapes.get(f"{side}.layers.0.rel_bias.weight"))
 
 
 def read_tokens(layout: Layout) -> dict[str, int]:
-    """Return the ids that a layout gives, by name; "bos" may be among them."""
+    """Return the token ids of a layout by name; "bos" may be among them."""
     ids = {name: value for name, value in layout.tokens.items() if isinstance(value, int)}
     return ids | {name: ids[value] for name, value in layout.tokens.items() if isinstance(value, str)}
 
@@ -59,16 +59,9 @@ def read_tokens(layout: Layout) -> dict[str, int]:
 def read_config(
     layout: Layout, shapes: Mapping[str, Shape], sizes: Mapping[str, Mapping[str, float]], problems: list[str]
 ) -> TransformerConfig | None:
-    """Build the configuration.
+    """Build the configuration, or extend `problems` and return None.
 
-    Args:
-        layout: gives switches and tokens.
-        shapes: of the canonical tensors that the layout makes.
-        sizes: d_model, num_heads and d_k by name, for "enc" and "dec".
-        problems: receives what is missing or does not fit.
-
-    Returns:
-        None when it cannot be built for one of the problems.
+    `shapes` are those of the canonical tensors. `sizes` has d_model, num_heads and d_k of "enc" and "dec".
     """
     has_decoder = any(name.startswith("dec.") for name in shapes)
     before = len(problems)
@@ -101,7 +94,6 @@ def read_config(
 
 
 def _switches(layout: Layout, sizes: Mapping[str, float], problems: list[str]) -> dict[str, Any]:
-    """Return the switches of the whole model; those of a side are its stack's."""
     found: dict[str, Any] = {}
     for name, switch in SWITCHES.items():
         if switch.per_side:
@@ -113,7 +105,7 @@ def _switches(layout: Layout, sizes: Mapping[str, float], problems: list[str]) -
             found[name] = switch.values(_number(name, value, sizes, problems))
         else:
             found[name] = value
-    # Arithmetic in d_k is that of each side; a number is the same for both, whose heads may be of two widths.
+    # None lets each side use its own d_k; a number would be the same for both.
     for name, usual in (("attention_scale", sizes["d_k"] ** -0.5), ("rotary_dim", sizes["d_k"])):
         if isinstance(layout.switch(name), str) and found[name] == usual:
             found[name] = None
@@ -164,14 +156,11 @@ def _stack(
     )
 
 
-def _is_computed(layout: Layout) -> bool:
-    return any(parse_derived(text).kind == "sinusoid" for text in layout.derive.values())
-
-
 def _length(layout: Layout, side: str, shapes: Mapping[str, Shape], problems: list[str]) -> int:
     limit = layout.switch("max_length")
     if f"{side}.pos" in shapes:
-        if limit is not None and layout.switch("positions") == "table" and not _is_computed(layout):
+        is_computed = any(parse_derived(text).kind == "sinusoid" for text in layout.derive.values())
+        if limit is not None and layout.switch("positions") == "table" and not is_computed:
             problems.append(f"max_length is {limit}, but {side}.pos is stored; leave max_length out")
         return shapes[f"{side}.pos"][0]
     if isinstance(limit, int) and limit > 0:
@@ -183,7 +172,7 @@ def _length(layout: Layout, side: str, shapes: Mapping[str, Shape], problems: li
 
 def _token_ids(layout: Layout, has_decoder: bool, problems: list[str]) -> TokenIds | None:
     ids = {name: value for name, value in read_tokens(layout).items() if name != "bos"}
-    # Nothing decodes an encoder alone; it still needs a padding id.
+    # An encoder-only model needs just a padding id, because nothing is decoded.
     needed = ("pad", "start", "eos") if has_decoder else ("pad",)
     if missing := [name for name in needed if name not in ids]:
         told = " ".join(f"--set tokens.{name}=ID" for name in missing)
@@ -194,14 +183,14 @@ def _token_ids(layout: Layout, has_decoder: bool, problems: list[str]) -> TokenI
 
 @functools.lru_cache(maxsize=32)
 def expected_shapes(config: TransformerConfig) -> Mapping[str, Shape]:
-    """Return the shape of every canonical tensor of a configuration, tied ones under each of their names."""
+    """Return the shape of every canonical tensor, tied ones under each name."""
     with on_meta():
         model = Transformer(replace(config, tie_embeddings=False, tie_output=False))
     return MappingProxyType({name: tuple(parameter.shape) for name, parameter in model.named_parameters()})
 
 
 def check_shapes(config: TransformerConfig, shapes: Mapping[str, Shape], problems: list[str]) -> dict[str, Shape]:
-    """Compare what a layout makes with what its configuration needs.
+    """Compare the shapes of the canonical tensors with those that `config` needs.
 
     Returns:
         The biases to fill with 0, because others of their kind exist.
@@ -229,10 +218,10 @@ Switches = Mapping[str, Value]
 
 
 def options(config: TransformerConfig) -> dict[str, tuple[Value, ...]]:
-    """Return the values to try for each switch of a model with these tensors, those of a side as `enc.NAME`."""
+    """Return the values to try for each switch; one side has `enc.NAME`."""
     bases = {name: name.rpartition(".")[2] for name in config.switches()}
     found = {name: SWITCHES[base].search for name, base in bases.items() if SWITCHES[base].search and config.uses(base)}
-    # What no tensor shows, where none shows another.
+    # Kinds of positions without a tensor, possible if no tensor shows another kind.
     is_free = config.positions != "table" and config.relative_bias in ("none", "alibi")
     if is_free:
         found["positions"] = ("none", "rotary")
@@ -241,10 +230,10 @@ def options(config: TransformerConfig) -> dict[str, tuple[Value, ...]]:
     for name, place in config.switches().items():
         if place == "sandwich":
             found[name] = ("sandwich", "pre")
-    # A norm with a bias is no rms; one without may be any.
+    # RMSNorm has no bias; a norm without a bias can be of any kind.
     centred = tuple(kind for kind in found["norm"] if kind != "rms")
     found["norm"] = centred if config.norm_bias else ("rms", *centred)
-    # What changes least comes last.
+    # norm_eps changes the outputs least, so it comes last.
     found["norm_eps"] = found.pop("norm_eps")
     return found
 
@@ -252,9 +241,7 @@ def options(config: TransformerConfig) -> dict[str, tuple[Value, ...]]:
 def configured(config: TransformerConfig, switches: Switches) -> TransformerConfig:
     """Return a configuration of the same sizes with other switches.
 
-    Args:
-        config: of a canonical model.
-        switches: values by name, as `options` has them, and "num_heads" for both sides.
+    `switches` has the names of `options`, and "num_heads" for both sides.
     """
     changes: dict[str, Any] = {}
     names = {"d_model": float(config.d_model), "d_k": float(config.d_k("encoder"))}
@@ -279,14 +266,13 @@ def configured(config: TransformerConfig, switches: Switches) -> TransformerConf
 
 
 def _with_heads(stack: StackConfig, heads: int, d_model: int) -> StackConfig:
-    """Cut the same rows of queries into another number of heads."""
     d_k, d_v = ((width or d_model // stack.num_heads) * stack.num_heads // heads for width in (stack.d_k, stack.d_v))
     kv_heads = stack.num_kv_heads and stack.num_kv_heads * heads // stack.num_heads
     return replace(stack, num_heads=heads, num_kv_heads=kv_heads, d_k=d_k, d_v=d_v)
 
 
 def with_switches(layout: Layout, switches: Switches) -> Layout:
-    """Return a layout with switches, written as short as they can be."""
+    """Return a layout with other switches, without those that equal the default."""
     layout = override(layout, switches)
     arch = dict(layout.arch)
     for name, switch in SWITCHES.items():

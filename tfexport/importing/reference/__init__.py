@@ -1,1 +1,1 @@
-"""The reference: what the original computed, and how an import is compared with it."""
+"""Record the outputs of the original model and compare an import with them."""

@@ -1,8 +1,7 @@
-"""The certificate of an import: what the reference outputs prove, and what they cannot tell.
+"""Certify an import: what reference outputs prove, and what they cannot detect.
 
-Equal outputs prove nothing about what does not show in them. So everything the import decided is changed in turn:
-every switch to each other value, every tensor by a little noise. If the error does not grow clearly, the reference
-outputs cannot tell, and the certificate lists it.
+Equal outputs prove nothing about parts that do not change them. Therefore, every switch is set to each other value, and
+every tensor gets a little noise. If the error does not grow clearly, the certificate lists the part as unverified.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ from tfexport.nn.meta import on_meta
 from tfexport.nn.switches import SWITCHES, Value
 from tfexport.nn.transformer import Transformer
 
-# A change counts as seen if the error grows by this factor.
+# A change counts as detected if the error grows by this factor.
 GROWTH = 20
-# Float64 noise; below it a small error is a matter of luck.
+# Rounding noise of float64; errors below it are random.
 _FLOOR = 5e-15
 _NOISE = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
 class Changed:
-    """A switch, and the other value of it that comes nearest to the reference outputs."""
+    """A switch value, and the other value that is closest to the reference outputs."""
 
     value: Value
     nearest: Value
@@ -50,12 +49,17 @@ class Changed:
 class Certificate:
     """What an import can prove.
 
-    `proven` tells whether reference outputs were reproduced; without any the rest is empty. `error` and `tolerance`
-    are relative to the largest absolute value. `switches` has the error under the next best value of each, `lines` the
-    error that a hundredth of noise on any one tensor of a line makes, the smallest of its tensors. `texts` is the
-    number of recorded texts that the tokenizer was compared with. `unverified` lists what could be wrong unseen.
-    `checkpoint` has the sums of the files that the weights were read from, by name, `golden` that of the reference
-    outputs.
+    Attributes:
+        proven: whether the reference outputs were reproduced. Without reference outputs, the other fields are empty.
+        error: largest difference, relative to the largest absolute value.
+        tolerance: largest error that is accepted.
+        rows: number of rows in the reference batch.
+        switches: error with the next best value of each switch.
+        lines: smallest error that 1% of noise on one tensor of a layout line causes, by line.
+        texts: number of recorded texts that the tokenizer was compared with.
+        unverified: what could be wrong without being noticed.
+        checkpoint: size and checksum of each weight file.
+        golden: size and checksum of the reference file.
     """
 
     layout: str
@@ -71,7 +75,7 @@ class Certificate:
     golden: FileSum | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the certificate as JSON values, figures in two digits."""
+        """Return the certificate as JSON values, with two digits of each error."""
         found = dataclasses.asdict(self)
         found["lines"] = {line: _short(error) for line, error in self.lines.items()}
         found["switches"] = {
@@ -93,20 +97,13 @@ def certify(
     baseline: float = 0.0,
     on_progress: Callable[[float], None] = lambda done: None,
 ) -> Certificate:
-    """Compare an import with its reference outputs, then change everything in turn.
+    """Compare an import with reference outputs, then change every part in turn.
 
-    Args:
-        canonical: of the recorded state dict.
-        golden: inputs and expected outputs.
-        layout: its name.
-        baseline: the error that the layout documents for its family.
-        on_progress: receives the share of the changes that were tried, from 0 to 1, after each.
-
-    Returns:
-        The certificate; `proven` is False if the error is above the tolerance.
+    `canonical` is made from the recorded state dict. `baseline` is the error that the layout documents for its family.
+    `on_progress` receives the share of the changes that were tried, from 0 to 1.
 
     Raises:
-        ParityError: the reference outputs do not fit the model at all.
+        ParityError: The reference outputs do not fit the model.
     """
     check_fits(canonical.config, golden)
     comparator = Comparator(canonical, golden)
@@ -137,7 +134,7 @@ def certify(
     lines = {}
     for use in canonical.lines:
         errors = [tensors.get(_kind(name), 0.0) for name in use.targets]
-        # The smallest error that shows; what does not show is listed as unverified.
+        # The smallest error that is detected; `unverified` lists the others.
         lines[use.line] = min((found for found in errors if found >= blind), default=max(errors, default=0.0))
     return Certificate(
         layout=layout,
@@ -154,7 +151,6 @@ def certify(
 def _switch_changes(
     canonical: Canonical, golden: Golden, comparator: Comparator
 ) -> Iterator[tuple[str, Value, Value, Callable[[], Comparison]]]:
-    """Yield each switch, its value, another value, and what compares under that."""
     config, current = canonical.config, _values(canonical.config)
 
     def compare(other: Canonical, *, mask_source: bool = True) -> Comparison:
@@ -164,7 +160,7 @@ def _switch_changes(
         for value in values:
             try:
                 changed = configured(config, {name: value})
-            except ConfigError:  # it does not go with the sizes
+            except ConfigError:  # it does not fit the sizes
                 continue
             if _values(changed)[name] != current[name]:
                 yield name, current[name], value, partial(comparator.compare, changed)
@@ -198,7 +194,7 @@ def _switch_changes(
 
 
 def _values(config: TransformerConfig) -> dict[str, Value]:
-    """Return the switches, with numbers for what follows from the sizes."""
+    """Return the switches, with the numbers that replace None."""
     scale = config.attention_scale or config.d_k("encoder") ** -0.5
     turned = config.rotary_dim or config.d_k("encoder")
     heads = config.encoder.num_heads
@@ -206,7 +202,7 @@ def _values(config: TransformerConfig) -> dict[str, Value]:
 
 
 def _heads(config: TransformerConfig) -> tuple[int, ...]:
-    """Return other numbers of heads for the same tensors; a relative bias or a norm of each head leaves one only."""
+    """Return the head counts that fit the tensors; empty if a tensor decides."""
     stacks = [stack for stack in (config.encoder, config.decoder) if stack is not None]
     has_tensor = config.relative_bias not in ("none", "alibi") or config.qk_norm == "head"
     if has_tensor or len({stack.num_heads for stack in stacks}) > 1:
@@ -218,7 +214,7 @@ def _heads(config: TransformerConfig) -> tuple[int, ...]:
 
 
 def _disturbed(members: Sequence[Tensor], comparator: Comparator, config: TransformerConfig) -> float:
-    """Disturb tensors of the comparator's model, of all layers at once, and return the error that this makes."""
+    """Return the error that noise on these tensors causes, then restore them."""
     kept = [member.detach().clone() for member in members]
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

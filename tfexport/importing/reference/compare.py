@@ -1,4 +1,4 @@
-"""Compare a canonical model with reference outputs: the same batch, float64 on both sides, padding left out."""
+"""Compare a canonical model with reference outputs in float64, without padding."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tfexport.nn.layers import LayerNorm
 from tfexport.nn.meta import on_meta
 from tfexport.nn.transformer import Block, Stack, Transformer
 
-# Relative to the largest log-probability. Float64 leaves about 2e-15.
+# Relative to the largest log-probability. Rounding of float64 causes about 2e-15.
 TOLERANCE = 1e-9
-# An import may have this many times the error of an original that computes parts in float32.
+# An import may have this multiple of the original's own error, if that computes parts in float32.
 BASELINES = 20
 # Models with fewer parameters than this run on one thread.
 _LARGE = 5_000_000
@@ -36,16 +36,16 @@ class Canonical(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """Tensors by canonical name; a tied one under any of its names."""
+        """Tensors by canonical name; a tied tensor has any of its names."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """How far a canonical model is from reference outputs.
+    """Difference between a canonical model and reference outputs.
 
-    `error` is the largest difference over tokens, at `row` and `position`, relative to the largest absolute value; of
-    log-probabilities, or of the states of an encoder-only model. `encoder_error` is that of the encoder's states, None
-    if they were not recorded. NaN counts as infinity.
+    `error` is the largest difference of log-probabilities, or of states for an encoder-only model, at `row` and
+    `position`. It is relative to the largest absolute value. `encoder_error` is that of recorded encoder states. NaN
+    counts as infinity.
     """
 
     error: float
@@ -55,7 +55,7 @@ class Comparison:
 
     @property
     def worst(self) -> float:
-        """The largest error of any stage."""
+        """Largest error of any stage."""
         return max(self.error, self.encoder_error or 0.0)
 
     def passed(self, tolerance: float) -> bool:
@@ -63,29 +63,28 @@ class Comparison:
         return self.worst <= tolerance
 
     def stage(self, tolerance: float) -> str:
-        """Return the first stage that disagrees: "encoder", "decoder", or "encoder or decoder" if nothing tells."""
+        """Return the first stage that disagrees, "encoder or decoder" if it is unknown."""
         if self.encoder_error is None:
             return "encoder or decoder"
         return "encoder" if self.encoder_error > tolerance else "decoder"
 
 
 def tolerance(golden: Golden, baseline: float = 0.0) -> float:
-    """Return the largest error to accept; `baseline` is the one that the layout documents for its family."""
+    """Return the largest error to accept; `baseline` is the documented error."""
     return max(TOLERANCE, BASELINES * max(baseline, golden.baseline))
 
 
 def compare(canonical: Canonical, golden: Golden) -> Comparison:
-    """Run a canonical model on the recorded batch; raises as `check_fits` does."""
+    """Run a canonical model on the recorded batch; raise like `check_fits`."""
     check_fits(canonical.config, golden)
     return Comparator(canonical, golden).compare(canonical.config)
 
 
 def check_fits(config: TransformerConfig, golden: Golden) -> None:
-    """Check that the model takes the recorded ids and gives outputs of the recorded shape.
+    """Check that a model accepts the recorded ids and has outputs of that shape.
 
     Raises:
-        ParityError: lists everything that does not fit: other vocabularies, longer than the tables, an encoder-only
-            model against a decoder.
+        ParityError: Lists every id, length, output width and decoder that does not fit.
     """
     problems = _id_problems("source", golden.source_ids, config.source_vocab, config.max_source_length)
     if golden.target_ids is not None:
@@ -114,20 +113,19 @@ def _id_problems(side: str, ids: Tensor, vocab: int, length: int) -> list[str]:
 
 
 class Comparator:
-    """One set of tensors in float64 and one batch; compares under any switches.
+    """Compare one set of tensors with one batch, under any switches.
 
-    Building a model costs far more than running a small one, so one is built for each set of tensors and its switches
-    are set.
+    Building a model takes much longer than running a small one, so the float64 model is built once and its switches are
+    set. If `mask_source` is False, attention includes padding.
     """
 
     def __init__(self, canonical: Canonical, golden: Golden, *, mask_source: bool = True) -> None:
-        """Convert the tensors; `mask_source` False lets padding be attended to."""
         self.mask_source = mask_source
         self.model = build(canonical.config, canonical.tensors)
         self._take(golden)
 
     def on(self, golden: Golden) -> Comparator:
-        """Return a comparator of the same tensors, in the same memory, on another batch."""
+        """Return a comparator on another batch that shares the tensors."""
         other = copy.copy(self)
         other._take(golden)
         return other
@@ -142,7 +140,7 @@ class Comparator:
 
     @torch.inference_mode()
     def compare(self, config: TransformerConfig) -> Comparison:
-        """Compare under the switches of `config`; its sizes are those of the tensors."""
+        """Compare under the switches of `config`, whose sizes are those of the tensors."""
         set_switches(self.model, config)
         golden = self.golden
         mask = golden.source_mask if self.mask_source else torch.ones_like(golden.source_mask)
@@ -163,13 +161,13 @@ class Comparator:
 
 
 def _errors(found: Tensor, expected: Tensor, keep: Tensor) -> Tensor:
-    """Return the largest difference of each token [batch, len], 0 for padding, infinity for NaN."""
+    """Return the error per token, [batch, len]: 0 for padding, infinity for NaN."""
     difference = (found - expected).abs().nan_to_num(nan=math.inf, posinf=math.inf).amax(-1)
     return difference.where(keep, 0.0)
 
 
 def build(config: TransformerConfig, tensors: Mapping[str, Tensor]) -> Transformer:
-    """Make a float64 model in eval mode of canonical tensors."""
+    """Build a float64 model in eval mode from canonical tensors."""
     with on_meta():
         model = Transformer(config)
     wide = {name: tensor.double() for name, tensor in tensors.items()}
@@ -182,7 +180,7 @@ def build(config: TransformerConfig, tensors: Mapping[str, Tensor]) -> Transform
 
 
 def set_switches(model: Transformer, config: TransformerConfig) -> None:
-    """Give a built model the switches and heads of another configuration for the same tensors."""
+    """Set the switches and heads of a built model, in place."""
     model.config = config
     sides: list[tuple[Side, Stack | None]] = [("encoder", model.enc), ("decoder", model.dec)]
     for side, stack in sides:
@@ -210,10 +208,9 @@ def _set_block_switches(block: Block, config: TransformerConfig, side: Side) -> 
 
 @contextmanager
 def fitting_threads(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Run small models of these parameters on one thread; large ones keep PyTorch's threads.
+    """Run small models on one thread; large models keep the threads of PyTorch.
 
-    Threads that share the work of a small model wait for each other after every operation. On a busy machine that
-    takes many times the work itself.
+    On a busy machine, threads that share a small operation mostly wait for each other.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1 if sum(tensor.numel() for tensor in tensors) < _LARGE else threads)

@@ -1,11 +1,9 @@
-"""Reference outputs: what the original model computed in float64, for a batch that shows every mistake of an import.
+"""Record and read reference outputs of the original model.
 
-They are stored as a safetensors file. Its tensors: `source_ids`, `source_mask`, for a model with a decoder
-`target_ids`, `target_mask` and `logits`, for an encoder-only model `hidden_states`, which a model with a decoder may
-have too. `state.NAME` is the state dict that computed them, `attribute.NAME` a tensor that the original keeps outside
-of it, and `real.…` the same outputs with the weights of the checkpoint itself. Its metadata: `text` has the recorded
-texts and `weights` the sum of each tensor of the model itself by name, both as JSON; `sha256` is the sum of the
-contents, which the file format lacks.
+The original runs in float64 on a batch that reveals mistakes of an import. A safetensors file stores the tensors of
+`Golden` by name; those of mappings have the prefixes `state.`, `attribute.` and `real.`. Its metadata has the recorded
+texts (`text`) and checksums of weights (`weights`) as JSON, and the checksum of the contents (`sha256`), which the file
+format lacks.
 """
 
 from __future__ import annotations
@@ -36,11 +34,11 @@ Outputs = Literal["logits", "log_probs", "hidden_states"]
 
 STATE, ATTRIBUTE, REAL = "state.", "attribute.", "real."
 _INPUTS, _RESULTS = ("source_ids", "source_mask", "target_ids", "target_mask"), ("logits", "hidden_states")
-# Names that files were once recorded with, still read.
+# Former names, which are still accepted.
 _FORMER = {"source_keep": "source_mask", "target_keep": "target_mask"}
-# Limit of inputs and outputs of a few short rows; the state dict is not counted.
+# Limit of inputs and outputs, without the state dict.
 _MAX_BYTES = 1024**3
-# What float32 inside the original may change between runs that should be equal.
+# Largest difference that float32 inside the original may cause between runs that should be equal.
 _CAUSAL = 1e-4
 _NUMBERS: dict[str, type] = {"heads": int, "pad_source": int, "pad_target": int, "baseline": float}
 
@@ -49,12 +47,19 @@ _NUMBERS: dict[str, type] = {"heads": int, "pad_source": int, "pad_target": int,
 class Golden:
     """Inputs and float64 outputs of an original model.
 
-    `source_ids` int64 [batch, source_len], `source_mask` bool of the same shape, True = token, padded on the right;
-    `target_ids` and `target_mask` [batch, target_len], None for an encoder-only model. `logits` float64 [batch,
-    target_len, vocab], log-probabilities if `outputs` says so; `hidden_states` float64 [batch, source_len, d_model],
-    the encoder's. `baseline` is the relative error that the original makes itself by computing parts in float32.
-    `weights` are the sums of the model's own tensors by name, see `tensor_sum`; files of older versions have none.
-    `file` is the sum of the file that it was read from.
+    Attributes:
+        source_ids: int64 [batch, source_len], padded on the right.
+        source_mask: bool [batch, source_len], True = token.
+        target_ids: int64 [batch, target_len], padded on the right; None for an encoder-only model.
+        target_mask: bool [batch, target_len], True = token; None for an encoder-only model.
+        logits: float64 [batch, target_len, vocab]; log-probabilities if `outputs` is "log_probs".
+        hidden_states: float64 [batch, source_len, d_model], states of the encoder.
+        baseline: relative error of the original's own outputs, if it computes parts in float32.
+        state: state dict that computed the outputs.
+        attributes: tensors that the original keeps outside of the state dict, by name.
+        real: the same outputs with the weights of the checkpoint.
+        weights: `tensor_sum` of the model's own tensors, by name; empty for files of older versions.
+        file: size and checksum of the file that was read.
     """
 
     source_ids: Tensor
@@ -76,11 +81,10 @@ class Golden:
     file: FileSum | None = None
 
     def __post_init__(self) -> None:
-        """Check dtypes, shapes, padding and values; a CheckpointError lists every problem."""
         raise_all(CheckpointError, "golden", _problems(self))
 
     def with_real_weights(self) -> Golden | None:
-        """Return the outputs of the checkpoint's own weights, or None if they were not recorded."""
+        """Return the outputs of the checkpoint's own weights, or None if not recorded."""
         if not self.real:
             return None
         results = {name: self.real.get(name) for name in _RESULTS}
@@ -88,11 +92,14 @@ class Golden:
 
 
 def read_golden(path: Path | str) -> Golden:
-    """Read what `record` has written; the tensors of the state dict are in the dtype of the file.
+    """Read a reference file that `record` has written.
+
+    Tensors of the state dict keep the dtype of the file.
 
     Raises:
-        CheckpointError: not a plain file, damaged, changed, too large, or with tensors that are missing, unknown, of
-            an unreadable kind, wrongly shaped, not finite or padded on the left; all listed.
+        CheckpointError: The file is not a regular file, or is damaged, modified or too large, or its tensors are
+            missing, unknown, unreadable, wrongly shaped, not finite or padded on the left. The message lists every
+            problem.
     """
     path = Path(path)
     try:
@@ -107,7 +114,7 @@ def read_golden(path: Path | str) -> Golden:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from error
     except CheckpointError:
         raise
-    except Exception as error:  # of the library, and of PyTorch if it lacks a kind
+    except Exception as error:  # also PyTorch errors about unsupported dtypes
         raise CheckpointError(f"{path}: is no safetensors file or cut short ({error}); record it again") from error
     raise_all(CheckpointError, str(path), tensor_problems(stored, file_sum.bytes))
     if metadata.pop("sha256", None) not in (None, _contents_sum(stored, metadata)):
@@ -119,7 +126,7 @@ def read_golden(path: Path | str) -> Golden:
         {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
         for prefix in (STATE, ATTRIBUTE, REAL)
     )
-    # The order in which the original defined its state dict, which the file format does not keep.
+    # The file format does not keep the order of the state dict.
     order = metadata.get("state_order", "").split("\n")
     given: dict[str, Any] = {name: tensors.get(name) for name in (*_INPUTS, *_RESULTS)}
     given |= _numbers(path, metadata)
@@ -155,39 +162,38 @@ def record(
     seed: int = 0,
     texts: Texts | None = None,
 ) -> Golden:
-    """Write what a model computes, for `tfexport import --golden`.
+    """Record the outputs of a model for `tfexport import --golden`.
 
-    Works on copies: one with random parameters, whose state dict is stored with its outputs, and one with the model's
-    own. Both run in eval mode, in float64, on three rows of uneven length.
+    Two copies of the model run in eval mode and float64 on three rows of uneven length. One copy has random parameters,
+    and its state dict is stored with its outputs. The other copy has the model's own weights.
 
     Args:
-        model: the original; it is not changed.
-        forward: called as forward(model, source_ids, source_mask, target_ids) with int64 [batch, source_len], bool of
-            the same shape (True = token) and int64 [batch, target_len], padded on the right; returns logits or
-            log-probabilities [batch, target_len, target_vocab]. Makes the masks as the training does. The targets are
-            the inputs of the decoder, the start token first; a decoder that starts from a vector of its own and no
-            token leaves the first id out, which is then recorded as `pad_target`. For an encoder-only model called
-            without target_ids; returns states [batch, source_len, d_model].
+        model: original model; it is not modified.
+        forward: called as `forward(model, source_ids, source_mask, target_ids)` with int64 [batch, source_len], bool
+            [batch, source_len] (True = token) and int64 [batch, target_len], padded on the right. It makes the masks as
+            in training and returns logits or log-probabilities [batch, target_len, target_vocab]. `target_ids` are the
+            inputs of the decoder and begin with the start token. If the decoder starts from a vector instead of a
+            token, `forward` leaves the first id out, which is then recorded as `pad_target`. For an encoder-only model
+            it is called without `target_ids` and returns states [batch, source_len, d_model].
         path: file to write.
         source_vocab: number of source ids.
         target_vocab: number of target ids; None for an encoder-only model.
-        heads: attention heads, which no shape tells.
-        pad_source: id that fills short sources; never drawn as a token.
-        pad_target: id that fills short targets; never drawn as a token.
-        encode: called as encode(model, source_ids, source_mask), returns the encoder's states [batch, source_len,
-            d_model]; with them a failing import reports which side is wrong.
+        heads: number of attention heads, which shapes do not show.
+        pad_source: padding id of sources; never drawn as a token.
+        pad_target: padding id of targets; never drawn as a token.
+        encode: called as `encode(model, source_ids, source_mask)`; returns the states of the encoder, [batch,
+            source_len, d_model]. With them, a failed import reports which side is wrong.
         source_len: length of the longest source.
         target_len: length of the longest target.
-        seed: of ids and random parameters.
-        texts: sample texts and your code around the model; without them nothing proves that text goes in and out as
-            in your training.
+        seed: seed of the ids and the random parameters.
+        texts: sample texts and your own code around the model. Without them, the tokenizer is not verified.
 
     Returns:
-        What `read_golden` reads.
+        The recorded outputs, as `read_golden` reads them.
 
     Raises:
-        CheckpointError: the file exists or cannot be written; the model cannot be copied; outputs have a wrong shape,
-            are not finite, differ from run to run, or depend on later tokens; a text cannot be recorded.
+        CheckpointError: The file exists or cannot be written, the model cannot be copied, a text cannot be recorded, or
+            outputs have a wrong shape, are not finite, differ between runs or depend on later tokens.
     """
     path = Path(path)
     if os.path.lexists(path):
@@ -230,16 +236,16 @@ def record(
 
 
 def write_golden(golden: Golden, path: Path) -> None:
-    """Write reference outputs; the file appears whole or not at all.
+    """Write reference outputs; the file is complete or does not exist.
 
     Raises:
-        CheckpointError: it cannot be written.
-        BundleError: another process is writing it.
+        CheckpointError: The file cannot be written.
+        BundleError: Another process is writing the file.
     """
     tensors = {name: getattr(golden, name) for name in (*_INPUTS, *_RESULTS)}
     for prefix, more in ((STATE, golden.state), (ATTRIBUTE, golden.attributes), (REAL, golden.real)):
         tensors |= {prefix + name: tensor for name, tensor in more.items()}
-    # One tensor under two names may not share its memory in the file.
+    # safetensors cannot store tensors that share memory.
     stored = {name: x.detach().contiguous().clone() for name, x in tensors.items() if x is not None}
     metadata = {name: str(value) for name in _NUMBERS if (value := getattr(golden, name)) is not None}
     metadata |= {"state_order": "\n".join(golden.state)} if golden.state else {}
@@ -261,15 +267,12 @@ def _contents_sum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) ->
 
 @dataclass(frozen=True)
 class _Original:
-    """The user's forward with one batch."""
-
     forward: Callable[..., Tensor]
     encode: Callable[..., Tensor] | None
     inputs: Mapping[str, Tensor]
     target_vocab: int | None
 
     def run(self, model: nn.Module, target_ids: Tensor | None = None) -> dict[str, Tensor]:
-        """Return `logits`, `hidden_states` or both, float64."""
         source = (self.inputs["source_ids"], self.inputs["source_mask"])
         with torch.no_grad():
             if self.target_vocab is None:
@@ -281,7 +284,6 @@ class _Original:
         return results
 
     def check(self, model: nn.Module, results: Mapping[str, Tensor]) -> None:
-        """Run again: the outputs have to be equal, also if only later tokens differ."""
         again = self.run(model)
         if any(not torch.equal(again[name].nan_to_num(), result.nan_to_num()) for name, result in results.items()):
             raise CheckpointError(
@@ -301,7 +303,7 @@ class _Original:
             )
 
     def settle_start(self, model: nn.Module, results: Mapping[str, Tensor], pad: int) -> None:
-        """Set the first id of every target to `pad` if it changes nothing: the decoder starts by itself."""
+        # If the first id changes nothing, the decoder starts without a token.
         if self.target_vocab is None:
             return
         target, keep = self.inputs["target_ids"], self.inputs["target_mask"]
@@ -311,10 +313,10 @@ class _Original:
             target[:, 0] = pad
 
     def baseline(self, model: nn.Module, results: Mapping[str, Tensor]) -> float:
-        """Measure the steps that float32 inside the original leaves in its float64 outputs.
+        """Estimate the error that float32 inside the original leaves in its outputs.
 
-        Weights move by a billionth of themselves, once and twice as far. Smooth float64 arithmetic bends by the
-        square of that; arithmetic that rounds to float32 on the way jumps by its own precision.
+        The weights change by a billionth, and by twice as much. Float64 outputs deviate from a line by the square of
+        that, but float32 rounding makes them jump by its own precision.
         """
         start = [parameter.detach().clone() for parameter in model.parameters()]
 
@@ -348,10 +350,10 @@ def _checked(result: object, ids: Tensor, width: int | None) -> Tensor:
 
 
 def _batch(vocab: int, length: int, pad: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw three rows: the longest, one of about half, and one of a single token.
+    """Draw three rows: the longest, one of about half its length, and a single token.
 
-    Attention over a single token is the token itself, so that its row does not depend on heads, scales, queries and
-    keys: a search decides on the rest first.
+    Attention over a single token returns that token. The outputs of that row do not depend on heads, scales, queries
+    and keys, so a search decides everything else first.
     """
     if vocab < 3 or length < 2 or not 0 <= pad < vocab:
         raise CheckpointError(
@@ -375,7 +377,6 @@ def _copied(model: nn.Module) -> nn.Module:
 
 
 def _attributes(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """List tables that the state dict lacks: buffers that are not saved, tensors kept as plain attributes."""
     found = dict(model.named_buffers())
     for prefix, module in model.named_modules():
         for name, value in vars(module).items():
@@ -399,7 +400,7 @@ def _to_float64(model: nn.Module) -> None:
 def _kind_of(results: Mapping[str, Tensor]) -> Outputs:
     if "logits" not in results:
         return "hidden_states"
-    # Probabilities that sum to 1 at every position are no accident.
+    # Only log-probabilities sum to probability 1 at every position.
     return "log_probs" if float(results["logits"].logsumexp(-1).abs().nan_to_num(1).max()) < 1e-6 else "logits"
 
 

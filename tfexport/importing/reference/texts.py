@@ -1,4 +1,4 @@
-"""Texts of a golden: recorded with the user's own code around the model."""
+"""Record sample texts with the user's own code around the model."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class Texts:
     """Sample texts, and the user's own code around the model.
 
     Attributes:
-        samples: texts as users will send them; a dozen, odd ones among them, says more than a thousand.
-        to_ids: called as to_ids(text), returns the source ids of one text as the model saw them in training, with all
-            that stands around them.
-        to_text: called as to_text(target_ids) with a list of what the model says, its end token included; returns the
-            text that is shown. None for an encoder alone.
+        samples: texts as users will send them. A dozen is enough if some of them are unusual.
+        to_ids: called as `to_ids(text)`; returns the source ids of one text as in training, including the ids around
+            it.
+        to_text: called as `to_text(target_ids)` with a list of generated ids, including the end token; returns the text
+            to show. None for an encoder-only model.
         start: id that targets begin with.
         end: id that ends a target.
-        target_prefix: ids that every target begins with, behind `start`.
-        max_new_tokens: after which a target without an end is cut.
+        target_prefix: ids after `start` in every target.
+        max_new_tokens: maximum number of generated tokens.
     """
 
     samples: Sequence[str]
@@ -43,17 +43,12 @@ class Texts:
 def record_texts(
     model: nn.Module, forward: Callable[..., Tensor], texts: Texts, source_vocab: int, target_vocab: int | None
 ) -> TextConfig:
-    """Run every sample through the user's code and the model, greedily.
+    """Run every sample through the user's code and the model, with greedy decoding.
 
-    Args:
-        model: with the checkpoint's own weights, in eval mode.
-        forward: see `tfexport.importing.reference.golden.record`.
-        texts: what to record.
-        source_vocab: number of source ids.
-        target_vocab: number of target ids; None for an encoder alone.
+    `model` has the checkpoint's own weights and is in eval mode.
 
     Raises:
-        CheckpointError: lists what is missing and every text whose ids or words cannot be had.
+        CheckpointError: Lists every missing option, and every text for which the user's code or the model fails.
     """
     problems = [] if texts.samples else ["there is no sample text; give a dozen"]
     if target_vocab is not None:
@@ -100,6 +95,6 @@ def _record_text(
 
 
 def _ids(given: Any) -> Ids:
-    """Take ids as a list, an array or a tensor of one row."""
+    # A list, or an array or tensor of one row.
     flat = given.reshape(-1).tolist() if hasattr(given, "reshape") else given
     return tuple(int(i) for i in flat)

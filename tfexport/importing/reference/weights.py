@@ -1,4 +1,4 @@
-"""Weights of reference outputs: random values, sums by which tensors are recognized, and what a file leaves out."""
+"""Randomize, identify and complete the weights of reference outputs."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from tfexport.errors import CheckpointError
 
 # Rows of a sinusoidal table all have the same length, because sin² + cos² = 1; trained rows do not.
 _EQUAL_LENGTHS = 1e-4
-# Values by which a tensor is looked up.
+# Number of values by which a tensor is looked up.
 _FIRST = 8
 
 
 def randomise(module: nn.Module, generator: torch.Generator) -> None:
     """Fill every parameter and every bias buffer with random values, in place.
 
-    Trained or freshly made weights hide mistakes: biases of 0, gains of 1, two norms that are equal. Matrices get a
-    standard deviation of 1/√columns, which keeps scores and activations near 1; vectors one of 0.2 around 0, or around
-    1 if they are gains. Tables of positions, masks and numbers stay. Shared parameters are drawn once.
+    Trained or new weights hide mistakes: biases of 0, gains of 1, two norms that are equal. Matrices get a standard
+    deviation of 1/√columns, which keeps scores and activations near 1. Vectors get a standard deviation of 0.2 around
+    0, or around 1 if they are gains. Position tables, masks and constants do not change. Shared parameters are drawn
+    once.
     """
     with torch.no_grad():
         for parameter in module.parameters():
@@ -35,7 +36,7 @@ def randomise(module: nn.Module, generator: torch.Generator) -> None:
 
 
 def is_position_table(tensor: Tensor) -> bool:
-    """Return whether a tensor is a sinusoidal table: two axes longer than 1, rows of equal length that differ."""
+    """Return whether a tensor is a sinusoidal table: different rows of equal length."""
     shape = [size for size in tensor.shape if size > 1]
     if len(shape) != 2 or not bool(tensor.isfinite().all()):
         return False
@@ -46,7 +47,7 @@ def is_position_table(tensor: Tensor) -> bool:
 
 
 def _is_bias(name: str, buffer: Tensor) -> bool:
-    """A vector of equal values is a bias before training; one number is a constant, and a matrix a mask."""
+    # A vector of zeros is a bias before training, one number is a constant, and a matrix is a mask.
     if buffer.numel() < 2 or max(buffer.shape) != buffer.numel() or not bool(buffer.isfinite().all()):
         return False
     return name.endswith("bias") or bool((buffer == 0).all())
@@ -54,20 +55,20 @@ def _is_bias(name: str, buffer: Tensor) -> bool:
 
 def _fill(tensor: Tensor, generator: torch.Generator) -> None:
     draws = torch.randn(tensor.shape, generator=generator, dtype=torch.float32)
-    if max(tensor.shape, default=1) == tensor.numel():  # a vector, or one number
+    if max(tensor.shape, default=1) == tensor.numel():  # a vector or one number
         tensor.copy_(0.2 * draws + bool(tensor.double().mean() > 0.5))
     else:
         tensor.copy_(draws / math.sqrt(tensor.shape[-1] if tensor.shape[-1] > 1 else tensor.shape[-2]))
 
 
-# Sums: they name weights whatever file those are in.
+# Checksums, which do not depend on the file format.
 
 
 def tensor_sum(tensor: Tensor) -> str:
-    """Return the sha256 (hex) of a tensor's type, shape and values, which no file format changes.
+    """Return a SHA-256 (hex) of dtype, shape and values, equal in all file formats.
 
-    Numbers of 16 bits count as the float32 that they become when a model loads them, and so do numbers of 64 that
-    float32 holds exactly.
+    Floats of 16 bits count as the float32 that they become when a model loads them, and floats of 64 bits as float32 if
+    that holds them exactly.
     """
     plain = tensor.detach().cpu().contiguous()
     if plain.is_floating_point():
@@ -79,7 +80,7 @@ def tensor_sum(tensor: Tensor) -> str:
 
 
 def tensor_sums(tensors: Mapping[str, object]) -> dict[str, str]:
-    """Return the sum of every tensor of a state dict that has values of its own, by name."""
+    """Return the checksum of every dense tensor of a state dict, by name."""
     return {
         name: tensor_sum(value)
         for name, value in tensors.items()
@@ -88,27 +89,20 @@ def tensor_sums(tensors: Mapping[str, object]) -> dict[str, str]:
 
 
 def joint_sum(sums: Mapping[str, str], names: Collection[str]) -> str:
-    """Return one sha256 (hex) for the tensors called `names`."""
+    """Return one SHA-256 (hex) for the tensors called `names`."""
     return hashlib.sha256(json.dumps({name: sums[name] for name in names}, sort_keys=True).encode()).hexdigest()
 
 
 def check_weights(
     recorded: Mapping[str, str], tensors: Mapping[str, Tensor], names: Collection[str], golden: str, checkpoint: str
 ) -> str:
-    """Compare the weights of a checkpoint with those that reference outputs were recorded with.
+    """Compare the weights of a checkpoint with those of the reference outputs.
 
-    Args:
-        recorded: sums by name; empty in files of older versions.
-        tensors: of the checkpoint, by the recorded names.
-        names: of the tensors that the model is made of.
-        golden: name of the file of reference outputs, for messages.
-        checkpoint: name of the checkpoint.
-
-    Returns:
-        A note if nothing could be compared, empty if all are equal.
+    `recorded` is empty for files of older versions. `golden` and `checkpoint` are file names for messages. The function
+    returns a note if no weights could be compared, otherwise an empty string.
 
     Raises:
-        CheckpointError: they are other weights.
+        CheckpointError: The weights differ.
     """
     both = [name for name in dict.fromkeys(names) if name in recorded]
     if not both:
@@ -125,14 +119,15 @@ def check_weights(
     return ""
 
 
-# What a weight file leaves out: tied tensors under their other names, computed tables.
+# Tensors that a weight file lacks: other names of tied tensors, and computed tables.
 
 
 def completed(tensors: Mapping[str, Tensor], state: Mapping[str, Tensor], notes: list[str]) -> Mapping[str, Tensor]:
-    """Give the weights of a file all names of a recorded state dict, with its prefix.
+    """Add the tensors of a recorded state dict that a weight file lacks.
 
-    The recorded parameters are random, so those that are equal are one tensor of the model, which `save_pretrained`
-    stores once. Tables that the file lacks are those of `state`. `notes` receives what was added.
+    Recorded parameters are random, so equal ones are one tied tensor, which `save_pretrained` stores once. Missing
+    position tables are those of `state`. The keys get the prefix of the recorded names. `notes` receives what was
+    added.
     """
     prefix = _prefix(tensors, state)
     found = {prefix + key: tensor for key, tensor in tensors.items()}
@@ -156,7 +151,7 @@ def completed(tensors: Mapping[str, Tensor], state: Mapping[str, Tensor], notes:
 
 
 def _prefix(keys: Collection[str], names: Collection[str]) -> str:
-    """Return what is before every key in `names`; empty if that is nothing, or not the same for all."""
+    """Return the prefix that all keys have in `names`, or an empty string."""
     first = next(iter(keys), "")
     for prefix in (name.removesuffix(first) for name in names if name.endswith(first)):
         if prefix and all(prefix + key in names for key in keys):
@@ -165,5 +160,5 @@ def _prefix(keys: Collection[str], names: Collection[str]) -> str:
 
 
 def _look(tensor: Tensor) -> Hashable:
-    """Return what equal tensors share and others hardly ever do, so that few are compared whole."""
+    """Return a key that equal tensors share and other tensors rarely share."""
     return tuple(tensor.shape), tensor.dtype, tuple(tensor.reshape(-1)[:_FIRST].tolist())
