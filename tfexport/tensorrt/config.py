@@ -18,10 +18,7 @@ STEP, PREFILL = 0, 1
 
 @dataclass(frozen=True)
 class ShapeRange:
-    """Smallest, tuned and largest shape of one input in a profile.
-
-    For the shape input `num_candidates`, these are its values.
-    """
+    """Shapes of one input in a profile; for the shape input `num_candidates`, values."""
 
     min: Shape
     opt: Shape
@@ -126,10 +123,7 @@ def default_capacities(max_target_length: int) -> tuple[int, ...]:
 
 
 def decoder_plan(form: Form, capacity: int, limits: EngineLimits) -> str:
-    """Return the name of the decoder plan for a capacity.
-
-    The plan of the largest capacity has the name of its graph.
-    """
+    """Return the decoder plan's name; the largest capacity has the graph's name."""
     is_largest = capacity == limits.max_target_length
     return DECODER[form] if is_largest else f"{DECODER[form]}_{capacity}"
 

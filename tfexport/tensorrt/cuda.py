@@ -39,19 +39,12 @@ class Gpu:
 
 
 def find_gpus() -> list[Gpu]:
-    """List the GPUs without creating a CUDA context.
-
-    The list is empty if cuda-python or the driver is missing.
-    """
+    """List the GPUs without a CUDA context; empty without cuda-python or the driver."""
     return _probe()[0]
 
 
 def need_gpu() -> Gpu:
-    """Return the first GPU, which engines are built for and run on.
-
-    Raises:
-        BackendError: there is no usable GPU; contains the reason.
-    """
+    """Return the first GPU; raise `BackendError` with the reason if there is none."""
     gpus, reason = _probe()
     if not gpus:
         raise BackendError(f"cuda: no GPU can be used here: {reason}")

@@ -45,10 +45,7 @@ class _Index(Config, subject=KERNELS_INDEX):
 
 
 class KernelStore:
-    """Compiled kernels of one engine for one library, GPU and driver.
-
-    Several processes may share the folder.
-    """
+    """Kernels of one engine for a library, GPU and driver; processes may share them."""
 
     def __init__(self, engine: Path, plans: Mapping[str, str], library_version: str, gpu: Gpu) -> None:
         """Create a store in the engine's folder; `plans` has the sha256 of each plan."""
@@ -77,10 +74,7 @@ class KernelStore:
             return None
 
     def write(self, kernels: Mapping[str, bytes]) -> None:
-        """Store the kernels of the given plans and keep those of other plans.
-
-        Does nothing if the kernels are not new or the folder is not writable.
-        """
+        """Store new kernels if the folder is writable; keep those of other plans."""
         if not kernels:  # the library compiles no kernels
             return
         try:

@@ -44,10 +44,7 @@ _DTYPES: dict[DType, str] = {
 
 
 class Log:
-    """Newest messages (INFO and above) and newest errors of the library.
-
-    The log receives the messages of all calls, because the library does not attribute them.
-    """
+    """Newest messages from INFO up, and errors; the library does not separate calls."""
 
     def __init__(self) -> None:
         self.records: deque[tuple[str, str]] = deque(maxlen=MAX_RECORDS)  # severity and message

@@ -80,10 +80,7 @@ class LoadedEngine:
 
 
 def engine_names(bundle: Path) -> list[str]:
-    """List the engines of a bundle, valid or not.
-
-    Restores folders that an interrupted write moved aside.
-    """
+    """List engines, valid or not; restore those that an interrupted write moved aside."""
     folder = bundle / ENGINES
     try:
         if not os.path.lexists(folder):
@@ -98,12 +95,8 @@ def engine_names(bundle: Path) -> list[str]:
 def open_engine(bundle: Path, name: str, trusted_keys: TrustedKeys | None = None) -> StoredEngine:
     """Read an engine's manifest and check the names, kinds and sizes of its files.
 
-    The sha256 of a plan is checked when the plan is read.
-
-    Args:
-        bundle: directory of the bundle.
-        name: name of the engine's folder.
-        trusted_keys: keys of which one must have signed the manifest; None accepts every engine.
+    The sha256 of a plan is checked when the plan is read. With `trusted_keys`, one of them must have signed the
+    manifest.
 
     Raises:
         EngineError: the engine does not exist or is damaged; lists every problem.
@@ -118,7 +111,7 @@ def choose_engine(bundle: Bundle, name: str | None, machine: Machine) -> StoredE
     """Return the named engine, or the only engine that can be used.
 
     Raises:
-        EngineError: no engine, or more than one, can be used; lists every reason and remedy.
+        EngineError: the choice is not usable or not unique; lists every reason and remedy.
     """
     if name is not None:
         engine = open_engine(bundle.path, name, bundle.trusted_keys)
@@ -147,8 +140,7 @@ def load_engine(bundle: Bundle, name: str | None = None) -> LoadedEngine:
     The sha256, bundle, version and GPU are checked before the library is used.
 
     Raises:
-        EngineError: the engine is damaged or cannot be used here, with every reason and remedy, or the library refuses
-            it.
+        EngineError: the engine is damaged, cannot be used here or is refused by the library.
         BackendError: the library cannot be used, or there is no GPU.
     """
     machine = this_machine()
@@ -171,11 +163,7 @@ def load_engine(bundle: Bundle, name: str | None = None) -> LoadedEngine:
 def add_engine(bundle: Path, name: str, *, force: bool, key: SigningKey | None = None) -> Iterator[Path]:
     """Write an engine into the yielded folder and publish it if it is complete.
 
-    Args:
-        bundle: directory of the bundle, without symbolic links.
-        name: name of the engine's folder.
-        force: replace an engine of this name; it stays until the new one is complete.
-        key: signs the engine's manifest; None leaves it unsigned.
+    An existing engine stays until then; replacing it requires `force`. `bundle` contains no symbolic links.
 
     Raises:
         EngineError: the name is taken, or the folder does not contain a valid engine.
