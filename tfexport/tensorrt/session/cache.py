@@ -130,10 +130,7 @@ class Caches:
             self._device.cuda.clear(self._device.memory[name], num_bytes, self._device.stream)
 
     def reorder(self, layout: BatchLayout, order: Ids, past_len: int) -> None:
-        """Queue a reorder: row r becomes the former row order[r], int64 [rows on the device].
-
-        The twins must be reserved.
-        """
+        """Queue a reorder: row r becomes row order[r], int64 [rows]; needs the twins."""
         widths = self._row_sizes(self._past, layout, past_len)
         pairs = {(name, twin): widths[name] for name, twin in zip(self._past, self._present, strict=True)}
         key = (layout.num_rows, layout.capacity, self.side) if self._form == "static" else None

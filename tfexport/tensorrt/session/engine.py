@@ -41,7 +41,7 @@ class Engine:
         self._lock = threading.Lock()
 
     def check(self, contract: GraphSpec, num_profiles: int, aliases: Mapping[str, str]) -> None:
-        """Raise `BackendError` if tensors, profiles or aliases (output to input) are wrong."""
+        """Raise `BackendError` if tensors, profiles or aliases (output: input) are wrong."""
         engine = self._engine
         found = {engine.get_tensor_name(index) for index in range(engine.num_io_tensors)}
         wanted = {tensor.name for tensor in (*contract.inputs, *contract.outputs)}

@@ -105,7 +105,7 @@ class Decoder:
         self.caches = Caches(device, form)
 
     def prefill(self, layout: BatchLayout, prompts: Ids) -> None:
-        """Read tokens of the rows in the first slots, int64 [new rows, target_len], and wait.
+        """Read prompts into the first slots, int64 [new rows, target_len], and wait.
 
         Each prefill reads as many tokens as its profile accepts; a single remaining token is a step.
         """
@@ -118,7 +118,7 @@ class Decoder:
             self._run_once(self._any_step(sizes, past_len), piece, np.full(rows, past_len, np.int64))
 
     def step(self, layout: BatchLayout, target_ids: Ids, lengths: Ids, num_candidates: int) -> Candidates:
-        """Run a step and wait; ids and lengths (tokens in each row's cache) are int64 [rows]."""
+        """Run a step and wait; ids and lengths (tokens in the caches) are int64 [rows]."""
         most = self._device.engines.limits.max_candidates
         count = bucket(num_candidates, most)
         sizes = Sizes(layout.size, layout.num_rows, layout.source_len, 1, count, layout.capacity)
@@ -134,7 +134,7 @@ class Decoder:
         return step.candidates(io, rows, num_candidates)
 
     def reorder(self, layout: BatchLayout, order: Ids, past_len: int) -> None:
-        """Queue a reorder: row r becomes the former row order[r], int64 [rows on the device]."""
+        """Queue a reorder: row r becomes row order[r], int64 [rows on the device]."""
         self.drop()
         if self._device.memory.reserve(self.caches.twin_sizes(layout)):
             self.forget()

@@ -59,7 +59,7 @@ def offsets(layout: np.dtype[np.void]) -> dict[str, int]:
 
 
 class Memory:
-    """Device memory by tensor name. A buffer grows with its contents and never shrinks.
+    """Device memory by tensor name; a buffer grows but never shrinks.
 
     New memory is zero, because the device also computes unused rows.
     """

@@ -1,4 +1,4 @@
-"""Provide the backend `trt`, which keeps caches and the choice of tokens on the GPU."""
+"""Provide the backend `trt`; caches and token selection stay on the GPU."""
 
 from __future__ import annotations
 
