@@ -56,7 +56,7 @@ def builder_flags(library: Library, config: EngineConfig) -> tuple[str, ...]:
 
     "noTF32", as trtexec calls it, clears TF32, so that float32 is exact.
     """
-    # TensorRT-RTX guarantees only with this flag that CUDA graphs can be captured. The flag has no other effect here.
+    # TensorRT-RTX guarantees only with this flag that CUDA graphs can be captured. Sessions allocate memory anyway.
     has_allocation_flag = hasattr(library.trt.BuilderFlag, "REQUIRE_USER_ALLOCATION")
     flags = {"REQUIRE_USER_ALLOCATION": has_allocation_flag, "VERSION_COMPATIBLE": config.version_compatible}
     return ("noTF32", *(flag for flag, is_set in flags.items() if is_set))
@@ -68,7 +68,7 @@ def build_engine(
     options: EngineConfig,
     on_progress: Callable[[float], None] = lambda done: None,
 ) -> SerializedEngine:
-    """Build one engine with profiles of `make_profiles` and options of `resolve_options`.
+    """Build one engine from the results of `make_profiles` and `resolve_options`.
 
     `on_progress` is called with the finished fraction, 0 to 1; an exception cancels the build.
 
@@ -176,7 +176,7 @@ def save_timing_cache(config: Any, path: Path) -> None:
 
 
 class Monitor:
-    """Calls `on_progress` with the finished fraction of a build, 0 to 1, which never falls.
+    """Calls `on_progress` with the finished fraction of a build, 0 to 1, ascending.
 
     An exception of `on_progress`, including Ctrl-C, cancels the build. It is stored in `error`, because it must not
     pass through the library.

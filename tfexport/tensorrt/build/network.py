@@ -28,7 +28,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Graph:
-    """A graph to build: plan name, serialized ONNX model, path next to its external data."""
+    """A graph to build: plan name, serialized ONNX model, and path for external data."""
 
     name: str
     data: bytes
@@ -106,7 +106,7 @@ def parse_graph(library: Library, graph: Graph) -> Network:
 
 
 def check_contract(network: Network, contract: GraphSpec) -> None:
-    """Raise `EngineError` if names or types of inputs and outputs differ from the contract."""
+    """Raise `EngineError` if a name or type differs from the contract."""
     problems = []
     for found, expected in ((network.inputs, contract.inputs), (network.outputs, contract.outputs)):
         got = {tensor.name: tensor.dtype for tensor in found}

@@ -52,7 +52,7 @@ _ENTRY = re.compile(r"\s*(.+):([0-9]{1,9}(?:x[0-9]{1,9})*)\s*")
 
 @dataclass(frozen=True)
 class Range:
-    """Smallest, usual and largest size of a dimension; TensorRT tunes for the usual one."""
+    """Smallest, usual (tuned) and largest size of a dimension."""
 
     min: int
     opt: int
@@ -61,7 +61,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Profiles:
-    """Profiles of all engines by plan name (`STEP`, `PREFILL` for a decoder), and limits."""
+    """Limits, and the profiles of all engines by plan name."""
 
     limits: EngineLimits
     engines: Mapping[str, tuple[Profile, ...]]
@@ -229,7 +229,7 @@ def _follow(bound: Mapping[Bound, dict[str, int]]) -> None:
 
 
 def _override(size: Range, given: Mapping[Bound, int]) -> Range:
-    # A usual size that is not set is moved between the bounds.
+    # An `opt` size that is not set is clamped to the bounds.
     least, most = given.get("min", size.min), given.get("max", size.max)
     return Range(least, given.get("opt", min(max(size.opt, least), most)), most)
 

@@ -41,7 +41,7 @@ class Engine:
         self._lock = threading.Lock()
 
     def check(self, contract: GraphSpec, num_profiles: int, aliases: Mapping[str, str]) -> None:
-        """Raise `BackendError` if tensors, profiles or aliases (output: input) are wrong."""
+        """Raise `BackendError` if tensors, profiles or aliases (output: input) differ."""
         engine = self._engine
         found = {engine.get_tensor_name(index) for index in range(engine.num_io_tensors)}
         wanted = {tensor.name for tensor in (*contract.inputs, *contract.outputs)}
@@ -142,7 +142,7 @@ class Context:
             raise BackendError(f"trt: {self._name} still lacks the shape or address of {', '.join(missing)}")
 
     def use_memory(self, address: int, num_bytes: int) -> None:
-        """Set the memory of activations; contexts may share it if they do not overlap."""
+        """Set the activation memory; contexts that do not run at once may share it."""
         if hasattr(self._context, "set_device_memory"):
             self._context.set_device_memory(address, num_bytes)
         else:

@@ -219,7 +219,7 @@ class Replica:
             raise
 
     def make_room(self, before: BatchLayout, after: BatchLayout, copies: Sequence[SlotCopy], past_len: int) -> None:
-        """Make room for new sources in the first slots; `copies` lead to layout `after`."""
+        """Make room for new sources in the first slots; `copies` lead to `after`."""
         self.key = (after.size, after.width, after.source_len)
         held = replace(before, size=max(before.size, after.size))
         self.decoder.drop()

@@ -105,7 +105,7 @@ class TrtSession(CheckedSession):
             cuda: device of the engines.
             weights: type of the matrices if it is narrower than the precision.
             reason: returns the newest errors in the library's log.
-            kernels: store that `close` writes compiled kernels to.
+            kernels: store of compiled kernels, which `close` writes.
         """
         contracts = {ENCODER: (encoder_graph(spec), 1)}
         decoders = decoder_plans(form, limits) if form else {}
