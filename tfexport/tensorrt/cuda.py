@@ -25,9 +25,7 @@ class Gpu:
 
     Attributes:
         index: position in CUDA_VISIBLE_DEVICES, from 0.
-        name: such as "NVIDIA GeForce RTX 4090".
         compute_capability: such as "8.9".
-        memory_bytes: total memory of the device.
         driver_version: newest CUDA version that the driver supports, such as "13.0".
     """
 

@@ -57,12 +57,9 @@ class EngineManifest(Config, subject=ENGINE_MANIFEST):
     Flags and types are stored by name, because their numbers differ between versions.
 
     Attributes:
-        format_version: 1.
         library_version: full version of the library that built the engine.
         config: resolved build options: target, form, precision, lengths, compute capabilities.
-        limits: the largest shapes; in the static form max_target_length is the capacity of the caches.
         flags: builder flags that were set; TF32 is not among them, so float32 is exact.
-        machine: the machine that built the engine.
         sources: sha256 of every bundle file that the engine was made from, by name.
         plans: plans by name: encoder, those of `decoder_plans`, reorder.
         versions: versions of the build tools, by name.
@@ -125,11 +122,7 @@ class EngineManifest(Config, subject=ENGINE_MANIFEST):
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> Self:
-        """Read a manifest from sealed JSON.
-
-        Raises:
-            BundleError: the manifest is damaged or too new; lists every invalid value.
-        """
+        """Read a manifest from sealed JSON; raise `BundleError` with every invalid value."""
         return unseal(
             raw,
             lambda data: cls.from_dict(data, subject=ENGINE_MANIFEST),

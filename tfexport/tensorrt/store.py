@@ -96,10 +96,7 @@ def open_engine(bundle: Path, name: str, trusted_keys: TrustedKeys | None = None
     """Read an engine's manifest and check the names, kinds and sizes of its files.
 
     The sha256 of a plan is checked when the plan is read. With `trusted_keys`, one of them must have signed the
-    manifest.
-
-    Raises:
-        EngineError: the engine does not exist or is damaged; lists every problem.
+    manifest. An `EngineError` lists every problem.
     """
     names = engine_names(bundle)
     if name not in names:
@@ -108,11 +105,7 @@ def open_engine(bundle: Path, name: str, trusted_keys: TrustedKeys | None = None
 
 
 def choose_engine(bundle: Bundle, name: str | None, machine: Machine) -> StoredEngine:
-    """Return the named engine, or the only engine that can be used.
-
-    Raises:
-        EngineError: the choice is not usable or not unique; lists every reason and remedy.
-    """
+    """Return the named or only usable engine; raise `EngineError` with all problems."""
     if name is not None:
         engine = open_engine(bundle.path, name, bundle.trusted_keys)
         if found := incompatibilities(engine.manifest, bundle, machine):
@@ -137,11 +130,7 @@ def choose_engine(bundle: Bundle, name: str | None, machine: Machine) -> StoredE
 def load_engine(bundle: Bundle, name: str | None = None) -> LoadedEngine:
     """Load an engine of a bundle onto the first GPU.
 
-    The sha256, bundle, version and GPU are checked before the library is used.
-
-    Raises:
-        EngineError: the engine is damaged, cannot be used here or is refused by the library.
-        BackendError: the library cannot be used, or there is no GPU.
+    Bundle, versions and GPU are checked before the library is used.
     """
     machine = this_machine()
     stored = choose_engine(bundle, name, machine)
@@ -164,10 +153,6 @@ def add_engine(bundle: Path, name: str, *, force: bool, key: SigningKey | None =
     """Write an engine into the yielded folder and publish it if it is complete.
 
     An existing engine stays until then; replacing it requires `force`. `bundle` contains no symbolic links.
-
-    Raises:
-        EngineError: the name is taken, or the folder does not contain a valid engine.
-        BundleError: another process writes the engine, or the folder is not writable.
     """
     target = bundle / ENGINES / name
 

@@ -70,11 +70,7 @@ class Replica:
     """Serves bundles; Ray creates it, checks its health, and drains it."""
 
     async def __init__(self, arguments: Arguments) -> None:  # type: ignore[misc]  # Ray awaits it
-        """Load the bundles; Ray sends no requests before this returns.
-
-        Raises:
-            TfexportError: a bundle cannot be served; names the node.
-        """
+        """Load the bundles; raise `TfexportError` with the node's address if one fails."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         metrics, bundles = Metrics(), arguments.bundles
         context = ray.get_runtime_context()
@@ -108,13 +104,10 @@ class Replica:
         return self._app
 
     async def check_health(self) -> None:
-        """Raise if Ray must replace the replica.
+        """Raise `EngineFailed` if an engine has failed or has not responded for `hang_s`.
 
-        A replaced replica loses its accepted requests, so a temporarily silent engine passes. This corresponds to
-        `/livez`, not to `/readyz`.
-
-        Raises:
-            EngineFailed: an engine has failed, or has not responded for `hang_s`; only a new process helps.
+        Ray then replaces the replica, which loses its accepted requests. So engines that are only slow pass, as in
+        `/livez` and unlike in `/readyz`.
         """
         dead = [name for name, engine in self._engines.items() if not engine.is_alive]
         if dead:

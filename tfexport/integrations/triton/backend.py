@@ -47,11 +47,7 @@ class TritonPythonModel:
     """An instance of a model; Triton runs it in its own process, one method at a time."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Load the bundle; the model is ready after this call.
-
-        Raises:
-            TritonModelException: the bundle is not the one that config.pbtxt names, or cannot be served.
-        """
+        """Load the bundle; raise `TritonModelException` if it cannot be served."""
         config = json.loads(args["model_config"])
         self._stream = pb_utils.using_decoupled_model_transaction_policy(config)
         try:

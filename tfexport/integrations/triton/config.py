@@ -43,11 +43,8 @@ class Settings:
 
     @classmethod
     def read(cls, parameters: Mapping[str, str]) -> Settings:
-        """Read the parameters of a config.pbtxt; names in capitals are Triton's own.
-
-        Raises:
-            ConfigError: lists the parameters that are missing, unknown or out of range.
-        """
+        """Read the parameters of a config.pbtxt; raise `ConfigError` with every problem."""
+        # Names in capitals are Triton's own parameters.
         parameters = {name: text for name, text in parameters.items() if not name.isupper()}
         values = {name: _value(text) for name, text in parameters.items()}
         parts = {kind: _part(kind, values) for kind in (ServingConfig, Limits)}

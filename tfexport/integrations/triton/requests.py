@@ -41,9 +41,6 @@ def read_request(request: Any, limits: Limits, *, stream: bool) -> tuple[list[So
     """Return the sources of a request, and the arguments of `submit` for each.
 
     If `stream`, the request has one source, and its tensors have no batch dimension.
-
-    Raises:
-        InvalidRequestError: an input or parameter is invalid.
     """
     tensors: dict[str, Tensor] = {}
     left = limits.max_body_bytes
@@ -213,10 +210,7 @@ class EngineThread:
     """An engine on an event loop in its own thread; use the engine on that loop only."""
 
     def __init__(self, bundle: str | PathLike[str], config: ServingConfig, **options: Any) -> None:
-        """Start the thread and the engine.
-
-        Arguments are those of `Engine`, errors those of `Engine.start`.
-        """
+        """Start the thread and the engine; arguments and errors are those of `Engine`."""
         self.engine = Engine(bundle, config, **options)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="tfexport-loop", daemon=True)

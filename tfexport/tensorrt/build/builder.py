@@ -37,9 +37,8 @@ class SerializedEngine:
 def resolve_options(library: Library, config: EngineConfig, gpu: Gpu | None) -> EngineConfig:
     """Choose the compute capabilities and check all options of the builder.
 
-    Returns:
-        The configuration with sorted compute capabilities. One that the library does not name is that of the local GPU.
-            The list is empty if the library always builds for the local GPU.
+    In the result, compute capabilities are sorted. One that the library does not name is that of the local GPU. There
+    are no capabilities if the library always builds for the local GPU.
 
     Raises:
         EngineError: lists every option that the library rejects, ignores or cannot satisfy, with the remedy.
@@ -84,7 +83,8 @@ def build_engine(
     if options.timing_cache is not None:
         cache = attach_timing_cache(network.library, config, options.timing_cache)
     _add_profiles(network, config, profiles)
-    config.progress_monitor = monitor = _monitor(network.library, on_progress)
+    monitor: Monitor = type("TensorRTProgress", (Monitor, network.library.trt.IProgressMonitor), {})(on_progress)
+    config.progress_monitor = monitor
     memory = network.builder.build_serialized_network(network.definition, config)
     if monitor.error is not None:
         raise monitor.error
@@ -96,10 +96,9 @@ def build_engine(
 
 
 def probe(library: str, model: bytes) -> dict[str, str]:
-    """Build and load a small engine to test whether a library supports this GPU.
+    """Test with a small engine whether a library supports this GPU.
 
-    Returns:
-        The problem under "gpu", "" if there is none.
+    The value of "gpu" in the result is the problem, or "".
     """
     try:
         loaded = load_library(cast(Target, library))
@@ -217,11 +216,6 @@ class Monitor:
                 self._on_progress(self._done)
             except BaseException as error:  # noqa: BLE001 - raised again by `build_engine`
                 self.error = error
-
-
-def _monitor(library: Library, on_progress: Callable[[float], None]) -> Monitor:
-    monitor: Monitor = type("TensorRTProgress", (Monitor, library.trt.IProgressMonitor), {})(on_progress)
-    return monitor
 
 
 def _compute_capabilities(

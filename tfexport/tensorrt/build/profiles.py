@@ -68,13 +68,9 @@ class Profiles:
 
 
 def make_profiles(spec: ModelSpec, form: Form, config: EngineConfig) -> Profiles:
-    """Derive the profiles of all engines from limits and shapes.
+    """Derive the profiles of all engines; raise `ConfigError` with every problem.
 
     The lengths of `spec` are the default limits. `form` is ignored for encoder-only bundles.
-
-    Raises:
-        ConfigError: lists every limit above the model's, and every shape that is unknown, contradictory or out of
-            range.
     """
     problems = _limit_problems(spec, form, config)
     raise_all(ConfigError, "engine", problems)

@@ -87,11 +87,7 @@ class ResolvedBuild:
 
 
 def resolve(bundle: Bundle, config: EngineConfig, library: Library, gpu: Gpu | None) -> ResolvedBuild:
-    """Resolve all build options, without building.
-
-    Raises:
-        EngineError: lists everything that the bundle or the library does not support.
-    """
+    """Resolve all build options, without building; raise `EngineError` with all problems."""
     problems = _bundle_problems(bundle, config)
     notes: list[str] = []
     form = _form(bundle, config, library, problems, notes)

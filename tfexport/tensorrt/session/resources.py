@@ -65,7 +65,6 @@ class Memory:
     """
 
     def __init__(self, cuda: Cuda, stream: int) -> None:
-        """Create an object without buffers; only `stream` may use them."""
         self.num_bytes = 0
         self._cuda, self._stream = cuda, stream
         self._addresses: dict[str, int] = {}

@@ -96,16 +96,9 @@ class TrtSession(CheckedSession):
     ) -> None:
         """Check deserialized engines.
 
-        Args:
-            engines: `ICudaEngine` by plan name, including `reorder` if there is a decoder.
-            spec: of the model, in the precision of the engines.
-            form: decoder form; None for encoder-only bundles.
-            limits: largest shapes of the engines.
-            library: library that loaded the engines.
-            cuda: device of the engines.
-            weights: type of the matrices if it is narrower than the precision.
-            reason: returns the newest errors in the library's log.
-            kernels: store of compiled kernels, which `close` writes.
+        `engines` maps plan names to `ICudaEngine`, including `reorder` if there is a decoder. `spec` has the precision
+        of the engines, `weights` is the type of the matrices if it is narrower, and `form` is None for encoder-only
+        bundles. `reason` returns the newest errors in the library's log. `close` writes compiled kernels to `kernels`.
         """
         contracts = {ENCODER: (encoder_graph(spec), 1)}
         decoders = decoder_plans(form, limits) if form else {}
