@@ -183,7 +183,7 @@ def _bind(bound: Bound, config: EngineConfig, graphs: Mapping[str, GraphSpec], p
         if name not in tensors:
             problems.append(f"{option} has {shortened(name)}, expected among {', '.join(tensors)}")
             continue
-        # For a shape input, its value is given.
+        # The text contains the value of a shape input, not its shape.
         dims = (NUM_CANDIDATES,) if name == NUM_CANDIDATES else tensors[name].shape
         spelled = "x".join(map(str, dims))
         if len(shape) != len(dims):

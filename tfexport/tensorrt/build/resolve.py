@@ -87,7 +87,7 @@ class ResolvedBuild:
 
 
 def resolve(bundle: Bundle, config: EngineConfig, library: Library, gpu: Gpu | None) -> ResolvedBuild:
-    """Resolve all build options, without building; raise `EngineError` with all problems."""
+    """Resolve all build options; raise `EngineError` with every problem."""
     problems = _bundle_problems(bundle, config)
     notes: list[str] = []
     form = _form(bundle, config, library, problems, notes)

@@ -27,7 +27,7 @@ def bucket(number: int, most: int) -> int:
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """Slots of the sources of a batch.
+    """Assigns the sources of a batch to slots.
 
     The device decodes all slots, used or not, so that shapes do not change. When a source leaves, only this map
     changes: its slot is still decoded, but the result is not read.

@@ -199,7 +199,7 @@ class OverlappedStep:
         self._number = 0
         self._lengths: Ids = np.empty(0, np.int64)
         self._chosen: Ids = self._lengths  # best token of every row in the step before it
-        self._taken = 0  # steps in a row whose best tokens were used
+        self._taken = 0  # consecutive steps whose best tokens were used
 
     def run(self, step: Step, target_ids: Ids, read: Ids, lengths: Ids) -> StepIO:
         """Run a step and start the next one if it is likely to be used.
