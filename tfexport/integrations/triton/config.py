@@ -43,7 +43,7 @@ class Settings:
 
     @classmethod
     def read(cls, parameters: Mapping[str, str]) -> Settings:
-        """Read parameters of config.pbtxt; raise `ConfigError` for missing or invalid ones."""
+        """Read config.pbtxt parameters; raise `ConfigError` for missing or invalid ones."""
         # Names in capitals are Triton's own parameters.
         parameters = {name: text for name, text in parameters.items() if not name.isupper()}
         values = {name: _value(text) for name, text in parameters.items()}

@@ -116,7 +116,7 @@ class Step:
         self._launch("feed", io, lengths)
 
     def follow(self, io: StepIO, lengths: Ids, number: int) -> None:
-        """Queue the step on the best tokens of the newest step, which had the same sizes.
+        """Queue the step on the best tokens of the newest step, of the same sizes.
 
         `lengths` include the tokens of the newest step; each `number` of a step I/O has its own CUDA graph.
         """
