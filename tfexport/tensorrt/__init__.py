@@ -1,1 +1,1 @@
-"""The bridge to TensorRT 10, 11 and TensorRT-RTX: library, CUDA and log, shared by building and driving."""
+"""Build and run engines of TensorRT 10, TensorRT 11 and TensorRT-RTX."""

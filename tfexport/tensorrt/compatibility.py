@@ -1,8 +1,8 @@
-"""Whether an engine may be used here: compare what it is bound to with this machine and this bundle.
+"""Check whether an engine can be used on this machine with this bundle.
 
-TensorRT binds a plan to its exact version and GPU model, unless it was built to be compatible; TensorRT-RTX to its
-version and the compute capabilities it was built for (NVIDIA's documentation, "Version Compatibility", "Hardware
-Compatibility" and "Engine portability").
+TensorRT binds a plan to its exact version and GPU model, unless the plan was built to be compatible. TensorRT-RTX binds
+a plan to its version and to the compute capabilities that it was built for (NVIDIA's documentation, "Version
+Compatibility", "Hardware Compatibility" and "Engine portability").
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tfexport.tensorrt.cuda import Gpu, find_gpus
 from tfexport.tensorrt.library import INSTALL, MODULES, NAMED, installed_targets
 from tfexport.tensorrt.manifest import EngineManifest
 
-# Options of `tfexport trt` that are not spelled like their field.
+# Options of `tfexport trt` whose name differs from the field's.
 _OPTIONS = {
     "min_shapes": "--minShapes",
     "opt_shapes": "--optShapes",
@@ -35,7 +35,7 @@ _OPTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A machine: system and architecture as in `platform`, the full version of each library, the GPU if any."""
+    """System and architecture (as in `platform`), library versions and GPU."""
 
     system: str
     architecture: str
@@ -45,7 +45,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Incompatibility:
-    """One reason why an engine may not be used: what differs, its values then and here, and what to do about it."""
+    """One reason why an engine cannot be used, with its remedy."""
 
     field: str
     built: str
@@ -57,7 +57,7 @@ class Incompatibility:
 
 
 def this_machine() -> Machine:
-    """Describe this machine without importing a library or making a CUDA context."""
+    """Describe this machine without importing a library or creating a CUDA context."""
     gpus = find_gpus()
     distributions = importlib.metadata.packages_distributions()
     libraries = {
@@ -74,7 +74,7 @@ def this_machine() -> Machine:
 
 
 def incompatibilities(manifest: EngineManifest, bundle: Bundle, machine: Machine) -> list[Incompatibility]:
-    """List every reason why an engine may not be used with a bundle on a machine."""
+    """List every reason why an engine cannot be used with a bundle on a machine."""
     return [
         *_source_problems(manifest, bundle),
         *_library_problems(manifest, bundle.path, machine),
@@ -83,7 +83,7 @@ def incompatibilities(manifest: EngineManifest, bundle: Bundle, machine: Machine
 
 
 def explain(found: Sequence[Incompatibility]) -> str:
-    """Spell incompatibilities in one line: each of them, then each different remedy."""
+    """Join incompatibilities and their distinct remedies in one line."""
     remedies = dict.fromkeys(each.remedy for each in found)
     return "; ".join([*map(str, found), *remedies])
 
@@ -151,7 +151,7 @@ def _machine_problems(manifest: EngineManifest, bundle: Path, machine: Machine) 
     elif config.target == "tensorrt-rtx":
         here = machine.gpu.compute_capability
         if here not in config.compute_capabilities:
-            # A capability that the library does not name has to be built alone, on such a GPU.
+            # An unnamed capability can only be built by itself, on a GPU that has it.
             others = tuple(each for each in config.compute_capabilities if each in NAMED and here in NAMED)
             wider = replace(config, compute_capabilities=(*others, here))
             yield Incompatibility(

@@ -1,4 +1,4 @@
-"""How engines are built, the largest shapes that they take, and their optimization profiles."""
+"""Configure engine builds: options, shape limits and optimization profiles."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ Target = Literal["tensorrt", "tensorrt-rtx"]
 HardwareCompatibility = Literal["none", "ampere_plus", "same_compute_capability"]
 Shape = tuple[int, ...]
 
-# Indices of the profiles of a decoder; every other engine has only the first one.
+# Profile indices of a decoder; other engines have only the first profile.
 STEP, PREFILL = 0, 1
 
 
 @dataclass(frozen=True)
 class ShapeRange:
-    """The shapes of one input in a profile; for `num_candidates`, which is itself a shape, its values."""
+    """Shapes of one input in a profile; for the shape input `num_candidates`, values."""
 
     min: Shape
     opt: Shape
@@ -29,11 +29,12 @@ Profile = Mapping[str, ShapeRange]  # by input name
 
 
 class EngineConfig(Config, subject="engine"):
-    """How the graphs of a bundle become TensorRT engines.
+    """Options for building TensorRT engines from the graphs of a bundle.
 
-    None and empty mean: the target that fits this machine, the static form if the target supports it for this model,
-    the bundle's own precision and lengths, the library's default. `max_batch` counts hypotheses: a source takes
-    num_beams of them. The three shapes override the profile, as in trtexec: "source_ids:4x64,target_ids:4x1".
+    If an option is not set, the build uses the target that fits this machine, the static form if the target supports it
+    for this model, the precision and lengths of the bundle, and otherwise the library's default. `max_batch` counts
+    hypotheses: a source takes `num_beams` of them. The three `*_shapes` options override the profiles in trtexec's
+    syntax: "source_ids:4x64,target_ids:4x1".
     """
 
     target: Annotated[
@@ -85,14 +86,14 @@ class EngineConfig(Config, subject="engine"):
 
 
 class EngineLimits(Config, subject="limits"):
-    """The largest shapes of an engine's profiles.
+    """Largest shapes that the profiles of an engine accept.
 
     Attributes:
-        max_batch: sources, and hypotheses of all sources together.
+        max_batch: sources, and also hypotheses of all sources together.
         max_source_length: tokens of a source.
         max_target_length: tokens of a target; in the static form the largest capacity of the caches.
-        max_candidates: best tokens that a step can return.
-        capacities: of the caches of each decoder in the static form, ascending to max_target_length; empty for the
+        max_candidates: candidate tokens that a step can return.
+        capacities: cache capacities of the decoders of the static form, ascending to max_target_length; empty for the
             concat form, for encoder-only bundles and for old engines with one decoder.
     """
 
@@ -110,9 +111,9 @@ class EngineLimits(Config, subject="limits"):
 
 
 def default_capacities(max_target_length: int) -> tuple[int, ...]:
-    """Return the limit, preceded by 128 and its multiples by powers of four up to half of it.
+    """Return 128, 512, 2048, … up to half of the limit, then the limit.
 
-    A step reads whole caches, and beams move them: a short text costs little in a short cache.
+    A step reads whole caches and a beam reorder copies them, so short texts are faster in short caches.
     """
     shorter, capacity = [], 128
     while 2 * capacity <= max_target_length:
@@ -122,13 +123,13 @@ def default_capacities(max_target_length: int) -> tuple[int, ...]:
 
 
 def decoder_plan(form: Form, capacity: int, limits: EngineLimits) -> str:
-    """Return the name of the decoder plan for a capacity; the largest has the name of its graph."""
+    """Return the decoder plan's name; the largest capacity has the graph's name."""
     is_largest = capacity == limits.max_target_length
     return DECODER[form] if is_largest else f"{DECODER[form]}_{capacity}"
 
 
 def decoder_plans(form: Form, limits: EngineLimits) -> dict[str, int]:
-    """Return the capacity of every decoder plan by its name, the smallest first."""
+    """Return the capacity of every decoder plan by name, the smallest first."""
     capacities = limits.capacities or (limits.max_target_length,)
     return {decoder_plan(form, capacity, limits): capacity for capacity in capacities}
 

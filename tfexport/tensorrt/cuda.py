@@ -1,4 +1,4 @@
-"""GPUs, memory, streams, events and graphs of CUDA, through cuda-python."""
+"""Access GPUs, memory, streams, events and CUDA graphs through cuda-python."""
 
 from __future__ import annotations
 
@@ -24,10 +24,8 @@ class Gpu:
     """A GPU.
 
     Attributes:
-        index: from 0, among those in CUDA_VISIBLE_DEVICES.
-        name: such as "NVIDIA GeForce RTX 4090".
+        index: position in CUDA_VISIBLE_DEVICES, from 0.
         compute_capability: such as "8.9".
-        memory_bytes: of the whole device.
         driver_version: newest CUDA version that the driver supports, such as "13.0".
     """
 
@@ -39,12 +37,12 @@ class Gpu:
 
 
 def find_gpus() -> list[Gpu]:
-    """List the GPUs without creating a CUDA context; none if cuda-python or the driver is missing."""
+    """List the GPUs without a CUDA context; empty without cuda-python or the driver."""
     return _probe()[0]
 
 
 def need_gpu() -> Gpu:
-    """Return the first GPU, which engines are built for and run on; raises `BackendError` with the reason if none."""
+    """Return the first GPU; raise `BackendError` with the reason if there is none."""
     gpus, reason = _probe()
     if not gpus:
         raise BackendError(f"cuda: no GPU can be used here: {reason}")
@@ -52,7 +50,6 @@ def need_gpu() -> Gpu:
 
 
 def _probe() -> tuple[list[Gpu], str]:
-    """Return the GPUs, or the reason why there are none."""
     try:
         from cuda.bindings import driver
     except ImportError:
@@ -75,7 +72,7 @@ def _ask(driver: Any, name: str, *arguments: Any) -> Any:
 
 
 def _version_problem(driver: Any) -> str | None:
-    """Compare the major CUDA versions of driver and cuda-python; with an older driver every runtime call fails."""
+    # With a driver older than cuda-python, every call of the runtime fails.
     runs, needed = _ask(driver, "cuDriverGetVersion"), driver.CUDA_VERSION // 1000
     if runs // 1000 >= needed:
         return None
@@ -122,11 +119,11 @@ class Graph:
 
 
 class Cuda:
-    """The CUDA runtime on the first GPU; raises `BackendError` if there is none, and if a call fails.
+    """The CUDA runtime on the first GPU; raises `BackendError` if a call fails.
 
     Device memory, streams and events are integers, as TensorRT takes them; the caller frees them. Copies and launches
-    are queued on a stream and return at once: the memory they use belongs to the device until an event after them was
-    waited for.
+    are queued on a stream and return at once. The memory that they use belongs to the device until the caller has
+    waited for a later event.
     """
 
     def __init__(self) -> None:
@@ -144,7 +141,7 @@ class Cuda:
         self._call("cudaFree", address)
 
     def pinned(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-        """Return an array in page-locked host memory, which asynchronous copies need; `unpin` frees it."""
+        """Return a page-locked host array for asynchronous copies; `unpin` frees it."""
         kind = np.dtype(dtype)
         num_bytes = math.prod(shape) * kind.itemsize
         flags = self._runtime.cudaHostAllocDefault
@@ -153,7 +150,7 @@ class Cuda:
         return np.ndarray(shape, kind, buffer=memoryview(memory))
 
     def unpin(self, array: Array) -> None:
-        """Free an array of `pinned`; it and its views are invalid afterwards."""
+        """Free an array of `pinned`; the array and its views become invalid."""
         self._call("cudaFreeHost", array.ctypes.data)
 
     def upload(self, address: int, array: Array, stream: int) -> None:
@@ -169,9 +166,9 @@ class Cuda:
         self._copy(destination, source, num_bytes, "cudaMemcpyDeviceToDevice", stream)
 
     def copy_2d(self, destination: int, pitch: int, source: int, source_pitch: int, num_rows: int, stream: int) -> None:
-        """Queue a copy within the device of rows whose length changes; pitches are bytes per row.
+        """Queue a device copy of rows whose length changes; pitches are bytes per row.
 
-        The end of a longer row at the destination stays as it was.
+        If the destination's rows are longer, their ends do not change.
         """
         how, width = self._runtime.cudaMemcpyKind.cudaMemcpyDeviceToDevice, min(pitch, source_pitch)
         self._call("cudaMemcpy2DAsync", destination, pitch, source, source_pitch, width, num_rows, how, stream)
@@ -181,11 +178,11 @@ class Cuda:
         self._call("cudaMemsetAsync", address, 0, num_bytes, stream)
 
     def stream(self) -> int:
-        """Make a stream that does not wait for the default stream."""
+        """Create a stream that does not wait for the default stream."""
         return int(self._call("cudaStreamCreateWithFlags", self._runtime.cudaStreamNonBlocking))
 
     def synchronize(self, stream: int) -> None:
-        """Wait until everything queued on a stream is done; raises if any of it failed."""
+        """Wait for all work on a stream; raise `BackendError` if any of it failed."""
         self._call("cudaStreamSynchronize", stream)
 
     def destroy_stream(self, stream: int) -> None:
@@ -193,15 +190,15 @@ class Cuda:
         self._call("cudaStreamDestroy", stream)
 
     def event(self) -> int:
-        """Make an event without time stamps."""
+        """Create an event without timestamps."""
         return int(self._call("cudaEventCreateWithFlags", self._runtime.cudaEventDisableTiming))
 
     def record(self, event: int, stream: int) -> None:
-        """Queue an event, which happens after everything queued before."""
+        """Queue an event after all work that is already on the stream."""
         self._call("cudaEventRecord", event, stream)
 
     def wait(self, event: int) -> None:
-        """Wait for the newest record of an event, if any; raises if something queued before it failed."""
+        """Wait for the newest record of an event, if any; raise if earlier work failed."""
         self._call("cudaEventSynchronize", event)
 
     def destroy_event(self, event: int) -> None:
@@ -210,12 +207,10 @@ class Cuda:
 
     @contextmanager
     def capture(self, stream: int) -> Iterator[Graph]:
-        """Record what the block queues on a stream instead of running it; it must neither wait nor allocate.
+        """Capture the work that the block queues on a stream, instead of running it.
 
-        Other threads are not affected.
-
-        Yields:
-            The graph, which can be launched after the block.
+        The block must neither wait nor allocate. Other threads are not affected. The yielded graph can be launched
+        after the block.
         """
         graph = Graph()
         mode = self._runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
@@ -236,11 +231,11 @@ class Cuda:
             raise
 
     def _abandon_capture(self, stream: int) -> None:
-        """End a failed capture, without which the stream stays unusable; its error codes add nothing."""
+        # The stream is unusable until a failed capture ends. The capture's own error codes add nothing.
         _, *made = self._runtime.cudaStreamEndCapture(stream)
         if made and made[0] and int(made[0]):
             self._runtime.cudaGraphDestroy(made[0])
-        self._runtime.cudaGetLastError()  # else the next caller receives this error
+        self._runtime.cudaGetLastError()  # otherwise the next call returns this error
 
     def launch(self, graph: Graph, stream: int) -> None:
         """Queue a captured graph."""
@@ -257,7 +252,6 @@ class Cuda:
             self._call("cudaMemcpyAsync", destination, source, num_bytes, how, stream)
 
     def _call(self, name: str, *arguments: Any, doing: str = "") -> Any:
-        """Call a function of the CUDA runtime and return its value, if it has one."""
         code, *values = getattr(self._runtime, name)(*arguments)
         if code.value:
             raise BackendError(self._failure(name, code, doing))

@@ -1,11 +1,11 @@
-"""Store kernels that TensorRT-RTX compiled on a GPU next to an engine's plans, for the next process.
+"""Store the kernels that TensorRT-RTX compiles, for use by later processes.
 
     engines/tensorrt-rtx-static-fp16/kernels/
-        1.7.1.116-NVIDIA-L4-13.0/       a folder for each library, GPU and driver, replaced atomically
-            kernels.json                what they were compiled for; size and sha256 of each file
-            decoder_static.kernels      a file for each plan
+        1.7.1.116-NVIDIA-L4-13.0/       one folder per library, GPU and driver, replaced atomically
+            kernels.json                library, GPU and driver; size and sha256 of each file
+            decoder_static.kernels      one file per plan
 
-Kernels that are damaged or do not fit are compiled again: nothing here is ever an error.
+Kernels that are damaged or do not match are compiled again, so they never cause an error.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from tfexport.errors import BundleError, raise_all
 from tfexport.tensorrt.cuda import Gpu
 
 _FORMAT_VERSION = 1
-# Kernels contain no weights, so those of a plan are far smaller; more would fill the host's memory.
+# Protects the host's memory. Kernels contain no weights, so those of a plan are far smaller.
 MAX_BYTES = 1024 * 1024 * 1024
 
 _log = logging.getLogger(__name__)
@@ -45,10 +45,10 @@ class _Index(Config, subject=KERNELS_INDEX):
 
 
 class KernelStore:
-    """The kernels of one engine for a library, GPU and driver; any number of processes may share the folder."""
+    """Kernels of one engine for a library, GPU and driver; processes may share them."""
 
     def __init__(self, engine: Path, plans: Mapping[str, str], library_version: str, gpu: Gpu) -> None:
-        """Read nothing yet; `engine` is the engine's folder, `plans` the sha256 of each plan by its name."""
+        """Create a store in the engine's folder; `plans` has the sha256 of each plan."""
         self._plans = plans
         self._bound: dict[str, Any] = {
             "library_version": library_version,
@@ -60,7 +60,7 @@ class KernelStore:
         self._has_warned = False
 
     def read(self, plan: str) -> bytes | None:
-        """Return the kernels of a plan, or None if there are none that fit; the first damage logs a warning."""
+        """Return the kernels of a plan, or None if the store has none that match."""
         try:
             with _opened(self._folder) as folder:
                 entry = self._entries(folder).get(plan)
@@ -74,8 +74,8 @@ class KernelStore:
             return None
 
     def write(self, kernels: Mapping[str, bytes]) -> None:
-        """Store the kernels of plans, by name, if they are new and the folder is writable; those of others stay."""
-        if not kernels:  # the library compiles none
+        """Store new kernels if the folder is writable; keep those of other plans."""
+        if not kernels:  # the library compiles no kernels
             return
         try:
             self._folder.parent.mkdir(exist_ok=True)
@@ -99,7 +99,6 @@ class KernelStore:
             atomic.publish(draft, self._folder, self._check_own)
 
     def _check_own(self, folder: Path) -> None:
-        """Refuse to delete files that are not kernels."""
         own = {KERNELS_INDEX, *(f"{plan}{KERNELS_SUFFIX}" for plan in self._plans)}
         raise_all(BundleError, f"{self._folder} holds more than kernels", foreign_problems(folder, own))
 
@@ -115,7 +114,7 @@ class KernelStore:
 
 @contextmanager
 def _opened(folder: Path) -> Iterator[int]:
-    """Open a folder, so that all files are read from one version although another process may replace it."""
+    # Another process may replace the folder; an open descriptor reads all files from one version.
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         yield descriptor
@@ -133,9 +132,8 @@ def _read_entry(folder: int, name: str, entry: _Entry) -> bytes:
 
 
 def _read_plain(folder: int, name: str, limit: int) -> bytes:
-    """Read a plain file; a pipe, for example, would be read forever."""
-
     def opener(path: str, flags: int) -> int:
+        # O_NONBLOCK, because a pipe would block forever.
         return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
 
     with open(name, "rb", opener=opener) as file:

@@ -1,4 +1,4 @@
-"""Import TensorRT 10, TensorRT 11 or TensorRT-RTX and hide their differences; collect what they log.
+"""Import TensorRT 10, TensorRT 11 or TensorRT-RTX and hide their differences.
 
 Flags, enums and types are looked up by name, because their numbers differ between the libraries.
 """
@@ -26,13 +26,13 @@ INSTALL: dict[Target, str] = {target: install_command(module) for target, module
 PORTABLE = ("8.0", "8.6", "8.9", "12.0", "12.1")
 NAMED = ("7.5", *PORTABLE)
 
-# A build logs a few dozen lines; a damaged or endless one logs more.
+# A normal build logs a few dozen lines.
 MAX_RECORDS = 2_000
 MAX_ERRORS = 50
 MAX_MESSAGE = 2_000
 
 _SEVERITIES = ("INTERNAL_ERROR", "ERROR", "WARNING", "INFO")
-# Follows any other error if there is no driver; if it is the only one, it is the reason.
+# Without a driver, this follows every other error. It is the reason only if it is the only error.
 _NO_DRIVER = "cudaError 35"
 _DTYPES: dict[DType, str] = {
     "int64": "INT64",
@@ -44,7 +44,7 @@ _DTYPES: dict[DType, str] = {
 
 
 class Log:
-    """The newest messages from INFO up, and the newest errors, of all calls: the library does not tell them apart."""
+    """Newest messages from INFO up, and errors; the library does not separate calls."""
 
     def __init__(self) -> None:
         self.records: deque[tuple[str, str]] = deque(maxlen=MAX_RECORDS)  # severity and message
@@ -61,7 +61,7 @@ class Log:
         return [f"{severity} {line}" for severity, message in list(self.records) for line in message.splitlines()]
 
     def problems(self) -> list[str]:
-        """Return each different error in one line, without those that only state that there is no driver."""
+        """Return each distinct error in one line, without errors about a missing driver."""
         errors = list(self._errors)
         found = dict.fromkeys(map(without_noise, errors))
         return [message for message in found if message] or list(dict.fromkeys(map(_one_line, errors)))
@@ -71,15 +71,15 @@ class Log:
         return "; ".join(self.problems()) or "TensorRT gives no reason"
 
     def clear(self) -> None:
-        """Forget all messages, so that the next error has its own reasons."""
+        """Discard all messages, so that the next error has only its own reasons."""
         self.records.clear()
         self._errors.clear()
 
 
 class Logger:
-    """The logger of the whole process, because the library ignores a second one.
+    """Logger of the whole process, because the library ignores a second one.
 
-    `Library` makes a subclass of it and of the library's own `ILogger`.
+    `_import` creates a subclass of it and of the library's own `ILogger`.
     """
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class Logger:
         return log
 
     def log(self, severity: Any, message: str) -> None:
-        """Receive a message; the library calls this from any of its threads."""
+        """Forward a message to all logs; the library calls this from any thread."""
         if severity.name in _SEVERITIES:
             with self._lock:
                 logs = list(self._logs)
@@ -105,7 +105,7 @@ class Logger:
 
 @dataclass(frozen=True)
 class Library:
-    """One of the libraries, imported."""
+    """An imported library."""
 
     target: Target
     trt: Any  # the module
@@ -114,27 +114,27 @@ class Library:
 
     @property
     def builds_without_gpu(self) -> bool:
-        """Whether engines are built for named compute capabilities rather than for the GPU at hand."""
+        """Whether engines are built for named compute capabilities, without a GPU."""
         return hasattr(self.trt.IBuilderConfig, "num_compute_capabilities")
 
     @property
     def updates_caches_in_place(self) -> bool:
-        """Whether there is a layer for `TensorScatter`, which the static form needs."""
+        """Whether the library supports `TensorScatter`, which the static form needs."""
         return hasattr(self.trt.LayerType, "KV_CACHE_UPDATE")
 
     def listen(self) -> Log:
-        """Return a log that receives every message from now on, for the reason if something fails."""
+        """Return a log that receives every message from now on."""
         return self.logger.listen()
 
     def builder(self, log: Log) -> Any:
-        """Make an `IBuilder`; raises `BackendError` if it needs a GPU and there is none."""
+        """Create an `IBuilder`; raise `BackendError` if it needs a GPU and there is none."""
         if not self.builds_without_gpu:
             need_gpu()
         return self._make(self.trt.Builder, log)
 
     def runtime(self, log: Log) -> Any:
-        """Make an `IRuntime`; raises `BackendError` without a GPU, where the library would crash the process."""
-        need_gpu()
+        """Create an `IRuntime`; raise `BackendError` if there is no GPU."""
+        need_gpu()  # without a GPU, the library crashes the process
         return self._make(self.trt.Runtime, log)
 
     def _make(self, cls: Any, log: Log) -> Any:
@@ -147,15 +147,18 @@ class Library:
         return made
 
     def strongly_typed(self) -> int:
-        """Return the flags for `create_network` that take types from the graph only."""
+        """Return the flags of `create_network` that take types only from the graph."""
         return 1 << int(self.trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
 
     def dtype_name(self, dtype: Any) -> str:
-        """Return the graph contract's name of a `DataType`, or the library's if the contract has none."""
+        """Return the contract's name of a `DataType`, or the library's if it has none."""
         return {library: ours for ours, library in _DTYPES.items()}.get(dtype.name, str(dtype.name))
 
     def compute_capabilities(self) -> dict[str, Any]:
-        """Return what engines can be built for without a GPU, such as {"8.6": SM86}; empty if a GPU is needed."""
+        """Return the compute capabilities to build for, such as {"8.6": SM86}.
+
+        The result is empty if the library builds only for the GPU at hand.
+        """
         names = getattr(getattr(self.trt, "ComputeCapability", None), "__members__", {})
         numbers = {name: match for name in names if (match := re.fullmatch(r"SM(\d+)(\d)", name))}
         return {f"{match[1]}.{match[2]}": names[name] for name, match in numbers.items()}
@@ -171,14 +174,14 @@ def installed_targets() -> tuple[Target, ...]:
 
 
 def load_library(target: Target | None = None) -> Library:
-    """Import one of the libraries, once for the whole process.
+    """Import one of the libraries, once per process.
 
     Args:
-        target: None takes the one that was loaded before, else TensorRT if it is installed and there is a GPU, else
-            TensorRT-RTX.
+        target: None chooses the library that is already loaded, else TensorRT if it is installed and there is a GPU,
+            else TensorRT-RTX.
 
     Raises:
-        BackendError: it is not installed or not usable, or the other one is already loaded.
+        BackendError: the library is not installed or not usable, or the other one is already loaded.
     """
     with _lock:
         if not _loaded:
@@ -194,7 +197,7 @@ def load_library(target: Target | None = None) -> Library:
 
 
 def without_noise(message: str) -> str:
-    """Return a message in one line, without what follows every error if there is no driver."""
+    """Return a message in one line, without the text about a missing driver."""
     return " ".join(line.strip() for line in message.splitlines() if _NO_DRIVER not in line)
 
 

@@ -1,4 +1,4 @@
-"""The manifest of an engine: everything that decides whether its plans may be loaded."""
+"""Define the manifest of an engine, which decides whether plans can be loaded."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Self
@@ -14,7 +14,7 @@ from tfexport.tensorrt.config import EngineConfig, EngineLimits, Profile, decode
 
 
 class BuildMachine(Config, subject="machine"):
-    """Where an engine was built; the GPU and its driver are None without one."""
+    """The machine that built an engine; GPU and driver are None if it had no GPU."""
 
     system: str
     architecture: str
@@ -52,19 +52,18 @@ class PlanEntry(FileEntry, subject="plan"):
 
 
 class EngineManifest(Config, subject=ENGINE_MANIFEST):
-    """The contents of engine.json; flags and types by name, because their numbers differ between versions.
+    """Contents of engine.json.
+
+    Flags and types are stored by name, because their numbers differ between versions.
 
     Attributes:
-        format_version: 1.
-        library_version: of the target that built it, in full.
-        config: how it was built, with every choice made: target, form, precision, lengths, compute capabilities.
-        limits: the largest shapes; in the static form max_target_length is the capacity of the caches.
-        flags: of the builder that were set; TF32 is not among them, so float32 is exact.
-        machine: where it was built.
-        sources: sha256 of every file of the bundle that it was made from, by name.
-        plans: by name: encoder, those of `decoder_plans`, reorder.
-        versions: of the tools that made it, by name.
-        log: what the library logged during the build; None for old engines, whose log is not listed.
+        library_version: full version of the library that built the engine.
+        config: resolved build options: target, form, precision, lengths, compute capabilities.
+        flags: builder flags that were set; TF32 is not among them, so float32 is exact.
+        sources: sha256 of every bundle file that the engine was made from, by name.
+        plans: plans by name: encoder, those of `decoder_plans`, reorder.
+        versions: versions of the build tools, by name.
+        log: the library's log of the build; None for old engines, which do not list it.
     """
 
     format_version: int
@@ -104,16 +103,16 @@ class EngineManifest(Config, subject=ENGINE_MANIFEST):
 
     @property
     def files(self) -> dict[str, FileEntry]:
-        """Every file in the folder of the engine except the manifest, its signature and compiled kernels."""
+        """All files of the engine except its manifest, signature and compiled kernels."""
         return {plan.file: plan for plan in self.plans.values()} | ({BUILD_LOG: self.log} if self.log else {})
 
     def to_bytes(self) -> bytes:
-        """Return the sealed JSON."""
+        """Return the manifest as sealed JSON."""
         return seal(self.to_dict())
 
     @classmethod
     def _upgraded(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """Drop settings of engines from when weights could be stripped and replaced."""
+        # Earlier versions could strip weights from plans and refit them.
         config = data.get("config")
         if not isinstance(config, dict):
             return data
@@ -123,11 +122,7 @@ class EngineManifest(Config, subject=ENGINE_MANIFEST):
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> Self:
-        """Read sealed JSON.
-
-        Raises:
-            BundleError: it is damaged or was made by a newer version; lists every wrong value.
-        """
+        """Read a manifest from sealed JSON; raise `BundleError` with every invalid value."""
         return unseal(
             raw,
             lambda data: cls.from_dict(data, subject=ENGINE_MANIFEST),

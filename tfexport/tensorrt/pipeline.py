@@ -1,4 +1,4 @@
-"""Build the engines of a bundle, or estimate what a build would make and need."""
+"""Build the engines of a bundle, or estimate the result and its memory."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ _BOUNDS = ("min", "opt", "max")
 
 @dataclass(frozen=True)
 class BuiltEngine:
-    """The result of `build_engines`: name and folder of the engine, and its manifest."""
+    """Name, folder and manifest of an engine that `build_engines` has built."""
 
     name: str
     path: Path
     manifest: EngineManifest
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as JSON values."""
+        """Return all fields as JSON values."""
         return {"name": self.name, "path": str(self.path), "manifest": self.manifest.to_dict()}
 
     def lines(self) -> list[str]:
@@ -55,11 +55,11 @@ class BuiltEngine:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What `build_engines` would build, with every choice made, and the device memory that it would need.
+    """Resolved options of a build, and the device memory that its engines need.
 
-    Memory is in bytes at the largest shapes: the weights of all plans; the caches of one batch with beams; the
-    activations of the encoder or a step, computed node by node (the library's own number is in the build log); what the
-    first prompt of several tokens adds to them.
+    `memory` is in bytes at the largest shapes: the weights of all plans, the caches of one batch with beams, the
+    activations of the encoder or a step, and the activations that the first prefill adds. Activations are computed node
+    by node; the build log contains the library's own number.
     """
 
     name: str
@@ -71,11 +71,11 @@ class Estimate:
     memory: dict[str, int]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as JSON values."""
+        """Return all fields as JSON values."""
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """Return everything for the terminal."""
+        """Return the lines for the terminal."""
         config = self.config
         kind = ", ".join(part for part in (config.form, config.precision, config.weights) if part)
         lines = [
@@ -105,18 +105,19 @@ def build_engines(
     """Build the engines of a bundle and add them to it.
 
     Args:
-        path: of the bundle.
-        config: what to build; bundle, library and machine decide what is left open.
+        path: directory of the bundle.
+        config: build options; unset options are chosen for the bundle, library and machine.
         force: replace the engine of the same target, form, precision and weight type.
         sign_key: private key that signs the engine; None leaves it unsigned.
         trusted_keys: files of public keys, one of which must have signed the bundle; None accepts every bundle.
         report: called with a line about each step.
-        on_progress: called with the finished part, 0 to 1; an exception cancels the build.
+        on_progress: called with the finished fraction, 0 to 1; an exception cancels the build.
 
     Raises:
-        BundleError: the bundle is damaged or cannot be written.
+        BundleError: the bundle is damaged or not writable.
         ConfigError: a key is invalid.
-        EngineError: lists everything that the bundle or the library does not support, or why the library cannot build.
+        EngineError: the bundle or the library does not support an option, or the library cannot build; lists every
+            problem.
         GraphError: a graph cannot be made from the bundle.
         BackendError: the library is not usable, or needs a GPU and there is none.
     """
@@ -129,7 +130,7 @@ def build_engines(
         report(f"the {whole} signed and this engine will not be; sign it with --sign-key")
     with add_engine(bundle.path, name, force=force, key=key) as folder:
         plans: dict[str, PlanEntry] = {}
-        # On the disk of the bundle, because weights of another precision can be larger than /tmp.
+        # On the bundle's disk, because weights of another precision may not fit into /tmp.
         with tempfile.TemporaryDirectory(dir=folder) as scratch, (folder / BUILD_LOG).open("w") as log:
             graphs = prepare_graphs(resolved, Path(scratch), report)
             for index, graph in enumerate(graphs):
@@ -152,12 +153,15 @@ def estimate_engines(
     trusted_keys: Sequence[str | os.PathLike[str]] | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> Estimate:
-    """Estimate what `build_engines` would build and need; builds nothing. Arguments and errors are the same."""
+    """Estimate a build of `build_engines` without building.
+
+    Arguments and errors are those of `build_engines`.
+    """
     resolved = resolve_build(path, config, trusted_keys, report)
     limits = resolved.profiles.limits
     with tempfile.TemporaryDirectory() as scratch:
         graphs = prepare_graphs(resolved, Path(scratch), report)
-        computing = [graph for graph in graphs if graph.name != REORDER]  # which has no activations
+        computing = [graph for graph in graphs if graph.name != REORDER]  # the reorder has no activations
         decoders = [graph for graph in computing if graph.name != ENCODER]
         memory = {
             "weights": sum(weight_bytes(graph.data) for graph in graphs),
@@ -177,9 +181,9 @@ def estimate_engines(
 
 
 def cache_bytes(spec: ModelSpec, limits: EngineLimits) -> int:
-    """Return the size of the keys and values of a full batch with beams.
+    """Return the bytes of the KV caches of a full batch with beams.
 
-    Those of the target are counted twice: a step of the concat form and a reorder of beams copy from one to the other.
+    The target's caches are counted twice, because a step of the concat form and a reorder of beams copy them.
     """
     item = 4 if FLOAT[spec.precision] == "float32" else 2
     token = spec.layers * spec.cache_heads * (spec.head_dim + spec.value_dim) * item
@@ -195,7 +199,7 @@ def resolve_build(
     trusted_keys: Sequence[str | os.PathLike[str]] | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> ResolvedBuild:
-    """Open a bundle and make every choice that the configuration leaves open; builds nothing."""
+    """Open a bundle and resolve all build options, without building."""
     bundle = open_bundle(path, trusted_keys=None if trusted_keys is None else TrustedKeys.read(trusted_keys))
     gpus = find_gpus()
     resolved = resolve(bundle, config, load_library(config.target), gpus[0] if gpus else None)
@@ -207,7 +211,6 @@ def resolve_build(
 def _build(
     resolved: ResolvedBuild, graph: Graph, on_progress: Callable[[float], None], folder: Path
 ) -> tuple[PlanEntry, list[str]]:
-    """Build a plan and write it; returns its entry and the library's log."""
     contract, profiles = resolved.contract(graph.name), resolved.profiles.engines[graph.name]
     with interrupts_held() as check:
 
@@ -258,7 +261,6 @@ def _manifest(resolved: ResolvedBuild, plans: dict[str, PlanEntry], log: FileEnt
 
 
 def _activations(resolved: ResolvedBuild, graph: Graph, index: int) -> int:
-    """Return the activations of a plan in bytes at the largest shapes of a profile."""
     profile = resolved.profiles.engines[graph.name][index]
     sizes = {
         dim: size
@@ -274,10 +276,9 @@ def _spell(limit: int | tuple[int, ...]) -> str:
 
 
 def _ranges(profile: Profile) -> Iterator[str]:
-    """List the inputs of a profile; those of all layers share a line."""
     rows: list[tuple[str, ...]] = [("", *_BOUNDS)]
     for name, shape in profile.items():
-        stem, _, layer = name.partition(".")
+        stem, _, layer = name.partition(".")  # all layers share a line
         if layer in ("", "0"):
             spelled = ("x".join(map(str, getattr(shape, bound))) for bound in _BOUNDS)
             rows.append((f"{stem}.*" if layer else stem, *spelled))

@@ -1,13 +1,15 @@
-"""The engines of a bundle: add, open, choose and load them. Each is a folder that is replaced atomically.
+"""Add, open, choose and load the engines of a bundle.
+
+Each engine is a folder that is replaced atomically:
 
     engines/tensorrt-rtx-static-fp16/
-        engine.json            manifest: what the engine is and what it is bound to
-        engine.json.sig        optional, its signature
-        encoder.plan           one plan for each graph, with size and sha256 in engine.json
-        build.log              what the library logged during the build
-        kernels/               compiled by TensorRT-RTX, see `tfexport.tensorrt.kernels`
+        engine.json            manifest: options, plans, library version and GPU
+        engine.json.sig        signature of the manifest, optional
+        encoder.plan           one plan per graph; size and sha256 are in engine.json
+        build.log              messages of the library during the build
+        kernels/               kernels compiled by TensorRT-RTX, see `tfexport.tensorrt.kernels`
 
-Folders are named after target, form, precision and weight type.
+The folder name contains target, form, precision and weight type.
 """
 
 from __future__ import annotations
@@ -38,14 +40,14 @@ _REMEDY = "copy it again from its source or build it again with tfexport trt"
 
 @dataclass(frozen=True)
 class StoredEngine:
-    """An engine in a bundle: its folder, whose files have the right sizes, and its manifest."""
+    """An engine in a bundle; its files have the sizes that the manifest lists."""
 
     name: str
     path: Path
     manifest: EngineManifest
 
     def read_plan(self, name: str) -> bytes:
-        """Read a plan and check the bytes that are returned; raises `EngineError`."""
+        """Read a plan; raise `EngineError` if its sha256 differs."""
         plan = self.manifest.plans[name]
         try:
             with open(self.path / plan.file, "rb", opener=_open_plain) as file:
@@ -57,7 +59,7 @@ class StoredEngine:
         return raw
 
     def check_plans(self) -> None:
-        """Check every byte of all plans and the log; raises `EngineError` with every file that was changed."""
+        """Check the sha256 of all plans and the log; raise `EngineError` with all changes."""
         try:
             problems = changed_problems(self.path, self.manifest.files)
         except OSError as error:
@@ -67,18 +69,18 @@ class StoredEngine:
 
 @dataclass(frozen=True)
 class LoadedEngine:
-    """An engine in memory."""
+    """An engine in device memory."""
 
     manifest: EngineManifest
     library: Library
-    plans: Mapping[str, Any]  # `ICudaEngine` by plan name, driven by one session
+    plans: Mapping[str, Any]  # `ICudaEngine` by plan name, used by one session
     path: Path
-    log: Log  # of the runtime, for the reasons of later failures
+    log: Log  # of the runtime; explains later failures
     runtime: Any  # must live as long as its plans
 
 
 def engine_names(bundle: Path) -> list[str]:
-    """List the engines of a bundle, valid or not; puts back what a killed writer moved aside."""
+    """List engines, valid or not; restore those that an interrupted write moved aside."""
     folder = bundle / ENGINES
     try:
         if not os.path.lexists(folder):
@@ -93,15 +95,8 @@ def engine_names(bundle: Path) -> list[str]:
 def open_engine(bundle: Path, name: str, trusted_keys: TrustedKeys | None = None) -> StoredEngine:
     """Read an engine's manifest and check the names, kinds and sizes of its files.
 
-    The hashes of plans are checked when they are read.
-
-    Args:
-        bundle: its directory.
-        name: of the engine's folder.
-        trusted_keys: one of them must have signed the engine's manifest; None accepts every engine.
-
-    Raises:
-        EngineError: there is no such engine, or lists everything that is wrong with it.
+    The sha256 of a plan is checked when the plan is read. With `trusted_keys`, one of them must have signed the
+    manifest. An `EngineError` lists every problem.
     """
     names = engine_names(bundle)
     if name not in names:
@@ -110,7 +105,7 @@ def open_engine(bundle: Path, name: str, trusted_keys: TrustedKeys | None = None
 
 
 def choose_engine(bundle: Bundle, name: str | None, machine: Machine) -> StoredEngine:
-    """Return the engine of this name, or the only one that may be used; else raise with every reason and remedy."""
+    """Return the named or only usable engine; raise `EngineError` with all problems."""
     if name is not None:
         engine = open_engine(bundle.path, name, bundle.trusted_keys)
         if found := incompatibilities(engine.manifest, bundle, machine):
@@ -135,42 +130,29 @@ def choose_engine(bundle: Bundle, name: str | None, machine: Machine) -> StoredE
 def load_engine(bundle: Bundle, name: str | None = None) -> LoadedEngine:
     """Load an engine of a bundle onto the first GPU.
 
-    Everything that does not need the library is checked first: every byte, the bundle it was made from, the version,
-    and the GPU.
-
-    Raises:
-        EngineError: it is damaged or may not be used here, with every reason and the remedy, or the library refuses it.
-        BackendError: the library cannot be used, or there is no GPU.
+    Bundle, versions and GPU are checked before the library is used.
     """
     machine = this_machine()
     stored = choose_engine(bundle, name, machine)
     config = stored.manifest.config
     library = load_library(config.target)
-    # The library's own version is more reliable than the one in the package's metadata.
+    # The version of the loaded library is more reliable than the package's metadata.
     machine = replace(machine, libraries={library.target: library.version})
     if found := incompatibilities(stored.manifest, bundle, machine):
         raise EngineError(f"engine {stored.name}: {explain(found)}")
     log = library.listen()
     runtime = library.runtime(log)
     if config.version_compatible:
-        runtime.engine_host_code_allowed = True  # such a plan contains host code
+        runtime.engine_host_code_allowed = True  # version-compatible plans contain host code
     plans = {plan: _deserialize(runtime, library, log, stored, plan, bundle) for plan in stored.manifest.plans}
     return LoadedEngine(stored.manifest, library, plans, stored.path, log, runtime)
 
 
 @contextmanager
 def add_engine(bundle: Path, name: str, *, force: bool, key: SigningKey | None = None) -> Iterator[Path]:
-    """Write an engine into the folder that is yielded; it appears when the block ends, complete or not at all.
+    """Write an engine into the yielded folder and publish it if it is complete.
 
-    Args:
-        bundle: its directory, without symbolic links.
-        name: of the engine's folder.
-        force: replace an engine of this name; it stays until the new one is complete.
-        key: signs the engine's manifest; None leaves it unsigned.
-
-    Raises:
-        EngineError: the name is taken, or what was written is not an engine.
-        BundleError: another process writes it, or it cannot be written.
+    An existing engine stays until then; replacing it requires `force`. `bundle` contains no symbolic links.
     """
     target = bundle / ENGINES / name
 
@@ -184,12 +166,12 @@ def add_engine(bundle: Path, name: str, *, force: bool, key: SigningKey | None =
             if key:
                 (draft / ENGINE_SIGNATURE).write_bytes(key.sign((draft / ENGINE_MANIFEST).read_bytes()))
     finally:
-        with suppress(OSError):  # which it raises if there are engines
+        with suppress(OSError):  # the folder still contains engines
             target.parent.rmdir()
 
 
 def validity_problem(trt: Any, validity: Any, diagnostics: Any) -> str | None:
-    """Spell the two results of `get_engine_validity`; None if the plan may be loaded, also if it is suboptimal."""
+    """Explain a result of `get_engine_validity`; None if the plan can be loaded."""
     if validity != trt.EngineValidity.INVALID:
         return None
     members = trt.EngineInvalidityDiagnostics.__members__
@@ -217,7 +199,7 @@ def _read(path: Path, trusted_keys: TrustedKeys | None = None) -> StoredEngine:
 
 
 def _check_replaceable(folder: Path, target: Path, force: bool) -> None:
-    """Refuse to replace `folder`, which is or was `target`, unless it contains an engine and nothing else."""
+    # `folder` is the target itself, or its contents after they were moved aside.
     if not force:
         raise EngineError(f"engine {target} exists; replace it with --force")
     if folder == target:

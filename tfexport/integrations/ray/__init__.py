@@ -1,4 +1,4 @@
-"""Bundles as an application of Ray Serve: replicas on many machines, one engine a model and replica."""
+"""Serve bundles with Ray Serve."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["Arguments", "app"]
 
 
 def app(arguments: Mapping[str, Any]) -> Application:
-    """Build the application, as `serve run tfexport.integrations.ray:app bundle=…` and configuration files ask for it.
+    """Build the Ray Serve application from arguments or a configuration file.
 
-    No bundle is read here: replicas do that, where they run.
+    `serve run tfexport.integrations.ray:app bundle=…` calls it. Only the replicas read the bundles, on their nodes.
 
     Args:
-        arguments: fields of `Arguments`; as texts where they come from a command line.
+        arguments: fields of `Arguments`; values from a command line may be text.
 
     Raises:
-        ConfigError: lists every argument that is unknown, missing or wrong.
+        ConfigError: lists every argument that is unknown, missing or invalid.
     """
     from tfexport.integrations.ray.replica import deployment_of
 

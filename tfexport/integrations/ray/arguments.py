@@ -1,4 +1,4 @@
-"""What an application is built from: the bundles, how they are served, and what each replica takes."""
+"""Define and read the arguments of the Ray Serve application."""
 
 import contextlib
 import json
@@ -15,24 +15,24 @@ SUBJECT = "application"
 
 
 class Arguments(ServingConfig, HttpConfig, subject=SUBJECT):
-    """Arguments of the application: these, those of `ServingConfig`, and those of `HttpConfig`.
+    """Arguments of the application, with those of `ServingConfig` and `HttpConfig`.
 
-    Paths are those of the nodes that replicas run on.
+    Paths are paths on the nodes that run replicas.
 
     Attributes:
-        bundle: `[NAME=]BUNDLE`, or a list of them; a replica serves them all, each with an engine of its own.
+        bundle: `[NAME=]BUNDLE` or a list of them; each replica serves all bundles, each with its own engine.
         backend: of `tfexport.load`.
         form: of `tfexport.load`.
-        device: "cpu" or "cuda"; None is "cuda" where a replica has a GPU or a part of one.
+        device: "cpu" or "cuda"; None chooses "cuda" if the replica has a GPU or a part of one.
         engine: of `tfexport.load`.
-        threads: of the CPU, for each model; None for what Ray has given to the replica, shared between its models.
-        trusted_keys: path of a file of public keys, or a list of them, one of which must have signed each bundle.
-        token_file: file with one bearer token a line; None lets everybody ask.
-        min_replicas: that there are however little is asked.
-        max_replicas: that there are at most; above `min_replicas`, Ray scales between them.
-        num_cpus: cores that Ray sets aside for a replica.
-        num_gpus: GPUs that Ray sets aside for a replica; 0.5 lets two share one, whose memory Ray does not divide.
-        shutdown_timeout_s: seconds in which a replica that has to go finishes what it has accepted.
+        threads: CPU threads per model; None divides the replica's CPUs between its models.
+        trusted_keys: path of a file of public keys, or a list of paths; one key must have signed each bundle.
+        token_file: file with one bearer token per line; None accepts requests without a token.
+        min_replicas: minimum number of replicas.
+        max_replicas: maximum number of replicas; if it is above `min_replicas`, Ray scales between them.
+        num_cpus: cores that Ray reserves for a replica.
+        num_gpus: GPUs that Ray reserves for a replica; 0.5 lets two replicas share one, without a memory limit.
+        shutdown_timeout_s: time limit in seconds for a stopping replica to finish its accepted requests.
     """
 
     bundle: str | tuple[str, ...]
@@ -52,10 +52,10 @@ class Arguments(ServingConfig, HttpConfig, subject=SUBJECT):
 
     @classmethod
     def read(cls, arguments: Mapping[str, Any]) -> Self:
-        """Read arguments strictly; texts stand for numbers and the like, as a command line gives them.
+        """Read arguments strictly; parse text as JSON for options that are not text.
 
         Raises:
-            ConfigError: lists every one that is unknown, missing or wrong.
+            ConfigError: lists every argument that is unknown, missing or invalid.
         """
         kinds = {setting.name: setting.types for setting in settings(cls)}
         return cls.from_dict(
@@ -64,12 +64,12 @@ class Arguments(ServingConfig, HttpConfig, subject=SUBJECT):
 
     @property
     def bundles(self) -> dict[str, Path]:
-        """The bundles by the name that they are served under."""
+        """The path of each bundle by the name that it is served under."""
         return named_bundles(_listed(self.bundle))
 
     @property
     def keys(self) -> tuple[str, ...] | None:
-        """The files of public keys; None where no signature is asked for."""
+        """The files of public keys; None if bundles need no signature."""
         return None if self.trusted_keys is None else _listed(self.trusted_keys)
 
     def _problems(self) -> Iterator[str]:
@@ -94,7 +94,6 @@ def _listed(value: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _parsed(value: object, kinds: tuple[Any, ...]) -> object:
-    """Return what a text stands for where something else than a text is wanted, and any other value as it is."""
     if isinstance(value, str) and str not in kinds:
         with contextlib.suppress(ValueError):
             return json.loads(value)

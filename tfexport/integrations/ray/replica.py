@@ -1,4 +1,4 @@
-"""Ray Serve's deployment and its replicas: the app of the server in an actor of Ray."""
+"""Define the Ray Serve deployment, whose replicas run the HTTP app."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ NAME = "tfexport"
 # Seconds between two health checks; Ray replaces a replica after three that fail.
 HEALTH_CHECK_S = 2.0
 HEALTH_CHECK_TIMEOUT_S = 10.0
-# Seconds between two looks at whether a replica that has to go is done.
+# Seconds between checks whether a stopping replica has finished.
 DRAIN_POLL_S = 0.5
-# A bundle that cannot be served is no better the tenth time.
+# Attempts to start a replica. If a bundle cannot be served, more attempts do not help.
 MAX_STARTS = 2
-# While the slots are full, as many requests again stand by to take what is freed. The others wait at the proxy, from
-# where they go to whichever replica has room first, a new one too.
+# While its slots are full, a replica queues as many requests again, so that freed slots are filled at once. Other
+# requests wait at the proxy, which sends them to the first replica with room, including new ones.
 ONGOING_PER_SLOT = 2
 
 
 def deployment_of(arguments: Arguments) -> Any:
-    """Return the deployment; bind the arguments to it. What a configuration file says goes before this."""
+    """Return the deployment without arguments; configuration files can override it."""
     slots = arguments.slots * len(arguments.bundles)
     return serve.deployment(
         Replica,
@@ -54,7 +54,6 @@ def deployment_of(arguments: Arguments) -> Any:
 
 
 def _scaling(arguments: Arguments, slots: int) -> dict[str, Any]:
-    """Return how many replicas there are: a number, or two bounds between which Ray keeps the slots filled."""
     if arguments.min_replicas == arguments.max_replicas:
         return {"num_replicas": arguments.min_replicas}
     return {
@@ -68,14 +67,10 @@ def _scaling(arguments: Arguments, slots: int) -> dict[str, Any]:
 
 @serve.ingress()
 class Replica:
-    """Serves bundles; Ray makes it, asks whether it is well, and drains it."""
+    """Serves bundles; Ray creates it, checks its health, and drains it."""
 
     async def __init__(self, arguments: Arguments) -> None:  # type: ignore[misc]  # Ray awaits it
-        """Load the bundles; no request comes before that.
-
-        Raises:
-            TfexportError: says on which node what cannot be served.
-        """
+        """Load the bundles; raise `TfexportError` with the node's address if one fails."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         metrics, bundles = Metrics(), arguments.bundles
         context = ray.get_runtime_context()
@@ -105,29 +100,26 @@ class Replica:
             raise type(error)(f"node {ray.util.get_node_ip_address()}: {error}") from None
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        """Return the app; Ray asks for it once the replica is made."""
+        # Ray calls this after the constructor.
         return self._app
 
     async def check_health(self) -> None:
-        """Say whether the replica may go on.
+        """Raise `EngineFailed` if an engine has failed or has not responded for `hang_s`.
 
-        An engine that is silent for a while may go on, and a replica that Ray replaces loses what it has accepted: so
-        this is what `/livez` tells, and `/readyz` is not.
-
-        Raises:
-            EngineFailed: an engine has failed, or has hung for `hang_s`; only a new process mends that.
+        Ray then replaces the replica, which loses its accepted requests. So engines that are only slow pass, as in
+        `/livez` and unlike in `/readyz`.
         """
         dead = [name for name, engine in self._engines.items() if not engine.is_alive]
         if dead:
             raise EngineFailed(f"{', '.join(dead)}: the engine has failed or hangs, and its log says why")
 
     async def __del__(self) -> None:
-        """Drain; Ray calls it when the requests of the replica are answered, and awaits it."""
+        # Ray awaits this after it has answered the replica's requests.
         await asyncio.gather(*(engine.drain() for engine in self._engines.values()))
 
 
 def _check_paths(paths: Iterable[Path]) -> None:
-    """Refuse paths that this node lacks, which is where machines differ, all at once."""
+    # Nodes can have different files, so report all missing paths at once.
     missing = [str(path.absolute()) for path in paths if not path.exists()]
     if missing:
         raise BundleError(

@@ -1,1 +1,1 @@
-"""Models for Triton Inference Server: a repository around bundles, and what runs in Triton's Python backend."""
+"""Serve bundles with the Python backend of Triton Inference Server."""

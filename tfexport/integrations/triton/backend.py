@@ -1,6 +1,6 @@
-"""What Triton's Python backend runs: an engine behind `execute`, which answers each request when it is done.
+"""Run an engine in Triton's Python backend.
 
-`execute` hands requests over to the engine and returns, so that those that come later join the running batch.
+`execute` passes requests to the engine and returns, so that later requests join the running batch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tfexport.serve.inference import Tensor, bounded
 
 MAX_STREAM_BUFFER = 1_000_000
 logger = logging.getLogger(__name__)
-# By name: Triton adds the class to its module after this one is imported.
+# Names of errors, because Triton adds the error class to its module only after this import.
 _CODES: dict[type[TfexportError], str] = {
     ConfigError: "INVALID_ARG",
     InputError: "INVALID_ARG",
@@ -44,14 +44,10 @@ _CODES: dict[type[TfexportError], str] = {
 
 
 class TritonPythonModel:
-    """One instance of a model: Triton makes it in a process of its own, and calls one method at a time."""
+    """An instance of a model; Triton runs it in its own process, one method at a time."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Load the bundle; the model is ready when this returns.
-
-        Raises:
-            TritonModelException: the bundle is not the one that config.pbtxt names, or cannot be served.
-        """
+        """Load the bundle; raise `TritonModelException` if it cannot be served."""
         config = json.loads(args["model_config"])
         self._stream = pb_utils.using_decoupled_model_transaction_policy(config)
         try:
@@ -63,7 +59,7 @@ class TritonPythonModel:
         self._answering = self._thread.run(_answering(self._thread, self._stream))
 
     def execute(self, requests: Sequence[Any]) -> None:
-        """Hand requests over to the engine; each is answered through its own sender."""
+        """Pass requests to the engine, which answers each through its own sender."""
         for request in requests:
             reply = _Reply(request.get_response_sender())
             try:
@@ -78,18 +74,16 @@ class TritonPythonModel:
                 self._thread.call_soon(self._answering.take, sources, options, reply)
 
     def is_ready(self) -> bool:
-        """Say whether the engine takes requests; newer versions of Triton ask it."""
+        """Return whether the engine accepts requests; newer versions of Triton call this."""
         return self._thread.engine.is_ready
 
     def finalize(self) -> None:
-        """Answer all that was accepted, and free the bundle."""
+        """Answer all accepted requests and free the bundle."""
         self._thread.run(self._answering.finish())
         self._thread.stop()
 
 
 class _Reply:
-    """Answers one request of Triton; see `Reply`."""
-
     def __init__(self, sender: Any) -> None:
         self._sender = sender
 
@@ -109,13 +103,12 @@ class _Reply:
 
 
 def _serve(bundle: Path, settings: Settings) -> EngineThread:
-    """Start the engine of a bundle, where it is the one that is meant."""
     if (found := open_bundle(bundle, weights=False).sha256) != settings.bundle_sha256:
         raise BundleError(
             f"bundle {bundle} has the sha256 {found}, config.pbtxt names {settings.bundle_sha256}; "
             "write the repository anew"
         )
-    # Who reads slowly is not seen here: Triton takes all, and keeps it for its client.
+    # Triton buffers all output for its clients, so slow clients cannot be detected here.
     serving = dataclasses.replace(settings.serving, stream_buffer=MAX_STREAM_BUFFER)
     return EngineThread(bundle, serving, **settings.loading)
 

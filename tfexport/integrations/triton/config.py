@@ -1,4 +1,4 @@
-"""A model's settings in Triton, written as its config.pbtxt and read there again."""
+"""Write a model's settings to Triton's config.pbtxt, and read them back."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from tfexport.serve.config import Limits, ServingConfig
 from tfexport.serve.inference import OUTPUTS
 
 SHA256 = "bundle_sha256"
-# The bundle, beside model.py in the directory of the model's only version.
+# Directory of the bundle, next to model.py in the directory of the model's only version.
 BUNDLE = "bundle"
 VERSION = "1"
-# Options of `tfexport.load`; all but the last are texts, whatever they look like.
+# Options of `tfexport.load`. All but the last are text, even if they look like numbers.
 LOADING = ("backend", "form", "device", "engine", "threads")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a model; only the bundle whose manifest has this sum is served with them."""
+    """Settings of a model, valid only for the bundle with this sha256."""
 
     bundle_sha256: str
     serving: ServingConfig
@@ -36,18 +36,15 @@ class Settings:
     loading: Mapping[str, Any]
 
     def parameters(self) -> dict[str, str]:
-        """Return them as parameters of config.pbtxt, without defaults."""
+        """Return the settings as parameters of config.pbtxt, without defaults."""
         loading = {name: value for name, value in self.loading.items() if value is not None}
         changed = {**_changed(self.serving), **_changed(self.limits)}
         return {SHA256: self.bundle_sha256, **{name: str(value) for name, value in {**loading, **changed}.items()}}
 
     @classmethod
     def read(cls, parameters: Mapping[str, str]) -> Settings:
-        """Read the parameters of a config.pbtxt; those in capitals are Triton's own.
-
-        Raises:
-            ConfigError: lists those that are missing, unknown, or out of range.
-        """
+        """Read config.pbtxt parameters; raise `ConfigError` for missing or invalid ones."""
+        # Names in capitals are Triton's own parameters.
         parameters = {name: text for name, text in parameters.items() if not name.isupper()}
         values = {name: _value(text) for name, text in parameters.items()}
         parts = {kind: _part(kind, values) for kind in (ServingConfig, Limits)}
@@ -64,7 +61,6 @@ class Settings:
 
 
 def _changed(config: Config) -> dict[str, Any]:
-    """Return the fields that have another value than their default."""
     fields = dataclasses.fields(config)
     return {one.name: value for one in fields if (value := getattr(config, one.name)) != one.default}
 
@@ -74,7 +70,6 @@ def _part(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """Return the number that a parameter is; else the text."""
     try:
         value = parse_json(text.encode())
     except ValueError:
@@ -89,7 +84,7 @@ ANY = -1
 
 @dataclass(frozen=True)
 class Port:
-    """An input or output; -1 in its dimensions is any size."""
+    """An input or output; -1 means any size."""
 
     name: str
     datatype: str
@@ -97,7 +92,7 @@ class Port:
 
 
 def inputs(*, has_texts: bool, stream: bool) -> list[Port]:
-    """Return the inputs of a model: sources (one if it streams), and every option that a tensor can hold."""
+    """Return the inputs of a model: sources, and each option that a tensor can hold."""
     number = 1 if stream else ANY
     texts = [Port("text_input", "BYTES", (number,))] if has_texts else []
     ids = [Port("input_ids", "INT64", (ANY,) if stream else (ANY, ANY))]
@@ -106,7 +101,7 @@ def inputs(*, has_texts: bool, stream: bool) -> list[Port]:
 
 
 def outputs(*, has_texts: bool, stream: bool) -> list[Port]:
-    """Return the outputs of a model; a stream has one answer, and no dimension for more."""
+    """Return the outputs of a model; those of a stream have no batch dimension."""
     there = {name: output for name, output in OUTPUTS.items() if has_texts or name != "text_output"}
     if not stream:
         return [Port(name, datatype, (ANY,) * rank) for name, (datatype, rank) in there.items()]
@@ -143,7 +138,6 @@ def _ports(kind: str, ports: list[Port], *, optional: bool) -> Iterator[str]:
 
 
 def _options() -> Iterator[Port]:
-    """Yield the options of decoding whose values a tensor can have."""
     for name, kind in typing.get_type_hints(DecodeConfig).items():
         kinds = typing.get_args(kind) if typing.get_origin(kind) in (types.UnionType, typing.Union) else (kind,)
         several = any(typing.get_origin(one) is tuple for one in kinds)

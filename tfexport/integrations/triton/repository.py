@@ -1,10 +1,10 @@
-"""Write a model repository for Triton: whole or not at all, and never over what is somebody else's.
+"""Write a model repository for Triton atomically, without replacing foreign files.
 
-NAME/config.pbtxt           what Triton is told of the model
-NAME/1/model.py             what its Python backend runs
-NAME/1/bundle/              a copy of the bundle, every byte checked
-NAME_stream/                the same as a model that streams, with a copy of its own: each can be moved alone
-tfexport.json               the sum of every other file
+NAME/config.pbtxt           configuration of the model
+NAME/1/model.py             program for Triton's Python backend
+NAME/1/bundle/              a checked copy of the bundle
+NAME_stream/                the same model with streaming; has its own copy, so that each can be moved separately
+tfexport.json               sha256 of every other file
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SEAL = "tfexport.json"
 FORMAT_VERSION = 1
 MAX_SEAL_BYTES = 16 * 1024 * 1024
 STREAM_SUFFIX = "_stream"
-# What Python leaves beside a file that it runs.
+# Python writes this next to a file that it runs.
 _COMPILED = re.compile(rf"[^/]+/{VERSION}/__pycache__/model\.[\w.-]+\.pyc")
 _ADVICE = "--force replaces only what tfexport wrote: move that elsewhere, or choose another name"
 _MODEL = '''"""Serves the bundle beside this file; written by tfexport {version}."""
@@ -64,26 +64,26 @@ def write_repository(
     report: Callable[[str], None] = lambda line: None,
     **loading: Any,
 ) -> Path:
-    """Write a model repository that appears under `output` whole or not at all.
+    """Write a model repository that appears in `output` complete or not at all.
 
     Args:
-        bundles: by the name of their model.
-        output: directory to make; missing parents are made, a symbolic link is followed.
+        bundles: paths by model name.
+        output: directory to create, including its parents; a symbolic link is followed.
         serving: slots, queue and limits of each engine.
-        limits: of a request.
-        stream: add a model that streams for each bundle, which holds the weights a second time.
-        force: replace a repository that tfexport wrote and nobody has changed, or an empty directory.
-        trusted_keys: files of public keys, one of which must have signed each bundle; None takes whosever.
-        report: told what happens, a line at a time.
+        limits: limits of a request.
+        stream: add a streaming model for each bundle; it loads the weights a second time.
+        force: replace an empty directory, or an unchanged repository that tfexport wrote.
+        trusted_keys: files of public keys, one of which must have signed each bundle; None accepts every bundle.
+        report: called with a line about each step.
         loading: options of `tfexport.load`: backend, form, device, engine, threads.
 
     Returns:
         The directory, without symbolic links.
 
     Raises:
-        ConfigError: two models have the same name, or `output` can be no path.
-        BundleError: a bundle is damaged, or generates no text; `output` is taken, or cannot be written, and what was
-            there is still there.
+        ConfigError: two models have the same name, or `output` is not a valid path.
+        BundleError: a bundle is damaged or generates no text, or `output` is taken or not writable. Existing files are
+            unchanged.
     """
     output = checked_path(output, "output")
     target = Path(os.path.realpath(output))
@@ -122,7 +122,6 @@ def _open(path: Path, keys: TrustedKeys | None) -> Bundle:
 
 
 def _write_model(folder: Path, told: str, bundle: Bundle) -> None:
-    """Write the directory of a model, with a copy of its bundle that was checked."""
     copy = folder / VERSION / BUNDLE
     copy.mkdir(parents=True)
     (folder / "config.pbtxt").write_text(told, encoding="utf-8")
@@ -130,7 +129,7 @@ def _write_model(folder: Path, told: str, bundle: Bundle) -> None:
     program = _MODEL.format(version=own, install=extra_command("cpu", own))
     (folder / VERSION / "model.py").write_text(program, encoding="utf-8")
     for name in sorted(own_names(bundle.path, bundle.manifest.files)):
-        if (bundle.path / name).exists():  # a signature and logs of engines need not be there
+        if (bundle.path / name).exists():  # signatures and engine logs are optional
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(bundle.path / name, copy / name)
     if open_bundle(copy).sha256 != bundle.sha256:
@@ -138,20 +137,13 @@ def _write_model(folder: Path, told: str, bundle: Bundle) -> None:
 
 
 def _seal(folder: Path) -> None:
-    """Write down what is ours."""
     files = {name: _sum(folder / name) for name, _ in walk(folder)}
     sealed = seal({"format_version": FORMAT_VERSION, "tfexport": version("tfexport"), "files": files})
     (folder / SEAL).write_bytes(sealed)
 
 
 def _check_replaceable(folder: Path, output: Path, force: bool) -> None:
-    """Refuse an output that is taken by anything but what may be replaced.
-
-    Args:
-        folder: where it lies just now.
-        output: how the user calls it.
-        force: whether a repository may be replaced.
-    """
+    # `folder` is the current place of the files that the user calls `output`.
     if not os.path.lexists(folder):
         return
     if not folder.is_dir():
@@ -175,7 +167,6 @@ def _check_replaceable(folder: Path, output: Path, force: bool) -> None:
 
 
 def _sealed(folder: Path, output: Path) -> dict[str, str]:
-    """Return the sums of what was written, by name."""
     status = os.lstat(folder / SEAL)
     if plain_problem(SEAL, status) or status.st_size > MAX_SEAL_BYTES:
         raise BundleError(f"output {output}: {SEAL} is no plain file of at most {MAX_SEAL_BYTES} bytes; {_ADVICE}")

@@ -1,4 +1,4 @@
-"""Requests and answers in the tensors of Triton's Python backend."""
+"""Read requests from tensors of Triton's Python backend, and answer them."""
 
 from __future__ import annotations
 
@@ -33,25 +33,19 @@ from tfexport.serve.inference import (
 
 _DATATYPES = {"bool": "BOOL", "int64": "INT64", "float32": "FP32", "float64": "FP64", "object": "BYTES"}
 _NUMPY = {datatype: name for name, datatype in _DATATYPES.items()}
-# Parameters of Triton are no lists: these are written as JSON in a text.
+# Triton's parameters cannot be lists, so these options are JSON in a string.
 _LISTS = ("suppress_tokens", "bad_words_ids", "eos_token_id", "forced_eos_token_id")
 
 
 def read_request(request: Any, limits: Limits, *, stream: bool) -> tuple[list[Source], list[dict[str, Any]]]:
     """Return the sources of a request, and the arguments of `submit` for each.
 
-    Args:
-        request: of Triton's Python backend.
-        limits: of a request.
-        stream: whether it has one source, without a dimension for more.
-
-    Raises:
-        InvalidRequestError: an input or parameter is wrong.
+    If `stream`, the request has one source, and its tensors have no batch dimension.
     """
     tensors: dict[str, Tensor] = {}
     left = limits.max_body_bytes
     for given in request.inputs():
-        tensor, size = _read(given.name(), _array(given))
+        tensor, size = _read(given.name(), given.as_numpy())
         if (left := left - size) < 0:
             raise InvalidRequestError(f"the inputs are above the limit of {limits.max_body_bytes} bytes; send less")
         tensors[tensor.name] = tensor
@@ -62,14 +56,14 @@ def read_request(request: Any, limits: Limits, *, stream: bool) -> tuple[list[So
 
 
 def part_outputs(items: Sequence[str] | Sequence[int]) -> dict[str, Tensor]:
-    """Return the outputs of a stream for new pieces of the text, or new tokens."""
+    """Return a stream's outputs for new pieces of text or new tokens."""
     if isinstance(items[0], str):
         return {"text_output": Tensor("text_output", "BYTES", (1,), ["".join(map(str, items))])}
     return {"output_ids": Tensor("output_ids", "INT64", (len(items),), items)}
 
 
 def last_outputs(answer: Answer) -> dict[str, Tensor]:
-    """Return the last outputs of a stream: no text is left, and all ids."""
+    """Return a stream's last outputs: an empty text and all ids."""
     values: dict[str, Sequence[Any]] = {
         **({"text_output": [""]} if isinstance(answer, Result) else {}),
         "output_ids": answer.token_ids,
@@ -80,20 +74,14 @@ def last_outputs(answer: Answer) -> dict[str, Tensor]:
 
 
 def as_array(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """Return an output as an array; texts are bytes in objects."""
+    """Return an output as an array; text becomes bytes in an object array."""
     values: Iterable[Any] = tensor.values
     if tensor.datatype == "BYTES":
         values = [text.encode() for text in tensor.values]
     return np.array(values, dtype=_NUMPY[tensor.datatype]).reshape(tensor.shape)
 
 
-def _array(tensor: Any) -> np.ndarray[Any, Any]:
-    array: np.ndarray[Any, Any] = tensor.as_numpy()
-    return array
-
-
 def _read(name: str, array: np.ndarray[Any, Any]) -> tuple[Tensor, int]:
-    """Return an input, and how many bytes it has."""
     if array.size == 0:
         raise InvalidRequestError(f"input {name} has the shape {list(array.shape)}, expected sizes above 0")
     values, datatype = array.ravel().tolist(), _DATATYPES[array.dtype.name]
@@ -106,7 +94,6 @@ def _read(name: str, array: np.ndarray[Any, Any]) -> tuple[Tensor, int]:
 
 
 def _parameters(request: Any) -> dict[str, Any]:
-    """Return the parameters of a request, lists among them as such."""
     try:
         given: dict[str, Any] = parse_json((request.parameters() or "{}").encode())
     except ValueError as error:
@@ -117,7 +104,7 @@ def _parameters(request: Any) -> dict[str, Any]:
 
 
 def _with_ids(source: Source, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options with the prefix as ids where the source is ids."""
+    # If the source is a list of ids, the prefix is one too.
     prefix = given.get("prefix")
     is_listed = isinstance(prefix, str) and not isinstance(source, str)
     return {**given, "prefix": _parsed("prefix", prefix)} if is_listed else dict(given)
@@ -131,12 +118,12 @@ def _parsed(name: str, text: Any) -> Any:
 
 
 logger = logging.getLogger(__name__)
-# Seconds between looks at whether clients have gone.
+# Seconds between checks for cancelled requests.
 GONE_S = 0.1
 
 
 class Reply(Protocol):
-    """Sends the answer to a request; nothing may be called after its last part or its error."""
+    """Sends the answer to a request; unusable after the last part or an error."""
 
     def send(self, outputs: Mapping[str, Tensor], *, is_last: bool) -> None:
         """Send tensors."""
@@ -145,12 +132,12 @@ class Reply(Protocol):
         """Send an error."""
 
     def is_gone(self) -> bool:
-        """Return whether nobody waits for it any more."""
+        """Return whether the client has cancelled the request."""
         ...
 
 
 class Answering:
-    """Holds the requests of an engine that are not answered yet; it belongs to the engine's event loop."""
+    """Tracks an engine's unanswered requests; use it only on the engine's event loop."""
 
     def __init__(self, engine: Engine, *, stream: bool) -> None:
         self._engine, self._stream = engine, stream
@@ -159,7 +146,7 @@ class Answering:
         self._watcher = asyncio.create_task(self._watch())
 
     def take(self, sources: Sequence[Source], options: Sequence[Mapping[str, Any]], reply: Reply) -> None:
-        """Ask the engine, and answer when it has."""
+        """Submit a request to the engine, and answer it when it is done."""
         try:
             if self._stream:
                 asked = [submit(self._engine, sources[0], options[0], stream=True)]
@@ -174,7 +161,7 @@ class Answering:
         task.add_done_callback(self._tasks.discard)
 
     async def finish(self) -> None:
-        """Answer all that was taken, and stop the engine."""
+        """Answer all accepted requests and stop the engine."""
         await self._engine.drain()
         await asyncio.gather(*self._tasks)
         self._watcher.cancel()
@@ -198,18 +185,16 @@ class Answering:
         return outputs_of(found, self._engine.model.spec.tokens.pad)
 
     async def _streamed(self, asked: Asked, reply: Reply) -> dict[str, Tensor]:
-        """Send what comes as it comes; return what is left for the end."""
-        async for items in asked.together():  # to send takes as long as a step of a small model
+        async for items in asked.together():  # sending takes as long as a step of a small model, so send items together
             reply.send(part_outputs(items), is_last=False)
         return last_outputs((await asked)[0])
 
     def _close(self, reply: Reply) -> None:
-        """Forget a reply before its end is sent: Triton may not be asked of it any more."""
+        # Triton must not be asked about a reply after its end was sent, so forget the reply first.
         for one in self._open.pop(reply):
             one.cancel()
 
     async def _watch(self) -> None:
-        """Cancel what nobody waits for."""
         while True:
             await asyncio.sleep(GONE_S)
             for reply, asked in tuple(self._open.items()):
@@ -222,10 +207,10 @@ Found = TypeVar("Found")
 
 
 class EngineThread:
-    """An engine on an event loop in a thread of its own; it has to be used on that event loop."""
+    """An engine on an event loop in its own thread; use the engine on that loop only."""
 
     def __init__(self, bundle: str | PathLike[str], config: ServingConfig, **options: Any) -> None:
-        """Start the thread, and the engine on it; arguments are those of `Engine`, errors those of `Engine.start`."""
+        """Start the thread and the engine; arguments and errors are those of `Engine`."""
         self.engine = Engine(bundle, config, **options)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="tfexport-loop", daemon=True)
@@ -237,15 +222,15 @@ class EngineThread:
             raise
 
     def run(self, coroutine: Coroutine[Any, Any, Found]) -> Found:
-        """Run a coroutine on the event loop, and wait for what it returns or raises."""
+        """Run a coroutine on the event loop, and wait for its result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def call_soon(self, function: Callable[..., object], *args: Any) -> None:
-        """Call a function on the event loop, after those of earlier calls."""
+        """Call a function on the event loop, after earlier calls."""
         self._loop.call_soon_threadsafe(function, *args)
 
     def stop(self) -> None:
-        """End the thread; drain the engine before."""
+        """End the thread; the engine must be drained."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

@@ -1,1 +1,1 @@
-"""From graphs to TensorRT engines: resolve, profiles, network, builder."""
+"""Build TensorRT engines from the graphs of a bundle."""

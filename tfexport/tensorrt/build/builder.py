@@ -20,13 +20,13 @@ MIB = 1024 * 1024
 # A timing cache of a large network has a few megabytes.
 MAX_TIMING_CACHE_BYTES = 1024 * MIB
 
-# The oldest compute capability with float8 (Ada).
+# The oldest compute capability that supports float8 (Ada).
 _FP8 = (8, 9)
 
 
 @dataclass(frozen=True)
 class SerializedEngine:
-    """A built plan; two builds of one graph differ in some bytes."""
+    """A built plan; two builds of the same graph differ in some bytes."""
 
     name: str
     data: bytes
@@ -35,14 +35,13 @@ class SerializedEngine:
 
 
 def resolve_options(library: Library, config: EngineConfig, gpu: Gpu | None) -> EngineConfig:
-    """Choose the compute capabilities to build for, and check all options of the builder; builds nothing.
+    """Choose the compute capabilities and check all options of the builder.
 
-    Returns:
-        The configuration with compute capabilities in order. One that the library does not name is that of the GPU at
-        hand; there are none if the library always builds for the GPU at hand.
+    In the result, compute capabilities are sorted. One that the library does not name is that of the local GPU. There
+    are no capabilities if the library always builds for the local GPU.
 
     Raises:
-        EngineError: lists everything that this library does not accept, would ignore or cannot do, with the remedy.
+        EngineError: lists every option that the library rejects, ignores or cannot satisfy, with the remedy.
     """
     capabilities, problems = _compute_capabilities(library, config.compute_capabilities, gpu)
     problems += _unsupported(library, config)
@@ -52,8 +51,11 @@ def resolve_options(library: Library, config: EngineConfig, gpu: Gpu | None) -> 
 
 
 def builder_flags(library: Library, config: EngineConfig) -> tuple[str, ...]:
-    """Return the builder flags by name; "noTF32", as trtexec calls it, clears TF32, so that float32 means float32."""
-    # TensorRT-RTX promises only with this flag that a CUDA graph can be captured; contexts get their memory anyway.
+    """Return the names of the builder flags.
+
+    "noTF32", as trtexec calls it, clears TF32, so that float32 is exact.
+    """
+    # TensorRT-RTX guarantees only with this flag that CUDA graphs can be captured. Sessions allocate memory anyway.
     has_allocation_flag = hasattr(library.trt.BuilderFlag, "REQUIRE_USER_ALLOCATION")
     flags = {"REQUIRE_USER_ALLOCATION": has_allocation_flag, "VERSION_COMPATIBLE": config.version_compatible}
     return ("noTF32", *(flag for flag, is_set in flags.items() if is_set))
@@ -65,13 +67,13 @@ def build_engine(
     options: EngineConfig,
     on_progress: Callable[[float], None] = lambda done: None,
 ) -> SerializedEngine:
-    """Build one engine with profiles of `make_profiles` and options of `resolve_options`.
+    """Build one engine from the results of `make_profiles` and `resolve_options`.
 
-    `on_progress` is called with the finished part, 0 to 1; an exception cancels the build.
+    `on_progress` is called with the finished fraction, 0 to 1; an exception cancels the build.
 
     Raises:
-        BackendError: there is a timing cache, and no GPU.
-        EngineError: the network cannot be built, or an option or profile does not fit; with the library's reasons.
+        BackendError: a timing cache is requested, but there is no GPU.
+        EngineError: the network cannot be built, or an option or profile does not fit; contains the library's reasons.
     """
     config = network.builder.create_builder_config()
     if config is None:
@@ -81,7 +83,8 @@ def build_engine(
     if options.timing_cache is not None:
         cache = attach_timing_cache(network.library, config, options.timing_cache)
     _add_profiles(network, config, profiles)
-    config.progress_monitor = monitor = _monitor(network.library, on_progress)
+    monitor: Monitor = type("TensorRTProgress", (Monitor, network.library.trt.IProgressMonitor), {})(on_progress)
+    config.progress_monitor = monitor
     memory = network.builder.build_serialized_network(network.definition, config)
     if monitor.error is not None:
         raise monitor.error
@@ -93,10 +96,9 @@ def build_engine(
 
 
 def probe(library: str, model: bytes) -> dict[str, str]:
-    """Build an engine from a small graph and load it, which shows whether a library supports this GPU.
+    """Test with a small engine whether a library supports this GPU.
 
-    Returns:
-        "" for "gpu" if it does, else what is wrong.
+    The value of "gpu" in the result is the problem, or "".
     """
     try:
         loaded = load_library(cast(Target, library))
@@ -112,7 +114,7 @@ def probe(library: str, model: bytes) -> dict[str, str]:
 
 
 def apply_options(library: Library, config: Any, options: EngineConfig) -> None:
-    """Set the options of an `IBuilderConfig`; raises `EngineError` if a compute capability is refused."""
+    """Set the options of an `IBuilderConfig`; raise `EngineError` if it refuses one."""
     trt = library.trt
     config.clear_flag(trt.BuilderFlag.TF32)
     for name in builder_flags(library, options)[1:]:
@@ -138,7 +140,9 @@ def apply_options(library: Library, config: Any, options: EngineConfig) -> None:
 
 
 def attach_timing_cache(library: Library, config: Any, directory: str) -> Path:
-    """Let an `IBuilderConfig` use the timing cache of this version and GPU in a directory, which need not exist.
+    """Attach the timing cache of this version and GPU to an `IBuilderConfig`.
+
+    The directory need not exist.
 
     Returns:
         The file to save to, such as "10.16.1.11-NVIDIA-L4.timing".
@@ -171,10 +175,10 @@ def save_timing_cache(config: Any, path: Path) -> None:
 
 
 class Monitor:
-    """Calls `on_progress` with the finished part of a build, from 0 to 1, which never falls.
+    """Calls `on_progress` with the finished fraction of a build, 0 to 1, ascending.
 
-    An exception of `on_progress`, Ctrl-C included, cancels the build and is stored in `error`, because it must not pass
-    through the library.
+    An exception of `on_progress`, including Ctrl-C, cancels the build. It is stored in `error`, because it must not
+    pass through the library.
     """
 
     def __init__(self, on_progress: Callable[[float], None]) -> None:
@@ -214,19 +218,11 @@ class Monitor:
                 self.error = error
 
 
-def _monitor(library: Library, on_progress: Callable[[float], None]) -> Monitor:
-    monitor: Monitor = type("TensorRTProgress", (Monitor, library.trt.IProgressMonitor), {})(on_progress)
-    return monitor
-
-
 def _compute_capabilities(
     library: Library, wanted: Sequence[str], gpu: Gpu | None
 ) -> tuple[tuple[str, ...], list[str]]:
-    """Choose the requested capabilities, else that of the GPU, else all portable ones; also return the problems.
-
-    The library's enum lags behind its kernels: a capability that it does not name can be built if it is that of the GPU
-    at hand, and alone. Whether there are kernels for it shows when it builds or loads.
-    """
+    # The library's enum lags behind its kernels. A capability that it does not name can be built only by itself, on a
+    # GPU that has it. A build or load shows whether the library has kernels for it.
     known = library.compute_capabilities()
     if not known:
         listed = f"compute capability {', '.join(wanted)}: it builds for the GPU at hand"
@@ -243,7 +239,7 @@ def _compute_capabilities(
 
 
 def _unsupported(library: Library, config: EngineConfig) -> Iterator[str]:
-    """Name options that a build would fail on or silently ignore."""
+    # A build would fail on these options or silently ignore them.
     if config.hardware_compatibility != "none":
         level = config.hardware_compatibility.upper()
         if library.builds_without_gpu:
@@ -266,7 +262,7 @@ def _fp8_problems(config: EngineConfig, capabilities: Sequence[str]) -> list[str
 
 
 def _add_profiles(network: Network, config: Any, profiles: Sequence[Profile]) -> None:
-    """Check profiles and add them: the library silently accepts unknown names and contradictions."""
+    # The library silently accepts unknown names and contradictions.
     problems = [problem for i, profile in enumerate(profiles) for problem in _misfits(network, i, profile)]
     raise_all(EngineError, network.subject, problems)
     for index, profile in enumerate(profiles):

@@ -1,4 +1,4 @@
-"""Parse a graph into a network, and check that TensorRT computes what the graph states."""
+"""Parse a graph into a network, and check that TensorRT will compute it correctly."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from tfexport.tensorrt.library import Library, Log, without_noise
 
 @dataclass(frozen=True)
 class Tensor:
-    """One input or output of a network; free sizes are -1, and the values of a shape input decide shapes."""
+    """An input or output of a network; free sizes are -1."""
 
     name: str
     dtype: str
     shape: Shape
-    is_shape_input: bool
+    is_shape_input: bool  # its values are sizes of other tensors
 
 
 @dataclass(frozen=True)
 class Graph:
-    """A graph to build: name of its plan, serialized ONNX model, and a path next to its external data."""
+    """A graph to build: plan name, serialized ONNX model, and path for external data."""
 
     name: str
     data: bytes
@@ -37,7 +37,7 @@ class Graph:
 
 @dataclass(frozen=True)
 class Network:
-    """A parsed graph with the name of its plan, and everything that has to live as long as it."""
+    """A parsed graph, and the objects that must live as long as it."""
 
     name: str
     library: Library
@@ -47,23 +47,23 @@ class Network:
     parser: Any  # owns the weights
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
-    layers: Mapping[str, int]  # by the name of their type
+    layers: Mapping[str, int]  # number of layers by type
 
     @property
     def subject(self) -> str:
-        """The subject of errors."""
+        """Subject of errors."""
         return f"{self.library.target} {self.library.version}: {self.name}"
 
 
 def parse_graph(library: Library, graph: Graph) -> Network:
     """Parse a graph and check its attention and caches.
 
-    Attention is marked as decomposable: there are no fused kernels for float32, nor for every head size.
+    Attention is marked as decomposable, because fused kernels exist neither for float32 nor for every head size.
 
     Raises:
-        BackendError: this library parses on a GPU only, and there is none.
-        EngineError: lists every node that cannot be parsed, with the reason, all attention that would be computed
-            wrongly, and all caches that are read in another way than through their update.
+        BackendError: the library parses only on a GPU, and there is none.
+        EngineError: lists every node that cannot be parsed, attention that would be computed wrongly, and layers that
+            read a cache before its update.
     """
     subject = f"{library.target} {library.version}: {graph.path.name}"
     if not graph.data:
@@ -90,7 +90,7 @@ def parse_graph(library: Library, graph: Graph) -> Network:
     problems += [problem for name, problem in found if not any(repr(name) in known for known in problems)]
     raise_all(EngineError, subject, problems + _cache_problems(library, layers))
     for layer in attention:
-        # A fused kernel is used anyway if there is one. If there is none, as for float32, the build would fail.
+        # A fused kernel is still used if there is one. Without this flag, the build fails if there is none.
         layer.decomposable = True
     return Network(
         name=graph.name,
@@ -106,7 +106,7 @@ def parse_graph(library: Library, graph: Graph) -> Network:
 
 
 def check_contract(network: Network, contract: GraphSpec) -> None:
-    """Raise `EngineError` if names or types of inputs and outputs differ from the contract."""
+    """Raise `EngineError` if a name or type differs from the contract."""
     problems = []
     for found, expected in ((network.inputs, contract.inputs), (network.outputs, contract.outputs)):
         got = {tensor.name: tensor.dtype for tensor in found}
@@ -120,7 +120,6 @@ def check_contract(network: Network, contract: GraphSpec) -> None:
 
 
 def _describe(error: Any) -> str:
-    """Spell a `ParserError`: operator, node and reason."""
     node = " ".join(part for part in (error.node_operator(), repr(error.node_name())) if part.strip("'"))
     reason = f"{error.code().name} {without_noise(error.desc())}"
     return f"{node}: {reason}" if node else reason
@@ -131,17 +130,17 @@ def _tensor(library: Library, tensor: Any) -> Tensor:
 
 
 def _attention(library: Library, layers: list[Any]) -> Iterator[Any]:
-    """Find each `IAttention`; versions without it refuse the operator in their parser."""
+    # Versions without `IAttention` refuse the operator in their parser.
     kind = getattr(library.trt.LayerType, "ATTENTION_INPUT", None)
     for layer in layers:
         if kind is not None and layer.type == kind:
-            # The network returns plain layers; the bindings downcast them in this way.
+            # The network returns base-class layers; the bindings downcast them in this way.
             layer.__class__ = library.trt.IAttentionInputLayer
             yield layer.attention
 
 
 def _attention_problems(graph: bytes) -> list[str]:
-    """Name attention that the parser misreads; the network does not show attributes that the parser drops."""
+    # The network does not show attributes that the parser drops, so check the graph.
     if importlib.util.find_spec("onnx") is None:
         return [f"the graph has attention, which cannot be checked without onnx; {install_command('onnx')}"]
     from tfexport.export.attention_check import attention_problems
@@ -150,7 +149,7 @@ def _attention_problems(graph: bytes) -> list[str]:
 
 
 def _causal_problem(attention: Any) -> str | None:
-    """Refuse the library's own causal mask, which counts from the first key even if there is a cache."""
+    # The library's own causal mask counts from the first key, even if there is a cache.
     if hasattr(attention, "causal_kind"):
         kind = attention.causal_kind.name
     else:  # TensorRT 10 knows one kind only
@@ -166,7 +165,7 @@ def _causal_problem(attention: Any) -> str | None:
 
 
 def _cache_problems(library: Library, layers: list[Any]) -> list[str]:
-    """Refuse layers that read a cache before its update: the update writes into the same memory, earlier or later."""
+    # A cache update writes in place, so other layers may see the cache before or after it.
     kind = getattr(library.trt.LayerType, "KV_CACHE_UPDATE", None)
     caches = {layer.get_input(0).name: layer.name for layer in layers if kind is not None and layer.type == kind}
     problems = []

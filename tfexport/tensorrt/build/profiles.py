@@ -1,7 +1,7 @@
-"""The optimization profiles of all engines of a bundle.
+"""Create the optimization profiles of all engines of a bundle.
 
-A shape in trtexec's spelling binds dimensions, not tensors: "source_ids:4x64" means batch = 4 and source_len = 64
-wherever they occur, so that all inputs of all engines are consistent.
+A shape in trtexec's syntax sets dimensions, not tensors. "source_ids:4x64" sets batch = 4 and source_len = 64 in all
+inputs of all engines, so that they are consistent.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from tfexport.tensorrt.config import (
 # Candidates of a step by default, and the limit of TensorRT's TopK.
 MAX_CANDIDATES, TOPK_LIMIT = 256, 3840
 
-# Tokens of a prompt that a decoder reads at once by default; a session splits longer ones. The activations of a prefill
-# grow with it, in fp32 with its square.
+# Tokens of a prompt that a decoder reads at once by default; a session splits longer prompts. The activations of a
+# prefill grow linearly with it, in fp32 quadratically.
 PREFIX_PIECE = 16
 
-# Minimum of each range; 1 for all others. A session always needs the smallest sizes: it starts without past, and its
-# last source is a batch of one. A prefill of one token is a step.
+# Allowed minimum of each range; (1,) for all others. A session needs the smallest sizes, because it starts without past
+# and its last source is a batch of one. A prefill of one token is a step.
 _LEAST = {"past_len": (0,), "target_len": (1, 2)}
 
 Bound = Literal["min", "opt", "max"]
@@ -52,7 +52,7 @@ _ENTRY = re.compile(r"\s*(.+):([0-9]{1,9}(?:x[0-9]{1,9})*)\s*")
 
 @dataclass(frozen=True)
 class Range:
-    """Smallest, usual and largest size of a dimension; TensorRT tunes for the usual one."""
+    """Smallest, usual (tuned) and largest size of a dimension."""
 
     min: int
     opt: int
@@ -61,22 +61,16 @@ class Range:
 
 @dataclass(frozen=True)
 class Profiles:
-    """The profiles of all engines by plan name, `STEP` and `PREFILL` for a decoder, and the largest sizes."""
+    """Limits, and the profiles of all engines by plan name."""
 
     limits: EngineLimits
     engines: Mapping[str, tuple[Profile, ...]]
 
 
 def make_profiles(spec: ModelSpec, form: Form, config: EngineConfig) -> Profiles:
-    """Derive the profiles of all engines from limits and shapes.
+    """Derive the profiles of all engines; raise `ConfigError` with every problem.
 
-    Args:
-        spec: of the bundle; its lengths are the default limits.
-        form: of the decoder; unused for encoder-only bundles.
-        config: max_batch, the two lengths, the capacities and the three texts of shapes.
-
-    Raises:
-        ConfigError: lists every limit above the model's and every shape that is unknown, contradictory or out of range.
+    The lengths of `spec` are the default limits. `form` is ignored for encoder-only bundles.
     """
     problems = _limit_problems(spec, form, config)
     raise_all(ConfigError, "engine", problems)
@@ -135,7 +129,6 @@ def _limits(spec: ModelSpec, form: Form, config: EngineConfig) -> EngineLimits:
 
 
 def _graphs(spec: ModelSpec, form: Form, decoders: Mapping[str, int]) -> dict[str, GraphSpec]:
-    """Return the contract of each plan, with the capacity of decoders as a number."""
     graphs = {ENCODER: encoder_graph(spec)}
     for plan, capacity in decoders.items():
         decoder = decoder_graph(spec, form)
@@ -150,7 +143,7 @@ def _graphs(spec: ModelSpec, form: Form, decoders: Mapping[str, int]) -> dict[st
 
 
 def _ranges(spec: ModelSpec, form: Form, limits: EngineLimits, piece: int) -> dict[str, Range]:
-    """Return each free dimension; `target_len` is that of the prefill, which reads a `piece` of a prompt at once."""
+    # `target_len` is the size of a prefill, which reads `piece` tokens of a prompt at once.
     ranges = {"batch": _up_to(limits.max_batch), "source_len": _up_to(limits.max_source_length)}
     if spec.has_decoder:
         most = limits.max_target_length
@@ -166,7 +159,7 @@ def _ranges(spec: ModelSpec, form: Form, limits: EngineLimits, piece: int) -> di
 
 
 def _widths(spec: ModelSpec, capacity: int, ranges: Mapping[str, Range]) -> Range:
-    """Return the numbers in a row of a cache tensor: the target's of `capacity` tokens, or the source's."""
+    # Elements in a row of a cache, which has `capacity` target tokens or a source's tokens.
     narrow, wide = sorted((spec.cache_heads * spec.head_dim, spec.cache_heads * spec.value_dim))
     longest = max(capacity, ranges["source_len"].max, ranges["past_len"].max if "past_len" in ranges else 0)
     return Range(narrow, wide * capacity, wide * longest)
@@ -177,7 +170,6 @@ def _up_to(most: int) -> Range:
 
 
 def _bind(bound: Bound, config: EngineConfig, graphs: Mapping[str, GraphSpec], problems: list[str]) -> dict[str, int]:
-    """Read one of the three texts and return the dimensions that it sets; appends problems."""
     option = f"{bound}_shapes"
     tensors = {
         tensor.name: tensor
@@ -191,7 +183,7 @@ def _bind(bound: Bound, config: EngineConfig, graphs: Mapping[str, GraphSpec], p
         if name not in tensors:
             problems.append(f"{option} has {shortened(name)}, expected among {', '.join(tensors)}")
             continue
-        # For a shape input, its value is given.
+        # The text contains the value of a shape input, not its shape.
         dims = (NUM_CANDIDATES,) if name == NUM_CANDIDATES else tensors[name].shape
         spelled = "x".join(map(str, dims))
         if len(shape) != len(dims):
@@ -209,7 +201,7 @@ def _bind(bound: Bound, config: EngineConfig, graphs: Mapping[str, GraphSpec], p
 
 
 def _entries(option: str, text: str, problems: list[str]) -> Iterator[tuple[str, Shape]]:
-    """Split "name:1x2,other:3", trtexec's spelling; a name may contain dots and colons."""
+    # trtexec's syntax, "name:1x2,other:3". A name may contain dots and colons.
     seen = set()
     for entry in text.split(",") if text.strip() else ():
         match = _ENTRY.fullmatch(entry)
@@ -223,7 +215,7 @@ def _entries(option: str, text: str, problems: list[str]) -> Iterator[tuple[str,
 
 
 def _follow(bound: Mapping[Bound, dict[str, int]]) -> None:
-    """Set `rows` to `batch` or the reverse if only one is given, and `new_rows` to them."""
+    # Each of `batch` and `rows` defaults to the other; `new_rows` always equals `rows`.
     for sizes in bound.values():
         for given, other in (("batch", "rows"), ("rows", "batch")):
             if given in sizes:
@@ -233,7 +225,7 @@ def _follow(bound: Mapping[Bound, dict[str, int]]) -> None:
 
 
 def _override(size: Range, given: Mapping[Bound, int]) -> Range:
-    """Apply the given bounds; a usual size that is not given moves between them."""
+    # An `opt` size that is not set is clamped to the bounds.
     least, most = given.get("min", size.min), given.get("max", size.max)
     return Range(least, given.get("opt", min(max(size.opt, least), most)), most)
 
@@ -260,7 +252,7 @@ def _range_problems(spec: ModelSpec, form: Form, ranges: Mapping[str, Range], gi
 
 
 def _row_problems(ranges: Mapping[str, Range]) -> list[str]:
-    """Check that each source has the same number of rows, its beams, and that one number limits both."""
+    # Each source has the same number of rows, its beams. One number limits sources and rows.
     rows, batch = ranges["rows"], ranges["batch"]
     problems = [
         f"{bound} has batch {of_batch} and rows {of_rows}, expected a multiple"
@@ -273,11 +265,8 @@ def _row_problems(ranges: Mapping[str, Range]) -> list[str]:
 
 
 def _profiles(graph: GraphSpec, ranges: Mapping[str, Range], capacity: int | None) -> tuple[Profile, ...]:
-    """Return the profiles of a plan; only decoders have a capacity.
-
-    A prefill starts at two tokens if the capacity allows it, because one is a step. If one is among its lengths,
-    TensorRT-RTX 1.7.1 does not fuse attention of the concat form from the third layer on, and needs gigabytes for it.
-    """
+    # A prefill has at least two tokens if the capacity allows it; a single token is a step. If the range includes one,
+    # TensorRT-RTX 1.7.1 does not fuse attention of the concat form from the third layer on, and needs gigabytes for it.
     if capacity is None:
         return (_profile(graph, ranges),)
     target = ranges["target_len"]

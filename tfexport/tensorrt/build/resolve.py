@@ -1,4 +1,4 @@
-"""Resolve how the engines of a bundle are built, and prepare their graphs."""
+"""Resolve the build options of a bundle's engines, and prepare their graphs."""
 
 from __future__ import annotations
 
@@ -37,35 +37,35 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ResolvedBuild:
-    """How the engines of a bundle are built, with every choice made."""
+    """Resolved build options of the engines of a bundle."""
 
     bundle: Bundle
     library: Library
     gpu: Gpu | None
-    config: EngineConfig  # for the manifest; without the timing cache, which is a place on this machine
+    config: EngineConfig  # for the manifest; without the timing cache, which is a path on this machine
     spec: ModelSpec  # in the precision of the engines
     profiles: Profiles
     options: EngineConfig  # for the builder
-    notes: tuple[str, ...]  # on choices that may surprise
+    notes: tuple[str, ...]  # about choices that may be unexpected
 
     @property
     def form(self) -> Form | None:
-        """Of the decoder; None for encoder-only bundles."""
+        """Decoder form; None for encoder-only bundles."""
         return self.config.form
 
     @property
     def graphs(self) -> tuple[str, ...]:
-        """The graphs of the bundle that become plans, by name."""
+        """Names of the bundle's graphs that become plans."""
         return (ENCODER,) if self.form is None else (ENCODER, DECODER[self.form])
 
     @property
     def is_exported_again(self) -> bool:
-        """Whether the bundle has another precision, so that the graphs are exported again."""
+        """Whether the graphs are exported again, in a precision that the bundle lacks."""
         return self.spec.precision != self.bundle.manifest.spec.precision
 
     @property
     def sources(self) -> dict[str, str]:
-        """The sha256 of every file of the bundle that the engines are made from, by name."""
+        """The sha256 of every bundle file that the engines are made from, by name."""
         files = self.bundle.manifest.files
         names = [self.bundle.manifest.graphs[graph].file for graph in self.graphs]
         return {name: files[name].sha256 for name in (*names, WEIGHTS) if name in files}
@@ -79,7 +79,7 @@ class ResolvedBuild:
         return decoder_graph(self.spec, self.form)
 
     def aliases(self, plan: str) -> dict[str, str]:
-        """Return output to input for outputs that share memory: present and past in the static form."""
+        """Return output to input for outputs that share memory, in the static form."""
         if self.form != "static" or plan in (ENCODER, REORDER):
             return {}
         pasts, presents = (key_value_names(prefix, self.spec.layers) for prefix in ("past", "present"))
@@ -87,11 +87,7 @@ class ResolvedBuild:
 
 
 def resolve(bundle: Bundle, config: EngineConfig, library: Library, gpu: Gpu | None) -> ResolvedBuild:
-    """Make every choice that the configuration leaves open; builds nothing.
-
-    Raises:
-        EngineError: lists everything that the bundle or the library does not support.
-    """
+    """Resolve all build options; raise `EngineError` with every problem."""
     problems = _bundle_problems(bundle, config)
     notes: list[str] = []
     form = _form(bundle, config, library, problems, notes)
@@ -115,16 +111,13 @@ def resolve(bundle: Bundle, config: EngineConfig, library: Library, gpu: Gpu | N
 
 
 def prepare_graphs(resolved: ResolvedBuild, directory: Path, report: Callable[[str], None]) -> list[Graph]:
-    """Make the graph of every plan.
+    """Create the graph of every plan.
 
-    Args:
-        resolved: the build.
-        directory: empty; takes graphs and weights that the bundle does not have.
-        report: called with a line about each step.
+    `directory` must be empty; it receives graphs and weights that the bundle lacks.
 
     Raises:
-        GraphError: a graph cannot be made.
-        ModuleNotFoundError: onnx, or for another precision PyTorch, is not installed.
+        GraphError: a graph cannot be created.
+        ModuleNotFoundError: onnx, or PyTorch for another precision, is not installed.
     """
     config, manifest, folder = resolved.config, resolved.bundle.manifest, resolved.bundle.path
     entries = {name: manifest.graphs[name] for name in resolved.graphs}
@@ -162,7 +155,6 @@ def _bundle_problems(bundle: Bundle, config: EngineConfig) -> list[str]:
 
 
 def _form(bundle: Bundle, config: EngineConfig, library: Library, problems: list[str], notes: list[str]) -> Form | None:
-    """Choose the form of the decoder; appends problems and notes."""
     if not bundle.manifest.spec.has_decoder:
         if config.form is not None:
             problems.append(f"form is {config.form}, but an encoder alone has no decoder; leave it out")
@@ -186,7 +178,6 @@ def _form(bundle: Bundle, config: EngineConfig, library: Library, problems: list
 
 
 def _static_problem(spec: ModelSpec, library: Library) -> str | None:
-    """Explain why the library cannot build the static form of a model."""
     if not library.updates_caches_in_place:
         return f"which {library.target} {library.version} has no layer for, unlike TensorRT 10.15 and newer"
     if spec.head_dim != spec.value_dim:

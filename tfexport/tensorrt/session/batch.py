@@ -1,4 +1,4 @@
-"""A running batch on engines: its rows, and their slots on the device."""
+"""Decode a batch of sources on TensorRT engines."""
 
 from __future__ import annotations
 
@@ -19,15 +19,18 @@ from tfexport.tensorrt.session.replica import Replica, ReplicaPool
 
 
 class TrtBatch(CheckedBatch):
-    """Sources that a replica decodes; the replica goes back to the session when the batch is garbage collected.
+    """Sources that a replica decodes.
 
-    Static form: the device decodes a power of two of slots, whose sources have a power of two of tokens, so that a few
-    CUDA graphs serve all batches; unused parts are masked. When a source leaves, its slot is free, and nothing happens
-    on the device. New sources are encoded into the first slots, where the buffers begin; sources in the way move to
-    free slots. If a quarter of the slots is enough, the sources close up. The caches have the smallest capacity that
-    engines were built for, and a larger one when a row reaches its end.
+    The replica returns to the pool when the batch is garbage collected.
 
-    Concat form: all rows have one length, so sources start together, with equally long prompts, and may leave.
+    Static form: the number of slots and their source length are powers of two, so that a few CUDA graphs serve all
+    batches. Unused parts are masked. When a source leaves, its slot becomes free without work on the device. New
+    sources are encoded into the first slots, where the buffers begin; sources in these slots move to free ones. The
+    batch is compacted if a quarter of its slots is enough. The caches have the smallest capacity that is enough, and
+    grow with the longest row.
+
+    Concat form: all rows have one length, so sources start together with prompts of equal length. They may leave at any
+    time.
     """
 
     def __init__(
@@ -39,16 +42,16 @@ class TrtBatch(CheckedBatch):
         capacities: Sequence[int],
         open_pool: Callable[[], ReplicaPool],
     ) -> None:
-        """Start without a source.
+        """Create an empty batch.
 
-        `limits` are those of the engines, `spec` has those of the model; `open_pool` raises if the session is closed.
+        `limits` are those of the engines, `spec` has those of the model. `open_pool` raises if the session is closed.
         """
         super().__init__(spec, width)
         self.can_join = form == "static"
         self._form, self._limits, self._open_pool = form, limits, open_pool
         self._capacities = capacities
         self._layout = BatchLayout(0, width, 0, 0, np.empty(0, np.int64))
-        self._source_mask: Mask = np.empty((0, 0), np.bool_)  # of the sources, not of the slots
+        self._source_mask: Mask = np.empty((0, 0), np.bool_)  # by source, not by slot
         self._replica: Replica | None = None
 
     def _add(self, source_ids: Ids, source_mask: Mask, prompts: Prompts) -> None:
@@ -105,11 +108,11 @@ class TrtBatch(CheckedBatch):
 
     @property
     def _past_len(self) -> int:
-        """Tokens in the cache of every row, in the concat form."""
+        # In the concat form, all rows have one length.
         return int(self.lengths[0]) if self.lengths.size else 0
 
     def _num_slots(self, num_sources: int) -> int:
-        """Return the number of slots: the current one, unless that is too small or a quarter of it is enough."""
+        # Keep the number of slots unless it is too small, or a quarter of it is enough.
         most = self._limits.rows.most
         if self._form == "concat" or not most:
             return num_sources
@@ -117,19 +120,17 @@ class TrtBatch(CheckedBatch):
         return now if self._layout.slots.size and size <= now < 4 * size else size
 
     def _padded_length(self, new: Mask) -> int:
-        """Return the source tokens of a slot for the longest source, the new ones included."""
         longest = max(int(mask.sum(1).max()) for mask in (self._source_mask, new) if mask.size)
         most = self._limits.source_length.most
         return bucket(longest, most) if self._form == "static" and most else longest
 
     def _capacity(self, longest: int) -> int:
-        """Return the capacity for rows of `longest` tokens; it shrinks only if half of the smaller one is enough."""
+        # Shrink only if half of the smaller capacity is enough, because rows will grow.
         enough = next(capacity for capacity in self._capacities if capacity >= longest)
         now = self._layout.capacity if self._layout.slots.size else 0
         return now if enough < now and 2 * longest > enough else enough
 
     def _fit(self, replica: Replica) -> None:
-        """Close up if far fewer slots are enough, and enlarge the caches if a row is at their end."""
         before = self._layout
         size, longest = self._num_slots(before.slots.size), int(self.lengths.max()) + 1
         capacity = before.capacity if longest <= before.capacity else self._capacity(longest)
@@ -154,7 +155,7 @@ class TrtBatch(CheckedBatch):
 
 
 def check_limit(what: str, number: int, limit: Limit) -> None:
-    """Raise `InputError` if engines take less."""
+    """Raise `InputError` if a number is above the limit of the engines."""
     if limit.is_below(number):
         raise InputError(
             f"trt: {number} {what}, the limit is {limit.most} for these engines; ask for less{limit.for_more(number)}"
@@ -162,25 +163,21 @@ def check_limit(what: str, number: int, limit: Limit) -> None:
 
 
 def _resized(array: NDArray[Any], source_len: int) -> NDArray[Any]:
-    """Pad sources to [sources, source_len], or drop columns of padding."""
+    # Columns after source_len contain only padding.
     resized = np.zeros((len(array), source_len), array.dtype)
     resized[:, : array.shape[1]] = array[:, :source_len]
     return resized
 
 
 def _by_slot(layout: BatchLayout, source_mask: Mask) -> Mask:
-    """Return the masks of all slots, [size, source_len]; a free slot reads one token, because softmax needs one."""
     mask = np.zeros((layout.size, layout.source_len), np.bool_)
-    mask[:, 0] = True
+    mask[:, 0] = True  # in a free slot too, because softmax needs a token
     mask[layout.slots] = source_mask
     return mask
 
 
 def _all_but_last(prompts: Prompts) -> Ids:
-    """Stack prompts without their last tokens, int64 [prompts, longest - 1].
-
-    A short one is padded with its last token. What that writes is past the end of its row, where later tokens go.
-    """
+    # Padding repeats the last token. Its cache entries are past the end of the row, where later tokens overwrite them.
     longest = max(map(len, prompts)) - 1
     rows = [[*prompt, *[prompt[-1]] * longest][:longest] for prompt in prompts]
     return np.array(rows, np.int64).reshape(len(rows), longest)

@@ -1,4 +1,4 @@
-"""Where the sources of a batch are on the device, and their caches, which are copied there and never on the host."""
+"""Assign sources to slots on the device, and copy their KV caches there."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tfexport.tensorrt.session.engine import MAX_GRAPHS, Context, CudaGraphRunne
 from tfexport.tensorrt.session.resources import ITEM_BYTES, DeviceResources, bytes_of, shape_of
 
 SCRATCH = "scratch"
-SlotCopy = tuple[int, int]  # from a slot, to a slot
-Pair = tuple[str, str]  # the cache that is read, the cache that gets its rows
+SlotCopy = tuple[int, int]  # source slot, target slot
+Pair = tuple[str, str]  # cache that is read, cache that is written
 
 
 def bucket(number: int, most: int) -> int:
@@ -27,11 +27,10 @@ def bucket(number: int, most: int) -> int:
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """The sources of a batch in the slots of the device.
+    """Assigns the sources of a batch to slots.
 
-    The device decodes all slots, used or not, so that its shapes stay the same. When a source leaves, only this map
-    changes: its slot is decoded on and nobody reads it.
-
+    The device decodes all slots, used or not, so that shapes do not change. When a source leaves, only this map
+    changes: its slot is still decoded, but the result is not read.
     """
 
     size: int  # number of slots, the padded batch size
@@ -42,7 +41,7 @@ class BatchLayout:
 
     @property
     def num_rows(self) -> int:
-        """Rows on the device."""
+        """Number of rows on the device."""
         return self.size * self.width
 
     @cached_property
@@ -52,10 +51,10 @@ class BatchLayout:
         return rows
 
     def fit(self, first: int, size: int) -> tuple[BatchLayout, list[SlotCopy]]:
-        """Move all sources into the slots first … size - 1, of which there are enough.
+        """Move all sources into slots first … size - 1, which must be enough.
 
         Returns:
-            The new layout and the copies for it, in any order: each goes into a free slot.
+            The new layout and its copies. Each copy goes into a free slot, so their order does not matter.
         """
         outside = (self.slots < first) | (self.slots >= size)
         free = np.setdiff1d(np.arange(first, size), self.slots)[: np.count_nonzero(outside)]
@@ -66,15 +65,15 @@ class BatchLayout:
 
 
 class Caches:
-    """Keys and values of source and target.
+    """KV caches of source and target.
 
-    Rows are the leading axis of every tensor, so that a slot is one piece of memory. Each cache of the target has a
-    twin: the contents of the buffer `past_*` move into `present_*` in another order, or one token longer, and then the
-    two swap names. Static form: each row has the memory of `capacity` tokens and is written in place; twins exist from
-    the first reorder on. Concat form: each row has the memory of past_len tokens, and each step writes the twins.
+    Rows are the leading axis of every tensor, so a slot is contiguous. Each target cache has a twin: a reorder or a
+    concat step reads `past_*` and writes `present_*`, then the two swap names. Static form: each row has memory for
+    `capacity` tokens and is written in place; the first reorder allocates the twins. Concat form: each row has memory
+    for past_len tokens, and each step writes the twins.
 
     Attributes:
-        side: 0 or 1, changes with every swap; CUDA graphs are valid for the side that they were captured on.
+        side: 0 or 1, changes with every swap; a CUDA graph is valid only for the side that it was captured on.
     """
 
     def __init__(self, device: DeviceResources, form: Form) -> None:
@@ -94,11 +93,11 @@ class Caches:
         return self._sizes((*self._cross, *self._past, *twins), layout)
 
     def twin_sizes(self, layout: BatchLayout) -> dict[str, int]:
-        """Return the size of the twins in bytes, which a reorder needs."""
+        """Return the size of each twin in bytes; a reorder needs the twins."""
         return self._sizes(self._present, layout)
 
     def copy_slots(self, layout: BatchLayout, copies: Sequence[SlotCopy], past_len: int) -> None:
-        """Queue copies of whole slots, source and rows, into free ones; `layout` contains all of them."""
+        """Queue copies of whole slots into free slots; `layout` contains all of them."""
         for names, rows in ((self._cross, 1), (self._past, layout.width)):
             for name, numbers in self._row_sizes(names, layout, past_len).items():
                 num_bytes, address = rows * numbers * self._item_bytes, self._device.memory[name]
@@ -107,10 +106,7 @@ class Caches:
                     self._device.cuda.copy(start, address + source * num_bytes, num_bytes, self._device.stream)
 
     def resize(self, before: BatchLayout, after: BatchLayout) -> None:
-        """Queue the change from one source length and capacity to another, for all slots.
-
-        New memory is zero: a masked position has weight 0, and 0 · NaN is NaN.
-        """
+        """Queue the change of all slots to another source length and capacity."""
         device = self._device
         for names, rows in ((self._cross, after.size), (self._past, after.num_rows)):
             old, new = (self._row_sizes(names, layout, 0) for layout in (before, after))
@@ -122,17 +118,19 @@ class Caches:
                 address, scratch = device.memory[name], device.memory[SCRATCH]
                 was, now = (rows * numbers[name] * self._item_bytes for numbers in (old, new))
                 device.cuda.copy(scratch, address, was, device.stream)
+                # Zeros, because a masked position has weight 0, and 0 · NaN is NaN.
                 device.cuda.clear(address, now, device.stream)
                 device.cuda.copy_2d(address, now // pieces, scratch, was // pieces, pieces, device.stream)
 
     def clear_rows(self, layout: BatchLayout, num_rows: int) -> None:
-        """Queue zeros for the first rows of the target's caches, where a NaN of an earlier batch would spread."""
+        """Queue zeros for the first rows of the target's caches."""
+        # A NaN of an earlier batch would spread.
         for name, numbers in self._row_sizes(self._past, layout, 0).items():
             num_bytes = num_rows * numbers * self._item_bytes
             self._device.cuda.clear(self._device.memory[name], num_bytes, self._device.stream)
 
     def reorder(self, layout: BatchLayout, order: Ids, past_len: int) -> None:
-        """Queue: row r becomes what row order[r] was, int64 [rows on the device]; the twins have been reserved."""
+        """Queue a reorder: row r becomes row order[r], int64 [rows]; needs the twins."""
         widths = self._row_sizes(self._past, layout, past_len)
         pairs = {(name, twin): widths[name] for name, twin in zip(self._past, self._present, strict=True)}
         key = (layout.num_rows, layout.capacity, self.side) if self._form == "static" else None
@@ -140,13 +138,13 @@ class Caches:
         self.exchange()
 
     def exchange(self) -> None:
-        """Swap the twins: what was written last is read next."""
+        """Swap the twins, so that the next step reads what was written last."""
         for past, present in zip(self._past, self._present, strict=True):
             self._device.memory.exchange(past, present)
         self.side = 1 - self.side
 
     def forget(self) -> None:
-        """Free the graphs, because buffers moved or the replica closes."""
+        """Free the CUDA graphs before buffers move or the replica closes."""
         self._reorder.forget()
 
     def _sizes(self, names: Sequence[str], layout: BatchLayout) -> dict[str, int]:
@@ -155,7 +153,7 @@ class Caches:
         return {name: bytes_of(self._tensors[name], dims) for name in names}
 
     def _row_sizes(self, names: Sequence[str], layout: BatchLayout, past_len: int) -> dict[str, int]:
-        """Return how many numbers a row of each tensor has."""
+        # In elements, not bytes.
         lengths = {"source_len": layout.source_len, "capacity": layout.capacity, "past_len": past_len}
         dims = {"batch": 1, "rows": 1, **lengths}
         return {name: math.prod(shape_of(self._tensors[name], dims)) for name in names}
@@ -163,9 +161,7 @@ class Caches:
 
 @dataclass(frozen=True)
 class _Recorded:
-    """A reorder that repeats: a context bound to each width, and the graph."""
-
-    contexts: Mapping[int, Context]
+    contexts: Mapping[int, Context]  # by row width
     runner: CudaGraphRunner
 
     def close(self) -> None:
@@ -173,7 +169,7 @@ class _Recorded:
 
 
 class CacheReorder:
-    """Gathers rows with the engine `reorder`, from each cache into its twin, so that every number moves once."""
+    """Copies rows of each cache into its twin with the `reorder` engine."""
 
     def __init__(self, device: DeviceResources) -> None:
         self._device = device
@@ -184,9 +180,12 @@ class CacheReorder:
         self._recorded: LruCache[_Recorded] = LruCache(MAX_GRAPHS, device.synchronize)
 
     def run(self, widths: Mapping[Pair, int], order: Ids, key: tuple[int, ...] | None) -> None:
-        """Queue: row r of each written cache becomes row order[r] of the cache that is read, int64 [rows].
+        """Queue a gather: row r of each written cache becomes row order[r] of its source.
 
-        `widths` has the numbers in a row by pair of caches; calls with an equal `key` share a CUDA graph.
+        Args:
+            widths: elements in a row, by pair of caches.
+            order: int64 [rows].
+            key: calls with an equal key share a CUDA graph; None does not use one.
         """
         pairs: dict[int, list[Pair]] = defaultdict(list)
         for pair, width in widths.items():
@@ -203,7 +202,7 @@ class CacheReorder:
         self._device.cuda.record(self._order_was_read, self._device.stream)
 
     def forget(self) -> None:
-        """Free the graphs."""
+        """Free the CUDA graphs."""
         self._recorded.clear()
 
     def _replay(self, pairs: Mapping[int, Sequence[Pair]], num_rows: int, key: tuple[int, ...]) -> None:

@@ -1,4 +1,7 @@
-"""An engine, its execution contexts and CUDA graphs; every refusal of the library becomes an error."""
+"""Wrap an engine, its execution contexts and CUDA graphs.
+
+Every refusal of the library becomes a `BackendError`.
+"""
 
 from __future__ import annotations
 
@@ -13,32 +16,32 @@ from tfexport.tensorrt.config import Shape
 from tfexport.tensorrt.cuda import Cuda, Graph
 from tfexport.tensorrt.kernels import KernelStore
 
-# Shapes change from run to run; shapes stay and we capture a CUDA graph; shapes stay and the library captures one.
+# Shapes change between runs; shapes stay and `CudaGraphRunner` captures them; shapes stay and the library does.
 Use = Literal["any shapes", "be captured", "replay itself"]
-# CUDA graphs of one kind that a replica keeps. Six batch sizes, three source lengths and two numbers of candidates are
-# 36. With one too few, each of them is made again as a batch shrinks, which takes a context, a run and a capture.
+# CUDA graphs of one kind per replica. Six batch sizes, three source lengths and two numbers of candidates are 36. With
+# too few, a shrinking batch evicts graphs that it needs again, and each takes a context, a run and a capture.
 MAX_GRAPHS = 64
 
 _log = logging.getLogger(__name__)
 
 
 class Engine:
-    """A deserialized engine that makes contexts for any number of threads.
+    """A deserialized engine that creates contexts for any number of threads.
 
-    TensorRT-RTX compiles kernels when it first needs them; all contexts of an engine share one cache of them.
+    TensorRT-RTX compiles kernels when it first needs them; all contexts share one cache of kernels.
     """
 
     def __init__(
         self, name: str, engine: Any, trt: Any, reason: Callable[[], str], kept: KernelStore | None = None
     ) -> None:
-        """Wrap an `ICudaEngine` of the module `trt`; `reason` returns the newest errors in the library's log."""
+        """Wrap an `ICudaEngine` of the module `trt`; `reason` returns the newest errors."""
         self.name = name
         self._engine, self._trt, self._reason, self._kept = engine, trt, reason, kept
         self._kernels: Any = None  # an `IRuntimeCache`, from the first context on
         self._lock = threading.Lock()
 
     def check(self, contract: GraphSpec, num_profiles: int, aliases: Mapping[str, str]) -> None:
-        """Raise `BackendError` if tensors, profiles or aliases (output to input) are not the expected ones."""
+        """Raise `BackendError` if tensors, profiles or aliases (output: input) differ."""
         engine = self._engine
         found = {engine.get_tensor_name(index) for index in range(engine.num_io_tensors)}
         wanted = {tensor.name for tensor in (*contract.inputs, *contract.outputs)}
@@ -55,11 +58,11 @@ class Engine:
         raise_all(BackendError, f"trt: the engine {self.name}, build it again with tfexport trt --force", problems)
 
     def activation_bytes(self, profile: int) -> int:
-        """Return the device memory for the activations of a context in a profile, whatever its shapes."""
+        """Return the device memory for activations in a profile, for any shapes."""
         for name in ("get_device_memory_size_for_profile_v2", "get_device_memory_size_for_profile"):
             if hasattr(self._engine, name):
                 return int(getattr(self._engine, name)(profile))
-        # The older name holds 32 bits where it is all there is.
+        # The older property has only 32 bits.
         whole = "device_memory_size_v2" if hasattr(self._engine, "device_memory_size_v2") else "device_memory_size"
         return int(getattr(self._engine, whole))
 
@@ -69,7 +72,7 @@ class Engine:
         return tuple(largest)
 
     def context(self, profile: int, stream: int, use: Use) -> Context:
-        """Make a context; it needs memory for its activations before it runs."""
+        """Create a context; call `use_memory` on it before it runs."""
         with self._lock:
             made = self._make(use)
             if made is None:
@@ -105,14 +108,14 @@ class Engine:
                 self._kernels = config.create_runtime_cache()
                 kept = self._kept.read(self.name) if self._kept else None
                 if kept is not None:
-                    self._kernels.deserialize(kept)  # the library compiles again what it does not accept
+                    self._kernels.deserialize(kept)  # the library recompiles kernels that it does not accept
             if not config.set_runtime_cache(self._kernels):
                 raise BackendError(f"trt: {self.name} refuses a cache for its kernels: {self._reason()}")
         return self._engine.create_execution_context(config)
 
 
 class Context:
-    """An execution context of the engine `name`; its shapes and addresses stay until they are set again."""
+    """An execution context; shapes and addresses stay until they are set again."""
 
     def __init__(self, name: str, context: Any, reason: Callable[[], str]) -> None:
         self._name, self._context, self._reason = name, context, reason
@@ -120,9 +123,7 @@ class Context:
     def bind(self, shapes: Mapping[str, Shape], addresses: Mapping[str, int]) -> None:
         """Set the shape of every input and the address of every tensor.
 
-        Args:
-            shapes: of all inputs, by name.
-            addresses: on the device, or on the host for inputs that shapes depend on.
+        Addresses are on the device, or on the host for inputs that shapes depend on.
         """
         # Shapes can depend on a value that is stored at an address, so the addresses come first.
         self.place(addresses)
@@ -141,14 +142,14 @@ class Context:
             raise BackendError(f"trt: {self._name} still lacks the shape or address of {', '.join(missing)}")
 
     def use_memory(self, address: int, num_bytes: int) -> None:
-        """Set the memory of activations; contexts that run one after the other may share it."""
+        """Set the activation memory; contexts that do not run at once may share it."""
         if hasattr(self._context, "set_device_memory"):
             self._context.set_device_memory(address, num_bytes)
         else:
             self._context.device_memory = address
 
     def place(self, addresses: Mapping[str, int]) -> None:
-        """Set addresses of tensors without changing shapes."""
+        """Set the addresses of tensors without changing shapes."""
         for name, address in addresses.items():
             if not self._context.set_tensor_address(name, address):
                 raise BackendError(f"trt: {self._name} refuses the address of {name}: {self._reason()}")
@@ -159,30 +160,30 @@ class Context:
             raise BackendError(f"trt: {self._name} failed: {self._reason()}")
 
     def can_be_captured(self, stream: int) -> bool:
-        """Return whether a CUDA graph can hold a run with the current shapes."""
+        """Return whether a run with the current shapes can become a CUDA graph."""
         ask = getattr(self._context, "is_stream_capturable", None)
         return ask is None or bool(ask(stream))
 
 
 class CaptureSwitch:
-    """Turns CUDA graphs off for a whole session after the first capture that fails."""
+    """Turns off CUDA graphs for a whole session after the first failed capture."""
 
     def __init__(self) -> None:
         self.is_on = True
 
     def switch_off(self, reason: BackendError) -> None:
-        """Stop capturing, with a warning the first time."""
+        """Stop capturing; log a warning the first time."""
         if self.is_on:
             self.is_on = False
             _log.warning("trt: decoding goes on without CUDA graphs, so steps take longer: %s", reason)
 
 
 class CudaGraphRunner:
-    """Queues the same calls on one stream again and again, from the second time on as a CUDA graph.
+    """Queues repeated calls on one stream, from the second run on as a CUDA graph.
 
-    The first run is not captured: engines prepare for their shapes then, which is not allowed in a capture. If a
-    capture fails, calls are queued one by one, as in NVIDIA's samples
-    (https://github.com/NVIDIA/TensorRT, samples/common/sampleInference.cpp).
+    The first run is not captured, because engines then prepare for their shapes, which a capture does not allow. If a
+    capture fails, calls are queued one by one, as in NVIDIA's samples (https://github.com/NVIDIA/TensorRT,
+    samples/common/sampleInference.cpp).
     """
 
     def __init__(self, cuda: Cuda, stream: int, switch: CaptureSwitch) -> None:
@@ -194,10 +195,10 @@ class CudaGraphRunner:
         """Call `queue`, or launch the graph that was captured from it.
 
         Args:
-            name: equal names stand for equal calls.
-            queue: neither waits nor allocates. Called again if its capture fails.
-            can_capture: called once, after the first run. It is not stored: that would make a reference cycle, which
-                keeps contexts alive until the garbage collector frees them, possibly during a capture.
+            name: equal names mean equal calls.
+            queue: must neither wait nor allocate; called again if its capture fails.
+            can_capture: called once, after the first run. It is not stored, because the reference cycle would keep
+                contexts alive until the garbage collector frees them, possibly during a capture.
         """
         if self._captures and name not in self._graphs and self._switch.is_on:
             self._capture(name, queue)
@@ -209,7 +210,7 @@ class CudaGraphRunner:
             self._captures = can_capture()
 
     def close(self) -> None:
-        """Free the graphs; none may be running."""
+        """Free the CUDA graphs; none may be running."""
         while self._graphs:
             self._cuda.destroy_graph(self._graphs.popitem()[1])
 
@@ -232,14 +233,14 @@ T = TypeVar("T", bound=_Closable)
 
 
 class LruCache(Generic[T]):
-    """The `most` recently used items by key; calls `before_close`, then closes what it drops."""
+    """The `most` recently used items; calls `before_close` before it closes an item."""
 
     def __init__(self, most: int, before_close: Callable[[], None]) -> None:
         self._most, self._before_close = most, before_close
         self._items: dict[Hashable, T] = {}
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return the item of a key, made if there is none."""
+        """Return the item of a key; make it if it is missing."""
         found = self._items.pop(key, None)
         if found is None:
             if len(self._items) == self._most:
@@ -250,7 +251,7 @@ class LruCache(Generic[T]):
         return found
 
     def clear(self) -> None:
-        """Drop everything."""
+        """Close all items."""
         if self._items:
             self._before_close()
         while self._items:

@@ -1,4 +1,4 @@
-"""A replica decodes one batch at a time on the device: encoder, decoder, and the pool of replicas of a session."""
+"""Decode one batch at a time on the GPU, and pool the replicas of a session."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from tfexport.tensorrt.session.engine import MAX_GRAPHS, Context, LruCache
 from tfexport.tensorrt.session.resources import DeviceResources, EngineSet, bytes_of, shape_of
 from tfexport.tensorrt.session.step import FOUND, GIVEN, OverlappedStep, Sizes, Step, StepIO
 
-# Replicas that wait for a batch; the memory of any others is given back to the device.
+# Free replicas to keep for later batches; the memory of others is freed.
 MAX_FREE_REPLICAS = 4
 
-Key = tuple[int, int, int]  # slots, rows of each, source length
+Key = tuple[int, int, int]  # slots, rows per slot, source length
 
 
 class Encoder:
-    """Runs the encoder; its outputs stay on the device, where the decoder reads them."""
+    """Runs the encoder; its outputs stay on the device for the decoder."""
 
     def __init__(self, device: DeviceResources) -> None:
         self._device, self._graph = device, encoder_graph(device.engines.spec)
@@ -47,12 +47,15 @@ class Encoder:
         self._context = device.context(ENCODER)
 
     def sizes(self, size: int, source_len: int) -> dict[str, int]:
-        """Return the size of each buffer in bytes for a number of slots and source tokens."""
+        """Return the size of each buffer in bytes."""
         dims = {"batch": size, "source_len": source_len}
         return {tensor.name: bytes_of(tensor, dims) for tensor in (*self._graph.inputs, *self._graph.outputs)}
 
     def run(self, source_ids: Ids, source_mask: Mask) -> None:
-        """Queue the encoder for the first slots; `source_mask` is that of all slots, bool [size, source_len]."""
+        """Queue the encoder for the first slots.
+
+        `source_mask` is the mask of all slots, bool [size, source_len].
+        """
         device, dims = self._device, {"batch": source_ids.shape[0], "source_len": source_ids.shape[1]}
         self._context.bind(
             {tensor.name: shape_of(tensor, dims) for tensor in self._graph.inputs},
@@ -64,14 +67,14 @@ class Encoder:
         self._context.run(device.stream)
 
     def upload_mask(self, source_mask: Mask) -> None:
-        """Queue the source mask of all slots, which encoder and decoder read, bool [size, source_len]."""
+        """Queue the upload of the source mask of all slots, bool [size, source_len]."""
         self._device.synchronize()  # earlier work may still read the pinned arrays
         mask = self._mask[: source_mask.size]
         mask[:] = source_mask.ravel()
         self._device.cuda.upload(self._device.memory[SOURCE_MASK], mask, self._device.stream)
 
     def hidden_states(self, batch: int, source_len: int) -> Floats:
-        """Fetch the output of an encoder-only bundle, float32 [batch, source_len, d_model]."""
+        """Copy the encoder's output to the host, float32 [batch, source_len, d_model]."""
         device = self._device
         hidden = device.cuda.pinned((batch, source_len, device.engines.spec.d_model), np.float32)
         try:
@@ -83,13 +86,10 @@ class Encoder:
 
 
 class Decoder:
-    """Runs prefills, steps and reorders, in buffers that outlive the batch.
+    """Runs prefills, decode steps and reorders in buffers that outlive the batch.
 
-    Static form: caches are written in place, and steps are replayed because addresses and shapes stay. Concat form:
-    each step writes a longer cache into the other one of two buffers.
-
-    Attributes:
-        caches: keys and values of source and target.
+    Static form: caches are written in place, and steps are replayed because addresses and shapes do not change. Concat
+    form: each step writes a longer cache into the other one of two buffers.
     """
 
     def __init__(self, device: DeviceResources, form: Form) -> None:
@@ -105,9 +105,9 @@ class Decoder:
         self.caches = Caches(device, form)
 
     def prefill(self, layout: BatchLayout, prompts: Ids) -> None:
-        """Read several tokens of the rows in the first slots, int64 [new rows, target_len], and wait.
+        """Read prompts into the first slots, int64 [new rows, target_len], and wait.
 
-        A prefill reads as many tokens at once as its profile takes; a single token that remains is a step.
+        Each prefill reads as many tokens as its profile accepts; a single remaining token is a step.
         """
         rows, longest = prompts.shape
         plan = decoder_plan(self._form, layout.capacity, self._device.engines.limits)
@@ -118,7 +118,7 @@ class Decoder:
             self._run_once(self._any_step(sizes, past_len), piece, np.full(rows, past_len, np.int64))
 
     def step(self, layout: BatchLayout, target_ids: Ids, lengths: Ids, num_candidates: int) -> Candidates:
-        """Run a step and wait; ids and lengths (tokens in the cache of every row) are int64 [rows]."""
+        """Run a step and wait; ids and lengths (tokens in the caches) are int64 [rows]."""
         most = self._device.engines.limits.max_candidates
         count = bucket(num_candidates, most)
         sizes = Sizes(layout.size, layout.num_rows, layout.source_len, 1, count, layout.capacity)
@@ -134,7 +134,7 @@ class Decoder:
         return step.candidates(io, rows, num_candidates)
 
     def reorder(self, layout: BatchLayout, order: Ids, past_len: int) -> None:
-        """Queue: row r becomes what row order[r] was, int64 [rows on the device]."""
+        """Queue a reorder: row r becomes row order[r], int64 [rows on the device]."""
         self.drop()
         if self._device.memory.reserve(self.caches.twin_sizes(layout)):
             self.forget()
@@ -145,13 +145,11 @@ class Decoder:
         self._overlapped.drop()
 
     def forget(self) -> None:
-        """Free graphs that are bound to addresses which are, or soon will be, invalid."""
+        """Free CUDA graphs whose addresses are or soon will be invalid."""
         self._steps.clear()
         self.caches.forget()
 
     def _graph_step(self, sizes: Sizes) -> Step:
-        """Return a step of one token in the static form, which repeats."""
-
         def make() -> Step:
             context = self._device.context(self._plan(sizes), STEP, "be captured")
             return Step(self._device, sizes, context, replays=True)
@@ -159,7 +157,6 @@ class Decoder:
         return self._steps.get((sizes, self.caches.side), make)
 
     def _any_step(self, sizes: Sizes, past_len: int = 0) -> Step:
-        """Return a step whose shapes do not repeat."""
         plan, profile = self._plan(sizes), PREFILL if sizes.target_len > 1 else STEP
         context = self._contexts.get((plan, profile))
         if context is None:
@@ -181,11 +178,11 @@ class Decoder:
 
 
 class Replica:
-    """A stream with buffers, contexts and graphs, which are used by one batch after another.
+    """A stream with buffers, contexts and CUDA graphs that successive batches use.
 
     Attributes:
         is_broken: a call failed, so the state of the device is unknown.
-        key: of the newest batch, when sources were last added.
+        key: key of the newest batch, set when sources are added.
     """
 
     def __init__(self, engines: EngineSet) -> None:
@@ -201,18 +198,18 @@ class Replica:
 
     @property
     def decoder(self) -> Decoder:
-        """The decoder of a bundle that has one."""
+        """The decoder; the bundle must have one."""
         assert self._decoder
         return self._decoder
 
     @property
     def num_bytes(self) -> int:
-        """Device memory that it holds."""
+        """Device memory in use."""
         return self._device.memory.num_bytes
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Mark the replica as broken if the block fails; raise `BackendError` if it is already."""
+        """Mark the replica as broken if the block fails; raise if it is broken already."""
         if self.is_broken:
             raise BackendError("trt: this batch has failed before; open another one")
         try:
@@ -222,7 +219,7 @@ class Replica:
             raise
 
     def make_room(self, before: BatchLayout, after: BatchLayout, copies: Sequence[SlotCopy], past_len: int) -> None:
-        """Make room for new sources in the first slots; the copies lead from one layout to the other."""
+        """Make room for new sources in the first slots; `copies` lead to `after`."""
         self.key = (after.size, after.width, after.source_len)
         held = replace(before, size=max(before.size, after.size))
         self.decoder.drop()
@@ -232,9 +229,10 @@ class Replica:
             self.decoder.caches.resize(held, after)
 
     def read(self, layout: BatchLayout, source_ids: Ids, source_mask: Mask, prompts: Ids) -> None:
-        """Read new sources into the first slots, and their prompts without the last tokens.
+        """Encode new sources into the first slots and prefill their prompts.
 
-        `source_mask` is that of all slots; prompts are int64 [new rows, target_len], where target_len may be 0.
+        `source_mask` is the mask of all slots. `prompts` are int64 [new rows, target_len] without the last tokens;
+        target_len may be 0.
         """
         self.decoder.caches.clear_rows(layout, len(prompts))
         self._encoder.run(source_ids, source_mask)
@@ -249,7 +247,10 @@ class Replica:
         source_mask: Mask,
         past_len: int,
     ) -> None:
-        """Queue the change to another number of slots and another capacity; `source_mask` is that of all new slots."""
+        """Queue the change to another number of slots and another capacity.
+
+        `source_mask` is the mask of all new slots.
+        """
         self.decoder.drop()
         self.decoder.caches.copy_slots(before, copies, past_len)
         if copies:
@@ -259,22 +260,21 @@ class Replica:
             self.decoder.caches.resize(before, after)
 
     def hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats:
-        """Run the encoder of an encoder-only bundle, float32 [batch, source_len, d_model]."""
+        """Run an encoder-only bundle, float32 [batch, source_len, d_model]."""
         self._device.memory.reserve(self._encoder.sizes(*source_ids.shape))
         self._encoder.run(source_ids, source_mask)
         return self._encoder.hidden_states(*source_ids.shape)
 
     def _reserve(self, *layouts: BatchLayout) -> None:
-        """Make room for each of some layouts; graphs captured on addresses that changed are freed."""
         most = dict[str, int]()
         for layout in layouts:
             sizes = self._encoder.sizes(layout.size, layout.source_len) | self.decoder.caches.sizes(layout)
             most = {name: max(size, most.get(name, 0)) for name, size in sizes.items()}
-        if self._device.memory.reserve(most):
+        if self._device.memory.reserve(most):  # graphs contain the old addresses
             self.decoder.forget()
 
     def close(self) -> None:
-        """Wait for running work and free everything, as far as the device still works."""
+        """Wait for running work and free everything, unless the device has failed."""
         # After a fault every call of the device fails; the error that matters was raised when it happened.
         with suppress(BackendError):
             self._device.synchronize()
@@ -284,25 +284,24 @@ class Replica:
 
 
 class ReplicaPool:
-    """The replicas of a session: one for each batch that is being decoded, and a few free ones.
+    """The replicas of a session: one per running batch, and a few free ones.
 
-    `give_back` may be called from anywhere, also by the garbage collector: it takes no lock and calls nothing of the
-    device.
+    The garbage collector may call `give_back`, so it takes no lock and does not use the device.
     """
 
     def __init__(self, engines: EngineSet) -> None:
         self._engines = engines
         self._lock = threading.Lock()
         self._replicas: list[Replica] = []
-        self._free: deque[Replica] = deque()  # the one given back last is at the right end
+        self._free: deque[Replica] = deque()  # the newest is at the right end
 
     @property
     def num_bytes(self) -> int:
-        """Device memory that all replicas hold."""
+        """Device memory of all replicas."""
         return sum(replica.num_bytes for replica in list(self._replicas))
 
     def take(self, key: Key) -> Replica:
-        """Return a free replica, if possible one whose newest batch had the same key, or make one."""
+        """Return a free replica, preferably of the same key, or make one."""
         with self._lock:
             free = [self._free.pop() for _ in range(len(self._free))]
             usable = [replica for replica in free if not replica.is_broken]
@@ -319,11 +318,11 @@ class ReplicaPool:
             return chosen
 
     def give_back(self, replica: Replica) -> None:
-        """Free a replica for another batch."""
+        """Make a replica available to other batches."""
         self._free.append(replica)
 
     def close(self) -> None:
-        """Free all replicas, also those in use."""
+        """Free all replicas, including those in use."""
         with self._lock:
             self._free.clear()
             while self._replicas:

@@ -1,4 +1,4 @@
-"""What the parts of a replica share: the engines, a stream, device memory by tensor name, and pinned host arrays."""
+"""Share engines, a stream, device memory and pinned arrays within a replica."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def bytes_of(tensor: TensorSpec, sizes: Mapping[str, int]) -> int:
 
 
 def packed(tensors: Iterable[TensorSpec], sizes: Mapping[str, int]) -> np.dtype[np.void]:
-    """Return the layout of tensors next to each other in one buffer, so that one copy moves them all."""
+    """Return the layout of tensors in one buffer, so that one copy moves them all."""
     fields: dict[str, Any] = {}
     end = 0
     for tensor in tensors:
@@ -48,24 +48,23 @@ def packed(tensors: Iterable[TensorSpec], sizes: Mapping[str, int]) -> np.dtype[
 
 
 def part(buffer: Bytes, layout: np.dtype[np.void], name: str) -> Array:
-    """Return a view of a packed tensor in a host buffer, uint8 [bytes or more]."""
+    """Return a view of a packed tensor in a host buffer of at least the layout's size."""
     found: Array = buffer[: layout.itemsize].view(layout)[name][0]
     return found
 
 
 def offsets(layout: np.dtype[np.void]) -> dict[str, int]:
-    """Return where each packed tensor begins in a buffer, in bytes."""
+    """Return the offset of each packed tensor in bytes."""
     return {name: field[1] for name, field in (layout.fields or {}).items()}
 
 
 class Memory:
-    """Device memory by tensor name. A buffer grows with its contents and never shrinks.
+    """Device memory by tensor name; a buffer grows but never shrinks.
 
-    New memory is zero, because rows that nobody uses are computed too.
+    New memory is zero, because the device also computes unused rows.
     """
 
     def __init__(self, cuda: Cuda, stream: int) -> None:
-        """Start without buffers; only `stream` uses them."""
         self.num_bytes = 0
         self._cuda, self._stream = cuda, stream
         self._addresses: dict[str, int] = {}
@@ -75,10 +74,10 @@ class Memory:
         return self._addresses[name]
 
     def reserve(self, sizes: Mapping[str, int]) -> bool:
-        """Make room for the given bytes by name.
+        """Make room for the given numbers of bytes.
 
         Returns:
-            Whether an existing buffer moved, so that graphs captured on its address are invalid.
+            Whether an existing buffer moved, so that CUDA graphs with its address are invalid.
         """
         short = {name: size for name, size in sizes.items() if size > self._sizes.get(name, -1)}
         is_reallocated = not self._addresses.keys().isdisjoint(short)
@@ -112,9 +111,9 @@ class Memory:
 
 @dataclass(frozen=True)
 class EngineSet:
-    """What all replicas of a session share: engines by name of their plan, and the model in their precision."""
+    """Shared state of a session's replicas; `spec` has the precision of the engines."""
 
-    engines: Mapping[str, Engine]
+    engines: Mapping[str, Engine]  # by plan name
     spec: ModelSpec
     form: Form | None
     limits: EngineLimits
@@ -123,10 +122,13 @@ class EngineSet:
 
 
 class DeviceResources:
-    """A stream and its memory. All work on it runs in order, so contexts of a profile share their activations."""
+    """A stream and its memory.
+
+    All work on the stream runs in order, so contexts of a profile share their activations.
+    """
 
     def __init__(self, engines: EngineSet) -> None:
-        """Make the stream, and room for all activations but those of a prefill, which may need fifty times as much."""
+        # The activations of a prefill are allocated later, because they may be fifty times as large.
         self.engines, self.cuda = engines, engines.cuda
         self.stream = engines.cuda.stream()
         self.memory = Memory(engines.cuda, self.stream)
@@ -139,38 +141,38 @@ class DeviceResources:
             raise
 
     def context(self, engine: str, profile: int = STEP, use: Use = "any shapes") -> Context:
-        """Make a context of an engine on this stream, with its activations."""
+        """Create a context of an engine on this stream, with its activations."""
         made = self.engines.engines[engine].context(profile, self.stream, use)
         self.lend_activations(made, engine, profile)
         return made
 
     def lend_activations(self, context: Context, engine: str, profile: int) -> None:
-        """Give a context the memory of its profile, which another context may have enlarged and so moved.
+        """Set a context's memory for activations, which another context may have moved.
 
-        That of a step never moves, so that captured contexts stay valid.
+        The memory of a step never moves, so captured contexts stay valid.
         """
         name, num_bytes = _activations(profile), self.engines.engines[engine].activation_bytes(profile)
         self.memory.reserve({name: num_bytes})
         context.use_memory(self.memory[name], num_bytes)
 
     def event(self) -> int:
-        """Make an event, which `close` frees."""
+        """Create an event that `close` frees."""
         event = self.cuda.event()
         self._owned.callback(self.cuda.destroy_event, event)
         return event
 
     def pinned(self, size: int, dtype: DTypeLike) -> Array:
-        """Return a flat page-locked host array, which `close` frees."""
+        """Return a flat page-locked host array that `close` frees."""
         array = self.cuda.pinned((max(size, 1),), dtype)
         self._owned.callback(self.cuda.unpin, array)
         return array
 
     def synchronize(self) -> None:
-        """Wait until everything queued is done."""
+        """Wait for all queued work."""
         self.cuda.synchronize(self.stream)
 
     def close(self) -> None:
-        """Free memory, events and stream; nothing may be running."""
+        """Free memory, events and stream; no work may be running."""
         self.memory.close()
         self._owned.close()
         self.cuda.destroy_stream(self.stream)

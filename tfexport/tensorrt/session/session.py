@@ -1,4 +1,4 @@
-"""The backend `trt`: engines of a bundle as a session; caches and the choice of tokens stay on the GPU."""
+"""Provide the backend `trt`; caches and token selection stay on the GPU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tfexport.tensorrt.store import load_engine
 
 
 def open_bundle(bundle: Bundle, options: LoadOptions) -> Session:
-    """Open an engine of a bundle; implements `tfexport.runtime.registry.Home`."""
+    """Open an engine of a bundle as a session."""
     engine = load_engine(bundle, options.engine)
     built = engine.manifest.config
     if options.form not in (None, built.form):
@@ -43,7 +43,7 @@ def open_bundle(bundle: Bundle, options: LoadOptions) -> Session:
     spec = dataclasses.replace(bundle.manifest.spec, precision=built.precision or bundle.manifest.spec.precision)
 
     def reason() -> str:
-        # The session holds this function, and so `engine` with the log and the runtime that made its plans.
+        # The session holds this function, which keeps `engine` alive, and so the log and the runtime of the plans.
         return engine.log.reason()
 
     sums = {plan: entry.sha256 for plan, entry in engine.manifest.plans.items()}
@@ -56,13 +56,13 @@ def open_bundle(bundle: Bundle, options: LoadOptions) -> Session:
         Cuda(),
         weights=built.weights,
         reason=reason,
-        # Kernels are unsigned code: with trusted keys they are always compiled again.
+        # Kernels are unsigned code, so sessions with trusted keys do not store or load them.
         kernels=None if bundle.trusted_keys else KernelStore(engine.path, sums, engine.library.version, need_gpu()),
     )
 
 
 def rungs(graphs: Graphs, options: LoadOptions) -> Iterator[tuple[str, Session]]:
-    """Open the engine of a bundle for verification; implements `tfexport.runtime.registry.Home`."""
+    """Yield the session of a bundle's engine for verification."""
     if graphs.bundle is None:
         raise BackendError("trt: engines are built from a bundle, and here are graphs alone")
     session = open_bundle(graphs.bundle, options)
@@ -70,13 +70,13 @@ def rungs(graphs: Graphs, options: LoadOptions) -> Iterator[tuple[str, Session]]
 
 
 class TrtSession(CheckedSession):
-    """Engines of TensorRT 10, 11 or TensorRT-RTX on the first GPU.
+    """Engines of TensorRT 10, TensorRT 11 or TensorRT-RTX on the first GPU.
 
     Attributes:
-        spec: sizes, limits and token ids; the lengths are those that the engines take.
-        accuracy: type of the weights if it is narrower than that of the graphs.
-        limits: what the engines take.
-        form: of the decoder; None for encoder-only bundles.
+        spec: sizes, limits and token ids; the lengths are the limits of the engines.
+        accuracy: type of the weights if it is narrower than that of the graphs, else that of the graphs.
+        limits: limits of the engines.
+        form: decoder form; None for encoder-only bundles.
     """
 
     backend = "trt"
@@ -96,16 +96,9 @@ class TrtSession(CheckedSession):
     ) -> None:
         """Check deserialized engines.
 
-        Args:
-            engines: `ICudaEngine` by name of its plan, `reorder` included if there is a decoder.
-            spec: of the model, in the precision of the engines.
-            form: of the decoder; None for encoder-only bundles.
-            limits: the largest shapes of the engines.
-            library: that loaded the engines.
-            cuda: the device that they are on.
-            weights: type of the matrices if it is narrower than the precision.
-            reason: returns the newest errors in the library's log.
-            kernels: stores compiled kernels from `close` until the next session.
+        `engines` maps plan names to `ICudaEngine`, including `reorder` if there is a decoder. `spec` has the precision
+        of the engines, `weights` is the type of the matrices if it is narrower, and `form` is None for encoder-only
+        bundles. `reason` returns the newest errors in the library's log. `close` writes compiled kernels to `kernels`.
         """
         contracts = {ENCODER: (encoder_graph(spec), 1)}
         decoders = decoder_plans(form, limits) if form else {}
@@ -132,17 +125,20 @@ class TrtSession(CheckedSession):
 
     def hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats:
         """Return the encoder's output, float32 [batch, source_len, d_model]."""
-        if source_ids.ndim == 2:  # the remedy for more than the engines take is other engines, not another bundle
+        if source_ids.ndim == 2:  # the remedy is to rebuild the engines, not the bundle
             check_limit("sources", source_ids.shape[0], self.limits.rows)
             check_limit("source tokens", source_ids.shape[1], self.limits.source_length)
         return super().hidden_states(source_ids, source_mask)
 
     def memory_bytes(self) -> int:
-        """Return the device memory of batches and free replicas; weights are not counted."""
+        """Return the device memory of batches and free replicas, without weights."""
         return self._open_pool().num_bytes
 
     def close(self) -> None:
-        """Store compiled kernels and free everything, also under live batches; no other call may be running."""
+        """Store compiled kernels and free everything, including live batches.
+
+        No other call may be running.
+        """
         pool, self._pool = self._pool, None
         if pool:
             if self._kernels:
@@ -174,7 +170,7 @@ class TrtSession(CheckedSession):
 
 
 def _limits(spec: ModelSpec, limits: EngineLimits) -> Limits:
-    """Return what engines take; if a length is the bundle's own limit, the remedy is another bundle."""
+    # If a length is the limit of the bundle, the remedy is another bundle, not other engines.
 
     def build(option: str) -> str:
         return f"build engines for more: tfexport trt BUNDLE {option}{{number}} --force"

@@ -1,4 +1,4 @@
-"""A decoder step of one shape, and the overlap of steps with the host."""
+"""Run decode steps of one shape, and overlap them with the host."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ from tfexport.tensorrt.config import EngineLimits, decoder_plan
 from tfexport.tensorrt.session.engine import Context, CudaGraphRunner
 from tfexport.tensorrt.session.resources import Bytes, DeviceResources, offsets, packed, part, shape_of
 
-# Device buffers: the inputs of a step that come from the host, and the outputs that go to it.
+# Device buffers for the inputs from the host and the outputs to the host.
 GIVEN, FOUND = "given", "found"
-# Steps in a row that continued with the best token of every row, after which the next one is started early although
-# several candidates are requested. An early step that is not used costs a whole step; one that is not started early
-# costs the time of the host between two steps.
+# If several candidates are requested, start the next step early after this many consecutive steps whose best tokens
+# were used. An unused early step costs a whole step; not starting one costs the host's time between two steps.
 SURE_AFTER = 8
 
 _FOUND = (CANDIDATE_IDS, CANDIDATE_LOGITS, LOG_NORMALIZER)
@@ -34,9 +33,9 @@ _ITEM = np.dtype(np.int64).itemsize
 
 
 class StepIO:
-    """Pinned buffers for the inputs and outputs of a step, laid out by `Step.given` and `Step.found`.
+    """Pinned buffers for the inputs and outputs of a step.
 
-    From the launch until `wait` returns, they belong to the device.
+    Their layouts are `Step.given` and `Step.found`. They belong to the device from the launch until `wait` returns.
     """
 
     def __init__(self, device: DeviceResources, given: int, found: int) -> None:
@@ -55,7 +54,7 @@ class StepIO:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The dimensions of a step: slots and rows on the device, whether they are used or not."""
+    """Dimensions of a step; slots and rows include unused ones."""
 
     batch: int
     rows: int
@@ -66,7 +65,7 @@ class Sizes:
 
     @classmethod
     def largest(cls, limits: EngineLimits) -> Sizes:
-        """Return the largest step that engines take."""
+        """Return the sizes of the largest step that engines accept."""
         rows, length = limits.max_batch, limits.max_target_length
         return cls(rows, rows, limits.max_source_length, length, limits.max_candidates, length)
 
@@ -75,7 +74,7 @@ class Sizes:
         return {**asdict(self), "past_len": past_len, "past_len + target_len": past_len + self.target_len}
 
     def packed(self, spec: ModelSpec, form: Form) -> tuple[np.dtype[np.void], np.dtype[np.void]]:
-        """Return the layouts of the host's inputs, lengths first, and outputs."""
+        """Return the layouts of the host's inputs, lengths first, and of the outputs."""
         graph, dims = decoder_graph(spec, form), self.dims(0)
         given = {tensor.name: tensor for tensor in graph.inputs if tensor.name in (CACHE_LENGTHS, TARGET_IDS)}
         found = {tensor.name: tensor for tensor in graph.outputs if tensor.name in _FOUND}
@@ -86,9 +85,9 @@ class Sizes:
 class Step:
     """A step of one shape in one replica.
 
-    `feed` takes the tokens from the host, `follow` the best tokens of the previous step, which are on the device. Both
-    queue all work, copies of the results included, and return at once. A step that repeats becomes a CUDA graph at its
-    second run; if the library's calls cannot be captured, it is asked to capture itself.
+    `feed` takes the tokens from the host; `follow` takes the best tokens of the previous step, which are on the device.
+    Both queue all work, including copies of the results, and return at once. A step that repeats becomes a CUDA graph
+    at its second run. If the library's calls cannot be captured, the library captures its own graph.
     """
 
     def __init__(
@@ -96,7 +95,7 @@ class Step:
     ) -> None:
         """Bind a context of the decoder to shapes and addresses.
 
-        `past_len` is that of the concat form; `replays` states whether the step repeats with the same addresses.
+        `past_len` is used by the concat form; `replays` states whether the step repeats with the same addresses.
         """
         form = device.engines.form
         assert form is not None
@@ -109,29 +108,32 @@ class Step:
         self._bind()
 
     def feed(self, io: StepIO, target_ids: Ids, lengths: Ids) -> None:
-        """Queue the step on tokens of the host, int64 [rows · target_len]; lengths are those of the caches, [rows]."""
+        """Queue the step on tokens of the host, int64 [rows · target_len].
+
+        `lengths` are the tokens in the cache of every row, [rows].
+        """
         part(io.given, self.given, TARGET_IDS)[:] = target_ids.reshape(self.sizes.rows, self.sizes.target_len)
         self._launch("feed", io, lengths)
 
     def follow(self, io: StepIO, lengths: Ids, number: int) -> None:
-        """Queue the step on the best tokens of the newest step, which had the same sizes.
+        """Queue the step on the best tokens of the newest step, of the same sizes.
 
         `lengths` include the tokens of the newest step; each `number` of a step I/O has its own CUDA graph.
         """
         self._launch(f"follow {number}", io, lengths)
 
     def best(self, io: StepIO) -> Ids:
-        """Copy out the best token of every row, int64 [rows]."""
+        """Return a copy of the best token of every row, int64 [rows]."""
         found: Ids = part(io.found, self.found, CANDIDATE_IDS)[:, 0].copy()
         return found
 
     def candidates(self, io: StepIO, rows: Ids, wanted: int) -> Candidates:
-        """Copy out `wanted` candidates of the given rows, int64 [rows]; `io` was waited for."""
+        """Return copies of `wanted` candidates of rows, int64 [rows], after `io.wait`."""
         ids, logits, totals = (part(io.found, self.found, name) for name in _FOUND)
         return Candidates(ids[rows, :wanted], logits[rows, :wanted], totals[rows].reshape(-1))
 
     def close(self) -> None:
-        """Free the graphs."""
+        """Free the CUDA graphs."""
         self._runner.close()
 
     def _launch(self, name: str, io: StepIO, lengths: Ids) -> None:
@@ -166,7 +168,6 @@ class Step:
         self._context.bind({tensor.name: shape_of(tensor, dims) for tensor in graph.inputs}, addresses)
 
     def _can_capture(self) -> bool:
-        """Decide after the first run who captures."""
         if not self._replays:
             return False
         if self._context.can_be_captured(self._device.stream):
@@ -179,17 +180,17 @@ class Step:
 
 
 class OverlappedStep:
-    """Queues the next step before the host has seen the tokens of this one.
+    """Queues the next step before the host has read the tokens of this one.
 
-    Greedy search nearly always continues with the best token, which is on the device already. So a call can queue two
-    steps, this one and the next, and wait only for this one: the device computes while the host decides which rows are
-    finished. The next call checks that the host wants the tokens that the device continued with. If not, the step is
-    dropped: it wrote past the end of the cache, where the step that replaces it overwrites it.
+    Greedy search nearly always continues with the best token, which is already on the device. So a call can queue two
+    steps, this one and the next, and wait only for this one. The device computes while the host decides which rows are
+    finished. The next call checks that the host chose the tokens that the device continued with. If not, the early step
+    is dropped. It wrote past the end of the cache, where its replacement overwrites it.
 
     A caller that requests one candidate continues with it. A caller that requests several may filter, sample or search
-    with beams; the next step is started early only if it has used the best ones for a while.
+    with beams, so the next step is started early only after `SURE_AFTER` steps that used the best tokens.
 
-    Two step I/Os take turns. The host writes into one only after waiting for the step that used it.
+    Two step I/Os take turns. The host writes into one only after it has waited for the step that used it.
     """
 
     def __init__(self, ios: tuple[StepIO, StepIO]) -> None:
@@ -198,16 +199,16 @@ class OverlappedStep:
         self._number = 0
         self._lengths: Ids = np.empty(0, np.int64)
         self._chosen: Ids = self._lengths  # best token of every row in the step before it
-        self._taken = 0  # steps in a row whose best tokens were used
+        self._taken = 0  # consecutive steps whose best tokens were used
 
     def run(self, step: Step, target_ids: Ids, read: Ids, lengths: Ids) -> StepIO:
         """Run a step and start the next one if it is likely to be used.
 
         Args:
-            step: of one token a row.
-            target_ids: int64 [rows]; only those of `read` matter.
-            read: rows that the host reads, int64.
-            lengths: tokens in the cache of every row, int64 [rows]; 0 in rows that nobody reads.
+            step: a step of one token per row.
+            target_ids: int64 [rows]; only the rows of `read` matter.
+            read: indices of the rows that the host reads, int64.
+            lengths: tokens in the cache of every row, int64 [rows]; 0 in rows that are not read.
 
         Returns:
             The step I/O with the results, valid until the next call.
@@ -218,7 +219,7 @@ class OverlappedStep:
             step.feed(self._ios[0], target_ids, lengths)
         io, other = self._ios[self._number], 1 - self._number
         self._step = None
-        following = np.zeros_like(lengths)  # rows that nobody reads stay at 0
+        following = np.zeros_like(lengths)  # rows that are not read stay at 0
         following[read] = lengths[read] + 1
         is_sure = step.sizes.num_candidates == 1 or self._taken >= SURE_AFTER
         if is_sure and following.max() < step.sizes.capacity:
@@ -229,7 +230,7 @@ class OverlappedStep:
         return io
 
     def drop(self) -> None:
-        """Wait for a step that was started early, and forget the tokens that it used: both I/Os are free."""
+        """Wait for a step that was started early and drop its tokens; frees both I/Os."""
         self._wait()
         self._taken, self._chosen = 0, np.empty(0, np.int64)
 
