@@ -18,7 +18,7 @@ _LIBRARIES = ("tfexport", "numpy", "tokenizers", "onnxruntime", "onnxruntime-gpu
 
 
 def environment(threads: int) -> dict[str, Any]:
-    """Return where and when this is running, as JSON values; `threads` take a step."""
+    """Return date, system and library versions as JSON; `threads` is of the decoder."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
