@@ -77,11 +77,7 @@ class Comparison:
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """Read a report.
-
-    Raises:
-        BenchError: the file is missing, too large or not a report.
-    """
+    """Read a report; raise `BenchError` if the file is not one."""
     try:
         if not path.is_file():
             raise BenchError(f"{path}: is not a plain file; write a report with: tfexport bench BUNDLE --json {path}")
@@ -101,13 +97,9 @@ def read_result(path: Path) -> dict[str, Any]:
 def compare(
     first: dict[str, Any], second: dict[str, Any], conditions: Sequence[Condition] = (), vary: Sequence[str] = ()
 ) -> Comparison:
-    """Compare two reports.
+    """Compare a report with a baseline, `first`.
 
-    Args:
-        first: the baseline.
-        second: the report to check.
-        conditions: changes that fail the comparison, in any cell.
-        vary: names of `FIELDS` that may differ.
+    A condition applies to every cell. `vary` names the fields that may differ.
 
     Raises:
         BenchError: the reports measure different things, are damaged, or lack the metric of a condition.
@@ -159,7 +151,6 @@ def _table(first: dict[str, Any], second: dict[str, Any], pairs: Sequence[tuple[
 
 
 def _noise(first: dict[str, Any], second: dict[str, Any], column: str) -> str:
-    """Return a mark if the ranges of the processes overlap."""
     a, b = first.get("per_process", []), second.get("per_process", [])
     if column not in ("value", "p50") or len(a) < 2 or len(b) < 2:
         return ""

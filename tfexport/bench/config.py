@@ -134,10 +134,7 @@ class BenchConfig(Config, subject="bench"):
 def resolve(config: BenchConfig, spec: ModelSpec | None, *, has_texts: bool) -> BenchConfig:
     """Fill in missing settings, within the limits of a model.
 
-    Args:
-        config: the settings to complete.
-        spec: the model of the bundle; None for a server without a local bundle, which needs texts.
-        has_texts: whether sources come from a file.
+    `spec` is None for a server without a local bundle, which needs texts.
 
     Raises:
         ConfigError: lists every size above a limit.

@@ -256,18 +256,9 @@ def closed_loop(
     *,
     now: Callable[[], float] = time.perf_counter,
 ) -> Samples:
-    """Make one call after another, and record at least three windows.
+    """Make one call after another, and record each as a request.
 
-    A window is a tenth of `seconds`, extended to whole calls.
-
-    Args:
-        call: decodes one batch.
-        batches: repeated in this order.
-        seconds: duration of the loop.
-        now: the clock, in seconds.
-
-    Returns:
-        One request per call; the windows are tokens per second.
+    There are at least three windows of tokens per second. A window is a tenth of `seconds`, extended to whole calls.
     """
     samples, pool = Samples(), cycle(batches)
     began = now()
@@ -305,10 +296,7 @@ Ask: TypeAlias = Callable[[Source], Awaitable[Answer]]
 
 
 def poisson(rate: float, seconds: float, seed: int) -> array[float]:
-    """Draw arrival times of a Poisson process: ascending seconds, at least one.
-
-    The same seed draws the same times.
-    """
+    """Draw ascending arrival times of a Poisson process in seconds, at least one."""
     rng = np.random.default_rng(seed)
     arrivals = array("d", [rng.exponential(1 / rate)])
     while arrivals[-1] < seconds and len(arrivals) < 2 * MAX_REQUESTS:
@@ -329,9 +317,6 @@ async def open_loop(ask: Ask, sources: Sequence[Source], arrivals: Sequence[floa
 
     Returns:
         One request per answer; the windows are median latencies of equal numbers of arrivals.
-
-    Raises:
-        TfexportError: the first other error of `ask`, including `EngineFailed`.
     """
     now = asyncio.get_running_loop().time
     began, samples, answers = now(), Samples(), list[tuple[float, Answer]]()
@@ -386,11 +371,9 @@ def random_batches(spec: ModelSpec, cell: Cell, seed: int) -> list[list[list[int
 
 
 def text_batches(sources: Sequence[list[int]], batch_size: int, seed: int) -> list[list[list[int]]]:
-    """Group sources of similar length as `generate` does, and shuffle the batches.
-
-    Without shuffling, the windows would measure different lengths.
-    """
+    """Group sources of similar length, and shuffle the batches."""
     ordered = sorted(sources, key=len, reverse=True)
+    # Without shuffling, the windows would measure different lengths.
     return shuffled([ordered[start : start + batch_size] for start in range(0, len(ordered), batch_size)], seed)
 
 

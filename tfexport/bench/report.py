@@ -28,16 +28,16 @@ def build_result(
     about: dict[str, Any],
     parity: dict[str, Any],
 ) -> dict[str, Any]:
-    """Build a report.
+    """Build a report from the result of `measure` in each process.
 
     Args:
         config: with all sizes resolved.
-        found: the result of `measure` in each process.
+        found: the results.
         about: `bundle`, `input` and `environment` of the report.
         parity: `passed` and `source` of the report.
 
     Returns:
-        The report. Its `metrics` are those of the processes and of the cell with the highest token throughput.
+        The report; its `metrics` are those of the processes and of the cell with the highest token throughput.
     """
     cells = [
         _cell(config, cell, [Samples.from_dict(process["cells"][index]) for process in found])
@@ -81,7 +81,6 @@ def _cell(config: BenchConfig, cell: Cell, runs: Sequence[Samples]) -> dict[str,
 
 
 def _doubts(cells: Sequence[dict[str, Any]], parity: dict[str, Any]) -> list[str]:
-    """Return why the numbers are not valid."""
     reasons = []
     if not parity["passed"]:
         reasons.append("parity was not verified")
@@ -171,7 +170,6 @@ def _server_metrics(runs: Sequence[Samples], goal_ms: float | None) -> dict[str,
 
 
 def _process_metrics(found: Sequence[dict[str, Any]]) -> dict[str, Metric]:
-    """Return the metrics that do not depend on the cell."""
     metrics = {}
     for metric, name, unit, scale in (
         ("load_time", "load_s", "ms", 1e3),
@@ -193,10 +191,7 @@ def is_stable(windows: Sequence[float]) -> bool:
 
 
 def time_split(runs: Sequence[Samples]) -> dict[str, float]:
-    """Return the shares of encoder, steps, reordering and rest in the busy time.
-
-    The result is empty if the busy time is unknown.
-    """
+    """Return the shares of encoder, steps, reordering and rest; empty if unknown."""
     busy = sum(run.busy_s for run in runs)
     if not busy:
         return {}

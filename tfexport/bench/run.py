@@ -111,12 +111,7 @@ def _about(bundle: Bundle | None, path: Path | None, found: dict[str, Any]) -> d
 def check_parity(
     bundle: Bundle, config: BenchConfig, report: Callable[[str], None], against: str | None = None
 ) -> dict[str, Any]:
-    """Verify a bundle unless its export did; return the report's `parity` entry.
-
-    Raises:
-        ParityError: the bundle differs from the eager model.
-        BackendError: the bundle cannot be verified, because PyTorch is not installed.
-    """
+    """Verify a bundle unless its export did; return the report's `parity` entry."""
     summary = bundle.manifest.parity
     if summary is not None and not summary["passed"]:
         raise ParityError(f"{bundle.path}: parity failed at its export; wrong outputs are not timed, export it again")
@@ -153,12 +148,7 @@ def check_parity(
 
 
 def run_process(bundle: Path | None, config: BenchConfig, texts: Sequence[str] | None, number: int) -> dict[str, Any]:
-    """Call `measure` in a new process.
-
-    Raises:
-        TfexportError: the process raised it.
-        BenchError: the process died.
-    """
+    """Call `measure` in a new process; raise `BenchError` if the process dies."""
     given = (bundle and str(bundle), config.to_dict(), number, os.getpid())
     try:
         function = f"{__name__}:_measure_in_process"
@@ -185,11 +175,7 @@ def _end_with_parent(parent: int) -> None:
 def measure(bundle: Path | None, config: BenchConfig, texts: list[str] | None, number: int) -> dict[str, Any]:
     """Measure every cell of a bundle or server; return JSON values.
 
-    Args:
-        bundle: path of the bundle; None for a server without a local bundle.
-        config: with all sizes resolved.
-        texts: texts to decode; None for random sources.
-        number: number of the process, from 0; each process draws its own arrival schedule.
+    Without texts, sources are random. Each process `number` draws its own arrival schedule.
     """
     if config.url:
         return asyncio.run(measure_url(bundle, config, texts, number))

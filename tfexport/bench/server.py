@@ -246,7 +246,6 @@ async def measure_url(
     If `bundle` is given, the first answers are compared with it; `compared` is their number.
 
     Raises:
-        BenchError: the server cannot be reached.
         ParityError: the answers of the server differ from those of the bundle.
     """
     assert config.url
@@ -289,7 +288,6 @@ async def _compare(
 async def _measured(
     ask: Ask, sources: Sequence[Source], config: BenchConfig, number: int, restart: Callable[[], None] = lambda: None
 ) -> Samples:
-    """Warm up, then measure at the configured rate."""
     assert config.rate
     assert config.duration
     await ask(sources[0])  # a separate call, so that its error is raised

@@ -206,7 +206,6 @@ def render(result: dict[str, Any]) -> str:
 
 
 def _plots(result: dict[str, Any]) -> str:
-    """Draw the plots; return a data URL of an SVG image."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 4), layout="constrained")

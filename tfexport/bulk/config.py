@@ -99,21 +99,14 @@ def format_of(name: str | PathLike[str]) -> Format | None:
 
 
 def need_format(name: str | PathLike[str], argument: str) -> Format:
-    """Return the format of a path or URI from its suffix.
-
-    Raises:
-        InputError: the suffix is unknown.
-    """
+    """Return the format of a path or URI; raise `InputError` if it is unknown."""
     if (found := format_of(name)) is None:
         raise InputError(f"{argument}: its suffix is not one of {', '.join(get_args(Format))}; rename it")
     return found
 
 
 def is_bulk(*names: str | PathLike[str] | None) -> bool:
-    """Return whether all names are files in a format of bulk runs.
-
-    Pipes and devices are not.
-    """
+    """Return whether all names are files of a known format, not pipes or devices."""
     return all(name is not None and format_of(name) is not None and _may_be_file(name) for name in names)
 
 

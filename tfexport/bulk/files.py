@@ -111,11 +111,7 @@ class Place:
 
 
 def find_place(given: str | PathLike[str]) -> Place:
-    """Return the place of a path or URI; links in a path are resolved.
-
-    Raises:
-        InputError: the file system is unknown to pyarrow or cannot be reached.
-    """
+    """Return the place of a path or URI; links in a path are resolved."""
     if isinstance(given, str) and "://" in given:
         try:
             system, path = fs.FileSystem.from_uri(given)
@@ -193,11 +189,7 @@ class Source:
 
 @contextmanager
 def open_source(place: Place, form: Format) -> Iterator[Source]:
-    """Open and check an input file.
-
-    Raises:
-        InputError: lists what is invalid in the file.
-    """
+    """Open and check an input file; raise `InputError` with all its problems."""
     with accessing(place.name, "read"), place.open() as stream:
         yield _parquet_source(place.name, stream) if form == ".parquet" else _text_source(place.name, form, stream)
 
@@ -309,7 +301,6 @@ def _checked(line: bytes) -> bytes:
 
 
 def _common_schema(name: str, columns: Mapping[str, bool], batches: Iterator[Batch]) -> pyarrow.Schema:
-    """Return the types that hold all values of a JSON Lines file."""
     types: dict[str, pyarrow.DataType] = dict.fromkeys(columns, pyarrow.null())
     problems: dict[str, str] = {}
     for batch in batches:
@@ -426,7 +417,6 @@ def _cell_text(value: object) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """Replace numbers that JSON does not support with None."""
     if isinstance(value, dict):
         return {key: _finite(one) for key, one in value.items()}
     if isinstance(value, list):
@@ -443,13 +433,9 @@ def write_output(
     schema: pyarrow.Schema,
     parts: Iterator[tuple[pyarrow.Table, pyarrow.Table]],
 ) -> None:
-    """Write staged rows and their outputs.
+    """Write staged rows and their outputs; the stream remains open.
 
-    Args:
-        stream: the output, which is not closed.
-        form: format of the output.
-        schema: columns of a Parquet or CSV file.
-        parts: staged rows and their outputs, whose columns are text, score, finish reason and error.
+    The columns of outputs are text, score, finish reason and error. `schema` is used for Parquet and CSV.
     """
     if form == ".parquet":
         with parquet.ParquetWriter(stream, schema, compression="zstd") as writer:

@@ -113,11 +113,7 @@ class Store:
             parquet.write_table(table, stream, compression="zstd", write_page_checksum=True)
 
     def finish(self) -> int:
-        """Join the parts into the output, delete the folder, and count rows with errors.
-
-        Raises:
-            InputError: a part is damaged, or the output cannot be written.
-        """
+        """Join the parts into the output, delete the folder, and count rows with errors."""
         num_errors = 0
         rows = None if self.form == ".txt" else self._open(_ROWS)
         schema = rows.schema_arrow if rows else pyarrow.schema([])
@@ -277,12 +273,7 @@ def prepared(
     backend: str,
     report: Callable[[str], None],
 ) -> Iterator[Store]:
-    """Lock the output, check everything, and stage the input unless a run is resumed.
-
-    Raises:
-        InputError: lists what is invalid in the input, or the output cannot be written or belongs to another run.
-        BundleError: another process is writing the output.
-    """
+    """Lock the output, check everything, and stage the input unless a run is resumed."""
     read, written = need_format(source, "input"), need_format(target, "output")
     place, aim = find_place(source), find_place(target)
     are_lists = decoding.num_return_sequences > 1

@@ -84,12 +84,7 @@ class Decoder:
     """Decode parts with an open model."""
 
     def __init__(self, model: Model, config: BulkConfig, decoding: DecodeConfig) -> None:
-        """Run all checks that need no text.
-
-        Raises:
-            InputError: the model does not support generation, these settings or this prefix.
-            ConfigError: the model cannot replace unknown tokens.
-        """
+        """Run all checks that need no text."""
         self.tokenizer, self.decoding = need_tokenizer(model), decoding
         self._model, self._config = model, config
         if decoding.replace_unknowns:
@@ -100,11 +95,6 @@ class Decoder:
 
     def decode(self, store: Store, part: Part, on_progress: Callable[[int], None] | None = None) -> None:
         """Decode a part as one call for the whole input would, and save it.
-
-        Args:
-            store: folder of the run.
-            part: the rows to decode.
-            on_progress: receives the number of rows that each step finishes.
 
         Raises:
             BackendError: the backend failed, or the model computed NaN for every text.

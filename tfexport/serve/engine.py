@@ -365,7 +365,6 @@ class Engine:
         return Served(model, worker, Alignments(self._loop))
 
     def _check_copies(self, stream: bool) -> None:
-        """Raise if `replace_unknowns` is not possible."""
         if stream:
             raise InputError(f"stream: {NO_COPIES_IN_STREAMS}")
         check_copies(self.model.session, self.model.tokenizer)

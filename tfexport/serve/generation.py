@@ -58,15 +58,8 @@ class Generation(Generic[Item, Answer]):
     ) -> None:
         """Create a waiting generation.
 
-        Args:
-            request: the checked request.
-            arrived: time of submission.
-            priority: see the class.
-            deadline: see the class.
-            answers: see the class.
-            pieces: converts token ids to text for a text stream; None streams token ids.
-            buffer: maximum number of unread stream items before the reader counts as too slow.
-            leave: removes the generation from its engine.
+        A stream yields text that `pieces` converts from token ids, or the ids without `pieces`. `buffer` limits the
+        unread items. `leave` removes the generation from its engine.
         """
         self.id, self.status = next(_ids), Status.WAITING
         self.request, self.arrived, self.priority, self.deadline = request, arrived, priority, deadline

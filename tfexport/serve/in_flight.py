@@ -55,12 +55,7 @@ class InFlight:
         return len(self._open)
 
     def begin(self, generation: Generation[Any, Any], served: Served) -> None:
-        """Submit a generation to a model, and start its deadline timer.
-
-        Raises:
-            QueueFull: too many requests are waiting.
-            ServingError: the model accepts no more requests.
-        """
+        """Submit a generation to a model, and start its deadline timer."""
         served.worker.waiting.put(generation)
         generation.served = served
         if generation.deadline < math.inf:  # the thread checks it too, but only between steps

@@ -66,9 +66,7 @@ def bounded(message: str) -> str:
 def arguments(parameters: Mapping[str, Any], max_timeout_s: float) -> dict[str, Any]:
     """Convert request parameters to arguments of `Engine.submit` and `submit_ids`.
 
-    Args:
-        parameters: fields of `DecodeConfig`, which the engine checks, and prefix, priority, timeout_ms or timeout.
-        max_timeout_s: upper bound of the request's timeout.
+    They are fields of `DecodeConfig`, which the engine checks, and prefix, priority, timeout_ms or timeout.
 
     Raises:
         InvalidRequestError: lists unknown names, and timeouts or priorities that are not valid numbers.
@@ -122,9 +120,6 @@ def asked_for(
     """Return the sources of an `infer` request, and the `submit` arguments of each.
 
     Options may be passed as parameters or as tensors.
-
-    Raises:
-        InvalidRequestError: an input or option is invalid.
     """
     for name, datatype in INPUTS.items():
         if name in tensors and tensors[name].datatype != datatype:
@@ -148,11 +143,7 @@ def asked_for(
 def outputs_of(found: Sequence[Sequence[Answer]], pad: int) -> dict[str, Tensor]:
     """Return the output tensors of `infer` by name.
 
-    There are no texts if the sources were token ids.
-
-    Args:
-        found: answers to each source, best first.
-        pad: token id that pads the rows of output ids.
+    The token id `pad` fills short rows. There are no texts if the sources were token ids.
 
     Raises:
         InvalidRequestError: the sources have different numbers of answers.
@@ -213,7 +204,6 @@ def _sources(tensors: Mapping[str, Tensor]) -> list[Source]:
 
 
 def _column(tensor: Tensor) -> Sequence[Any]:
-    """Return one value for each source."""
     if any(size != 1 for size in tensor.shape[1:]):
         raise InvalidRequestError(f"input {tensor.name} has the shape {list(tensor.shape)}, expected [sources]")
     return tensor.values

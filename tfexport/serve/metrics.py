@@ -78,11 +78,7 @@ class Metrics:
         return sum(one.value for one in samples if one.name == metric and one.labels["model"] == model)
 
     def expose(self, accept: str) -> tuple[bytes, str]:
-        """Return all metrics as encoded text, and the content type.
-
-        Args:
-            accept: Accept header of the request; selects the Prometheus or OpenMetrics format.
-        """
+        """Return all metrics and their content type, as the Accept header requests."""
         encode, kind = exposition.choose_encoder(accept)
         return encode(self.registry), kind
 

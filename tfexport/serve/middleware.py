@@ -74,11 +74,7 @@ class BearerTokens:
     """Require one of the bearer tokens of a file."""
 
     def __init__(self, app: ASGIApp, path: Path) -> None:
-        """Read the tokens from a file with one token per line.
-
-        Raises:
-            ConfigError: the file cannot be read, has no tokens, or has an invalid one.
-        """
+        """Read the tokens from a file with one token per line."""
         self._app, self._path = app, path
         self.reload()
 

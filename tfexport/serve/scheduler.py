@@ -56,12 +56,7 @@ class WaitingQueue:
         return self._closed is not None
 
     def put(self, job: Job) -> None:
-        """Add a job.
-
-        Raises:
-            QueueFull: too many jobs are waiting; its `retry_after_s` suggests when to retry.
-            ServingError: the queue is closed.
-        """
+        """Add a job; raise `QueueFull`, or the reason of `close`."""
         with self._changed:
             self.check_open()
             if not self._jobs:
@@ -190,7 +185,6 @@ class Scheduler:
         return [Event(job, outcome=job.late()) for job in gone if job.status is not Status.CANCELLED]
 
     def _join(self) -> list[Event]:
-        """Take jobs from the queue, and encode sources within the budget."""
         start, events, budget = time.monotonic(), list[Event](), self._budget
         self._is_held = False
         if not self._entering and len(self._waiting):

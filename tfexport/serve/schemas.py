@@ -44,15 +44,9 @@ class Body(BaseModel):
 
     @classmethod
     def parse(cls, raw: bytes, media_type: str, json_length: int | None) -> Self:
-        """Parse a body.
+        """Parse a body; raise `InvalidRequestError` with all problems.
 
-        Args:
-            raw: the body.
-            media_type: one of `media_types`.
-            json_length: length in bytes of the JSON before binary tensors; None if the body is only JSON.
-
-        Raises:
-            InvalidRequestError: lists all problems.
+        Binary tensors follow the first `json_length` bytes; None if the body is only JSON.
         """
         try:
             return cls.model_validate_json(raw)

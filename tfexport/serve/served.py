@@ -58,9 +58,7 @@ class Alignments:
     async def join(self, end: float, hang_s: float) -> bool:
         """Wait for all computations; return whether they all ended.
 
-        Args:
-            end: time of `time.monotonic` at which to stop waiting; inf for no limit.
-            hang_s: maximum seconds to wait for each computation.
+        Stop waiting at `end`, a time of `time.monotonic`, or if one computation takes longer than `hang_s`.
         """
         while self._open:
             wait_s = max(0.0, min(end - time.monotonic(), hang_s))
@@ -103,12 +101,9 @@ class Served:
     is_answered: bool = True
 
     async def finish(self, reason: ServingError, timeout_s: float | None, hang_s: float) -> bool:
-        """Refuse new requests and wait for the accepted ones; return whether all are done.
+        """Refuse new requests with `reason`; return whether all accepted ones are done.
 
-        Args:
-            reason: the error that new requests raise.
-            timeout_s: seconds after which to stop waiting; None for no limit.
-            hang_s: seconds without progress of the thread after which to stop waiting.
+        Stop waiting after `timeout_s`, or after `hang_s` without progress of the thread.
         """
         end = math.inf if timeout_s is None else time.monotonic() + timeout_s
         self.worker.waiting.close(reason)

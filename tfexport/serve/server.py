@@ -60,14 +60,9 @@ class Server:
         *,
         access_log: bool = False,
     ) -> None:
-        """Configure the server; `run` starts it.
+        """Configure the server; `engines` must not be started.
 
-        Args:
-            app: the result of `build_app`.
-            engines: engines that are not started, by model name.
-            config: address and limits.
-            report: receives status lines for the user.
-            access_log: whether uvicorn logs every request.
+        `report` receives status lines for the user.
 
         Raises:
             ConfigError: the tokens, the certificate or its key cannot be read.
@@ -130,7 +125,6 @@ class Server:
             return is_done
 
     async def _load(self) -> None:
-        """Load the bundles one after the other; the first error ends the server."""
         self._loading = True
         try:
             for name, engine in self._engines.items():
@@ -145,7 +139,6 @@ class Server:
             self._loading = False
 
     async def _drain(self) -> bool:
-        """Report not ready for a while, then finish the accepted requests."""
         timeout_s, settings = self._config.shutdown_timeout_s, self._uvicorn.config
         # Clients with open connections have to reconnect, and a load balancer then selects another server.
         settings.encoded_headers.append((b"connection", b"close"))
@@ -166,7 +159,6 @@ class Server:
         return is_done
 
     async def _reload(self) -> None:
-        """Reload every bundle, one after the other, then tokens and certificate."""
         for name, engine in self._engines.items():
             start = time.monotonic()
             with _old_one_goes_on(f"model {name}"):
@@ -230,14 +222,7 @@ def serve_bundles(
 ) -> bool:
     """Serve bundles until a signal; return whether all requests were answered.
 
-    Args:
-        bundles: paths by model name.
-        config: address and limits.
-        serving: slots and queue of each model.
-        http: endpoints and limits of requests.
-        report: receives status lines for the user.
-        access_log: whether every request is logged.
-        options: keyword arguments of `tfexport.load`: backend, form, threads, device, engine, trusted_keys.
+    `report` receives status lines for the user. The other options are those of `tfexport.load`.
 
     Raises:
         TfexportError: the address is not available, or a bundle cannot be served.
@@ -251,11 +236,7 @@ def serve_bundles(
 
 
 def listen(config: ServerConfig, max_send_s: float = HttpConfig.max_send_s) -> socket.socket:
-    """Bind the address; clients can connect, and wait until the server runs.
-
-    Raises:
-        ConfigError: the address is in use, or does not belong to this machine.
-    """
+    """Bind the address; clients can connect, and wait until the server runs."""
     try:
         family, *_, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -328,7 +309,6 @@ def _network_warning(config: ServerConfig) -> str | None:
 
 
 def _example(url: str, engines: Mapping[str, Engine], config: ServerConfig) -> str:
-    """Return a curl command for the first model, with one of its recorded texts."""
     name, engine = next(iter(engines.items()))
     tokenizer = engine.model.tokenizer
     if tokenizer is None:

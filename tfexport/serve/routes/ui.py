@@ -109,7 +109,6 @@ def _facts(engine: Engine, model: Model) -> dict[str, str]:
 
 
 def _examples(tokenizer: Tokenizer) -> list[str]:
-    """Return recorded texts from the whole list, only those with an answer."""
     texts = [one.text for one in tokenizer.text.samples if one.target_ids and len(one.text) <= MAX_EXAMPLE]
     every = max(1, len(texts) // NUM_EXAMPLES)
     return texts[::every][:NUM_EXAMPLES]

@@ -141,7 +141,6 @@ async def _events(head: dict[str, Any], asked: Asked) -> AsyncGenerator[bytes]:
 
 
 def _generated(answers: Sequence[Result | Hypothesis], *, is_one: bool) -> dict[str, Any]:
-    """Return the outputs, best first: values for one answer, otherwise lists."""
     texts = [answer.text for answer in answers if isinstance(answer, Result)]
     outputs: dict[str, list[Any]] = {"text_output": texts} if texts else {}
     outputs["output_ids"] = [list(answer.token_ids) for answer in answers]
@@ -178,7 +177,6 @@ async def infer(request: Request, name: str, data: schemas.InferRequest) -> Resp
 
 
 def _written(tensor: Tensor, *, is_binary: bool) -> tuple[dict[str, Any], bytes]:
-    """Return a tensor's JSON, and the binary data that follows the JSON."""
     head = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape)}
     if not is_binary:
         return head | {"data": list(tensor.values)}, b""
@@ -271,8 +269,6 @@ def _metrics(request: Request) -> Metrics:
 
 
 def _statistics(metrics: Metrics, name: str) -> dict[str, Any]:
-    """Return counts, and times in nanoseconds."""
-
     def count(metric: str) -> int:
         return int(metrics.total(f"tfexport_{metric}", name))
 
