@@ -99,7 +99,7 @@ def compare(
 ) -> Comparison:
     """Compare a report with a baseline, `first`.
 
-    A condition applies to every cell. `vary` names the fields that may differ.
+    The comparison fails if a condition holds in any cell. `vary` names the fields that may differ.
 
     Raises:
         BenchError: the reports measure different things, are damaged, or lack the metric of a condition.
@@ -151,6 +151,7 @@ def _table(first: dict[str, Any], second: dict[str, Any], pairs: Sequence[tuple[
 
 
 def _noise(first: dict[str, Any], second: dict[str, Any], column: str) -> str:
+    # If the values of the processes overlap, the change may be chance.
     a, b = first.get("per_process", []), second.get("per_process", [])
     if column not in ("value", "p50") or len(a) < 2 or len(b) < 2:
         return ""

@@ -18,7 +18,7 @@ _LIBRARIES = ("tfexport", "numpy", "tokenizers", "onnxruntime", "onnxruntime-gpu
 
 
 def environment(threads: int) -> dict[str, Any]:
-    """Return date, system and library versions as JSON; `threads` is of the decoder."""
+    """Return machine, library versions and date; `threads` run the decoder."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",

@@ -127,7 +127,7 @@ def generate_file(
 def _ask(
     bundle: str, workers: Workers, config: BulkConfig, options: Mapping[str, Any]
 ) -> tuple[DecodeConfig, str, str]:
-    """Check what a run checks; return decoding options, bundle hash and backend."""
+    """Run a worker's checks; return decoding options, bundle hash and backend."""
     with load(bundle, **workers.load_options()) as model:
         decoder = Decoder(model, config, model.decoding(**options))
         return decoder.decoding, bundle_sha256(model), model.session.backend

@@ -1,4 +1,4 @@
-"""Provide what all HTTP endpoints share: bodies, errors and event streams."""
+"""Provide the base of all HTTP endpoints: bodies, errors and event streams."""
 
 from __future__ import annotations
 
