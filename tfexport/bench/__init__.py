@@ -1,1 +1,1 @@
-"""Measure how fast a bundle generates, and report it as a table, JSON and an HTML page."""
+"""Measure how fast a bundle generates; report a table, JSON and an HTML page."""

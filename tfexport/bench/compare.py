@@ -1,4 +1,4 @@
-"""Compare two reports: the change of each metric, and conditions that fail the comparison."""
+"""Compare two reports, and check conditions on the change of metrics."""
 
 from __future__ import annotations
 
@@ -45,9 +45,10 @@ _CONDITION = re.compile(r"([a-z_]{1,64})(?:\.(value|avg|min|max|p50|p90|p95|p99)
 
 @dataclass(frozen=True)
 class Condition:
-    """A change in percent that fails the comparison, such as output_token_throughput<-5%.
+    """A change in percent that fails the comparison.
 
-    Without a `column` it is about the value of a metric, or its p50 if it has no value.
+    An example is output_token_throughput<-5%. An empty `column` selects the value of a metric, or its p50 if it has no
+    value.
     """
 
     metric: str
@@ -57,11 +58,7 @@ class Condition:
 
     @classmethod
     def parse(cls, text: str) -> Condition:
-        """Read a condition.
-
-        Raises:
-            ConfigError: the text is not a condition.
-        """
+        """Parse a condition; raise `ConfigError` if it is not valid."""
         match = _CONDITION.fullmatch("".join(text.split()))
         if match is None:
             raise ConfigError(
@@ -80,11 +77,7 @@ class Comparison:
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """Read a report.
-
-    Raises:
-        BenchError: it is missing, too large or not a report.
-    """
+    """Read a report; raise `BenchError` if the file is not one."""
     try:
         if not path.is_file():
             raise BenchError(f"{path}: is not a plain file; write a report with: tfexport bench BUNDLE --json {path}")
@@ -104,17 +97,13 @@ def read_result(path: Path) -> dict[str, Any]:
 def compare(
     first: dict[str, Any], second: dict[str, Any], conditions: Sequence[Condition] = (), vary: Sequence[str] = ()
 ) -> Comparison:
-    """Compare two reports.
+    """Compare a report with a baseline, `first`.
 
-    Args:
-        first: the baseline.
-        second: the report to judge.
-        conditions: changes that fail the comparison, in any cell.
-        vary: fields that may differ because their effect is compared.
+    The comparison fails if a condition holds in any cell. `vary` names the fields that may differ.
 
     Raises:
         BenchError: the reports measure different things, are damaged, or lack the metric of a condition.
-        ConfigError: an unknown field in `vary`.
+        ConfigError: `vary` has an unknown field.
     """
     unknown = [f"{name} is unknown, expected one of {', '.join(FIELDS)}" for name in vary if name not in FIELDS]
     raise_all(ConfigError, "vary", unknown)
@@ -162,7 +151,7 @@ def _table(first: dict[str, Any], second: dict[str, Any], pairs: Sequence[tuple[
 
 
 def _noise(first: dict[str, Any], second: dict[str, Any], column: str) -> str:
-    """Return a mark if the values of the processes overlap, so that the change may be chance."""
+    # If the values of the processes overlap, the change may be chance.
     a, b = first.get("per_process", []), second.get("per_process", [])
     if column not in ("value", "p50") or len(a) < 2 or len(b) < 2:
         return ""

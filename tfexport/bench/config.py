@@ -17,7 +17,7 @@ Scenario = Literal["single", "offline", "server", "sweep"]
 Length = Annotated[int, Ge(1), Le(1_000_000)]
 Rows = Annotated[int, Ge(1), Le(4096)]
 
-# Every request is recorded until the end, so their number is limited.
+# All requests are kept in memory until the end.
 MAX_REQUESTS = 100_000
 MAX_CELLS = 100
 _BATCH_SIZES: dict[Scenario, tuple[int, ...]] = {
@@ -35,9 +35,9 @@ class Cell:
     """One combination of sizes.
 
     Attributes:
-        batch_size: sources decoded together, or slots in the server scenario; None if a running server decides.
-        source_length: tokens of each random source; None for texts of a file.
-        target_length: new tokens of each source, exactly; None to decode until the text ends.
+        batch_size: sources per batch, or slots in the server scenario; None if a running server decides.
+        source_length: tokens of each random source; None for texts from a file.
+        target_length: exact number of new tokens per source; None to decode until the end of the text.
     """
 
     batch_size: int | None
@@ -46,13 +46,13 @@ class Cell:
 
 
 class BenchConfig(Config, subject="bench"):
-    """How to measure a bundle.
+    """Settings of a measurement.
 
-    `resolve` fills in empty sizes and the duration, in seconds per process and cell. Several sizes make a sweep over
-    all combinations. `device`, `form`, `threads`, `engine` and `trusted_keys` are those of `tfexport.load`.
+    `resolve` fills in empty sizes and the duration, which is in seconds per process and cell. Several sizes are a sweep
+    over all combinations. `device`, `form`, `threads`, `engine` and `trusted_keys` are options of `tfexport.load`.
 
-    Server scenario: `rate` is in requests per second, and goodput counts answers within `goal_ms` milliseconds. With
-    `url`, a running server and its `model` are measured, with the bearer token in `token_file`.
+    In the server scenario, `rate` is in requests per second, and goodput counts answers within `goal_ms` milliseconds.
+    With `url`, a running server and its `model` are measured, with the bearer token in `token_file`.
     """
 
     scenario: Scenario = "single"
@@ -111,7 +111,7 @@ class BenchConfig(Config, subject="bench"):
 
     @property
     def cells(self) -> list[Cell]:
-        """Every combination of sizes of a resolved configuration."""
+        """All combinations of sizes of a resolved configuration."""
         return [
             Cell(batch, source, target)
             for source in self.source_length or (None,)
@@ -126,18 +126,15 @@ class BenchConfig(Config, subject="bench"):
         return {**options, "trusted_keys": self.trusted_keys or None}
 
     def decoding(self, cell: Cell) -> DecodeConfig:
-        """Return how to decode a cell: exactly its target length, or until the end of the text."""
+        """Return the decoding options of a cell."""
         length = cell.target_length
         return DecodeConfig(num_beams=self.num_beams, max_new_tokens=length, min_new_tokens=length or 0)
 
 
 def resolve(config: BenchConfig, spec: ModelSpec | None, *, has_texts: bool) -> BenchConfig:
-    """Fill in what was not given, within the limits of a model.
+    """Fill in missing settings, within the limits of a model.
 
-    Args:
-        config: as given.
-        spec: of the bundle; None for a server whose bundle is not here, which needs texts.
-        has_texts: sources come from a file.
+    `spec` is None for a server without a local bundle, which needs texts.
 
     Raises:
         ConfigError: lists every size above a limit.

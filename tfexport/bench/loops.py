@@ -1,4 +1,7 @@
-"""Generate load and record times: a closed loop of decoder calls, and an open loop of requests on a schedule."""
+"""Generate load and record times.
+
+A closed loop makes one decoder call after another; an open loop sends requests on a schedule.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +27,13 @@ from tfexport.runtime.session import Batch, Candidates, Floats, Ids, Mask, Multi
 T = TypeVar("T")
 Source: TypeAlias = str | Sequence[int]
 WINDOWS, MIN_WINDOWS = 10, 3
-# Greedy steps that one call takes are timed in groups of at most this many.
+# Maximum number of greedy steps that are timed as one group.
 STEPS_TOGETHER = 16
-# Recorded step times; more would show in the memory that is being measured.
+# Limit of recorded step times, which would otherwise distort the measured memory.
 MAX_STEPS = 1_000_000
-# Batches of random sources: enough to defeat caches, few enough to take little memory.
+# Random batches: enough to avoid warm caches, without using much memory.
 _BATCHES, _MAX_TOKENS = 64, 1_000_000
-# An open loop is cancelled when it takes this many seconds more than twice its length.
+# An open loop is cancelled this many seconds after twice its length.
 GRACE_S = 10
 
 
@@ -43,7 +46,7 @@ def clock(call: Callable[[], T]) -> tuple[float, T]:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the decoder; times are seconds of one clock, `tokens` counts those of the best hypotheses."""
+    """Times of one decoder call, in seconds; `tokens` counts the best hypotheses."""
 
     began: float
     first_token: float
@@ -62,21 +65,23 @@ def _doubles() -> array[float]:
 
 @dataclass
 class Samples:
-    """Everything measured for one cell in one process; arrays have one entry per request unless stated otherwise.
+    """The measurements of one cell in one process.
+
+    Arrays have one entry per request unless stated otherwise.
 
     Attributes:
-        first_token_s: from the call, or the scheduled arrival, to the first token.
-        latency_s: from the call, or the scheduled arrival, to the end.
-        per_token_s: mean time of each token after the first.
-        encode_s: seconds in the encoder, one entry per call.
-        step_s: seconds of each step.
-        queue_s: server scenario: from submission until the request joined a batch.
-        windows: tokens per second of each window, or median latencies in the server scenario; used for stability.
-        busy_s: seconds inside calls, or of the whole run in the server scenario; split into `encoding_s`, `stepping_s`,
+        first_token_s: time from the call, or from the scheduled arrival, to the first token.
+        latency_s: time from the call, or from the scheduled arrival, to the end.
+        per_token_s: mean time per token after the first.
+        encode_s: encoder time of each call.
+        step_s: time of each step.
+        queue_s: in the server scenario, time from submission until the request joined a batch.
+        windows: tokens per second of each window, or median latency in the server scenario; used for stability.
+        busy_s: time inside calls, or of the whole run in the server scenario; the sum of `encoding_s`, `stepping_s`,
             `reordering_s` and the rest.
-        slot_occupancy: mean share of the slots that a step decodes; None if unknown.
-        refused: requests that were refused.
-        unserved: requests without an answer when the run was cancelled.
+        slot_occupancy: mean share of slots that a step uses; None if unknown.
+        refused: number of refused requests.
+        unserved: number of requests without an answer when the run was cancelled.
     """
 
     first_token_s: array[float] = field(default_factory=_doubles)
@@ -124,7 +129,7 @@ class Samples:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
-        """Read the JSON values of `to_dict`."""
+        """Restore samples from `to_dict`."""
         values: dict[str, Any] = {
             name: array("d", value) if isinstance(value, list) else value for name, value in data.items()
         }
@@ -135,13 +140,15 @@ class Samples:
 
 
 class TimedSession:
-    """Wrap a session and record the time of every call; not for use by several threads.
+    """Wrap a session and record the time of every call; not thread-safe.
+
+    All times are in seconds, since `restart`.
 
     Attributes:
-        encode_s: seconds since `restart` in which sources were added: encoding and reading prompts.
-        reorder_s: seconds since `restart` in which rows were reordered or removed.
-        step_s: seconds of each step since `restart`.
-        first_step_ended: when the first step since `restart` returned; 0 before that.
+        encode_s: time to add sources, which includes encoding and prefill.
+        reorder_s: time to reorder and remove rows.
+        step_s: time of each step.
+        first_step_ended: when the first step ended; 0 before that.
     """
 
     def __init__(self, session: Session) -> None:
@@ -156,12 +163,12 @@ class TimedSession:
         self.step_s = array("d")
 
     def batch(self, width: int = 1) -> _TimedBatch:
-        """Return an empty, timed batch; it takes several steps per call if the wrapped batch does."""
+        """Return an empty, timed batch."""
         batch = self._session.batch(width)
         return _TimedMultiStep(self, batch, batch) if isinstance(batch, MultiStep) else _TimedBatch(self, batch)
 
     def hidden_states(self, source_ids: Ids, source_mask: Mask) -> Floats:
-        """Call `Session.hidden_states`, untimed."""
+        """Call `Session.hidden_states` without recording its time."""
         return self._session.hidden_states(source_ids, source_mask)
 
     def close(self) -> None:
@@ -195,14 +202,12 @@ class _TimedBatch:
 
 
 class _TimedMultiStep(_TimedBatch):
-    """A batch that takes several steps per call; each of them counts with the mean time of its group."""
-
     def __init__(self, session: TimedSession, batch: Batch, stepper: MultiStep) -> None:
         super().__init__(session, batch)
         self._stepper = stepper
 
     def multi_step(self, target_ids: Ids, num_candidates: int, steps: int, stop_ids: frozenset[int]) -> Candidates:
-        first = self.step(target_ids, num_candidates)  # by itself, for the time to the first token
+        first = self.step(target_ids, num_candidates)  # a single step, to record the time to the first token
         parts = [Candidates(first.token_ids[None], first.logits[None], first.log_normalizer[None])]
         left = steps - 1
         while left and stop_ids.isdisjoint((best := parts[-1].token_ids[-1, :, 0]).tolist()):
@@ -217,7 +222,7 @@ class _TimedMultiStep(_TimedBatch):
 
 
 class Caller:
-    """Decode batches as `generate` does, and time them."""
+    """Decode batches as `generate` does, and record their times."""
 
     def __init__(self, session: Session, config: DecodeConfig) -> None:
         self._session, self._config = TimedSession(session), config
@@ -251,16 +256,9 @@ def closed_loop(
     *,
     now: Callable[[], float] = time.perf_counter,
 ) -> Samples:
-    """Make one call after another, for at least three windows of a tenth of `seconds`, each of whole calls.
+    """Make one call after another, and record each as a request.
 
-    Args:
-        call: decodes one batch.
-        batches: taken in turn.
-        seconds: how long.
-        now: the clock, in seconds.
-
-    Returns:
-        One request per call; the windows are tokens per second.
+    There are at least three windows of tokens per second. A window is a tenth of `seconds`, extended to whole calls.
     """
     samples, pool = Samples(), cycle(batches)
     began = now()
@@ -279,13 +277,13 @@ def closed_loop(
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to one request; times are those of the event loop.
+    """The answer to one request, with times of the event loop.
 
     Attributes:
         first_token: when the first token arrived; None if unknown.
         ended: when the answer was complete.
-        source_tokens: tokens of the source; 0 if unknown.
-        tokens: new tokens.
+        source_tokens: number of source tokens; 0 if unknown.
+        tokens: number of new tokens.
     """
 
     first_token: float | None
@@ -298,7 +296,7 @@ Ask: TypeAlias = Callable[[Source], Awaitable[Answer]]
 
 
 def poisson(rate: float, seconds: float, seed: int) -> array[float]:
-    """Draw arrivals of a Poisson process, in ascending seconds, at least one; the same seed draws the same ones."""
+    """Draw ascending arrival times of a Poisson process in seconds, at least one."""
     rng = np.random.default_rng(seed)
     arrivals = array("d", [rng.exponential(1 / rate)])
     while arrivals[-1] < seconds and len(arrivals) < 2 * MAX_REQUESTS:
@@ -307,21 +305,18 @@ def poisson(rate: float, seconds: float, seed: int) -> array[float]:
 
 
 async def open_loop(ask: Ask, sources: Sequence[Source], arrivals: Sequence[float]) -> Samples:
-    """Send requests on a schedule, whether earlier ones have been answered or not.
+    """Send requests on a schedule, without waiting for earlier answers.
 
-    All times count from the scheduled arrival, so they include waiting of every kind. The run is cancelled if it falls
-    behind by its own length and 10 seconds more.
+    All times count from the scheduled arrival, so they include every wait. The run is cancelled if it takes twice the
+    length of the schedule and 10 seconds more.
 
     Args:
         ask: answers one source; raises `ServingError` if the request is refused.
-        sources: taken in turn.
+        sources: repeated in this order.
         arrivals: seconds after the start, ascending.
 
     Returns:
         One request per answer; the windows are median latencies of equal numbers of arrivals.
-
-    Raises:
-        TfexportError: the first other error of `ask`, and `EngineFailed`.
     """
     now = asyncio.get_running_loop().time
     began, samples, answers = now(), Samples(), list[tuple[float, Answer]]()
@@ -337,7 +332,7 @@ async def open_loop(ask: Ask, sources: Sequence[Source], arrivals: Sequence[floa
     try:
         async with asyncio.timeout(2 * arrivals[-1] + GRACE_S), asyncio.TaskGroup() as group:
             for arrival, source in zip(arrivals, cycle(sources), strict=False):
-                # Yield to the loop even when late, so that other requests make progress.
+                # Sleep even if late, so that other requests make progress.
                 await asyncio.sleep(max(0.0, began + arrival - now()))
                 group.create_task(one(began + arrival, source))
     except TimeoutError:
@@ -365,7 +360,7 @@ async def open_loop(ask: Ask, sources: Sequence[Source], arrivals: Sequence[floa
 
 
 def random_batches(spec: ModelSpec, cell: Cell, seed: int) -> list[list[list[int]]]:
-    """Draw batches of random token ids without special tokens; the same seed draws the same ones."""
+    """Draw batches of random token ids without special tokens, from a seed."""
     tokens = spec.tokens
     special = {tokens.pad, tokens.start, tokens.eos, tokens.unk}
     ordinary = np.array([token for token in range(spec.source_vocab) if token not in special] or [tokens.eos])
@@ -376,8 +371,9 @@ def random_batches(spec: ModelSpec, cell: Cell, seed: int) -> list[list[list[int
 
 
 def text_batches(sources: Sequence[list[int]], batch_size: int, seed: int) -> list[list[list[int]]]:
-    """Group sources of similar length, as `generate` does, and shuffle the batches so that windows are alike."""
+    """Group sources of similar length, and shuffle the batches."""
     ordered = sorted(sources, key=len, reverse=True)
+    # Without shuffling, the windows would measure different lengths.
     return shuffled([ordered[start : start + batch_size] for start in range(0, len(ordered), batch_size)], seed)
 
 
@@ -387,11 +383,7 @@ def shuffled(sources: Sequence[T], seed: int) -> list[T]:
 
 
 def encoded(model: Model, texts: Sequence[str]) -> list[list[int]]:
-    """Return the token ids of texts.
-
-    Raises:
-        InputError: the bundle has no tokenizer, or a text is not valid for it.
-    """
+    """Return the token ids of texts; raise `InputError` if that is not possible."""
     if model.tokenizer is None:
         raise InputError("this bundle has no tokenizer, so --input cannot be read; leave it out for random sources")
     return [list(ids) for ids in model.tokenizer.encode(texts)]

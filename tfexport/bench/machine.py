@@ -18,7 +18,7 @@ _LIBRARIES = ("tfexport", "numpy", "tokenizers", "onnxruntime", "onnxruntime-gpu
 
 
 def environment(threads: int) -> dict[str, Any]:
-    """Return where and when this is running, as JSON values; `threads` take a step."""
+    """Return machine, library versions and date; `threads` run the decoder."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",

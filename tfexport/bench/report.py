@@ -1,4 +1,4 @@
-"""Turn samples into a report of JSON values; names of metrics follow AIPerf."""
+"""Build a JSON report from samples, with the metric names of AIPerf."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tfexport.bench.loops import Samples
 SCHEMA = "tfexport.bench/2"
 Metric = dict[str, Any]
 PERCENTILES = (50, 90, 95, 99)
-# With fewer samples the 99th percentile is a guess from the last few.
+# With fewer samples, the 99th percentile depends on only a few of them.
 P99_SAMPLES = 1000
 STABLE_WITHIN, STABLE_WINDOWS = 0.10, 3
 _BINS = 40
@@ -28,16 +28,16 @@ def build_result(
     about: dict[str, Any],
     parity: dict[str, Any],
 ) -> dict[str, Any]:
-    """Build a report.
+    """Build a report from the result of `measure` in each process.
 
     Args:
-        config: resolved.
-        found: the result of each process, see `tfexport.bench.run.measure`.
+        config: with all sizes resolved.
+        found: the results.
         about: `bundle`, `input` and `environment` of the report.
         parity: `passed` and `source` of the report.
 
     Returns:
-        The report. Its `metrics` are those of the processes and of the cell with the highest token throughput.
+        The report; its `metrics` are those of the processes and of the cell with the highest token throughput.
     """
     cells = [
         _cell(config, cell, [Samples.from_dict(process["cells"][index]) for process in found])
@@ -61,7 +61,7 @@ def build_result(
 
 
 def settings(config: BenchConfig) -> dict[str, Any]:
-    """Return the settings of a report, without the paths of secrets."""
+    """Return the settings of a report, without paths of secrets."""
     found = config.to_dict()
     del found["scenario"], found["token_file"], found["trusted_keys"]
     return {name: list(item) if isinstance(item, tuple) else item for name, item in found.items()}
@@ -81,7 +81,6 @@ def _cell(config: BenchConfig, cell: Cell, runs: Sequence[Samples]) -> dict[str,
 
 
 def _doubts(cells: Sequence[dict[str, Any]], parity: dict[str, Any]) -> list[str]:
-    """Return the reasons for which the numbers are not valid."""
     reasons = []
     if not parity["passed"]:
         reasons.append("parity was not verified")
@@ -100,7 +99,7 @@ def _doubts(cells: Sequence[dict[str, Any]], parity: dict[str, Any]) -> list[str
 
 
 def value(number: float | None, unit: str, per_process: Sequence[float] = (), note: str = "") -> Metric:
-    """Return a metric of one number, with that of each process, and a note if it is null."""
+    """Return a metric of one number, with the numbers of each process."""
     found: Metric = {"unit": unit, "value": number}
     if per_process:
         found["per_process"] = list(per_process)
@@ -108,7 +107,7 @@ def value(number: float | None, unit: str, per_process: Sequence[float] = (), no
 
 
 def distribution(samples: Sequence[Sequence[float]]) -> Metric:
-    """Return a metric in milliseconds over the seconds of all processes; p99 is null below 1,000 samples."""
+    """Convert seconds of all processes to a metric in ms; p99 needs 1,000 samples."""
     pooled = np.concatenate([np.asarray(values, np.float64) for values in samples]) * 1e3
     names = [f"p{percent}" for percent in PERCENTILES]
     if not pooled.size:
@@ -171,7 +170,6 @@ def _server_metrics(runs: Sequence[Samples], goal_ms: float | None) -> dict[str,
 
 
 def _process_metrics(found: Sequence[dict[str, Any]]) -> dict[str, Metric]:
-    """Return the metrics of the processes, which are the same for all cells."""
     metrics = {}
     for metric, name, unit, scale in (
         ("load_time", "load_s", "ms", 1e3),
@@ -183,17 +181,17 @@ def _process_metrics(found: Sequence[dict[str, Any]]) -> dict[str, Metric]:
     return metrics
 
 
-# ---- what plots and validity need
+# ---- plots and validity
 
 
 def is_stable(windows: Sequence[float]) -> bool:
-    """Return whether the last three windows are each within 10 % of their mean."""
+    """Return whether each of the last three windows is within 10 % of their mean."""
     last = np.asarray(windows[-STABLE_WINDOWS:], np.float64)
     return len(last) == STABLE_WINDOWS and bool((np.abs(last - last.mean()) <= STABLE_WITHIN * last.mean()).all())
 
 
 def time_split(runs: Sequence[Samples]) -> dict[str, float]:
-    """Return the shares of encoder, steps, reordering and the rest in the busy time; empty if unknown."""
+    """Return the shares of encoder, steps, reordering and rest; empty if unknown."""
     busy = sum(run.busy_s for run in runs)
     if not busy:
         return {}
@@ -206,7 +204,7 @@ def time_split(runs: Sequence[Samples]) -> dict[str, float]:
 
 
 def histogram(samples: Sequence[Sequence[float]]) -> dict[str, list[float]]:
-    """Count latencies in equal bins up to the 99.5th percentile; the last bin includes everything above."""
+    """Count latencies in equal bins; the last one has no upper bound."""
     pooled = np.concatenate([np.asarray(values, np.float64) for values in samples]) * 1e3
     if not pooled.size:
         return {"edges_ms": [], "counts": []}

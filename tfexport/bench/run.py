@@ -1,4 +1,4 @@
-"""`tfexport bench`: check the bundle, measure in fresh processes, build the report."""
+"""Run `tfexport bench`: check the bundle, measure in new processes, report."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from tfexport.runtime.cpu import available_cores
 from tfexport.runtime.registry import AUTO
 
 MAX_TEXTS = 10_000
-# Warm-up before the first window, at most.
+# Maximum seconds of warm-up before the first window.
 _WARM_UP_S = 0.5
-# Longest run of a process.
+# Time limit of a process, in seconds.
 _MAX_S = 24 * 3600.0
 
 
@@ -47,29 +47,29 @@ def bench_bundle(
     """Measure a bundle, or a server that serves one.
 
     Args:
-        path: of the bundle; None for a server whose bundle is not here.
-        config: what to measure.
-        texts: to decode; None for random sources.
-        verify: refuse a bundle that differs from the eager model, and a server that differs from the bundle.
-        against: model directory or PACKAGE.MODULE:FACTORY to verify with; None takes the bundle's own weights.
+        path: path of the bundle; None for a server without a local bundle.
+        config: settings of the measurement.
+        texts: texts to decode; None for random sources.
+        verify: raise if the bundle differs from the eager model, or the server from the bundle.
+        against: model directory or PACKAGE.MODULE:FACTORY to verify with; None for the bundle's own weights.
         report: receives lines of progress.
 
     Returns:
-        The report as JSON values, see `tfexport.bench.report`.
+        The report of `build_result`, as JSON values.
 
     Raises:
         BundleError: the bundle is missing or damaged.
         ConfigError: a size is above a limit of the bundle, or a key is invalid.
         InputError: the bundle has no decoder, a text is invalid, or there are no sources.
         ParityError: the outputs of the bundle or the server are wrong.
-        BackendError: the backend does not work, or parity cannot be verified here.
+        BackendError: the backend does not work, or parity cannot be verified on this machine.
         BenchError: a process died, or a server cannot be reached.
     """
     keys = TrustedKeys.read(config.trusted_keys) if config.trusted_keys else None
     bundle = None if path is None else open_bundle(path, trusted_keys=keys)
     _check(bundle, config, texts)
     if config.url:
-        import httpx  # noqa: F401 - if it is missing, fail here and not in the measuring process
+        import httpx  # noqa: F401 - if it is missing, fail before a process starts
     resolved = resolve(config, bundle.manifest.spec if bundle else None, has_texts=texts is not None)
     folder = bundle.path if bundle and (verify or texts is None or not config.url) else None
     parity: dict[str, Any] = {"passed": None, "source": "not verified"}
@@ -111,12 +111,7 @@ def _about(bundle: Bundle | None, path: Path | None, found: dict[str, Any]) -> d
 def check_parity(
     bundle: Bundle, config: BenchConfig, report: Callable[[str], None], against: str | None = None
 ) -> dict[str, Any]:
-    """Verify a bundle unless its export has; return the entry `parity` of the report.
-
-    Raises:
-        ParityError: it differs from the eager model.
-        BackendError: it cannot be verified here because PyTorch is not installed.
-    """
+    """Verify a bundle unless its export did; return the report's `parity` entry."""
     summary = bundle.manifest.parity
     if summary is not None and not summary["passed"]:
         raise ParityError(f"{bundle.path}: parity failed at its export; wrong outputs are not timed, export it again")
@@ -153,12 +148,7 @@ def check_parity(
 
 
 def run_process(bundle: Path | None, config: BenchConfig, texts: Sequence[str] | None, number: int) -> dict[str, Any]:
-    """Measure once in a fresh process; see `measure`.
-
-    Raises:
-        TfexportError: the process raised it.
-        BenchError: the process died.
-    """
+    """Call `measure` in a new process; raise `BenchError` if the process dies."""
     given = (bundle and str(bundle), config.to_dict(), number, os.getpid())
     try:
         function = f"{__name__}:_measure_in_process"
@@ -176,20 +166,16 @@ def _measure_in_process(bundle: str | None, config: dict[str, Any], number: int,
 
 
 def _end_with_parent(parent: int) -> None:
-    """End this process after the parent was killed."""
+    """End this process after its parent was killed."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)
 
 
 def measure(bundle: Path | None, config: BenchConfig, texts: list[str] | None, number: int) -> dict[str, Any]:
-    """Load a bundle, or ask a server, and run every cell of a scenario; return JSON values.
+    """Measure every cell of a bundle or server; return JSON values.
 
-    Args:
-        bundle: its directory; None for a server whose bundle is not here.
-        config: resolved.
-        texts: to decode; None for random sources.
-        number: of the process, from 0; each draws its own arrival schedule.
+    Without texts, sources are random. Each process `number` draws its own arrival schedule.
     """
     if config.url:
         return asyncio.run(measure_url(bundle, config, texts, number))

@@ -1,4 +1,7 @@
-"""The server scenario: an engine in this process, or a running server over HTTP, asked on a schedule."""
+"""Measure the server scenario: requests on a schedule.
+
+They go to an engine in this process, or over HTTP to a running server.
+"""
 
 from __future__ import annotations
 
@@ -37,11 +40,11 @@ from tfexport.serve.observer import Observer
 if TYPE_CHECKING:
     import httpx
 
-# Simultaneous requests of the warm-up, at most.
+# Maximum number of concurrent requests in the warm-up.
 MAX_WARM_UP = 64
-# Answers of a server that are compared with those of the bundle.
+# Number of server answers that are compared with the bundle.
 NUM_COMPARED = 8
-# Statuses of a server that works but cannot answer now: too many requests, not ready, too late.
+# Statuses that refuse a single request: too many requests, not ready, deadline exceeded.
 BUSY = {429, 503, 504}
 
 
@@ -57,7 +60,7 @@ class Watch(Observer):
         self._samples, self._num_steps, self._num_rows = Samples(), 0, 0
 
     def joined(self, waited_s: float, source_tokens: int) -> None:
-        """Record how long a request has waited."""
+        """Record how long a request waited."""
         with self._lock:
             self._samples.queue_s.append(waited_s)
 
@@ -68,7 +71,7 @@ class Watch(Observer):
             self._samples.encode_s.append(took_s)
 
     def stepped(self, took_s: float, num_steps: int, num_rows: int) -> None:
-        """Record steps; those taken together count with their mean time."""
+        """Record steps; steps of one call count with their mean time."""
         with self._lock:
             self._samples.stepping_s += took_s
             self._num_steps += num_steps
@@ -77,7 +80,7 @@ class Watch(Observer):
                 self._samples.step_s.extend(array("d", [took_s / num_steps] * num_steps))
 
     def add_to(self, samples: Samples, slots: int) -> None:
-        """Complete the samples of an open loop."""
+        """Add the record to the samples of an open loop."""
         with self._lock:
             for name in ("queue_s", "encode_s", "step_s", "encoding_s", "stepping_s"):
                 setattr(samples, name, getattr(self._samples, name))
@@ -87,7 +90,7 @@ class Watch(Observer):
 
 
 class EngineCaller:
-    """Ask an engine in this process with token ids; greedy answers are streamed."""
+    """Send token ids to an engine in this process; greedy answers are streamed."""
 
     def __init__(self, engine: Engine, decoding: DecodeConfig) -> None:
         self._engine, self._decoding = engine, decoding
@@ -107,20 +110,20 @@ class EngineCaller:
 
 
 def http_client(url: str, token: str | None = None) -> httpx.AsyncClient:
-    """Return a client that opens as many connections as there are requests, uses no proxy and never times out."""
+    """Return a client without connection limit, proxy and timeout."""
     import httpx
 
     return httpx.AsyncClient(
         base_url=url,
         headers={"Authorization": f"Bearer {token}"} if token else None,
-        timeout=None,  # noqa: S113 - the open loop ends a run that takes too long
+        timeout=None,  # noqa: S113 - the open loop limits the time
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
         trust_env=False,
     )
 
 
 class HttpCaller:
-    """Ask a model of a server with Triton's generate extension; greedy answers are streamed."""
+    """Send requests to a server's generate endpoint; greedy answers are streamed."""
 
     def __init__(self, client: httpx.AsyncClient, model: str, decoding: DecodeConfig) -> None:
         self._client = client
@@ -142,7 +145,7 @@ class HttpCaller:
         """Return the token ids of the best answer.
 
         Raises:
-            ServingError: the server is busy, or breaks off.
+            ServingError: the server is busy, or ends the stream with an error.
             BenchError: the server cannot be reached, or rejects the request.
         """
         key = "text_input" if isinstance(source, str) else "input_ids"
@@ -163,7 +166,7 @@ class HttpCaller:
 async def exchange(
     client: httpx.AsyncClient, method: str, path: str, data: Any = None, on_data: Callable[[], None] = lambda: None
 ) -> tuple[int, bytes]:
-    """Send JSON and return status and body; call `on_data` for each part of the body that arrives.
+    """Send JSON; return status and body, and call `on_data` for each received part.
 
     Raises:
         ServingError: the connection was closed, or the answer is not valid HTTP.
@@ -208,8 +211,8 @@ async def _only_model(client: httpx.AsyncClient) -> str:
 def measure_engine(
     bundle: Path, config: BenchConfig, texts: Sequence[str] | None, number: int
 ) -> tuple[dict[str, Any], Model]:
-    """Serve a bundle in this process and measure it; see `tfexport.bench.run.measure`."""
-    # Other selectors wake up as much as a millisecond late.
+    """Serve a bundle in this process and measure it, for `measure`."""
+    # Other selectors wake up late, by up to a millisecond.
     with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selectors.SelectSelector())) as runner:
         return runner.run(_measure_engine(bundle, config, texts, number))
 
@@ -238,12 +241,11 @@ async def _measure_engine(
 async def measure_url(
     bundle: Path | None, config: BenchConfig, texts: Sequence[str] | None, number: int
 ) -> dict[str, Any]:
-    """Measure a running server; see `tfexport.bench.run.measure`.
+    """Measure a running server, for `measure`.
 
-    With the served bundle, which random sources need, the first answers are compared; `compared` is their number.
+    If `bundle` is given, the first answers are compared with it; `compared` is their number.
 
     Raises:
-        BenchError: the server cannot be reached.
         ParityError: the answers of the server differ from those of the bundle.
     """
     assert config.url
@@ -263,7 +265,6 @@ async def measure_url(
 
 
 def _token(path: str | None) -> str | None:
-    """Return the first line of a file of bearer tokens."""
     if path is None:
         return None
     try:
@@ -287,10 +288,9 @@ async def _compare(
 async def _measured(
     ask: Ask, sources: Sequence[Source], config: BenchConfig, number: int, restart: Callable[[], None] = lambda: None
 ) -> Samples:
-    """Warm up, then measure at the configured rate."""
     assert config.rate
     assert config.duration
-    await ask(sources[0])  # by itself, so that its error is reported
+    await ask(sources[0])  # a separate call, so that its error is raised
     await open_loop(ask, sources, [0.0] * min(config.slots or MAX_WARM_UP, MAX_WARM_UP))
     restart()
     samples = await open_loop(ask, sources, poisson(config.rate, config.duration, config.seed + number))

@@ -1,4 +1,4 @@
-"""Show a report: as lines for a terminal, or as one HTML page with plots (which needs the extra `bench`)."""
+"""Format a report as terminal lines, or as an HTML page (extra `bench`)."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def number(value: float | None) -> str:
 
 
 def headline(result: dict[str, Any]) -> str:
-    """Return what was measured: bundle, scenario and sizes."""
+    """Describe what was measured: bundle, scenario and sizes."""
     settings, bundle = result["settings"], result["bundle"]
     sizes = {
         "slots" if result["scenario"] == "server" else "batch": settings["batch_size"],
@@ -94,7 +94,7 @@ def headline(result: dict[str, Any]) -> str:
 
 
 def verdict(result: dict[str, Any]) -> str:
-    """Return whether the numbers are valid, and why not."""
+    """Return whether the numbers are valid, and if not, why."""
     reasons = result["validity"]["reasons"]
     return f"INVALID: {'; '.join(reasons)}" if reasons else f"VALID: stable, parity {result['parity']['source']}"
 
@@ -140,7 +140,7 @@ def _facts(result: dict[str, Any]) -> list[str]:
         "texts": f"{_rate(metrics['request_throughput'])} a second",
         **_serving(result),
     }
-    # A server has nothing to do at times, and does not time the moving of rows.
+    # A server can be idle, and does not record the time of moving rows.
     names = {**_SPLIT, "rest": "idle"} if result["scenario"] == "server" else _SPLIT
     shares = {name: cell["time_split"].get(key, 0) for key, name in names.items()}
     if split := ", ".join(f"{name} {_percent(share)}" for name, share in shares.items() if share >= 0.0005):
@@ -191,13 +191,13 @@ def _wrapped(text: str, label: str = "") -> list[str]:
 
 
 def check_page() -> None:
-    """Import what a page needs, so that a missing extra is known before anything is measured."""
+    """Import the libraries of the page, so that a missing extra fails early."""
     import jinja2  # noqa: F401
     import matplotlib.figure  # noqa: F401
 
 
 def render(result: dict[str, Any]) -> str:
-    """Return a report as a page that needs no other file, no network and no script."""
+    """Return a report as an HTML page without external files or scripts."""
     from jinja2 import Environment
 
     template = Environment(autoescape=True, trim_blocks=True).from_string(_PAGE)
@@ -206,7 +206,6 @@ def render(result: dict[str, Any]) -> str:
 
 
 def _plots(result: dict[str, Any]) -> str:
-    """Draw latencies, and stability or throughput; return them as a data URL of an SVG image."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 4), layout="constrained")

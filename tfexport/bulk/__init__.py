@@ -1,6 +1,6 @@
-"""Generate for whole files: stage the input in parts, decode each part, join the parts into the output.
+"""Generate for whole files: stage the input in parts, decode and join them.
 
-A run that was killed resumes from its finished parts, and each row of the input has one row in the output, in order:
+A run that was killed resumes from its finished parts. Row n of the output belongs to row n of the input:
 
     input ─stage→ OUTPUT.parts/{texts,rows}.parquet ─decode→ OUTPUT.parts/part-….parquet ─join→ OUTPUT
 """

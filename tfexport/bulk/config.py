@@ -1,4 +1,4 @@
-"""Settings, file formats and progress of a bulk run; nothing here needs pyarrow."""
+"""Define the settings, file formats and progress of bulk runs, without pyarrow."""
 
 import os
 import re
@@ -18,14 +18,14 @@ _LINE_BREAK = re.compile(r"\r\n?|\n")
 
 
 class BulkConfig(Config, subject="bulk"):
-    """Settings of a bulk run, apart from how to decode.
+    """Settings of a bulk run, except for decoding.
 
     Attributes:
-        input_column: column with the texts; None for the only text column, or the one called "text".
-        output_column: name of the column with the outputs; the names of three more columns begin with it.
-        prefix: text that every output begins with; None for nothing.
-        batch_size: texts decoded at once; no output depends on it.
-        rows_per_part: rows that are decoded and saved together, fewer if they take more than 32 MiB.
+        input_column: column with the texts; None for the only text column, or the one named "text".
+        output_column: column for the outputs; also the prefix of the names of three more columns.
+        prefix: text that every output starts with; None for no prefix.
+        batch_size: number of texts that are decoded together; it does not change the outputs.
+        rows_per_part: number of rows that are decoded and saved together; a part has fewer rows if they exceed 32 MiB.
     """
 
     input_column: _Name | None = None
@@ -37,7 +37,13 @@ class BulkConfig(Config, subject="bulk"):
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of a run: its rows, those that are done, the rate, and the seconds left (None without a rate)."""
+    """Progress of a run.
+
+    Attributes:
+        num_rows: rows of the input.
+        done: finished rows, including those of earlier runs.
+        left_s: estimated remaining seconds; None if the rate is unknown.
+    """
 
     num_rows: int
     done: int
@@ -51,9 +57,9 @@ class Summary:
 
     Attributes:
         num_rows: rows of the output.
-        num_decoded: rows that this run decoded; the others were done by earlier runs.
+        num_decoded: rows that this run decoded; earlier runs decoded the others.
         num_errors: rows with an error instead of an output.
-        rows_per_s: rate at which this run decoded.
+        rows_per_s: decoding rate of this run.
     """
 
     num_rows: int
@@ -70,46 +76,42 @@ class Meter:
         self._began, self._decoded = time.perf_counter(), 0
 
     def add(self, rows: int) -> None:
-        """Count rows."""
+        """Add to the number of decoded rows."""
         self.set(self._decoded + rows)
 
     def set(self, decoded: int) -> None:
-        """Set the number of rows decoded by this run."""
+        """Set the number of rows that this run has decoded."""
         self._decoded = decoded
         if self._on_progress:
             done, rate = self._former + decoded, self.rate()
             self._on_progress(Progress(self._num_rows, done, rate, (self._num_rows - done) / rate if rate else None))
 
     def rate(self) -> float:
-        """Return rows per second so far."""
+        """Return the rows per second since the start."""
         return self._decoded / max(time.perf_counter() - self._began, 1e-9)
 
 
 def format_of(name: str | PathLike[str]) -> Format | None:
-    """Return the format of a path or URI by its suffix, None if bulk does not know it."""
+    """Return the format of a path or URI from its suffix; None if it is unknown."""
     text = str(name).partition("?")[0] if "://" in str(name) else str(name)
     suffix = PurePosixPath(text).suffix.lower().replace(".ndjson", ".jsonl")
     return next((known for known in get_args(Format) if known == suffix), None)
 
 
 def need_format(name: str | PathLike[str], argument: str) -> Format:
-    """Return the format of a path or URI.
-
-    Raises:
-        InputError: its suffix is not one of a format.
-    """
+    """Return the format of a path or URI; raise `InputError` if it is unknown."""
     if (found := format_of(name)) is None:
         raise InputError(f"{argument}: its suffix is not one of {', '.join(get_args(Format))}; rename it")
     return found
 
 
 def is_bulk(*names: str | PathLike[str] | None) -> bool:
-    """Return whether all names are files that bulk reads and writes; pipes and devices are not."""
+    """Return whether all names are files of a known format, not pipes or devices."""
     return all(name is not None and format_of(name) is not None and _may_be_file(name) for name in names)
 
 
 def is_table(name: str | PathLike[str]) -> bool:
-    """Return whether a name is a file whose lines are not texts."""
+    """Return whether a name is a file of a format other than plain text lines."""
     return format_of(name) not in (None, ".txt") and _may_be_file(name)
 
 
@@ -118,6 +120,6 @@ def _may_be_file(name: str | PathLike[str]) -> bool:
 
 
 def answer_line(text: str, number: int | None, score: float) -> str:
-    """Format an output as one line, after the number of its input and its score if a number is given."""
+    """Format an output as one line, with number and score if `number` is given."""
     line = _LINE_BREAK.sub(" ", text)
     return line if number is None else f"{number}\t{score:z.4f}\t{line}"

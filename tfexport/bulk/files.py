@@ -1,4 +1,4 @@
-"""Input and output files of a bulk run: where they are, and how their formats are read and written.
+"""Locate, read and write the input and output files of a bulk run.
 
 Paths and URIs are those of `pyarrow.fs`: https://arrow.apache.org/docs/python/filesystems.html
 """
@@ -31,12 +31,12 @@ from tfexport.bulk.config import Format, answer_line
 from tfexport.errors import MAX_PROBLEMS, InputError, first_line, raise_all, shortened
 
 TEXT_COLUMN = "text"
-# Bytes of one row in a text format, bytes of rows that are read at once, and different keys in a JSON Lines file.
+# Maximum size of a row in a text format, of a batch of rows, and number of distinct keys in a JSON Lines file.
 _MAX_ROW_BYTES, _BATCH_BYTES, _MAX_COLUMNS = 64 * 2**20, 8 * 2**20, 10_000
 _BATCH_ROWS, _BUFFER = 1024, 1 << 20
-# Row groups of a Parquet output end at the first of these.
+# Row groups of a Parquet output end at the first of these limits.
 _GROUP_ROWS, _GROUP_BYTES = 128 * 1024, 64 * 2**20
-# S3 moves an object by copying it, and copies at most this much in one request.
+# S3 moves an object by copying it; one request copies at most this size.
 _MAX_MOVED = 5 * 2**30
 DRAFT, _BOM = ".tmp-", b"\xef\xbb\xbf"
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
@@ -45,7 +45,7 @@ _ARROW_ERRORS = (pyarrow.ArrowException, OverflowError)
 
 
 class Place:
-    """A file or folder on this machine, or on a file system of `pyarrow.fs`; `name` is for messages."""
+    """A file or folder of a `pyarrow.fs` file system; `name` is used in messages."""
 
     def __init__(self, system: fs.FileSystem, path: str, name: str = "") -> None:
         self.system, self.path = system, path
@@ -53,34 +53,33 @@ class Place:
         self.name = name or (path if self.is_local else f"{system.type_name}://{path}")
 
     def __truediv__(self, name: str) -> Place:
-        """Return a file in this folder."""
         return Place(self.system, f"{self.path}/{name}")
 
     def is_same(self, other: Place) -> bool:
-        """Return whether both are one file."""
+        """Return whether both are the same file."""
         paths = Path(self.path), Path(other.path)
         if self.is_local and other.is_local and all(path.exists() for path in paths):
             return paths[0].samefile(paths[1])
         return self.path == other.path and self.system.equals(other.system)
 
     def open(self) -> pyarrow.NativeFile:
-        """Open the file for reading at any position."""
+        """Open the file for random access."""
         if self.is_local and (problem := plain_problem(Path(self.path))):
             raise InputError(f"{self.name}: {problem}; check the path")
         return self.system.open_input_file(self.path)
 
     def stamp(self) -> tuple[int, int]:
-        """Return the size in bytes and the time of the last change in nanoseconds."""
+        """Return the size in bytes and the modification time in nanoseconds."""
         found = self.system.get_file_info(self.path)
         return found.size or 0, found.mtime_ns or 0
 
     def sha256(self) -> str:
-        """Return the hash of the file in hex."""
+        """Return the file's SHA-256 in hexadecimal."""
         with self.open() as stream:
             return hashlib.file_digest(io.BufferedReader(cast(Any, stream), _BUFFER), "sha256").hexdigest()
 
     def names(self) -> frozenset[str]:
-        """List the files of a folder; none if it is missing."""
+        """Return the names of the files in this folder; empty if it is missing."""
         selector = fs.FileSelector(self.path, allow_not_found=True)
         return frozenset(info.base_name for info in self.system.get_file_info(selector))
 
@@ -90,10 +89,10 @@ class Place:
 
     @contextmanager
     def writing(self, target: Place) -> Iterator[pyarrow.NativeFile]:
-        """Write `target` by a draft in this folder; it appears when the block ends well, or not at all."""
+        """Write `target` atomically, through a temporary file in this folder."""
         draft = self / f"{DRAFT}{secrets.token_hex(8)}"
         try:
-            # Closing an object of a store publishes it even after an error, so it never has its final name here.
+            # Closing an object of an object store publishes it even after an error, so it needs a temporary name.
             with self.system.open_output_stream(draft.path) as stream:
                 yield stream
             if self.is_local:
@@ -112,15 +111,11 @@ class Place:
 
 
 def find_place(given: str | PathLike[str]) -> Place:
-    """Return the place of a path, whose links are followed, or of a URI such as s3://bucket/file.parquet.
-
-    Raises:
-        InputError: pyarrow does not know the file system, or cannot reach it.
-    """
+    """Return the place of a path or URI; links in a path are resolved."""
     if isinstance(given, str) and "://" in given:
         try:
             system, path = fs.FileSystem.from_uri(given)
-        except (OSError, ValueError) as error:  # the message leaves the URI out, because it may contain a key
+        except (OSError, ValueError) as error:  # the message omits the URI, because it may contain a key
             scheme, _, rest = given.partition("://")
             reason = first_line(error).replace(rest, "…")
             raise InputError(f"{scheme}://…: cannot be reached ({reason}); check the URI") from error
@@ -133,7 +128,7 @@ def find_place(given: str | PathLike[str]) -> Place:
 
 @contextmanager
 def accessing(name: str, verb: str, remedy: str = "check the place") -> Iterator[None]:
-    """Raise `InputError` if a file cannot be read or written."""
+    """Convert OSError to `InputError`."""
     try:
         yield
     except OSError as error:
@@ -153,7 +148,12 @@ def _sync(path: str) -> None:
 
 
 class Row(NamedTuple):
-    """A row of a text format: its values, its size, and for JSON Lines its text."""
+    """A row of a text format.
+
+    Attributes:
+        size: bytes of the row.
+        json: the line of a JSON Lines file.
+    """
 
     values: dict[str, Any]
     size: int
@@ -168,9 +168,9 @@ class Source:
     """An input file whose structure was checked.
 
     Attributes:
-        columns: name of each column, in order, and whether it has texts.
+        columns: whether each column has texts, by name, in the order of the file.
         batches: reads the rows in batches of bounded size.
-        schema: returns their types in Parquet.
+        schema: returns the Parquet types of the columns.
     """
 
     columns: Mapping[str, bool]
@@ -179,7 +179,7 @@ class Source:
 
     @staticmethod
     def texts(batch: Batch, column: str) -> list[str | None]:
-        """Return the texts of a batch; None for a row without one."""
+        """Return the text of each row of a batch; None if a row has no text."""
         if isinstance(batch, pyarrow.RecordBatch):
             values = batch.column(column).to_pylist()
         else:
@@ -189,11 +189,7 @@ class Source:
 
 @contextmanager
 def open_source(place: Place, form: Format) -> Iterator[Source]:
-    """Open an input file.
-
-    Raises:
-        InputError: lists what is broken in it.
-    """
+    """Open and check an input file; raise `InputError` with all its problems."""
     with accessing(place.name, "read"), place.open() as stream:
         yield _parquet_source(place.name, stream) if form == ".parquet" else _text_source(place.name, form, stream)
 
@@ -213,7 +209,7 @@ def _text_source(name: str, form: Format, file: pyarrow.NativeFile) -> Source:
     def batches() -> Iterator[list[Row]]:
         batch, size = list[Row](), 0
         for row in rows():
-            assert isinstance(row, Row)  # or the file was refused
+            assert isinstance(row, Row)  # otherwise the check has raised
             batch.append(row)
             size += row.size
             if len(batch) == _BATCH_ROWS or size > _BATCH_BYTES:
@@ -228,7 +224,7 @@ def _text_source(name: str, form: Format, file: pyarrow.NativeFile) -> Source:
 
 
 def _check(name: str, form: Format, rows: Iterator[Row | str], columns: dict[str, bool]) -> None:
-    """Read all rows, note the columns of JSON Lines, and refuse a file that is broken."""
+    """Read all rows, collect the columns of JSON Lines, and raise if it is invalid."""
     problems, is_empty = list[str](), form not in _DELIMITERS
     for row in rows:
         is_empty = False
@@ -275,7 +271,6 @@ def _json_row(line: bytes) -> Row:
 
 
 def _cell_rows(lines: Iterator[bytes], delimiter: str, columns: dict[str, bool]) -> Iterator[Row | str]:
-    """Read cells with the parser of Python, because that of pyarrow accepts a quote that is never closed."""
     csv.field_size_limit(_MAX_ROW_BYTES)
     reader = csv.reader((_checked(line).decode() for line in lines), delimiter=delimiter, strict=True)
     header: list[str] | None = None
@@ -306,7 +301,6 @@ def _checked(line: bytes) -> bytes:
 
 
 def _common_schema(name: str, columns: Mapping[str, bool], batches: Iterator[Batch]) -> pyarrow.Schema:
-    """Return the types that hold all values of JSON Lines."""
     types: dict[str, pyarrow.DataType] = dict.fromkeys(columns, pyarrow.null())
     problems: dict[str, str] = {}
     for batch in batches:
@@ -355,14 +349,16 @@ def _is_text(kind: pyarrow.DataType) -> bool:
     return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
 
 
-# ---- rows as the output has them
+# ---- rows in the output format
 
 
 def output_schema(source: Source, form: Format) -> pyarrow.Schema:
-    """Return how rows are staged: the columns for .parquet, texts of cells for .csv, one column of JSON for .jsonl.
+    """Return the schema of staged rows.
+
+    These are the columns for .parquet, texts of cells for .csv, and one column of JSON for .jsonl.
 
     Raises:
-        InputError: JSON Lines have values that no Parquet type holds.
+        InputError: no Parquet type holds the values of a JSON Lines file.
     """
     if form == ".parquet":
         return source.schema()
@@ -371,10 +367,10 @@ def output_schema(source: Source, form: Format) -> pyarrow.Schema:
 
 
 def output_rows(batch: Batch, form: Format, schema: pyarrow.Schema) -> pyarrow.RecordBatch:
-    """Return a batch of the input with a schema of `output_schema`.
+    """Convert an input batch to a schema of `output_schema`.
 
     Raises:
-        ValueError: the format cannot hold a value; so do all that pyarrow raises, except OverflowError.
+        ValueError: the format cannot hold a value; pyarrow's errors are subclasses, except OverflowError.
     """
     if form == ".parquet":
         if isinstance(batch, pyarrow.RecordBatch):
@@ -392,7 +388,7 @@ def output_rows(batch: Batch, form: Format, schema: pyarrow.Schema) -> pyarrow.R
 
 
 def _plain(kind: pyarrow.DataType, name: str) -> pyarrow.DataType:
-    """Return the type that JSON and cells have for another; times and decimals are texts."""
+    """Return the type of a column in JSON and CSV; times and decimals become texts."""
     types = pyarrow.types
     if types.is_dictionary(kind):
         return _plain(kind.value_type, name)
@@ -421,7 +417,6 @@ def _cell_text(value: object) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """Replace numbers that JSON does not have by null."""
     if isinstance(value, dict):
         return {key: _finite(one) for key, one in value.items()}
     if isinstance(value, list):
@@ -438,13 +433,9 @@ def write_output(
     schema: pyarrow.Schema,
     parts: Iterator[tuple[pyarrow.Table, pyarrow.Table]],
 ) -> None:
-    """Write rows of `output_schema` and their outputs.
+    """Write staged rows and their outputs; the stream remains open.
 
-    Args:
-        stream: left open.
-        form: of the file.
-        schema: of a Parquet or CSV file.
-        parts: rows and their outputs, whose columns are text, score, reason of the end and error.
+    The columns of outputs are text, score, finish reason and error. `schema` is used for Parquet and CSV.
     """
     if form == ".parquet":
         with parquet.ParquetWriter(stream, schema, compression="zstd") as writer:
@@ -465,14 +456,14 @@ def write_output(
             is_numbered, lines = pyarrow.types.is_list(answers.schema.types[0]), list[str]()
             for text, score in zip(*(column.to_pylist() for column in answers.columns[:2]), strict=True):
                 number += 1
-                # Without numbers a row that has an error leaves an empty line, so that line n is row n.
+                # Without numbers, a row with an error becomes an empty line, so that line n is row n.
                 pairs = zip(text or (), score or (), strict=True) if is_numbered else [(text or "", 0.0)]
                 lines += [answer_line(one, number if is_numbered else None, two) for one, two in pairs]
             stream.write("".join(f"{line}\n" for line in lines).encode())
 
 
 def regrouped(tables: Iterable[pyarrow.Table], max_rows: int, max_bytes: int) -> Iterator[pyarrow.Table]:
-    """Yield the same rows in tables of `max_rows`, or fewer once they have `max_bytes`."""
+    """Yield the same rows in tables of at most `max_rows` and about `max_bytes`."""
     waiting, num_rows, num_bytes = list[pyarrow.Table](), 0, 0
     for table in tables:
         start = 0

@@ -1,4 +1,4 @@
-"""The folder next to the output that holds a run: what it depends on, the staged input and the finished parts."""
+"""Store a run next to its output: its settings, staged input and finished parts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _TEXTS_SCHEMA = pyarrow.schema([("text", pyarrow.string())])
 
 
 class Job(Config, subject=_JOB):
-    """Everything that an output depends on; a run only resumes if all of it is unchanged."""
+    """All settings that the output depends on; a changed job cannot be resumed."""
 
     format_version: int = FORMAT_VERSION
     bundle_sha256: str
@@ -60,14 +60,14 @@ class Job(Config, subject=_JOB):
     decoding: DecodeConfig
 
     def differences(self, former: Job) -> list[str]:
-        """Describe each field that differs from a former run."""
+        """Describe each field that differs from an earlier run."""
         now, before = ({**data.pop("decoding"), **data} for data in (self.to_dict(), former.to_dict()))
         return [f"{name} is {now[name]!r} and was {before[name]!r}" for name in now if now[name] != before[name]]
 
 
 @dataclass(frozen=True)
 class Part:
-    """Rows that are decoded and saved together: number of the part, first row and number of rows, from 0."""
+    """Rows that are decoded and saved together; `number` and `first` count from 0."""
 
     number: int
     first: int
@@ -75,7 +75,7 @@ class Part:
 
 
 class Store:
-    """The folder of a run; a part is a Parquet file with the columns of the outputs, named in `schema`."""
+    """The folder of a run; each part is a Parquet file with the columns of `schema`."""
 
     def __init__(self, target: Place, form: Format, output_column: str, *, are_lists: bool) -> None:
         self.target, self.form = target, form
@@ -96,28 +96,24 @@ class Store:
         return [Part(*row) for row in rows]
 
     def missing(self) -> list[Part]:
-        """Return the parts that are not finished."""
+        """Return the unfinished parts."""
         with accessing(self.folder.name, "read"):
             names = self.folder.names()
         return [part for part in self.parts if _name(part) not in names]
 
     def texts(self, part: Part) -> list[str | None]:
-        """Return the text of each row of a part; None for a row without one."""
+        """Return the text of each row of a part; None if a row has no text."""
         texts: list[str | None] = self._read(_TEXTS, self._texts, part, part.number).column(0).to_pylist()
         return texts
 
     def save(self, part: Part, rows: Sequence[tuple[Any, ...]]) -> None:
-        """Write a finished part: for each row the values of the columns."""
+        """Write a finished part; each row is a tuple of the values of `schema`."""
         table = pyarrow.table(list(zip(*rows, strict=True)), schema=self.schema)
         with self._writing(_name(part)) as stream:
             parquet.write_table(table, stream, compression="zstd", write_page_checksum=True)
 
     def finish(self) -> int:
-        """Join the parts into the output, delete the folder, and return the number of rows with errors.
-
-        Raises:
-            InputError: a part is damaged, or the output cannot be written.
-        """
+        """Join the parts into the output, delete the folder, and count rows with errors."""
         num_errors = 0
         rows = None if self.form == ".txt" else self._open(_ROWS)
         schema = rows.schema_arrow if rows else pyarrow.schema([])
@@ -138,15 +134,15 @@ class Store:
         return num_errors
 
     def remove(self) -> None:
-        """Delete the folder, the job first: without it, a run starts anew."""
+        """Delete the folder."""
         with accessing(self.folder.name, "written"):
+            # The job first: if this is interrupted, the next run must not resume an incomplete folder.
             if _JOB in self.folder.names():
                 (self.folder / _JOB).delete()
             self.folder.system.delete_dir(self.folder.path)
 
     @contextmanager
     def _writing(self, name: str = "") -> Iterator[pyarrow.NativeFile]:
-        """Write a file of the folder, or the output."""
         target = self.folder / name if name else self.target
         kept = f"repair that and run the same command again, finished parts are kept in {self.folder.name}"
         with (
@@ -175,13 +171,13 @@ class Store:
             problem = f"is damaged ({first_line(error)}); remove {file} and run the same command again"
             raise InputError(f"{self.folder.name}/{name} {problem}") from error
 
-    # ---- before the first row is decoded
+    # ---- staging
 
     def resumes(self, job: Job) -> bool:
-        """Return whether the folder has this job; if it has no job, leave it empty.
+        """Return whether the folder belongs to this job; empty it if it has no job.
 
         Raises:
-            InputError: it belongs to another job, or has other files.
+            InputError: the folder belongs to another job, or has unknown files.
         """
         with accessing(self.folder.name, "written"):
             names = self.folder.names()
@@ -206,10 +202,10 @@ class Store:
         return True
 
     def stage(self, source: Source, name: str, column: str, tokenizer: Tokenizer, job: Job) -> None:
-        """Write the texts and the rows to carry in parts, and then the job.
+        """Write the texts and the staged rows in parts, and then the job.
 
         Raises:
-            InputError: the output cannot hold the rows, or is .txt and cannot hold the errors of texts.
+            InputError: the output format cannot hold the rows, or a .txt output cannot hold errors of texts.
         """
         form, schema = self.form, output_schema(source, self.form)
         problems, num_rows = list[str](), 0
@@ -222,7 +218,7 @@ class Store:
                     found = _text_problems(tokenizer, texts)
                     problems.extend(f"row {num_rows + place + 1}: {problem}" for place, problem in found.items())
                 num_rows += len(texts)
-                # The two files are one table until it is divided into parts.
+                # Texts and staged rows are one table here, so that both files are divided into the same parts.
                 columns = [pyarrow.array(texts, pyarrow.string()), *output_rows(batch, form, schema).columns]
                 yield pyarrow.table(columns, list(map(str, range(len(columns)))))
 
@@ -256,7 +252,7 @@ def _name(part: Part) -> str:
 
 
 def _text_problems(tokenizer: Tokenizer, texts: Sequence[str | None]) -> dict[int, str]:
-    """Return what is wrong with the texts that the model cannot take, by their places."""
+    """Return the error of each text that the model rejects, by its index."""
     try:
         tokenizer.encode([text or "" for text in texts])
     except InputError as error:
@@ -277,12 +273,7 @@ def prepared(
     backend: str,
     report: Callable[[str], None],
 ) -> Iterator[Store]:
-    """Lock the output, and stage the input unless a former run has; everything that can be checked is checked here.
-
-    Raises:
-        InputError: lists what is wrong with the input, or the output cannot be written, or belongs to another run.
-        BundleError: another process writes the output.
-    """
+    """Lock the output, check everything, and stage the input unless a run is resumed."""
     read, written = need_format(source, "input"), need_format(target, "output")
     place, aim = find_place(source), find_place(target)
     are_lists = decoding.num_return_sequences > 1
@@ -295,7 +286,7 @@ def prepared(
                 raise InputError(f"{aim.name} is also the input; choose another --output")
             if aim.is_local and Path(aim.path).is_dir():
                 raise InputError(f"{aim.name}: is a directory, expected the name of a file; choose another place")
-            if aim.is_local:  # object stores have no locks: two runs do the same work twice, and write the same
+            if aim.is_local:  # object stores have no locks; two runs there only duplicate the work
                 stack.enter_context(locked(Path(aim.path)))
         report(f"reading {place.name}")
         with accessing(place.name, "read"):

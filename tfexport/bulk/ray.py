@@ -1,7 +1,8 @@
-"""Run a file through a model on a Ray cluster: Ray Data hands parts to workers, this process stages and joins them.
+"""Run a file through a model on a Ray cluster.
 
-The checkpoints of Ray Data (`ray.data.checkpoint`) note rows by an id and write files in no order. So the saved parts
-are those of a run on one machine, and each can resume the other.
+This process stages the input and joins the output; Ray Data distributes the parts to workers. Checkpoints of Ray Data
+(`ray.data.checkpoint`) do not preserve the order of rows. Parts are therefore saved as in a run on one machine, and
+each kind of run can resume the other.
 Source: https://docs.ray.io/en/latest/data/api/doc/ray.data.Dataset.map.html
 """
 
@@ -28,7 +29,7 @@ from tfexport.generation import DecodeConfig
 from tfexport.model.load import load, load_tokenizer
 from tfexport.model.model import bundle_sha256
 
-# Blocks that Ray Data keeps account of; with more parts a block has several.
+# Maximum number of Ray Data blocks; with more parts, a block has several parts.
 _MAX_BLOCKS = 4096
 
 
@@ -36,11 +37,11 @@ class Workers(Config, subject="workers"):
     """Processes of the cluster that decode.
 
     Attributes:
-        least: number of workers.
-        most: number of workers if the cluster has room; None for `least`.
-        cpus: cores that each reserves; on the CPU also its threads.
-        gpus: GPUs that each reserves, such as 0.5 if two share one.
-        backend: as `tfexport.load` takes it; so are `device` and `engine`.
+        least: minimum number of workers.
+        most: maximum number of workers, if the cluster has room; None for `least`.
+        cpus: cores that each worker reserves; on the CPU also its number of threads.
+        gpus: GPUs that each worker reserves, such as 0.5 if two workers share one.
+        backend: an option of `tfexport.load`, as are `device` and `engine`.
     """
 
     least: Annotated[int, Ge(1)] = 1
@@ -71,33 +72,35 @@ def generate_file(
     on_progress: Callable[[Progress], None] | None = None,
     **options: Any,
 ) -> Summary:
-    """Generate for every row of a file on the cluster that `ray.init` has connected to.
+    """Generate for every row of a file, on the cluster that `ray.init` connected to.
 
-    The output and the way to resume are those of `tfexport.bulk.run.generate_file`. A worker that dies is replaced and
-    its part is decoded again.
+    Outputs and resuming are those of `tfexport.bulk.run.generate_file`. If a worker dies, another one decodes its part
+    again.
 
     Args:
-        bundle: path that this process and every worker opens.
+        bundle: path that this process and every worker can open.
         source: path or URI of the input, which this process reads.
         target: path or URI of the output; workers read and write parts next to it.
-        config: of the run; None for the defaults.
+        config: settings of the run; None for the defaults.
         workers: processes that decode; None for one.
-        report: receives lines about what happens.
-        on_progress: called whenever a part is finished.
+        report: receives status lines.
+        on_progress: called after each finished part.
         options: fields of `DecodeConfig`.
 
     Raises:
-        TfexportError: as on one machine; `ConfigError` without `ray.init`, `BackendError` if Ray failed.
+        ConfigError: `ray.init` was not called.
+        BackendError: Ray failed.
+        TfexportError: see `tfexport.bulk.run.generate_file`.
     """
     config, workers, path = config or BulkConfig(), workers or Workers(), str(bundle)
     if not ray.is_initialized():
         raise ConfigError("generate_file: there is no cluster; call ray.init first")
     with _plain_errors():
-        # A worker checks what this process cannot check without the backend.
+        # A worker runs the checks, because this process may lack the backend.
         asked = ray.remote(num_cpus=workers.cpus, num_gpus=workers.gpus)(_ask).remote(path, workers, config, options)
         decoding, sha256, backend = ray.get(asked)
     tokenizer = load_tokenizer(open_bundle(Path(path), weights=False))
-    assert tokenizer is not None  # or the worker would have refused
+    assert tokenizer is not None  # otherwise `_ask` has raised
 
     def decode(missing: Sequence[Part], meter: Meter) -> None:
         if not missing:
@@ -124,15 +127,13 @@ def generate_file(
 def _ask(
     bundle: str, workers: Workers, config: BulkConfig, options: Mapping[str, Any]
 ) -> tuple[DecodeConfig, str, str]:
-    """Return how to decode, the bundle's sum and the backend; refuse what a run would refuse."""
+    """Run a worker's checks; return decoding options, bundle hash and backend."""
     with load(bundle, **workers.load_options()) as model:
         decoder = Decoder(model, config, model.decoding(**options))
         return decoder.decoding, bundle_sha256(model), model.session.backend
 
 
 class _Worker:
-    """Decode parts; each is saved before it is reported."""
-
     def __init__(self, bundle: str, target: str, config: BulkConfig, decoding: DecodeConfig, workers: Workers) -> None:
         self._decoder = Decoder(load(bundle, **workers.load_options()), config, decoding)
         are_lists = decoding.num_return_sequences > 1
@@ -147,7 +148,7 @@ class _Worker:
 
 @contextmanager
 def _plain_errors() -> Iterator[None]:
-    """Raise the `TfexportError` of a worker as it was raised there, and `BackendError` if Ray itself failed."""
+    """Raise a worker's `TfexportError`, or `BackendError` if Ray itself failed."""
     try:
         yield
     except ray.exceptions.RayError as error:

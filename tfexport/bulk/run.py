@@ -16,7 +16,7 @@ from tfexport.model.model import Model, bundle_sha256
 from tfexport.model.result import Result
 from tfexport.text.tokenizer import Tokenizer
 
-# The values of a row in a part: texts, scores, reasons of the end, error.
+# The columns of a part: texts, scores, finish reasons, error.
 Answer = tuple[Any, Any, Any, str | None]
 
 
@@ -30,24 +30,24 @@ def generate_file(
     on_progress: Callable[[Progress], None] | None = None,
     **options: Any,
 ) -> Summary:
-    """Generate for every row of a file, and write its columns and the outputs to another file.
+    """Generate for every row of a file, and write its columns with the outputs.
 
-    Row n of the output is row n of the input, with what one call of `Model.generate` over all texts returns for it.
-    The same call resumes a run that was killed. The output appears when it is complete.
+    Row n of the output has row n of the input and its outputs, which equal those of one `Model.generate` call for all
+    texts. If a run was killed, the same call resumes it. The output file appears only when it is complete.
 
     Args:
-        model: of a bundle.
+        model: an open model.
         source: path or URI of the input: .parquet, .jsonl, .csv, .tsv or .txt.
         target: path or URI of the output, in any of these formats; an existing file is replaced.
-        config: of the run; None for the defaults.
-        report: receives lines about what happens.
-        on_progress: called whenever rows are finished.
-        options: fields of `DecodeConfig`, as `Model.generate` takes them.
+        config: settings of the run; None for the defaults.
+        report: receives status lines.
+        on_progress: called when rows are finished.
+        options: fields of `DecodeConfig`, as in `Model.generate`.
 
     Raises:
-        ConfigError: options that are unknown, out of range or contradictory.
-        InputError: lists what is broken in the input, or the output cannot be written, or belongs to another run.
-        BundleError: another process writes the output.
+        ConfigError: options are unknown, out of range or contradictory.
+        InputError: lists what is invalid in the input, or the output cannot be written or belongs to another run.
+        BundleError: another process is writing the output.
         BackendError: the backend failed; finished parts are kept.
     """
     config = config or BulkConfig()
@@ -84,12 +84,7 @@ class Decoder:
     """Decode parts with an open model."""
 
     def __init__(self, model: Model, config: BulkConfig, decoding: DecodeConfig) -> None:
-        """Check everything that can be checked without a text.
-
-        Raises:
-            InputError: the model generates no text, or not with these settings or this prefix.
-            ConfigError: it cannot replace unknown tokens.
-        """
+        """Run all checks that need no text."""
         self.tokenizer, self.decoding = need_tokenizer(model), decoding
         self._model, self._config = model, config
         if decoding.replace_unknowns:
@@ -99,15 +94,10 @@ class Decoder:
         check_requests(model.session, source, decoding, [begin], tokens.decode, len(tokens.text.target_prefix))
 
     def decode(self, store: Store, part: Part, on_progress: Callable[[int], None] | None = None) -> None:
-        """Decode a part as one call over the whole input would, and save it.
-
-        Args:
-            store: of the run.
-            part: of its input.
-            on_progress: called with the number of rows that a step has finished.
+        """Decode a part as one call for the whole input would, and save it.
 
         Raises:
-            BackendError: the backend failed, or the model returns no numbers for any of the texts.
+            BackendError: the backend failed, or the model computed NaN for every text.
         """
         texts = store.texts(part)
         found: dict[int, Answer] = {i: (None, None, None, NO_TEXT) for i, text in enumerate(texts) if text is None}
@@ -131,7 +121,7 @@ class Decoder:
         prefix = self._config.prefix
         results = self._model.generate(
             list(texts.values()),
-            indices=[first + place for place in texts],  # by which seeds are counted
+            indices=[first + place for place in texts],  # the seed of a text depends on its index
             prefixes=None if prefix is None else [prefix] * len(texts),
             batch_size=self._config.batch_size,
             on_progress=on_progress,
@@ -157,11 +147,7 @@ class Decoder:
 
 
 def need_tokenizer(model: Model) -> Tokenizer:
-    """Return the tokenizer of a model.
-
-    Raises:
-        InputError: it has none.
-    """
+    """Return the tokenizer of a model; raise `InputError` if it has none."""
     if model.tokenizer is None:
         raise InputError("this bundle has no tokenizer and reads no texts; export it with its tokenizer")
     return model.tokenizer

@@ -1,1 +1,1 @@
-"""Serving: many callers, one model; rows join and leave the batches that are decoded."""
+"""Serve one or more models to concurrent callers with continuous batching."""

@@ -1,4 +1,4 @@
-"""The app: all endpoints over the engines of their models."""
+"""Build the FastAPI app with all endpoints."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tfexport.serve.routes import openai, translate, ui, v2
 def build_app(
     engines: Mapping[str, Engine], config: HttpConfig | None = None, metrics: Metrics | None = None
 ) -> FastAPI:
-    """Return the app; any ASGI server runs it, and other apps can mount it.
+    """Build the app; any ASGI server runs it, and other apps can mount it.
 
     Args:
-        engines: by the name of their model. Their owner starts and drains them, on the app's event loop; until they
-            are started the app answers, and is not ready.
+        engines: by model name. The caller starts and drains them on the app's event loop; before that, the app reports
+            not ready.
         config: limits and endpoints; None for the defaults.
-        metrics: that the observers of the engines count in; None for no metrics and statistics.
+        metrics: the metrics that the engines' observers record; None to disable metrics and statistics.
     """
     config = config or HttpConfig()
     if metrics:

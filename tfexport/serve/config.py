@@ -1,4 +1,4 @@
-"""Settings of serving: the engine, limits of a request, the HTTP app, and the server."""
+"""Define the settings of serving: engine, request limits, HTTP app, server."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -8,20 +8,21 @@ from typing import Annotated
 from tfexport.config import Config, Ge, Gt, Help, Le
 from tfexport.errors import ConfigError, raise_all, shortened
 
-# Longest time limit of a request, and longest delay before its deadline starts.
+# Upper bound of time limits and priorities, in seconds.
 MAX_S = 86_400
 MAX_BODY_BYTES = 64 * 1024 * 1024
-# A name is part of a URL and a label of metrics.
+# A model name is part of URLs and a label of metrics.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _NAMED = re.compile(rf"({_NAME.pattern})=(.+)", re.DOTALL)
 Seconds = Annotated[float, Ge(0.001), Le(MAX_S)]
 
 
 class ServingConfig(Config, subject="serving"):
-    """How many requests are decoded at once, how many may wait, and for how long.
+    """Limit concurrent and waiting requests, and their time.
 
-    A request takes `num_beams` or `num_return_sequences` of the slots. A burst of requests stalls those that run for
-    as long as `encoder_budget` source tokens, padding included, take to encode; one source is always encoded.
+    A request uses `num_beams` or `num_return_sequences` slots. While the sources of new requests are encoded, running
+    requests wait; `encoder_budget` limits the source tokens, including padding, that are encoded between two steps. At
+    least one source is always encoded.
     """
 
     slots: Annotated[int, Ge(1), Le(4096), Help("Rows of each model that are decoded at once.")] = 32
@@ -50,7 +51,7 @@ class ServingConfig(Config, subject="serving"):
 
 
 class Limits(Config, subject="limits"):
-    """Limits of a request."""
+    """Limits of one request."""
 
     max_body_bytes: Annotated[int, Ge(1024), Le(MAX_BODY_BYTES), Help("Bytes of a request.")] = 1024 * 1024
     max_texts: Annotated[int, Ge(1), Le(4096), Help("Texts of a request that takes several.")] = 64
@@ -58,7 +59,7 @@ class Limits(Config, subject="limits"):
 
 
 class HttpConfig(Limits, subject="http"):
-    """Limits of a request over HTTP, and the endpoints that are offered."""
+    """Limits of HTTP requests, and the enabled endpoints."""
 
     read_timeout_s: Annotated[Seconds, Help("Seconds between two parts of a body.")] = 10.0
     body_timeout_s: Annotated[Seconds, Help("Seconds for a whole body.")] = 60.0
@@ -70,7 +71,7 @@ class HttpConfig(Limits, subject="http"):
 
 
 class ServerConfig(Config, subject="server"):
-    """The server's address, how it stops, and who may send requests."""
+    """Server address, shutdown and authentication."""
 
     host: Annotated[str, Help("Address to listen on; 0.0.0.0 is all of the machine.")] = "127.0.0.1"
     port: Annotated[int, Ge(0), Le(65_535), Help("Port to listen on; 0 takes one that is free.")] = 8000
@@ -96,10 +97,10 @@ class ServerConfig(Config, subject="server"):
 
 
 def named_bundles(arguments: Sequence[str]) -> dict[str, Path]:
-    """Read `[NAME=]BUNDLE` of each argument; the default name is that of the directory.
+    """Parse `[NAME=]BUNDLE` arguments; the default name is the directory name.
 
     Raises:
-        ConfigError: lists every name that is not valid in a URL or given twice.
+        ConfigError: lists every name that is duplicated or not valid in a URL.
     """
     bundles: dict[str, Path] = {}
     problems = []

@@ -1,4 +1,4 @@
-"""One model for many callers: requests join and leave the running batches."""
+"""Serve one model to concurrent callers with continuous batching."""
 
 from __future__ import annotations
 
@@ -44,9 +44,10 @@ State = Literal["starting", "ready", "draining", "failed", "stopped"]
 
 
 class Engine:
-    """Serves one model to callers on one event loop; results equal those of `Model.generate` of each text on its own.
+    """Serve one model to callers on one event loop.
 
-    `async with Engine(bundle) as engine:` starts it, and drains it at the end.
+    Each result equals that of `Model.generate` for the same text on its own. `async with Engine(bundle) as engine:`
+    starts the engine, and drains it at the end of the block.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Engine:
         observer: Observer | None = None,
         **options: Any,
     ) -> None:
-        """Set what is served; `start` loads it.
+        """Configure the engine; `start` loads the bundle.
 
         Args:
             bundle: path of the bundle.
@@ -77,52 +78,52 @@ class Engine:
 
     @property
     def state(self) -> State:
-        """The state of the engine; "failed" once its thread has failed."""
+        """State of the engine; "failed" after its thread has failed."""
         if self._served and self._served.worker.failure is not None:
             return "failed"
         return self._state
 
     @property
     def is_ready(self) -> bool:
-        """Whether it takes requests and its thread makes progress."""
+        """Whether it accepts requests and its thread makes progress."""
         return self.state == "ready" and self._current.worker.silent_s < self.config.stall_s
 
     @property
     def is_alive(self) -> bool:
-        """Whether it may still answer: its thread has neither failed nor hung for `hang_s`."""
+        """Whether its thread has not failed, nor hung for `hang_s` seconds."""
         is_hung = self._served is not None and self._served.worker.silent_s >= self.config.hang_s
         return self.state != "failed" and not is_hung
 
     @property
     def model(self) -> Model:
-        """The model that decodes new requests; raises `EngineFailed` before the engine is started."""
+        """The model for new requests; raises `EngineFailed` before `start`."""
         return self._current.model
 
     @property
     def num_waiting(self) -> int:
-        """Requests that have not joined a batch."""
+        """Number of requests that have not joined a batch."""
         return sum(len(worker.waiting) for worker in self._workers)
 
     @property
     def num_running(self) -> int:
-        """Requests that are decoded."""
+        """Number of requests that are being decoded."""
         return len(self._in_flight) - self.num_waiting
 
     @property
     def slots(self) -> int:
-        """Rows that are decoded at once, at most."""
+        """Maximum number of rows that are decoded at once."""
         return self._current.worker.slots
 
     @property
     def num_slots_used(self) -> int:
-        """Rows that are decoded now."""
+        """Number of rows that are being decoded."""
         return sum(worker.num_rows for worker in self._workers)
 
     async def start(self) -> Self:
-        """Load the bundle, warm it up, compare it with its recorded texts, and start to take requests.
+        """Load the bundle, warm it up, check its recorded texts, and accept requests.
 
         Raises:
-            TfexportError: the bundle cannot be loaded, or gives other results than were recorded.
+            TfexportError: the bundle cannot be loaded, or its results differ from the recorded ones.
         """
         if self._loop or self.state != "starting":
             raise EngineFailed("an engine is started once; make another one")
@@ -136,15 +137,16 @@ class Engine:
         return self
 
     async def replace(self, bundle: str | PathLike[str] | None = None) -> None:
-        """Serve another bundle without losing a request: the old model answers what it has accepted.
+        """Load and serve another bundle without losing requests.
 
-        If the thread of the old model hangs, its requests get `Draining` after `hang_s`, and it is left behind.
+        The old model answers the requests that it has accepted. If its thread hangs, they raise `Draining` after
+        `hang_s` seconds, and the old model is not closed.
 
         Args:
-            bundle: path; None for the one that is served, whose files have changed.
+            bundle: path of the new bundle; None to reload the current path.
 
         Raises:
-            TfexportError: the bundle cannot be served; the old one goes on.
+            TfexportError: the new bundle cannot be served; the engine continues with the old one.
         """
         self._check_loop()
         async with self._replacing:
@@ -162,24 +164,28 @@ class Engine:
             self._retiring.remove(old)
 
     async def drain(self, timeout_s: float | None = None) -> bool:
-        """Refuse new requests, finish the accepted ones, and stop; return whether all were answered.
+        """Refuse new requests, finish the accepted ones, and stop.
 
         Args:
-            timeout_s: after which the rest gets `Draining`; None to wait as long as there are signs of life.
+            timeout_s: seconds after which unfinished requests raise `Draining`; None to wait while the engine's thread
+                makes progress.
+
+        Returns:
+            Whether all accepted requests were answered.
         """
         if self._served is None or self._state == "stopped":
             self._state = "stopped"
             return True
         self._state = "draining"
         reason = Draining("the engine is about to stop; ask another one")
-        self._served.worker.waiting.close(reason)  # before anything else can happen
+        self._served.worker.waiting.close(reason)  # before the first await, so that no request is accepted meanwhile
         stops = (self._stop(served, reason, timeout_s) for served in (*self._retiring, self._served))
         are_answered = all(await asyncio.gather(*stops))
         self._state = "stopped"
         return are_answered
 
     async def _stop(self, served: Served, reason: Draining, timeout_s: float | None) -> bool:
-        """Let a model finish what it has accepted, then close it; after the time the rest gets the reason."""
+        """Finish what a model has accepted, end the rest with `reason`, and close it."""
         has_ended = await served.finish(reason, timeout_s, self.config.hang_s)
         if not has_ended:
             served.abort(reason)
@@ -188,7 +194,7 @@ class Engine:
         served.alignments.close(reason)
         if has_ended:
             served.model.close()
-        else:  # it needs its model
+        else:  # the hanging thread still uses its model
             logger.warning("the thread of a model hangs and is left behind; its memory is free when it goes on")
         return served.is_answered
 
@@ -211,22 +217,22 @@ class Engine:
         config: DecodeConfig | None = None,
         **options: Any,
     ) -> Generation[str, Result]:
-        """Submit a text; the answers are those of `Model.generate` of it on its own.
+        """Submit a text; each answer equals that of `Model.generate` for this text.
 
         Args:
-            text: of the source.
-            prefix: what each answer begins with.
-            stream: yield pieces as they come, to whoever iterates over the generation.
-            priority: seconds that the request counts as older than it is.
-            timeout_s: seconds that it may take; the limit of the engine if that is lower.
-            config: how to decode, in place of the bundle's defaults; None for those.
+            text: the source.
+            prefix: text that each answer starts with.
+            stream: whether iterating over the generation yields pieces of text as they are generated.
+            priority: seconds that are added to the request's age in the queue.
+            timeout_s: time limit of the request; the engine's limit applies if it is lower.
+            config: decoding options, instead of the bundle's defaults.
             options: fields of `DecodeConfig`, which override both.
 
         Raises:
-            ConfigError: options that are unknown, out of range or contradictory.
-            InputError: the model, or this engine, cannot take the request.
-            QueueFull: too many requests, or alignments, wait; it says when to come again.
-            Draining: the engine is about to stop.
+            ConfigError: options are unknown, out of range or contradictory.
+            InputError: the model or this engine does not support the request.
+            QueueFull: too many requests or alignments are waiting; its `retry_after_s` suggests when to retry.
+            Draining: the engine is stopping.
             EngineFailed: the engine has failed.
         """
         with self._in_flight.refusals():
@@ -260,45 +266,45 @@ class Engine:
         config: DecodeConfig | None = None,
         **options: Any,
     ) -> Generation[int, Hypothesis]:
-        """Submit token ids, special tokens included; the other arguments and errors are those of `submit`.
+        """Submit token ids with special tokens.
 
-        `prefix` is without the start token, and a stream yields token ids.
+        The other arguments and the errors are those of `submit`. `prefix` excludes the start token. Streams yield ids.
         """
         with self._in_flight.refusals():
             decoding = self.model.decoding(config, **options)
             return self._begin(source, prefix, decoding, 0, stream, priority, timeout_s, list, None)
 
     async def generate(self, text: str, **options: Any) -> list[Result]:
-        """Return the answers to a text, best first; arguments and errors are those of `submit`."""
+        """Return the answers to a text, best first; see `submit` for arguments and errors."""
         return await self.submit(text, **options)
 
     async def generate_ids(self, source: Iterable[int], **options: Any) -> list[Hypothesis]:
-        """Return the answers to token ids, best first; `submit_ids` has the arguments."""
+        """Return the answers to token ids, best first; see `submit_ids`."""
         return await self.submit_ids(source, **options)
 
     def stream(self, text: str, **options: Any) -> AsyncIterator[str]:
-        """Return the answer to a text in pieces as they come; `submit` has the arguments."""
+        """Yield pieces of the answer to a text as they are generated; see `submit`."""
         return aiter(self.submit(text, stream=True, **options))
 
     def stream_ids(self, source: Iterable[int], **options: Any) -> AsyncIterator[int]:
-        """Return the answer to token ids one by one as they come; `submit_ids` has the arguments."""
+        """Yield token ids of the answer as they are generated; see `submit_ids`."""
         return aiter(self.submit_ids(source, stream=True, **options))
 
     async def align(
         self, source: str | Iterable[int], target: str | Iterable[int], *, timeout_s: float | None = None
     ) -> Alignment:
-        """Return which source tokens those of a given target were read from, as `Model.align` does.
+        """Align the tokens of a source and a target, as `Model.align` does.
 
-        Pairs are read one at a time, next to the running batches.
+        Pairs are aligned one at a time, concurrently with the running batches.
 
         Args:
             source: text, or token ids with special tokens.
-            target: text if the source is one, or token ids without the start token.
-            timeout_s: seconds that it may take; the limit of the engine if that is lower.
+            target: text if the source is a text, or token ids without the start token.
+            timeout_s: time limit; the engine's limit applies if it is lower.
 
         Raises:
-            ConfigError: the bundle was exported without alignment, or the backend has none.
-            TfexportError: those of `submit`.
+            ConfigError: the bundle was exported without alignment, or the backend does not support it.
+            TfexportError: see `submit`.
         """
         start = time.monotonic()
         with self._in_flight.refusals():
@@ -322,7 +328,7 @@ class Engine:
         return [served.worker for served in (*self._retiring, self._served) if served]
 
     def _check_loop(self) -> None:
-        """Refuse callers on another event loop, or on none: nothing would ever wake them."""
+        # A caller on another event loop would never be woken.
         loop = None
         with contextlib.suppress(RuntimeError):
             loop = asyncio.get_running_loop()
@@ -359,7 +365,6 @@ class Engine:
         return Served(model, worker, Alignments(self._loop))
 
     def _check_copies(self, stream: bool) -> None:
-        """Refuse `replace_unknowns` if there is no alignment, or not in time."""
         if stream:
             raise InputError(f"stream: {NO_COPIES_IN_STREAMS}")
         check_copies(self.model.session, self.model.tokenizer)
@@ -377,7 +382,6 @@ class Engine:
         answers: Callable[[Sequence[Hypothesis]], list[Any]],
         pieces: Pieces | None,
     ) -> Generation[Any, Any]:
-        """Check a request, and let it wait for its turn."""
         raise_all(InputError, "request", self._problems(decoding, stream, priority, timeout_s))
         model = self.model
         text_of = model.tokenizer.decode if model.tokenizer else None
@@ -393,7 +397,6 @@ class Engine:
         return generation
 
     def _problems(self, decoding: DecodeConfig, stream: object, priority: object, timeout_s: float | None) -> list[str]:
-        """Return what this engine cannot take of a request."""
         problems = []
         if not isinstance(stream, bool):
             problems.append(f"stream is {shortened(stream)}, expected True or False")
@@ -412,15 +415,14 @@ class Engine:
         return problems + _time_problems(timeout_s)
 
     def _allowed_s(self, timeout_s: float | None) -> float:
-        """Return the seconds that a request may take, inf for any number."""
+        """Return the time limit in seconds; inf for no limit."""
         return min((limit for limit in (timeout_s, self.config.timeout_s) if limit is not None), default=math.inf)
 
     def _end(self, generation: Generation[Any, Any], reason: TfexportError) -> None:
-        """End a generation; as a bound method it keeps the engine alive as long as the generation."""
+        # Generations hold this bound method, so that the engine lives as long as they do.
         self._in_flight.end(generation, reason)
 
     def _fail(self, failed: EngineFailed) -> None:
-        """End the requests of models whose thread has failed."""
         for served in (*self._retiring, self._current):
             if served.worker.failure is not None:
                 self._in_flight.end_all(served, failed)
@@ -437,7 +439,6 @@ def _is_number(value: object) -> bool:
 
 
 def _aligned(model: Model, source: str | Iterable[int], target: str | Iterable[int]) -> Alignment:
-    """Align a pair of texts, of token ids, or of a text and the token ids of its target."""
     if isinstance(source, str) and isinstance(target, str):
         return model.align([source], [target])[0]
     if isinstance(target, str):

@@ -1,4 +1,4 @@
-"""One request of a caller, from its submission to its answer."""
+"""Represent one request from its submission to its answers."""
 
 from __future__ import annotations
 
@@ -24,26 +24,22 @@ _ids = itertools.count()
 
 
 class Generation(Generic[Item, Answer]):
-    """One text to decode: await it for its answers, iterate over it for what comes, or `cancel` it.
+    """A submitted request: await it, iterate over its stream, or `cancel` it.
 
-    Its caller uses it on the event loop that it was submitted on; the thread of the engine decodes its parts.
-    Times are those of `time.monotonic`, in seconds.
+    The caller uses it on the event loop that submitted it; the engine's thread decodes its parts.
+    All times are seconds of `time.monotonic`.
 
     Attributes:
-        id: unique in this process.
-        status: RUNNING after it left the queue; DONE after it was answered, failed or cancelled. CANCELLED tells the
-            thread to drop it before the next step.
-        request: what is decoded, checked.
-        arrived: when it was submitted.
-        priority: seconds that it counts as older than it is.
-        deadline: when it has to be answered; inf for never.
-        answers: makes the answers of all hypotheses, on any thread.
-        served: the `Served` model that decodes it.
-        alarm: ends it at its deadline.
-        parts: requests that are decoded for it, one a sample or alternative.
-        found: hypotheses of each finished part by its number.
-        joined: when it left the queue.
-        began: when it had its first token.
+        status: RUNNING after it left the queue, DONE after it ended. CANCELLED makes the thread drop it before the
+            next step.
+        priority: seconds that are added to its age in the queue.
+        deadline: time by which it must be answered; inf for no deadline.
+        answers: converts hypotheses to answers, on any thread.
+        alarm: timer that ends it at its deadline.
+        parts: one decoder request per sample or alternative.
+        found: hypotheses of each finished part, by sample number.
+        joined: time when it left the queue; NaN before that.
+        began: time of its first token; NaN before that.
     """
 
     served: Any
@@ -60,17 +56,10 @@ class Generation(Generic[Item, Answer]):
         buffer: int = 0,
         leave: Callable[[Generation[Any, Any], TfexportError], None] | None = None,
     ) -> None:
-        """Start to wait.
+        """Create a waiting generation.
 
-        Args:
-            request: see the attributes, as for the next four.
-            arrived: time of the submission.
-            priority: in seconds.
-            deadline: time of the deadline.
-            answers: makes the answers.
-            pieces: turns tokens into text for a stream of text; None streams token ids.
-            buffer: items that the reader of a stream may be behind.
-            leave: ends the generation in its engine.
+        A stream yields text that `pieces` converts from token ids, or the ids without `pieces`. `buffer` limits the
+        unread items. `leave` removes the generation from its engine.
         """
         self.id, self.status = next(_ids), Status.WAITING
         self.request, self.arrived, self.priority, self.deadline = request, arrived, priority, deadline
@@ -85,45 +74,48 @@ class Generation(Generic[Item, Answer]):
 
     @property
     def width(self) -> int:
-        """Rows of each part."""
+        """Number of rows of each part."""
         return self.request.config.num_beams
 
     @property
     def num_sources(self) -> int:
-        """Times that the source is encoded: once for each part, and once to find alternatives."""
+        """Number of times the source is encoded, including to find alternatives."""
         return num_parts(self.request.config) + self.request.config.return_alternatives
 
     @property
     def num_rows(self) -> int:
-        """Slots that it takes."""
+        """Number of slots it needs."""
         return num_rows(self.request.config)
 
     @property
     def source_length(self) -> int:
-        """Tokens of the source."""
+        """Number of source tokens."""
         return len(self.request.source_ids)
 
     @property
     def is_done(self) -> bool:
-        """Whether it is answered, failed or cancelled."""
+        """Whether it was answered, failed or was cancelled."""
         return self._outcome is not None
 
     @property
     def is_behind(self) -> bool:
-        """Whether more is unread than the buffer holds."""
+        """Whether the reader of its stream is too slow."""
         return len(self._unread) > self._buffer
 
     def cancel(self) -> None:
-        """Cancel the request; awaiting it raises `Cancelled`. Does nothing if it is done."""
+        """Cancel the request if it is not done; awaiting it then raises `Cancelled`."""
         if not self.is_done and self._leave:
             self._leave(self, Cancelled("the request was cancelled"))
 
     def __await__(self) -> Generator[None, None, list[Answer]]:
-        """Wait for the answers, best first; the request is cancelled if the waiting task is."""
+        """Wait for the answers, best first.
+
+        If the waiting task is cancelled, the request is cancelled too.
+        """
         return self._wait().__await__()
 
     async def __aiter__(self) -> AsyncIterator[Item]:
-        """Yield what comes; the request is cancelled if the reader leaves early."""
+        """Yield stream items; cancel the request if the reader stops early."""
         try:
             while await self._has_more():
                 yield self._unread.popleft()
@@ -131,7 +123,10 @@ class Generation(Generic[Item, Answer]):
             self.cancel()
 
     async def together(self) -> AsyncIterator[list[Item]]:
-        """Yield all unread items at once; the request is cancelled if the reader leaves early."""
+        """Yield lists of all unread stream items.
+
+        The request is cancelled if the reader stops early.
+        """
         try:
             while await self._has_more():
                 items = list(self._unread)
@@ -140,20 +135,20 @@ class Generation(Generic[Item, Answer]):
         finally:
             self.cancel()
 
-    # ---- for the thread of the engine
+    # ---- called on the engine's thread
 
     def late(self) -> DeadlineExceeded:
-        """Return the error after the deadline."""
+        """Return the error for a missed deadline."""
         when = "before it began" if math.isnan(self.joined) else "while it was decoded"
         allowed = self.deadline - self.arrived
         return DeadlineExceeded(f"the {allowed:.3g} s of the request were over {when}; allow more, or come again later")
 
     def expand(self, session: Session) -> None:
-        """Fill `parts`.
+        """Split the request into `parts`.
 
         Raises:
-            InputError: its filters leave no alternative.
-            BackendError: the backend failed on its alternatives.
+            InputError: the request's filters exclude every alternative.
+            BackendError: the backend failed while searching for alternatives.
         """
         config = self.request.config
         if config.return_alternatives:
@@ -165,28 +160,28 @@ class Generation(Generic[Item, Answer]):
             self.parts = [self.request]
 
     def take(self, part: Request, hypotheses: list[Hypothesis]) -> list[Hypothesis] | None:
-        """Take the hypotheses of a part; return all, best first, after the last part."""
+        """Store a part's hypotheses; after the last part, return all, best first."""
         self.found[part.sample] = hypotheses
         if len(self.found) < len(self.parts):
             return None
         return [best for sample in sorted(self.found) for best in self.found[sample]]
 
-    # ---- for the engine, on the event loop
+    # ---- called by the engine on the event loop
 
     def begin(self) -> None:
-        """Hand out the prefix, which does not count for the buffer."""
+        """Stream the prefix, which does not count toward the buffer limit."""
         if self.request.stream:
             self.receive(self.request.prompt[1:])
             self._buffer += len(self._unread)
 
     def receive(self, token_ids: Sequence[int]) -> None:
-        """Take new tokens of a stream."""
+        """Append new tokens to the stream."""
         push = self._pieces.push if self._pieces else None
         self._unread.extend(filter(None, map(push, token_ids)) if push else token_ids)  # type: ignore[arg-type]
         self._changed.set()
 
     def finish(self, outcome: list[Answer] | TfexportError) -> None:
-        """Take the end: answers, or an error."""
+        """Set the answers or the error, and wake the readers."""
         if not isinstance(outcome, TfexportError) and self._pieces and (rest := self._pieces.rest()):
             self._unread.append(rest)  # type: ignore[arg-type]
         self._outcome = outcome
@@ -195,7 +190,6 @@ class Generation(Generic[Item, Answer]):
         self._changed.set()
 
     async def _has_more(self) -> bool:
-        """Wait until something is unread or the request is done; raise its error after all was read."""
         while not self._unread:
             if isinstance(self._outcome, TfexportError):
                 raise self._outcome
@@ -218,12 +212,11 @@ class Generation(Generic[Item, Answer]):
 
 
 class Event(NamedTuple):
-    """What a step has brought a generation.
+    """One generation's progress in a step.
 
     Attributes:
-        generation: as it was submitted.
         token_ids: new tokens of a stream.
-        outcome: hypotheses, best first, or an error; None while it goes on.
+        outcome: hypotheses, best first, or an error; None if decoding continues.
     """
 
     generation: Generation[Any, Any]
@@ -232,10 +225,10 @@ class Event(NamedTuple):
 
 
 def num_parts(config: DecodeConfig) -> int:
-    """Return how many requests are decoded for one text."""
+    """Return the number of decoder requests for one text."""
     return config.num_return_sequences if config.do_sample or config.return_alternatives else 1
 
 
 def num_rows(config: DecodeConfig) -> int:
-    """Return how many slots one text takes."""
+    """Return the number of slots that one text needs."""
     return config.num_beams * num_parts(config)

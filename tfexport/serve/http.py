@@ -1,4 +1,4 @@
-"""What all endpoints share: the service, bodies, errors, streams, and clients that disconnect."""
+"""Provide the base of all HTTP endpoints: bodies, errors and event streams."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from tfexport.serve.observer import Outcome
 from tfexport.serve.schemas import Body
 
 logger = logging.getLogger(__name__)
-# Bundles have no versions; clients that ask for one ask for this.
+# Bundles have no versions; clients that require one use this.
 VERSION = "1"
-# Seconds after which a client should ask again if nothing better is known.
+# Default Retry-After header, in seconds.
 RETRY_AFTER_S = 1
-# Nobody reads it; nginx counts clients that disconnect under it.
+# The client is gone and cannot read it; nginx logs disconnected clients with this status.
 CLIENT_GONE = 499
-# Header with the bytes of JSON that binary tensors follow.
+# Header with the length in bytes of the JSON before the binary tensors.
 JSON_LENGTH = "Inference-Header-Content-Length"
 OPENAI = ("/v1/completions", "/v1/models")
 _STATUS: dict[type[TfexportError], int] = {
@@ -56,25 +56,23 @@ _STATUS: dict[type[TfexportError], int] = {
 
 
 class RequestError(HTTPException):
-    """A request that is refused before an engine sees it."""
+    """Reject a request before it reaches an engine."""
 
     def __init__(self, status: int, message: str, headers: dict[str, str] | None = None) -> None:
         super().__init__(status, printable(message), headers)
 
 
 def unavailable(message: str) -> RequestError:
-    """Return the error for what is not there yet, or not any more."""
+    """Return a 503 error with a Retry-After header."""
     return RequestError(503, message, {"Retry-After": str(RETRY_AFTER_S)})
 
 
 class Service:
-    """The engines of an app by the name of their model; their owner starts and drains them.
+    """The engines of an app, by model name; their owner starts and drains them.
 
     Attributes:
-        engines: by name.
-        config: limits and endpoints.
-        metrics: that the observers of the engines count in; None for none.
-        is_leaving: set before the server stops: it is not ready any more, but still answers.
+        metrics: counts the requests; None disables metrics.
+        is_leaving: true while the server drains; it reports not ready but still answers.
     """
 
     def __init__(self, engines: Mapping[str, Engine], config: HttpConfig, metrics: Metrics | None) -> None:
@@ -82,7 +80,7 @@ class Service:
         self.is_leaving = False
 
     def chosen(self, name: str | None) -> str:
-        """Return the name of a model of a request; None is the only one."""
+        """Return the model name of a request; None selects the only model."""
         if name is None and len(self.engines) == 1:
             return next(iter(self.engines))
         if name not in self.engines:
@@ -90,7 +88,7 @@ class Service:
         return typing.cast(str, name)
 
     def path(self, name: str | None = None, version: str = VERSION, **_: Any) -> dict[str, str]:
-        """Return the name of the model in a path; raises `RequestError` for one that does not exist."""
+        """Return the model name in a path; raise `RequestError` if it is unknown."""
         if name is None:
             return {}
         name = self.chosen(name)
@@ -99,7 +97,7 @@ class Service:
         return {"name": name}
 
     def started(self, name: str) -> Engine:
-        """Return an engine; raises `RequestError` while its bundle is loaded."""
+        """Return an engine; raise `RequestError` if its bundle is still loading."""
         engine = self.engines[name]
         if engine.state == "starting":
             with self.counted(name):
@@ -107,13 +105,13 @@ class Service:
         return engine
 
     def check_number(self, what: str, number: int) -> None:
-        """Raise `RequestError` for no texts, or more than the limit."""
+        """Raise `RequestError` if there are no texts or too many."""
         if not 1 <= number <= self.config.max_texts:
             raise RequestError(400, f"{number} {what} are given, expected 1 to {self.config.max_texts}")
 
     @contextlib.contextmanager
     def counted(self, name: str) -> Iterator[None]:
-        """Count requests that are refused, or left, before an engine sees them; the engine counts the others.
+        """Count requests that are refused or cancelled before they reach an engine.
 
         Some servers cancel the task of a client that disconnects.
         """
@@ -131,7 +129,7 @@ class Service:
 
 
 def service_of(request: Request) -> Service:
-    """Return the service of the app that a request came to."""
+    """Return the service of a request's app."""
     service: Service = request.app.state.service
     return service
 
@@ -140,14 +138,14 @@ def service_of(request: Request) -> Service:
 
 
 class Route(APIRoute):
-    """Calls an endpoint with the request, the `name` in its path, and its body as `data`.
+    """Call an endpoint with the request, its path's `name`, and its body as `data`.
 
-    The signature describes the endpoint in the OpenAPI document. FastAPI's resolution of dependencies is left out: it
-    takes longer than everything else here.
+    The endpoint's signature defines the OpenAPI document. FastAPI's dependency resolution is skipped because it takes
+    longer than the rest of the request handling.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return what is called for each request."""
+        """Return the ASGI request handler."""
         kind: type[Body] | None = typing.get_type_hints(self.endpoint).get("data")
         endpoint = self.endpoint
 
@@ -163,7 +161,6 @@ class Route(APIRoute):
 
 
 async def _read(request: Request, service: Service, kind: type[Body], name: str | None) -> Body:
-    """Read a body; what is wrong with it is counted for the model of the path, or for the only one."""
     counted = name or (next(iter(service.engines)) if len(service.engines) == 1 else None)
     with service.counted(counted) if counted else contextlib.nullcontext():
         media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -197,7 +194,7 @@ async def _read_body(request: Request, limit: int) -> bytes:
 
 
 def _left(status: int, message: str) -> RequestError:
-    """Return an error that leaves the rest of the body unread, which ends the connection."""
+    """Return an error that closes the connection, because the body is unread."""
     return RequestError(status, message, {"Connection": "close"})
 
 
@@ -205,7 +202,7 @@ def _left(status: int, message: str) -> RequestError:
 
 
 def message_of(error: Exception) -> str:
-    """Return the line that a client gets, of bounded length."""
+    """Return an error message of bounded length for the client."""
     return bounded(error.detail if isinstance(error, HTTPException) else str(error))
 
 
@@ -231,12 +228,10 @@ async def _on_disconnect(request: Request, _error: Exception) -> Response:
 
 
 async def _on_surprise(request: Request, _error: Exception) -> Response:
-    """Answer an unexpected error; its trace is logged."""
     return _answer(request, 500, "the server has failed; its log says how")
 
 
 def _answer(request: Request, status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
-    """Return the error in the form of the Open Inference Protocol, or of OpenAI for its endpoints."""
     is_openai = request.scope["path"].endswith(OPENAI)
     kind = "invalid_request_error" if status < 500 else "server_error"
     error = {"message": message, "type": kind, "code": status} if is_openai else message
@@ -256,7 +251,10 @@ HANDLERS: dict[int | type[Exception], Any] = {
 
 @contextlib.asynccontextmanager
 async def while_connected(receive: Receive, *asked: Asked) -> AsyncIterator[None]:
-    """Cancel generations when the client disconnects, or at the end; the body has been read."""
+    """Cancel generations if the client disconnects, or when the block ends.
+
+    The request body must already have been read.
+    """
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -274,15 +272,16 @@ async def while_connected(receive: Receive, *asked: Asked) -> AsyncIterator[None
 
 
 def event(data: dict[str, Any], kind: str = "") -> bytes:
-    """Return a server-sent event."""
+    """Format a server-sent event."""
     head = f"event: {kind}\n" if kind else ""
     return f"{head}data: {json.dumps(data, ensure_ascii=False, allow_nan=False)}\n\n".encode()
 
 
 class EventStream(Response):
-    """Sends events as they come, and cancels the generation if its client disconnects or does not read.
+    """Send server-sent events as they are generated.
 
-    The status is that of the first event; later errors are events.
+    If the client disconnects or does not read, the generation is cancelled. The response status depends on the first
+    event; later errors are sent as events.
     """
 
     media_type = "text/event-stream"
@@ -293,7 +292,7 @@ class EventStream(Response):
         self._asked, self._events = asked, events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send all events; an error before the first one is raised, and nothing is sent."""
+        """Send all events; raise if the first one is an error."""
         async with while_connected(receive, self._asked), contextlib.aclosing(self._events) as events:
             first = await anext(events)
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})

@@ -1,4 +1,4 @@
-"""Requests in flight: accepted by a model, and not answered yet."""
+"""Track the requests that a model accepted and has not answered."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ _OUTCOMES: dict[type[BaseException], Outcome] = {
 
 
 class InFlight:
-    """Delivers what models bring to the generations, and tells the observer once how each has ended.
+    """Deliver a model's events to its generations, and report how each one ends.
 
-    It belongs to one event loop.
+    It is used on one event loop only.
     """
 
     def __init__(self, observer: Observer) -> None:
@@ -55,15 +55,10 @@ class InFlight:
         return len(self._open)
 
     def begin(self, generation: Generation[Any, Any], served: Served) -> None:
-        """Let a model take a generation, until its deadline at most.
-
-        Raises:
-            QueueFull: too many wait.
-            ServingError: the model takes no more.
-        """
+        """Submit a generation to a model, and start its deadline timer."""
         served.worker.waiting.put(generation)
         generation.served = served
-        if generation.deadline < math.inf:  # the thread sees it too, but not while it is in the middle of something
+        if generation.deadline < math.inf:  # the thread checks it too, but only between steps
             left_s = generation.deadline - time.monotonic()
             end_late = _weakly(self._end_late)
             generation.alarm = asyncio.get_running_loop().call_later(left_s, end_late, generation)
@@ -79,22 +74,22 @@ class InFlight:
         self._tell(generation, "slow_reader" if generation.is_behind else outcome_of(reason))
 
     def end_all(self, served: Served, reason: TfexportError) -> None:
-        """End all generations that a model has accepted."""
+        """End all generations that a model accepted."""
         for generation in list(self._open.values()):
             if generation.served is served:
                 served.is_answered = False
                 self.end(generation, copy.copy(reason))
 
     def deliver(self, events: list[Event]) -> None:
-        """Take what a step has brought."""
+        """Process the events of a step."""
         for event in events:
-            if event.generation.id in self._open:  # else it was ended meanwhile
+            if event.generation.id in self._open:  # otherwise it has already ended
                 with self._own_errors(event.generation):
                     self._hand_over(*event)
 
     @contextlib.contextmanager
     def refusals(self) -> Iterator[None]:
-        """Tell the observer of requests that are refused, or left by whoever waits for them."""
+        """Report requests that are refused, or cancelled by the waiting task."""
         start = time.monotonic()
         try:
             yield
@@ -124,7 +119,6 @@ class InFlight:
     def _take_aligned(
         self, generation: Generation[Any, Any], hypotheses: list[Hypothesis], answers: asyncio.Future[list[Any]]
     ) -> None:
-        """Take answers whose unknown tokens were replaced."""
         error = answers.exception()
         if generation.id not in self._open:
             return
@@ -153,7 +147,7 @@ class InFlight:
 
     @contextlib.contextmanager
     def _own_errors(self, generation: Generation[Any, Any]) -> Iterator[None]:
-        """Let an error, such as of the tokenizer, end only this generation."""
+        """End only this generation if its answer cannot be built."""
         try:
             yield
         except Exception as error:
@@ -176,12 +170,15 @@ def _answers(generation: Generation[Any, Any], hypotheses: list[Hypothesis]) -> 
 
 
 def outcome_of(error: BaseException) -> Outcome:
-    """Return the outcome of a request that ends with this error."""
+    """Return the outcome of a request that fails with this error."""
     return next((outcome for kind, outcome in _OUTCOMES.items() if isinstance(error, kind)), "error")
 
 
 def on_loop(loop: asyncio.AbstractEventLoop, method: Callable[[Told], None]) -> Callable[[Told], None]:
-    """Return a function for any thread that calls a method on an event loop, as long as both exist."""
+    """Return a function that schedules a method on an event loop from any thread.
+
+    It does nothing if the loop is closed or the method's object was deleted.
+    """
     call = _weakly(method)
 
     def post(told: Told) -> None:

@@ -1,4 +1,4 @@
-"""Requests and answers that HTTP and Triton share: options, sources, and the tensors of the Open Inference Protocol."""
+"""Convert requests and answers of HTTP and Triton: options, sources, tensors."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Source: TypeAlias = str | list[int]
 Answer: TypeAlias = Result | Hypothesis
 Asked: TypeAlias = Generation[str, Result] | Generation[int, Hypothesis]
 DECODING = frozenset(field.name for field in dataclasses.fields(DecodeConfig))
-# Units of a second. Triton's clients send `timeout` in microseconds.
+# Units per second. Triton clients send `timeout` in microseconds.
 _TIMES = {"timeout_ms": 1e3, "timeout": 1e6}
-# Each input of `infer` that is not an option, with its datatype.
+# Inputs of `infer` that are not options, with their datatypes.
 INPUTS = {"text_input": "BYTES", "input_ids": "INT64", "input_lengths": "INT64", "prefix": "BYTES"}
-# Each output with its datatype and rank: [sources, answers], ids with a third dimension.
+# Datatype and rank of each output: [sources, answers], or [sources, answers, length].
 OUTPUTS = {
     "text_output": ("BYTES", 2),
     "output_ids": ("INT64", 3),
@@ -33,14 +33,14 @@ OUTPUTS = {
     "scores": ("FP32", 2),
     "finish_reason": ("BYTES", 2),
 }
-# Options with several values, which stay a list if there is one value.
+# Options that remain a list even with a single value.
 _LISTS = ("suppress_tokens",)
-# Characters of an error message, which may contain what a client has sent.
+# In characters; messages may quote client input of any length.
 MAX_MESSAGE = 1000
 
 
 class InvalidRequestError(InputError):
-    """A request that is refused before an engine sees it."""
+    """Reject a request before it reaches an engine."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,8 @@ class Tensor:
     """A tensor of the Open Inference Protocol.
 
     Attributes:
-        name: of the input or output.
-        datatype: in the protocol's spelling.
-        shape: of it.
-        values: of all places, the last dimension fastest; BYTES are texts.
+        datatype: as spelled in the protocol, such as INT64.
+        values: flat, in row-major order; BYTES values are str.
     """
 
     name: str
@@ -61,19 +59,17 @@ class Tensor:
 
 
 def bounded(message: str) -> str:
-    """Return an error message, cut if it is too long."""
+    """Truncate an error message to `MAX_MESSAGE` characters."""
     return message if len(message) <= MAX_MESSAGE else message[:MAX_MESSAGE] + "…"
 
 
 def arguments(parameters: Mapping[str, Any], max_timeout_s: float) -> dict[str, Any]:
-    """Return the parameters of a request as arguments of `Engine.submit` and `Engine.submit_ids`.
+    """Convert request parameters to arguments of `Engine.submit` and `submit_ids`.
 
-    Args:
-        parameters: fields of `DecodeConfig`, which the engine checks, and prefix, priority, timeout_ms or timeout.
-        max_timeout_s: bounds the time that a request asks for.
+    They are fields of `DecodeConfig`, which the engine checks, and prefix, priority, timeout_ms or timeout.
 
     Raises:
-        InvalidRequestError: lists unknown names and times or priorities that are not numbers.
+        InvalidRequestError: lists unknown names, and timeouts or priorities that are not valid numbers.
     """
     given = {name: value for name, value in parameters.items() if name in DECODING or name == "prefix"}
     numbers = {name: value for name, value in parameters.items() if name in _TIMES or name == "priority"}
@@ -92,17 +88,17 @@ def arguments(parameters: Mapping[str, Any], max_timeout_s: float) -> dict[str, 
 
 
 def submit(engine: Engine, source: Source, given: Mapping[str, Any], *, stream: bool = False) -> Asked:
-    """Submit a text or token ids; `given` are other arguments of `Engine.submit`."""
+    """Submit a text or token ids with further arguments of `Engine.submit`."""
     if isinstance(source, str):
         return engine.submit(source, stream=stream, **given)
     return engine.submit_ids(source, stream=stream, **given)
 
 
 def submit_all(engine: Engine, sources: Sequence[Source], given: Sequence[Mapping[str, Any]]) -> list[Asked]:
-    """Submit several sources, or none if one is refused.
+    """Submit several sources; if one is refused, cancel the others.
 
     Raises:
-        TfexportError: those of `Engine.submit`; the message names the source.
+        TfexportError: see `Engine.submit`; the message names the source.
     """
     with contextlib.ExitStack() as refused:
         asked: list[Asked] = []
@@ -121,15 +117,9 @@ def submit_all(engine: Engine, sources: Sequence[Source], given: Sequence[Mappin
 def asked_for(
     tensors: Mapping[str, Tensor], parameters: Mapping[str, Any], limits: Limits
 ) -> tuple[list[Source], list[dict[str, Any]]]:
-    """Return the sources of `infer`, and for each the arguments of `submit`.
+    """Return the sources of an `infer` request, and the `submit` arguments of each.
 
-    Args:
-        tensors: inputs by name; options may be among them.
-        parameters: of the request.
-        limits: of the number of sources, and of the time.
-
-    Raises:
-        InvalidRequestError: an input or option is wrong.
+    Options may be passed as parameters or as tensors.
     """
     for name, datatype in INPUTS.items():
         if name in tensors and tensors[name].datatype != datatype:
@@ -151,14 +141,12 @@ def asked_for(
 
 
 def outputs_of(found: Sequence[Sequence[Answer]], pad: int) -> dict[str, Tensor]:
-    """Return the outputs of `infer` by name, without texts if the sources were token ids.
+    """Return the output tensors of `infer` by name.
 
-    Args:
-        found: answers to each source, best first.
-        pad: id that fills short rows of ids.
+    The token id `pad` fills short rows. There are no texts if the sources were token ids.
 
     Raises:
-        InvalidRequestError: the sources have unequal numbers of answers.
+        InvalidRequestError: the sources have different numbers of answers.
     """
     if len(numbers := {len(one) for one in found}) > 1:
         raise InvalidRequestError(f"the sources have {min(numbers)} to {max(numbers)} alternatives; ask for each alone")
@@ -180,7 +168,7 @@ def outputs_of(found: Sequence[Sequence[Answer]], pad: int) -> dict[str, Tensor]
 
 
 def texts(name: str, raws: Iterable[bytes]) -> list[str]:
-    """Return the values of a tensor of BYTES; raises `InvalidRequestError` if one is not UTF-8."""
+    """Decode a BYTES tensor; raise `InvalidRequestError` if it is not UTF-8."""
     found: list[str] = []
     for raw in raws:
         try:
@@ -191,7 +179,7 @@ def texts(name: str, raws: Iterable[bytes]) -> list[str]:
 
 
 def check_finite(name: str, values: Iterable[Any]) -> None:
-    """Raise `InvalidRequestError` if a value is not finite."""
+    """Raise `InvalidRequestError` if a value is infinite or NaN."""
     if any(isinstance(value, float) and not math.isfinite(value) for value in values):
         raise InvalidRequestError(f"input {name} has a value that is not finite")
 
@@ -216,7 +204,6 @@ def _sources(tensors: Mapping[str, Tensor]) -> list[Source]:
 
 
 def _column(tensor: Tensor) -> Sequence[Any]:
-    """Return one value for each source."""
     if any(size != 1 for size in tensor.shape[1:]):
         raise InvalidRequestError(f"input {tensor.name} has the shape {list(tensor.shape)}, expected [sources]")
     return tensor.values

@@ -1,4 +1,4 @@
-"""Metrics of the engines for Prometheus."""
+"""Collect Prometheus metrics of the engines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tfexport.decode.result import FinishReason
 from tfexport.serve.engine import Engine
 from tfexport.serve.observer import Observer, Outcome
 
-# Seconds, 1-2-5; the last is what a request takes at most unless told otherwise.
+# In seconds; the last is the default time limit of a request.
 BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _TIMES = {
@@ -28,10 +28,10 @@ _TIMES = {
 
 
 class Metrics:
-    """The metrics of a server; a model is a label.
+    """The metrics of a server, labeled by model.
 
     Attributes:
-        registry: of the metrics, apart from that of the process.
+        registry: separate from the global registry of the process.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Metrics:
         self._observers: dict[str, _Counts] = {}
 
     def observer(self, model: str) -> _Counts:
-        """Return the observer of a model's engine, always the same one."""
+        """Return the observer for a model; the same object on every call."""
         if model not in self._observers:
             times = {name: metric.labels(model) for name, metric in self._times.items()}
             tokens = {side: metric.labels(model) for side, metric in self._tokens.items()}
@@ -69,31 +69,21 @@ class Metrics:
         return self._observers[model]
 
     def watch(self, engines: Mapping[str, Engine]) -> None:
-        """Read the gauges of engines at each scrape."""
+        """Export the gauges of engines; they are read at each scrape."""
         self.registry.register(_Gauges(engines))
 
     def total(self, metric: str, model: str) -> float:
-        """Return the sum of the samples of one name that are a model's, such as `tfexport_queue_seconds_sum`."""
+        """Return the sum of a model's samples with this metric name."""
         samples = (sample for family in self.registry.collect() for sample in family.samples)
         return sum(one.value for one in samples if one.name == metric and one.labels["model"] == model)
 
     def expose(self, accept: str) -> tuple[bytes, str]:
-        """Return all metrics as text, and its content type.
-
-        Args:
-            accept: header of the request, which chooses between Prometheus' own text and OpenMetrics.
-        """
+        """Return all metrics and their content type, as the Accept header requests."""
         encode, kind = exposition.choose_encoder(accept)
         return encode(self.registry), kind
 
 
 class _Counts(Observer):
-    """Counts for one model.
-
-    Attributes:
-        failed_s: seconds that requests took which were not answered.
-    """
-
     def __init__(
         self,
         requests: Mapping[tuple[str, str], Counter],
@@ -102,7 +92,7 @@ class _Counts(Observer):
         tokens: Mapping[str, Counter],
     ) -> None:
         self._requests, self._times, self._rows, self._tokens = requests, times, rows, tokens
-        self.failed_s = 0.0
+        self.failed_s = 0.0  # total time of requests without an answer
 
     def joined(self, waited_s: float, source_tokens: int) -> None:
         self._times["queue"].observe(waited_s)
@@ -135,8 +125,6 @@ class _Counts(Observer):
 
 
 class _Gauges(Collector):
-    """Reads the engines at each scrape; an engine that was not started has no gauges."""
-
     def __init__(self, engines: Mapping[str, Engine]) -> None:
         self._engines = engines
 

@@ -1,4 +1,4 @@
-"""ASGI apps in front of the app: bearer tokens, and limits of the time that a client takes."""
+"""Wrap the app with ASGI middleware: bearer tokens and client timeouts."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from tfexport.serve.http import RequestError
 from tfexport.serve.routes import ui
 
 logger = logging.getLogger(__name__)
-# What probes ask for, and browsers before they have a token: nothing of models or texts.
+# Probes and the files of the page need no token; these paths reveal nothing about models or texts.
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/v2/health/live", "/v2/health/ready"}) | ui.PATHS
 MIN_CHARACTERS = 16
-# Of RFC 6750.
+# The syntax of RFC 6750.
 _TOKEN = re.compile(rf"[A-Za-z0-9._~+/-]{{{MIN_CHARACTERS},}}=*")
 
 
 class Timeouts:
-    """Answers bodies that come too slowly with 408, and ends answers that are not read."""
+    """Answer 408 to slow request bodies, and end responses that are not read."""
 
     def __init__(self, app: ASGIApp, config: HttpConfig) -> None:
         self._app, self._config = app, config
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call the app with bounded `receive` and `send`."""
+        """Call the app with time limits on `receive` and `send`."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -43,7 +43,7 @@ class Timeouts:
 
         async def receive_in_time() -> Message:
             nonlocal is_whole
-            if is_whole:  # what comes now is that the client disconnects
+            if is_whole:  # the next message reports that the client disconnected
                 return await receive()
             try:
                 async with asyncio.timeout(min(config.read_timeout_s, end - time.monotonic())):
@@ -71,27 +71,19 @@ class Timeouts:
 
 
 class BearerTokens:
-    """Asks for one of the tokens of a file, and then another app."""
+    """Require one of the bearer tokens of a file."""
 
     def __init__(self, app: ASGIApp, path: Path) -> None:
-        """Read the tokens.
-
-        Args:
-            app: for requests with a token.
-            path: file with one token a line.
-
-        Raises:
-            ConfigError: the file cannot be read, or has no token or an invalid one.
-        """
+        """Read the tokens from a file with one token per line."""
         self._app, self._path = app, path
         self.reload()
 
     def reload(self) -> None:
-        """Read the file again; after a `ConfigError` the former tokens stay."""
+        """Read the file again; if that raises `ConfigError`, keep the old tokens."""
         self._tokens = _read(self._path)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call the app, or answer 401."""
+        """Call the app, or answer 401 if the token is missing or unknown."""
         path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
         if scope["type"] != "http" or path in OPEN_PATHS or self._is_known(Headers(scope=scope)):
             await self._app(scope, receive, send)
@@ -104,8 +96,8 @@ class BearerTokens:
         await refusal(scope, receive, send)
 
     def _is_known(self, headers: Headers) -> bool:
-        """Compare with every token, in a time that does not depend on what they have in common."""
         scheme, _, given = headers.get("authorization", "").partition(" ")
+        # A list, so that the time does not depend on which token matches.
         found = [hmac.compare_digest(given.strip().encode(), token) for token in self._tokens]
         return scheme.lower() == "bearer" and any(found)
 

@@ -1,4 +1,4 @@
-"""The interface through which an engine reports its work, for metrics."""
+"""Define the interface that receives an engine's measurements."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from typing import Literal
 
 logger = logging.getLogger(__name__)
 
-# How a request ended. "invalid" was refused for what it asks, "not_ready" because the bundle was being loaded,
-# "slow_reader" cancelled because it was not read.
+# "not_ready": the bundle was still loading. "slow_reader": the client did not read its stream.
 Outcome = Literal[
     "ok", "invalid", "not_ready", "queue_full", "draining", "deadline", "cancelled", "slow_reader", "error"
 ]
 
 
 class Observer:
-    """Ignores all events; a subclass counts them. The methods are called from several threads."""
+    """Ignore all events; subclasses count them.
+
+    The methods are called from several threads.
+    """
 
     def joined(self, waited_s: float, source_tokens: int) -> None:
         """Record that a request left the queue and joined a batch."""
@@ -26,20 +28,20 @@ class Observer:
         """Record that the sources of a step were encoded."""
 
     def stepped(self, took_s: float, num_steps: int, num_rows: int) -> None:
-        """Record decoder steps, perhaps several at once, of a batch of `num_rows`."""
+        """Record the total time of `num_steps` decoder steps of a batch."""
 
     def began(self, took_s: float) -> None:
         """Record the time from the arrival of a request to its first token."""
 
     def ended(self, outcome: Outcome, reason: str, took_s: float, num_tokens: int, per_token_s: float | None) -> None:
-        """Record the end of a request; called once for each, unless `aligned` is.
+        """Record the end of a request; a successful alignment calls `aligned` instead.
 
         Args:
-            outcome: how it ended.
-            reason: finish reason of an answer, else empty.
-            took_s: time since it arrived.
-            num_tokens: generated tokens of all its hypotheses.
-            per_token_s: mean time of a token after the first, of the best hypothesis; None for one token.
+            outcome: how the request ended.
+            reason: finish reason of the answer; empty without an answer.
+            took_s: time since the request arrived.
+            num_tokens: generated tokens of all hypotheses.
+            per_token_s: mean time per token after the first, for the best hypothesis; None for one token.
         """
 
     def aligned(self, took_s: float) -> None:
@@ -47,7 +49,10 @@ class Observer:
 
 
 def guarded(observer: Observer) -> Observer:
-    """Return an observer that passes events on and logs errors of the other: metrics must not stop serving."""
+    """Return an observer that forwards events and logs exceptions.
+
+    A failing observer must not stop serving.
+    """
     safe = Observer()
     for name in ("joined", "encoded", "stepped", "began", "ended", "aligned"):
         setattr(safe, name, _logged(getattr(observer, name)))

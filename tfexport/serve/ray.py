@@ -1,4 +1,4 @@
-"""Former name of `tfexport.integrations.ray`, kept for existing Ray Serve configurations."""
+"""Re-export `tfexport.integrations.ray.app` for old Ray Serve configurations."""
 
 from __future__ import annotations
 

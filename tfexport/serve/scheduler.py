@@ -1,4 +1,4 @@
-"""The queue in front of the batches, and who joins them when."""
+"""Queue requests, and choose which ones join the running batches."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from tfexport.serve.config import ServingConfig
 from tfexport.serve.generation import Event, Generation
 from tfexport.serve.observer import Observer
 
-# Steps are taken together for at most this time: requests that arrive meanwhile have to wait for it.
+# Several steps run in one call for at most this time, because arriving requests have to wait for the call.
 TOGETHER_S = 0.005
-# Weight of the newest step in the mean time of a step.
+# Weight of the newest step in the moving average of step times.
 NEWEST = 0.2
-# Steps that free slots wait for company at most before a request joins alone.
+# Maximum number of steps that free slots wait, so that several requests can join together.
 HELD_STEPS = 8
-# Departures that the rate of the queue is estimated from.
+# Number of departures that the queue's rate is estimated from.
 RATE_WINDOW = 64
 MAX_RETRY_AFTER_S = 60
 Job = Generation[Any, Any]
 
 
 class WaitingQueue:
-    """Generations that have not joined a batch, oldest first; bounded, and shared between threads.
+    """A bounded, thread-safe queue of generations, oldest first.
 
-    A priority counts as seconds of age, so nobody waits for ever.
+    A priority counts as seconds of age, so no request waits forever.
     """
 
     def __init__(self, max_jobs: int, max_tokens: int) -> None:
-        """Start empty and open; a single job may always wait, however many source tokens it has."""
+        """Create an empty queue; `max_tokens` does not apply to a single job."""
         self._max_jobs, self._max_tokens = max_jobs, max_tokens
         self._jobs: list[Job] = []
         self.num_rows = self._num_tokens = 0
@@ -56,16 +56,11 @@ class WaitingQueue:
         return self._closed is not None
 
     def put(self, job: Job) -> None:
-        """Add a job.
-
-        Raises:
-            QueueFull: too many wait; it says when to come again.
-            ServingError: the queue is closed.
-        """
+        """Add a job; raise `QueueFull`, or the reason of `close`."""
         with self._changed:
             self.check_open()
             if not self._jobs:
-                self._departed.clear()  # the rate counts from when jobs had to wait
+                self._departed.clear()  # the rate is measured only while jobs wait
             tokens = self._num_tokens + job.source_length * job.num_sources
             if len(self._jobs) >= self._max_jobs or (self._jobs and tokens > self._max_tokens):
                 raise QueueFull(
@@ -80,16 +75,16 @@ class WaitingQueue:
     def check_open(self) -> None:
         """Raise the reason of `close` if the queue is closed."""
         if self._closed:
-            raise copy.copy(self._closed)  # an error that is raised repeatedly would collect tracebacks
+            raise copy.copy(self._closed)  # raising the same error repeatedly would extend its traceback
 
     def cancel(self, job: Job) -> bool:
-        """Mark a job as cancelled and take it out; return whether it waited."""
+        """Mark a job as cancelled and remove it; return whether it was waiting."""
         with self._changed:  # `take` sets the status too
             job.status = Status.CANCELLED
             return self._take_out(job)
 
     def take(self, choose: Callable[[list[Job]], list[Job]]) -> list[Job]:
-        """Take out the jobs that `choose` picks of all, oldest first, and mark them as running."""
+        """Remove the jobs that `choose` selects, and mark them as running."""
         with self._changed:
             chosen = choose(self._jobs)
             for job in chosen:
@@ -99,7 +94,7 @@ class WaitingQueue:
             return chosen
 
     def take_late(self, now: float) -> list[Job]:
-        """Take out the jobs whose deadline is over."""
+        """Remove and return the jobs that missed their deadline."""
         with self._changed:
             late = [job for job in self._jobs if job.deadline <= now]
             for job in late:
@@ -107,13 +102,13 @@ class WaitingQueue:
             return late
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until there is a job, the queue is closed, or the time is over."""
+        """Wait for a job, for `close`, or for the timeout."""
         with self._changed:
             if not self._jobs and not self._closed:
                 self._changed.wait(timeout_s)
 
     def close(self, reason: ServingError) -> None:
-        """Refuse further jobs for this reason; those that wait stay."""
+        """Refuse new jobs with this error; waiting jobs remain."""
         with self._changed:
             self._closed = self._closed or reason
             self._changed.notify()
@@ -130,7 +125,7 @@ class WaitingQueue:
         self._num_tokens += sign * job.source_length * job.num_sources
 
     def _retry_after_s(self) -> int:
-        """Estimate when half of the queue will be gone, in whole seconds, at least one."""
+        """Estimate the seconds until half of the queue has left."""
         if len(self._departed) < 2:
             return 1
         took = time.monotonic() - self._departed[0]
@@ -138,26 +133,25 @@ class WaitingQueue:
 
 
 class Scheduler:
-    """Between two steps: cancelled and late jobs leave, waiting ones join as the encoder's budget allows.
+    """Let jobs leave and join the running batches between two steps.
 
-    It belongs to one thread.
+    Cancelled and late jobs leave; waiting jobs join within the encoder's budget. It is used on one thread only.
 
     Attributes:
-        slots: rows that are decoded at once.
-        num_rows: slots that were taken after the newest step, including jobs that are still to be encoded.
+        slots: maximum number of rows that are decoded at once.
+        num_rows: slots in use after the newest step, including jobs that are not encoded yet.
     """
 
     def __init__(self, session: Session, waiting: WaitingQueue, config: ServingConfig, observer: Observer) -> None:
-        """Start without a job."""
         most = session.limits.rows.most
         self.slots = config.slots if most is None else min(config.slots, most)
         self.num_rows = 0
         self._session, self._waiting, self._observer = session, waiting, observer
-        # If nobody can join later, all that waits is encoded together.
+        # If the batch cannot be joined later, all waiting jobs are encoded together.
         self._budget = config.encoder_budget if session.batch().can_join else sys.maxsize
         self._loop = Loop(session, self.slots)
         self._running: dict[int, tuple[Job, Request]] = {}  # by the id of the part
-        self._entering: deque[Request] = deque()  # those of them that are still to be encoded
+        self._entering: deque[Request] = deque()  # running parts that are not encoded yet
         self._beginning: dict[int, Job] = {}  # jobs that get their first token in the next step
         self._held_at: int | None = None  # number of steps when free slots began to wait for company
         self._step_s = TOGETHER_S
@@ -165,14 +159,14 @@ class Scheduler:
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything waits or runs."""
+        """Whether any job is waiting or running."""
         return bool(self._running or len(self._waiting))
 
     def step(self) -> list[Event]:
-        """Let jobs leave and join, and take a step of all that run; several if nobody would see a difference.
+        """Let jobs leave and join, and run one or more decoder steps.
 
         Raises:
-            BackendError: the backend failed; nothing that runs can go on.
+            BackendError: the backend failed; the running jobs cannot continue.
         """
         now = time.monotonic()
         events = [Event(job, outcome=job.late()) for job in self._waiting.take_late(now)]
@@ -191,7 +185,6 @@ class Scheduler:
         return [Event(job, outcome=job.late()) for job in gone if job.status is not Status.CANCELLED]
 
     def _join(self) -> list[Event]:
-        """Take jobs from the queue, and encode sources as far as the budget reaches."""
         start, events, budget = time.monotonic(), list[Event](), self._budget
         self._is_held = False
         if not self._entering and len(self._waiting):
@@ -199,10 +192,10 @@ class Scheduler:
                 job.joined = start
                 self._observer.joined(start - job.arrived, job.source_length)
                 if job.request.config.return_alternatives:
-                    budget -= job.source_length  # encoded once more, to find them
+                    budget -= job.source_length  # it was encoded to find the alternatives
                 try:
                     job.expand(self._session)
-                except (InputError, BackendError) as error:  # of this job: it was alone in its batch
+                except (InputError, BackendError) as error:  # it concerns only this job
                     events.append(Event(job, outcome=error))
                     continue
                 self._running |= {part.id: (job, part) for part in job.parts}
@@ -215,7 +208,7 @@ class Scheduler:
         return events
 
     def _choose(self, waiting: list[Job]) -> list[Job]:
-        """Pick who joins, in the order of age, as slots and budget allow; the first may exceed the budget."""
+        """Select the oldest jobs that fit; the first may exceed the encoder's budget."""
         free = self.slots - self._count_rows()
         if self._wait_for_company(free):
             return []
@@ -236,7 +229,7 @@ class Scheduler:
         return chosen
 
     def _wait_for_company(self, free: int) -> bool:
-        """Return whether the free slots are so few that it is better to wait some steps for more."""
+        """Return whether to wait a few steps for more free slots."""
         few = min(-(-self.slots // JOIN_SHARE), self._waiting.num_rows)
         if free == self.slots or not 0 < free < few:
             self._held_at = None
@@ -246,7 +239,7 @@ class Scheduler:
         return self._loop.num_steps - self._held_at < HELD_STEPS
 
     def _take_entering(self, budget: int) -> list[Request]:
-        """Take what is encoded before the next step: at least one source, unless alternatives were encoded."""
+        """Take at least one source to encode, unless alternatives used the budget."""
         parts: list[Request] = []
         longest = 0
         while self._entering:
@@ -274,9 +267,9 @@ class Scheduler:
         return [event for update in updates if (event := self._event(update))]
 
     def _event(self, update: Update) -> Event | None:
-        """Return what an update brings; None if it finishes one of several parts."""
+        """Return the event of an update; None if other parts of its job are unfinished."""
         found = self._running.get(update.request.id)
-        if found is None:  # another part of its job has failed in this step
+        if found is None:  # another part of its job failed in this step
             return None
         job, part = found
         if isinstance(update.outcome, TfexportError):

@@ -1,6 +1,6 @@
-"""Bodies of requests and answers over HTTP; the OpenAPI document is generated from them.
+"""Define the request and response bodies of the HTTP API and its OpenAPI document.
 
-Options of decoding are the fields of `DecodeConfig`, with its types, bounds and help.
+Decoding options take their types, bounds and help from the fields of `DecodeConfig`.
 """
 
 from __future__ import annotations
@@ -26,33 +26,27 @@ from tfexport.serve.config import MAX_S
 from tfexport.serve.inference import OUTPUTS, InvalidRequestError, Source, Tensor, check_finite, texts
 
 JSON, FORM, BYTES = "application/json", "application/x-www-form-urlencoded", "application/octet-stream"
-# Problems that are listed; beyond that their number is enough.
+# If a body has more problems than this, only their number is reported.
 MAX_PROBLEMS = 100
 _BOUNDS = {one: getattr(annotated_types, one.__name__) for one in (config.Ge, config.Gt, config.Le, config.Lt)}
 _UNION_MEMBERS = {"int", "float", "bool", "str"}
-# How `struct` spells a datatype; BYTES is a length and as many bytes for each value.
+# Codes of `struct`. A BYTES value is a 4-byte length, followed by the bytes.
 FORMATS = dict(
     zip("BOOL INT8 INT16 INT32 INT64 UINT8 UINT16 UINT32 UINT64 FP16 FP32 FP64".split(), "?bhiqBHIQefd", strict=True)
 )
 
 
 class Body(BaseModel):
-    """A body of a request."""
+    """A request body."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     media_types: ClassVar[tuple[str, ...]] = (JSON,)
 
     @classmethod
     def parse(cls, raw: bytes, media_type: str, json_length: int | None) -> Self:
-        """Read a body.
+        """Parse a body; raise `InvalidRequestError` with all problems.
 
-        Args:
-            raw: the body.
-            media_type: its type, one of `media_types`.
-            json_length: bytes of JSON that binary tensors follow; None for all of it.
-
-        Raises:
-            InvalidRequestError: lists all problems.
+        Binary tensors follow the first `json_length` bytes; None if the body is only JSON.
         """
         try:
             return cls.model_validate_json(raw)
@@ -61,7 +55,7 @@ class Body(BaseModel):
 
 
 def problems_of(error: ValidationError) -> list[str]:
-    """Return each problem in one line; the members of a union count as one."""
+    """Return one line per problem; the members of a union count as one."""
     if error.error_count() > MAX_PROBLEMS:
         return [f"the body has {error.error_count()} problems; see /openapi.json for what is expected"]
     found: dict[str, list[str]] = {}
@@ -94,7 +88,6 @@ def _place(loc: tuple[int | str, ...]) -> Iterator[str]:
 
 
 def _schema(kind: Any, marks: tuple[Any, ...] = ()) -> Any:
-    """Return the type that pydantic checks for the type of a setting; JSON has lists where settings have tuples."""
     marks += tuple(_BOUNDS[type(one)](one.limit) for one in getattr(kind, "__metadata__", ()) if type(one) in _BOUNDS)
     if typing.get_origin(kind) is Annotated:
         return _schema(kind.__origin__, marks)
@@ -115,7 +108,7 @@ def _options() -> dict[str, Any]:
 
 
 class Request(Body):
-    """Options of a request next to those of decoding."""
+    """Options of a request."""
 
     prefix: str | list[int] = Field(
         default="", description="What each answer begins with: text, or ids with input_ids."
@@ -125,7 +118,7 @@ class Request(Body):
     timeout: float = Field(default=0.0, gt=0, description="The same in microseconds, for clients of Triton.")
 
     def given(self) -> dict[str, Any]:
-        """Return the options that were given."""
+        """Return the options that the request sets."""
         return self.model_dump(include=self.model_fields_set)
 
 
@@ -138,7 +131,7 @@ InferParameters = create_model(
 
 
 class Sourced(Body):
-    """A request about one source: text, or token ids with special tokens."""
+    """A source: text, or token ids with special tokens."""
 
     text_input: str = ""
     input_ids: list[int] = []
@@ -151,19 +144,19 @@ class Sourced(Body):
 
     @property
     def source(self) -> Source:
-        """Text or token ids."""
+        """Source text or token ids."""
         return self.text_input if "text_input" in self.model_fields_set else self.input_ids
 
 
 class GenerateRequest(Sourced):
-    """A text, or its token ids, to generate from."""
+    """A source to generate from."""
 
     id: str | None = Field(default=None, description="Comes back in the answer.")
     parameters: Parameters = Parameters()  # type: ignore[valid-type]
 
 
 class AlignRequest(Sourced):
-    """A source and a target that it was generated to."""
+    """A source and its target."""
 
     target_text: str = ""
     target_ids: list[int] = []
@@ -178,12 +171,12 @@ class AlignRequest(Sourced):
 
     @property
     def target(self) -> Source:
-        """Text or token ids."""
+        """Target text or token ids."""
         return self.target_text if "target_text" in self.model_fields_set else self.target_ids
 
 
 class TokensRequest(Sourced):
-    """A source and the ids of an answer, to show their tokens."""
+    """A source and the token ids of an answer, to show their tokens."""
 
     target_ids: list[int]
 
@@ -203,13 +196,13 @@ class DetokenizeRequest(Body):
 
 
 class InputParameters(Body):
-    """Parameters of an input."""
+    """Parameters of an input tensor."""
 
     binary_data_size: int | None = Field(default=None, ge=0, description="Bytes of the tensor that follow the JSON.")
 
 
 class Input(Body):
-    """A tensor, in JSON or as bytes that follow it."""
+    """An input tensor, in JSON or as binary data after the JSON."""
 
     name: str
     datatype: Literal["BYTES", *FORMATS]  # type: ignore[valid-type]
@@ -224,7 +217,7 @@ class Input(Body):
         return self
 
     def read(self, binary: memoryview) -> Tensor:
-        """Return the tensor; its bytes are the first of `binary`."""
+        """Return the tensor; binary values are the first bytes of `binary`."""
         name, size = shortened(self.name)[1:-1], self.parameters.binary_data_size
         if size is None:
             values = self._from_json(name)
@@ -260,7 +253,6 @@ class Input(Body):
 
 
 def _values(datatype: str) -> Any:
-    """Return the type of a list of values of a datatype."""
     if datatype in ("BYTES", "BOOL"):
         return list[str] if datatype == "BYTES" else list[bool]
     if datatype.startswith("FP"):
@@ -285,22 +277,22 @@ def _parts(name: str, binary: memoryview) -> Iterator[bytes]:
 
 
 class OutputParameters(Body):
-    """Parameters of an output."""
+    """Parameters of an output tensor."""
 
     binary_data: bool | None = Field(default=None, description="As bytes that follow the JSON.")
 
 
 class Output(Body):
-    """An output that is asked for."""
+    """A requested output tensor."""
 
     name: Literal[tuple(OUTPUTS)]  # type: ignore[valid-type]
     parameters: OutputParameters = OutputParameters()
 
 
 class InferRequest(Body):
-    """Texts or token ids as tensors: text_input, or input_ids with input_lengths; prefix, and options.
+    """Sources as tensors: text_input, or input_ids with input_lengths.
 
-    Options may be parameters or inputs.
+    The prefix and the options may be parameters or tensors.
     """
 
     media_types = (JSON, BYTES, "")
@@ -312,12 +304,12 @@ class InferRequest(Body):
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The inputs by name."""
+        """Input tensors by name."""
         return self._tensors
 
     @classmethod
     def parse(cls, raw: bytes, media_type: str, json_length: int | None) -> Self:
-        """Read JSON and the binary tensors that follow it."""
+        """Parse JSON and the binary tensors that follow it."""
         length = len(raw) if json_length is None else json_length
         found = super().parse(raw[:length], media_type, None)
         binary = memoryview(raw)[length:]
@@ -332,14 +324,14 @@ class InferRequest(Body):
 
 
 class StreamOptions(BaseModel):
-    """Options of a stream of completions."""
+    """Options of a completion stream."""
 
     model_config = ConfigDict(strict=True)
     include_usage: bool | None = None
 
 
 class Completion(Parameters):  # type: ignore[misc, valid-type]
-    """A prompt, or several, in OpenAI's protocol; the options of decoding may be given too."""
+    """One or more prompts, as in the OpenAI API; decoding options are also accepted."""
 
     model: str | None = None
     prompt: str | list[str]
@@ -355,7 +347,7 @@ class Completion(Parameters):  # type: ignore[misc, valid-type]
     n: int | None = None
     seed: int | None = Field(default=None, description="Of sampling.")
     user: Any = None
-    # Features that do not exist here, with the values that ask for nothing.
+    # Features that are not supported; only the values that disable them are accepted.
     best_of: Literal[1] | None = None
     echo: Literal[False] | None = None
     frequency_penalty: Literal[0] | None = None
@@ -366,7 +358,7 @@ class Completion(Parameters):  # type: ignore[misc, valid-type]
 
 
 class TranslateRequest(Body):
-    """A text, or several, in LibreTranslate's protocol."""
+    """One or more texts, as in the LibreTranslate API."""
 
     media_types = (JSON, FORM)
     q: str | list[str]
@@ -378,7 +370,7 @@ class TranslateRequest(Body):
 
     @classmethod
     def parse(cls, raw: bytes, media_type: str, json_length: int | None) -> Self:
-        """Read JSON or a form, which LibreTranslate's own client sends."""
+        """Parse JSON, or a form, which LibreTranslate's own client sends."""
         if media_type != FORM:
             return super().parse(raw, media_type, json_length)
         try:
@@ -394,7 +386,10 @@ class TranslateRequest(Body):
 
 
 class Generated(BaseModel):
-    """Values, or lists of them, best first, if num_return_sequences is above 1."""
+    """Results of one source.
+
+    If num_return_sequences is above 1, each field is a list, best first.
+    """
 
     id: str | None = None
     model_name: str
@@ -406,7 +401,7 @@ class Generated(BaseModel):
 
 
 class OutputTensor(BaseModel):
-    """A tensor of the answer."""
+    """An output tensor."""
 
     name: str
     datatype: str
@@ -424,7 +419,7 @@ class Inferred(BaseModel):
 
 
 class Aligned(BaseModel):
-    """Weights of each source token for each target token."""
+    """Attention weights of each source token, for each target token."""
 
     model_name: str
     model_version: str
@@ -437,6 +432,6 @@ class Aligned(BaseModel):
 
 
 class Refusal(BaseModel):
-    """What is wrong, in one line; below /v1 an object with a message."""
+    """An error message; endpoints under /v1 return it in an object."""
 
     error: str | dict[str, Any]

@@ -1,4 +1,4 @@
-"""A loaded model with the threads that decode and align."""
+"""Manage a loaded model and the threads that decode and align with it."""
 
 from __future__ import annotations
 
@@ -20,15 +20,18 @@ from tfexport.serve.worker import Worker
 from tfexport.text.compare import check_texts
 
 Found = TypeVar("Found")
-# Alignments that wait for the one that is computed.
+# Maximum number of waiting alignments.
 MAX_WAITING = 8
-# Recorded texts that are compared before a model is served; verify compares all.
+# Number of recorded texts that are checked before serving; `tfexport verify` checks all.
 NUM_RECORDED = 8
 WARM_UP_TOKENS = 4
 
 
 class Alignments:
-    """Computes alignments one at a time on a thread, next to the running batches; it belongs to an event loop."""
+    """Compute alignments one at a time on a thread.
+
+    They run concurrently with the batches. The object is used on one event loop only.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop, self._executor = loop, ThreadPoolExecutor(1, "tfexport-align")
@@ -36,16 +39,16 @@ class Alignments:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing waits or is computed."""
+        """Whether no alignment is waiting or running."""
         return not self._open
 
     def check_room(self, most: int) -> None:
-        """Raise `QueueFull` if more than `most` alignments wait or are computed."""
+        """Raise `QueueFull` if more than `most` alignments are waiting or running."""
         if len(self._open) > most:
             raise QueueFull(f"{most} alignments wait, which is the limit; come again later")
 
     def submit(self, compute: Callable[[], Found]) -> asyncio.Future[Found]:
-        """Compute something when it is its turn, unless the future is cancelled before that."""
+        """Queue a computation; it is skipped if its future is cancelled first."""
         found: asyncio.Future[Found] = self._loop.create_future()
         self._open.add(found)
         found.add_done_callback(self._open.discard)
@@ -53,11 +56,9 @@ class Alignments:
         return found
 
     async def join(self, end: float, hang_s: float) -> bool:
-        """Wait until nothing is left; return whether it was all computed.
+        """Wait for all computations; return whether they all ended.
 
-        Args:
-            end: when to stop waiting, by `time.monotonic`; inf for never.
-            hang_s: seconds after which a computation is given up.
+        Stop waiting at `end`, a time of `time.monotonic`, or if one computation takes longer than `hang_s`.
         """
         while self._open:
             wait_s = max(0.0, min(end - time.monotonic(), hang_s))
@@ -67,20 +68,20 @@ class Alignments:
         return True
 
     def close(self, reason: ServingError) -> None:
-        """End the thread after its current computation; whatever is open gets the reason."""
+        """Stop after the current computation; open futures raise `reason`."""
         self._executor.shutdown(wait=False, cancel_futures=True)
         for found in tuple(self._open):
             if not found.done():
                 found.set_exception(copy.copy(reason))
 
     def _compute(self, compute: Callable[[], Found], found: asyncio.Future[Found]) -> None:
-        if found.done():  # nobody waits any more
+        if found.done():  # it was cancelled
             return
         settle: Callable[[Any], None] = found.set_result
         result: Any
         try:
             result = compute()
-        except Exception as error:  # noqa: BLE001 - whoever waits for it gets it
+        except Exception as error:  # noqa: BLE001 - the future raises it
             settle, result = found.set_exception, error
         with contextlib.suppress(RuntimeError):  # the event loop may be closed
             self._loop.call_soon_threadsafe(lambda: None if found.done() else settle(result))
@@ -88,7 +89,11 @@ class Alignments:
 
 @dataclass(eq=False)
 class Served:
-    """A model, its threads, and whether all that it accepted was answered."""
+    """A model with its threads.
+
+    Attributes:
+        is_answered: whether all accepted requests were answered.
+    """
 
     model: Model
     worker: Worker
@@ -96,12 +101,9 @@ class Served:
     is_answered: bool = True
 
     async def finish(self, reason: ServingError, timeout_s: float | None, hang_s: float) -> bool:
-        """Refuse new requests for this reason and wait for the accepted ones; return whether all are done.
+        """Refuse new requests with `reason`; return whether all accepted ones are done.
 
-        Args:
-            reason: that others are refused with.
-            timeout_s: after which to stop waiting; None for never.
-            hang_s: seconds without a sign of life after which to stop waiting.
+        Stop waiting after `timeout_s`, or after `hang_s` without progress of the thread.
         """
         end = math.inf if timeout_s is None else time.monotonic() + timeout_s
         self.worker.waiting.close(reason)
@@ -113,19 +115,19 @@ class Served:
         return await self.alignments.join(end, hang_s)
 
     def abort(self, reason: ServingError) -> None:
-        """Give up what is under way: nothing more comes of it."""
+        """Stop decoding and aligning without further events."""
         self.is_answered &= self.alignments.is_idle
         self.worker.abort(reason)
         self.alignments.close(reason)
 
 
 def prepare(model: Model, slots: int) -> None:
-    """Warm a model up with one row and with all slots, and compare it with its recorded texts.
+    """Warm a model up with one row and with all slots, and check its recorded texts.
 
     Raises:
         InputError: the model has no decoder.
         BackendError: the backend failed or computed NaN.
-        ParityError: the tokenizer, or an fp32 model, gives other results than were recorded.
+        ParityError: the tokenizer or an fp32 model returns other results than recorded.
     """
     spec = model.spec
     if not spec.has_decoder:

@@ -1,4 +1,4 @@
-"""The life of the server: listen, load, serve, reload, drain."""
+"""Run the HTTP server: listen, load, serve, reload, drain."""
 
 from __future__ import annotations
 
@@ -30,26 +30,25 @@ from tfexport.serve.metrics import Metrics
 from tfexport.serve.middleware import BearerTokens
 
 logger = logging.getLogger(__name__)
-# Seconds after which Python lets another thread go on; with its own 5 ms the event loop and the engines' threads keep
-# each other waiting for longer than a step takes.
+# With Python's default of 5 ms, the event loop and the engines' threads wait for each other longer than a step takes.
 SWITCH_INTERVAL_S = 0.0005
 BACKLOG = 2048
-# Seconds without a request after which a connection is closed.
+# Idle connections are closed after this time.
 KEEP_ALIVE_S = 75
-# Seconds in which clients take the last answers.
+# Time for clients to read the last answers.
 GRACE_S = 2
-# Bytes that the kernel keeps of an answer that nobody reads; by default it keeps megabytes a connection.
+# By default, the kernel buffers megabytes per connection if the client does not read.
 SEND_BUFFER_BYTES = 128 * 1024
-# What the first example asks if the bundle has no recorded text, or no tokenizer.
+# Source of the example request if the bundle has no recorded text, or no tokenizer.
 _SOME_TEXT, _SOME_IDS = "Hello", [1, 2, 3]
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class Server:
-    """Serves engines over HTTP from the first moment, loads them, and drains them when it is told to stop.
+    """Serve engines over HTTP.
 
-    SIGTERM and SIGINT drain; a second one, or one while a bundle is loaded, ends the process at once. SIGHUP
-    replaces every bundle by what its path holds now, and reads tokens and certificate again.
+    The server listens before it loads the engines. SIGTERM and SIGINT drain it; a second signal, or one while a bundle
+    is loaded, ends the process immediately. SIGHUP reloads every bundle from its path, the tokens and the certificate.
     """
 
     def __init__(
@@ -61,14 +60,9 @@ class Server:
         *,
         access_log: bool = False,
     ) -> None:
-        """Set what is served; `run` does it.
+        """Configure the server; `engines` must not be started.
 
-        Args:
-            app: of `build_app`.
-            engines: not started, by the name of their model.
-            config: address and limits.
-            report: called with each line for whoever has started the server.
-            access_log: whether uvicorn logs every request.
+        `report` receives status lines for the user.
 
         Raises:
             ConfigError: the tokens, the certificate or its key cannot be read.
@@ -84,7 +78,7 @@ class Server:
             access_log=access_log,
             proxy_headers=False,
             server_header=False,
-            limit_concurrency=config.max_connections + 1,  # uvicorn refuses at the limit
+            limit_concurrency=config.max_connections + 1,  # uvicorn refuses connections at the limit, not above it
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=GRACE_S,
             ssl_certfile=config.tls_cert,
@@ -98,7 +92,7 @@ class Server:
         self._reloading: asyncio.Task[None] | None = None
 
     def run(self) -> bool:
-        """Serve until a signal says to stop; return whether every accepted request was answered.
+        """Serve until a signal; return whether every accepted request was answered.
 
         Raises:
             TfexportError: the address is not available, or a bundle cannot be served.
@@ -131,7 +125,6 @@ class Server:
             return is_done
 
     async def _load(self) -> None:
-        """Load one bundle after the other; if one cannot be served, none is."""
         self._loading = True
         try:
             for name, engine in self._engines.items():
@@ -146,9 +139,8 @@ class Server:
             self._loading = False
 
     async def _drain(self) -> bool:
-        """Take requests for a while, though not ready; then finish those that were accepted."""
         timeout_s, settings = self._config.shutdown_timeout_s, self._uvicorn.config
-        # Clients that keep connections open connect anew, which leads them elsewhere.
+        # Clients with open connections have to reconnect, and a load balancer then selects another server.
         settings.encoded_headers.append((b"connection", b"close"))
         if self._config.drain_delay_s:
             logger.info("stopping: not ready any more, requests are taken for %g s", self._config.drain_delay_s)
@@ -158,7 +150,7 @@ class Server:
         end = time.monotonic() + timeout_s
         is_done = all(await asyncio.gather(*(engine.drain(timeout_s) for engine in self._engines.values())))
         settings.timeout_graceful_shutdown = GRACE_S + max(0, round(end - time.monotonic()))
-        # Python would wait for a thread that loads a bundle.
+        # At exit, Python would wait for a thread that is loading a bundle.
         self._must_leave = not is_done or (self._reloading is not None and not self._reloading.done())
         if is_done:
             logger.info("drained: all requests are answered")
@@ -167,7 +159,6 @@ class Server:
         return is_done
 
     async def _reload(self) -> None:
-        """Replace every bundle, one after the other, and read tokens and certificate again."""
         for name, engine in self._engines.items():
             start = time.monotonic()
             with _old_one_goes_on(f"model {name}"):
@@ -192,7 +183,7 @@ class Server:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """Handle signals at once, also while the event loop is busy: a second one has to work then."""
+        # Unlike handlers of the event loop, these also run while the loop is busy, as a second signal must.
         handlers = {signal.SIGTERM: self._on_stop, signal.SIGINT: self._on_stop, signal.SIGHUP: self._on_reload}
         before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         try:
@@ -229,16 +220,9 @@ def serve_bundles(
     access_log: bool = False,
     **options: Any,
 ) -> bool:
-    """Serve bundles until a signal says to stop; return whether every accepted request was answered.
+    """Serve bundles until a signal; return whether all requests were answered.
 
-    Args:
-        bundles: by the name that they are served under.
-        config: address and limits.
-        serving: slots and queue of each model.
-        http: endpoints and limits of requests.
-        report: called with each line for whoever has started the server.
-        access_log: whether every request is logged.
-        options: of `tfexport.load`: backend, form, threads, device, engine, trusted_keys.
+    `report` receives status lines for the user. The other options are those of `tfexport.load`.
 
     Raises:
         TfexportError: the address is not available, or a bundle cannot be served.
@@ -252,11 +236,7 @@ def serve_bundles(
 
 
 def listen(config: ServerConfig, max_send_s: float = HttpConfig.max_send_s) -> socket.socket:
-    """Bind the address; clients may connect from now on, and wait until the server runs.
-
-    Raises:
-        ConfigError: the address is taken, or not of this machine.
-    """
+    """Bind the address; clients can connect, and wait until the server runs."""
     try:
         family, *_, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -267,11 +247,11 @@ def listen(config: ServerConfig, max_send_s: float = HttpConfig.max_send_s) -> s
         raise ConfigError(
             f"host {config.host}, port {config.port}: {reason}; choose others with --host and --port"
         ) from error
-    # Connections inherit the options. asyncio sets no TCP_NODELAY on sockets whose protocol is not named: the body of
-    # an answer would wait for 40 ms after its head.
+    # Connections inherit these options. asyncio does not set TCP_NODELAY on sockets without an explicit protocol, and
+    # then the body of a response waits 40 ms after its head.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):  # on Linux: closes connections whose client does not read
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux only: closes connections whose client does not read
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(max_send_s * 1000))
     return listener
 
@@ -290,19 +270,18 @@ def _old_one_goes_on(what: str) -> Iterator[None]:
 
 
 def _leave(code: int, line: str = "") -> NoReturn:
-    """End the process whatever its threads do."""
-    with contextlib.suppress(OSError, RuntimeError):  # a signal may come while a line is written
+    """End the process without waiting for its threads."""
+    with contextlib.suppress(OSError, RuntimeError):  # a signal may arrive while a line is written
         sys.stdout.flush()
         sys.stderr.flush()
         os.write(2, f"{line}\n".encode() if line else b"")
     os._exit(code)
 
 
-# ---- lines for whoever has started the server
+# ---- status lines
 
 
 def _threads_warning(engines: Collection[Engine]) -> str | None:
-    """Return what to set if the models' threads are more than the cores."""
     cores, taken = available_cores(), sum(one.model.threads.decoder for one in engines if one.model.threads)
     if taken <= cores:
         return None
@@ -322,7 +301,6 @@ def _model_line(name: str, engine: Engine) -> str:
 
 
 def _network_warning(config: ServerConfig) -> str | None:
-    """Return what to set if other machines may ask without a token, or send it unencrypted."""
     options = (("--token-file", config.token_file), ("--tls-cert", config.tls_cert))
     missing = [option for option, value in options if value is None]
     if config.host in _LOOPBACK or not missing:
@@ -331,7 +309,6 @@ def _network_warning(config: ServerConfig) -> str | None:
 
 
 def _example(url: str, engines: Mapping[str, Engine], config: ServerConfig) -> str:
-    """Return a command that asks the first model for a text that it knows."""
     name, engine = next(iter(engines.items()))
     tokenizer = engine.model.tokenizer
     if tokenizer is None:

@@ -1,4 +1,4 @@
-"""The thread that owns the batches of one loaded model."""
+"""Decode the requests of one loaded model on a thread."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from tfexport.serve.observer import Observer
 from tfexport.serve.scheduler import Scheduler, WaitingQueue
 
 logger = logging.getLogger(__name__)
-# Seconds between two signs of life of an idle thread, at most.
+# An idle thread reports that it is alive at least this often.
 IDLE_S = 0.5
 
 
 class Worker:
-    """Decodes what is put into its queue until the queue is closed.
+    """Decode queued requests on a thread until the queue is closed.
 
     Attributes:
-        waiting: the queue.
-        failure: what has ended the thread early; None while all is well.
+        failure: the exception that ended the thread; None if it has not failed.
     """
 
     def __init__(
@@ -37,12 +36,7 @@ class Worker:
     ) -> None:
         """Start the thread.
 
-        Args:
-            session: any backend; it stays the caller's.
-            config: slots, queue and budget.
-            observer: told of each step, on the thread.
-            publish: called on the thread with what a step has brought.
-            fail: called on the thread when it has failed; nothing more comes of any job.
+        The thread calls `publish`, `fail` and `observer`. The caller closes `session`.
         """
         self.waiting = WaitingQueue(config.max_waiting, config.max_waiting_tokens)
         self.failure: BaseException | None = None
@@ -56,31 +50,31 @@ class Worker:
 
     @property
     def slots(self) -> int:
-        """Rows that are decoded at once."""
+        """Maximum number of rows that are decoded at once."""
         return self._scheduler.slots
 
     @property
     def num_rows(self) -> int:
-        """Slots that are taken."""
+        """Number of slots in use."""
         return self._scheduler.num_rows if self._thread.is_alive() else 0
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the thread gave a sign of life; 0 once it has ended."""
+        """Seconds since the thread last made progress; 0 after it ended."""
         return time.monotonic() - self._alive_at if self._thread.is_alive() else 0.0
 
     def abort(self, reason: ServingError) -> None:
-        """Close the queue, and end before the next step; nothing more comes of any job."""
+        """Close the queue and stop before the next step, without further events."""
         self._is_aborted = True
         self.waiting.close(reason)
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """Wait for the thread to end, which it does after the queue was closed; return whether it has."""
+        """Wait for the thread to end; return whether it has ended."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _step(self) -> None:
-        # Not in `_run`, whose variables would keep the last generations, and so their engine, alive.
+        # A separate method, because local variables of `_run` would keep the last generations and their engine alive.
         if events := self._scheduler.step():
             self._publish(events)
 
@@ -94,7 +88,7 @@ class Worker:
                     return
                 else:
                     self.waiting.wait(self._idle_s)
-        except BaseException as error:  # whatever it is, those who wait get an error
+        except BaseException as error:  # callers must receive an error in any case
             logger.exception("the engine's thread has failed")
             self.failure = error
             failed = EngineFailed(f"the engine has failed: {str(error) or type(error).__name__}; start it anew")

@@ -1,4 +1,7 @@
-"""`/v1/completions`, the protocol of OpenAI, for load generators of language models; the prompt is the source."""
+"""Serve `/v1/completions`, as in the OpenAI API; the prompt is the source.
+
+It exists for load generators of language models.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from tfexport.serve.http import EventStream, RequestError, event, service_of, wh
 from tfexport.serve.inference import DECODING, Asked, arguments, submit, submit_all
 from tfexport.serve.schemas import Completion
 
-# Options of decoding in the spelling of OpenAI and vLLM.
+# Names of decoding options in the APIs of OpenAI and vLLM.
 _NAMES = {
     "max_tokens": "max_new_tokens",
     "min_tokens": "min_new_tokens",
@@ -29,7 +32,7 @@ _REASONS: dict[FinishReason, str] = {"eos": "stop", "stop": "stop", "length": "l
 
 
 async def completions(request: Request, data: Completion) -> Response:
-    """Complete prompts, at once or in server-sent events."""
+    """Complete prompts, as one response or as server-sent events."""
     service = service_of(request)
     name = service.chosen(data.model)
     head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time()), "model": name}
@@ -58,7 +61,6 @@ async def models(request: Request) -> Response:
 
 
 def _decoding(data: Completion) -> dict[str, Any]:
-    """Return the options in our spelling; a temperature above 0 samples, without one nothing is sampled."""
     given = {name: value for name, value in data.given().items() if value is not None}
     options = {name: value for name, value in given.items() if name in _KEPT}
     options |= {ours: given[theirs] for theirs, ours in _NAMES.items() if given.get(theirs) not in (None, "", [])}

@@ -1,4 +1,4 @@
-"""`/translate`, the protocol of LibreTranslate."""
+"""Serve `/translate`, as in the LibreTranslate API."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tfexport.serve.schemas import TranslateRequest
 
 
 async def translate(request: Request, data: TranslateRequest) -> Response:
-    """Translate a text, or several, with alternatives."""
+    """Translate one or more texts, with alternatives."""
     service, is_one = service_of(request), isinstance(data.q, str)
     name, texts = _model(service, data), [data.q] if isinstance(data.q, str) else data.q
     with service.counted(name):
@@ -34,7 +34,6 @@ async def translate(request: Request, data: TranslateRequest) -> Response:
 
 
 def _model(service: Service, data: TranslateRequest) -> str:
-    """Return the model named `source-target`, or the only one."""
     name = f"{data.source}-{data.target}"
     if name in service.engines or len(service.engines) == 1:
         return name if name in service.engines else next(iter(service.engines))

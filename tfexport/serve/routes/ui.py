@@ -1,4 +1,4 @@
-"""The page at `/`: static files with a content security policy, and what only the page asks for."""
+"""Serve the page at `/`: its static files and its own endpoints."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _HEADERS = {
 _FILES = {
     found.name: found.read_bytes() for found in files("tfexport.serve").joinpath("page").iterdir() if found.is_file()
 }
-# A browser asks for these without a token.
+# Browsers request these without a token.
 PATHS = frozenset({"/" if name == _INDEX else f"/page/{name}" for name in _FILES})
-# Recorded texts that the page offers, and how long they are at most.
+# Number of recorded texts on the page, and their maximum length in characters.
 NUM_EXAMPLES = 5
 MAX_EXAMPLE = 120
 
@@ -47,7 +47,7 @@ async def static(request: Request) -> Response:
 
 
 async def models(request: Request) -> Response:
-    """Return what the page shows of each model."""
+    """Return the facts about each model that the page shows."""
     service = service_of(request)
     described = [
         {"name": name, "is_ready": engine.is_ready, **_described(engine)} for name, engine in service.engines.items()
@@ -56,7 +56,7 @@ async def models(request: Request) -> Response:
 
 
 async def tokens(request: Request, name: str, data: TokensRequest) -> Response:
-    """Return the tokens of a text and of an answer to it."""
+    """Return the tokens of a source and its answer."""
     engine = service_of(request).started(name)
     tokenizer, source = engine.model.tokenizer, data.source
     if tokenizer is None:
@@ -109,7 +109,6 @@ def _facts(engine: Engine, model: Model) -> dict[str, str]:
 
 
 def _examples(tokenizer: Tokenizer) -> list[str]:
-    """Return recorded texts from all over the list, those that have an answer."""
     texts = [one.text for one in tokenizer.text.samples if one.target_ids and len(one.text) <= MAX_EXAMPLE]
     every = max(1, len(texts) // NUM_EXAMPLES)
     return texts[::every][:NUM_EXAMPLES]

@@ -1,4 +1,7 @@
-"""The Open Inference Protocol with Triton's extensions, health, metrics, and vLLM's tokenize and detokenize."""
+"""Serve the Open Inference Protocol with Triton's extensions.
+
+Health, metrics, and vLLM's tokenize and detokenize endpoints are also here.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +40,14 @@ from tfexport.text.tokenizer import Tokenizer
 
 
 async def live(request: Request) -> Response:
-    """Answer 200, or 503 after an engine has failed for good, which a new process mends."""
+    """Return 200, or 503 if an engine has failed and the process must be restarted."""
     if not all(engine.is_alive for engine in service_of(request).engines.values()):
         raise unavailable("an engine has failed, and the log says why; restart the process")
     return JSONResponse({"live": True})
 
 
 async def ready(request: Request) -> Response:
-    """Answer 200 if every model takes requests, else 503."""
+    """Return 200 if every model accepts requests, otherwise 503."""
     service = service_of(request)
     if service.is_leaving or not all(engine.is_ready for engine in service.engines.values()):
         raise unavailable("not ready")
@@ -52,7 +55,7 @@ async def ready(request: Request) -> Response:
 
 
 async def server(request: Request) -> Response:
-    """Return name, version, extensions and models of the server."""
+    """Return the server's name, version, extensions and models."""
     return JSONResponse(
         {
             "name": "tfexport",
@@ -64,7 +67,7 @@ async def server(request: Request) -> Response:
 
 
 async def model(request: Request, name: str) -> Response:
-    """Return inputs, outputs and limits of a model; -1 is a size that the request decides."""
+    """Return a model's inputs, outputs and limits; -1 is a variable dimension."""
     served = service_of(request).started(name).model
     inputs = {"text_input": ("BYTES", 1)} if served.tokenizer else {}
     inputs |= {"input_ids": ("INT64", 2), "input_lengths": ("INT64", 1)}
@@ -89,7 +92,7 @@ def _described(tensors: dict[str, tuple[str, int]]) -> list[dict[str, Any]]:
 
 
 async def model_ready(request: Request, name: str) -> Response:
-    """Answer 200 if a model takes requests, else 503."""
+    """Return 200 if the model accepts requests, otherwise 503."""
     service = service_of(request)
     if service.is_leaving or not service.engines[name].is_ready:
         raise unavailable(f"model {name} is not ready")
@@ -100,7 +103,7 @@ async def model_ready(request: Request, name: str) -> Response:
 
 
 async def generate(request: Request, name: str, data: schemas.GenerateRequest) -> Response:
-    """Generate from a text, or from token ids."""
+    """Generate from a text or from token ids."""
     head, asked = _submit(request, name, data, stream=False)
     async with while_connected(request.receive, asked):
         answers = await asked
@@ -108,7 +111,10 @@ async def generate(request: Request, name: str, data: schemas.GenerateRequest) -
 
 
 async def generate_stream(request: Request, name: str, data: schemas.GenerateRequest) -> Response:
-    """Generate in server-sent events: pieces as they come, then the answer of `generate` with no text left."""
+    """Generate as server-sent events.
+
+    Pieces of text are sent as they are generated. The last event is the answer of `generate`, without the text.
+    """
     head, asked = _submit(request, name, data, stream=True)
     return EventStream(asked, _events(head, asked))
 
@@ -135,7 +141,6 @@ async def _events(head: dict[str, Any], asked: Asked) -> AsyncGenerator[bytes]:
 
 
 def _generated(answers: Sequence[Result | Hypothesis], *, is_one: bool) -> dict[str, Any]:
-    """Return the outputs of answers, best first: values if one was asked for, else lists."""
     texts = [answer.text for answer in answers if isinstance(answer, Result)]
     outputs: dict[str, list[Any]] = {"text_output": texts} if texts else {}
     outputs["output_ids"] = [list(answer.token_ids) for answer in answers]
@@ -145,7 +150,7 @@ def _generated(answers: Sequence[Result | Hypothesis], *, is_one: bool) -> dict[
 
 
 async def infer(request: Request, name: str, data: schemas.InferRequest) -> Response:
-    """Generate from texts or token ids that are tensors."""
+    """Generate from texts or token ids in tensors."""
     service, parameters = service_of(request), data.parameters.given()  # type: ignore[attr-defined]
     is_binary = parameters.pop("binary_data_output", False)
     with service.counted(name):
@@ -172,7 +177,6 @@ async def infer(request: Request, name: str, data: schemas.InferRequest) -> Resp
 
 
 def _written(tensor: Tensor, *, is_binary: bool) -> tuple[dict[str, Any], bytes]:
-    """Return a tensor as JSON, and its bytes that follow the JSON."""
     head = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape)}
     if not is_binary:
         return head | {"data": list(tensor.values)}, b""
@@ -188,7 +192,7 @@ def _written(tensor: Tensor, *, is_binary: bool) -> tuple[dict[str, Any], bytes]
 
 
 async def align(request: Request, name: str, data: schemas.AlignRequest) -> Response:
-    """Return which source tokens those of a target were read from; 404 if the bundle has no alignment."""
+    """Return the alignment of a source and a target; 404 if the bundle has none."""
     service = service_of(request)
     engine = service.started(name)
     try:
@@ -197,7 +201,7 @@ async def align(request: Request, name: str, data: schemas.AlignRequest) -> Resp
         with service.counted(name):
             raise RequestError(404, str(error)) from error
     found = await engine.align(data.source, data.target, timeout_s=service.config.max_timeout_s)
-    # Many weights take long to write, so not on the event loop.
+    # Encoding many weights as JSON would block the event loop.
     return Response(await asyncio.to_thread(_aligned, found, name), media_type="application/json")
 
 
@@ -216,7 +220,7 @@ def _aligned(found: Alignment, name: str) -> bytes:
 
 
 async def tokenize(request: Request, data: schemas.TokenizeRequest) -> Response:
-    """Return the token ids of a source text, special tokens included."""
+    """Return the token ids of a source text, including special tokens."""
     served, tokenizer = _tokenizing(request, data.model)
     (tokens,) = tokenizer.encode([data.prompt])
     return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": served.spec.max_source_length})
@@ -242,18 +246,18 @@ def _tokenizing(request: Request, name: str | None) -> tuple[Model, Tokenizer]:
 
 
 async def metrics(request: Request) -> Response:
-    """Return all metrics as text for Prometheus."""
+    """Return all metrics in the Prometheus text format."""
     body, kind = _metrics(request).expose(request.headers.get("accept", ""))
     return Response(body, headers={"Content-Type": kind})
 
 
 async def statistics(request: Request, name: str) -> Response:
-    """Return Triton's statistics of a model."""
+    """Return a model's statistics, as in Triton."""
     return JSONResponse({"model_stats": [_statistics(_metrics(request), name)]})
 
 
 async def all_statistics(request: Request) -> Response:
-    """Return Triton's statistics of every model."""
+    """Return the statistics of all models, as in Triton."""
     found = [_statistics(_metrics(request), name) for name in service_of(request).engines]
     return JSONResponse({"model_stats": found})
 
@@ -265,8 +269,6 @@ def _metrics(request: Request) -> Metrics:
 
 
 def _statistics(metrics: Metrics, name: str) -> dict[str, Any]:
-    """Return counts and times in nanoseconds."""
-
     def count(metric: str) -> int:
         return int(metrics.total(f"tfexport_{metric}", name))
 
@@ -295,7 +297,7 @@ def _statistics(metrics: Metrics, name: str) -> dict[str, Any]:
 
 
 def add_routes(app: FastAPI, *, has_statistics: bool, has_metrics: bool) -> None:
-    """Add the endpoints; those with fewer parameters in their path come first."""
+    """Add the endpoints; fixed paths come before paths with parameters."""
     for path in ("/v2/health/live", "/livez"):
         app.add_api_route(path, live)
     for path in ("/v2/health/ready", "/readyz", "/health"):
