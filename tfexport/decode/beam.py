@@ -1,8 +1,9 @@
-"""Run beam search with the same hypotheses as Hugging Face transformers 5 (`_beam_search`).
+"""Run beam search with the hypotheses of Hugging Face transformers.
 
-A place without a hypothesis has the score -inf; transformers uses -1e9. A source is removed as soon as its result
-is final. Transformers runs until all sources are done, but adds nothing to a source that is done, so its results do not
-depend on the batch either. Scores are float32.
+It agrees with `_beam_search` of transformers 5 hypothesis by hypothesis. A place without a hypothesis has the score
+-inf; transformers uses -1e9. A source is removed as soon as its result is final. Transformers runs until all sources
+are done, but adds nothing to a source that is done, so its results do not depend on the batch either. Scores are
+float32.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Extensions(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """A finished hypothesis: `token_ids` with start token, `score` with length penalty."""
+    """A finished hypothesis, with the start token and the length-penalized score."""
 
     token_ids: list[int]
     log_prob: float

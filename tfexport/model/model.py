@@ -103,7 +103,8 @@ class Model:
           0, 1, ….
 
         Returns:
-            num_return_sequences results per text, best first, in the order of the texts; fewer if the options allow fewer.
+            num_return_sequences results per text, best first, in the order of the texts.
+            A text has fewer results if the options forbid the others.
         """
         decoding, tokenizer = self.decoding(config, **options), self._need_tokenizer()
         if decoding.replace_unknowns:
