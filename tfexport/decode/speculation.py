@@ -72,7 +72,8 @@ class PromptLookup:
         """Yield places that may continue the text, the most likely first.
 
         Yields:
-            Number of equal tokens before the place, or `GOES_ON` if a copy continues after a different token; and the place.
+            Number of equal tokens before the place, or `GOES_ON` if a copy continues after a different token; the
+            place.
         """
         for size in SIZES:
             if found := self._followers.get(tuple(self._tokens[-size:])):

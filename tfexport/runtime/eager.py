@@ -273,6 +273,6 @@ def load_eager_model(bundle: Bundle) -> Transformer:
 
 
 def probe(library: str, model: bytes) -> dict[str, str]:
-    """Check that PyTorch multiplies matrices on the CPU; map the device to the problem or ""."""
+    """Multiply two matrices on the CPU and return the problem by device, or ""."""
     product = torch.ones(2, 3) @ torch.ones(3, 2)
     return {"cpu": "" if (product == 3).all() else f"{library} computes wrongly: {product.tolist()}"}

@@ -25,7 +25,7 @@ except BackendError as error:
     reason = str(error)
 print(json.dumps({"problem": reason, "gpus": [dataclasses.asdict(gpu) for gpu in find_gpus()]}))
 """
-# y = x + x on float32 [2], ONNX IR 8, opset 18: written out so that the probe does not need the onnx package.
+# y = x + x on float32 [2], ONNX IR 8, opset 18. As bytes, because the probe must not need the onnx package.
 ADD_MODEL = bytes.fromhex(
     "08083a350a0e0a01780a017812017922034164641201675a0f0a0178120a0a08080112040a020802620f0a0179120a0a08080112040a02080242040a001012"
 )

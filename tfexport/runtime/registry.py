@@ -122,7 +122,7 @@ class Backend:
         name: name for users.
         title: name of the library in messages.
         home: module that implements `Home`.
-        trial: module with `probe(library, model) -> {device: "" or the problem}`, which the doctor runs in a subprocess.
+        trial: module with `probe(library, model) -> {device: "" or the problem}`, which the doctor runs.
         requirements: libraries, one of which must be installed.
         runs: graphs of a bundle, engines built into it, or the model itself, which is the reference.
         devices: devices that a user may choose.
