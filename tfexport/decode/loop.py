@@ -54,12 +54,7 @@ class Loop:
     """
 
     def __init__(self, session: Session, max_sources: int) -> None:
-        """Create a loop without requests.
-
-        Args:
-            session: session of any backend.
-            max_sources: most sources decoded at once; fewer if the session takes fewer rows.
-        """
+        """Create a loop for up to `max_sources` sources, or fewer if the session takes fewer."""
         self.num_steps = 0
         self._session, self._max_sources = session, max_sources
         self._waiting: dict[int, deque[Request]] = {}

@@ -118,13 +118,7 @@ def _tokens(session: Session, request: Request, cancel: threading.Event | None) 
 
 
 def warm_up(session: Session, rows: int, source_len: int) -> None:
-    """Run a batch and a few greedy steps, to prepare the session for later calls.
-
-    Args:
-        session: any session.
-        rows: sources of the batch; fewer if the session takes fewer.
-        source_len: tokens of each source.
-    """
+    """Run a batch and a few greedy steps, to prepare the session for later calls."""
     spec, most = session.spec, session.limits.rows.most
     if source_len > spec.max_source_length:
         raise InputError(f"warm-up: {source_len} source tokens, the limit is {spec.max_source_length}; ask for less")

@@ -372,7 +372,7 @@ class _PrefixBias(Processor):
         if self.leaves_best:
             return token_ids, scores
         follows = self._next_ids >= 0
-        # The token of the prefix is kept even if it is banned.
+        # The token of the prefix counts even if it is banned.
         order = (token_ids != self._next_ids[:, None]).argsort(1, kind="stable")[:, : self._kept]
         token_ids, log_probs = np.take_along_axis(token_ids, order, 1), np.take_along_axis(scores, order, 1)
         log_probs[follows] += np.float32(math.log1p(-self._beta))

@@ -100,12 +100,9 @@ def _log_probs(session: Session, batch: Batch, target_ids: Ids, next_ids: Ids) -
     if isinstance(batch, ScoresTokens):
         found = batch.score_step(target_ids, next_ids)
     else:
-        found = _of_given(batch.step(target_ids, session.spec.vocab), next_ids)
+        every = batch.step(target_ids, session.spec.vocab)
+        place = (every.token_ids == next_ids[:, None]).argmax(1)[:, None]
+        found = Candidates(next_ids[:, None], np.take_along_axis(every.logits, place, 1), every.log_normalizer)
     log_probs, broken = found.log_probs[:, 0], is_broken(found)
     values: list[float] = (log_probs if broken is None else np.where(broken, np.nan, log_probs)).tolist()
     return values
-
-
-def _of_given(found: Candidates, next_ids: Ids) -> Candidates:
-    place = (found.token_ids == next_ids[:, None]).argmax(1)[:, None]
-    return Candidates(next_ids[:, None], np.take_along_axis(found.logits, place, 1), found.log_normalizer)

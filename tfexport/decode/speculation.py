@@ -40,7 +40,7 @@ class PromptLookup:
 
     A copy continues at its place even after tokens that differ from it, such as a corrected word or another name.
     Otherwise the longest n-gram that occurred before is used: in the source the first after the newest copy, because
-    texts copy their source from beginning to end; in the text the newest.
+    texts copy their source from beginning to end; in the text the last.
     """
 
     def __init__(self, source_ids: Sequence[int]) -> None:

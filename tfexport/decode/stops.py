@@ -64,9 +64,7 @@ class Stops:
     def is_stopped(self, request: Request, token_ids: Sequence[int]) -> bool:
         """Return whether the last token of a text has completed a stop string.
 
-        Args:
-            request: the request.
-            token_ids: tokens of the text, without the start token.
+        `token_ids` have no start token.
 
         Raises:
             BackendError: the tokens cannot be decoded.

@@ -45,17 +45,8 @@ def with_copies(
 ) -> list[Result]:
     """Replace the unknown tokens of each result by their source tokens.
 
-    It may be called on any thread. `session` has to pass `check_copies`.
-
-    Args:
-        session: the session that decoded the results.
-        tokenizer: the bundle's tokenizer.
-        texts: source texts.
-        sources: token ids of each source text.
-        results: in any order; `index` is the place of the source text.
-        decoding: options that the results were decoded with.
-        batch_size: number of results that are aligned at once.
-        cancel: event that ends the call with `Cancelled`.
+    It may be called on any thread, for sessions that pass `check_copies`. `results` may be in any order; their `index`
+    is the place of the source in `texts` and `sources`. `decoding` are the options that they were decoded with.
     """
     from tfexport.decode.align import unknown_sources
 

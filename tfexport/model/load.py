@@ -40,7 +40,7 @@ def load(
     Args:
         path: directory of the bundle.
         backend: "ort", "eager" or "trt"; "auto" uses the first of them that is installed and can run the bundle.
-        form: decoder variant; None uses contrib on the CPU, and static on a GPU, or concat if the bundle has no other.
+        form: decoder variant; None uses the first that the bundle has of contrib (CPU only), static and concat.
         threads: CPU threads of one call in ONNX Runtime. "auto" gives the encoder all available cores, and the decoder
             all or one, depending on its size. None lets ONNX Runtime start one on each core that it finds.
         device: "cpu" or "cuda". There is no fallback to another device.

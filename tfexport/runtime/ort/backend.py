@@ -198,7 +198,7 @@ def open_bundle(bundle: Bundle, options: LoadOptions) -> OrtSession:
 
 
 def choose_form(bundle: Bundle, options: LoadOptions) -> Form | None:
-    """Return the requested or fastest decoder variant; None for an encoder-only bundle.
+    """Return the requested or the fastest decoder variant; None without a decoder.
 
     Raises:
         BundleError: the bundle has no such variant.

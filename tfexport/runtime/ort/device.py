@@ -50,7 +50,7 @@ ELEMENT_TYPE: dict[DType, int] = {"float32": 1, "int32": 6, "int64": 7, "bool": 
 _DTYPE: dict[str, DType] = {f"tensor({'float' if dtype == 'float32' else dtype})": dtype for dtype in ELEMENT_TYPE}
 ITEM_BYTES: dict[DType, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 # Decoder threads that sleep between two steps have to be woken for each. If they spun for longer, they would take cores
-# from the next encoder run; encoder threads do not spin at all.
+# from the next encoder run. Encoder threads stop spinning after each run.
 STEP_SPIN_US = 1000
 # ONNX Runtime counts items in 32 bits without a check (onnxruntime/core/providers/cuda/tensor/gather_impl.cu).
 MAX_ITEMS = 2**31 - 1
@@ -64,8 +64,8 @@ MAX_SCORES = 2**21
 class OrtDevice:
     """A device and its memory.
 
-    NumPy never reads the device's memory. Arrays are copied to it and from it, so the code is the same for a GPU and the
-    CPU.
+    NumPy never reads the device's memory. Arrays are copied to it and from it, so the code is the same for a GPU and
+    the CPU.
 
     Attributes:
         provider: entry of `PROVIDERS`; of several GPUs it uses the first in CUDA_VISIBLE_DEVICES.
@@ -73,11 +73,7 @@ class OrtDevice:
     """
 
     def __init__(self, device: Device = "cpu", weights: WeightType | None = None) -> None:
-        """Open a device.
-
-        Args:
-            device: name in `PROVIDERS`.
-            weights: type of the graphs' weights if narrower than the graphs' own type.
+        """Open a device for graphs, whose `weights` may be narrower than the graphs' own type.
 
         Raises:
             BackendError: ONNX Runtime cannot use the device, or computes wrong products of quantized weights on it.
@@ -87,13 +83,10 @@ class OrtDevice:
         self._config_entries = int8_session_options() if weights else {}
 
     def load(self, graph: Path, name: str, threads: int | None, *, spin_us: int = 0) -> ort.InferenceSession:
-        """Load a graph.
+        """Load a graph, called `name` in errors.
 
-        Args:
-            graph: path of the graph.
-            name: name of the graph in errors.
-            threads: CPU threads of one call; None for one thread on each core.
-            spin_us: how long the threads spin while they wait for the next run, in microseconds.
+        `threads` are CPU threads of one call, None for one on each core. They spin for `spin_us` microseconds while they
+        wait for the next run.
 
         Raises:
             BackendError: the graph does not load.
@@ -148,7 +141,7 @@ class OrtDevice:
 
 
 def check_contract(session: ort.InferenceSession, name: str, spec: ModelSpec) -> None:
-    """Raise `BundleError` if inputs or outputs of a loaded graph differ from its contract."""
+    """Raise `BundleError` if a loaded graph's inputs or outputs are not as expected."""
     inputs, outputs = (
         tuple(TensorSpec(one.name, _DTYPE.get(one.type, one.type), tuple(one.shape)) for one in side)
         for side in (session.get_inputs(), session.get_outputs())
@@ -166,10 +159,7 @@ def host_value(array: Array) -> ort.OrtValue:
 def run(session: ort.InferenceSession, binding: ort.IOBinding, *, gives_back: bool = False) -> None:
     """Run a graph on a binding and wait for it.
 
-    Args:
-        session: the graph.
-        binding: its inputs and outputs.
-        gives_back: free the host memory of the run; otherwise ONNX Runtime keeps it for the next run.
+    `gives_back` frees the host memory of the run; otherwise ONNX Runtime keeps it for the next run.
 
     Raises:
         BackendError: the run failed.
@@ -201,7 +191,7 @@ class RowGather:
         self._graph = device.load(graph, REORDER, 1)
 
     def copy(self, memory: ort.OrtValue, width: int, order: Ids, address: int) -> None:
-        """Write row order[r] of some memory to row r at an address; the two must not overlap.
+        """Write row order[r] of some memory to row r at an address, without overlap.
 
         Args:
             memory: memory on the device, read as [rows, width].
@@ -344,8 +334,8 @@ def encoder_runs(lengths: Ids) -> list[Ids]:
     """Divide a batch into the encoder runs with the least total cost.
 
     The cost of a run is its number of rows times its longest source. In order of length, the cheapest division of the
-    first n rows is one run that ends there, after the cheapest division of the rows before it. Runs with too many scores
-    are cut; a source of more than 1,448 tokens always has its own run.
+    first n rows is one run that ends there, after the cheapest division of the rows before it. Runs with too many
+    scores are cut; a source of more than 1,448 tokens always has its own run.
 
     Args:
         lengths: number of tokens of each source, int64 [batch], at least one source.

@@ -1,4 +1,4 @@
-"""Describe the execution providers of ONNX Runtime and check that they can be used."""
+"""Describe the execution providers of ONNX Runtime and check their use."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ class StaticBatch(CheckedScoring):
             self._steps.clear()
 
     def _reserve(self, rows: int, length: int) -> bool:
-        """Make room; return whether memory was reallocated, with zeros after the live rows."""
+        """Make room; return whether that reallocated, with zeros after the live rows."""
         limit, capacity = self._spec.max_target_length, self._caches.length
         if not length <= capacity <= max(4 * length, FIRST_CAPACITY):
             capacity = FIRST_CAPACITY
@@ -172,7 +172,7 @@ class StaticBatch(CheckedScoring):
 
 
 def _room(have: int, need: int) -> int:
-    # Exactly the first need, twice each later one; far too many rows are given up.
+    # Exactly the first need, twice each later one; release memory if it is far too much.
     if need <= have <= 4 * need:
         return have
     return 2 * need if have else need
