@@ -54,7 +54,7 @@ class Loop:
     """
 
     def __init__(self, session: Session, max_sources: int) -> None:
-        """Create a loop for up to `max_sources` sources, or fewer if the session takes fewer."""
+        """Create a loop that decodes at most `max_sources` sources at once."""
         self.num_steps = 0
         self._session, self._max_sources = session, max_sources
         self._waiting: dict[int, deque[Request]] = {}

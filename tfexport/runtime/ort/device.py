@@ -73,7 +73,9 @@ class OrtDevice:
     """
 
     def __init__(self, device: Device = "cpu", weights: WeightType | None = None) -> None:
-        """Open a device for graphs, whose `weights` may be narrower than the graphs' own type.
+        """Open a device.
+
+        `weights` is the type of the graphs' weights if narrower than the graphs' own type.
 
         Raises:
             BackendError: ONNX Runtime cannot use the device, or computes wrong products of quantized weights on it.
@@ -85,8 +87,8 @@ class OrtDevice:
     def load(self, graph: Path, name: str, threads: int | None, *, spin_us: int = 0) -> ort.InferenceSession:
         """Load a graph, called `name` in errors.
 
-        `threads` are CPU threads of one call, None for one on each core. They spin for `spin_us` microseconds while they
-        wait for the next run.
+        `threads` is the number of CPU threads of one call, None for one on each core. They spin for `spin_us`
+        microseconds while they wait for the next run.
 
         Raises:
             BackendError: the graph does not load.
