@@ -1,1 +1,1 @@
-"""Decoding: from a session's candidates to finished token ids, the same for every backend."""
+"""Decode: turn a session's candidates into finished token ids."""

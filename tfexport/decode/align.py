@@ -1,4 +1,4 @@
-"""Align given targets: which source tokens each of their tokens was read from, by cross-attention."""
+"""Align given targets with their sources by cross-attention."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from tfexport.runtime.session import NO_ALIGNMENT, Aligns, Floats, Session, pad_
 
 @dataclass(frozen=True, eq=False)
 class Alignment:
-    """The alignment of a target with its source, by the cross-attention that the bundle was exported with.
+    """The alignment of a target with its source by cross-attention.
 
     Attributes:
-        source_ids: of the source, special tokens included.
-        target_ids: of the target.
-        weights: float32 [target tokens, source tokens]; a row sums to 1.
-        source_positions: of each target token the place of the largest weight, from 0; of equal ones the first.
-        source_tokens: as the tokenizer spells them; empty without a tokenizer.
-        target_tokens: the same for the target.
+        source_ids: token ids of the source, including special tokens.
+        target_ids: token ids of the target.
+        weights: float32 [target tokens, source tokens]; each row sums to 1.
+        source_positions: for each target token the place of its largest weight, from 0; the first if several are equal.
+        source_tokens: source tokens as the tokenizer spells them; empty without a tokenizer.
+        target_tokens: target tokens as the tokenizer spells them; empty without a tokenizer.
     """
 
     source_ids: tuple[int, ...]
@@ -37,7 +37,7 @@ class Alignment:
 
 
 def need_alignment(session: Session, subject: str = "align") -> Aligns:
-    """Return a session that can align, or raise `ConfigError` about `subject` if its backend or bundle cannot."""
+    """Return the session if it can align; raise `ConfigError` if it cannot."""
     if not isinstance(session, Aligns):
         raise ConfigError(f"{subject}: backend {session.backend} gives no attention; use --backend ort or eager")
     if not session.has_alignment:
@@ -56,15 +56,9 @@ def align(
     on_progress: Callable[[int], None] | None = None,
     cancel: threading.Event | None = None,
 ) -> list[Alignment]:
-    """Align every target with its source; no result depends on the others or on `batch_size`.
+    """Align every target with its source; results do not depend on `batch_size`.
 
-    The arguments are those of `Model.align_ids`; the decoder reads `start` first, by default the model's own.
-
-    Raises:
-        ConfigError: the bundle or the backend has no alignment.
-        InputError: lists every pair that the model cannot take.
-        BackendError: the backend failed, or the model gave NaN.
-        Cancelled: the event was set before a batch.
+    The arguments are those of `Model.align_ids`, and `start`, the decoder's start token; None for the model's own.
     """
     check_call("align", batch_size=batch_size, on_progress=on_progress, cancel=cancel)
     pairs = check_pairs(session, sources, targets, prefixes, start, add_eos=False, subject="align")
@@ -87,7 +81,6 @@ def align(
 
 
 def _read(session: Aligns, pairs: Sequence[Pair], pad: int) -> list[Floats]:
-    """Read whole targets together; return the weights of each pair without padding and prompt."""
     source_ids, source_mask = pad_right([pair.source_ids for pair in pairs], pad)
     # The last token is not read, because nothing follows it. Any token can pad, because no position attends to it.
     read = [(*pair.prompt, *pair.target_ids[:-1]) for pair in pairs]
@@ -109,19 +102,16 @@ def unknown_sources(
     batch_size: int = 32,
     cancel: threading.Event | None = None,
 ) -> list[dict[int, int]]:
-    """Find the source token with the largest weight for every unknown token of generated targets.
+    """Find the source token with the largest weight for each unknown target token.
 
-    Args:
-        session: of a backend that aligns.
-        pairs: token ids of each source and target; only targets with an unknown token are read again.
-        may_copy: for each source token whether it may be copied; the tokens around a text may not.
-        unknown: id of the unknown token.
-        start: as for `align`.
-        batch_size: as for `align`.
-        cancel: as for `align`.
+    - `pairs`: token ids of each source and its generated target. Targets without an unknown token are not read.
+    - `may_copy`: for each source token whether it may be copied, as special tokens may not.
+    - `unknown`: id of the unknown token.
+
+    The other arguments are those of `align`.
 
     Returns:
-        For each pair, by the place of each unknown token, the place of its source token.
+        For each pair a mapping from the place of each unknown token to the place of its source token.
     """
     found: list[dict[int, int]] = [{} for _ in pairs]
     some = [number for number, (_, target) in enumerate(pairs) if unknown in target and any(may_copy[number])]

@@ -1,4 +1,4 @@
-"""Alternatives: the best next tokens of a text, each of which is then continued on its own."""
+"""Expand a request into its best next tokens, each continued on its own."""
 
 from __future__ import annotations
 
@@ -21,19 +21,14 @@ from tfexport.runtime.session import Floats, Ids, Session, pad_right
 def alternatives(
     session: Session, requests: Sequence[Request], batch_size: int, cancel: threading.Event | None = None
 ) -> list[Request]:
-    """Replace each request by one for each of its num_return_sequences best next tokens.
+    """Replace each request by one for each of its best next tokens.
 
-    The requests have the same options. Each new prompt ends with the token, which counts as generated with its
-    log-probability; `sample` is its rank. A text with fewer allowed tokens has fewer requests.
-
-    Raises:
-        InputError: a text has no token to choose from.
-        BackendError: the backend failed, the model gave NaN, or a text cannot be decoded.
-        Cancelled: the event is set.
+    There are at most num_return_sequences per request. The requests have the same options. Each new prompt ends with
+    the token, which counts as generated with its log-probability; `sample` is its rank.
     """
     most = session.limits.rows.most
     size = batch_size if most is None else min(batch_size, most)
-    # A text that its forced token completes has no next one. Some sessions take only equally long prompts.
+    # A text that its forced token completes has no next token. Some sessions take only equally long prompts.
     expanded = [request for request in requests if request.is_answered]
     waiting = [request for request in requests if not request.is_answered]
     waiting.sort(key=lambda request: (len(request.prompt), len(request.source_ids)))
@@ -48,7 +43,6 @@ def alternatives(
 
 
 def _next_tokens(session: Session, requests: Sequence[Request]) -> tuple[Ids, Floats]:
-    """Return the best next tokens and their log-probabilities, [requests, candidates]; -inf is a ban."""
     spec, config = session.spec, requests[0].config
     processors, history, batch = Processors(config, spec), History(spec.vocab), session.batch()
     history.add(request.prompt for request in requests)

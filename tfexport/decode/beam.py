@@ -1,8 +1,9 @@
-"""Beam search that agrees with Hugging Face transformers 5 (`_beam_search`) hypothesis by hypothesis.
+"""Run beam search with the hypotheses of Hugging Face transformers.
 
-A place without a hypothesis has the score -inf; transformers writes -1e9. A source is removed as soon as its result is
-final: transformers runs until all are done, but adds nothing to a source that is done, so a result never depends on the
-batch. Scores are float32.
+It agrees with `_beam_search` of transformers 5 hypothesis by hypothesis. A place without a hypothesis has the score
+-inf; transformers uses -1e9. A source is removed as soon as its result is final. Transformers runs until all sources
+are done, but adds nothing to a source that is done, so its results do not depend on the batch either. Scores are
+float32.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from tfexport.runtime.session import Candidates, Floats, Ids, Mask, rows_of
 
 
 class Extensions(NamedTuple):
-    """The best extensions of the beams of each source by one token, best first.
+    """The best extensions of each source's beams by one token, best first.
 
     Attributes:
-        rows: the row that is lengthened, int64 [sources, num].
+        rows: the extended row, int64 [sources, num].
         token_ids: the new token, int64 [sources, num].
         log_probs: Σ log p, float32 [sources, num].
     """
@@ -44,7 +45,7 @@ class Extensions(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """A finished hypothesis; `token_ids` include the start token, `score` the length penalty."""
+    """A finished hypothesis, with the start token and the length-penalized score."""
 
     token_ids: list[int]
     log_prob: float
@@ -56,7 +57,7 @@ class Finished:
     """The num_beams best finished hypotheses of each source, best first.
 
     Attributes:
-        worst: score of the last of them, float32 [sources]; -inf while there are fewer.
+        worst: score of the last of them, float32 [sources]; -inf while there are fewer than num_beams.
     """
 
     def __init__(self, num_beams: int) -> None:
@@ -70,7 +71,7 @@ class Finished:
         self._ended += [[] for _ in range(sources)]
 
     def add(self, source: int, ended: Ended) -> None:
-        """Keep a hypothesis if it is among the best; of equal ones the earlier is first."""
+        """Add a hypothesis if it is among the best; equal scores keep their order."""
         best = self._ended[source]
         insort(best, ended, key=lambda one: -one.score)
         if len(best) >= self._num_beams:
@@ -78,7 +79,7 @@ class Finished:
             self.worst[source] = best[-1].score
 
     def select(self, kept: Ids) -> None:
-        """Forget all sources except `kept`, int64 [new sources]."""
+        """Remove all sources except `kept`, int64 [new sources]."""
         self.worst = self.worst[kept]
         self._ended = [self._ended[source] for source in kept.tolist()]
 
@@ -96,21 +97,20 @@ class Finished:
 
 
 class BeamSearch:
-    """Keeps the num_beams best beams of each source; see `Search`."""
+    """Beam search with num_beams beams per source."""
 
     follows_best = False
 
     def __init__(self, config: DecodeConfig, spec: ModelSpec) -> None:
-        """Start without a source; the requests have `config` in common, without do_sample."""
         self.width = config.num_beams
         self.requests: list[Request] = []
         self.history = History(spec.vocab)
         self._config, self._processors = config, Processors(config, spec)
         self._ends, self._stops = self._processors.ends, Stops(config)
         self.stop_ids = self._processors.stop_ids
-        # Enough for `width` beams to continue even if all of the best ones end, with each of the end tokens.
+        # `width` beams continue even if each of the best beams ends with each of the end tokens.
         self._num_extensions = (1 + len(self._ends.ids)) * self.width
-        # Divisors of the log-probability by length, float32; an exponent below 0 has no value for length 0.
+        # Divisors of the log-probability by length, float32; 0 has no negative powers.
         lengths = np.arange(spec.max_target_length + 2).clip(min=1).astype(np.float64)
         self._divisors: Floats = (lengths**config.length_penalty).astype(np.float32)
         self._finished = Finished(self.width)
@@ -135,11 +135,11 @@ class BeamSearch:
         self._steps_left = int((self._limits - self._num_new).min())
 
     def num_candidates(self) -> int:
-        """Return how many candidates it wants."""
+        """Return how many candidates per row `take` needs."""
         return self._processors.num_candidates(self._num_extensions, self.history)
 
     def take(self, found: Candidates) -> Taken:
-        """Lengthen the beams and finish those that end."""
+        """Extend the beams and finish those that end."""
         done: dict[int, Outcome] = {}
         broken = is_broken(found)
         if broken is not None:
@@ -173,22 +173,22 @@ class BeamSearch:
                 request = self.requests[place]
                 hypotheses = self._finished.hypotheses(place, request.config.num_return_sequences)
                 done.setdefault(place, hypotheses or nothing_left(request, int(self._num_new[place]) - 1))
-            # Rows of sources that are removed need not move.
+            # Rows of removed sources need not move.
             rows = np.where(closed[:, None], np.arange(rows.size).reshape(rows.shape), rows)
         self._running, order = going.log_probs, rows.ravel()
         moves = self.history.branch(order, going.token_ids.ravel())
         return Taken(order if moves else None, done)
 
     def steps_ahead(self) -> int:
-        """Return 1: any step may reorder the beams."""
+        """Return 1, because any step may reorder the beams."""
         return 1
 
     def follow(self, found: Candidates) -> None:
-        """Never called, because `steps_ahead` is 1."""
+        """Raise: it is never called, because `steps_ahead` is 1."""
         raise AssertionError("a beam search takes one step at a time")
 
     def remove(self, kept: Ids) -> None:
-        """Continue with some sources."""
+        """Remove all sources except `kept`."""
         self.requests = [self.requests[place] for place in kept.tolist()]
         rows = rows_of(kept, self.width)
         self.history.keep(rows)
@@ -199,7 +199,6 @@ class BeamSearch:
         self._steps_left = int((self._limits - self._num_new).min()) if kept.size else 0
 
     def _stopped(self, best: Extensions, done: dict[int, Outcome]) -> Mask:
-        """Return which extensions complete a stop string, bool [sources, num]; a text that fails is done."""
         stopped: Mask = np.zeros(best.rows.shape, np.bool_)
         for place, number in np.argwhere(best.log_probs > -np.inf).tolist():
             token_ids = [*self.history.row(best.rows[place, number])[1:], int(best.token_ids[place, number])]
@@ -210,10 +209,9 @@ class BeamSearch:
         return stopped
 
     def _finish(self, best: Extensions, ends: Mask, stopped: Mask | None) -> None:
-        """Keep the hypotheses that end; only the `width` best extensions may, the others are spare beams."""
         scores = best.log_probs / self._divisors.take(self._num_new)[:, None]
         better = ends & (scores > self._finished.worst[:, None])
-        better[:, self.width :] = False
+        better[:, self.width :] = False  # as in transformers, spare extensions cannot finish
         places, log_probs = better.nonzero()[0].tolist(), best.log_probs[better].tolist()
         rows, token_ids = best.rows[better].tolist(), best.token_ids[better].tolist()
         are_stopped = [False] * len(rows) if stopped is None else stopped[better].tolist()
@@ -225,10 +223,7 @@ class BeamSearch:
             self._finished.add(place, Ended([*self.history.row(row), token], log_prob, score, reason))
 
     def _is_settled(self, going: Extensions) -> Mask:
-        """Return for which sources no running beam is expected to change the result, bool [sources].
-
-        The expectation is a heuristic unless `early_stopping` is "never": it judges the best beam as if it ended now.
-        """
+        # A heuristic unless `early_stopping` is "never": it judges the best beam as if it ended now.
         config, worst = self._config, self._finished.worst
         hopeful = config.early_stopping == "never" and config.length_penalty > 0
         attainable = going.log_probs[:, 0] / self._divisors.take(self._limits if hopeful else self._num_new)
@@ -237,17 +232,9 @@ class BeamSearch:
 
 
 def _extend(running: Floats, token_ids: Ids, log_probs: Floats, num: int) -> Extensions:
-    """Choose the best candidates of all beams of a source.
-
-    Args:
-        running: Σ log p of the beams, float32 [sources, beams].
-        token_ids: int64 [sources · beams, num_candidates].
-        log_probs: float32 [sources · beams, num_candidates].
-        num: how many to choose.
-    """
     totals = running.reshape(-1, 1) + log_probs
     by_source = totals.reshape(len(running), -1)
-    # Equal ones keep the order of the beams, then of the candidates.
+    # Equal scores keep the order of the beams, then of the candidates.
     chosen = (-by_source).argsort(1, kind="stable")[:, :num]
     if len(running) > 1:
         chosen = chosen + np.arange(0, totals.size, by_source.shape[1])[:, None]
@@ -255,7 +242,6 @@ def _extend(running: Floats, token_ids: Ids, log_probs: Floats, num: int) -> Ext
 
 
 def _continue(best: Extensions, ends: Mask) -> Extensions:
-    """Return the extensions that do not end, best first, then those that do, with -inf."""
     sources, order = np.arange(len(ends))[:, None], ends.argsort(1, kind="stable")
     log_probs = np.where(ends, -np.inf, best.log_probs)
     return Extensions(best.rows[sources, order], best.token_ids[sources, order], log_probs[sources, order])

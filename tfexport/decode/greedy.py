@@ -1,4 +1,4 @@
-"""Greedy search and sampling: one token at a time, the best one or a random one."""
+"""Run greedy search and sampling, one token at a time."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ from tfexport.runtime.session import Candidates, Ids, Mask
 
 
 class GreedySearch:
-    """Continues with the best token of each row, or draws one; see `Search`."""
+    """Greedy search or sampling, with one row per source."""
 
     width = 1
 
     def __init__(self, config: DecodeConfig, spec: ModelSpec) -> None:
-        """Start without a source; the requests have `config` in common, with one beam."""
         self.requests: list[Request] = []
         self.history = History(spec.vocab)
         self._processors = Processors(config, spec)
@@ -49,18 +48,18 @@ class GreedySearch:
             option.add(requests)
 
     def num_candidates(self) -> int:
-        """Return how many candidates it wants."""
+        """Return how many candidates per row `take` needs."""
         return self._processors.num_candidates(self._sampler.wanted if self._sampler else 1, self.history)
 
     def take(self, found: Candidates) -> Taken:
-        """Lengthen each row by one token."""
+        """Extend each row by one token."""
         broken = is_broken(found)
         if broken is not None:
             self._fail(broken, self._num_new)
             found = repaired(found, broken)
         token_ids, log_probs = self._processors.apply(found, self.history, self._num_new, self._limits)
-        best = log_probs[:, 0].copy()  # a view would keep all candidates of the step
-        # `in` a list is the fastest search in a few numbers.
+        best = log_probs[:, 0].copy()  # a view would keep all candidates of the step alive
+        # A list is the fastest to search for a few numbers.
         if -np.inf in best.tolist():
             for row in np.flatnonzero(best == -np.inf).tolist():
                 self._failed.setdefault(row, nothing_left(self.requests[row], int(self._num_new[row])))
@@ -97,12 +96,12 @@ class GreedySearch:
         if not finite.all():
             self._fail(~finite.all(0), self._num_new + finite.argmin(0))
         self.history.extend(token_ids)
-        # Added step by step, as `take` does.
+        # Add step by step, as `take` does, for equal rounding.
         self._totals = np.concatenate((self._totals[None], log_probs)).cumsum(0)[-1]
         self._num_new += len(token_ids)
 
     def remove(self, kept: Ids) -> None:
-        """Continue with some sources."""
+        """Remove all sources except `kept`."""
         self.requests = [self.requests[place] for place in kept.tolist()]
         self.history.keep(kept)
         self._num_new, self._limits, self._totals = self._num_new[kept], self._limits[kept], self._totals[kept]
@@ -114,7 +113,6 @@ class GreedySearch:
             self._failed.setdefault(row, not_a_number(self.requests[row], int(num_new[row])))
 
     def _stopped(self) -> Mask:
-        """Return which rows have completed a stop string, bool [rows]."""
         stopped: Mask = np.zeros(len(self.requests), np.bool_)
         for row, request in enumerate(self.requests):
             try:

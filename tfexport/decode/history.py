@@ -1,4 +1,4 @@
-"""The tokens of the rows of a search in one array, each row at its own length."""
+"""Store the tokens of a search's rows in one array, each row at its own length."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from tfexport.runtime.session import Ids
 
-# Room for this many tokens at first; it doubles when full, because the limit may be far away.
+# Initial room in tokens. It doubles when full, because few texts reach the limit.
 FIRST_ROOM = 128
 
 
@@ -16,12 +16,12 @@ class History:
     """Start token, prefix and generated tokens of every row.
 
     Attributes:
-        lengths: tokens of each row, int64 [rows].
-        newest: the last token of each row, int64 [rows].
+        lengths: number of tokens of each row, int64 [rows].
+        newest: last token of each row, int64 [rows].
     """
 
     def __init__(self, fill: int) -> None:
-        """Start without a row; `fill` follows the end of a row."""
+        """Create a history without rows; `fill` pads short rows."""
         self.lengths: Ids = np.empty(0, np.int64)
         self.newest: Ids = np.empty(0, np.int64)
         self._fill = fill
@@ -30,16 +30,16 @@ class History:
 
     @property
     def tokens(self) -> Ids:
-        """All rows, int64 [rows, longest]; a view that the next steps overwrite."""
+        """All rows, int64 [rows, longest]; a view that the next step overwrites."""
         return self._tokens[:, : self._longest]
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest row."""
+        """Number of tokens of the longest row."""
         return self._longest
 
     def add(self, prompts: Iterable[Sequence[int]]) -> None:
-        """Start a row with each prompt."""
+        """Append a row for each prompt."""
         new = [list(prompt) for prompt in prompts]
         self._reserve(max(map(len, new)))
         block = np.full((len(new), self._tokens.shape[1]), self._fill, np.int64)
@@ -51,9 +51,9 @@ class History:
         self._measure()
 
     def append(self, token_ids: Ids) -> None:
-        """Lengthen every row by its token, int64 [rows]."""
+        """Append its token to every row, int64 [rows]."""
         self._reserve(self._longest + 1)
-        if self._is_even:  # a column is written three times as fast as a place in each row
+        if self._is_even:  # writing a column is three times as fast
             self._tokens[:, self._longest] = token_ids
         else:
             self._tokens[self._rows, self.lengths] = token_ids
@@ -62,7 +62,7 @@ class History:
         self._longest += 1
 
     def extend(self, token_ids: Ids) -> None:
-        """Lengthen every row by some tokens, int64 [tokens, rows], at least one."""
+        """Append tokens to every row, int64 [tokens, rows], at least one."""
         count = len(token_ids)
         self._reserve(self._longest + count)
         self._tokens[self._rows[:, None], self.lengths[:, None] + np.arange(count)] = token_ids.T
@@ -71,7 +71,11 @@ class History:
         self._longest += count
 
     def branch(self, rows: Ids, token_ids: Ids) -> bool:
-        """Let row r continue row rows[r], equally long, with a token; return whether any row continues another."""
+        """Continue row rows[r] with a token as row r; all rows are equally long.
+
+        Returns:
+            Whether any row continues another row.
+        """
         moves = rows.tobytes() != self._in_place  # the fastest comparison of a few numbers
         if moves:
             self._tokens[:, : self._longest] = self.tokens.take(rows, 0)
@@ -79,7 +83,7 @@ class History:
         return moves
 
     def keep(self, rows: Ids) -> None:
-        """Forget all rows except `rows`, int64 [new rows]."""
+        """Remove all rows except `rows`, int64 [new rows]."""
         self._tokens, self.lengths, self.newest = self._tokens[rows], self.lengths[rows], self.newest[rows]
         self._measure()
 

@@ -1,7 +1,7 @@
-"""The loop of all decoding: admit waiting requests, step until none is left.
+"""Run the decoding loop: admit waiting requests and step until all are finished.
 
-Sources join the batch as others are removed. All requests of one width share a batch, whatever their options; those
-with the same options share a search.
+Sources join the batch as others are removed. All requests of one width share a batch; those with the same options also
+share a search.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from tfexport.runtime.session import Batch, Candidates, Ids, MultiStep, Session,
 if TYPE_CHECKING:
     from tfexport.decode.speculation import Speculation
 
-# Sources join several at a time, an eighth of a full batch: the encoder runs, and buffers are bound, once for all.
+# Sources join several at a time, an eighth of a full batch, to share an encoder run and the binding of buffers.
 JOIN_SHARE = 8
-# The most time that steps taken at once may take in a call that can be cancelled.
+# Time limit of steps taken at once in a call that can be cancelled.
 SEEN_WITHIN_S = 0.02
 
 
@@ -36,9 +36,9 @@ class Update:
     """The result of a step for a request.
 
     Attributes:
-        request: as it was submitted.
+        request: the request as it was submitted.
         token_id: its newest token if it streams; else None.
-        outcome: its hypotheses, or the error of this text alone; None while it is decoded.
+        outcome: its hypotheses, or the error of this text; None while it is decoded.
     """
 
     request: Request
@@ -47,19 +47,14 @@ class Update:
 
 
 class Loop:
-    """Requests on their way through a session: `submit` any number, `step` while it `is_busy`; for one thread.
+    """Requests on their way through a session, for use by one thread.
 
     Attributes:
         num_steps: decoder steps taken so far.
     """
 
     def __init__(self, session: Session, max_sources: int) -> None:
-        """Start without a request.
-
-        Args:
-            session: any backend.
-            max_sources: decoded at once; fewer if the session takes fewer rows.
-        """
+        """Create a loop that decodes at most `max_sources` sources at once."""
         self.num_steps = 0
         self._session, self._max_sources = session, max_sources
         self._waiting: dict[int, deque[Request]] = {}
@@ -68,12 +63,12 @@ class Loop:
 
     @property
     def is_busy(self) -> bool:
-        """Whether any request waits or runs."""
+        """Whether any request is waiting or running."""
         return bool(self._waiting or self._answered)
 
     @property
     def num_rows(self) -> int:
-        """Rows that a step computes."""
+        """Number of rows that a step computes."""
         return sum(running.width * running.num_sources for running in self._running.values())
 
     def can_join(self, width: int) -> bool:
@@ -91,7 +86,7 @@ class Loop:
             self._waiting.setdefault(request.config.num_beams, deque()).append(request)
 
     def cancel(self, requests: Collection[Request]) -> None:
-        """Remove requests that wait or run; the loop reports nothing more about them."""
+        """Remove waiting or running requests; the loop reports nothing more about them."""
         for request in requests:
             if request.status is not Status.DONE:
                 request.status = Status.CANCELLED
@@ -103,11 +98,7 @@ class Loop:
         self._forget_empty()
 
     def admit(self) -> None:
-        """Encode waiting requests and let them join if there is room. `step` does it too.
-
-        Raises:
-            BackendError: the backend failed.
-        """
+        """Encode waiting requests and add them to the batch if there is room."""
         for width, waiting in self._waiting.items():
             if width not in self._running:
                 self._running[width] = _Running(self._session, width)
@@ -115,16 +106,12 @@ class Loop:
                 self._admit(self._running[width], waiting)
 
     def step(self, most: int | None = None) -> list[Update]:
-        """Admit waiting requests and take a step of every batch, or several at once if the result is the same.
+        """Admit waiting requests and take a step of every batch.
 
-        Args:
-            most: steps taken at once; None for as many as possible.
+        Several steps are taken at once, at most `most`, if the result is the same.
 
         Returns:
             The finished requests, and each token of those that stream.
-
-        Raises:
-            BackendError: the backend failed.
         """
         updates, self._answered = self._answered, []
         self.admit()
@@ -161,12 +148,7 @@ def check_cancelled(cancel: threading.Event | None) -> None:
 
 
 def run_loop(loop: Loop, cancel: threading.Event | None) -> Iterator[list[Update]]:
-    """Step a loop until no request is left; if it can be cancelled, few steps at once.
-
-    Raises:
-        Cancelled: the event is set before a step.
-        BackendError: the backend failed.
-    """
+    """Step a loop until it is idle; raise `Cancelled` if the event is set."""
     most = None if cancel is None else 1
     while loop.is_busy:
         check_cancelled(cancel)
@@ -183,7 +165,6 @@ def _first(waiting: deque[Request], count: int) -> list[Request]:
 
 
 def _equally_long(waiting: deque[Request], count: int) -> list[Request]:
-    """Take up to `count` requests whose prompts are as long as the first one's."""
     length = len(waiting[0].prompt)
     taken = [request for request in waiting if len(request.prompt) == length][:count]
     ids = {request.id for request in taken}
@@ -201,12 +182,12 @@ def _steps(found: Candidates, steps: Any) -> Candidates:
 
 
 class _Running:
-    """One batch and the searches that share it.
+    """A batch and the searches that share it.
 
     Attributes:
         width: rows of a source.
-        num_sources: being decoded.
-        num_steps: taken by the last `step`.
+        num_sources: number of sources being decoded.
+        num_steps: steps that the last `step` took.
     """
 
     def __init__(self, session: Session, width: int) -> None:
@@ -222,7 +203,6 @@ class _Running:
         return self._batch.can_join
 
     def add(self, requests: list[Request]) -> None:
-        """Add requests to the batch, and each to its search."""
         if self._is_spent:  # faster than emptying the batch
             self._begin()
         first = self.num_sources
@@ -244,14 +224,13 @@ class _Running:
 
     def _begin(self) -> None:
         self._batch: Batch = self._session.batch(self.width)
-        # Asked once, because it takes longer than much of a step; beams take one step after the other.
+        # Checked once, because `isinstance` takes a large part of a step's time; beams take single steps.
         self._together = self._batch if self.width == 1 and isinstance(self._batch, MultiStep) else None
         is_able = self.width == 1 and isinstance(self._batch, Verifies) and self._batch.can_verify
         self._verifier = cast(Verifies, self._batch) if is_able else None
         self._is_spent = False
 
     def step(self, most: int | None) -> list[Update]:
-        """Take a step of all searches, or several at once if possible and no request waits for each token."""
         parts = list(self._parts.values())
         if len(parts) == 1:
             search, most = parts[0].search, 1 if parts[0].streams else most
@@ -270,16 +249,13 @@ class _Running:
         return updates
 
     def _take_steps(self, search: Search, most: int | None) -> Candidates:
-        """Take as many steps at once as search, batch and `most` allow; return the candidates of the last one.
-
-        The search follows all steps except the last, which it has to take itself: that one may end a text.
-        """
         token_ids, num_candidates, steps = search.history.newest, search.num_candidates(), search.steps_ahead()
         if most is not None:
             steps = min(steps, most)
         if steps == 1 or self._together is None:
             self.num_steps = 1
             return self._batch.step(token_ids, num_candidates)
+        # The search takes the last step itself, because that one may end a text.
         found = self._together.multi_step(token_ids, num_candidates, steps, search.stop_ids)
         self.num_steps = len(found.token_ids)
         if self.num_steps > 1:
@@ -287,7 +263,6 @@ class _Running:
         return _steps(found, -1)
 
     def _drafts(self, search: Search) -> Speculation | None:
-        """Return the speculation of the only text; None if there are others or it must not draft."""
         if self._verifier is None or self.num_sources > 1 or not search.follows_best:
             return None
         (request,) = search.requests
@@ -300,7 +275,6 @@ class _Running:
         return self._speculation
 
     def _verify(self, part: _Part, speculation: Speculation, draft: list[int]) -> list[Update]:
-        """Read a draft after the newest token in one step, and let the search take the tokens that it would choose."""
         assert self._verifier is not None
         search, length, updates = part.search, int(self._batch.lengths[0]), list[Update]()
         found = self._verifier.verify(np.concatenate((search.history.newest, draft)), search.num_candidates())
@@ -340,7 +314,6 @@ class _Running:
         self.num_sources -= num_done
 
     def _take_each(self, parts: list[_Part]) -> Ids | None:
-        """Ask for as many candidates as any search wants, and give each search those of its rows."""
         rows = [rows_of(part.places, self.width) for part in parts]
         target_ids, order = np.empty(self._batch.lengths.size, np.int64), np.arange(self._batch.lengths.size)
         for part, own in zip(parts, rows, strict=True):
@@ -355,7 +328,7 @@ class _Running:
         return order if self.width > 1 else None
 
     def _remove(self) -> None:
-        """Remove what is done from the batch and its search; the rest closes up in both."""
+        # The remaining sources close up in the batch and in each search.
         leaving = np.concatenate([part.places[list(part.done)] for part in self._parts.values()])
         kept = close_up(self.num_sources, leaving)
         moved_to = np.empty(self.num_sources, np.int64)
@@ -373,10 +346,10 @@ class _Part:
     """A search and the places of its sources in the batch.
 
     Attributes:
-        search: of requests with the same options.
-        places: of its sources in the batch, int64 [sources].
+        search: search for requests with the same options.
+        places: places of its sources in the batch, int64 [sources].
         done: outcomes of the last step, by place in the search.
-        streams: whether any of its requests does.
+        streams: whether any of its requests streams.
     """
 
     def __init__(self, search: Search) -> None:
@@ -402,7 +375,6 @@ class _Part:
         ]
 
     def remove_done(self, moved_to: Ids) -> None:
-        """Forget what is done; `moved_to` has the new place of each source of the batch, int64."""
         stay = close_up(self.places.size, np.array(list(self.done), np.int64))
         self.places, self.done = moved_to[self.places], {}
         self.keep(stay)

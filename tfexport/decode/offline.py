@@ -18,7 +18,7 @@ from tfexport.errors import InputError, TfexportError, raise_all
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.session import Session
 
-# Enough for the graphs of a greedy step on a GPU: run once, captured for both of its buffers, replayed.
+# A greedy step on a GPU is run once, captured for each of two buffers, and replayed.
 WARM_UP_STEPS = 4
 
 
@@ -35,21 +35,16 @@ def decode(
     cancel: threading.Event | None = None,
     places: Sequence[int] | None = None,
 ) -> list[list[Hypothesis]]:
-    """Generate for every source; no result depends on the others or on `batch_size`.
+    """Decode every source; results depend neither on the others nor on `batch_size`.
 
     The arguments are those of `Model.generate_ids`, and:
 
-    - `text_of` decodes token ids, for stop strings.
-    - `num_fixed` is how many tokens hypotheses begin with even if they are biased towards the rest of their prefix.
-    - `places` of the sources count for the seeds of samples; None for 0, 1, ….
+    - `text_of`: decodes token ids, for stop strings.
+    - `num_fixed`: tokens of each prefix that its hypotheses begin with, even if they are only biased towards the rest.
+    - `places`: places of the sources for the seeds of samples; None for 0, 1, ….
 
     Returns:
         For each source its hypotheses: one, the num_return_sequences best beams, or as many samples or alternatives.
-
-    Raises:
-        InputError: lists every text or setting that the model cannot take.
-        BackendError: the backend failed, or the model gave NaN.
-        Cancelled: the event was set before a step.
     """
     check_call("decode", batch_size=batch_size, on_progress=on_progress, cancel=cancel)
     sources = listed_ids("decode", "sources", sources)
@@ -63,7 +58,7 @@ def decode(
     elif samples > 1:
         requests = [dataclasses.replace(request, sample=sample) for request in requests for sample in range(samples)]
     wanted = Counter(request.text for request in requests)
-    # Longest first: texts of about equal length are decoded together, and the shortest come last.
+    # Longest first: texts of about equal length are decoded together, and the shortest ones last.
     requests.sort(key=lambda request: -len(request.source_ids))
     loop.submit(requests)
     results: list[dict[int, list[Hypothesis]]] = [{} for _ in sources]
@@ -92,13 +87,10 @@ def stream(
     defaults: Collection[str] = (),
     cancel: threading.Event | None = None,
 ) -> Iterator[int]:
-    """Generate for one source, greedily or by one sample, and return an iterator that yields token by token.
+    """Return an iterator over the tokens of one source, without beams.
 
-    The arguments are those of `decode`, checked at once; `defaults` names the options that come from the model, for
-    errors. The tokens are the `token_ids` of the hypothesis that `decode` finds.
-
-    Raises:
-        InputError: beams or several sequences are asked for, or something that the model cannot take.
+    The arguments are those of `decode`, and `defaults`, the options that come from the model, for errors. They are
+    checked before the first token is requested. The tokens equal the `token_ids` of the hypothesis of `decode`.
     """
     check_call("stream", cancel=cancel)
     whose = dict.fromkeys(defaults, " by the model's own default")
@@ -126,12 +118,7 @@ def _tokens(session: Session, request: Request, cancel: threading.Event | None) 
 
 
 def warm_up(session: Session, rows: int, source_len: int) -> None:
-    """Run a batch of sources of `source_len` tokens and a few greedy steps, for work that is done only once.
-
-    Raises:
-        InputError: the model takes no source of so many tokens.
-        BackendError: the backend failed.
-    """
+    """Run a batch and a few greedy steps, to prepare the session for later calls."""
     spec, most = session.spec, session.limits.rows.most
     if source_len > spec.max_source_length:
         raise InputError(f"warm-up: {source_len} source tokens, the limit is {spec.max_source_length}; ask for less")

@@ -1,4 +1,4 @@
-"""Turn tokens into pieces of text as they arrive."""
+"""Decode tokens to pieces of text as they arrive."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Sequence
 from tfexport.decode.request import TextOf
 from tfexport.decode.stops import stop_end
 
-# A byte-level tokenizer decodes the first bytes of a character to this.
+# Byte-level tokenizers decode an incomplete character to this.
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 class Pieces:
-    """Decodes one text as its tokens arrive; the pieces together are the text.
+    """Decoder of one text whose tokens arrive one by one.
 
     Attributes:
-        text: decoded so far, including the part that was not returned yet.
+        text: the text so far, including the part that has not been returned.
     """
 
     def __init__(self, text_of: TextOf, prefix_len: int = 0, strings: Sequence[str] = ()) -> None:
-        """Start without a token.
+        """Create a decoder without tokens.
 
         Args:
             text_of: decodes token ids.
-            prefix_len: number of given tokens at the start, which complete no stop string.
+            prefix_len: number of given tokens at the start, which cannot complete a stop string.
             strings: stop strings.
         """
         self._text_of, self._prefix_len, self._strings = text_of, prefix_len, strings
@@ -31,7 +31,7 @@ class Pieces:
         self._given = self.text = ""
 
     def push(self, token: int) -> str:
-        """Take a token and return the next piece, empty while a character or word is incomplete."""
+        """Add a token; return the next piece, empty while a character is incomplete."""
         self._seen.append(token)
         asked = self._strings and len(self._seen) > self._prefix_len
         end = stop_end(self._seen, self._strings, self._text_of) if asked else None
@@ -41,7 +41,7 @@ class Pieces:
         return self.rest()
 
     def rest(self) -> str:
-        """Return the part that was not returned yet."""
+        """Return the part of the text that has not been returned."""
         piece = self.text[len(self._given) :]
         self._given = self.text
         return piece

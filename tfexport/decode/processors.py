@@ -1,8 +1,8 @@
-"""Logits processors: the decoding options that change which tokens may come next.
+"""Apply logits processors, the options that change which tokens may come next.
 
-They work as those of Hugging Face transformers, in the same order, but on the best candidates instead of the whole
-vocabulary: if a processor can only lower n tokens of a row, the best k of the row are among its k + n best candidates.
-A new option is its field in `DecodeConfig` and a class here, in `PROCESSORS`.
+They do the same as those of Hugging Face transformers, in the same order, but on the best candidates instead of the
+whole vocabulary: if a processor can lower at most n tokens of a row, the best k of the row are among its k + n best
+candidates. To add an option, add a field to `DecodeConfig` and a class to `PROCESSORS`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tfexport.decode.result import Ends
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.session import Candidates, Floats, Ids, Mask, pad_right
 
-# More suppressed tokens than this are not left to steps taken at once, which would return as many candidates more.
+# Most suppressed tokens with which several steps are taken at once: each adds a candidate to every step.
 FEW = 16
 
 
@@ -30,8 +30,8 @@ class Rows(NamedTuple):
 
     Attributes:
         history: start token, prefix and generated tokens.
-        num_new: tokens that each source has generated so far, int64 [sources].
-        limits: the most tokens of each source, int64 [sources].
+        num_new: number of tokens that each source has generated, int64 [sources].
+        limits: most tokens that each source may generate, int64 [sources].
         width: rows of a source.
     """
 
@@ -42,12 +42,12 @@ class Rows(NamedTuple):
 
 
 class Processor:
-    """One decoding option, for the rows of one search. The methods here are those of an option without effect.
+    """One decoding option for the rows of one search; by default without effect.
 
     Attributes:
         takes_logits: whether it processes logits if there are no beams; otherwise always log-probabilities.
         leaves_best: whether the best token stays the best, unless it is one of `stop_ids`.
-        stop_ids: best tokens that end steps taken at once.
+        stop_ids: tokens that end steps taken at once if they are the best.
     """
 
     takes_logits: ClassVar[bool] = True
@@ -56,39 +56,39 @@ class Processor:
 
     @classmethod
     def of(cls, config: DecodeConfig, spec: ModelSpec) -> Self | None:
-        """Return the processor of a configuration, None if the option is not set."""
+        """Create the processor of a configuration; return None if the option is not set."""
         raise NotImplementedError
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Start a row for each request."""
+        """Append a row for each request."""
 
     def keep(self, rows: Ids) -> None:
-        """Forget all rows except `rows`, int64 [new rows]."""
+        """Remove all rows except `rows`, int64 [new rows]."""
 
     def num_candidates(self, wanted: int, history: History) -> int:
-        """Return how many candidates to ask for, so that the `wanted` best are among them after `apply`."""
+        """Return how many candidates `apply` needs to return the `wanted` best."""
         return wanted
 
     def apply(self, rows: Rows, token_ids: Ids, scores: Floats) -> tuple[Ids, Floats]:
         """Change the scores of candidates and sort them again.
 
         Args:
-            rows: with the history that `num_candidates` was called with.
-            token_ids: candidates, int64 [rows, num_candidates].
+            rows: with the history that was passed to `num_candidates`.
+            token_ids: int64 [rows, num_candidates].
             scores: logits or log-probabilities, float32 [rows, num_candidates].
 
         Returns:
-            Ids and scores, best first, equal scores in order of id; -inf is a ban.
+            Ids and scores, best first, equal scores in order of id. Banned tokens have the score -inf.
         """
         return token_ids, scores
 
 
 class Processors:
-    """The processors of one configuration for one model, for the rows of one search.
+    """The processors of one configuration for the rows of one search.
 
     Attributes:
-        ends: the tokens that end a text.
-        stop_ids: best tokens that end steps taken at once.
+        ends: tokens that end a text.
+        stop_ids: tokens that end steps taken at once if they are the best.
     """
 
     def __init__(self, config: DecodeConfig, spec: ModelSpec) -> None:
@@ -101,21 +101,21 @@ class Processors:
 
     @property
     def leave_best(self) -> bool:
-        """Whether the best token of each row stays the best, unless it is one of `stop_ids`."""
+        """Whether the best token stays the best, unless it is one of `stop_ids`."""
         return all(processor.leaves_best for processor in self._all)
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Start a row for each request."""
+        """Append a row for each request."""
         for processor in self._all:
             processor.add(requests)
 
     def keep(self, rows: Ids) -> None:
-        """Forget all rows except `rows`, int64 [new rows]."""
+        """Remove all rows except `rows`, int64 [new rows]."""
         for processor in self._all:
             processor.keep(rows)
 
     def num_candidates(self, wanted: int, history: History) -> int:
-        """Return how many candidates to ask for, so that the `wanted` best are among them after `apply`."""
+        """Return how many candidates `apply` needs to return the `wanted` best."""
         for processor in self._all:
             wanted = processor.num_candidates(wanted, history)
         return min(wanted, self._vocab)
@@ -124,13 +124,13 @@ class Processors:
         """Process the candidates of a step.
 
         Args:
-            found: as many as `num_candidates` returned, or more.
-            history: the one that `num_candidates` was called with.
-            num_new: tokens that each source has generated so far, int64 [sources].
-            limits: the most tokens of each source, int64 [sources].
+            found: at least as many as `num_candidates` returned.
+            history: the history that was passed to `num_candidates`.
+            num_new: number of tokens that each source has generated, int64 [sources].
+            limits: most tokens that each source may generate, int64 [sources].
 
         Returns:
-            Ids and log-probabilities [rows, candidates], best first, equal ones in order of id; -inf is a ban.
+            Ids and log-probabilities [rows, candidates], best first, equal ones in order of id; -inf for bans.
         """
         token_ids, log_probs = found.token_ids, found.log_probs
         if self._all:
@@ -146,10 +146,8 @@ class Processors:
 
 
 class _Membership:
-    """Tests which tokens of a row are among others of the same row."""
-
     def __init__(self, vocab: int) -> None:
-        # A table of the vocabulary for each row is large: it is reused, and only the marks are cleared.
+        # The table [rows, vocab] is large, so it is reused and only the marks are cleared.
         self._marks: NDArray[np.bool_] = np.zeros((0, vocab + 1), np.bool_)
 
     def __call__(self, members: Ids, token_ids: Ids) -> Mask:
@@ -164,7 +162,7 @@ class _Membership:
 
 
 def _ban(banned: Mask, token_ids: Ids, scores: Floats) -> tuple[Ids, Floats]:
-    """Give banned candidates -inf and put them last; the others are in order already."""
+    # The other candidates are in order already.
     if not np.count_nonzero(banned):
         return token_ids, scores
     order, rows = banned.argsort(1, kind="stable"), np.arange(len(banned))[:, None]
@@ -180,7 +178,7 @@ class _RepetitionPenalty(Processor):
         return cls(config.repetition_penalty, spec.vocab) if config.repetition_penalty != 1 else None
 
     def num_candidates(self, wanted: int, history: History) -> int:
-        # Below 1 it raises scores, so any token may become the best.
+        # A penalty below 1 raises scores, so any token may become the best.
         return self._vocab if self._penalty < 1 else wanted + history.longest
 
     def apply(self, rows: Rows, token_ids: Ids, scores: Floats) -> tuple[Ids, Floats]:
@@ -198,7 +196,7 @@ class _BannedCompletions(Processor):
         self._found: Ids | None = None  # of the history of the last `num_candidates`
 
     def completions(self, history: History) -> list[Ids]:
-        """Return the tokens that would complete a sequence, each int64 [rows, n], filled up with `vocab`."""
+        """Return the banned tokens, each array int64 [rows, n], padded with `vocab`."""
         raise NotImplementedError
 
     def num_candidates(self, wanted: int, history: History) -> int:
@@ -242,7 +240,7 @@ class _EncoderNoRepeatNgram(_BannedCompletions):
 
     def completions(self, history: History) -> list[Ids]:
         tokens, is_token = pad_right(self._sources, self._vocab)
-        # The source may have another vocabulary: its ids that no text can have are no ban.
+        # If the source has a larger vocabulary, its other ids ban nothing.
         return _next_of_ngrams(tokens.clip(max=self._vocab), is_token.sum(1), history, self._size, self._vocab)
 
 
@@ -273,7 +271,7 @@ class _BadWords(_BannedCompletions):
 
 
 def _next_of_ngrams(tokens: Ids, lengths: Ids, history: History, size: int, vocab: int) -> list[Ids]:
-    """Return the last tokens of the n-grams of `tokens` that start as the history ends, filled up with `vocab`."""
+    """Return the last tokens of the n-grams in `tokens` that the history has begun."""
     num_ngrams = tokens.shape[1] - size + 1
     if num_ngrams < 1:
         return []
@@ -285,14 +283,12 @@ def _next_of_ngrams(tokens: Ids, lengths: Ids, history: History, size: int, voca
 
 
 def _newest(history: History, count: int) -> Ids:
-    """Return the last tokens of each row, int64 [rows, count]; undefined for shorter rows."""
+    """Return the last `count` tokens of each row; undefined for shorter rows."""
     places = history.lengths[:, None] - np.arange(count, 0, -1)
     return np.take_along_axis(history.tokens, places.clip(min=0), 1)
 
 
 class _MinLength(Processor):
-    """Bans the end tokens of texts shorter than `min_length` or `min_new_tokens`."""
-
     leaves_best = True
 
     def __init__(self, config: DecodeConfig, ends: Ends) -> None:
@@ -340,10 +336,10 @@ class _Suppress(Processor):
 
 
 class _PrefixBias(Processor):
-    """Biases rows towards their prefix, as `prefix_bias_beta` of CTranslate2 does.
+    """Bias towards the prefix, as `prefix_bias_beta` of CTranslate2.
 
-    While a row has followed its prefix, the next token t of the prefix has the probability (1 - beta) · p(t) + beta,
-    every other token (1 - beta) · p. A row that has left its prefix, or reached its end, is decoded freely.
+    While a row equals its prefix so far, the next token t of the prefix has the probability (1 - beta) · p(t) + beta,
+    every other token (1 - beta) · p. After that the row is decoded freely.
     """
 
     takes_logits = False
@@ -369,15 +365,14 @@ class _PrefixBias(Processor):
         if min(history.lengths.tolist()) < max(map(len, self._prefixes)):
             self._next_ids, self._kept = self._find_next(history), wanted + 1
             self.leaves_best = not (self._next_ids >= 0).any()
-        # The token of a prefix may be the worst of all.
+        # The token of the prefix may be the worst of all.
         return wanted if self.leaves_best else self._vocab
 
     def apply(self, rows: Rows, token_ids: Ids, scores: Floats) -> tuple[Ids, Floats]:
         if self.leaves_best:
             return token_ids, scores
         follows = self._next_ids >= 0
-        # The token of the prefix goes first, even if it is banned, then to its place among the best; the others stay
-        # in order.
+        # The token of the prefix counts even if it is banned.
         order = (token_ids != self._next_ids[:, None]).argsort(1, kind="stable")[:, : self._kept]
         token_ids, log_probs = np.take_along_axis(token_ids, order, 1), np.take_along_axis(scores, order, 1)
         log_probs[follows] += np.float32(math.log1p(-self._beta))
@@ -386,7 +381,7 @@ class _PrefixBias(Processor):
         return np.take_along_axis(token_ids, order, 1), np.take_along_axis(log_probs, order, 1)
 
     def _find_next(self, history: History) -> Ids:
-        """Return the next token of the prefix of each row, int64 [rows]; -1 for a row that does not follow it."""
+        """Return the next token of each row's prefix; -1 if the row does not follow it."""
         prefixes, is_token = pad_right(self._prefixes, self._vocab)
         width, lengths = min(prefixes.shape[1], history.longest), history.lengths
         is_generated = np.arange(width) < lengths[:, None]
@@ -397,7 +392,7 @@ class _PrefixBias(Processor):
 
 
 class _ForcedEnd(Processor):
-    """Lets a row with one token left end only with `forced_eos_token_id`, which counts log p = 0."""
+    """Forces `forced_eos_token_id` with log p = 0 if a row has one token left."""
 
     takes_logits = False
     leaves_best = True

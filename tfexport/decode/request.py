@@ -1,4 +1,4 @@
-"""Requests: checked sources and prefixes with their options."""
+"""Check sources, prefixes and options, and turn them into requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tfexport.runtime.session import Limits, Session
 
 
 class Status(Enum):
-    """Where a request is on its way through a loop."""
+    """State of a request in a loop."""
 
     WAITING = auto()
     RUNNING = auto()
@@ -31,25 +31,25 @@ TextOf = Callable[[Sequence[int]], str]
 
 @dataclass(eq=False)
 class Request:
-    """One text to decode, or one sample of it; the loop changes only `status`.
+    """One text to decode, or one sample of it. A loop changes only `status`.
 
     Attributes:
-        id: unique in this process; `dataclasses.replace` gives a new one.
+        id: unique in this process; `dataclasses.replace` gives a new id.
         status: set by the loop that decodes the request.
-        text: its place in the call.
-        source_ids: the source, at least one token.
-        prompt: start token, prefix, forced first token, alternative, which the decoder reads first.
-        config: how to generate.
-        max_new_tokens: most tokens to generate, a forced one included.
-        num_forced: tokens at the end of the prompt that count as generated.
-        log_prob: Σ log p of these.
-        is_answered: whether the text consists of these.
+        text: place of the text in the call.
+        source_ids: token ids of the source, at least one.
+        prompt: tokens that the decoder reads first: start token, prefix, forced first token, alternative.
+        config: decoding options.
+        max_new_tokens: most tokens to generate, including a forced token.
+        num_forced: number of tokens at the end of the prompt that count as generated.
+        log_prob: Σ log p of the forced tokens.
+        is_answered: whether the text consists of the forced tokens.
         text_of: decodes token ids, for stop strings.
         sample: number of the sample, or rank of the alternative.
-        stream: whether each token is reported as it comes; such a request has one row.
+        stream: whether each token is reported immediately; such a request has one row.
         biased_prefix: start token and the prefix to bias towards, with `prefix_bias_beta`.
-        num_texts: of the call.
-        place: for the seed of a sample; None for `text`.
+        num_texts: number of texts in the call.
+        place: place of the text for the seed of a sample; None for `text`.
     """
 
     text: int
@@ -71,7 +71,7 @@ class Request:
 
     @property
     def name(self) -> str:
-        """Its name in errors."""
+        """Name of the text in errors."""
         return nth("text", self.text, self.num_texts)
 
 
@@ -80,11 +80,11 @@ class Pair:
     """A source and its given target.
 
     Attributes:
-        number: its place in the call.
-        num_pairs: of the call.
+        number: place of the pair in the call.
+        num_pairs: number of pairs in the call.
         source_ids: at least one token.
         prompt: start token and prefix, which the decoder reads first.
-        target_ids: the tokens after them, at least one.
+        target_ids: the tokens after the prompt, at least one.
     """
 
     number: int
@@ -95,7 +95,7 @@ class Pair:
 
     @property
     def name(self) -> str:
-        """Its name in errors."""
+        """Name of the pair in errors."""
         return nth("pair", self.number, self.num_pairs)
 
 
@@ -110,8 +110,7 @@ def check_requests(
     """Check the arguments of `decode` and return one request per source.
 
     Raises:
-        InputError: lists the problems of the settings for this session and of each text; `indices` are the places
-            of the texts.
+        InputError: lists the problems of the options and of each text; `indices` are the places of the texts.
     """
     spec, limits = session.spec, session.limits
     if not spec.has_decoder:
@@ -152,10 +151,10 @@ def check_pairs(
     add_eos: bool,
     subject: str,
 ) -> list[Pair]:
-    """Check the arguments of `score` or `align`, the `subject`, and return their pairs.
+    """Check the arguments of `score` or `align` and return their pairs.
 
     Raises:
-        InputError: lists the problems of each pair; `indices` are their places.
+        InputError: lists the problems of each pair; `indices` are the places of the pairs.
     """
     spec, limits = session.spec, session.limits
     if not spec.has_decoder:
@@ -184,10 +183,10 @@ def check_pairs(
 
 
 def batches(pairs: Sequence[Pair], size: int, *, can_join: bool) -> Iterator[Sequence[Pair]]:
-    """Divide pairs into batches of about equal lengths, longest first; if none can join, with equally long prompts."""
+    """Divide pairs into batches of similar length, the longest first."""
     by_length = sorted(pairs, key=lambda pair: (-len(pair.prompt), -len(pair.target_ids), -len(pair.source_ids)))
     groups = [by_length]
-    if not can_join:
+    if not can_join:  # such batches need equally long prompts
         groups = [list(group) for _, group in groupby(by_length, lambda pair: len(pair.prompt))]
     for group in groups:
         yield from (group[first : first + size] for first in range(0, len(group), size))
@@ -224,17 +223,14 @@ def _request(
 
 
 def _begun(prefix: Sequence[int], config: DecodeConfig, num_fixed: int) -> Sequence[int]:
-    """Return the part of a prefix that a text has to begin with."""
     return prefix[:num_fixed] if config.prefix_bias_beta else prefix
 
 
 def _room(spec: ModelSpec, prefix_len: int) -> int:
-    """Return how many tokens may be generated; the last one is never read."""
-    return spec.max_target_length - prefix_len
+    return spec.max_target_length - prefix_len  # the decoder reads a start token, but not the last token
 
 
 def _limit(spec: ModelSpec, prefix_len: int, config: DecodeConfig) -> int:
-    """Return the most tokens to generate."""
     room = _room(spec, prefix_len)
     if config.max_length is not None:
         return min(config.max_length - 1 - prefix_len, room)
@@ -243,7 +239,7 @@ def _limit(spec: ModelSpec, prefix_len: int, config: DecodeConfig) -> int:
 
 def _setting_problems(spec: ModelSpec, limits: Limits, config: DecodeConfig) -> list[str]:
     problems = config.token_problems(spec.vocab)
-    # As many beams continue even if every beam ends with each of the end tokens.
+    # `num_beams` beams continue even if every beam ends with each of the end tokens.
     each = 1 + len(set(config.ends(spec.tokens.eos)))
     if config.num_beams > 1 and each * config.num_beams > spec.vocab:
         problems.append(
@@ -304,7 +300,6 @@ def _room_problems(spec: ModelSpec, limits: Limits, prefix_len: int, config: Dec
 
 
 def _lists(**given: object) -> tuple[list[list[Any]], list[str]]:
-    """Return token ids as lists, and problems of values that are no lists."""
     found = {name: as_list(value) for name, value in given.items()}
     problems = [
         f"{name} is {shortened(given[name])}, expected a list of token ids"
@@ -315,7 +310,7 @@ def _lists(**given: object) -> tuple[list[list[Any]], list[str]]:
 
 
 def _id_problems(name: str, ids: Sequence[int], vocab: int) -> list[str]:
-    # Nearly always all are valid, and checking all at once is much faster than one by one.
+    # Almost always all ids are valid, and checking them together is much faster.
     if len(ids) == 0 or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab):
         return []
     wrong = [token for token in ids if not _is_id(token, vocab)]

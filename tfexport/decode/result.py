@@ -1,4 +1,4 @@
-"""Results of decoding: hypotheses, and the tokens and reasons that end them."""
+"""Represent the results of decoding: hypotheses and why they ended."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ FinishReason = Literal["eos", "stop", "length", "time"]
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """One way to continue a source.
+    """One generated continuation of a source.
 
     Log-probabilities are those after all processors, as in Hugging Face `generate`: a penalized token counts with its
     penalty, a forced first token counts 0, and the rest of the vocabulary is not renormalized. A sampled token counts
     with the probability that it was drawn with.
 
     Attributes:
-        token_ids: the prefix and the generated tokens, without the start token; an end-of-sequence token is the last.
+        token_ids: the prefix and the generated tokens, without the start token. An end-of-sequence token is the last.
         score: log_prob / num_new_tokens ** length_penalty. The exponent is 1 without beams. The prefix does not count.
         log_prob: Σ log p of the generated tokens.
-        finish_reason: "eos", or what came first: "stop" for a stop string, "length" for the limit, "time" for the
-            end of the time.
+        finish_reason: "eos" for an end-of-sequence token, "stop" for a stop string, "length" for the length limit, or
+            "time" for the time limit.
     """
 
     token_ids: tuple[int, ...]
@@ -36,7 +36,7 @@ class Hypothesis:
 
 
 class Ends:
-    """The tokens that end a text, at least one; `ids` are ascending."""
+    """The tokens that end a text, at least one; `ids` are in ascending order."""
 
     def __init__(self, ids: Iterable[int]) -> None:
         self.ids = tuple(sorted(set(ids)))
@@ -49,7 +49,7 @@ class Ends:
 
 
 def finish_reason(token_id: int, ends: Ends, *, is_stopped: bool, is_full: bool) -> FinishReason:
-    """Return why a hypothesis ended, by its last token, a stop string, its limit or the time."""
+    """Return why a hypothesis ended."""
     if token_id in ends.ids:
         return "eos"
     return "stop" if is_stopped else "length" if is_full else "time"

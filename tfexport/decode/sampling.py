@@ -13,13 +13,13 @@ from tfexport.runtime.session import Floats, Ids
 
 
 class Sampler:
-    """Draws from the distribution that temperature, top_k and top_p leave.
+    """A sampler for the distribution after temperature, top_k and top_p.
 
     Each row has its own generator, seeded with (seed, place of the text, sample), and takes one number per token, so
     a draw does not depend on other rows.
 
     Attributes:
-        wanted: the most candidates that it draws from.
+        wanted: number of best candidates that it draws from.
     """
 
     def __init__(self, config: DecodeConfig, vocab: int) -> None:
@@ -28,23 +28,23 @@ class Sampler:
         self._generators: list[np.random.Generator] = []
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Seed a row for each request."""
+        """Append a row with its own seed for each request."""
         for request in requests:
             place = request.text if request.place is None else request.place
             self._generators.append(np.random.default_rng((request.config.seed, place, request.sample)))
 
     def keep(self, rows: Ids) -> None:
-        """Forget all rows except `rows`, int64 [new rows]."""
+        """Remove all rows except `rows`, int64 [new rows]."""
         self._generators = [self._generators[row] for row in rows.tolist()]
 
     def draw(self, log_probs: Floats) -> tuple[Ids, Floats]:
         """Draw a candidate for each row.
 
         Args:
-            log_probs: of the candidates, float32 [rows, num_candidates], best first.
+            log_probs: float32 [rows, num_candidates], best first.
 
         Returns:
-            The column drawn, int64 [rows], and the log-probability it was drawn with, float32 [rows].
+            Column of the candidate, int64 [rows], and the log-probability that it was drawn with, float32 [rows].
         """
         probabilities = distribution(log_probs[:, : self.wanted], self._config)
         cumulative = probabilities.cumsum(1)
@@ -56,15 +56,15 @@ class Sampler:
 def distribution(log_probs: Floats, config: DecodeConfig) -> NDArray[np.float64]:
     """Return the distribution that a sample is drawn from.
 
-    Temperature, top_k and top_p apply in this order, as in Hugging Face `generate`. Of equal candidates at the k-th
-    place, those stay that the session returned: on the CPU the lowest ids.
+    Temperature, top_k and top_p apply in this order, as in Hugging Face `generate`. If candidates are equal at the
+    k-th place, the session chooses: on the CPU those with the lowest ids.
 
     Args:
         log_probs: of the top_k best candidates, up to a constant, float32 [rows, num_candidates], best first.
-        config: temperature and top_p are read.
+        config: only temperature and top_p are used.
 
     Returns:
-        float64 [rows, num_candidates], each row sums to 1.
+        float64 [rows, num_candidates]; each row sums to 1.
     """
     scaled = log_probs.astype(np.float64) / config.temperature
     weights = np.exp(scaled - scaled[:, :1])

@@ -1,4 +1,4 @@
-"""Score given targets: the log-probability of each of their tokens after those before it."""
+"""Score given targets: the log-probability of each token after those before it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tfexport.runtime.session import Batch, Candidates, Ids, ScoresTokens, Sessi
 
 @dataclass(frozen=True)
 class Score:
-    """The log-probability of a target for its source, by the model alone: no processor, no temperature.
+    """The log-probability of a target for its source, without logits processors.
 
     Attributes:
-        token_ids: the target, and the end token unless it was not asked for.
+        token_ids: the target, including the end token if `add_eos` is set.
         log_probs: natural log p of each token, given the source and the tokens before it.
-        log_prob: their sum.
+        log_prob: sum of `log_probs`.
     """
 
     token_ids: tuple[int, ...]
@@ -44,14 +44,9 @@ def score(
     on_progress: Callable[[int], None] | None = None,
     cancel: threading.Event | None = None,
 ) -> list[Score]:
-    """Score every target for its source; no score depends on the others or on `batch_size`.
+    """Score every target for its source; results do not depend on `batch_size`.
 
-    The arguments are those of `Model.score_ids`; the decoder reads `start` first, by default the model's own.
-
-    Raises:
-        InputError: lists every pair that the model cannot take.
-        BackendError: the backend failed, or the model gave NaN.
-        Cancelled: the event was set before a step.
+    The arguments are those of `Model.score_ids`, and `start`, the decoder's start token; None for the model's own.
     """
     check_call("score", batch_size=batch_size, on_progress=on_progress, cancel=cancel, add_eos=add_eos)
     pairs = check_pairs(session, sources, targets, prefixes, start, add_eos=add_eos, subject="score")
@@ -72,7 +67,6 @@ def score(
 
 
 def _score_batch(session: Session, pairs: Sequence[Pair], cancel: threading.Event | None) -> list[list[float]]:
-    """Read the targets together, a token of each at a time; a pair is removed after its last token."""
     check_cancelled(cancel)
     batch = session.batch()
     source_ids, source_mask = pad_right([pair.source_ids for pair in pairs], session.spec.tokens.pad)
@@ -82,6 +76,7 @@ def _score_batch(session: Session, pairs: Sequence[Pair], cancel: threading.Even
     for step in range(max(len(pair.target_ids) for pair in pairs)):
         check_cancelled(cancel)
         if step:
+            # A pair is removed after its last token.
             leaving = np.flatnonzero([len(pairs[number].target_ids) == step for number in live])
             if leaving.size:
                 kept = close_up(len(live), leaving)
@@ -101,17 +96,13 @@ def _score_batch(session: Session, pairs: Sequence[Pair], cancel: threading.Even
 
 
 def _log_probs(session: Session, batch: Batch, target_ids: Ids, next_ids: Ids) -> list[float]:
-    """Read a token of every row and return log p of given next ones; NaN for rows with broken numbers."""
+    """Read a token of every row; return log p of the next ones, NaN for broken rows."""
     if isinstance(batch, ScoresTokens):
         found = batch.score_step(target_ids, next_ids)
     else:
-        found = _of_given(batch.step(target_ids, session.spec.vocab), next_ids)
+        every = batch.step(target_ids, session.spec.vocab)
+        place = (every.token_ids == next_ids[:, None]).argmax(1)[:, None]
+        found = Candidates(next_ids[:, None], np.take_along_axis(every.logits, place, 1), every.log_normalizer)
     log_probs, broken = found.log_probs[:, 0], is_broken(found)
     values: list[float] = (log_probs if broken is None else np.where(broken, np.nan, log_probs)).tolist()
     return values
-
-
-def _of_given(found: Candidates, next_ids: Ids) -> Candidates:
-    """Find given tokens among candidates of the whole vocabulary."""
-    place = (found.token_ids == next_ids[:, None]).argmax(1)[:, None]
-    return Candidates(next_ids[:, None], np.take_along_axis(found.logits, place, 1), found.log_normalizer)

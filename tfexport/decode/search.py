@@ -1,4 +1,4 @@
-"""The interface between a search and the loop: how many candidates it wants, and what it does with them."""
+"""Define the interface between a search and the decoding loop."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Outcome = list[Hypothesis] | TfexportError
 
 
 class Option(Protocol):
-    """State of a decoding option for the sources of a search: processors, stops, the sampler."""
+    """State of a decoding option for the sources of a search, such as the sampler."""
 
     def add(self, requests: Sequence[Request]) -> None:
         """Append sources."""
         ...
 
     def keep(self, kept: Ids) -> None:
-        """Forget all sources except `kept`, int64 [new sources]."""
+        """Remove all sources except `kept`, int64 [new sources]."""
         ...
 
 
@@ -36,8 +36,8 @@ class Taken(NamedTuple):
     """The result of a step of a search.
 
     Attributes:
-        rows: row that each row continues, int64 [rows]; None if every row continues itself.
-        done: outcomes of the finished sources by their place in the search; they have to be removed.
+        rows: for each row the row that it continues, int64 [rows]; None if every row continues itself.
+        done: outcomes of the finished sources by their place in the search; the caller has to remove them.
     """
 
     rows: Ids | None
@@ -45,13 +45,13 @@ class Taken(NamedTuple):
 
 
 class Search(Protocol):
-    """Sources with the same settings, `width` rows each, every source at its own length.
+    """Sources with the same options, each of its own length.
 
     Attributes:
         width: rows of a source.
         requests: the sources, by place.
         history: start token, prefix and generated tokens of each row.
-        stop_ids: best tokens that end steps taken at once.
+        stop_ids: tokens that end steps taken at once if they are the best.
     """
 
     width: int
@@ -61,7 +61,7 @@ class Search(Protocol):
 
     @property
     def follows_best(self) -> bool:
-        """Whether each row continues with its best token, unless that is one of `stop_ids`."""
+        """Whether rows continue with the best token, unless it is one of `stop_ids`."""
         ...
 
     def add(self, requests: Sequence[Request]) -> None:
@@ -69,27 +69,27 @@ class Search(Protocol):
         ...
 
     def num_candidates(self) -> int:
-        """Return how many of the best next tokens of each row it wants, 1 … vocab."""
+        """Return how many of the best next tokens of each row `take` needs, 1 … vocab."""
         ...
 
     def take(self, found: Candidates) -> Taken:
-        """Choose among at least `num_candidates` candidates of each row and lengthen the rows."""
+        """Extend the rows, given at least `num_candidates` candidates of each."""
         ...
 
     def steps_ahead(self) -> int:
-        """Return how many steps may be taken at once, each row continuing with its best token; at least 1."""
+        """Return how many greedy steps may be taken at once, at least 1."""
         ...
 
     def follow(self, found: Candidates) -> None:
-        """Take steps in which each row continued with its best token, and none ended a text.
+        """Take steps in which each row continued with its best token and no text ended.
 
         Args:
-            found: candidates with one more axis in front: [steps, rows, …].
+            found: candidates with an additional first axis: [steps, rows, …].
         """
         ...
 
     def remove(self, kept: Ids) -> None:
-        """Continue only with the sources `kept`, in this order, int64 [new sources]."""
+        """Remove all sources except `kept`, in this order, int64 [new sources]."""
         ...
 
 
@@ -108,13 +108,13 @@ _SHARED = tuple(field.name for field in dataclasses.fields(DecodeConfig) if fiel
 
 
 def settings(config: DecodeConfig) -> tuple[object, ...]:
-    """Return the options that have to be equal for two requests to be searched together."""
+    """Return the options that have to be equal for two requests to share a search."""
     return tuple(getattr(config, name) for name in _SHARED)
 
 
 def is_broken(found: Candidates) -> Mask | None:
-    """Return which rows hold NaN or infinite numbers, bool [rows]; None if no row does."""
-    # For a few numbers counting is fastest: `any` and `all` take three times as long.
+    """Return which rows have NaN or infinite numbers; None if no row does."""
+    # For a few numbers, `any` and `all` take three times as long as counting.
     log_normalizer = found.log_normalizer
     if np.count_nonzero(np.isfinite(log_normalizer)) == log_normalizer.size and not np.count_nonzero(
         np.isnan(found.logits)
@@ -125,7 +125,7 @@ def is_broken(found: Candidates) -> Mask | None:
 
 
 def repaired(found: Candidates, broken: Mask) -> Candidates:
-    """Replace the numbers of broken rows, whose sources have failed, by zeros."""
+    """Replace the numbers of broken rows by zeros."""
     return Candidates(
         found.token_ids,
         np.where(broken[:, None], np.float32(0), found.logits),

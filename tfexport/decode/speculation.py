@@ -1,7 +1,7 @@
-"""Speculative decoding by prompt lookup: draft how a text continues, and verify several tokens in one step.
+"""Draft tokens by prompt lookup and verify several of them in one step.
 
-A wrong draft costs time. So a text drafts while enough of its drafted tokens are accepted, and otherwise tries again
-later, after pauses that double.
+A wrong draft costs time. Therefore a text drafts only while enough of its drafted tokens are accepted. Otherwise it
+tries again after pauses that double.
 """
 
 from __future__ import annotations
@@ -13,41 +13,41 @@ from tfexport.contract import ModelSpec
 from tfexport.decode.request import Request
 from tfexport.decode.search import Search
 
-# Sizes of the n-grams that are looked up in source and text, and, if neither has them, in the source alone.
+# Sizes of the n-grams that are looked up in source and text, and, if neither has them, in the source only.
 SIZES = (3, 2)
 IN_SOURCE, GOES_ON = 1, 0
 # Tokens in a row that may differ from a copy before it ends.
 MAX_CHANGED = 2
-# Between the source and the text; not a token.
+# Separates the source and the text; not a token.
 _BORDER = -1
 
-# Tokens of a draft: few sizes, because each is bound on its own.
+# Draft lengths in tokens: few, because each needs its own binding.
 DRAFT_LENGTHS = (1, 3, 7, 15)
-# Least share of accepted tokens. One more token in a step costs a tenth of a step, a fifth with narrow weights.
+# Minimum share of accepted tokens. One more token in a step costs a tenth of a step, a fifth with quantized weights.
 MIN_ACCEPTANCE = 0.3
 # Weight of the last draft in that share.
 ACCEPTANCE_WEIGHT = 0.4
-# Draft length and share that a text starts with, after a match of one token and after longer ones.
+# Initial draft length and share, for matches of one token and for longer matches.
 FIRST_TRUST = ((1, 0.4), (3, 0.5))
-# Tokens until drafts are tried again after too few were accepted.
+# Tokens without drafts after too few drafted tokens were accepted.
 FIRST_PAUSE, LAST_PAUSE = 4, 64
-# Lookups without a match after which one more plain step is taken before the next, and the most such steps.
+# Each time that this many lookups fail, one more plain step is taken before the next lookup, up to a maximum.
 LOOKUPS_PER_STEP, MAX_PLAIN_STEPS = 4, 8
 
 
 class PromptLookup:
-    """Drafts how a text continues, copied from its source or from itself.
+    """Drafts that copy from the source or from the text itself.
 
-    A copy goes on at its place even after tokens that differ from it: a corrected word, or another name. Otherwise the
-    longest n-gram that occurred before counts: in the source the first one after the newest copy, because texts copy
-    their source from beginning to end, and in the text the newest.
+    A copy continues at its place even after tokens that differ from it, such as a corrected word or another name.
+    Otherwise the longest n-gram that occurred before is used: in the source the first after the newest copy, because
+    texts copy their source from beginning to end; in the text the last.
     """
 
     def __init__(self, source_ids: Sequence[int]) -> None:
-        """Take a source, of the same vocabulary as the text."""
+        """Create a lookup for a source with the same vocabulary as the text."""
         self._tokens: list[int] = []
         self._followers: dict[tuple[int, ...], list[int]] = {}
-        self._copied = 0  # as far as the source has been copied
+        self._copied = 0  # place of the newest copy in the source
         self._next: int | None = None  # place of the next token in the copy
         self._changed = 0
         self._border = len(source_ids)
@@ -55,7 +55,7 @@ class PromptLookup:
         self._tokens.append(_BORDER)
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Lengthen the text."""
+        """Append tokens to the text."""
         for token in tokens:
             place = len(self._tokens)
             for size in (*SIZES, IN_SOURCE):
@@ -69,9 +69,11 @@ class PromptLookup:
                     self._next = None
 
     def places(self) -> Iterator[tuple[int, int]]:
-        """Yield the number of equal tokens and a place that may continue the text, the likeliest first.
+        """Yield places that may continue the text, the most likely first.
 
-        The number is `GOES_ON` if a copy continues after a token that differs from it.
+        Yields:
+            Number of equal tokens before the place, or `GOES_ON` if a copy continues after a different token; the
+            place.
         """
         for size in SIZES:
             if found := self._followers.get(tuple(self._tokens[-size:])):
@@ -83,9 +85,9 @@ class PromptLookup:
             yield IN_SOURCE, self._nearest(found)
 
     def copy(self, place: int, count: int) -> list[int]:
-        """Return up to `count` tokens from a place on, at least one, which the text is a copy of from now on.
+        """Return up to `count` tokens from a place on, at least one, and note the place.
 
-        A copy that reaches the end of the text continues with the draft itself: a text may repeat itself.
+        A copy that reaches the end of the text continues with the draft itself, because a text may repeat itself.
         """
         self._next, self._changed = place, 0
         if place < self._border:
@@ -98,7 +100,6 @@ class PromptLookup:
         return drafted
 
     def _nearest(self, places: list[int]) -> int:
-        """Choose among places, which are in order."""
         if self._next is not None:
             at = bisect_left(places, self._next)
             if at < len(places) and places[at] == self._next:
@@ -110,11 +111,11 @@ class PromptLookup:
 
 
 class _Trust:
-    """How many tokens to draft after matches of one size.
+    """Draft length and acceptance after matches of one size.
 
     Attributes:
-        resumes: length of the text from which on there may be a draft.
-        length: tokens of the next one.
+        resumes: text length from which on drafts are allowed.
+        length: number of tokens of the next draft.
     """
 
     def __init__(self, size: int) -> None:
@@ -123,7 +124,6 @@ class _Trust:
         self._pause = FIRST_PAUSE
 
     def note(self, drafted: int, accepted: int, length: int) -> None:
-        """Learn how many tokens of a draft were accepted; the text has `length` tokens now."""
         self._accepted += ACCEPTANCE_WEIGHT * (accepted / drafted - self._accepted)
         enough = drafted + 1 if accepted == drafted else accepted
         self.length = next((size for size in DRAFT_LENGTHS if size >= enough), DRAFT_LENGTHS[-1])
@@ -134,19 +134,19 @@ class _Trust:
 
 
 class Speculation:
-    """The drafts of one text, `request`."""
+    """The drafts of one text."""
 
     def __init__(self, request: Request, spec: ModelSpec) -> None:
-        """Start with the source, unless its ids are of another vocabulary."""
         self.request = request
         self._most = request.config.prompt_lookup_num_tokens or 0
+        # A source with another vocabulary cannot be copied.
         self._lookup = PromptLookup(request.source_ids if spec.source_vocab == spec.vocab else ())
         self._trusts = {size: _Trust(size) for size in (*SIZES, GOES_ON, IN_SOURCE)}
         self._tried = self._trusts[GOES_ON]
         self._seen = self._vain = 0
 
     def draft(self, search: Search) -> list[int]:
-        """Return tokens that may follow; none if a plain step is as good."""
+        """Return tokens that may follow; empty if a plain step is as good."""
         length = int(search.history.lengths[0])
         self._lookup.extend(search.history.tokens[0, self._seen : length].tolist())
         self._seen = length
@@ -164,5 +164,5 @@ class Speculation:
         return min(1 + self._vain // LOOKUPS_PER_STEP, MAX_PLAIN_STEPS)
 
     def note(self, drafted: int, accepted: int, length: int) -> None:
-        """Learn how many tokens of the newest draft were accepted; the text has `length` tokens now."""
+        """Record the acceptance of a draft; the text now has `length` tokens."""
         self._tried.note(drafted, accepted, length)

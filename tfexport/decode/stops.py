@@ -1,4 +1,4 @@
-"""Stop strings and time limits, which end a text in addition to its end tokens and its length."""
+"""End texts at stop strings and time limits."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ def stop_end(token_ids: Sequence[int], strings: Sequence[str], text_of: Callable
     """Find the stop string that the last token has completed.
 
     Args:
-        token_ids: of the text, without the start token.
-        strings: any of which ends a text.
+        token_ids: tokens of the text, without the start token.
+        strings: stop strings.
         text_of: decodes token ids.
 
     Returns:
-        Its end in the text of all tokens, the earliest of several; None if none was completed.
+        End of the stop string in the decoded text, the earliest if there are several; None if there is no stop string.
     """
     after = text_of(token_ids)
-    if not any(string in after for string in strings):  # nearly always, and then the text before does not matter
+    if not any(string in after for string in strings):  # almost always, so skip decoding the text before
         return None
     before = text_of(token_ids[:-1])
-    # A string that was there before has not ended the text; the last token may have changed the text before it.
+    # Skip strings that were complete before. The last token may have changed the text before it.
     known = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False)))
     starts = [(after.find(string, max(0, known - len(string) + 1)), string) for string in strings]
     return min((start + len(string) for start, string in starts if start >= 0), default=None)
@@ -39,7 +39,7 @@ class Stops:
     """Stop strings and deadlines of the sources of one search.
 
     Attributes:
-        are_set: whether there are any.
+        are_set: whether there are stop strings or deadlines.
     """
 
     def __init__(self, config: DecodeConfig) -> None:
@@ -48,30 +48,32 @@ class Stops:
         self._deadlines = np.empty(0)
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Start the time of more sources."""
+        """Append sources, whose time limits start now."""
         deadline = np.inf if self._max_time is None else time.monotonic() + self._max_time
         self._deadlines = np.concatenate((self._deadlines, np.full(len(requests), deadline)))
 
     def keep(self, kept: Ids) -> None:
-        """Forget all sources except `kept`, int64 [new sources]."""
+        """Remove all sources except `kept`, int64 [new sources]."""
         self._deadlines = self._deadlines[kept]
 
     def are_late(self) -> Mask:
-        """Return whose time is over, bool [sources]."""
+        """Return which sources have exceeded their time limit, bool [sources]."""
         late: Mask = time.monotonic() > self._deadlines
         return late
 
     def is_stopped(self, request: Request, token_ids: Sequence[int]) -> bool:
-        """Return whether the last token of a text, given without the start token, has completed a stop string.
+        """Return whether the last token of a text has completed a stop string.
+
+        `token_ids` have no start token.
 
         Raises:
-            BackendError: the tokens of this text cannot be decoded.
+            BackendError: the tokens cannot be decoded.
         """
         if not self._strings or request.text_of is None:
             return False
         try:
             return stop_end(token_ids, self._strings, request.text_of) is not None
-        except Exception as error:  # of a tokenizer, or of a function of the caller
+        except Exception as error:  # raised by the tokenizer or by a function of the caller
             raise BackendError(
                 f"decode: {request.name} could not be put into words to look for stop strings: {error!r}; "
                 "check the tokenizer, or leave stop_strings out",

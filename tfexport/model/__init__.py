@@ -1,1 +1,1 @@
-"""A loaded bundle: text in, text out."""
+"""Load a bundle, and generate, score, align and embed with it."""

@@ -1,4 +1,4 @@
-"""Unknown tokens of a result, written as what they were read from."""
+"""Replace unknown tokens of results by the source tokens that they align with."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ NO_COPIES_IN_STREAMS = (
 
 
 def check_copies(session: Session, tokenizer: Tokenizer | None) -> None:
-    """Refuse a model that cannot say what an unknown token was read from, before it decodes.
+    """Check that unknown tokens can be replaced, before anything is decoded.
 
     Raises:
-        ConfigError: its vocabulary has no unknown token, or its bundle or backend no alignment.
+        ConfigError: the vocabulary has no unknown token, or the bundle or backend has no alignment.
     """
     from tfexport.decode.align import need_alignment
 
     if tokenizer is None or not session.spec.has_decoder:
-        return  # which is refused for other reasons
+        return  # other checks report this
     if tokenizer.unknown is None:
         raise ConfigError("replace_unknowns: the vocabulary has no unknown token to replace; leave it out")
     need_alignment(session, "replace_unknowns")
@@ -43,21 +43,10 @@ def with_copies(
     batch_size: int = 32,
     cancel: threading.Event | None = None,
 ) -> list[Result]:
-    """Write in each result what its unknown tokens were read from; it may be called on any thread.
+    """Replace the unknown tokens of each result by their source tokens.
 
-    Args:
-        session: that `check_copies` does not refuse.
-        tokenizer: of its bundle.
-        texts: of the sources.
-        sources: token ids of each text.
-        results: of any of them, by their `index`.
-        decoding: that they come from.
-        batch_size: results read at once.
-        cancel: set by another thread to give the call up; None for a call that nobody cancels.
-
-    Raises:
-        BackendError: the backend failed.
-        Cancelled: the event was set.
+    It may be called on any thread, for sessions that pass `check_copies`. `results` may be in any order; their `index`
+    is the place of the source in `texts` and `sources`. `decoding` are the options that they were decoded with.
     """
     from tfexport.decode.align import unknown_sources
 
@@ -79,9 +68,9 @@ def with_copies(
 
 
 def _copied(tokenizer: Tokenizer, result: Result, tokens: Mapping[int, str]) -> Result:
-    """Put tokens of the source into a text, which still ends where a stop string ended it."""
     if not tokens:
         return result
+    # A stop string has cut this much from the text.
     cut = len(tokenizer.decode(result.token_ids)) - len(result.text)
     text = tokenizer.decode_with(result.token_ids, tokens)
     return dataclasses.replace(result, text=text[: len(text) - cut])

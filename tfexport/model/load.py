@@ -1,4 +1,4 @@
-"""Open a bundle, check it, and load it on a backend."""
+"""Open and check a bundle, and load it on a backend."""
 
 from __future__ import annotations
 
@@ -35,27 +35,30 @@ def load(
     trusted_keys: Sequence[str | PathLike[str]] | None = None,
     warm_up: Sequence[tuple[int, int]] = (),
 ) -> Model:
-    """Open a bundle, check every byte of it and load it on a backend.
+    """Open a bundle, check all of its files, and load it on a backend.
 
     Args:
-        path: of the bundle.
-        backend: "ort", "eager" or "trt"; "auto" takes the first of them that is installed and can run the bundle.
-        form: decoder variant; None takes contrib on the CPU, else static, or concat if it is the only one.
-        threads: of one call on the CPU in ONNX Runtime. "auto" gives the encoder all available cores and the decoder's
-            steps one or all, by their size; None lets ONNX Runtime take one on each core that it finds.
-        device: where graphs are computed, "cpu" or "cuda"; never another than the one asked for.
-        engine: name of the engine for backend "trt"; None for the only one that may be used here.
-        trusted_keys: files of public keys, one of which must have signed the bundle, and the engine if one is loaded;
+        path: directory of the bundle.
+        backend: "ort", "eager" or "trt"; "auto" uses the first of them that is installed and can run the bundle.
+        form: decoder variant; None uses the first that the bundle has of contrib (CPU only), static and concat.
+        threads: CPU threads of one call in ONNX Runtime. "auto" gives the encoder all available cores, and the decoder
+            all or one, depending on its size. None lets ONNX Runtime start one on each core that it finds.
+        device: "cpu" or "cuda". There is no fallback to another device.
+        engine: name of the engine for backend "trt"; None uses the only engine that fits this machine.
+        trusted_keys: public key files. One of the keys must have signed the bundle, and the engine if one is loaded.
             None does not check signatures.
-        warm_up: batches that are run twice before the model is returned, as (texts, tokens of a source):
-            [(1, 16), (32, 16)]. A GPU compiles kernels and captures steps when a shape first occurs.
+        warm_up: batches to run twice before the model is returned, as (texts, source tokens): [(1, 16), (32, 16)].
+            A GPU compiles kernels and captures steps when a shape first occurs.
+
+    Returns:
+        A model that threads can share.
 
     Raises:
-        BundleError: the bundle is missing, damaged, signed by none of the keys, or lacks the form.
+        BundleError: the bundle is missing or damaged, lacks the form, or is not signed by any of the keys.
         BackendError: the backend is not installed, or cannot run the bundle on the device.
-        EngineError: the bundle has no such engine, or it may not be used here.
-        ConfigError: an argument is not allowed.
-        InputError: the warm-up has longer sources than the model takes.
+        EngineError: the bundle has no such engine, or the engine cannot be used on this machine.
+        ConfigError: an argument is invalid.
+        InputError: a warm-up batch has longer sources than the model takes.
     """
     options = LoadOptions(
         backend=backend,
@@ -70,25 +73,25 @@ def load(
 
 
 def load_with(path: str | PathLike[str], options: LoadOptions) -> Model:
-    """Load a bundle as `load` does, with its options as one object."""
+    """Load a bundle with the options of `load` as one object."""
     folder, batches = checked_path(path, "load: path"), _warm_up_batches(options.warm_up)
     keys = None if options.trusted_keys is None else TrustedKeys.read(options.trusted_keys)
     bundle = open_bundle(folder, weights=False, trusted_keys=keys)
     check_engines(bundle.path)
     tokenizer, defaults = load_tokenizer(bundle), read_defaults(bundle)
-    with ThreadPoolExecutor(1) as pool:  # hashing the weights takes as long as the rest
+    with ThreadPoolExecutor(1) as pool:  # hashing the weights takes as long as loading
         checked = pool.submit(check_weights, bundle)
         try:
             session = open_session(bundle, options)
         except TfexportError:
-            checked.result()  # changed weights are the better reason
+            checked.result()  # changed weights explain the failure better
             raise
     threads = getattr(session, "threads", None) if options.device == "cpu" else None
     defaults = defaults.within(bundle.manifest.spec.max_target_length)
     model = Model(session, tokenizer, defaults, manifest=bundle.manifest, threads=threads)
     try:
         checked.result()
-        # The second run of a batch lets the GPU capture a step that the host feeds too.
+        # The second run of a batch captures the steps whose inputs come from the host.
         for rows, source_len in (*batches, *batches):
             run_warm_up(session, rows, source_len)
     except BaseException:
@@ -100,7 +103,6 @@ def load_with(path: str | PathLike[str], options: LoadOptions) -> Model:
 
 
 def _warm_up_batches(given: object) -> list[tuple[int, int]]:
-    """Return the batches of a warm-up as pairs of numbers, or raise `ConfigError` with those that are not."""
     listed = as_list(given)
     if listed is None:
         raise ConfigError(f"load: warm_up is {shortened(given)}, expected a list such as [(32, 16)]")
@@ -115,12 +117,7 @@ def _warm_up_batches(given: object) -> list[tuple[int, int]]:
 
 
 def load_tokenizer(bundle: Bundle) -> Tokenizer | None:
-    """Read the tokenizer of a bundle; return None if it has none.
-
-    Raises:
-        BundleError: it is damaged, or not of this model.
-        BackendError: the package `tokenizers` is not installed.
-    """
+    """Read the tokenizer of a bundle; return None if it has none."""
     manifest = bundle.manifest
     if not manifest.has_tokenizer:
         return None

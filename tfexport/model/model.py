@@ -1,4 +1,4 @@
-"""A model on a backend: generate, stream, score, align and embed."""
+"""Generate, stream, score, align and embed with a loaded bundle."""
 
 from __future__ import annotations
 
@@ -37,25 +37,25 @@ Pooling = Literal["mean", "cls"]
 
 
 class Model:
-    """A model on a backend, safe to share between threads.
+    """A bundle on a backend, safe to share between threads.
 
     These arguments mean the same in every method:
 
-    - `batch_size`: texts processed at once; no result depends on it or on the other texts.
-    - `on_progress`: called after a step or batch with the number of texts that it finished, if any.
-    - `cancel`: an event that another thread sets to end the call with `Cancelled`.
-    - `config`: decoding options in place of the bundle's defaults; None for those.
+    - `batch_size`: number of texts processed at once. Results depend neither on it nor on the other texts.
+    - `on_progress`: function called after a step or batch with the number of texts that it finished, if any.
+    - `cancel`: event that another thread sets to end the call with `Cancelled`.
+    - `config`: decoding options that replace the bundle's defaults; None uses the defaults.
     - `options`: fields of `DecodeConfig`, named as in Hugging Face `generate`; they override `config` and defaults.
 
     Every method raises `ConfigError` for options that are unknown, out of range or contradictory, `InputError` with
     every input that the model cannot take, `BackendError` if the backend failed, and `Cancelled`.
 
     Attributes:
-        session: the backend's session.
-        tokenizer: None if the bundle has none; then only ids go in and out.
+        session: session of the backend; `close` closes it.
+        tokenizer: None if the bundle has no tokenizer; then only the methods for token ids work.
         defaults: decoding options of the bundle.
-        manifest: of the bundle: versions, verification, hashes of all files; None without a bundle.
-        threads: CPU threads of a call in ONNX Runtime; None elsewhere.
+        manifest: the bundle's manifest, with versions, verification and file hashes; None without a bundle.
+        threads: CPU threads of a call in ONNX Runtime; None for other backends.
     """
 
     def __init__(
@@ -67,7 +67,6 @@ class Model:
         manifest: Manifest | None = None,
         threads: Threads | None = None,
     ) -> None:
-        """Wrap a session, which `close` closes."""
         self.session, self.tokenizer = session, tokenizer
         self.defaults = defaults or GenerationDefaults()
         self.manifest, self.threads = manifest, threads
@@ -97,14 +96,15 @@ class Model:
         config: DecodeConfig | None = None,
         **options: Any,
     ) -> list[Result]:
-        """Generate for every text.
+        """Generate text for every source text.
 
-        Each result begins with its prefix, or is biased towards it with `prefix_bias_beta`; "" is no prefix. `indices`
-        are those of the texts in a longer call, for `Result.index` and the seeds of samples; None for 0, 1, ….
+        - `prefixes`: text that each result begins with, or is biased towards with `prefix_bias_beta`; "" for no prefix.
+        - `indices`: places of the texts in a longer call, for `Result.index` and for the seeds of samples; None for
+          0, 1, ….
 
         Returns:
-            num_return_sequences results per text, in the order of the texts, best first; fewer if fewer texts are
-            allowed.
+            num_return_sequences results per text, best first, in the order of the texts.
+            A text has fewer results if the options forbid the others.
         """
         decoding, tokenizer = self.decoding(config, **options), self._need_tokenizer()
         if decoding.replace_unknowns:
@@ -147,9 +147,10 @@ class Model:
         config: DecodeConfig | None = None,
         **options: Any,
     ) -> list[list[Hypothesis]]:
-        """Generate from token ids, without a tokenizer.
+        """Generate token ids for the token ids of every source, without a tokenizer.
 
-        The ids of a source include its special tokens, those of a prefix no start token.
+        - `sources`: token ids, including special tokens.
+        - `prefixes`: token ids that each hypothesis begins with, without the start token.
 
         Returns:
             For each source its num_return_sequences hypotheses, best first.
@@ -174,10 +175,10 @@ class Model:
         config: DecodeConfig | None = None,
         **options: Any,
     ) -> Iterator[str]:
-        """Generate for one text, with one result and no beams, and yield pieces as they come.
+        """Generate text for one source text and yield pieces as they are decoded.
 
-        The pieces together are the text that `generate` returns; `prefix` comes first. If `cancel` is set, the iterator
-        raises `Cancelled`.
+        It supports one result and no beams. The pieces, joined, equal the text that `generate` returns, including
+        `prefix`. If `cancel` is set, the iterator raises `Cancelled`.
         """
         tokenizer = self._need_tokenizer()
         (source,) = tokenizer.encode(_texts("text", [text]))
@@ -208,9 +209,9 @@ class Model:
         config: DecodeConfig | None = None,
         **options: Any,
     ) -> Iterator[int]:
-        """Generate from the token ids of one text and yield ids as they come, without a tokenizer.
+        """Generate token ids for one source and yield them singly, without a tokenizer.
 
-        The ids are the `token_ids` that `generate_ids` returns; `prefix`, without the start token, comes first.
+        They equal the `token_ids` that `generate_ids` returns, including `prefix`, which has no start token.
         """
         text_of = self.tokenizer.decode if self.tokenizer else None
         decoding, defaults = self.decoding(config, **options), self._not_given(config, options)
@@ -226,10 +227,10 @@ class Model:
         on_progress: Callable[[int], None] | None = None,
         cancel: threading.Event | None = None,
     ) -> list[Score]:
-        """Return the log-probabilities of given targets, one for each text, by the model alone, without processors.
+        """Return the log-probabilities of given targets, one target for each text.
 
-        The tokens that the bundle starts every target with are read and not scored. `add_eos` also scores the end token
-        after each target.
+        They come from the model's logits, without logits processors. The tokens that the bundle starts every target
+        with are not scored. `add_eos` also scores the end token after each target.
         """
         sources, given, prefixes = self._pairs(texts, targets, "score")
         return self.score_ids(
@@ -253,10 +254,12 @@ class Model:
         on_progress: Callable[[int], None] | None = None,
         cancel: threading.Event | None = None,
     ) -> list[Score]:
-        """Score token ids, without a tokenizer; see `score`.
+        """Return the log-probabilities of given targets as token ids, without a tokenizer.
 
-        The ids of a source include its special tokens. Those of a target have no start token, as the `token_ids` of a
-        `Hypothesis`; `add_eos` ends each target that does not end yet. The prefix of a target is read and not scored.
+        - `sources`: token ids, including special tokens.
+        - `targets`: token ids without the start token, like `Hypothesis.token_ids`.
+        - `prefixes`: token ids that the decoder reads before each target; they are not scored.
+        - `add_eos`: append the end token to each target that does not end with it.
         """
         from tfexport.decode.score import score
 
@@ -281,10 +284,10 @@ class Model:
         on_progress: Callable[[int], None] | None = None,
         cancel: threading.Event | None = None,
     ) -> list[Alignment]:
-        """Return which source tokens the tokens of given targets, one for each text, were read from.
+        """Return which source tokens the tokens of given targets were read from.
 
-        The weights are those of the decoder layer and heads that the bundle was exported with (`--alignment`). The
-        tokens that the bundle starts every target with are read and not aligned.
+        There is one target for each text. The weights are those of the decoder layer and heads that the bundle was
+        exported with (`--alignment`). The tokens that the bundle starts every target with are not aligned.
         """
         sources, given, prefixes = self._pairs(texts, targets, "align")
         return self.align_ids(
@@ -301,7 +304,7 @@ class Model:
         on_progress: Callable[[int], None] | None = None,
         cancel: threading.Event | None = None,
     ) -> list[Alignment]:
-        """Align token ids, without a tokenizer; see `align` and, for the arguments, `score_ids`."""
+        """Align token ids as `align` does texts; the arguments are those of `score_ids`."""
         from tfexport.decode.align import align
 
         found = align(
@@ -325,10 +328,10 @@ class Model:
         batch_size: int = 32,
         cancel: threading.Event | None = None,
     ) -> Floats:
-        """Encode texts to one vector each, with an encoder-only bundle.
+        """Encode each text as one vector, with an encoder-only bundle.
 
-        `pooling` is "mean" over a text's tokens, or "cls", the first token's; `normalize` divides by the Euclidean
-        norm.
+        - `pooling`: "mean" over the text's tokens, or "cls", the vector of its first token.
+        - `normalize`: divide each vector by its Euclidean norm.
 
         Returns:
             float32 [texts, d_model].
@@ -348,24 +351,24 @@ class Model:
         return vectors
 
     def close(self) -> None:
-        """Free the backend's memory and return it to the system; the model cannot be used afterwards."""
+        """Free the backend's memory and return it to the operating system.
+
+        The model cannot be used afterwards.
+        """
         self.session.close()
         _malloc_trim()(0)
 
     def __enter__(self) -> Self:
-        """Return the model itself."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the model."""
         self.close()
 
     def _pairs(
         self, texts: Iterable[str], targets: Iterable[str], subject: str
     ) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
-        """Encode sources and targets; return them with the prefix of each target."""
         if not self.spec.has_decoder:
             raise InputError(f"{subject}: this bundle is an encoder alone and reads no target; use embed")
         tokenizer = self._need_tokenizer()
@@ -378,7 +381,6 @@ class Model:
         return source_ids, target_ids, [prefix] * len(sources)
 
     def _spelled(self, found: Alignment) -> Alignment:
-        """Add the tokens of the ids if there is a tokenizer."""
         if self.tokenizer is None:
             return found
         source_tokens, target_tokens = self.tokenizer.tokens(found.source_ids, found.target_ids)
@@ -393,7 +395,6 @@ class Model:
         return mean
 
     def _not_given(self, config: DecodeConfig | None, options: Mapping[str, Any]) -> set[str]:
-        """Return the options that a call takes from the bundle's defaults."""
         return set() if config else self.defaults.given().keys() - options.keys()
 
     def _need_tokenizer(self) -> Tokenizer:
@@ -404,25 +405,22 @@ class Model:
         return self.tokenizer
 
 
+# After a close, a process that loads and closes `paper-base` repeatedly keeps 30 MB with glibc's `malloc_trim`, 296 MB
+# without it.
 @cache
 def _malloc_trim() -> Callable[[int], object]:
-    """Return glibc's `malloc_trim`, which returns freed heap pages to the system; elsewhere a function without effect.
-
-    Without it, a process that loads and closes `paper-base` again and again keeps 296 MB after a close, with it 30 MB.
-    """
     library = ctypes.CDLL(None) if sys.platform == "linux" else None
     return getattr(library, "malloc_trim", lambda pad: None)
 
 
 def bundle_sha256(model: Model) -> str:
-    """Return the sha256 of the manifest of a model's bundle, or raise `InputError` if it has no bundle."""
+    """Return the SHA-256 of a model's manifest; raise `InputError` without a bundle."""
     if model.manifest is None:
         raise InputError("the model is of no bundle, so that nothing says what it is; use tfexport.load")
     return hashlib.sha256(model.manifest.to_bytes()).hexdigest()
 
 
 def _texts(name: str, given: Iterable[str]) -> list[str]:
-    """Return texts as a list; the tokenizer checks each."""
     texts = as_list(given)
     if texts is None:
         got = "one text" if isinstance(given, str) else shortened(given)
@@ -433,7 +431,6 @@ def _texts(name: str, given: Iterable[str]) -> list[str]:
 
 
 def _indices(given: Iterable[int] | None, count: int) -> Sequence[int]:
-    """Return the index of each text of a call."""
     if given is None:
         return range(count)
     indices = as_list(given)

@@ -1,4 +1,4 @@
-"""What a call gives for each text."""
+"""Build the results of `Model.generate` from hypotheses."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from tfexport.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Result:
-    """One text that was generated.
+    """A generated text.
 
     Attributes:
-        text: decoded, without special tokens.
-        token_ids: the prefix and what was generated, a final end-of-sequence token included.
-        score: log-probability of the generated tokens over their number to the power of length_penalty.
-        finish_reason: "eos", or what came first: "stop" for a stop string, with which the text ends, "length" for the
-            limit, "time" for the end of the time.
-        index: of the text in the call that this continues.
+        text: the decoded text, without special tokens. If a stop string ended it, the text ends with that string.
+        token_ids: the prefix and the generated tokens, including a final end-of-sequence token.
+        score: log-probability of the generated tokens, divided by their number to the power of length_penalty.
+        finish_reason: "eos" for an end-of-sequence token, "stop" for a stop string, "length" for the length limit, or
+            "time" for the time limit.
+        index: place of the source text in the call.
     """
 
     text: str
@@ -31,7 +31,7 @@ class Result:
 
 
 def result_of(tokenizer: Tokenizer, found: Hypothesis, config: DecodeConfig, index: int = 0) -> Result:
-    """Put a hypothesis of the text `index` into words, without what its last token says behind a stop string."""
+    """Decode a hypothesis; drop what its last token adds after a stop string."""
     end = stop_end(found.token_ids, config.strings, tokenizer.decode) if found.finish_reason == "stop" else None
     text = tokenizer.decode(found.token_ids)[:end]
     return Result(text, found.token_ids, found.score, found.finish_reason, index)

@@ -1,1 +1,1 @@
-"""Sessions: a model on a backend, behind one interface."""
+"""Run a bundle in a session of any backend, all with one interface."""

@@ -1,7 +1,7 @@
-"""Validate the arguments of sessions and batches once, for all backends.
+"""Validate the arguments of sessions and batches once for all backends.
 
-A backend inherits from these classes and implements the method of the same name with an underscore. The protocols in
-`tfexport.runtime.session` describe arguments, results and errors.
+A backend inherits from these classes and implements the methods of the same name with an underscore. The protocols in
+`tfexport.runtime.session` document arguments, results and errors.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class CheckedAligner(CheckedSession):
     has_alignment: bool
 
     def align(self, source_ids: Ids, source_mask: Mask, target_ids: Ids) -> Floats:
-        """Return the mean cross-attention of the alignment heads, float32 [batch, target_len, source_len]."""
+        """Return the cross-attention of whole targets."""
         self._check_open()
         if not self.has_alignment:
             raise BackendError(NO_ALIGNMENT)
@@ -89,13 +89,12 @@ class CheckedBatch(ABC):
     Attributes:
         width: rows of each source.
         can_join: whether sources may join while others are decoded.
-        lengths: tokens in the cache of every row, int64 [rows].
+        lengths: number of tokens in the cache of every row, int64 [rows].
     """
 
     can_join = True
 
     def __init__(self, spec: ModelSpec, width: int) -> None:
-        """Start without a source."""
         self.width = width
         self.lengths: Ids = np.zeros(0, np.int64)
         self._spec = spec
@@ -112,12 +111,12 @@ class CheckedBatch(ABC):
         return self._step(target_ids, num_candidates)
 
     def reorder(self, rows: Ids) -> None:
-        """Let row r continue row rows[r] of the same source."""
+        """Continue row rows[r] as row r."""
         check_rows(self.lengths, self.width, rows)
         self._reorder(rows)
 
     def remove(self, sources: Ids) -> None:
-        """Remove sources; the last ones take their places, as in `close_up`."""
+        """Remove sources."""
         check_sources(self.lengths.size // self.width, sources)
         self._remove(sources)
 
@@ -138,7 +137,7 @@ class CheckedScoring(CheckedBatch):
     """A batch that implements `ScoresTokens`."""
 
     def score_step(self, target_ids: Ids, next_ids: Ids) -> Candidates:
-        """Read one token of every row and return the given next tokens as candidates, [rows, 1]."""
+        """Read one token of every row and score the given next tokens."""
         check_step(self._spec, self.lengths, target_ids, 1)
         vocab = self._spec.vocab
         if next_ids.shape != self.lengths.shape or next_ids.min() < 0 or next_ids.max() >= vocab:
@@ -153,7 +152,7 @@ class CheckedMultiStep(CheckedBatch):
     """A batch that implements `MultiStep`."""
 
     def multi_step(self, target_ids: Ids, num_candidates: int, steps: int, stop_ids: frozenset[int]) -> Candidates:
-        """Take greedy steps until the best token of some row is one of `stop_ids`."""
+        """Take several greedy steps."""
         check_step(self._spec, self.lengths, target_ids, num_candidates, steps)
         return self._multi_step(target_ids, num_candidates, steps, stop_ids)
 
@@ -175,7 +174,7 @@ class CheckedVerifying(CheckedBatch):
         return self._verify(target_ids, num_candidates)
 
     def rewind(self, length: int) -> None:
-        """Forget the tokens of the only row from `length` on."""
+        """Remove the tokens of the only row from `length` on."""
         if self.lengths.size != 1 or not 0 <= length <= self.lengths[0]:
             raise InputError(
                 f"length is {length} for rows of {self.lengths.tolist()}, expected 0 up to that of one row"
@@ -190,7 +189,7 @@ class CheckedVerifying(CheckedBatch):
 
 
 def check_source(spec: ModelSpec, source_ids: Ids, source_mask: Mask) -> None:
-    """Raise `InputError` for the first of shape, length, padding or id that is wrong in a source batch."""
+    """Raise `InputError` for the first wrong shape, length, padding or id of sources."""
     if source_ids.ndim != 2 or source_ids.dtype != np.int64 or source_ids.size == 0:
         raise InputError(f"source_ids is {source_ids.dtype} {source_ids.shape}, expected int64 [batch, source_len]")
     if source_mask.shape != source_ids.shape or source_mask.dtype != np.bool_:
@@ -222,10 +221,10 @@ def check_prompts(spec: ModelSpec, sources: int, prompts: Prompts) -> None:
 
 
 def check_step(spec: ModelSpec, lengths: Ids, target_ids: Ids, num_candidates: int, steps: int = 1) -> None:
-    """Raise `InputError` for the first of shape, length, id or count that is wrong in a step."""
+    """Raise `InputError` for the first wrong shape, length, id or count of a step."""
     if target_ids.shape != lengths.shape or lengths.size == 0:
         raise InputError(f"target_ids is {target_ids.shape}, expected [{lengths.size}], one or more")
-    longest = max(lengths.tolist()) + steps  # faster than numpy's for the few rows of a batch
+    longest = max(lengths.tolist()) + steps  # faster than NumPy for the few rows of a batch
     if longest > spec.max_target_length:
         raise InputError(
             f"target has {longest} tokens, the limit is {spec.max_target_length}; "
@@ -245,9 +244,9 @@ def check_rows(lengths: Ids, width: int, rows: Ids) -> None:
         raise InputError(f"rows is {rows.tolist()}, expected {lengths.size} rows, each of the source that it is in")
 
 
+# Cached because a batch keeps its size for many steps.
 @functools.lru_cache(16)
 def _owners(rows: int, width: int) -> bytes:
-    """Return the source of each row; cached because a batch keeps its size for many steps."""
     return (np.arange(rows) // width).tobytes()
 
 

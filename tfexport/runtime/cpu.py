@@ -1,4 +1,4 @@
-"""The CPU: the cores that this process may use, its instruction sets, and the threads that a bundle runs with."""
+"""Detect available CPU cores and instruction sets, and choose thread counts."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tfexport.bundle.step_weights import step_weight_bytes
 from tfexport.contract import QUANTIZED_WEIGHTS, WEIGHTS
 
 _ROOT = Path("/")
-# More than any machine has cores; each thread costs memory, and more than the system allows end the process.
+# More cores than any machine has. Each thread costs memory, and the system ends a process with too many.
 MAX_THREADS = 1024
-# A decoder that reads fewer bytes of weights per step takes one thread: ONNX Runtime gives each of its small products
-# to one thread anyway, and the others would wait awake. docs/generation.md has the measurements.
+# A decoder that reads fewer bytes of weights per step gets one thread: ONNX Runtime computes each of its small products
+# on one thread anyway, and the others would spin. docs/generation.md has the measurements.
 ONE_THREAD_BELOW = 8 * 2**20
 
 
@@ -26,8 +26,8 @@ class Threads:
     """CPU threads of one call.
 
     Attributes:
-        encoder: threads that encode sources and align.
-        decoder: threads of the decoder's steps.
+        encoder: threads for encoding and aligning.
+        decoder: threads for the decoder's steps.
     """
 
     encoder: int
@@ -35,13 +35,16 @@ class Threads:
 
 
 def choose_threads(threads: int | Literal["auto"] | None, bundle: Bundle) -> Threads | None:
-    """Return the threads for a bundle.
+    """Choose the threads for a bundle.
 
     Args:
-        threads: for both graphs. "auto" gives the encoder all available cores, because its products are large and its
-            threads sleep between runs, and the decoder all or one. None lets ONNX Runtime choose: one on each core
-            that it finds.
-        bundle: to run.
+        threads: number for both graphs. "auto" gives the encoder all available cores, because its matrices are large
+            and its threads sleep between runs, and the decoder all cores or one. None lets ONNX Runtime start one
+            thread on each core that it finds.
+        bundle: the bundle to run.
+
+    Returns:
+        None if ONNX Runtime chooses.
     """
     if threads is None:
         return None
@@ -53,20 +56,20 @@ def choose_threads(threads: int | Literal["auto"] | None, bundle: Bundle) -> Thr
 
 
 def _step_bytes(bundle: Bundle) -> int:
-    """Return the weights that a step reads; for a module of the user's own all weights, the encoder's too."""
+    # For a user's own module the step weights are unknown, so all weights count, including the encoder's.
     known = step_weight_bytes(bundle)
     files = bundle.manifest.files
     return sum(files[name].bytes for name in (WEIGHTS, QUANTIZED_WEIGHTS) if name in files) if known is None else known
 
 
 def available_cores(root: Path = _ROOT) -> int:
-    """Count the cores that this process may run on, within the limit of its container.
+    """Count the cores that this process may use, within the limit of its container.
 
-    Two hyperthreads of a core count once, because they share its arithmetic. A quota (`docker --cpus`, `limits.cpu` of
-    Kubernetes) is rounded down: waiting threads count in it, and a process above it is stopped for a while.
+    Two hyperthreads of a core count once, because they share its arithmetic units. A quota (`docker --cpus`,
+    `limits.cpu` of Kubernetes) is rounded down, because a process that exceeds it is paused, and waiting threads count.
 
     Args:
-        root: of the file system, for tests.
+        root: root of the file system, for tests.
     """
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
@@ -76,7 +79,7 @@ def available_cores(root: Path = _ROOT) -> int:
 
 
 def instruction_sets() -> list[str]:
-    """Name the CPU's vector instruction sets as NumPy does, such as X86_V3 (AVX2) or AVX512_ICL (with VNNI)."""
+    """Return the CPU's vector instruction sets by NumPy's names, such as AVX512_ICL."""
     import numpy as np
 
     extensions = cast("dict[str, dict[str, list[str]]]", np.show_config(mode="dicts"))["SIMD Extensions"]
@@ -84,7 +87,7 @@ def instruction_sets() -> list[str]:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """Yield the limits of the process's control groups and their parents, in cores."""
+    # The limits of parent groups apply too.
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         own = PurePosixPath(path.lstrip("/"))

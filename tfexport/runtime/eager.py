@@ -1,4 +1,4 @@
-"""The reference backend: the model itself, in PyTorch."""
+"""Run the model itself in PyTorch, as the reference backend."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ from tfexport.runtime.session import (
     given_candidates,
 )
 
-# A first buffer for this many tokens; it doubles when it is full.
+# Initial cache capacity in tokens; it doubles when full.
 FIRST_CAPACITY = 32
 
 
 class EagerSession(CheckedAligner):
-    """A model in PyTorch, on whatever device its weights are.
+    """A model in PyTorch, on the device of its weights.
 
-    It holds the model and no state of its own, so threads may share it. The
-    model is put into eval mode and must not be changed while the session lives.
+    The session has no state besides the model, so threads may share it. The model is put into eval mode and must not be
+    changed while the session is open.
 
     Attributes:
         spec: sizes, limits and token ids.
         backend: "eager".
         accuracy: the precision of `spec`.
         limits: those of the model.
-        has_alignment: whether it was told which attention serves as alignment.
+        has_alignment: whether alignment heads were given.
     """
 
     backend = "eager"
@@ -57,11 +57,11 @@ class EagerSession(CheckedAligner):
     def __init__(
         self, model: nn.Module, spec: ModelSpec | None = None, *, alignment: AlignmentHeads | None = None
     ) -> None:
-        """Take a model.
+        """Create a session for a model.
 
         Args:
-            model: a `Transformer` or what has its methods, in any mode; it is put into eval mode.
-            spec: None means that of a `Transformer`'s configuration in fp32.
+            model: a `Transformer`, or a module with its methods; it is put into eval mode.
+            spec: None derives it from the configuration of a `Transformer`, in fp32.
             alignment: layer and heads, as `AlignmentHeads.within` returns them; None for no alignment.
         """
         self.has_alignment, self._alignment = alignment is not None, alignment
@@ -96,11 +96,11 @@ class EagerSession(CheckedAligner):
         return weights
 
     def close(self) -> None:
-        """Let go of the model; the session and its batches cannot be used afterwards."""
+        """Release the model; the session and its batches cannot be used afterwards."""
         self._model = None
 
     def open_model(self) -> Any:
-        """Return the module."""
+        """Return the module; raise `BackendError` if the session is closed."""
         self._check_open()
         return self._model
 
@@ -161,7 +161,7 @@ class EagerBatch(CheckedScoring):
         self._source_mask = self._source_mask.index_select(0, self._tensor(kept))
 
     def _read(self, first: int, prompts: Prompts) -> None:
-        """Read the prompts of the rows from `first` on, but for their last tokens; equally long ones together."""
+        # The last token of a prompt is read by the first step; equally long prompts are read together.
         for length, group in groupby(prompts, len):
             ids = np.repeat([prompt[:-1] for prompt in group], self.width, 0).astype(np.int64)
             last = first + len(ids)
@@ -186,11 +186,10 @@ class EagerBatch(CheckedScoring):
 
 
 def _best(logits: Tensor, k: int) -> Tensor:
-    """Return the ids of the k best of `logits` [rows, vocab], equal ones in order of id, int64 [rows, k]."""
     if k == logits.shape[1]:
         return logits.sort(dim=1, descending=True, stable=True).indices
     values, ids = logits.topk(k)
-    # topk picks among equals as it likes, so where the last place is contested only a stable sort will do.
+    # topk picks any of equal logits, so if the last place is contested, use a stable sort.
     if ((logits >= values[:, -1:]).sum(1) > k).any():
         return logits.sort(dim=1, descending=True, stable=True).indices[:, :k]
     ids = ids.sort(dim=1).values
@@ -207,13 +206,12 @@ def _slice(caches: Sequence[KeyValue], rows: slice) -> list[KeyValue]:
 
 
 def _zeros_like(cache: KeyValue, rows: int, length: int) -> KeyValue:
-    """Return zeros of as many heads and of the same widths; what is masked must be finite."""
+    # Zeros, because masked places must be finite.
     key, value = (part.new_zeros(rows, part.shape[1], length, part.shape[3]) for part in (cache.key, cache.value))
     return KeyValue(key, value)
 
 
 def _grown(cache: KeyValue, rows: int, length: int) -> KeyValue:
-    """Append rows and places of zeros, to `rows` and `length` of them."""
     key, value = (
         F.pad(part, (0, 0, 0, length - part.shape[2], 0, 0, 0, rows - part.shape[0]))
         for part in (cache.key, cache.value)
@@ -222,23 +220,23 @@ def _grown(cache: KeyValue, rows: int, length: int) -> KeyValue:
 
 
 def _joined(cache: KeyValue, added: KeyValue, length: int) -> KeyValue:
-    """Put rows behind rows, all of `length` places."""
     parts = [_grown(part, part.key.shape[0], length) for part in (cache, added)]
     return KeyValue(torch.cat([part.key for part in parts]), torch.cat([part.value for part in parts]))
 
 
 @torch.inference_mode()
 def full_outputs(model: EagerModel, source_ids: Ids, source_mask: Mask, target_ids: Ids | None = None) -> Floats:
-    """Compute every position at once, without a cache: what the model was trained as.
+    """Compute all positions at once, without a cache, as in training.
 
     Args:
         model: on the CPU, in eval mode.
         source_ids: int64 [batch, source_len].
         source_mask: bool [batch, source_len].
-        target_ids: int64 [batch, target_len]; None for an encoder alone.
+        target_ids: int64 [batch, target_len]; None for an encoder-only model.
 
     Returns:
-        float32: logits [batch, target_len, vocab], or states [batch, source_len, d_model] of an encoder alone.
+        float32: logits [batch, target_len, vocab], or hidden states [batch, source_len, d_model] of an encoder-only
+        model.
     """
     inputs = (torch.from_numpy(array) for array in (source_ids, source_mask, target_ids) if array is not None)
     outputs: Floats = model(*inputs).float().numpy()
@@ -246,7 +244,7 @@ def full_outputs(model: EagerModel, source_ids: Ids, source_mask: Mask, target_i
 
 
 def open_bundle(bundle: Bundle, options: LoadOptions) -> EagerSession:
-    """Open the eager model of a bundle; see `tfexport.runtime.registry.Home`."""
+    """Open the eager model of a bundle."""
     if options.form is not None:
         raise BackendError(f"eager: form {options.form} belongs to graphs; leave it out")
     manifest = bundle.manifest
@@ -254,7 +252,7 @@ def open_bundle(bundle: Bundle, options: LoadOptions) -> EagerSession:
 
 
 def rungs(graphs: Graphs, options: LoadOptions) -> Iterator[tuple[str, Session]]:
-    """Yield nothing: this is what the others are compared with."""
+    """Yield nothing, because the eager model is the reference."""
     return iter(())
 
 
@@ -262,7 +260,7 @@ def load_eager_model(bundle: Bundle) -> Transformer:
     """Rebuild the eager model from a bundle's weight file, in float32.
 
     Raises:
-        BundleError: the bundle holds graphs only, or narrower weights.
+        BundleError: the bundle has only graphs, or quantized weights.
     """
     if bundle.manifest.quantization is not None:
         raise BundleError(
@@ -275,6 +273,6 @@ def load_eager_model(bundle: Bundle) -> Transformer:
 
 
 def probe(library: str, model: bytes) -> dict[str, str]:
-    """Multiply two matrices, with no graph; return "" under "cpu" where that is right, else what is wrong."""
+    """Multiply two matrices on the CPU and return the problem by device, or ""."""
     product = torch.ones(2, 3) @ torch.ones(3, 2)
     return {"cpu": "" if (product == 3).all() else f"{library} computes wrongly: {product.tolist()}"}

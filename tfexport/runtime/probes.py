@@ -1,4 +1,4 @@
-"""Try each library of each backend, in a process of its own: a broken one may take its process down."""
+"""Test each library of each backend in a subprocess, which a broken one may crash."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ except BackendError as error:
     reason = str(error)
 print(json.dumps({"problem": reason, "gpus": [dataclasses.asdict(gpu) for gpu in find_gpus()]}))
 """
-# y = x + x on float32 [2], ONNX IR 8, opset 18: written out so that the probe does not need the onnx package.
+# y = x + x on float32 [2], ONNX IR 8, opset 18. As bytes, because the probe must not need the onnx package.
 ADD_MODEL = bytes.fromhex(
     "08083a350a0e0a01780a017812017922034164641201675a0f0a0178120a0a08080112040a020802620f0a0179120a0a08080112040a02080242040a001012"
 )
@@ -43,10 +43,10 @@ except BackendError as error:
 
 
 def run_probe(backend: Backend, library: Requirement) -> dict[str, str]:
-    """Try a library as a backend.
+    """Test a library as a backend.
 
     Returns:
-        "" for each device on which it computes rightly, else what is wrong; of a process that died, the reason under
+        For each device "" if it computes correctly, else the problem. If the process crashed, the reason under
         the library's own device.
     """
     found = _run((_TRY, backend.trial, library.name, ADD_MODEL.hex()))
@@ -59,20 +59,19 @@ def find_gpus() -> tuple[list[dict[str, Any]], str]:
     """Ask the driver for its GPUs.
 
     Returns:
-        The fields of each GPU, and the reason when there is none.
+        The fields of each GPU, and the reason if no GPU can be used.
     """
     found = _run((_GPUS,))
     return ([], found) if isinstance(found, str) else (found["gpus"], found["problem"])
 
 
 def describe_int8() -> str:
-    """Measure how ONNX Runtime multiplies 8-bit integers on this CPU; returns a phrase."""
+    """Describe how ONNX Runtime multiplies 8-bit integers on this CPU."""
     found = _run((_INT8,))
     return found if isinstance(found, str) else found["found"]
 
 
 def _run(command: tuple[str, ...]) -> Any:
-    """Run a program and return the object that it prints, or in words how it died."""
     try:
         done = subprocess.run(  # noqa: S603 - our own constant, our own interpreter
             [sys.executable, "-P", "-c", *command], capture_output=True, text=True, timeout=TIMEOUT_S, check=False

@@ -1,4 +1,4 @@
-"""The registry of backends: one entry each, which describes a backend without importing it."""
+"""Describe every backend without importing it, and open bundles on them."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ AUTO: Final = "auto"
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """How a bundle is loaded: the options of `tfexport.load`, which describes them.
+    """The options of `tfexport.load`, which documents them.
 
     Raises:
-        ConfigError: lists the options that are not allowed.
+        ConfigError: lists the invalid options.
     """
 
     backend: str = AUTO
@@ -41,7 +41,6 @@ class LoadOptions:
     warm_up: Sequence[tuple[int, int]] = ()
 
     def __post_init__(self) -> None:
-        """Check the options that need no bundle."""
         problems = word_problems(
             backend=(self.backend, names()),
             form=(self.form, (None, *get_args(Form))),
@@ -57,14 +56,14 @@ class LoadOptions:
 
 @dataclass(frozen=True)
 class Graphs:
-    """Graphs to run: of a bundle, or of one that is being made.
+    """Graphs to run, from a bundle or from one that is being exported.
 
     Attributes:
-        paths: of each graph by its name in the contract.
-        spec: of the model, with its precision and limits.
-        weights: type of the graphs' weights if narrower than `spec` has it.
-        bundle: that they are in; None while it is being made.
-        alignment: layer and heads of the alignment graph; None if there is none.
+        paths: path of each graph by its name in the contract.
+        spec: sizes, limits, token ids and precision of the model.
+        weights: type of the graphs' weights if narrower than the precision of `spec`.
+        bundle: None while it is being exported.
+        alignment: layer and heads of the alignment graph; None if there is no such graph.
     """
 
     paths: Mapping[str, Path]
@@ -91,23 +90,23 @@ class Home(Protocol):
         Raises:
             BackendError: the backend cannot run the bundle with these options.
             BundleError: the bundle lacks a part that the backend needs.
-            EngineError: the bundle has no such engine, or it may not be used here.
+            EngineError: the bundle has no such engine, or the engine cannot be used on this machine.
         """
         ...
 
     def rungs(self, graphs: Graphs, options: LoadOptions) -> Iterator[tuple[str, Session]]:
-        """Open, one after the other and by name, every session that verification compares with the eager model."""
+        """Open every session that verification compares with the eager model, by name."""
         ...
 
 
 @dataclass(frozen=True)
 class Requirement:
-    """A library that a backend runs on.
+    """A library that a backend requires.
 
     Attributes:
-        name: of the library, for the user.
-        module: that must be importable.
-        device: reported as broken if a trial crashes.
+        name: name of the library for users.
+        module: module that must be importable.
+        device: device that is reported as broken if a trial crashes.
     """
 
     name: str
@@ -120,13 +119,13 @@ class Backend:
     """Facts about a backend that are known before it is imported.
 
     Attributes:
-        name: for users.
-        title: the library's name in messages.
+        name: name for users.
+        title: name of the library in messages.
         home: module that implements `Home`.
-        trial: module with `probe(library, model) -> {device: "" or the problem}`, which the doctor runs in a process.
+        trial: module with `probe(library, model) -> {device: "" or the problem}`, which the doctor runs.
         requirements: libraries, one of which must be installed.
-        runs: the graphs of a bundle, engines that were built into it, or the model itself, which is the reference.
-        devices: that a user may ask for.
+        runs: graphs of a bundle, engines built into it, or the model itself, which is the reference.
+        devices: devices that a user may choose.
     """
 
     name: str
@@ -138,18 +137,18 @@ class Backend:
     devices: tuple[Device, ...] = ("cpu",)
 
     def missing(self) -> str:
-        """Return what is not installed, with the command that installs it; "" if nothing is missing."""
+        """Return what is not installed and how to install it; "" if nothing is missing."""
         modules = [requirement.module for requirement in self.requirements]
         if not modules or any(importlib.util.find_spec(module) for module in modules):
             return ""
         return f"{' or '.join(modules)} is not installed; {' or '.join(map(install_command, modules))}"
 
     def open_bundle(self, bundle: Bundle, options: LoadOptions) -> Session:
-        """Import the backend and open a bundle; see `Home`."""
+        """Import the backend and open a bundle."""
         return self._home(options).open_bundle(bundle, options)
 
     def rungs(self, graphs: Graphs, options: LoadOptions) -> Iterator[tuple[str, Session]]:
-        """Import the backend and open every session that verification compares; see `Home`."""
+        """Import the backend and open every session that verification compares."""
         return self._home(options).rungs(graphs, options)
 
     def _home(self, options: LoadOptions) -> Home:
@@ -159,7 +158,7 @@ class Backend:
         return cast(Home, importlib.import_module(self.home))
 
     def cannot_run(self, bundle: Bundle, options: LoadOptions) -> str:
-        """Return why a bundle does not run on this backend here; "" if it can be tried."""
+        """Return why a bundle does not run on this backend here; "" if it might."""
         manifest = bundle.manifest
         if missing := self.missing():
             return missing
@@ -216,29 +215,25 @@ def backends() -> tuple[Backend, ...]:
 
 
 def get(name: str) -> Backend:
-    """Return a backend by its name.
-
-    Raises:
-        ConfigError: no backend has that name; lists the names.
-    """
+    """Return a backend by its name; raise `ConfigError` for an unknown name."""
     if not is_one_of(name, _BACKENDS):
         raise ConfigError(f"backend is {shortened(name)}, expected one of {', '.join(map(repr, names()))}")
     return _BACKENDS[name]
 
 
 def names() -> tuple[str, ...]:
-    """Return the names that a user may ask for: "auto" and those of all backends."""
+    """Return the names that a user may choose: "auto" and those of all backends."""
     return (AUTO, *_BACKENDS)
 
 
 def comparable() -> tuple[Backend, ...]:
-    """Return the backends that verification compares with the eager model; an export is verified on the first."""
+    """Return the backends that verification compares with the eager model."""
     return tuple(backend for backend in _BACKENDS.values() if backend.runs != "model")
 
 
 @contextmanager
 def registered(backend: Backend) -> Iterator[Backend]:
-    """Register a backend last, or in place of the one with its name, until the block ends."""
+    """Register a backend, or replace the one with its name, until the block ends."""
     before = dict(_BACKENDS)
     _BACKENDS[backend.name] = backend
     try:
@@ -249,13 +244,7 @@ def registered(backend: Backend) -> Iterator[Backend]:
 
 
 def open_session(bundle: Bundle, options: LoadOptions | None = None) -> Session:
-    """Open a bundle, already checked, on the backend of the options.
-
-    Raises:
-        BackendError: the backend is not installed, or cannot run this bundle on the device.
-        BundleError: the bundle lacks the decoder variant, or a part that the backend needs on the device.
-        EngineError: the bundle has no such engine, or it may not be used here.
-    """
+    """Open a bundle, already checked, on the backend of the options."""
     options = options or LoadOptions()
     backend = choose(bundle, options) if options.backend == AUTO else get(options.backend)
     return backend.open_bundle(bundle, options)
@@ -265,7 +254,7 @@ def choose(bundle: Bundle, options: LoadOptions) -> Backend:
     """Return the first backend that is installed and can run a bundle.
 
     Raises:
-        BackendError: none can; lists the reasons of all.
+        BackendError: no backend can; lists the reasons of all.
     """
     all_devices = tuple(device for backend in _BACKENDS.values() for device in backend.devices)
     _check_options(AUTO, options, runs_engines=False, devices=all_devices)
@@ -279,7 +268,6 @@ def choose(bundle: Bundle, options: LoadOptions) -> Backend:
 
 
 def _check_options(name: str, options: LoadOptions, *, runs_engines: bool, devices: tuple[Device, ...]) -> None:
-    """Raise `BackendError` if the backend called `name` takes no engine or not the device, naming those that do."""
     others = _BACKENDS.values()
     if options.engine is not None and not runs_engines:
         theirs = [each for each in others if each.runs == "engines"]

@@ -1,7 +1,7 @@
-"""The interface of every backend: a session opens batches, a batch is decoded while sources join and leave.
+"""Define the interface of all backends: sessions and batches.
 
-Only NumPy arrays cross this interface; the caches stay in the session's memory. A session may be shared between
-threads, a batch belongs to one. Backends implement it on top of `tfexport.runtime.checked`.
+Only NumPy arrays cross this interface; the caches stay in the session's memory. Threads may share a session, but not a
+batch. Backends implement the interface on top of `tfexport.runtime.checked`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tfexport.contract import Accuracy, ModelSpec
 Ids = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 Floats = NDArray[np.float32]
-# Token ids that the decoder reads first, one sequence per source: the start token, a prefix, a forced token.
+# Token ids that the decoder reads first, one list per source: start token, prefix, forced token.
 Prompts = Sequence[Sequence[int]]
 
 
@@ -26,8 +26,8 @@ Prompts = Sequence[Sequence[int]]
 class Candidates:
     """The best next tokens of every row, best first; equal logits in order of id.
 
-    log p(token) = logits - log_normalizer. Among tokens whose logits equal the last one's, the CPU returns the lowest
-    ids; a GPU may return any. The arrays belong to the caller.
+    log p(token) = logits - log_normalizer. If several tokens have the same logit as the last candidate, the CPU returns
+    those with the lowest ids, and a GPU may return any of them. The caller owns the arrays.
 
     Attributes:
         token_ids: int64 [rows, num_candidates].
@@ -52,18 +52,18 @@ class Limit:
 
     Attributes:
         most: None if memory is the only limit.
-        remedy: how to get more, with "{number}" for the number that is needed; "" if there is no way.
+        remedy: how to raise the limit, with "{number}" for the required number; "" if it cannot be raised.
     """
 
     most: int | None = None
     remedy: str = ""
 
     def is_below(self, number: int) -> bool:
-        """Return whether `number` is too many."""
+        """Return whether `number` is too large."""
         return self.most is not None and number > self.most
 
     def for_more(self, number: int) -> str:
-        """Return the remedy for `number` after a comma, or nothing."""
+        """Return the remedy for `number` after a comma; "" without a remedy."""
         return f", or {self.remedy.format(number=number)}" if self.remedy else ""
 
 
@@ -72,10 +72,10 @@ class Limits:
     """The maxima of a session.
 
     Attributes:
-        rows: of all sources of a batch together.
+        rows: rows of all sources of a batch together.
         source_length: tokens of a source.
-        target_length: tokens that the decoder reads of a target.
-        candidates: best tokens of a step.
+        target_length: tokens of a target that the decoder reads.
+        candidates: candidates per row of a step.
     """
 
     rows: Limit = Limit()
@@ -85,7 +85,7 @@ class Limits:
 
     @classmethod
     def of(cls, spec: ModelSpec) -> Limits:
-        """Return the limits of a model if the backend adds none."""
+        """Return the limits of a model if the backend adds no others."""
         return cls(
             source_length=Limit(spec.max_source_length, LONGER.format("source")),
             target_length=Limit(spec.max_target_length, LONGER.format("target")),
@@ -102,12 +102,13 @@ LONGER = "export with a larger --max-{}-length if the model allows it"
 class Batch(Protocol):
     """Sources that are being decoded, `width` rows each, every row at its own length.
 
-    Rows of source s are s · width … (s + 1) · width - 1. Live sources are always 0 … n-1: new ones are appended, and
-    removed ones are replaced as `close_up` describes. One thread uses a batch.
+    Rows of source s are s · width … (s + 1) · width - 1. The n current sources are always numbered 0 … n - 1: new
+    sources are appended, and removed ones are replaced as `close_up` describes. Threads must not share a batch.
 
     Attributes:
         width: rows of each source: 1, or the number of beams.
-        can_join: whether sources may join while others are decoded; else all begin together, with equally long prompts.
+        can_join: whether sources may join while others are decoded. Otherwise all have to be added together, with
+            equally long prompts.
     """
 
     width: int
@@ -115,42 +116,44 @@ class Batch(Protocol):
 
     @property
     def lengths(self) -> Ids:
-        """Tokens in the cache of every row, int64 [rows]; read-only."""
+        """Number of tokens in the cache of every row, int64 [rows]; read-only."""
         ...
 
     def add(self, source_ids: Ids, source_mask: Mask, prompts: Prompts) -> None:
-        """Encode sources, give each `width` equal rows, and read every prompt except its last token.
+        """Encode sources, give each `width` equal rows, and prefill their prompts.
+
+        The last token of a prompt is not read; the first `step` reads it.
 
         Args:
             source_ids: int64 [new sources, source_len], padded on the right.
-            source_mask: bool [new sources, source_len], True = token.
-            prompts: of each new source, at least one token; they may have different lengths.
+            source_mask: bool [new sources, source_len], True for tokens.
+            prompts: one for each new source, at least one token each; the lengths may differ.
 
         Raises:
-            InputError: wrong shapes, ids, lengths or rows; the batch is unchanged.
+            InputError: shapes, ids, lengths or rows are invalid; the batch is unchanged.
         """
         ...
 
     def step(self, target_ids: Ids, num_candidates: int) -> Candidates:
-        """Read one token of every row; each row grows by it.
+        """Read one token of every row, append it to the cache, and return the next tokens.
 
         Args:
             target_ids: int64 [rows]; in the first step of a row the last token of its prompt.
-            num_candidates: best tokens per row, 1 … vocab.
+            num_candidates: number of best next tokens per row, 1 … vocab.
 
         Raises:
-            InputError: ids or numbers out of range, or a full row.
+            InputError: ids or numbers are out of range, or a row is full.
         """
         ...
 
     def reorder(self, rows: Ids) -> None:
-        """Let row r continue row rows[r] of the same source.
+        """Continue row rows[r] as row r, within the same source.
 
         Args:
             rows: int64 [rows].
 
         Raises:
-            InputError: rows out of range or of another source.
+            InputError: a row is out of range or of another source.
         """
         ...
 
@@ -161,29 +164,29 @@ class Batch(Protocol):
             sources: int64, each once.
 
         Raises:
-            InputError: sources out of range.
+            InputError: a source is out of range.
         """
         ...
 
 
 @runtime_checkable
 class MultiStep(Protocol):
-    """A batch that takes several greedy steps in one call, with little overhead between them."""
+    """A batch that takes several greedy steps in one call, with little overhead."""
 
     def multi_step(self, target_ids: Ids, num_candidates: int, steps: int, stop_ids: frozenset[int]) -> Candidates:
-        """Step, continuing with the best token of each row, until that of some row is one of `stop_ids`.
+        """Take greedy steps until a row's best token is one of `stop_ids`.
 
         Args:
             target_ids: int64 [rows], as for `step`.
-            num_candidates: best tokens per row and step.
-            steps: at most, 1 or more; the tokens of the last step are not read.
-            stop_ids: the step that finds one of them is the last.
+            num_candidates: number of best next tokens per row and step.
+            steps: most steps to take, at least 1; the tokens found in the last step are not read.
+            stop_ids: tokens that end the call.
 
         Returns:
-            The candidates of each step, with one more axis in front: [steps taken, rows, …].
+            The candidates of each step, with an additional first axis: [steps taken, rows, …].
 
         Raises:
-            InputError: the steps would exceed the limit of some row.
+            InputError: the steps would exceed the limit of a row.
         """
         ...
 
@@ -193,7 +196,7 @@ class ScoresTokens(Protocol):
     """A batch that scores given next tokens without ranking the vocabulary."""
 
     def score_step(self, target_ids: Ids, next_ids: Ids) -> Candidates:
-        """Read one token of every row, as `step` does, and score a given next token of each.
+        """Read one token of every row and score a given next token of each.
 
         Args:
             target_ids: int64 [rows], as for `step`.
@@ -207,31 +210,31 @@ class ScoresTokens(Protocol):
 
 @runtime_checkable
 class Verifies(Protocol):
-    """A batch that reads several tokens of its only row in one step, and can forget the wrong ones.
+    """A batch that reads several tokens of its only row in one step and can undo them.
 
     Attributes:
-        can_verify: whether the bundle was exported for it (`--speculation`).
+        can_verify: whether the bundle was exported with `--speculation`.
     """
 
     can_verify: bool
 
     def verify(self, target_ids: Ids, num_candidates: int) -> Candidates:
-        """Read tokens of the only row, which grows by all of them.
+        """Read several tokens of the only row and append them to the cache.
 
         Args:
-            target_ids: int64 [tokens], one or more: the token of `step`, and tokens that may follow.
-            num_candidates: best tokens after each.
+            target_ids: int64 [tokens], at least one: the token that `step` would read, and drafted tokens.
+            num_candidates: number of best tokens after each.
 
         Returns:
             The candidates after each token, [tokens, num_candidates].
 
         Raises:
-            InputError: ids or numbers out of range, several rows, or more tokens than the row has room for.
+            InputError: ids or numbers are out of range, there are several rows, or the tokens exceed the row's limit.
         """
         ...
 
     def rewind(self, length: int) -> None:
-        """Forget the tokens of the only row from `length` on.
+        """Remove the tokens of the only row from `length` on.
 
         Raises:
             InputError: the row is shorter, or there are several rows.
@@ -241,7 +244,7 @@ class Verifies(Protocol):
 
 @runtime_checkable
 class Aligns(Protocol):
-    """A session that aligns each target token with the source tokens that it was read from.
+    """A session that aligns target tokens with source tokens.
 
     Attributes:
         has_alignment: whether the bundle was exported with an alignment.
@@ -250,21 +253,21 @@ class Aligns(Protocol):
     has_alignment: bool
 
     def align(self, source_ids: Ids, source_mask: Mask, target_ids: Ids) -> Floats:
-        """Read whole targets and return the mean cross-attention of the bundle's alignment heads.
+        """Read whole targets and return the mean cross-attention of the alignment heads.
 
         Args:
             source_ids: int64 [batch, source_len], padded on the right.
-            source_mask: bool [batch, source_len], True = token.
-            target_ids: tokens that the decoder reads: the start token, then the target except its last token; padded
-                on the right with any token, int64 [batch, target_len].
+            source_mask: bool [batch, source_len], True for tokens.
+            target_ids: int64 [batch, target_len], the start token and the target without its last token, padded on the
+                right with any token.
 
         Returns:
-            float32 [batch, target_len, source_len]: for the token after each position, the share read from each source
-            token, with a sum of 1, and 0 at padding.
+            float32 [batch, target_len, source_len]. Each row belongs to the token after the position and sums to 1;
+            padding is 0.
 
         Raises:
-            InputError: wrong shapes, ids or lengths.
-            BackendError: the bundle has no alignment, the session is closed, or it failed.
+            InputError: shapes, ids or lengths are invalid.
+            BackendError: the bundle has no alignment, the session is closed, or the backend failed.
         """
         ...
 
@@ -274,9 +277,9 @@ class Session(Protocol):
 
     Attributes:
         spec: sizes, limits and token ids.
-        backend: its name in the registry.
-        accuracy: its precision, or its narrower weights; only fp32 is exact token for token.
-        limits: its maxima.
+        backend: name of the backend in the registry.
+        accuracy: precision, or type of quantized weights; only fp32 reproduces the eager model token by token.
+        limits: the maxima of the session.
     """
 
     spec: ModelSpec
@@ -285,7 +288,7 @@ class Session(Protocol):
     limits: Limits
 
     def batch(self, width: int = 1) -> Batch:
-        """Return an empty batch with `width` rows per source; any number of batches can exist at once.
+        """Return an empty batch with `width` rows per source; several can exist at once.
 
         Raises:
             BackendError: the model is encoder-only, or the session is closed.
@@ -297,7 +300,7 @@ class Session(Protocol):
 
         Args:
             source_ids: int64 [batch, source_len], padded on the right.
-            source_mask: bool [batch, source_len], True = token.
+            source_mask: bool [batch, source_len], True for tokens.
 
         Returns:
             float32 [batch, source_len, d_model].
@@ -310,7 +313,7 @@ class Session(Protocol):
 
 
 def in_order_of_id(candidates: Candidates) -> Candidates:
-    """Sort equal logits by id, as some devices do not; the candidates are best first, with any number of axes."""
+    """Sort equal logits by id, because some devices do not; any number of axes."""
     logits, token_ids = candidates.logits, candidates.token_ids
     falls = logits[..., 1:] != logits[..., :-1]
     if falls.all():
@@ -324,14 +327,16 @@ def in_order_of_id(candidates: Candidates) -> Candidates:
 
 
 def close_up(num_sources: int, removed: Ids) -> Ids:
-    """Return which source is in each place after a removal: the last ones, in order, fill the free places.
+    """Return the sources that remain after a removal, in their new places.
+
+    The last sources, in order, fill the free places.
 
     Args:
-        num_sources: before the removal.
+        num_sources: number of sources before the removal.
         removed: int64, each once.
 
     Returns:
-        int64 [remaining sources].
+        For each new place the old one, int64 [remaining sources].
     """
     stays = np.ones(num_sources, np.bool_)
     stays[removed] = False
@@ -348,7 +353,7 @@ def rows_of(sources: Ids, width: int) -> Ids:
 
 
 def pad_right(sources: Sequence[Sequence[int]], pad_id: int) -> tuple[Ids, Mask]:
-    """Return sources of at least one token each as source_ids int64 and source_mask bool, [batch, source_len]."""
+    """Return non-empty sources as source_ids int64 and source_mask bool, [batch, len]."""
     lengths = np.array([len(source) for source in sources])
     mask = np.arange(lengths.max()) < lengths[:, None]
     ids = np.full(mask.shape, pad_id, np.int64)
@@ -357,6 +362,6 @@ def pad_right(sources: Sequence[Sequence[int]], pad_id: int) -> tuple[Ids, Mask]
 
 
 def given_candidates(next_ids: Ids, logits: Floats, log_normalizer: Floats) -> Candidates:
-    """Return the candidates of given tokens, [rows], from logits [rows, vocab] and log_normalizer [rows]."""
+    """Return the given tokens, [rows], as candidates from logits [rows, vocab]."""
     token_ids = next_ids[:, None]
     return Candidates(token_ids, np.take_along_axis(logits, token_ids, 1), log_normalizer)

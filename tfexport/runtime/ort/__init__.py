@@ -1,6 +1,6 @@
-"""ONNX Runtime as a backend: the session, its caches, device memory, and what moves rows there."""
+"""Run exported graphs in ONNX Runtime."""
 
 import os
 
-# Its builds for Linux call their maker's servers otherwise; they look at this while they are loaded.
+# Otherwise ONNX Runtime on Linux sends telemetry. It reads the variable when it is loaded.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")

@@ -1,9 +1,9 @@
-"""Open bundles in ONNX Runtime: choose a decoder variant, load its graphs, and check that the library works.
+"""Open bundles in ONNX Runtime and check that the library works.
 
-CUDA graphs (the provider option `enable_cuda_graph`) are not used, though every operator of the static variant has a
-kernel that a graph can hold. A captured graph belongs to the thread that captured it, while threads share a session;
-the capture is global, so no other thread may use CUDA meanwhile; and it is bound to shapes and addresses, while here
-the rows, the source and the capacity change as texts end, and graphs are never freed before onnxruntime 1.27
+CUDA graphs (the provider option `enable_cuda_graph`) are not used, although a graph could capture every operator of the
+static variant. A captured graph belongs to the thread that captured it, but threads share a session. The capture is
+global, so no other thread may use CUDA in the meantime. It is bound to shapes and addresses, but the rows, the source
+and the capacity change as texts end, and onnxruntime before 1.27 never frees graphs
 (onnxruntime/core/providers/cuda/cuda_graph.cc).
 """
 
@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Variant:
-    """How one decoder variant is driven: the name of its encoder graph, and its batches."""
+    """A decoder variant: the name of its encoder graph, and its batch class."""
 
     encoder: str
     batch: Callable[[OrtGraphs, int], CheckedBatch]
@@ -65,11 +65,11 @@ VARIANTS: dict[Form, Variant] = {
 
 
 class OrtSession(CheckedAligner):
-    """An exported model in ONNX Runtime; see `Session` and `Aligns`.
+    """An exported model in ONNX Runtime.
 
     Attributes:
-        form: decoder variant that runs; None for an encoder-only bundle.
-        threads: of a call on the CPU; None if ONNX Runtime chooses them.
+        form: decoder variant; None for an encoder-only bundle.
+        threads: CPU threads of a call; None if ONNX Runtime chooses them.
     """
 
     backend = "ort"
@@ -86,12 +86,12 @@ class OrtSession(CheckedAligner):
         """Load the graphs.
 
         Args:
-            graphs: to run.
+            graphs: graphs to run.
             form: decoder variant; None for an encoder-only bundle.
-            threads: of a call on the CPU; None for as many as ONNX Runtime finds cores, a number for both graphs.
-            device: where the graphs run and the caches are.
-            host_caches: whether NumPy keeps and moves the caches; None means on the CPU. False on the CPU runs the
-                code for a GPU.
+            threads: CPU threads of a call, a number for both graphs; None for one thread on each core.
+            device: device of the graphs and caches.
+            host_caches: whether NumPy stores and moves the caches; None for yes on the CPU only. False on the CPU tests
+                the code for a GPU.
 
         Raises:
             BackendError: ONNX Runtime cannot use the device, run the precision or load a graph.
@@ -115,13 +115,13 @@ class OrtSession(CheckedAligner):
         )
         decoder = gather = None
         if form is not None:
-            # The decoder first, the larger graph: a weight is in memory twice while it is packed.
+            # The decoder, the larger graph, first: weights are in memory twice while they are packed.
             decoder = self._load(DECODER[form], decoder_threads, spin_us=STEP_SPIN_US)
             if not (provider.is_host if host_caches is None else host_caches):
                 gather = RowGather(self._device, self._gather_path(), FLOAT[spec.precision])
         encoder = self._load(ENCODER if form is None else VARIANTS[form].encoder, encoder_threads)
         self._graphs = OrtGraphs(spec, self._device, encoder, decoder, gather)
-        # The alignment graph is loaded when it is first used, because it has weights of its own.
+        # The alignment graph is loaded at its first use, because it has its own weights.
         self._aligner: ort.InferenceSession | None = None
         self._lock = threading.Lock()
 
@@ -155,7 +155,7 @@ class OrtSession(CheckedAligner):
         return weights
 
     def close(self) -> None:
-        """Free the graphs, also of batches that still exist; the session cannot be used afterwards."""
+        """Free the graphs, including those of open batches."""
         with self._lock:
             self._graphs.encoder = self._graphs.decoder = self._aligner = None
 
@@ -174,7 +174,7 @@ class OrtSession(CheckedAligner):
 
 
 def open_bundle(bundle: Bundle, options: LoadOptions) -> OrtSession:
-    """Open the graphs of a bundle; see `tfexport.runtime.registry.Home`."""
+    """Open the graphs of a bundle."""
     graphs = Graphs.of(bundle)
     if graphs.weights is not None and options.device != "cpu":
         raise BackendError(
@@ -198,7 +198,7 @@ def open_bundle(bundle: Bundle, options: LoadOptions) -> OrtSession:
 
 
 def choose_form(bundle: Bundle, options: LoadOptions) -> Form | None:
-    """Return the decoder variant that was asked for, or the fastest; None for an encoder-only bundle.
+    """Return the requested or the fastest decoder variant; None without a decoder.
 
     Raises:
         BundleError: the bundle has no such variant.
@@ -214,7 +214,7 @@ def choose_form(bundle: Bundle, options: LoadOptions) -> Form | None:
 
 
 def rungs(graphs: Graphs, options: LoadOptions) -> Iterator[tuple[str, Session]]:
-    """Open every decoder variant that the device runs; see `tfexport.runtime.registry.Home`."""
+    """Open every decoder variant that the device runs, by name."""
     forms: list[Form | None] = [None]
     if graphs.spec.has_decoder:
         runnable = _forms(graphs.paths, options.device, "verify")
@@ -245,11 +245,11 @@ def probe(library: str, model: bytes) -> dict[str, str]:
     """Run a graph on each device of the installed build.
 
     Args:
-        library: its name.
+        library: name of the library.
         model: y = x + x on float32 [2].
 
     Returns:
-        By device "" if the result is right, else the problem.
+        For each device "" if the result is correct, else the problem.
     """
     if not hasattr(ort, "InferenceSession"):
         sys.exit("hollow: the module is there, its library is not")

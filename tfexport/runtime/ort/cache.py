@@ -1,7 +1,7 @@
-"""Buffers for the keys and values of all layers: NumPy's on the host, or the device's.
+"""Store the keys and values of all layers, on the host or on the device.
 
-A row keeps its place while others come and go. Places that nothing was written to are 0, and a row is overwritten
-before its next user reads it: a masked place has weight 0, but 0 · NaN is NaN.
+Rows stay in place while others come and go. Places that were never written are 0, and a row is overwritten before its
+next user reads it: a masked place has weight 0, but 0 · NaN is NaN.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from tfexport.contract import FLOAT, ModelSpec
 from tfexport.runtime.ort.device import ELEMENT_TYPE, ITEM_BYTES, RowGather
 from tfexport.runtime.session import Ids
 
-# The first buffer has room for this many tokens; it doubles when full, so that short texts do not pay for long ones:
-# attention is computed over the whole buffer, on a GPU too.
+# Initial capacity in tokens. It doubles when full, because attention is computed over the whole buffer, even on a GPU.
 FIRST_CAPACITY = 64
 
 
@@ -28,8 +27,8 @@ class RowBuffers(ABC):
     """Keys and values of every layer, each [rows, heads, length, …].
 
     Attributes:
-        rows: number of rows there is room for.
-        length: places of a row.
+        rows: capacity in rows.
+        length: capacity of each row in tokens.
     """
 
     rows: int
@@ -37,22 +36,22 @@ class RowBuffers(ABC):
 
     @abstractmethod
     def resize(self, rows: int, length: int, live: int) -> None:
-        """Move to other memory: the first `live` rows as far as they fit, zeros elsewhere."""
+        """Reallocate: copy the first `live` rows as far as they fit, zero the rest."""
 
     @abstractmethod
     def write(self, to: Ids, other: Self, of: Ids) -> None:
-        """Copy rows `of` of buffers that are no longer than these to rows `to`, padded with zeros.
+        """Copy rows `of` of `other` to rows `to`; zero the rest of longer rows.
 
-        `other` may be the same buffers if no row is in both `to` and `of`.
+        `other` is at most as long. It may be the same buffers if no row is in both `to` and `of`.
         """
 
     @abstractmethod
     def clear(self, rows: Ids) -> None:
-        """Write zeros to rows."""
+        """Fill rows with zeros."""
 
     @abstractmethod
     def reorder(self, rows: Ids, length: int) -> bool:
-        """Copy row rows[r] to row r, up to `length` places; return whether the rows moved to other memory."""
+        """Copy row rows[r] to row r, up to `length`; return whether the memory changed."""
 
     @abstractmethod
     def bind_input(self, io: ort.IOBinding, names: Sequence[str], rows: int, first: int = 0) -> None:
@@ -60,16 +59,16 @@ class RowBuffers(ABC):
 
     @abstractmethod
     def bind_output(self, io: ort.IOBinding, names: Sequence[str], rows: int, first: int = 0) -> None:
-        """Bind rows from `first` on as the outputs `names`; those that are also inputs are written in place."""
+        """Bind rows from `first` on as outputs; inputs are updated in place."""
 
 
 def row_buffers(spec: ModelSpec, gather: RowGather | None, rows: int, length: int) -> RowBuffers:
-    """Return zeroed buffers: on the host, or on the device of `gather`."""
+    """Return zeroed buffers on the device of `gather`, or on the host without it."""
     return _HostBuffers(spec, rows, length) if gather is None else _DeviceBuffers(gather, spec, rows, length)
 
 
 class _HostBuffers(RowBuffers):
-    """Arrays that NumPy shares with ONNX Runtime on the CPU; only rows that change are copied."""
+    """Arrays that NumPy shares with ONNX Runtime; only changed rows are copied."""
 
     def __init__(self, spec: ModelSpec, rows: int, length: int) -> None:
         self.rows, self.length, self._spec = rows, length, spec
@@ -111,10 +110,10 @@ class _HostBuffers(RowBuffers):
 
 
 class _DeviceBuffers(RowBuffers):
-    """One piece of device memory: [rows, heads, length, …] of one key or value after the other.
+    """One block of device memory, with all keys and values one after the other.
 
-    Every move copies units: some places of one row and head, in as many items as divide keys and values alike. A unit
-    of zeros, to copy from, follows the last value.
+    Each is [rows, heads, length, …]. Every move copies units. A unit is some tokens of one row and head, with a number
+    of items that divides both keys and values. A unit of zeros follows the last value.
     """
 
     def __init__(self, gather: RowGather, spec: ModelSpec, rows: int, length: int) -> None:
@@ -169,26 +168,23 @@ class _DeviceBuffers(RowBuffers):
         return name, self._gather.device.type, 0, ELEMENT_TYPE[self._gather.dtype], shape
 
     def _address(self, index: int, row: int) -> int:
-        """Return the address of a row of one key or value."""
         widths = cache_widths(self._spec)
         items = (self.rows * sum(widths[:index]) + row * widths[index]) * self._spec.cache_heads * self.length
         address: int = self._memory.data_ptr() + items * self._item
         return address
 
     def _shapes(self, rows: int, length: int, places: int) -> list[tuple[int, int, int]]:
-        """Return the units of each key and value: [rows, heads, units]."""
         heads = self._spec.cache_heads
         return [(rows, heads, length // places * (width // self._divisor)) for width in cache_widths(self._spec)]
 
     def _units(self, places: int) -> tuple[list[Ids], int]:
-        """Number the units of `places` places of each key and value, and the unit of zeros."""
+        """Return the unit numbers of each key and value, and that of the unit of zeros."""
         shapes = self._shapes(self.rows, self.length, places)
         ends = np.cumsum([math.prod(shape) for shape in shapes])
         units = np.split(np.arange(ends[-1]), ends[:-1])
         return [each.reshape(shape) for each, shape in zip(units, shapes, strict=True)], int(ends[-1])
 
     def _move(self, orders: list[Ids], zero: int, rows: int, length: int, places: int) -> None:
-        """Copy units, followed by zeros, into other memory in one run."""
         order = np.concatenate([*(order.ravel() for order in orders), np.full(length // places, zero)])
         width = places * self._divisor
         memory = self._gather.device.reserve(order.size * width * self._item)
@@ -197,5 +193,5 @@ class _DeviceBuffers(RowBuffers):
 
 
 def cache_widths(spec: ModelSpec) -> list[int]:
-    """Return the width of each key and value of all layers, in the order of the graphs."""
+    """Return the width of each key and value of all layers, in graph order."""
     return [spec.head_dim, spec.value_dim] * spec.layers

@@ -1,4 +1,7 @@
-"""Drive the concat decoder, the portable one: each step returns a longer cache, so all rows stay equally long."""
+"""Run the concat decoder, the portable variant.
+
+Each step returns a longer cache, so all rows have the same length.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from tfexport.runtime.session import Candidates, Ids, Mask, Prompts, close_up, r
 
 
 class ConcatBatch(CheckedScoring):
-    """Sources that begin together, with equally long prompts."""
+    """Sources that are added together, with equally long prompts."""
 
     can_join = False
 
@@ -65,7 +68,6 @@ class ConcatBatch(CheckedScoring):
         self._past, self.lengths = self._take(self._past, rows), self.lengths[rows]
 
     def _run(self, target_ids: Ids, num_candidates: int | None) -> Step:
-        """Read tokens, int64 [rows, target_len]; their present becomes the next past."""
         graphs = self._graphs
         step = Step(graphs, len(target_ids), num_candidates, target_len=target_ids.shape[1], reads_lengths=False)
         step.io.bind_ortvalue_input(SOURCE_MASK, graphs.device.upload(self._source_mask))
@@ -79,7 +81,6 @@ class ConcatBatch(CheckedScoring):
         return step
 
     def _take(self, values: Sequence[ort.OrtValue], rows: Ids) -> list[ort.OrtValue]:
-        """Return rows of keys and values, [rows, …] → [new rows, …], without leaving the device."""
         device, gather = self._graphs.device, self._graphs.gather
         if gather is None:
             return [host_value(value.numpy()[rows]) for value in values]

@@ -1,14 +1,14 @@
-"""Drive the contrib decoder on the CPU: buffers that NumPy and the graphs share, and hypotheses that stay in place.
+"""Run the contrib decoder on the CPU, in buffers that NumPy and the graphs share.
 
-A beam that goes on keeps its row of the cache, whatever its rank. Only beams that branch are copied, over rows that no
-beam continues, from the token on where the two differ: equal tokens have equal keys and values.
+A beam keeps its cache row, whatever its rank. Only beams that branch are copied, to rows that no beam continues, and
+only from the first different token on: equal tokens have equal keys and values.
 
 Invariants between two calls:
 
-- `_cache_rows[row]` is the row of `_cache` that holds row `row` of the caller; rows of a source stay within its rows.
+- `_cache_rows[row]` is the row of `_cache` for the caller's row; rows of a source stay within its rows.
 - `_shared[source][a][b]` tokens at the start of cache rows a and b of a source are equal.
 - `_longest` is the largest of `lengths`; `_is_even` means that all are equal to it.
-- `_bindings` refer to the current buffers: whoever replaces a buffer clears them.
+- `_bindings` refer to the current buffers; they are cleared when a buffer is replaced.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from tfexport.runtime.session import Candidates, Floats, Ids, Mask, Prompts, clo
 
 Array = NDArray[Any]
 
-# Bindings that a batch keeps, one for each number of rows, which changes as sources come and go.
+# Most bindings of a batch; the number of rows changes as sources come and go.
 MAX_BINDINGS = 64
-# Number of tokens that a row shares with itself.
+# Number of tokens that a row shares with itself: all, also later ones.
 _EQUAL = sys.maxsize
 
 
 @dataclass
 class _Binding:
-    """The arrays that a step reads and writes, bound once for many steps of equal shape."""
+    """The arrays of a step, bound once for many steps of equal shape."""
 
     io: ort.IOBinding
     inputs: dict[str, Array]
@@ -61,13 +61,13 @@ class _Binding:
     token_ids: Ids
     logits: Floats
     log_normalizer: Floats
-    all_logits: Floats | None = None  # of the vocabulary, bound where tokens are scored
+    all_logits: Floats | None = None  # of the vocabulary, bound if tokens are scored
 
 
 class ContribBatch(CheckedScoring, CheckedMultiStep, CheckedVerifying):
-    """Sources being decoded in buffers of numpy.
+    """Sources being decoded in NumPy buffers.
 
-    Source s has place s in the buffers of the encoder's keys and values and rows s · width … of the cache.
+    Source s has place s in the buffers of the encoder's keys and values, and rows s · width … of the cache.
     """
 
     def __init__(self, graphs: OrtGraphs, width: int) -> None:
@@ -80,10 +80,9 @@ class ContribBatch(CheckedScoring, CheckedMultiStep, CheckedVerifying):
         self._source_mask: Mask = np.empty((0, 0), np.bool_)
         self._cross: list[Array] = []
         self._cache: Floats = self._new_cache(0, min(FIRST_CAPACITY, self._spec.max_target_length))
-        # See the invariants above.
         self._cache_rows: Ids = np.empty(0, np.int64)
         self._shared: list[list[list[int]]] = []
-        self._rows_are_equal = False  # of each source, as they are behind a first step
+        self._rows_are_equal = False  # within each source, as after a first step
         self._bindings: dict[tuple[int, ...], _Binding] = {}
 
     def _add(self, source_ids: Ids, source_mask: Mask, prompts: Prompts) -> None:
@@ -96,7 +95,8 @@ class ContribBatch(CheckedScoring, CheckedMultiStep, CheckedVerifying):
                 parts = self._encode(source_ids[some, :longest], source_mask[some, :longest])
                 self._write_sources(first + some, lengths[some], parts)
         else:
-            self._adopt(self._encode(source_ids, source_mask), source_mask)
+            self._cross, self._source_mask = self._encode(source_ids, source_mask), source_mask.copy()
+            self._bindings.clear()
         self._num_sources += len(lengths)
         self._source_lengths = np.concatenate((self._source_lengths, lengths))
         begin = self.lengths.size
@@ -115,7 +115,7 @@ class ContribBatch(CheckedScoring, CheckedMultiStep, CheckedVerifying):
             return self._first_step(target_ids, num_candidates)
         bound, rows = self._bound(num_candidates), self._cache_rows
         self._run(bound, target_ids)
-        # `take` is three to five times as fast as an index for so few numbers.
+        # `take` is three to five times as fast as indexing for few numbers.
         return Candidates(
             bound.token_ids.take(rows, 0), bound.logits.take(rows, 0), bound.log_normalizer.ravel().take(rows)
         )
@@ -168,12 +168,12 @@ class ContribBatch(CheckedScoring, CheckedMultiStep, CheckedVerifying):
         return Candidates(bound.token_ids.copy(), bound.logits.copy(), bound.log_normalizer[:, 0].copy())
 
     def _rewind(self, length: int) -> None:
-        self.lengths[0] = self._longest = length  # later places are not read, and overwritten
+        self.lengths[0] = self._longest = length  # later tokens are not read before they are overwritten
 
     def _reorder(self, rows: Ids) -> None:
         if self.width == 1 or self._rows_are_equal:
             return
-        # Lists: 1.4 µs instead of 8 with arrays for 4 rows, 4 for 32, and for 128 hardly more than arrays.
+        # Lists take 1.4 µs for 4 rows, arrays 8 µs; for 128 rows they are about equal.
         cache_rows: list[int] = self._cache_rows.take(rows).tolist()
         continued, copies = set(), []
         for row, cache_row in enumerate(cache_rows):
@@ -209,7 +209,7 @@ class ContribBatch(CheckedScoring, CheckedMultiStep, CheckedVerifying):
         gives_back = has_many_scores(*source_ids.shape)
         own: list[Array] = []
         for name in self._graphs.cross:
-            if gives_back:  # ONNX Runtime cannot give back its own memory around an output
+            if gives_back:  # ONNX Runtime cannot free its memory if an output is in it
                 shape = (len(source_ids), self._spec.cache_heads, source_ids.shape[1], self._spec.head_dim)
                 own.append(np.empty(shape, np.float32))
                 io.bind_ortvalue_output(name, host_value(own[-1]))
@@ -218,13 +218,7 @@ class ContribBatch(CheckedScoring, CheckedMultiStep, CheckedVerifying):
         run(still_open(self._graphs.encoder), io, gives_back=gives_back)
         return own or [value.numpy() for value in io.get_outputs()]
 
-    def _adopt(self, encoded: list[Array], source_mask: Mask) -> None:
-        """Use the outputs of the encoder as the buffers of an empty batch."""
-        self._cross, self._source_mask = encoded, source_mask.copy()
-        self._bindings.clear()
-
     def _reserve_sources(self, sources: int, longest: int) -> None:
-        """Make room for sources and their tokens, zeroed because masked places must be finite."""
         places, length = self._source_mask.shape
         longest = max(longest, int(self._source_lengths.max(initial=0)))
         if sources <= places and longest <= length <= 2 * longest:
@@ -235,6 +229,7 @@ class ContribBatch(CheckedScoring, CheckedMultiStep, CheckedVerifying):
             sources = max(sources, 2 * places)
         held, some = self._num_sources, min(length, longest)
         spec = self._spec
+        # Zeros, because masked places must be finite.
         shape = (max(sources, places), spec.cache_heads, longest, spec.head_dim)
         grown: list[Array] = [np.zeros(shape, np.float32) for _ in range(2 * spec.layers)]
         for new, old in zip(grown, self._cross, strict=False):
@@ -245,7 +240,7 @@ class ContribBatch(CheckedScoring, CheckedMultiStep, CheckedVerifying):
         self._bindings.clear()
 
     def _write_sources(self, places: Ids, lengths: Ids, parts: list[Array]) -> None:
-        """Write keys and values of the encoder, then zeros: the last user of a place may have left NaN."""
+        # Zero the rest, because the last user of a place may have left NaN.
         held = parts[0].shape[2]
         for whole, part in zip(self._cross, parts, strict=True):
             whole[places, :, :held] = part
@@ -253,7 +248,6 @@ class ContribBatch(CheckedScoring, CheckedMultiStep, CheckedVerifying):
         self._source_mask[places] = np.arange(self._source_mask.shape[1]) < lengths[:, None]
 
     def _reserve_rows(self, rows: int, length: int = 0) -> None:
-        """Make room in the cache for rows and tokens, doubling it if it must grow."""
         _, held, _, capacity, _ = self._cache.shape
         if rows <= held and length <= capacity:
             return
@@ -273,7 +267,7 @@ class ContribBatch(CheckedScoring, CheckedMultiStep, CheckedVerifying):
         return np.empty((2 * spec.layers, rows, spec.cache_heads, capacity, spec.head_dim), np.float32)
 
     def _read(self, first: int, prompts: Prompts) -> None:
-        """Read the prompts of the sources from `first` on, except last tokens; equally long ones together."""
+        # The last token of a prompt is read by the first step; equally long prompts are read together.
         for length, group in groupby(prompts, len):
             some = list(group)
             last = first + len(some)
@@ -287,7 +281,6 @@ class ContribBatch(CheckedScoring, CheckedMultiStep, CheckedVerifying):
             first = last
 
     def _measure(self) -> None:
-        """Update `_longest` and `_is_even`."""
         lengths = self.lengths.tolist()
         self._longest = max(lengths, default=0)
         self._is_even = min(lengths, default=0) == self._longest
@@ -297,7 +290,7 @@ class ContribBatch(CheckedScoring, CheckedMultiStep, CheckedVerifying):
         return bool((by_source == by_source[:, :1]).all())
 
     def _first_step(self, target_ids: Ids, num_candidates: int) -> Candidates:
-        """Read the first token of equal rows once for each source, then copy it to the rows."""
+        # Equal rows are read once for each source, then copied.
         sources, width = self._num_sources, self.width
         bound = self._bind(slice(sources), slice(sources), 1, num_candidates)
         bound.target_ids[:, 0] = target_ids[::width]
@@ -312,7 +305,6 @@ class ContribBatch(CheckedScoring, CheckedMultiStep, CheckedVerifying):
         )
 
     def _run(self, bound: _Binding, target_ids: Ids) -> None:
-        """Read one token of every row."""
         self._rows_are_equal = False
         bound.target_ids[self._cache_rows, 0] = target_ids
         self._place(bound)
@@ -321,7 +313,6 @@ class ContribBatch(CheckedScoring, CheckedMultiStep, CheckedVerifying):
         self._longest += 1
 
     def _bound(self, num_candidates: int, target_len: int = 1) -> _Binding:
-        """Return the binding of the next step of all rows, with room for its tokens."""
         if self._longest + target_len > self._cache.shape[3]:
             self._reserve_rows(0, self._longest + target_len)
         key = (self._num_sources, num_candidates, target_len)
@@ -335,8 +326,7 @@ class ContribBatch(CheckedScoring, CheckedMultiStep, CheckedVerifying):
         return bound
 
     def _place(self, bound: _Binding) -> None:
-        """Write the position of the bound token of each row: after the tokens in its cache."""
-        if self._is_even:  # filling takes a third of the time, and `lengths` may wait for the end of many steps
+        if self._is_even:  # filling takes a third of the time, and `multi_step` updates `lengths` only at its end
             bound.positions.fill(self._longest)
             bound.last_and_total.fill(self._longest)
         else:
@@ -345,7 +335,6 @@ class ContribBatch(CheckedScoring, CheckedMultiStep, CheckedVerifying):
         bound.last_and_total[-1] = self._longest + 1
 
     def _bind(self, sources: slice, rows: slice, target_len: int, num_candidates: int, keeps: int = 1) -> _Binding:
-        """Bind some rows of the cache and their sources, for the logits of the last `keeps` positions."""
         io = still_open(self._graphs.decoder).io_binding()
         num_rows = rows.stop - (rows.start or 0)
         last_and_total = np.empty(num_rows + 1, np.int32)  # one array, so that both are filled at once
@@ -387,9 +376,9 @@ class ContribBatch(CheckedScoring, CheckedMultiStep, CheckedVerifying):
         return bound
 
     def _copy_row(self, to: int, of: int) -> None:
-        """Copy a row over an unused one of its source."""
         source, new, old = to // self.width, to % self.width, of % self.width
         shared, length = self._shared[source], int(self.lengths[to])
+        # Rows share their first tokens, so only the others are copied.
         parted = slice(shared[new][old], length)
         self._cache[:, to, :, parted] = self._cache[:, of, :, parted]
         shared[new] = [min(common, length) for common in shared[old]]
@@ -398,7 +387,6 @@ class ContribBatch(CheckedScoring, CheckedMultiStep, CheckedVerifying):
         shared[new][new] = _EQUAL
 
     def _move_source(self, to: int, of: int) -> None:
-        """Move a source to the place of a removed one."""
         for array in (*self._cross, self._source_mask):
             array[to] = array[of]
         width = self.width
@@ -411,5 +399,4 @@ class ContribBatch(CheckedScoring, CheckedMultiStep, CheckedVerifying):
 
 
 def _shared(width: int, length: int) -> list[list[int]]:
-    """Return `_shared` of a source whose rows start with `length` equal tokens."""
     return [[_EQUAL if row == other else length for other in range(width)] for row in range(width)]

@@ -1,4 +1,4 @@
-"""What the batches of a session share in ONNX Runtime: a device, its memory, the loaded graphs, and a bound step."""
+"""Load graphs on a device, manage its memory, and bind and run decoder steps."""
 
 from __future__ import annotations
 
@@ -46,58 +46,53 @@ Array = NDArray[Any]
 
 # TensorProto.DataType
 ELEMENT_TYPE: dict[DType, int] = {"float32": 1, "int32": 6, "int64": 7, "bool": 9, "float16": 10, "bfloat16": 16}
-# The dtypes of the contract as ONNX Runtime spells the types of inputs and outputs.
+# Types of inputs and outputs in ONNX Runtime, and the dtypes of the contract.
 _DTYPE: dict[str, DType] = {f"tensor({'float' if dtype == 'float32' else dtype})": dtype for dtype in ELEMENT_TYPE}
 ITEM_BYTES: dict[DType, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
-# Threads of a decoder that sleep between two steps are woken for each. Awake for longer, they would take the cores of
-# the next encoder run, as an encoder's threads would take the decoder's.
+# Decoder threads that sleep between two steps have to be woken for each. If they spun for longer, they would take cores
+# from the next encoder run. Encoder threads stop spinning after each run.
 STEP_SPIN_US = 1000
 # ONNX Runtime counts items in 32 bits without a check (onnxruntime/core/providers/cuda/tensor/gather_impl.cu).
 MAX_ITEMS = 2**31 - 1
-# Cost of one encoder run in addition to its tokens, in tokens: between 20 and 70 with small and large models.
+# Overhead of one encoder run, in tokens: between 20 and 70 for small and large models.
 RUN_TOKENS = 64
-# Attention scores of a head in one encoder run. The operators keep those of all rows at once, 4 bytes each; many long
-# sources in one run gain nothing, because one alone keeps the processor busy.
+# Most attention scores per head in one encoder run. The operators store those of all rows at once, 4 bytes each. Many
+# long sources in one run gain nothing, because one source keeps the processor busy.
 MAX_SCORES = 2**21
 
 
 class OrtDevice:
     """A device and its memory.
 
-    NumPy never reads the device's memory: arrays are copied to it and from it, so the code is the same for a GPU and
+    NumPy never reads the device's memory. Arrays are copied to it and from it, so the code is the same for a GPU and
     the CPU.
 
     Attributes:
-        provider: row of `PROVIDERS`; of several GPUs it takes the first that CUDA_VISIBLE_DEVICES leaves.
+        provider: entry of `PROVIDERS`; of several GPUs it uses the first in CUDA_VISIBLE_DEVICES.
         type: name of the device.
     """
 
     def __init__(self, device: Device = "cpu", weights: WeightType | None = None) -> None:
         """Open a device.
 
-        Args:
-            device: its name in `PROVIDERS`.
-            weights: type of the graphs' weights if narrower than the graphs' own type.
+        `weights` is the type of the graphs' weights if narrower than the graphs' own type.
 
         Raises:
-            BackendError: ONNX Runtime cannot use the device, or multiplies narrow weights wrongly on it.
+            BackendError: ONNX Runtime cannot use the device, or computes wrong products of quantized weights on it.
         """
         self.provider, self.type = PROVIDERS[device], device
         self.provider.prepare()
         self._config_entries = int8_session_options() if weights else {}
 
     def load(self, graph: Path, name: str, threads: int | None, *, spin_us: int = 0) -> ort.InferenceSession:
-        """Load a graph.
+        """Load a graph, called `name` in errors.
 
-        Args:
-            graph: path.
-            name: used in errors.
-            threads: of the CPU for one call; None for as many as ONNX Runtime finds cores.
-            spin_us: how long its threads wait awake for the next run, in microseconds.
+        `threads` is the number of CPU threads of one call, None for one on each core. They spin for `spin_us`
+        microseconds while they wait for the next run.
 
         Raises:
             BackendError: the graph does not load.
-            PlacementError: part of it would run on another device.
+            PlacementError: part of the graph would run on another device.
         """
         options = ort.SessionOptions()
         options.log_severity_level = 3
@@ -125,7 +120,7 @@ class OrtDevice:
         return session
 
     def empty(self, shape: Sequence[int], dtype: DType) -> ort.OrtValue:
-        """Reserve uninitialized memory."""
+        """Allocate uninitialized memory."""
         return ort.OrtValue.ortvalue_from_shape_and_type(list(shape), ELEMENT_TYPE[dtype], self.type, 0)
 
     def upload(self, array: Array) -> ort.OrtValue:
@@ -135,24 +130,20 @@ class OrtDevice:
         return value
 
     def bind_output(self, binding: ort.IOBinding, name: str) -> None:
-        """Let ONNX Runtime reserve an output of a run in the device's memory."""
+        """Let ONNX Runtime allocate an output on the device."""
         binding.bind_output(name, self.type, 0)
 
     def reserve(self, num_bytes: int) -> ort.OrtValue:
-        """Reserve uninitialized bytes, to be bound by address."""
+        """Allocate uninitialized bytes, to be bound by address."""
         return ort.OrtValue.ortvalue_from_shape_and_type([num_bytes], np.uint8, self.type, 0)
 
     def zeros(self, num_bytes: int) -> ort.OrtValue:
-        """Copy zero bytes to the device."""
+        """Allocate zero bytes."""
         return ort.OrtValue.ortvalue_from_numpy(np.zeros(num_bytes, np.uint8), self.type, 0)
 
 
 def check_contract(session: ort.InferenceSession, name: str, spec: ModelSpec) -> None:
-    """Compare the inputs and outputs of a loaded graph with the contract of its name.
-
-    Raises:
-        BundleError: lists those that differ.
-    """
+    """Raise `BundleError` if a loaded graph's inputs or outputs are not as expected."""
     inputs, outputs = (
         tuple(TensorSpec(one.name, _DTYPE.get(one.type, one.type), tuple(one.shape)) for one in side)
         for side in (session.get_inputs(), session.get_outputs())
@@ -163,20 +154,17 @@ def check_contract(session: ort.InferenceSession, name: str, spec: ModelSpec) ->
 
 
 def host_value(array: Array) -> ort.OrtValue:
-    """Wrap an array in host memory; the value shares it, and a binding alone does not keep it alive."""
+    """Wrap a host array, which the value shares; a binding does not keep it alive."""
     return ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array))
 
 
 def run(session: ort.InferenceSession, binding: ort.IOBinding, *, gives_back: bool = False) -> None:
     """Run a graph on a binding and wait for it.
 
-    Args:
-        session: the graph.
-        binding: its inputs and outputs.
-        gives_back: free the host memory that the run took; otherwise ONNX Runtime keeps it for the next run.
+    `gives_back` frees the host memory of the run; otherwise ONNX Runtime keeps it for the next run.
 
     Raises:
-        BackendError: it failed.
+        BackendError: the run failed.
     """
     options = None
     if gives_back:
@@ -189,32 +177,32 @@ def run(session: ort.InferenceSession, binding: ort.IOBinding, *, gives_back: bo
 
 
 def still_open(session: ort.InferenceSession | None) -> ort.InferenceSession:
-    """Return a graph, or raise `BackendError` if its session is closed."""
+    """Return a graph; raise `BackendError` if its session is closed."""
     if session is None:
         raise BackendError("ort: this session is closed; load the bundle again")
     return session
 
 
 class RowGather:
-    """The graph `reorder`, which copies rows on the device, in memory seen as [rows, width]."""
+    """The graph `reorder`, which copies rows on the device."""
 
     def __init__(self, device: OrtDevice, graph: Path, dtype: DType) -> None:
-        """Load the graph; `dtype` is the type of the items that it moves."""
+        """Load the graph for items of type `dtype`."""
         self.device, self.dtype = device, dtype
-        # Copies gain nothing from more threads, and idle threads would spin where the decoder's work.
+        # More threads do not speed up copies, and idle ones would take cores from the decoder.
         self._graph = device.load(graph, REORDER, 1)
 
     def copy(self, memory: ort.OrtValue, width: int, order: Ids, address: int) -> None:
-        """Write row order[r] of some memory to row r at an address; the two must not overlap.
+        """Write row order[r] of some memory to row r at an address, without overlap.
 
         Args:
-            memory: on the device, a multiple of `width` long.
-            width: of a row, in items.
+            memory: memory on the device, read as [rows, width].
+            width: items of a row.
             order: int64 of any shape.
             address: on the device, with room for as many rows as `order` has.
 
         Raises:
-            BackendError: it failed, or there are more items than the graph can count.
+            BackendError: the copy failed, or there are more items than the graph can count.
         """
         kind, element = self.device.type, ELEMENT_TYPE[self.dtype]
         rows = memory.tensor_size_in_bytes() // ITEM_BYTES[self.dtype] // width
@@ -236,14 +224,14 @@ class OrtGraphs:
 
     Attributes:
         spec: sizes, limits and token ids.
-        device: where the graphs run.
-        encoder: None once the session is closed.
-        decoder: None for an encoder-only bundle, and once the session is closed.
-        gather: moves rows on the device; None if NumPy does so on the host.
+        device: device of the graphs.
+        encoder: None after the session is closed.
+        decoder: None for an encoder-only bundle, and after the session is closed.
+        gather: moves rows on the device; None if NumPy moves them on the host.
         cross: names of the encoder's keys and values.
         past: names of the keys and values that the decoder reads.
-        present: names of those that it writes.
-        keeps_logits: whether the decoder gives the logits of several positions (`--speculation`).
+        present: names of the keys and values that the decoder writes.
+        keeps_logits: whether the decoder returns the logits of several positions (`--speculation`).
     """
 
     spec: ModelSpec
@@ -253,14 +241,13 @@ class OrtGraphs:
     gather: RowGather | None
 
     def __post_init__(self) -> None:
-        """Note names once, for all batches."""
         layers = self.spec.layers
         self.cross, self.past, self.present = (key_value_names(side, layers) for side in ("cross", "past", "present"))
         inputs = self.decoder.get_inputs() if self.decoder else []
         self.keeps_logits = any(tensor.name == LOGITS_TO_KEEP for tensor in inputs)
 
     def bind_encoder(self, source_ids: Ids, source_mask: Mask) -> ort.IOBinding:
-        """Bind the inputs of the encoder; the caller binds the outputs and runs it."""
+        """Bind the inputs of the encoder; the caller binds the outputs."""
         io = still_open(self.encoder).io_binding()
         for name, array in ((SOURCE_IDS, source_ids), (SOURCE_MASK, source_mask)):
             io.bind_ortvalue_input(name, self.device.upload(array))
@@ -272,13 +259,13 @@ class OrtGraphs:
 
 
 class Step:
-    """A binding of the decoder for one number of rows, tokens and candidates, without sources and caches.
+    """A binding of the decoder for one number of rows, tokens and candidates.
 
-    It finds the best candidates, or the logits of the whole vocabulary. Everything that a step reads and writes is on
-    the device, except num_candidates, because shapes are read on the host.
+    It returns the best candidates, or the logits of the whole vocabulary. All inputs and outputs are on the device,
+    except num_candidates, because shapes are read on the host.
 
     Attributes:
-        io: the caller binds sources and caches to it.
+        io: the binding; the caller binds sources and caches to it.
     """
 
     def __init__(
@@ -290,26 +277,26 @@ class Step:
         target_len: int = 1,
         reads_lengths: bool = True,
     ) -> None:
-        """Reserve and bind the inputs and outputs of a step.
+        """Allocate and bind the inputs and outputs of a step.
 
         Args:
-            graphs: of the session.
-            rows: decoded rows.
-            num_candidates: best tokens of each row; None for the logits of the vocabulary.
-            target_len: tokens read of each row.
-            reads_lengths: whether the graph takes the lengths of the caches.
+            graphs: graphs of the session.
+            rows: number of decoded rows.
+            num_candidates: number of best tokens of each row; None for the logits of the vocabulary.
+            target_len: number of tokens read of each row.
+            reads_lengths: whether the graph has the lengths of the caches as input.
         """
         device, self._graphs = graphs.device, graphs
         self.io = still_open(graphs.decoder).io_binding()
         num_best = num_candidates or 1
-        self._num_candidates = host_value(np.array([num_best]))  # a binding alone does not keep it alive
+        self._num_candidates = host_value(np.array([num_best]))  # the binding does not keep it alive
         self._target_ids = device.empty((rows, target_len), "int64")
         self._lengths = device.empty((rows,), "int64") if reads_lengths else None
         self._token_ids = device.empty((rows, num_best), "int64")
         self._logits = device.empty((rows, num_candidates or graphs.spec.vocab), "float32")
         self._log_normalizer = device.empty((rows, 1), "float32")
-        # An input in other memory than the graph reads is copied once, when it is bound. So the inputs that a step
-        # changes have to be in the memory that the graph reads.
+        # If an input is not on the graph's device, it is copied once, when it is bound. Therefore inputs that change
+        # have to be on the device.
         self.io.bind_ortvalue_input(TARGET_IDS, self._target_ids)
         self.io.bind_ortvalue_input(NUM_CANDIDATES, self._num_candidates)
         if self._lengths is not None:
@@ -323,7 +310,7 @@ class Step:
 
         Args:
             target_ids: int64 [rows, target_len], or [rows] for one token each.
-            lengths: tokens in the cache of every row before the step, int64 [rows].
+            lengths: number of tokens in the cache of every row before the step, int64 [rows].
         """
         self._target_ids.update_inplace(np.ascontiguousarray(target_ids))
         if self._lengths is not None:
@@ -331,7 +318,8 @@ class Step:
         run(still_open(self._graphs.decoder), self.io)
 
     def candidates(self) -> Candidates:
-        """Return copies of the last run's candidates: on the CPU numpy() is a view that the next run overwrites."""
+        """Return copies of the last run's candidates."""
+        # On the CPU, `numpy()` is a view that the next run overwrites.
         found = Candidates(
             self._token_ids.numpy().copy(), self._logits.numpy().copy(), self._log_normalizer.numpy()[:, 0].copy()
         )
@@ -340,19 +328,19 @@ class Step:
         return found if self._graphs.device.provider.is_host else in_order_of_id(found)
 
     def given(self, next_ids: Ids) -> Candidates:
-        """Return the last run's candidates for given tokens, int64 [rows], if it found all logits."""
+        """Return given tokens, int64 [rows], as candidates of a run that found all logits."""
         return given_candidates(next_ids, self._logits.numpy(), self._log_normalizer.numpy()[:, 0].copy())
 
 
 def encoder_runs(lengths: Ids) -> list[Ids]:
-    """Divide a batch into the encoder runs that cost least together.
+    """Divide a batch into the encoder runs with the least total cost.
 
-    A run computes as many tokens as it has rows times its longest source. In order of length, the cheapest division of
-    the first n rows is a run that ends there after the cheapest division of the rows before it. Runs with too many
-    scores are cut; a source of more than 1,448 tokens is always a run of its own.
+    The cost of a run is its number of rows times its longest source. In order of length, the cheapest division of the
+    first n rows is one run that ends there, after the cheapest division of the rows before it. Runs with too many
+    scores are cut; a source of more than 1,448 tokens always has its own run.
 
     Args:
-        lengths: tokens of each source, int64 [batch], at least one.
+        lengths: number of tokens of each source, int64 [batch], at least one source.
 
     Returns:
         Rows of each run, int64, longest source first; every row once.
@@ -374,7 +362,7 @@ def encoder_runs(lengths: Ids) -> list[Ids]:
 
 
 def has_many_scores(batch: int, longest: int) -> bool:
-    """Whether a run has more scores than several sources together ever have."""
+    """Return whether a run has more scores than `MAX_SCORES`."""
     return batch * longest**2 > MAX_SCORES
 
 

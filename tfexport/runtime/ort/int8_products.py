@@ -1,9 +1,9 @@
-"""Make ONNX Runtime add 8-bit products exactly on this CPU, or refuse to run them.
+"""Select exact 8-bit kernels of ONNX Runtime for this CPU.
 
 The fastest 8-bit kernels for x86 CPUs with AVX2 but without VNNI add two products in 16 bits, which can saturate:
-https://onnxruntime.ai/docs/performance/model-optimizations/quantization.html. ONNX Runtime has a session option that
-selects slower, exact kernels. Whether it is needed is measured with a small stored product instead of read from CPU
-flags, so the answer depends neither on the operating system nor on how flags are reported.
+https://onnxruntime.ai/docs/performance/model-optimizations/quantization.html. A session option of ONNX Runtime selects
+slower, exact kernels. A small stored product tests whether the option is needed, because CPU flags depend on the
+operating system.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ import onnxruntime as ort
 
 from tfexport.errors import BackendError
 
-# One product for each operator of a quantized bundle, every factor at the end of its range, so that two products of
-# 8-bit factors exceed 16 bits. tests/runtime/ort/test_int8_products.py writes the same file and compares.
+# One product for each operator of a quantized bundle. Every factor is at the end of its range, so that two products
+# exceed 16 bits. tests/runtime/ort/test_int8_products.py writes the same file and compares.
 PROBE = Path(__file__).with_name("int8_products.onnx")
 INPUTS, OUTPUTS = 64, 16
-# What each output of the probe is in columns 0, 2, …; in columns 1, 3, … it is the negative.
+# Each output of the probe in columns 0, 2, …; columns 1, 3, … have the negative number.
 EXPECTED = {"integers": INPUTS * 255 * 127.0, "blocks8": INPUTS * 127 * 127.0, "blocks4": INPUTS * 127 * 7.0}
-# ONNX Runtime has other kernels for one row than for several.
+# ONNX Runtime has separate kernels for one row and for several.
 _ROWS = (1, 8)
-_TOLERANCE = 1e-3  # some kernels round the rows again; saturation changes a result by half
-# Session options to try, the fastest first.
+_TOLERANCE = 1e-3  # some kernels also round the inputs; saturation changes a result by half
+# The fastest options first.
 _OPTIONS: tuple[dict[str, str], ...] = ({}, {"session.x64quantprecision": "1"})
 
 
 @cache
 def int8_session_options() -> Mapping[str, str]:
-    """Return the fastest session options under which this CPU multiplies 8-bit integers exactly.
+    """Return the fastest session options with exact 8-bit products on this CPU.
 
     Returns:
         Configuration entries for `onnxruntime.SessionOptions`; empty if the fastest kernels are exact.
@@ -51,12 +51,11 @@ def int8_session_options() -> Mapping[str, str]:
 
 
 def describe_int8_products() -> str:
-    """Return a phrase for reports: how this CPU multiplies 8-bit integers."""
+    """Describe how this CPU multiplies 8-bit integers, for reports."""
     return "exact, by slower kernels (no VNNI)" if int8_session_options() else "exact, by the fastest kernels"
 
 
 def _wrong_outputs(entries: dict[str, str]) -> list[str]:
-    """Run the stored products and list those that are not as expected."""
     options = ort.SessionOptions()
     options.log_severity_level = 3
     options.intra_op_num_threads = options.inter_op_num_threads = 1

@@ -1,4 +1,4 @@
-"""Execution providers of ONNX Runtime: one row each, and what a row needs before a graph can be loaded."""
+"""Describe the execution providers of ONNX Runtime and check their use."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from tfexport._io.extras import extra_command, replacing_command
 from tfexport.contract import Device, Form, Precision
 from tfexport.errors import BackendError
 
-# Wheels keep CUDA libraries in these folders of Python's path: NVIDIA's, which PyTorch's ask for too, and PyTorch's.
+# Folders on Python's path with CUDA libraries: of NVIDIA's wheels, which PyTorch also uses, and of PyTorch's own.
 LIBRARY_FOLDERS = ("nvidia/*/lib", "torch/lib")
-# Libraries that ONNX Runtime loads for operators that no graph of ours has.
+# Libraries for operators that our graphs do not use.
 _OPTIONAL_LIBRARIES = ("cufft", "nvrtc", "cudnn")
 # https://refspecs.linuxfoundation.org/elf/elf.pdf, with the sizes of 64 bits
 _PT_LOAD, _PT_DYNAMIC = 1, 2
 _DT_NEEDED, _DT_STRTAB = 1, 5
 
-# Operators on shapes, which ONNX Runtime computes on the CPU on purpose when a graph runs on a GPU.
+# Operators on shapes, which ONNX Runtime intentionally runs on the CPU if a graph runs on a GPU.
 SHAPE_OPERATORS = frozenset(
     "Add Cast Concat Constant ConstantOfShape Div Equal Expand Gather Identity Less LessOrEqual Max Min Mod Mul Range "
     "Reshape Shape Size Slice Squeeze Sub Unsqueeze Where".split()
 )
-# Of these, the operators that nearly every graph applies to its own numbers too. A missing kernel leaves all of them on
-# the CPU, so they count as operators on shapes only if others of the same operator are on the GPU.
+# Shape operators that almost every graph also applies to its data. If their kernel is missing, all of them are on the
+# CPU, so they count as operators on shapes only if some are on the GPU.
 DATA_OPERATORS = frozenset({"Cast", "Reshape"})
 
 
 class PlacementError(BackendError):
-    """Part of a graph would be computed elsewhere than on the device that was asked for."""
+    """Part of a graph would run on another device than the requested one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +47,10 @@ class Provider:
     Attributes:
         device: name of the device for users.
         ort_name: name of the provider in ONNX Runtime.
-        minimum: oldest version of the package that has it; the extras ask for the same.
+        minimum: oldest version of the package that works; the extras require the same version.
         forms: decoder variants that it runs, the fastest first.
-        precisions: types that it computes in.
-        is_host: whether its memory is the host's, so that NumPy can share arrays with it.
+        precisions: precisions that it computes in.
+        is_host: whether it uses host memory, so that NumPy can share arrays with it.
         options: provider options.
         prepare: raises `BackendError` if the provider cannot be used on this machine.
     """
@@ -65,7 +65,7 @@ class Provider:
     prepare: Callable[[], None] = lambda: None
 
     def check_placement(self, session: ort.InferenceSession, name: str) -> None:
-        """Raise if a loaded graph would compute on another device.
+        """Check that a loaded graph runs on this provider's device.
 
         Raises:
             BackendError: the provider did not start.
@@ -85,7 +85,7 @@ class Provider:
 
 
 def misplaced(session: ort.InferenceSession, ort_name: str) -> list[str]:
-    """List the operators, except those on shapes, that a session runs on another provider."""
+    """Return the operators, except those on shapes, that run on another provider."""
     here: set[str] = set()
     elsewhere: set[str] = set()
     for part in session.get_provider_graph_assignment_info():
@@ -95,9 +95,9 @@ def misplaced(session: ort.InferenceSession, ort_name: str) -> list[str]:
 
 
 def prepare_cuda() -> None:
-    """Check for a GPU and load the CUDA libraries that ONNX Runtime's provider is linked to.
+    """Check for a GPU and load the CUDA libraries of ONNX Runtime's provider.
 
-    ONNX Runtime itself would only log that something is missing and compute on the CPU.
+    ONNX Runtime itself would only log that something is missing and run on the CPU.
 
     Raises:
         BackendError: names the build, driver, GPU or libraries that are missing.
@@ -110,10 +110,10 @@ def prepare_cuda() -> None:
     if problem := driver_problem():
         raise BackendError(f"ort: {problem}, or use device cpu")
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):  # it prints the libraries that it cannot load and raises nothing
+    with contextlib.redirect_stdout(printed):  # it prints the libraries that it cannot load, but does not raise
         ort.preload_dlls()
     if sys.platform == "linux":
-        # The printed names include libraries that the provider does not need, and miss those that PyTorch brings.
+        # The printed names include libraries that the provider does not need, and ignore those of PyTorch's wheels.
         provider = Path(ort.__file__).parent / "capi" / "libonnxruntime_providers_cuda.so"
         missing = load_libraries(needed(provider)) if provider.exists() else []
     else:
@@ -126,7 +126,7 @@ def prepare_cuda() -> None:
         )
 
 
-# A new execution provider is a row here and a name in `tfexport.contract.Device`.
+# To add an execution provider, add it here and its device to `tfexport.contract.Device`.
 CPU = Provider(
     device="cpu",
     ort_name="CPUExecutionProvider",
@@ -140,8 +140,8 @@ CUDA = Provider(
     ort_name="CUDAExecutionProvider",
     minimum="1.30",
     forms=("static", "concat"),
-    # TF32 keeps 10 bits of a float32 product, too few for a bundle in fp32. The provider takes the first GPU by
-    # default; if its number is given, 1.31 looks for a plugin for it and warns that there is none.
+    # TF32 keeps 10 bits of a float32 product, too few for a bundle in fp32. The first GPU is the default; if its number
+    # is given, onnxruntime 1.31 looks for a plugin and warns that there is none.
     options={"use_tf32": "0"},
     prepare=prepare_cuda,
 )
@@ -149,10 +149,10 @@ PROVIDERS: dict[Device, Provider] = {provider.device: provider for provider in (
 
 
 def driver_problem(library: str = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1") -> str | None:
-    """Ask the NVIDIA driver for a GPU; return what is missing and what to do, or None.
+    """Ask the NVIDIA driver for a GPU; return the problem and its fix, or None.
 
     Args:
-        library: of the driver's interface, https://docs.nvidia.com/cuda/cuda-driver-api/.
+        library: library of the driver API, https://docs.nvidia.com/cuda/cuda-driver-api/.
     """
     try:
         driver = ctypes.CDLL(library)
@@ -166,7 +166,7 @@ def driver_problem(library: str = "nvcuda.dll" if sys.platform == "win32" else "
 
 
 def needed(library: Path) -> list[str]:
-    """Return the libraries that an ELF library (64 bits, little-endian) is linked to."""
+    """Return the libraries that a 64-bit little-endian ELF library is linked to."""
     with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         (table,) = struct.unpack_from("<Q", data, 32)
         size, count = struct.unpack_from("<HH", data, 54)
@@ -184,17 +184,17 @@ def needed(library: Path) -> list[str]:
 
 
 def load_libraries(names: Sequence[str]) -> list[str]:
-    """Load libraries from the system or from Python's packages; return those that do not load."""
+    """Load libraries from the system or Python packages; return those that fail."""
     missing = list(names)
     while left := [name for name in missing if not any(map(_loads, (name, *_found(name))))]:
         if left == missing:
             break
-        missing = left  # try again: one may have needed another
+        missing = left  # try again, because one library may need another
     return left
 
 
 def where_looked() -> str:
-    """Describe the places where `load_libraries` looks."""
+    """Describe the places that `load_libraries` searches."""
     roots = [str(root) for root in _roots() if any(True for place in LIBRARY_FOLDERS for _ in root.glob(place))]
     found = f"{' and '.join(LIBRARY_FOLDERS)} of {', '.join(roots)}"
     none = f"no {' or '.join(LIBRARY_FOLDERS)} on Python's path"

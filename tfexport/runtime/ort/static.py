@@ -1,4 +1,7 @@
-"""Drive the static decoder: buffers of fixed places that the graph writes in place, each row at its own length."""
+"""Run the static decoder: the graph updates fixed buffers in place.
+
+Each row has its own length.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,14 @@ from tfexport.runtime.ort.cache import FIRST_CAPACITY, RowBuffers, row_buffers
 from tfexport.runtime.ort.device import OrtGraphs, Step, encoder_runs
 from tfexport.runtime.session import Candidates, Ids, Mask, Prompts, close_up, rows_of
 
-# Bindings kept, for the most recent numbers of rows and candidates.
+# Most bindings, for the latest numbers of rows and candidates.
 _STEPS = 8
 # Sources that join are padded to a multiple of this many tokens, so that few later ones are longer.
 _SOURCE_BLOCK = 16
 
 
 class StaticBatch(CheckedScoring):
-    """Sources that are decoded in the first rows of buffers."""
+    """Sources being decoded in the first rows of buffers."""
 
     def __init__(self, graphs: OrtGraphs, width: int) -> None:
         super().__init__(graphs.spec, width)
@@ -27,7 +30,7 @@ class StaticBatch(CheckedScoring):
         self._begin()
 
     def _add(self, source_ids: Ids, source_mask: Mask, prompts: Prompts) -> None:
-        if not self.lengths.size:
+        if not self.lengths.size:  # small buffers again; the contents of the old ones are not needed
             self._begin()
         old, new = self._source_lengths.size, len(source_ids)
         lengths: Ids = np.concatenate((self._source_lengths, source_mask.sum(1)))
@@ -67,7 +70,6 @@ class StaticBatch(CheckedScoring):
         self._write_mask(self._source_lengths)
 
     def _begin(self) -> None:
-        """Start with small buffers, since the contents of the old ones are no longer needed."""
         self._caches = self._buffers(0, min(FIRST_CAPACITY, self._spec.max_target_length))
         self._cross = self._buffers(0, _SOURCE_BLOCK)
         self._mask: ort.OrtValue | None = None
@@ -77,9 +79,8 @@ class StaticBatch(CheckedScoring):
         return row_buffers(self._spec, self._graphs.gather, rows, length)
 
     def _encode(self, source_ids: Ids, source_mask: Mask, lengths: Ids) -> None:
-        """Write keys and values of new sources after those of the others; `lengths` are those of all."""
         old, new = lengths.size - len(source_ids), len(source_ids)
-        # One padded run is faster on a GPU.
+        # A single padded run is faster on a GPU.
         divided = encoder_runs(lengths[old:]) if self._graphs.gather is None else []
         if len(divided) < 2:
             divided = [np.arange(new)]
@@ -101,7 +102,6 @@ class StaticBatch(CheckedScoring):
         return found
 
     def _reserve_cross(self, old: int, lengths: Ids) -> None:
-        """Make room for sources of all `lengths`, of which the first `old` are already there."""
         spec, longest, length = self._spec, int(lengths.max()), self._cross.length
         if not old:
             length = longest
@@ -113,7 +113,7 @@ class StaticBatch(CheckedScoring):
             self._steps.clear()
 
     def _reserve(self, rows: int, length: int) -> bool:
-        """Make room for rows of `length` tokens; return whether that took other memory, zeroed after the live rows."""
+        """Make room; return whether that reallocated, with zeros after the live rows."""
         limit, capacity = self._spec.max_target_length, self._caches.length
         if not length <= capacity <= max(4 * length, FIRST_CAPACITY):
             capacity = FIRST_CAPACITY
@@ -136,10 +136,7 @@ class StaticBatch(CheckedScoring):
             self._mask.update_inplace(mask)
 
     def _prefill(self, prompts: Prompts, first: int) -> RowBuffers:
-        """Read the prompts of sources from `first` on, except last tokens, one row each, into buffers of their own.
-
-        Short prompts are padded: what is after a row's length is finite, masked, and overwritten as the row grows.
-        """
+        # Short prompts are padded: tokens after a row's length are finite, masked, and later overwritten.
         longest = max(map(len, prompts)) - 1
         target_ids = np.full((len(prompts), longest), self._spec.tokens.pad)
         for row, prompt in zip(target_ids, prompts, strict=True):
@@ -165,7 +162,6 @@ class StaticBatch(CheckedScoring):
         return step
 
     def _bind(self, step: Step, caches: RowBuffers, rows: int, sources: int, first: int = 0) -> None:
-        """Bind caches, written in place, and sources from `first` on."""
         assert self._mask is not None
         shape = [sources, self._cross.length]
         address = self._mask.data_ptr() + first * self._cross.length
@@ -176,7 +172,7 @@ class StaticBatch(CheckedScoring):
 
 
 def _room(have: int, need: int) -> int:
-    """Return the rows to reserve: exactly the first need, later twice the need, and less if far too many."""
+    # Exactly the first need, twice each later one; release memory if it is far too much.
     if need <= have <= 4 * need:
         return have
     return 2 * need if have else need
