@@ -1,4 +1,4 @@
-"""Write a file or directory that appears under its final name complete or not at all.
+"""Write a file or directory that appears complete or not at all.
 
 For a target `NAME` there are up to three siblings; after success they are all removed:
 
@@ -107,7 +107,7 @@ def restore(target: Path) -> None:
 
 
 def aside(folder: Path) -> list[Path]:
-    """List the targets in `folder` that are missing because a writer was killed while replacing them."""
+    """List the targets in `folder` that a killed writer has left missing."""
     former = re.compile(r"\.(.+)\.old-[0-9a-f]{16}")
     names = {match[1] for path in folder.iterdir() if (match := former.fullmatch(path.name))}
     return [folder / name for name in sorted(names) if not os.path.lexists(folder / name)]
@@ -132,7 +132,7 @@ def recover_all(folder: Path) -> None:
 
 @contextmanager
 def temporary(target: Path) -> Iterator[Path]:
-    """Create an empty directory next to `target`; it is removed at the end unless published."""
+    """Create an empty directory next to `target`; removed at the end unless published."""
     path = _sibling(target, "tmp")
     try:
         path.mkdir()
@@ -195,7 +195,7 @@ def _discard(former: Path, target: Path) -> None:
 
 @contextmanager
 def whole_file(target: Path) -> Iterator[Path]:
-    """Write a file that appears as `target` when the block ends, complete or not at all.
+    """Write a file that appears as `target`, complete or not at all, at the end.
 
     Yields:
         An empty file next to `target` to write to.

@@ -42,7 +42,7 @@ def install_command(module: str) -> str:
 
 
 def older_cuda_command(major: int) -> str:
-    """Return the command that installs a cuda-python below `major`; "" if it is unsupported."""
+    """Return the command that installs a cuda-python below `major`; "" if unsupported."""
     return f"pip install 'cuda-python<{major}'" if major > 12 else ""
 
 

@@ -1,6 +1,6 @@
-"""Sealed directories: a sealed JSON manifest lists size and sha256 of every other file.
+"""Read and write directories whose manifest lists size and sha256 of every file.
 
-Bundles and engines are sealed directories. A sealed directory is written next to its target and renamed when it is
+Bundles and engines are such sealed directories. A sealed directory is written next to its target and renamed when it is
 complete. Reading it finds every file that is missing, changed or not listed.
 """
 
@@ -156,7 +156,7 @@ def walk(folder: Path, *, without: str | None = None) -> Iterator[tuple[str, os.
 def written(
     target: Path, what: str, check: Callable[[Path], object], *, remedy: str = "choose another output"
 ) -> Iterator[Path]:
-    """Write a directory that appears as `target` when the block ends, complete or not at all.
+    """Write a directory that appears as `target`, complete or not at all, at the end.
 
     Args:
         target: without symbolic links; missing parents are created.

@@ -1,5 +1,6 @@
-"""Ed25519 signatures of manifests: 64 bytes in a file next to the manifest, compatible with openssl.
+"""Sign manifests with Ed25519 and check the signatures.
 
+A signature is a file of 64 bytes next to the manifest, which openssl can create and check too.
 The commands that create keys and check signatures are in docs/bundle.md.
 """
 

@@ -1,4 +1,4 @@
-"""Text files with one text per line: read strictly, written completely or not at all."""
+"""Read text files strictly, one text per line, and write them atomically."""
 
 from __future__ import annotations
 

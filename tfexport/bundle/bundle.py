@@ -76,7 +76,7 @@ class Bundle:
         return os.path.lexists(self.path / SIGNATURE)
 
     def file(self, name: str) -> Path:
-        """Return the path of a file in the manifest; raises BundleError if it is not listed."""
+        """Return the path of a file in the manifest; raises BundleError if not listed."""
         if name not in self.manifest.files:
             raise BundleError(f"bundle {self.path} has no {name}; it has {', '.join(sorted(self.manifest.files))}")
         return self.path / name
@@ -223,7 +223,7 @@ def _unreadable(path: Path, error: OSError) -> BundleError:
 
 @contextmanager
 def create_bundle(output: Path, *, force: bool = False, key: SigningKey | None = None) -> Iterator[Builder]:
-    """Write a bundle that appears as `output` when the block ends, complete or not at all.
+    """Write a bundle that appears as `output`, complete or not at all, at the end.
 
     Args:
         output: directory to create; missing parents are created, a symbolic link is followed.

@@ -65,7 +65,7 @@ class EngineFiles:
         )
 
     def names(self, folder: Path) -> set[str]:
-        """Return the names of all files that belong to the engine, whether they exist or not."""
+        """Return the names of all files that an engine may have."""
         kernels = [KERNELS_INDEX, *(f"{plan}{KERNELS_SUFFIX}" for plan in self.plans)]
         machines = [entry.name for entry in _folders(folder / KERNELS)]
         compiled = {f"{KERNELS}/{machine}/{name}" for machine in machines for name in kernels}
@@ -164,7 +164,7 @@ def recover_engines(root: Path) -> None:
 
 
 def recover_kernels(engine: Path) -> None:
-    """Clean up after killed writers of one engine's kernels; raises like `recover_engines`."""
+    """Clean up after killed writers of an engine's kernels, like `recover_engines`."""
     if _is_directory(engine) and _is_directory(engine / KERNELS):
         atomic.recover_all(engine / KERNELS)
 

@@ -269,7 +269,7 @@ def kind_of(spec: ModelSpec) -> Kind:
 
 
 def read_sources(value: object, name: str) -> dict[str, FileEntry]:
-    """Read sizes and hashes of the files that weights were imported from; raises ConfigError."""
+    """Read sizes and hashes of a checkpoint's files; raises ConfigError."""
     files: dict[str, FileEntry] = read_as(Mapping[str, FileEntry], value, subject=name, place="files")
     raise_all(ConfigError, name, _name_problems("files", files))
     return files

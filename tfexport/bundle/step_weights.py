@@ -34,7 +34,7 @@ def step_weight_bytes(bundle: Bundle) -> int | None:
 
 
 def _tensor_sizes(path: Path) -> dict[str, int]:
-    """Return the size of each tensor of a safetensors file; empty if the file is damaged.
+    """Return the size of each tensor of a safetensors file; empty if it is damaged.
 
     Parses the header itself, because a deployment machine has no safetensors library.
     """

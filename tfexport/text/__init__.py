@@ -1,1 +1,1 @@
-"""Convert texts to token ids and back, and check the conversion with recorded texts."""
+"""Convert texts to token ids and back, and check this with recorded texts."""

@@ -1,4 +1,4 @@
-"""Compare a tokenizer with recorded texts of the user's own code, and name the cause of differences."""
+"""Compare a tokenizer with recorded texts, and name the cause of differences."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _encoded(tokenizer: Tokenizer, text: str) -> Ids | None:
 
 
 def _around(wanted: Ids, found: Ids | None) -> tuple[Ids, Ids] | None:
-    """Return the ids before and after `found` in `wanted`; None unless it occurs exactly once."""
+    """Return the ids before and after the only `found` in `wanted`, or None."""
     if not found:
         return None
     places = [i for i in range(len(wanted) - len(found) + 1) if wanted[i : i + len(found)] == found]

@@ -131,7 +131,7 @@ class Tokenizer:
             raise InputError(f"prefix {error}") from error
 
     def begin_target(self, prefix: str = "") -> list[int]:
-        """Return the first ids of a target: the model's target prefix, then the ids of `prefix`."""
+        """Return the first ids of a target: the target prefix, then the ids of `prefix`."""
         is_empty = type(prefix) is str and not prefix
         return [*self.text.target_prefix, *(() if is_empty else self.encode_target(prefix))]
 
@@ -156,7 +156,7 @@ class Tokenizer:
     def encode_pairs(
         self, sources: Sequence[str], targets: Sequence[str], subject: str
     ) -> tuple[list[list[int]], list[list[int]]]:
-        """Encode sources, with the ids around them, and whole targets, without special tokens.
+        """Encode sources with the ids around them, and targets without special tokens.
 
         Raises:
             InputError: lists every text that cannot be encoded; begins with `subject`; `indices` has the positions.
@@ -176,7 +176,7 @@ class Tokenizer:
         return pairs
 
     def target_id(self, token: str) -> int:
-        """Return the id of a target token, such as a language; raises InputError if it is unknown."""
+        """Return the id of a target token, such as a language; raises InputError."""
         found = self._target.id_of(token)
         if found is None:
             raise InputError(f"token {token!r} is none of the target's vocabulary; give one of its tokens, or an id")
@@ -191,9 +191,10 @@ class Tokenizer:
         return self._target.decode_with(ids, tokens)
 
     def copies(self, text: str) -> list[str | None]:
-        """Return the text that can be copied into a target for each source id; None for ids around the text.
+        """Return the text to copy into a target for each source id.
 
-        This is the token itself if it is known and source and target spell tokens alike, or else the part of the text.
+        This is the token itself if it is known and source and target spell tokens alike, or else the part of the text. It
+        is None for ids around the text.
         """
         pieces = self._source.pieces(text, spelled=self._source.decodes_like(self._target))
         return [*[None] * len(self.text.source_prefix), *pieces, *[None] * len(self.text.source_suffix)]

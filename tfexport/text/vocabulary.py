@@ -1,4 +1,4 @@
-"""Encode untrusted text with one tokenizer.json, and try untrusted tokenizers in a subprocess."""
+"""Encode text with a tokenizer.json; neither has to be trusted."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class Vocabulary:
         return text
 
     def decodes_like(self, other: Vocabulary) -> bool:
-        """Return whether two vocabularies spell tokens alike, such as with "▁" before a word."""
+        """Return whether two vocabularies spell tokens alike (such as "▁" before a word)."""
         ours, theirs = (one._inner.decoder and one._inner.decoder.__getstate__() for one in (self, other))
         return bool(ours == theirs)
 
@@ -204,7 +204,7 @@ class Vocabulary:
 
 @contextmanager
 def border(refused: Callable[[str], TfexportError]) -> Iterator[None]:
-    """Convert exceptions and Rust panics of `tokenizers` to the error that `refused` makes of their message."""
+    """Convert exceptions and Rust panics of `tokenizers` with `refused`."""
     try:
         yield
     except TfexportError:
