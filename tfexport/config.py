@@ -1,4 +1,4 @@
-"""Frozen configurations that declare type, bounds, default and help of each setting.
+"""Frozen configurations that declare type, bounds, default and help of settings.
 
     class Example(Config, subject="example"):
         size: Annotated[int, Ge(1), Le(64), Help("Rows of a batch.")] = 8

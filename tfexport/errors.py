@@ -166,7 +166,7 @@ def first_line(error: BaseException) -> str:
 
 
 def raised_by(error: BaseException) -> str:
-    """Describe another library's error: type, first line, and the code line that raised it."""
+    """Describe another library's error: type, first line and origin in the code."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name} line {frames[-1].lineno})" if frames else ""
     said = (str(error).strip().splitlines() or ["no reason given"])[0]

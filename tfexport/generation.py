@@ -14,7 +14,7 @@ _OF_BEAMS = ("length_penalty", "early_stopping")
 
 
 class DecodeConfig(Config, subject="decoding"):
-    """Decoding options, with the names, meaning and defaults of transformers' `generate`.
+    """Decoding options; names, meaning and defaults are those of transformers.
 
     Beams and sampling exclude each other. With `do_sample`, `num_return_sequences` samples are drawn independently.
     Each sample depends only on `seed`, the position of the text in the call and the sample's number. If

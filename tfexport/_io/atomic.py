@@ -182,7 +182,7 @@ def _swap(path: Path, target: Path, former: Path | None, check: Callable[[Path],
 
 
 def _remove(folder: Path, *, ignore_errors: bool = False) -> None:
-    import shutil  # and with it three ways to compress, which whoever only reads a bundle does not wait for
+    import shutil  # slow, because it imports compression modules; readers do not need it
 
     shutil.rmtree(folder, ignore_errors=ignore_errors)
 

@@ -1,4 +1,4 @@
-"""Read which tensors a safetensors file stores, and where."""
+"""Read names, types and positions of the tensors in a safetensors file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tfexport.errors import CheckpointError
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a file: its dtype as safetensors spells it, such as "F32", and the place of its bytes."""
+    """A tensor in a file; its dtype is spelled as in safetensors, such as "F32"."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -193,8 +193,8 @@ class Tokenizer:
     def copies(self, text: str) -> list[str | None]:
         """Return the text to copy into a target for each source id.
 
-        This is the token itself if it is known and source and target spell tokens alike, or else the part of the text. It
-        is None for ids around the text.
+        This is the token itself if it is known and source and target spell tokens alike, or else the part of the text.
+        For ids around the text it is None.
         """
         pieces = self._source.pieces(text, spelled=self._source.decodes_like(self._target))
         return [*[None] * len(self.text.source_prefix), *pieces, *[None] * len(self.text.source_suffix)]
