@@ -208,7 +208,7 @@ class GraphEntry(Config, subject="graph"):
 
 
 def key_value_names(prefix: str, layers: int) -> list[str]:
-    """Return the cache names of all layers: prefix_key.0, prefix_value.0, prefix_key.1."""
+    """Return the names of all caches: prefix_key.0, prefix_value.0, prefix_key.1, etc."""
     return [f"{prefix}_{part}.{layer}" for layer in range(layers) for part in ("key", "value")]
 
 

@@ -79,8 +79,8 @@ class Cross(Protocol):
 
         Args:
             layer: from 0.
-            query: [rows · target_len, heads, head_dim]; rows is a multiple of the number of sources, and the rows of one
-                source are adjacent.
+            query: [rows · target_len, heads, head_dim]; rows is a multiple of the number of sources, and the rows of
+                one source are adjacent.
             scale: factor on the scores.
             softcap: limit of the scores, see `dot_product_attention`; 0 for no limit.
 

@@ -155,7 +155,7 @@ class TransformerConfig(Config, subject="model"):
         return problems
 
     def switches(self) -> dict[str, Value]:
-        """Return the value of every switch by name; a side's are `enc.NAME` and `dec.NAME`."""
+        """Return the value of every switch; a side's switches are `enc.NAME`, `dec.NAME`."""
         stacks = [("enc.", self.encoder), ("dec.", self.decoder)]
         return {
             prefix + name: getattr(holder, name)
