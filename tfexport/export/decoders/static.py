@@ -76,7 +76,7 @@ class StaticCross:
     """Cross-attention in one `Attention` per layer."""
 
     def __init__(self, key_values: Sequence[KeyValue], mask: Tensor) -> None:
-        """Create it from each layer's keys and values, and a bool mask [batch, source_len]."""
+        """Create it from each layer's keys and values and a bool mask [batch, source_len]."""
         self.key_values, self.mask = key_values, mask
 
     def attend(self, layer: int, query: Tensor, *, scale: float, softcap: float = 0.0) -> Tensor:
