@@ -112,11 +112,6 @@ class Config:
         dataclass(frozen=True, kw_only=True)(cls)
 
     def __post_init__(self) -> None:
-        """Check each value and their combination.
-
-        Raises:
-            ConfigError: lists every problem.
-        """
         given = [  # defaults are valid, and skipping them saves time in every request
             (name, value, kind)
             for name, kind, default in _typed(typing.cast(Any, type(self)))

@@ -22,12 +22,7 @@ _REQUIREMENT = re.compile(r"([\w.-]+)[^;]*?>=([\d.]+)[^;]*(?:;.*extra == [\"'](\
 class Library:
     """A library that tfexport can use.
 
-    Attributes:
-        name: of the distribution.
-        extra: that installs it; "" for the core.
-        minimum: oldest supported version.
-        version: that is installed; None if it is missing.
-        install: command that installs it.
+    `extra` is "" for the core, `minimum` is the oldest supported version, and `version` is None if it is not installed.
     """
 
     name: str

@@ -96,11 +96,7 @@ def recover(target: Path) -> None:
 
 
 def restore(target: Path) -> None:
-    """Restore a missing `target` if a writer was killed while replacing it.
-
-    Raises:
-        BundleError: a writer is still running.
-    """
+    """Restore a missing `target` if a killed writer was replacing it."""
     if target.parent.is_dir() and not os.path.lexists(target) and _siblings(target, "old"):
         with locked(target):
             recover(target)
@@ -119,11 +115,7 @@ def is_leftover(name: str) -> bool:
 
 
 def recover_all(folder: Path) -> None:
-    """Clean up after every killed writer in `folder`.
-
-    Raises:
-        BundleError: a writer is still running.
-    """
+    """Clean up after every killed writer in `folder`; BundleError if one is running."""
     names = {match[1] for path in folder.iterdir() if (match := _LEFTOVER.fullmatch(path.name))}
     for name in sorted(names):
         with locked(folder / name):
@@ -199,10 +191,6 @@ def whole_file(target: Path) -> Iterator[Path]:
 
     Yields:
         An empty file next to `target` to write to.
-
-    Raises:
-        BundleError: another process, or thread, is writing it.
-        OSError: it cannot be written.
     """
     with locked(target):
         recover(target)

@@ -77,9 +77,6 @@ def file_problems(
         unread: listed files of which only the size is compared.
         optional: files that may exist without being listed.
         without: subdirectory to skip.
-
-    Raises:
-        OSError: the directory cannot be read.
     """
     signature = manifest + SIGNATURE_SUFFIX
     problems = []
@@ -167,9 +164,6 @@ def written(
 
     Yields:
         An empty directory next to the target.
-
-    Raises:
-        BundleError: another process writes the target, or it cannot be written.
     """
     with ExitStack() as stack:
         with write_errors(what, remedy=remedy):

@@ -20,16 +20,7 @@ def render(data: dict[str, Any]) -> bytes:
 
 
 def parse(raw: bytes, name: str, remedy: str) -> dict[str, Any]:
-    """Read a JSON object strictly.
-
-    Args:
-        raw: content of the file.
-        name: of the file; errors begin with it.
-        remedy: errors end with it.
-
-    Raises:
-        BundleError: it is not JSON (see `parse_json`) or not an object.
-    """
+    """Read a JSON object strictly; errors begin with `name` and end with `remedy`."""
     try:
         data = parse_json(raw)
     except ValueError as error:

@@ -80,9 +80,6 @@ class TrustedKeys:
         Args:
             file: its path; the signature is next to it.
             data: its content.
-
-        Raises:
-            OSError: the signature cannot be read.
         """
         try:
             signature = _read_signature(file)

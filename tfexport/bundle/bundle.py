@@ -167,11 +167,7 @@ def open_bundle(
 
 
 def check_weights(bundle: Bundle) -> None:
-    """Check the hashes of a bundle's weight files.
-
-    Raises:
-        BundleError: lists the changed files.
-    """
+    """Check the hashes of a bundle's weight files."""
     files = {name: entry for name, entry in bundle.manifest.files.items() if name in WEIGHT_FILES}
     try:
         problems = changed_problems(bundle.path, files)
@@ -181,11 +177,7 @@ def check_weights(bundle: Bundle) -> None:
 
 
 def read_defaults(bundle: Bundle) -> GenerationDefaults:
-    """Read the default decoding options of a bundle (generation.json).
-
-    Raises:
-        BundleError: it cannot be read, or lists every wrong value and every token that the model does not have.
-    """
+    """Read the default decoding options of a bundle (generation.json)."""
     if GENERATION not in bundle.manifest.files:
         return GenerationDefaults()
     try:

@@ -51,12 +51,7 @@ class EngineFiles:
 
     @classmethod
     def read(cls, folder: Path) -> EngineFiles:
-        """Read the manifest in an engine's folder.
-
-        Raises:
-            BundleError: it is missing or damaged.
-            OSError: it cannot be read.
-        """
+        """Read the manifest in an engine's folder."""
         if not _is_directory(folder):
             raise BundleError("it is not a directory")
         raw = read_manifest(folder, ENGINE_MANIFEST)
@@ -91,12 +86,7 @@ def engines_in(root: Path) -> dict[str, EngineFiles]:
 
 
 def own_names(root: Path, files: Collection[str]) -> set[str]:
-    """Return the names of all files that belong to the bundle in `root`.
-
-    Args:
-        root: directory of the bundle.
-        files: names in its manifest.
-    """
+    """Return the names of all files of the bundle whose manifest lists `files`."""
     engines = {
         f"{ENGINES}/{name}/{file}"
         for name, engine in engines_in(root).items()
@@ -109,9 +99,6 @@ def unsealed(root: Path) -> list[str]:
     """List everything in `engines/` that no engine lists or that is not a plain file.
 
     Temporary files of writers are skipped, because they are never read.
-
-    Raises:
-        BundleError: the folder cannot be read.
     """
     for _ in range(_ATTEMPTS):
         try:
@@ -124,11 +111,7 @@ def unsealed(root: Path) -> list[str]:
 
 
 def check_engines(root: Path) -> None:
-    """Check that `engines/` has only files that an engine lists.
-
-    Raises:
-        BundleError: lists the other files, or the folder cannot be read.
-    """
+    """Check that `engines/` has only files that an engine lists."""
     remedy = "remove that, or copy the bundle again from its source"
     raise_all(BundleError, f"bundle {root}", unsealed(root), remedy=remedy)
 
@@ -151,12 +134,7 @@ def _unsealed(root: Path) -> Iterator[str]:
 
 
 def recover_engines(root: Path) -> None:
-    """Clean up after killed writers of a bundle's engines and kernels.
-
-    Raises:
-        BundleError: an engine or its kernels are being written.
-        OSError: the leftovers cannot be removed.
-    """
+    """Clean up after killed writers of engines and kernels, see `atomic.recover_all`."""
     if _is_directory(root / ENGINES):
         atomic.recover_all(root / ENGINES)
         for folder in _folders(root / ENGINES):

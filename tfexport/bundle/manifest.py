@@ -249,11 +249,7 @@ class Manifest(Draft, subject=MANIFEST):
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> Self:
-        """Read a manifest that `to_bytes` wrote.
-
-        Raises:
-            BundleError: it is not JSON, was changed or was made by a newer version; lists every wrong value.
-        """
+        """Read a manifest that `to_bytes` wrote."""
         return unseal(
             raw,
             lambda data: cls.from_dict(data, subject=MANIFEST),

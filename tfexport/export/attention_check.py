@@ -29,12 +29,6 @@ def attention_problems(model: ir.Model | bytes) -> list[str]:
 
     Args:
         model: a model, of which only shapes may change, or its bytes; nested graphs and functions are checked too.
-
-    Returns:
-        One problem for each node, with the remedy.
-
-    Raises:
-        GraphError: the bytes are not an ONNX model.
     """
     if isinstance(model, bytes):
         try:

@@ -19,9 +19,6 @@ def describe_graph(path: Path) -> dict[str, Any]:
     Returns:
         JSON values: `opsets` by domain, `ir_version`, the count of `operators`, most frequent first, `weight_files`,
         and `inputs` and `outputs` as objects with `name`, `dtype` and `shape`.
-
-    Raises:
-        GraphError: the file cannot be read or is not an ONNX model.
     """
     model = load_graph(path)
     graph = model.graph

@@ -24,11 +24,7 @@ _DTYPES = {"float": "float32", "double": "float64"}
 
 
 def load_graph(path: Path) -> ir.Model:
-    """Read a graph without its external weights.
-
-    Raises:
-        GraphError: the file cannot be read or is not an ONNX model.
-    """
+    """Read a graph without its external weights."""
     try:
         model = ir.load(path)
     except Exception as error:
@@ -118,11 +114,7 @@ def read_weight(weight: ir.Value) -> NDArray[Any]:
 
 
 def check_weights(graphs: Iterable[ir.Graph], subject: str) -> None:
-    """Check that every external weight can be read and is finite.
-
-    Raises:
-        GraphError: lists every weight that does not.
-    """
+    """Check that external weights can be read and are finite; GraphError lists others."""
     problems = []
     for weight in {span(weight): weight for graph in graphs for weight in external_weights(graph)}.values():
         try:

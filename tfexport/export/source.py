@@ -63,14 +63,7 @@ class Source:
 
 
 def open_source(source: str | OwnModule, config: ExportConfig, report: Report) -> Source:
-    """Open a source by its name, or a user's own module.
-
-    Raises:
-        ConfigError: there is no such preset or factory, or the lengths exceed the model's.
-        CheckpointError: weights are missing, damaged or do not fit, or a tokenizer cannot be read.
-        BundleError: a tokenizer does not fit the model.
-        ParityError: a tokenizer differs from a recorded text.
-    """
+    """Open a source by its name, or a user's own module."""
     if isinstance(source, OwnModule):
         return _from_module(source, config, report)
     if source.startswith(PRESET):

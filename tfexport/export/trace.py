@@ -104,9 +104,6 @@ def trace_encoder(
     """Trace the encoder of a model in eval mode, in the precision of `spec`.
 
     `source` creates the self-attention of the source tokens from their mask.
-
-    Raises:
-        GraphError: the model cannot be traced for every size.
     """
     return _trace(_Encoder(model, spec, source), encoder_graph(spec), opset, "encoder")
 
@@ -114,12 +111,8 @@ def trace_encoder(
 def trace_decoder(model: nn.Module, spec: ModelSpec, form: Form, opset: int, *, speculation: bool = False) -> ir.Model:
     """Trace one step of the decoder, without the selection of tokens.
 
-    Args:
-        model: in eval mode, in the precision of `spec`.
-        spec: of the model.
-        form: the variant.
-        opset: of the ONNX standard; the static variant needs 24.
-        speculation: let a step return the logits of several last positions.
+    The model is in eval mode, in the precision of `spec`. The static variant needs opset 24. With `speculation`, a step
+    can return the logits of several last positions.
 
     Raises:
         GraphError: the model cannot be traced for every size, or the place that selects the last position is not found.
@@ -139,9 +132,6 @@ def trace_alignment(model: nn.Module, spec: ModelSpec, named: AlignmentHeads, op
     """Trace cross-attention weights, in basic operators and only up to their layer.
 
     `named` is the layer and heads, as `AlignmentHeads.within` returns them.
-
-    Raises:
-        GraphError: the model cannot be traced for every size.
     """
     return _trace(_Alignment(model, named), alignment_graph(spec), opset, "alignment")
 

@@ -43,9 +43,6 @@ def write_weights(
             to its transpose become transposed references. Other constants stay in the graph.
         joint: names of parameters to store next to each other, so that an initializer that is equal to their
             concatenation becomes a reference too.
-
-    Raises:
-        BundleError: the disk is full.
     """
     tensors = {name: parameter.detach().contiguous() for name, parameter in parameters.items()}
     joint = list(joint)

@@ -70,9 +70,6 @@ def write_graphs(
         speculation: let the contrib variant return the logits of several positions.
         report: receives progress lines.
 
-    Returns:
-        The graphs as a manifest lists them.
-
     Raises:
         GraphError: the model cannot be traced, no requested variant supports it, or a graph violates the contract.
     """
@@ -124,19 +121,10 @@ def write_precision(
     *,
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, GraphEntry]:
-    """Rebuild the model of a bundle, cast it and write its graphs.
+    """Rebuild the model of a bundle, cast it and write its graphs and a weight file.
 
-    Casting to a wider precision than the bundle's does not restore the lost digits.
-
-    Args:
-        bundle: opened and checked.
-        precision: of the new graphs.
-        form: the only variant of the decoder to write; None for an encoder-only model.
-        directory: receives the graphs and a weight file.
-        report: receives progress lines.
-
-    Returns:
-        The graphs as a manifest lists them.
+    Casting to a wider precision than the bundle's does not restore the lost digits. `form` is the only variant of the
+    decoder to write; None for an encoder-only model.
 
     Raises:
         BundleError: the bundle has only graphs.

@@ -33,19 +33,11 @@ class MultiHeadAttention(nn.Module):
         qk_norm: QkNorm = "none",
         norms: tuple[LayerNorm, LayerNorm] | None = None,
     ) -> None:
-        """Create the four projections.
+        """Create the four projections; `d_k` and `d_v` are the widths of one head.
 
-        Args:
-            d_model: width of the tokens.
-            num_heads: heads of the queries.
-            d_k: width of one head's queries and keys.
-            d_v: width of one head's values.
-            scale: factor on the scores; None for 1/sqrt(d_k).
-            bias: whether the projections have biases.
-            num_kv_heads: heads of keys and values; None for `num_heads`.
-            softcap: limit of the scores, see `dot_product_attention`; 0 for no limit.
-            qk_norm: whether `norms` apply to each head, to all heads together or not at all.
-            norms: of queries and of keys.
+        `scale` None means 1/sqrt(d_k), `num_kv_heads` None means `num_heads`, and `softcap` 0 means no limit of the
+        scores. `norms` are those of queries and keys; `qk_norm` selects whether they apply to each head or to all heads
+        together.
         """
         super().__init__()
         kv_heads = num_kv_heads or num_heads
@@ -68,12 +60,8 @@ class MultiHeadAttention(nn.Module):
     ) -> Tensor:
         """Attend from the tokens of `x` to themselves and to earlier tokens.
 
-        Args:
-            x: [rows · len, d_model]; the result has the same shape.
-            cache: stores the new keys and values.
-            layer: from 0.
-            bias: added to the scores, [rows or 1, heads, len, keys].
-            rotation: of queries and keys.
+        `x` is [rows · len, d_model], like the result. `cache` stores the new keys and values. `bias` [rows or 1, heads, len,
+        keys] is added to the scores.
         """
         query, key = self._query(x, rotation), self._key(x, rotation)
         value = _heads(self.v(x), self.num_kv_heads)

@@ -147,11 +147,7 @@ def _is_there(path: Path) -> bool:
 
 
 def check_weights(found: Mapping[str, StoredTensor], config: TransformerConfig, subject: str = MODEL_WEIGHTS) -> None:
-    """Compare stored tensors with a configuration.
-
-    Raises:
-        CheckpointError: lists missing and unexpected tensors, and wrong shapes and dtypes.
-    """
+    """Compare stored tensors with a configuration."""
     with on_meta():
         expected = {name: tuple(p.shape) for name, p in Transformer(config).named_parameters()}
     problems = [f"missing {name} {list(shape)}" for name, shape in expected.items() if name not in found]
@@ -189,11 +185,6 @@ def load_weights(path: Path, config: TransformerConfig) -> Transformer:
 
     Returns:
         The model in eval mode, float32, on the CPU.
-
-    Raises:
-        CheckpointError: the file is damaged or a pickle; the weights do not fit the configuration (lists all of them)
-            or are not finite.
-        OSError: the file cannot be read.
     """
     try:
         found = read_header(path)

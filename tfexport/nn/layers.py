@@ -45,7 +45,7 @@ class FeedForward(nn.Module):
     """Two linear maps around an activation, which "glu" multiplies by a third map."""
 
     def __init__(self, config: TransformerConfig, d_ff: int) -> None:
-        """Create `fc1` [d_ff, d_model], `fc2` [d_model, d_ff], and `gate` like `fc1` (glu)."""
+        """Create `fc1` [d_ff, d_model], `fc2` [d_model, d_ff] and `gate` like `fc1` (glu)."""
         super().__init__()
         bias = config.feed_forward_bias
         self.kind = config.activation

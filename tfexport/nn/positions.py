@@ -43,14 +43,7 @@ class RelativeBias(nn.Module):
         self.weight = nn.Parameter(torch.zeros(buckets, num_heads))
 
     def forward(self, bucket: Tensor) -> Tensor:
-        """Return the bias of every query on every key.
-
-        Args:
-            bucket: the result of `bucket`; the layers share it.
-
-        Returns:
-            [rows or 1, heads, target_len, key_len].
-        """
+        """Return the bias [rows or 1, heads, target_len, key_len] of a result of `bucket`."""
         return F.embedding(bucket, self.weight).permute(0, 3, 1, 2)
 
     def bucket(self, positions: Tensor, key_len: int) -> Tensor:
@@ -136,15 +129,9 @@ class Alibi:
         self._slopes = _slopes(num_heads)
 
     def bias(self, positions: Tensor, key_len: int, dtype: torch.dtype) -> Tensor:
-        """Return the bias of every query on every key.
+        """Return the bias [rows or 1, heads, target_len, key_len] of some queries.
 
-        Args:
-            positions: of the queries, int64 [rows or 1, target_len].
-            key_len: number of keys, at positions 0, 1, ….
-            dtype: of the result.
-
-        Returns:
-            [rows or 1, heads, target_len, key_len].
+        `positions` is int64 [rows or 1, target_len]; the keys are at positions 0, 1, ….
         """
         distance = (torch.arange(key_len, device=positions.device) - positions[:, None, :, None]).abs()
         slopes = torch.tensor(self._slopes, dtype=dtype, device=positions.device)

@@ -121,11 +121,7 @@ PRESETS: tuple[str, ...] = tuple(_CONFIGS)
 
 
 def preset(name: str) -> TransformerConfig:
-    """Return a named configuration.
-
-    Raises:
-        ConfigError: the name is unknown; lists all names.
-    """
+    """Return a named configuration."""
     if name not in _CONFIGS:
         raise ConfigError(f"preset {name!r} is unknown, expected one of {', '.join(PRESETS)}")
     return _CONFIGS[name]

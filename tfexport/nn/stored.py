@@ -22,12 +22,7 @@ class StoredTensor(NamedTuple):
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a safetensors file by name, in the order of their bytes.
-
-    Raises:
-        CheckpointError: it is not a safetensors file, or is damaged.
-        OSError: it cannot be read.
-    """
+    """Return the tensors of a safetensors file by name, in the order of their bytes."""
     path.open("rb").close()  # the library reports a file without read permission as missing
     found = {}
     try:

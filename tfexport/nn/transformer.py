@@ -92,15 +92,7 @@ class Stack(nn.Module):
         self.alibi = Alibi(stack.num_heads) if config.relative_bias == "alibi" else None
 
     def embed_tokens(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """Embed tokens and positions.
-
-        Args:
-            ids: int64 [rows, len].
-            positions: int64 [rows or 1, len].
-
-        Returns:
-            [rows · len, d_model].
-        """
+        """Embed tokens [rows, len] at positions [rows or 1, len]: [rows · len, d_model]."""
         x = self.embed(ids) * self.embedding_scale
         if self.pos is not None:
             x = x + F.embedding(positions, self.pos)
@@ -183,14 +175,10 @@ class Transformer(nn.Module):
         return self._project(hidden).unflatten(0, target_ids.shape)  # type: ignore[no-any-return, no-untyped-call]
 
     def hidden_states(self, source_ids: Tensor, source_mask: Tensor) -> Tensor:
-        """Encode the source.
+        """Encode source tokens to states [batch, source_len, d_model].
 
-        Args:
-            source_ids: int64 [batch, source_len].
-            source_mask: bool [batch, source_len], True = token.
-
-        Returns:
-            States, [batch, source_len, d_model]; those of padding are meaningless.
+        `source_ids` int64 and `source_mask` bool (True = token) are [batch, source_len]. The states of padding are
+        meaningless.
         """
         hidden = self._encode(source_ids, PaddedSource(source_mask))
         return hidden.unflatten(0, source_ids.shape)  # type: ignore[no-any-return, no-untyped-call]

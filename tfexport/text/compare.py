@@ -39,11 +39,7 @@ def fitted(load: Callable[[TextConfig], Tokenizer], recorded: TextConfig, given:
 
 
 def check_texts(tokenizer: Tokenizer) -> None:
-    """Compare a tokenizer with its recorded texts.
-
-    Raises:
-        ParityError: names the first text and position that differ, and the usual cause.
-    """
+    """Compare a tokenizer with its recorded texts."""
     samples = tokenizer.text.samples
     for number, sample in enumerate(samples, 1):
         found = _encoded(tokenizer, sample.text)

@@ -40,10 +40,6 @@ class Tokenizer:
             spec: of the model.
             target: the target's own tokenizer.json; None if one serves both sides.
             text: ids around a text; None for no ids.
-
-        Raises:
-            BackendError: the package `tokenizers` is not installed.
-            BundleError: a file is missing or invalid (see `parse`).
         """
         need_library()  # before a missing file is reported
         return cls.parse([(str(file), read_plain(file)) for file in (path, target) if file], spec, text=text)

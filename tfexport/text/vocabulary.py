@@ -58,10 +58,6 @@ class Vocabulary:
             name: of the file, for errors.
             special: ids of special tokens, in addition to those of the file.
             unknown: id of the unknown token if the file names none; None if there is none.
-
-        Raises:
-            BackendError: the package `tokenizers` is not installed.
-            BundleError: the file is damaged or too large.
         """
         library = need_library()
 
@@ -240,11 +236,7 @@ def _not_decoded(reason: str) -> InputError:
 
 
 def read_plain(path: Path) -> bytes:
-    """Read a tokenizer.json.
-
-    Raises:
-        BundleError: it is not a plain file, too large or cannot be read.
-    """
+    """Read a tokenizer.json."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):

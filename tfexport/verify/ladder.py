@@ -120,21 +120,13 @@ def verify_bundle(
 
 
 def verify_stages(stages: Stages, config: VerifyConfig, *, report: Reporter = lambda line: None) -> Report:
-    """Compare every stage with the eager model, in numbers and in whole decodes.
-
-    Raises:
-        BackendError: a graph cannot be loaded or run here.
-    """
+    """Compare every stage with the eager model, in numbers and in whole decodes."""
     with _closing(comparable().rungs(stages.graphs, LoadOptions())) as sessions:
         return _compare(stages, sessions, config, report)
 
 
 def comparable(name: str | None = None) -> Backend:
-    """Return a backend to compare; None returns the one that exports are verified on.
-
-    Raises:
-        ConfigError: the backend is the eager model.
-    """
+    """Return a backend to compare, by default the one that exports are verified on."""
     found = registry.comparable()
     if name is None or registry.get(name) in found:
         return registry.get(name) if name else found[0]

@@ -108,11 +108,7 @@ def verified_logits(session: Session, batch: Batch) -> Floats:
 def compare(stage: str, expected: Sequence[Floats], got: Sequence[Floats], tolerance: float) -> Numbers:
     """Find the largest difference between arrays; NaN counts as the largest.
 
-    Args:
-        stage: for the result.
-        expected: one array for each batch.
-        got: arrays of the same shapes.
-        tolerance: largest allowed difference, as a share of the largest value.
+    Both sequences have one array per batch. `tolerance` is the largest allowed share of the largest value.
     """
     worst, place = -1.0, "nowhere"
     scale = max(float(np.abs(array).max()) for array in expected) or 1.0  # a model may return only zeros

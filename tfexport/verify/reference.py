@@ -23,11 +23,6 @@ def reference_of(bundle: Bundle, against: str | None) -> EagerModel:
         bundle: opened and checked.
         against: a model directory, or PACKAGE.MODULE:FACTORY, whose code is imported and run. None uses the weights of
             the bundle itself; no code that the bundle names is run.
-
-    Raises:
-        BundleError: the bundle has no eager model and `against` is None or a model directory.
-        ConfigError: `against` is another model.
-        CheckpointError: the model directory is damaged.
     """
     if against is None:
         return EagerModel(_own_weights(bundle))

@@ -110,15 +110,7 @@ class Decodes:
 
 @dataclass(frozen=True)
 class Report:
-    """All checks of a verification.
-
-    Attributes:
-        reference: describes the eager model.
-        samples: number of random sequences for each check.
-        seed: of the random sequences.
-        numbers: checks that compare numbers.
-        decodes: checks that compare decodes.
-    """
+    """All checks of a verification."""
 
     reference: str
     samples: int

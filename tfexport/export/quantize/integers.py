@@ -80,9 +80,6 @@ def write_integer_graphs(
         quantization: how weights are stored.
         report: receives progress lines.
 
-    Returns:
-        The graphs as a manifest lists them.
-
     Raises:
         GraphError: a graph has no large linear map; lists every weight outside `source` or not finite.
         BundleError: the disk is full.

@@ -58,9 +58,6 @@ def quantize_graphs(
         weights: the narrow type.
         report: receives progress lines.
 
-    Returns:
-        The graphs as a manifest lists them.
-
     Raises:
         GraphError: a graph is not valid ONNX or has no large linear map; lists every weight outside `source` or not
             finite.
