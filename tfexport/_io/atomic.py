@@ -152,7 +152,9 @@ def publish(path: Path, target: Path, check: Callable[[Path], object]) -> None:
         former = _sibling(target, "old") if os.path.lexists(target) else None
         _swap(path, target, former, check)
         if former:
-            _discard(former, target)
+            with suppress(OSError):  # the next writer deletes it
+                # Renamed first, because a directory named "old" must always be complete.
+                _remove(former.rename(_sibling(target, "tmp")))
 
 
 def _swap(path: Path, target: Path, former: Path | None, check: Callable[[Path], object]) -> None:
@@ -177,12 +179,6 @@ def _remove(folder: Path, *, ignore_errors: bool = False) -> None:
     import shutil  # slow, because it imports compression modules; readers do not need it
 
     shutil.rmtree(folder, ignore_errors=ignore_errors)
-
-
-def _discard(former: Path, target: Path) -> None:
-    with suppress(OSError):
-        # Renamed first, because a directory named "old" must always be complete.
-        _remove(former.rename(_sibling(target, "tmp")))
 
 
 @contextmanager

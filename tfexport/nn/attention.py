@@ -60,8 +60,8 @@ class MultiHeadAttention(nn.Module):
     ) -> Tensor:
         """Attend from the tokens of `x` to themselves and to earlier tokens.
 
-        `x` is [rows · len, d_model], like the result. `cache` stores the new keys and values. `bias` [rows or 1, heads, len,
-        keys] is added to the scores.
+        `x` is [rows · len, d_model], like the result. `cache` stores the new keys and values. `bias` [rows or 1, heads,
+        len, keys] is added to the scores.
         """
         query, key = self._query(x, rotation), self._key(x, rotation)
         value = _heads(self.v(x), self.num_kv_heads)
