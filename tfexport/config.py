@@ -99,7 +99,7 @@ class Setting:
 class Config:
     """Base class of configurations; subclasses become frozen dataclasses.
 
-    Types and bounds are checked first, then `_problems` is called. Errors begin with `subject`.
+    If all types are right, bounds are checked and `_problems` is called. Errors begin with `subject`.
     """
 
     _subject: ClassVar[str]
@@ -124,7 +124,7 @@ class Config:
         raise_all(ConfigError, self._subject, problems)
 
     def _problems(self) -> Iterable[str]:
-        """Return problems of values that have the right types and bounds."""
+        """Return problems of values that have the right types but may be out of bounds."""
         return ()
 
     @classmethod

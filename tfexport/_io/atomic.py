@@ -137,7 +137,7 @@ def temporary(target: Path) -> Iterator[Path]:
 def publish(path: Path, target: Path, check: Callable[[Path], object]) -> None:
     """Move the finished directory `path` to `target`, replacing a directory there.
 
-    Everything is flushed to disk before a name changes. After an error the former `target` is back.
+    Everything is flushed to disk before a name changes. After an error the former `target` is back. Ctrl-C is delayed.
 
     Args:
         path: from `temporary`.
