@@ -78,8 +78,8 @@ class TokenIds(Config, subject="tokens"):
 class Quantization(Config, subject="quantization"):
     """How a bundle stores its matrices in fewer bits, for ONNX Runtime on the CPU.
 
-    `latency` rounds the activations of each row separately, so that a text does not depend on its batch. `throughput`
-    rounds the activations of a batch together; this is faster for large batches and needs int8.
+    `latency` selects operators that are fast for the few rows of a decode step. `throughput` selects operators that are
+    fast for large batches, and needs int8. Activations are rounded per row, so a text does not depend on its batch.
     """
 
     weights: QuantizedWeights
