@@ -1,6 +1,6 @@
-"""Take a from-scratch encoder-decoder transformer from PyTorch to production.
+"""Export PyTorch encoder-decoder transformers to verified bundles, and run them.
 
-Public names load on first use, so that importing the package costs nothing.
+Public names load on first use, so that `import tfexport` stays fast.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name from its module (PEP 562)."""
+    """Import a public name on first use (PEP 562)."""
     if name == "__version__":
         return importlib.import_module("importlib.metadata").version("tfexport")
     if name not in _HOME:

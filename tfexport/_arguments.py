@@ -8,15 +8,15 @@ from typing import Any, TypeGuard
 
 from tfexport.errors import InputError, raise_all, shortened
 
-# These can be iterated over, and are no lists: of a text come characters, of a set something in no order.
+# Iterable, but not accepted as lists: a text yields characters, and a set has no order.
 _NO_LISTS = (str, bytes, bytearray, memoryview, Mapping, Set)
 ID_LISTS = "lists of token ids"
 
 
 def as_list(given: object) -> list[Any] | None:
-    """Convert an ordered iterable, such as a generator or an array with one dimension, to a list of Python values.
+    """Convert an ordered iterable or a 1-D array to a list of Python values.
 
-    Returns None for anything else: a text, bytes, a set, a mapping, or an array with other dimensions.
+    Returns None for a text, bytes, a set, a mapping, an array with other dimensions or anything not iterable.
     """
     if isinstance(given, _NO_LISTS) or not isinstance(given, Iterable):
         return None
@@ -28,7 +28,7 @@ def as_list(given: object) -> list[Any] | None:
 
 
 def listed(subject: str, name: str, given: object, kind: str) -> list[Any]:
-    """Convert an argument to a list of `kind`; raises InputError about `subject`, see `as_list`."""
+    """Convert an argument to a list of `kind`; raises InputError."""
     found = as_list(given)
     if found is None:
         raise InputError(f"{subject}: {name} is {shortened(given)}, expected a list of {kind}")
@@ -36,7 +36,7 @@ def listed(subject: str, name: str, given: object, kind: str) -> list[Any]:
 
 
 def listed_ids(subject: str, name: str, given: object) -> list[Any]:
-    """Convert an argument to a list, to be one of lists of token ids; raises InputError about `subject`."""
+    """Convert an argument to a list of token id lists; raises InputError."""
     found = listed(subject, name, given, ID_LISTS)
     if found and all(map(is_whole, found)):
         raise InputError(f"{subject}: {name} is {shortened(found)}, expected a list of lists of token ids; write [ids]")
@@ -44,19 +44,19 @@ def listed_ids(subject: str, name: str, given: object) -> list[Any]:
 
 
 def is_whole(value: object) -> TypeGuard[int]:
-    """Return whether a value is a whole number, of Python or NumPy, and not a bool."""
+    """Return whether a value is an integer of Python or NumPy, and not a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def is_one_of(value: object, allowed: Iterable[str | None]) -> bool:
-    """Return whether a value of any type is one of some words, or None if that is allowed."""
+    """Return whether a value is one of the allowed words, or an allowed None."""
     return (value is None or isinstance(value, str)) and value in allowed
 
 
 def check_call(
     subject: str, *, batch_size: object = 1, on_progress: object = None, cancel: object = None, **flags: object
 ) -> None:
-    """Check arguments that many calls have; `flags` are True or False.
+    """Check arguments that many calls have; `flags` must be bools.
 
     Raises:
         InputError: about `subject`, lists every wrong one.

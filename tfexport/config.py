@@ -1,10 +1,11 @@
-"""Frozen configurations: one declaration per setting gives its type, bounds, default and help.
+"""Frozen configurations that declare type, bounds, default and help of settings.
 
     class Example(Config, subject="example"):
         size: Annotated[int, Ge(1), Le(64), Help("Rows of a batch.")] = 8
 
-Creating one checks it, `from_dict` reads JSON strictly, `to_dict` writes it, and `settings` describes it to a command
-line. Modules that declare configurations do not postpone annotations: evaluating them later costs import time.
+The constructor checks the values, `from_dict` reads JSON strictly, `to_dict` returns JSON values, and `settings`
+describes the fields for command lines and schemas. Modules that declare configurations do not postpone the evaluation
+of annotations, because evaluating them later slows down the import.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from tfexport.errors import ConfigError, raise_all, shortened
 
-# Far above every model there is. What is larger is a slip or an attack: it would fill the memory before it fails.
+# Far above every existing model. A larger value is a mistake or an attack, and would exhaust the memory.
 MAX_LAYERS = MAX_HEADS = 1_000
 MAX_SIZE = 10_000_000
 MAX_INT = 2**64 - 1
@@ -27,7 +28,7 @@ MAX_INT = 2**64 - 1
 
 @dataclass(frozen=True)
 class Bound:
-    """A limit of a number, or of each number of a list; None has no limits."""
+    """A limit of a number, or of each number of a list; None is always within it."""
 
     limit: float
 
@@ -50,7 +51,10 @@ class Lt(Bound):
 
 @dataclass(frozen=True)
 class Match:
-    """A text, or each of several, matches a regular expression whole; `expected` says so in words."""
+    """A pattern that a text, or each text of a list, must match completely.
+
+    `expected` describes the pattern in errors.
+    """
 
     pattern: str
     expected: str
@@ -74,13 +78,13 @@ Sha256 = Annotated[str, Match("[0-9a-f]{64}", "64 hexadecimal digits")]
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A field of a configuration, for whoever generates options or schemas from it.
+    """A field of a configuration, for generating options or schemas.
 
     Attributes:
         name: of the field.
         types: members of its type, without their annotations; several for a union.
         bounds: of its numbers.
-        default: `dataclasses.MISSING` if it has to be given.
+        default: `dataclasses.MISSING` if the field is required.
         help: one sentence; empty if the field has none.
     """
 
@@ -93,27 +97,22 @@ class Setting:
 
 @typing.dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,))
 class Config:
-    """Base of every configuration: a frozen dataclass with keyword arguments, without being decorated as one.
+    """Base class of configurations; subclasses become frozen dataclasses.
 
-    Types and bounds are checked first, then what `_problems` returns. `subject` begins the error.
+    If all types are right, bounds are checked and `_problems` is called. Errors begin with `subject`.
     """
 
     _subject: ClassVar[str]
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
     def __init_subclass__(cls, *, subject: str = "") -> None:
-        """Make a dataclass of it; without a subject that of the class above stays."""
+        """Make the subclass a dataclass; without a subject it inherits its parent's."""
         if subject:
             cls._subject = subject
         dataclass(frozen=True, kw_only=True)(cls)
 
     def __post_init__(self) -> None:
-        """Check each value and how they fit together.
-
-        Raises:
-            ConfigError: lists every problem.
-        """
-        given = [  # a default is valid, and configurations are made for every request
+        given = [  # defaults are valid, and skipping them saves time in every request
             (name, value, kind)
             for name, kind, default in _typed(typing.cast(Any, type(self)))
             if (value := getattr(self, name)) is not default
@@ -125,12 +124,12 @@ class Config:
         raise_all(ConfigError, self._subject, problems)
 
     def _problems(self) -> Iterable[str]:
-        """Return what is wrong with values of the right types, besides their bounds, which may be exceeded."""
+        """Return problems of values that have the right types but may be out of bounds."""
         return ()
 
     @classmethod
     def _upgraded(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """Return an object that an earlier version wrote as this one writes it.
+        """Convert an object of an earlier version to the format of this version.
 
         Raises:
             ConfigError: this version no longer supports it.
@@ -143,7 +142,7 @@ class Config:
 
         Args:
             data: a decoded JSON object.
-            subject: begins the error.
+            subject: errors begin with it.
 
         Raises:
             ConfigError: lists every unknown, missing, wrongly typed and contradictory value.
@@ -156,13 +155,13 @@ class Config:
 
 
 def read_as(kind: Any, data: object, *, subject: str, place: str = "") -> Any:
-    """Read decoded JSON strictly as any annotated type, such as `Mapping[str, Sha256]`.
+    """Convert decoded JSON strictly to a type, such as `Mapping[str, Sha256]`.
 
     Args:
         kind: the type.
         data: decoded JSON.
-        subject: begins the error.
-        place: of the value in the file; empty for all of it.
+        subject: errors begin with it.
+        place: of the value in the file; empty for the whole file.
 
     Raises:
         ConfigError: lists every unknown, missing, wrongly typed and contradictory value.
@@ -188,7 +187,7 @@ def settings(cls: Any) -> list[Setting]:
 
 
 def _read_object(cls: Any, data: object, place: str, problems: list[str]) -> Any:
-    """Build a dataclass from a JSON object, appending every problem; None if there was one."""
+    """Build a dataclass from a JSON object; append problems, and return None if any."""
     if not isinstance(data, dict):
         problems.append(f"{place or 'the file'} is {shortened(data)}, expected an object")
         return None
@@ -221,7 +220,7 @@ def _placed(place: str, error: ConfigError) -> list[str]:
 
 
 def _read_value(value: object, kind: Any, place: str, problems: list[str]) -> Any:
-    """Convert a JSON value to an annotated type, appending every problem."""
+    """Convert a JSON value to an annotated type; append every problem."""
     options = options_of(kind)
     for option in () if value is None and types.NoneType in options else options:
         origin, arguments = typing.get_origin(option), typing.get_args(option)
@@ -235,7 +234,7 @@ def _read_value(value: object, kind: Any, place: str, problems: list[str]) -> An
         return value
     try:
         value = _tupled(value) if any(typing.get_origin(option) is tuple for option in options) else value
-    except RecursionError:  # such as of a list that holds itself
+    except RecursionError:  # for example, a list that contains itself
         problems.append(f"{place} is nested too deeply, expected {_spelled(kind)}")
         return None
     problems += _type_problems(place, value, kind)
@@ -247,7 +246,6 @@ def _is_nested(kind: Any) -> bool:
 
 
 def _tupled(value: object) -> object:
-    """Return lists, and lists in them, as tuples."""
     return tuple(map(_tupled, value)) if isinstance(value, list | tuple) else value
 
 
@@ -259,7 +257,6 @@ def _type_problems(place: str, value: Any, kind: Any) -> list[str]:
 
 
 def _bound_problems(place: str, value: Any, kind: Any) -> list[str]:
-    """Return which parts of a value of the right type are out of bounds."""
     return [f"{place}{where} {shortened(part)}, expected {words}" for where, part, words in _violations(value, kind)]
 
 
@@ -276,10 +273,7 @@ def _expected(value: object, kind: Any) -> str:
 
 @functools.cache
 def _test(kind: Any) -> Callable[[Any], bool]:
-    """Return a test of a type, without bounds; a bool is no number, and a number has to be finite.
-
-    Configurations are made for every call, and taking their types apart takes longer than the tests.
-    """
+    # Cached, because configurations are created in every call, and analyzing types takes longer than the tests.
     kind = _unmarked(kind)
     if len(options := _options(kind)) > 1:
         tests = [_test(option) for option in options]
@@ -302,7 +296,7 @@ def _test(kind: Any) -> Callable[[Any], bool]:
 
 
 def _violations(value: Any, kind: Any, marks: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any, str]]:
-    """Yield the place, the value and what was expected for every part that is of the right type but out of bounds."""
+    """Yield place, value and expectation of every part that is out of bounds."""
     if value is None or not (marks or _has_marks(kind)):
         return
     marks = (*marks, *getattr(kind, "__metadata__", ()))
@@ -334,7 +328,7 @@ def _within(value: float, bound: Bound) -> bool:
 
 
 def _range(bounds: Iterable[Bound]) -> str:
-    """Spell bounds, such as "1 to 64" or "above 0 and up to 1"."""
+    """Format bounds, such as "1 to 64" or "above 0 and up to 1"."""
     limits = {type(bound): bound.limit for bound in bounds}
     if set(limits) == {Ge, Le}:
         return f"{limits[Ge]} to {limits[Le]}"
@@ -346,13 +340,13 @@ def _range(bounds: Iterable[Bound]) -> str:
 
 
 def options_of(kind: Any) -> tuple[Any, ...]:
-    """Return the members of a union, any other type alone, without their annotations."""
+    """Return the members of a union, or the type itself, without annotations."""
     return tuple(map(_unmarked, _options(kind)))
 
 
 @functools.cache
 def _typed(cls: Any) -> list[tuple[str, Any, Any]]:
-    """Return the name, the annotated type and the default of each field of a dataclass."""
+    """Return name, annotated type and default of each field of a dataclass."""
     hints = typing.get_type_hints(cls, include_extras=True)
     return [(field.name, hints[field.name], _default(field)) for field in dataclasses.fields(cls)]
 
@@ -368,12 +362,10 @@ def _options(kind: Any) -> tuple[Any, ...]:
 
 
 def _unmarked(kind: Any) -> Any:
-    """Return a type without its own annotations; those of its parts stay."""
     return kind.__origin__ if typing.get_origin(kind) is Annotated else kind
 
 
 def _marks(kind: Any) -> Iterator[Any]:
-    """Yield all annotations of a type and of its parts."""
     yield from getattr(kind, "__metadata__", ())
     if typing.get_origin(kind := _unmarked(kind)) is not Literal:
         for part in typing.get_args(kind):

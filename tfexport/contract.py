@@ -1,8 +1,8 @@
-"""The graph contract: what goes into and comes out of each graph, by name, dtype and dimension.
+"""The graph contract: names, dtypes and dimensions of every input and output.
 
-Dimensions carry the same name everywhere. `batch` counts sources, `rows` the
-hypotheses decoded for them: rows = batch · beams, the beams of one source side
-by side. `num_candidates` is how many best tokens a step returns.
+Every dimension has one name in all graphs. `batch` is the number of sources and `rows` the number of hypotheses:
+rows = batch · beams, and the beams of one source are adjacent. `num_candidates` is the number of best tokens that a
+step returns.
 """
 
 import dataclasses
@@ -19,14 +19,14 @@ Device = Literal["cpu", "cuda"]
 WeightType = Literal["int8", "int4", "fp8"]
 QuantizedWeights = Literal["int8", "int4"]
 OptimizeFor = Literal["latency", "throughput"]
-# What bounds how exactly a stage computes: its narrow weights, else the type of its graph.
+# The type that limits the accuracy of a stage: its narrow weights, or else the type of its graph.
 Accuracy = Precision | WeightType
 
 CONCAT_OPSETS = (18, 19, 20)
 STATIC_OPSET = 24
 
 WEIGHTS = "weights.safetensors"
-# Plain bytes: safetensors knows no type of 4 bits.
+# Plain bytes, because safetensors has no 4-bit type.
 QUANTIZED_WEIGHTS = "weights.bin"
 ENCODER = "encoder"
 ENCODER_CONTRIB = "encoder_contrib"
@@ -47,7 +47,7 @@ CANDIDATE_IDS = "candidate_ids"
 CANDIDATE_LOGITS = "candidate_logits"
 LOG_NORMALIZER = "log_normalizer"
 
-# The graph, and what it gives.
+# Both the graph and its output.
 ALIGNMENT = "alignment"
 
 REORDER = "reorder"
@@ -55,7 +55,7 @@ CACHE = "cache"
 ORDER = "order"
 REORDERED = "reordered"
 
-# Axis of the outputs of a decoder that gives logits of several positions: those of each row side by side.
+# First axis of the outputs of a decoder with speculation; the positions of one row are adjacent.
 KEPT = f"rows * {LOGITS_TO_KEEP}"
 
 DType = Literal["int64", "int32", "bool", "float32", "float16", "bfloat16"]
@@ -64,10 +64,9 @@ FLOAT: dict[Precision, DType] = {"fp32": "float32", "fp16": "float16", "bf16": "
 
 
 class TokenIds(Config, subject="tokens"):
-    """Ids that decoding needs to know.
+    """Special token ids that decoding needs.
 
-    `start` is the decoder's first input. `pad` fills short rows of a batch and
-    is never attended to.
+    `start` is the first input of the decoder. `pad` fills short rows of a batch and is never attended to.
     """
 
     pad: TokenId
@@ -77,10 +76,10 @@ class TokenIds(Config, subject="tokens"):
 
 
 class Quantization(Config, subject="quantization"):
-    """How a bundle stores its matrices narrower than it computes: for ONNX Runtime on the CPU.
+    """How a bundle stores its matrices in fewer bits, for ONNX Runtime on the CPU.
 
-    `latency` rounds the activations of each row by themselves, so that a text does not depend on its batch;
-    `throughput` rounds those of a batch together, which is faster where batches are large and is there in 8 bits only.
+    `latency` selects operators that are fast for the few rows of a decode step. `throughput` selects operators that are
+    fast for large batches, and needs int8. Activations are rounded per row, so a text does not depend on its batch.
     """
 
     weights: QuantizedWeights
@@ -95,11 +94,10 @@ class Quantization(Config, subject="quantization"):
 
 
 class ModelSpec(Config, subject="spec"):
-    """What every stage behind the graphs needs to know of a model.
+    """Sizes and token ids that every stage after the export needs.
 
-    For an encoder alone `vocab`, `layers`, `heads`, `head_dim`, `value_dim` and
-    `max_target_length` are 0.
-    `kv_heads` None means as many as `heads`.
+    For an encoder-only model `vocab`, `layers`, `heads`, `head_dim`, `value_dim` and `max_target_length` are 0.
+    If `kv_heads` is None, it equals `heads`.
     """
 
     d_model: Size
@@ -116,7 +114,7 @@ class ModelSpec(Config, subject="spec"):
     kv_heads: Heads | None = None
 
     def _problems(self) -> Iterator[str]:
-        """Return which tokens lie outside of the vocabulary of their side; start and end are the target's."""
+        # Start and end belong to the target's vocabulary, the others to the source's.
         source, target = ("source_vocab", self.source_vocab), ("vocab", self.vocab)
         for name, token in dataclasses.asdict(self.tokens).items():
             vocabulary, size = target if self.has_decoder and name in ("start", "eos") else source
@@ -125,19 +123,19 @@ class ModelSpec(Config, subject="spec"):
 
     @property
     def has_decoder(self) -> bool:
-        """Whether the model generates, or only encodes."""
+        """Whether the model generates; an encoder-only model does not."""
         return self.layers > 0
 
     @property
     def cache_heads(self) -> int:
-        """Heads of keys and values: fewer than `heads` where heads share them."""
+        """Number of key and value heads; less than `heads` if heads share them."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
 
 class AlignmentHeads(Config, subject="alignment"):
-    """The cross-attention that serves as alignment: a layer of the decoder and the heads that are averaged.
+    """Decoder layer and heads whose mean cross-attention serves as alignment.
 
-    `layer` counts from 0, or below 0 from behind: -1 is the last. `heads` count from 0; none means all.
+    `layer` counts from 0; negative numbers count from the end. `heads` count from 0; empty means all.
     """
 
     layer: int
@@ -148,10 +146,10 @@ class AlignmentHeads(Config, subject="alignment"):
             yield f"heads is {', '.join(map(str, self.heads))}, expected numbers from 0, once each"
 
     def within(self, spec: ModelSpec) -> Self:
-        """Return the layer from 0 and every head of them by its number.
+        """Resolve a negative layer and empty heads for a model.
 
         Raises:
-            ConfigError: lists what the model does not have.
+            ConfigError: lists every layer and head that the model does not have.
         """
         problems = []
         if not spec.has_decoder:
@@ -200,17 +198,17 @@ class GraphEntry(Config, subject="graph"):
 
     @classmethod
     def of(cls, file: str, opset: int, spec: GraphSpec) -> Self:
-        """Describe a graph that keeps a contract."""
+        """Create the entry of a graph that fulfills a contract."""
         return cls(file=file, opset=opset, inputs=spec.inputs, outputs=spec.outputs)
 
     @property
     def spec(self) -> GraphSpec:
-        """Its inputs and outputs."""
+        """Inputs and outputs."""
         return GraphSpec(self.inputs, self.outputs)
 
 
 def key_value_names(prefix: str, layers: int) -> list[str]:
-    """Name the caches of all layers: prefix_key.0, prefix_value.0, prefix_key.1 and so on."""
+    """Return the names of all caches: prefix_key.0, prefix_value.0, prefix_key.1, etc."""
     return [f"{prefix}_{part}.{layer}" for layer in range(layers) for part in ("key", "value")]
 
 
@@ -232,17 +230,18 @@ def encoder_graph(spec: ModelSpec) -> GraphSpec:
 
 
 def decoder_graph(spec: ModelSpec, form: Form, *, speculation: bool = False) -> GraphSpec:
-    """Return the contract of `decoder.onnx` (concat), `decoder_static.onnx` or `decoder_contrib.onnx`.
+    """Return the contract of the decoder graph in one of its variants.
 
-    Caches go in as `past_*` and come out as `present_*`. The concat form returns
-    them longer by target_len; the others write the new tokens into buffers of
-    `capacity`, and one buffer serves as both. The static form writes at
-    `cache_lengths`, past_len of each row, and rows may be at different positions.
-    So they may in the contrib form, ONNX Runtime's own operators, which takes what
-    its operator takes: the `positions` of the new tokens, the last of them, and
-    past_len + target_len of the longest row; every past_len is 0, or target_len 1,
-    or rows 1. With `speculation`, which this form alone has, `logits_to_keep` says of
-    how many of the last positions there are logits.
+    The caches are the inputs `past_*` and the outputs `present_*`. In the concat variant, the outputs are longer by
+    target_len. The other variants write the new tokens into buffers of `capacity`, and one buffer serves as input and
+    output.
+
+    The static variant writes at `cache_lengths`, the past_len of each row; rows may be at different positions. In the
+    contrib variant too, rows may be at different positions. It takes the inputs of ONNX Runtime's operator: the
+    `positions` of the new tokens, the last position of each row, and past_len + target_len of the longest row. It needs
+    past_len 0 in every row, or target_len 1, or one row.
+
+    With `speculation` (contrib only), `logits_to_keep` is the number of last positions whose logits are returned.
     """
     inputs = [
         TensorSpec(TARGET_IDS, "int64", ("rows", "target_len")),
@@ -271,18 +270,19 @@ def decoder_graph(spec: ModelSpec, form: Form, *, speculation: bool = False) -> 
 
 
 def alignment_graph(spec: ModelSpec) -> GraphSpec:
-    """Return the contract of `alignment.onnx`, which reads whole targets: a row of weights for each target token.
+    """Return the contract of `alignment.onnx`: one row of weights per target token.
 
-    `target_ids` are what the decoder reads: the start token first, and of a target all but the last.
+    `target_ids` are the decoder inputs of whole targets: the start token first, without the last token.
     """
     inputs = (*encoder_graph(spec).inputs, TensorSpec(TARGET_IDS, "int64", ("batch", "target_len")))
     return GraphSpec(inputs, (TensorSpec(ALIGNMENT, "float32", ("batch", "target_len", "source_len")),))
 
 
 def reorder_spec(precision: Precision) -> GraphSpec:
-    """Return the contract of the graph that copies rows of one cache tensor, viewed as [rows, width].
+    """Return the contract of the graph that copies rows of a cache tensor.
 
-    It serves every cache of every model: a GPU runs the bundle's own, an engine has one of its own precision.
+    The tensor is viewed as [rows, width]. The graph works for every cache and model of its precision. A GPU uses the
+    bundle's graph; an engine has its own.
     """
     dtype = FLOAT[precision]
     inputs = (TensorSpec(CACHE, dtype, ("rows", "width")), TensorSpec(ORDER, "int64", ("new_rows",)))
@@ -290,14 +290,14 @@ def reorder_spec(precision: Precision) -> GraphSpec:
 
 
 def has_speculation(decoder: GraphSpec) -> bool:
-    """Say whether a decoder gives logits of as many of the last positions as it is asked for."""
+    """Return whether a decoder can return the logits of several last positions."""
     return any(tensor.name == LOGITS_TO_KEEP for tensor in decoder.inputs)
 
 
 def graph_contract(spec: ModelSpec, name: str, *, speculation: bool = False) -> GraphSpec:
-    """Return the contract of a graph of a bundle by its name, such as "decoder_static".
+    """Return the contract of a bundle's graph by name, such as "decoder_static".
 
-    `speculation` is for the decoder of the contrib form.
+    `speculation` applies only to the contrib decoder.
     """
     forms = {decoder: form for form, decoder in DECODER.items()}
     if name in forms:
@@ -308,7 +308,7 @@ def graph_contract(spec: ModelSpec, name: str, *, speculation: bool = False) -> 
 
 
 def contract_problems(found: GraphSpec, expected: GraphSpec) -> list[str]:
-    """Say where inputs and outputs, in order, are not those that were expected; empty where all are."""
+    """List the differences between the inputs and outputs of a graph and a contract."""
     problems: list[str] = []
     for kind, there, wanted in (
         ("input", found.inputs, expected.inputs),

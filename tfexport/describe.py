@@ -45,18 +45,20 @@ def inspect_path(
     trusted_keys: Sequence[str | PathLike[str]] | None = None,
     for_here: bool = True,
 ) -> dict[str, Any]:
-    """Describe a bundle, a model directory or an ONNX file; put back one whose replacement was killed.
+    """Describe a bundle, a model directory or an ONNX file.
+
+    If a writer was killed while replacing the directory, the previous one is restored.
 
     Args:
         path: a directory with manifest.json, one with config.json and model.safetensors, or an ONNX file (needs onnx).
         trusted_keys: files of public keys, one of which must have signed the bundle; None accepts every bundle.
-        for_here: state whether engines can be used on this machine, which loads the driver of a GPU.
+        for_here: report whether engines can be used on this machine, which loads the GPU driver.
 
     Returns:
-        JSON values; `kind` is "bundle", "model" or "graph" and decides on the rest.
+        JSON values; `kind` is "bundle", "model" or "graph" and determines the other keys.
 
     Raises:
-        TfexportError: the path is nothing of these, cannot be read, is damaged or not signed by a trusted key; or a
+        TfexportError: the path is none of these, cannot be read, is damaged or not signed by a trusted key; or a
             package is missing.
     """
     path = checked_path(path, "inspect")
@@ -79,7 +81,7 @@ def inspect_path(
 
 
 def describe(found: Mapping[str, Any]) -> list[str]:
-    """Write the result of `inspect_path` for the terminal, as lines."""
+    """Format the result of `inspect_path` as lines for the terminal."""
     write = {"bundle": _bundle_lines, "model": _model_lines, "graph": _graph_lines}[found["kind"]]
     return write(found)
 
@@ -97,7 +99,6 @@ def _inspect_bundle(path: Path, keys: TrustedKeys | None, for_here: bool) -> dic
 
 
 def _inspect_engines(bundle: Bundle, for_here: bool) -> dict[str, Any]:
-    """Describe each engine, and of a damaged one what is wrong; the bundle works without."""
     engines: dict[str, Any] = {}
     names = engine_names(bundle.path)
     machine = this_machine() if names and for_here else None
@@ -105,7 +106,7 @@ def _inspect_engines(bundle: Bundle, for_here: bool) -> dict[str, Any]:
         try:
             engine = open_engine(bundle.path, name, bundle.trusted_keys)
             engine.check_plans()
-        except EngineError as error:
+        except EngineError as error:  # the bundle works without this engine
             engines[name] = {"problem": str(error)}
             continue
         manifest = engine.manifest
@@ -221,7 +222,6 @@ def _alignment_text(named: Mapping[str, Any]) -> str:
 
 
 def _tokenizers(bundle: Bundle) -> dict[str, Any]:
-    """Return kind, size and names of the model's special tokens for each tokenizer."""
     names = [name for name in (TOKENIZER, TARGET_TOKENIZER) if name in bundle.manifest.files]
     ids = dataclasses.asdict(bundle.manifest.spec.tokens)
     found = {name: read_vocabulary(bundle.file(name)) for name in names}
@@ -332,7 +332,7 @@ def _graph_lines(found: Mapping[str, Any]) -> list[str]:
 
 
 def _tensor_table(graph: Mapping[str, Any]) -> list[str]:
-    """List inputs and outputs; those that differ only in the layer's number share a line."""
+    """List inputs and outputs; those that differ only in the layer share a line."""
     groups: dict[tuple[str, str, str, str], list[str]] = {}
     for side, tensors in (("in", graph["inputs"]), ("out", graph["outputs"])):
         for tensor in tensors:

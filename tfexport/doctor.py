@@ -1,4 +1,4 @@
-"""Find out what is installed, which backends really work, and how to repair what does not."""
+"""Check the installed libraries, try every backend, and suggest repairs."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _REQUIREMENT = re.compile(r"([\w.-]+)[^;]*?>=([\d.]+)[^;]*(?:;.*extra == [\"'](\
 
 @dataclass(frozen=True)
 class Library:
-    """A library that tfexport can use, the extra that brings it ("" for the core), and the command that installs it.
+    """A library that tfexport can use.
 
-    `minimum` is the oldest version that works; `version` is None if it is not installed.
+    `extra` is "" for the core, `minimum` is the oldest supported version, and `version` is None if it is not installed.
     """
 
     name: str
@@ -34,11 +34,11 @@ class Library:
 
 @dataclass(frozen=True)
 class Backend:
-    """A backend on one device.
+    """The result of trying a backend on one device.
 
     Attributes:
-        name: in options.
-        device: "cpu" or "cuda"; "gpu" for one that runs only on the GPU.
+        name: of the backend.
+        device: "cpu" or "cuda"; "gpu" for a backend that runs only on the GPU.
         problem: why it does not work; empty if a trial computed the right result.
         library: that it runs on.
     """
@@ -50,14 +50,14 @@ class Backend:
 
     @property
     def use(self) -> str:
-        """How to ask for a backend that works."""
+        """How to select a working backend on the command line."""
         option = {"cuda": ", used with --device cuda", "gpu": f", used with --backend {self.name}"}
         return "works" + option.get(self.device, "")
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Something wrong, and the command that repairs it."""
+    """A problem, and the command that repairs it."""
 
     what: str
     fix: str
@@ -83,11 +83,11 @@ class Diagnosis:
         return any(not backend.problem for backend in self.backends)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as JSON values."""
+        """Return the findings as JSON values."""
         return {**asdict(self), "works": self.works}
 
     def lines(self) -> list[str]:
-        """Write everything for the terminal."""
+        """Format the findings for the terminal."""
         installed = [
             f"  {library.name:<20} {library.version}" if library.version
             else f"  {library.name:<20} {'not installed':<16} {library.install}"
@@ -100,7 +100,7 @@ class Diagnosis:
             f"tfexport {self.tfexport}, Python {self.python}, {self.system}",
             f"CPU instruction sets: {' '.join(self.instruction_sets)}",
             *([f"8-bit products in ONNX Runtime: {self.int8_products}"] if self.int8_products else []),
-            # Two extras may want the same library; where it is installed, both say the same.
+            # Several extras may require the same library.
             *("", "Libraries", *dict.fromkeys(installed)),
             *("", "GPUs", *(gpus or ["  none"])),
             *("", "Backends", *(backends or ["  none"])),
@@ -109,7 +109,7 @@ class Diagnosis:
 
 
 def diagnose() -> Diagnosis:
-    """Look at the installed libraries and try every backend that is there."""
+    """Check the installed libraries and try every available backend."""
     libraries = _libraries()
     problems = [*_version_problems(libraries), *_onnxruntime_problems()]
     gpus, no_gpu = find_gpus()
@@ -121,7 +121,7 @@ def diagnose() -> Diagnosis:
             found = run_probe(backend, library)
             tried = [Backend(backend.name, device, problem, library.name) for device, problem in found.items()]
             backends += tried
-            # An engine that runs nowhere for want of a GPU is no fault.
+            # A GPU-only backend on a machine without a GPU is not a problem.
             problems += [_problem(library, b) for b in tried if b.problem and not (b.device == "gpu" and no_gpu)]
     if not any(not backend.problem for backend in backends):
         problems.append(Problem("no backend works, so no bundle can run", extra_command("cpu")))
@@ -141,13 +141,12 @@ def diagnose() -> Diagnosis:
 def _problem(library: Requirement, backend: Backend) -> Problem:
     subject = f"{library.name} on {backend.device} does not work"
     what, _, remedy = backend.problem.rpartition("; ")
-    if backend.device != "cpu" and what:  # tfexport's own words end with the remedy
+    if backend.device != "cpu" and what:  # messages of tfexport end with the remedy
         return Problem(f"{subject}: {what}", remedy)
     return Problem(f"{subject}: {backend.problem}", repair_command(library.module, library.name))
 
 
 def _libraries() -> list[Library]:
-    """Read from tfexport's own metadata what each extra asks for."""
     found = []
     for requirement in importlib.metadata.requires("tfexport") or ():
         match = _REQUIREMENT.match(requirement)
@@ -180,7 +179,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _onnxruntime_problems() -> list[Problem]:
-    """Find several distributions that have written over one another; pip does not notice."""
+    # pip does not notice that several distributions install the same files.
     names = sorted(set(importlib.metadata.packages_distributions().get("onnxruntime", ())))
     if len(names) < 2:
         return []

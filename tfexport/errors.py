@@ -1,24 +1,24 @@
-"""Every error that tfexport raises on purpose.
+"""All errors that tfexport raises.
 
 TfexportError
 ├── ConfigError      a configuration has unknown, missing or contradictory values
 ├── CheckpointError  weights are missing, damaged or do not fit their configuration
-├── GraphError       a model could not be traced, or its graph breaks the contract
-├── EngineError      a graph could not be built into an engine, or an engine may not be used here
-├── BundleError      a bundle is incomplete, altered, foreign or cannot be written
+├── GraphError       a model cannot be traced, or its graph violates the contract
+├── EngineError      an engine cannot be built from a graph, or cannot be used here
+├── BundleError      a bundle is incomplete, changed, foreign or cannot be written
 ├── BackendError     a backend is not installed, not usable or failed while running
-├── InputError       text or token ids that the model cannot take
-├── ServingError     a request was not answered, though nothing was wrong with it
-│   ├── QueueFull          too many requests wait
-│   ├── DeadlineExceeded   the time of a request was over
+├── InputError       text or token ids are not valid input for the model
+├── ServingError     a valid request was not answered
+│   ├── QueueFull          too many requests are waiting
+│   ├── DeadlineExceeded   the time limit of a request was exceeded
 │   ├── Cancelled          a request was cancelled
-│   ├── Draining           the engine is about to stop
+│   ├── Draining           the engine is shutting down
 │   └── EngineFailed       the engine has failed
-├── BenchError       a measurement could not be made, read or compared, or it has become worse
-└── ParityError      a stage says something else than the eager model
+├── BenchError       a measurement cannot be made, read or compared, or is worse than before
+└── ParityError      the output of a stage differs from the eager model's
 
-A message is one line made of three parts, which are attributes of the error: what was checked (`subject`), what is
-wrong with it (`problems`, each with what was got and what was expected), and what to do (`remedy`).
+A message is one line with three parts, which are attributes of the error: what was checked (`subject`), what is wrong
+(`problems`, each with the actual and the expected value), and how to fix it (`remedy`).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-# Problems that one message names; a damaged file can have thousands.
+# Problems in one message; a damaged file can have thousands.
 MAX_PROBLEMS = 20
-# Characters that a value is spelled in, and entries of a collection that spells itself, which cannot be begun.
+# Most characters of a value, and most entries of a collection whose `repr` cannot be cut short.
 _SPELLED, _MOST_ENTRIES = 80, 1000
-# Characters of what other code says.
+# Most characters of another library's message.
 _SAID = 300
 _TEXTS: set[Any] = {str.__repr__, bytes.__repr__, bytearray.__repr__}
 _BRACKETS: dict[Any, tuple[str, str]] = {
@@ -44,14 +44,14 @@ _BRACKETS: dict[Any, tuple[str, str]] = {
 
 
 class TfexportError(Exception):
-    """Root of the tree; the command line prints it as one line and exits with 1.
+    """Base class of all errors; the command line prints one line and exits with 1.
 
     Attributes:
-        subject: what was checked, the first words of the message; empty if the message does not name it apart.
-        problems: all of them, also those that the message has no room for; a message given whole is one problem.
-        remedy: the last words of the message; empty if the problems bring their own.
-        indices: positions, from 0, of all inputs of the call that were wrong, also of those that the message has no
-            room for; empty if the error is not about an input.
+        subject: what was checked; the message begins with it. Empty if the message does not name it separately.
+        problems: every problem, including those that the message omits; a whole message is one problem.
+        remedy: how to fix it; the message ends with it. Empty if the problems contain their own.
+        indices: positions, from 0, of all wrong inputs of the call, including those that the message omits; empty if
+            the error is not about an input.
     """
 
     def __init__(self, *problems: str, subject: str = "", remedy: str = "", indices: Iterable[int] = ()) -> None:
@@ -63,13 +63,13 @@ class TfexportError(Exception):
 
     @property
     def reason(self) -> str:
-        """The problems as one text: the message without its subject and its remedy."""
+        """The problems as one text, without subject and remedy."""
         hidden = len(self.problems) - MAX_PROBLEMS
         more = [f"and {hidden} more"] if hidden > 0 else []
         return printable("; ".join([*self.problems[:MAX_PROBLEMS], *more]))
 
     def of(self, subject: str) -> dict[str, Any]:
-        """Return the keyword arguments of an error with the same remedy, about a subject that contains this one's."""
+        """Return keyword arguments for an error about `subject`, which contains this one."""
         return {"subject": f"{subject}: {self.subject}" if self.subject else subject, "remedy": self.remedy}
 
 
@@ -82,15 +82,15 @@ class CheckpointError(TfexportError):
 
 
 class GraphError(TfexportError):
-    """A model could not be traced, or its graph breaks the contract."""
+    """A model cannot be traced, or its graph violates the contract."""
 
 
 class EngineError(TfexportError):
-    """A graph could not be built into an engine, or an engine may not be used here."""
+    """An engine cannot be built from a graph, or cannot be used here."""
 
 
 class BundleError(TfexportError):
-    """A bundle is incomplete, altered, foreign or cannot be written."""
+    """A bundle is incomplete, changed, foreign or cannot be written."""
 
 
 class BackendError(TfexportError):
@@ -98,28 +98,27 @@ class BackendError(TfexportError):
 
 
 class InputError(TfexportError):
-    """Text or token ids that the model cannot take."""
+    """Text or token ids are not valid input for the model."""
 
 
 class ServingError(TfexportError):
-    """A request was not answered, though nothing was wrong with it."""
+    """A valid request was not answered."""
 
 
 class QueueFull(ServingError):
-    """Too many requests wait.
+    """Too many requests are waiting.
 
     Attributes:
-        retry_after_s: whole seconds after which there may be room.
+        retry_after_s: whole seconds after which to try again.
     """
 
     def __init__(self, *problems: str, retry_after_s: int = 1) -> None:
-        """Keep both."""
         super().__init__(*problems)
         self.retry_after_s = retry_after_s
 
 
 class DeadlineExceeded(ServingError):
-    """The time of a request was over before it was answered."""
+    """The time limit of a request was exceeded before it was answered."""
 
 
 class Cancelled(ServingError):
@@ -127,47 +126,47 @@ class Cancelled(ServingError):
 
 
 class Draining(ServingError):
-    """The engine is about to stop and takes no more requests."""
+    """The engine is shutting down and accepts no more requests."""
 
 
 class EngineFailed(ServingError):
-    """The engine has failed and answers nothing any more."""
+    """The engine has failed and answers no more requests."""
 
 
 class BenchError(TfexportError):
-    """A measurement could not be made, read or compared, or it has become worse."""
+    """A measurement cannot be made, read or compared, or is worse than before."""
 
 
 class ParityError(TfexportError):
-    """A stage says something else than the eager model; exit code 2."""
+    """The output of a stage differs from the eager model's; exit code 2."""
 
 
 def printable(text: str) -> str:
-    """Spell out every character that is no plain one: line breaks, control characters, text that runs backwards."""
+    """Escape unprintable characters, such as line breaks and right-to-left marks."""
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def nth(what: str, index: int, count: int) -> str:
-    """Name one of the inputs of a call, such as "text 3"; "the text" where it is the only one."""
+    """Name one input of a call, such as "text 3", or "the text" if it is the only one."""
     return f"the {what}" if count == 1 else f"{what} {index + 1}"
 
 
 def shortened(value: object) -> str:
-    """Spell a value of any origin in 80 characters or a few more; of what is huge only the beginning is looked at."""
+    """Format a value in about 80 characters; reads only the beginning of a huge value."""
     try:
         text = _begun(value, _SPELLED)
-    except Exception:  # noqa: BLE001 - of an object of the caller, or of a number with too many digits
+    except Exception:  # noqa: BLE001 - raised by the caller's object, or by a number with too many digits
         text = f"{type(value).__name__} that cannot be spelled"
     return text if len(text) <= _SPELLED else text[:_SPELLED] + "…"
 
 
 def first_line(error: BaseException) -> str:
-    """Spell what an error of other code says, without its trace; its type where it says nothing."""
+    """Return the first line of an error's message, or its type if it has no message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def raised_by(error: BaseException) -> str:
-    """Spell an error of other code: its type, the beginning of its first line, and the line of code that raised it."""
+    """Describe another library's error: type, first line and origin in the code."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name} line {frames[-1].lineno})" if frames else ""
     said = (str(error).strip().splitlines() or ["no reason given"])[0]
@@ -175,10 +174,10 @@ def raised_by(error: BaseException) -> str:
 
 
 def _begun(value: Any, room: int) -> str:
-    """Spell a value as `repr` does, or where that is longer than `room` at least so much of its beginning."""
+    """Return `repr(value)`, or at least its first `room` characters if it is longer."""
     spell: Any = type(value).__repr__
     if spell in _TEXTS:
-        return repr(value[: max(room, 0)])  # with its quotes longer than that
+        return repr(value[: max(room, 0)])  # the quotes make it longer than `room`
     if spell not in _BRACKETS or not value:
         count = _count(value)
         return repr(value) if count <= _MOST_ENTRIES else f"{type(value).__name__} with {count} entries"
@@ -198,7 +197,7 @@ def _begun(value: Any, room: int) -> str:
 def _count(value: Any) -> int:
     try:
         return len(value)
-    except (TypeError, OverflowError):  # it has no length, such as a number, or one beyond all numbers
+    except (TypeError, OverflowError):  # no length, or a length too large for `len`
         return 0
 
 
@@ -210,17 +209,17 @@ def raise_all(
     remedy: str = "",
     indices: Iterable[int] = (),
 ) -> None:
-    """Raise one error that lists every problem; do nothing if there is none.
+    """Raise one error that lists every problem; do nothing if there are no problems.
 
     Args:
         error: class to raise.
-        subject: what was checked, the first words of the message.
-        problems: each "what, got, expected, remedy", without a final stop.
-        remedy: of all problems, if they do not bring their own.
+        subject: what was checked; the message begins with it.
+        problems: each "what, got, expected, remedy", without a final period.
+        remedy: for all problems, if they do not contain their own.
         indices: positions of all wrong inputs, from 0; repeated for an input with several problems.
 
     Raises:
-        TfexportError: of class `error`, when `problems` is not empty.
+        TfexportError: of class `error`, if `problems` is not empty.
     """
     if problems:
         raise error(*problems, subject=subject, remedy=remedy, indices=indices)

@@ -1,4 +1,4 @@
-"""Decoding options, and the defaults that a model brings."""
+"""Decoding options, and the default options of a model."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,18 +7,19 @@ from typing import Annotated, Any, Literal, Self
 from tfexport.config import Config, Count, Ge, Gt, Help, Le, Lt, TokenId
 from tfexport.errors import ConfigError
 
-# What counts start token and prefix, and the same limit without them.
+# Limits that count the start token and the prefix, and the same limits without them.
 LENGTHS = {"max_length": "max_new_tokens", "min_length": "min_new_tokens"}
 _OF_SAMPLES = ("temperature", "top_k", "top_p")
 _OF_BEAMS = ("length_penalty", "early_stopping")
 
 
 class DecodeConfig(Config, subject="decoding"):
-    """How text is generated; names, meaning and defaults are those of Hugging Face `generate`.
+    """Decoding options; names, meaning and defaults are those of transformers.
 
-    Beams and samples exclude one another. With `do_sample`, `num_return_sequences` samples are drawn independently;
-    `seed`, the position of the text in the call and the number of the sample determine each. A text is drawn towards
-    its prefix if `prefix_bias_beta` is above 0, and may leave it. `replace_unknowns` changes texts, not their ids.
+    Beams and sampling exclude each other. With `do_sample`, `num_return_sequences` samples are drawn independently.
+    Each sample depends only on `seed`, the position of the text in the call and the sample's number. If
+    `prefix_bias_beta` is above 0, decoding favors the prefix but may leave it. `replace_unknowns` changes texts, not
+    their ids.
     """
 
     max_new_tokens: Annotated[
@@ -91,12 +92,12 @@ class DecodeConfig(Config, subject="decoding"):
     seed: Annotated[Count, Help("Of sampling; the same seed draws the same texts.")] = 0
 
     def ends(self, eos: int) -> tuple[int, ...]:
-        """Return the tokens that end a text, of a model whose own end token is `eos`."""
+        """Return the tokens that end a text; `eos` is the model's own end token."""
         return _several(eos if self.eos_token_id is None else self.eos_token_id)
 
     @property
     def forced_ends(self) -> tuple[int, ...]:
-        """The tokens one of which must be the last at the limit; empty for any."""
+        """Tokens of which one must come last at the length limit; empty for any token."""
         return _several(self.forced_eos_token_id)
 
     @property
@@ -111,7 +112,7 @@ class DecodeConfig(Config, subject="decoding"):
 
     @property
     def tokens(self) -> dict[str, tuple[int, ...]]:
-        """Return all token ids that are given, by the option's name."""
+        """All token ids of the options, by the option's name."""
         return {
             "forced_bos_token_id": _several(self.forced_bos_token_id),
             "forced_eos_token_id": self.forced_ends,
@@ -122,7 +123,7 @@ class DecodeConfig(Config, subject="decoding"):
         }
 
     def token_problems(self, vocab: int) -> list[str]:
-        """List ids that a vocabulary of this size does not have."""
+        """List ids that are not below the vocabulary size `vocab`."""
         return [
             f"{name} has {token}, expected below the vocabulary of {vocab}"
             for name, tokens in self.tokens.items()
@@ -186,12 +187,12 @@ class DecodeConfig(Config, subject="decoding"):
 class GenerationDefaults(DecodeConfig, subject="generation"):
     """Default decoding options of a model directory or a bundle.
 
-    An option may be there that counts only beside another, such as
-    `length_penalty` without beams: it waits for a caller who asks for beams.
+    An option may depend on another that is not set, such as `length_penalty` without beams; it takes effect if a caller
+    asks for beams.
     """
 
     def given(self) -> dict[str, Any]:
-        """Return the options that change something, as JSON values."""
+        """Return the options that differ from the library's defaults, as JSON values."""
         return {
             field.name: value
             for field in dataclasses.fields(self)
@@ -204,10 +205,10 @@ class GenerationDefaults(DecodeConfig, subject="generation"):
         return dataclasses.replace(self, max_new_tokens=limit)
 
     def overridden(self, options: Mapping[str, Any]) -> DecodeConfig:
-        """Return the options of a call: given ones replace the defaults, as in transformers.
+        """Combine the defaults with the options of a call, which take precedence.
 
-        A default that does not fit the given options is dropped: one of sampling or of beams without these, or a limit
-        if another one is given.
+        A default that does not fit the given options is dropped: an option of sampling or of beams without these, or a
+        limit if another one is given.
 
         Raises:
             ConfigError: options are unknown, out of range or contradictory.
@@ -222,7 +223,7 @@ class GenerationDefaults(DecodeConfig, subject="generation"):
 
     @staticmethod
     def _causes(name: str, given: Mapping[str, Any], options: Mapping[str, Any], error: ConfigError) -> bool:
-        """Return whether a problem goes away without a default."""
+        """Return whether a problem disappears without a default."""
         others = {other: value for other, value in given.items() if other != name}
         try:
             DecodeConfig.from_dict({**others, **options}, subject="decoding")
@@ -237,13 +238,13 @@ class GenerationDefaults(DecodeConfig, subject="generation"):
             if any(name in options for name in names):
                 given = {name: value for name, value in given.items() if name not in names}
         asked = {**given, **options}
-        # What is of another type is refused afterwards.
+        # Values of a wrong type are rejected later.
         idle = [] if asked.get("do_sample") is True else [*_OF_SAMPLES]
         idle += _OF_BEAMS if type(beams := asked.get("num_beams", 1)) is int and beams == 1 else []
         given = {name: value for name, value in given.items() if name not in idle}
         limit = asked.get("max_new_tokens")
         if isinstance(limit, int) and given.get("min_new_tokens", 0) > limit:
-            given["min_new_tokens"] = limit  # no end before the limit, as they say
+            given["min_new_tokens"] = limit  # cap the default minimum at the caller's limit
         return given
 
     def _problems(self) -> list[str]:

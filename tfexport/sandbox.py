@@ -11,9 +11,9 @@ from tfexport._io.process import ProcessError, call_in_process
 from tfexport.describe import inspect_path
 from tfexport.errors import InputError
 
-# A manifest has at most 4 MiB, and graphs whose weights are in files of their own are as small.
+# Manifests have at most 4 MiB, and graphs with external weights are small too.
 MAX_MEMORY_BYTES = 2 * 1024**3
-# Weights are hashed at about a gigabyte a second.
+# Hashing weights takes about one second per gigabyte.
 MAX_CPU_S = 300
 _MAX_WALL_S = 900
 
@@ -21,16 +21,16 @@ _MAX_WALL_S = 900
 def inspect_untrusted(
     path: str | os.PathLike[str], *, trusted_keys: Sequence[str | os.PathLike[str]] = ()
 ) -> dict[str, Any]:
-    """Describe a path as `tfexport.describe.inspect_path` does, in a process with limits.
+    """Describe an untrusted path like `inspect_path`, in a subprocess with limits.
 
-    The process has at most 2 GiB of memory and 300 s of CPU time and can write no file. It runs no graph.
+    The subprocess has at most 2 GiB of memory and 300 s of CPU time and cannot write files. No graph is run.
 
     Args:
         path: a bundle, a model directory or an ONNX file.
-        trusted_keys: files of public keys; one of them must have signed a bundle. Empty accepts every bundle.
+        trusted_keys: files of public keys, one of which must have signed the bundle; empty accepts every bundle.
 
     Raises:
-        InputError: the process needed too much or failed.
+        InputError: the subprocess exceeded a limit or failed.
         TfexportError: raised by `inspect_path`.
     """
     words = [os.fspath(checked_path(word, "inspect")) for word in (path, *trusted_keys)]

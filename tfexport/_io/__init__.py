@@ -1,1 +1,1 @@
-"""Files, read strictly and written whole: text, JSON, sealed JSON, directories."""
+"""Read and write files: strict JSON, sealed JSON, atomic files and directories."""

@@ -1,15 +1,15 @@
-"""An atomic directory, or file: it appears under its final name whole or not at all.
+"""Write a file or directory that appears complete or not at all.
 
-For a target `NAME` there are up to three siblings, all gone after success:
+For a target `NAME` there are up to three siblings; after success they are all removed:
 
-- `.NAME.lock` is locked (flock) by the one process that writes NAME. The
-  kernel drops the lock with the process, so whoever holds it knows that the
-  other two siblings belong to the dead.
+- `.NAME.lock` is locked (flock) by the process that writes NAME. The kernel
+  releases the lock when the process ends, so the lock's owner knows that the
+  other two siblings belong to killed processes.
 - `.NAME.tmp-…` is being written, or being deleted.
-- `.NAME.old-…` is the former NAME, whole, from the rename that puts it aside
-  until the new one is in place. It is put back when a kill came between the two.
+- `.NAME.old-…` is the former NAME, complete, until the new one is in place. If
+  a writer is killed before that, the next writer renames it back.
 
-Where NAME is so long that a sibling's would be too long for a file system, its sha256 stands for it.
+If a sibling's name would be too long for the file system, it contains the sha256 of NAME instead.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from pathlib import Path
 from tfexport._io.interrupts import interrupts_held
 from tfexport.errors import BundleError
 
-# Bytes of the longest name that Linux and macOS take, less what a sibling's name has more than its target's.
+# Linux and macOS limit a name to 255 bytes; a sibling's name is longer than its target's.
 _LONGEST = 255 - len("..tmp-0123456789abcdef")
 _LEFTOVER = re.compile(r"\.(.+)\.(?:lock|(?:tmp|old)-[0-9a-f]{16})")
 
 
 @contextmanager
 def locked(target: Path) -> Iterator[None]:
-    """Be the only writer of `target`; its parent must exist.
+    """Lock `target` against other writers; its parent must exist.
 
     Raises:
         BundleError: another process, or thread, is writing it.
-        OSError: the lock file cannot be made.
+        OSError: the lock file cannot be created.
     """
     path = target.with_name(f".{_stem(target)}.lock")
     lock = None
     try:
         with suppress(FileNotFoundError):
-            target.lstat()  # a name that cannot be is found out before the work
+            target.lstat()  # raises for an invalid name before any work is done
         with interrupts_held():
             lock = _lock(path, target)
         yield
     finally:
         if lock is not None:
-            # Removed while still locked: who waits for this file sees that it lost its name. One that cannot be
-            # removed now is taken over, and removed, by the next writer.
+            # Removed while still locked, so that a waiting process notices. If it cannot be removed, the next writer
+            # takes it over.
             with interrupts_held(), suppress(OSError):
                 try:
                     path.unlink()
@@ -70,7 +70,7 @@ def _lock(path: Path, target: Path) -> int:
         except OSError:
             os.close(lock)
             raise
-        os.close(lock)  # the owner before us removed the file after we had opened it
+        os.close(lock)  # the previous owner removed the file after we had opened it
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
@@ -81,9 +81,9 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def recover(target: Path) -> None:
-    """Clear up after a killed writer; call under the lock.
+    """Clean up after a killed writer; the caller holds the lock.
 
-    Puts the former `target` back if it is missing and removes every other leftover.
+    Renames the former `target` back if it is missing and removes every other leftover.
     """
     former = _siblings(target, "old")
     if former and not os.path.lexists(target):
@@ -96,26 +96,26 @@ def recover(target: Path) -> None:
 
 
 def restore(target: Path) -> None:
-    """Put a missing `target` back if a writer was killed while replacing it; raises BundleError if one lives."""
+    """Restore a missing `target` if a killed writer was replacing it."""
     if target.parent.is_dir() and not os.path.lexists(target) and _siblings(target, "old"):
         with locked(target):
             recover(target)
 
 
 def aside(folder: Path) -> list[Path]:
-    """List the targets in `folder` that are missing because a writer was killed while replacing them."""
+    """List the targets in `folder` that a killed writer has left missing."""
     former = re.compile(r"\.(.+)\.old-[0-9a-f]{16}")
     names = {match[1] for path in folder.iterdir() if (match := former.fullmatch(path.name))}
     return [folder / name for name in sorted(names) if not os.path.lexists(folder / name)]
 
 
 def is_leftover(name: str) -> bool:
-    """Return whether this is the name of a sibling that a writer, living or killed, has made."""
+    """Return whether this is the name of a lock, temporary or former file of a writer."""
     return _LEFTOVER.fullmatch(name) is not None
 
 
 def recover_all(folder: Path) -> None:
-    """Clear up after every killed writer of something in `folder`; raises BundleError if one is still writing."""
+    """Clean up after every killed writer in `folder`; BundleError if one is running."""
     names = {match[1] for path in folder.iterdir() if (match := _LEFTOVER.fullmatch(path.name))}
     for name in sorted(names):
         with locked(folder / name):
@@ -124,7 +124,7 @@ def recover_all(folder: Path) -> None:
 
 @contextmanager
 def temporary(target: Path) -> Iterator[Path]:
-    """Make an empty directory next to `target`, removed at the end unless published."""
+    """Create an empty directory next to `target`; removed at the end unless published."""
     path = _sibling(target, "tmp")
     try:
         path.mkdir()
@@ -137,13 +137,12 @@ def temporary(target: Path) -> Iterator[Path]:
 def publish(path: Path, target: Path, check: Callable[[Path], object]) -> None:
     """Move the finished directory `path` to `target`, replacing a directory there.
 
-    Everything is on the disk before a name changes; after an error the former `target` is back. Ctrl-C waits.
+    Everything is flushed to disk before a name changes. After an error the former `target` is back. Ctrl-C is delayed.
 
     Args:
         path: from `temporary`.
-        target: under its lock.
-        check: called with the former `target` when it can no longer be reached by its name; raises if it may not be
-            deleted.
+        target: locked by the caller.
+        check: called with the former `target` after it has been renamed; raises if it must not be deleted.
     """
     for folder, _, names in os.walk(path):
         for name in names:
@@ -153,7 +152,9 @@ def publish(path: Path, target: Path, check: Callable[[Path], object]) -> None:
         former = _sibling(target, "old") if os.path.lexists(target) else None
         _swap(path, target, former, check)
         if former:
-            _discard(former, target)
+            with suppress(OSError):  # the next writer deletes it
+                # Renamed first, because a directory named "old" must always be complete.
+                _remove(former.rename(_sibling(target, "tmp")))
 
 
 def _swap(path: Path, target: Path, former: Path | None, check: Callable[[Path], object]) -> None:
@@ -175,28 +176,17 @@ def _swap(path: Path, target: Path, former: Path | None, check: Callable[[Path],
 
 
 def _remove(folder: Path, *, ignore_errors: bool = False) -> None:
-    import shutil  # and with it three ways to compress, which whoever only reads a bundle does not wait for
+    import shutil  # slow, because it imports compression modules; readers do not need it
 
     shutil.rmtree(folder, ignore_errors=ignore_errors)
 
 
-def _discard(former: Path, target: Path) -> None:
-    """Delete what was replaced; what cannot be deleted now is deleted by the next writer."""
-    with suppress(OSError):
-        # Under another name first: what is called "old" is whole, whenever a kill comes.
-        _remove(former.rename(_sibling(target, "tmp")))
-
-
 @contextmanager
 def whole_file(target: Path) -> Iterator[Path]:
-    """Write a file that appears as `target` when the block ends, complete or not at all.
+    """Write a file that appears as `target`, complete or not at all, at the end.
 
     Yields:
-        An empty file next to it to write to, on the same disk.
-
-    Raises:
-        BundleError: another process, or thread, is writing it.
-        OSError: it cannot be written.
+        An empty file next to `target` to write to.
     """
     with locked(target):
         recover(target)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-# The extra that brings a module.
 _EXTRAS = {
     "torch": "export",
     "onnx": "export",
@@ -27,14 +26,14 @@ _EXTRAS = {
     "jinja2": "bench",
     "matplotlib": "bench",
 }
-# Packages for a module that no extra brings by itself.
+# Arguments of `pip install` for modules that no extra installs.
 _PACKAGES = {"cuda": "'cuda-python>=12.6'", "sentencepiece": "sentencepiece protobuf"}
-# Two distributions that write the same files, so that installing the one over the other breaks both.
+# Distributions that install the same files: having both breaks both.
 _RIVALS = {"cpu": "onnxruntime-gpu", "gpu": "onnxruntime"}
 
 
 def install_command(module: str) -> str:
-    """Return the command that installs a module; "" for one that tfexport does not ask for."""
+    """Return the command that installs a module; "" if tfexport does not use it."""
     if module in _PACKAGES:
         choice = " ('cuda-python<13' for drivers older than 580)" if module == "cuda" else ""
         return f"pip install {_PACKAGES[module]}{choice}"
@@ -43,23 +42,23 @@ def install_command(module: str) -> str:
 
 
 def older_cuda_command(major: int) -> str:
-    """Return the command that installs cuda-python for a CUDA before `major`; "" if tfexport supports none."""
+    """Return the command that installs a cuda-python below `major`; "" if unsupported."""
     return f"pip install 'cuda-python<{major}'" if major > 12 else ""
 
 
 def extra_command(extra: str, version: str = "") -> str:
-    """Return the command that installs an extra of tfexport, of any version or of one; "" is the core."""
+    """Return the command that installs an extra of tfexport; "" is the core package."""
     pin = f"=={version}" if version else ""
     return f"pip install 'tfexport[{extra}]{pin}'" if extra else "pip install --upgrade tfexport"
 
 
 def replacing_command(extra: str) -> str:
-    """Return the command that installs an extra in place of the one that it conflicts with."""
+    """Return the command that replaces a conflicting distribution by an extra."""
     rival = _RIVALS.get(extra)
     return f"pip uninstall -y {rival} && {extra_command(extra)}" if rival else extra_command(extra)
 
 
 def repair_command(module: str, distribution: str) -> str:
-    """Return the command that reinstalls a broken module, which `distribution` provides."""
+    """Return the command that reinstalls a broken module of `distribution`."""
     names = " ".join(reversed(_RIVALS.values())) if module == "onnxruntime" else distribution
     return f"pip uninstall -y {names} && pip install --force-reinstall 'tfexport[{_EXTRAS[module]}]'"

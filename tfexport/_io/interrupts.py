@@ -12,11 +12,12 @@ from typing import Any
 
 @contextmanager
 def interrupts_held() -> Iterator[Callable[[], None]]:
-    """Hold back Ctrl-C and SIGTERM within the block.
+    """Delay Ctrl-C and SIGTERM until the block ends.
+
+    Outside of the main thread, which receives the signals, this does nothing.
 
     Yields:
-        A function that handles a signal that has come; the end of the block does so too. Outside of the main thread,
-        which gets the signals, it does nothing.
+        A function that handles a signal that has arrived.
     """
     pressed: list[int] = []
     former: dict[int, Callable[[int, FrameType | None], Any]] = {}

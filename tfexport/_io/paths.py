@@ -1,4 +1,4 @@
-"""Paths as callers give them."""
+"""Check paths that callers pass in."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from tfexport.errors import ConfigError, shortened
 
 
 def checked_path(value: object, name: str) -> Path:
-    """Return a path that a caller gives, whether it exists or not.
+    """Return a caller's path, which need not exist.
 
     Raises:
-        ConfigError: it is not a path as text, or has a null character or is not UTF-8, which ONNX Runtime needs.
+        ConfigError: it is not a path, contains a null character or is not UTF-8, which ONNX Runtime needs.
     """
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else value
     if not isinstance(text, str):

@@ -1,4 +1,4 @@
-"""Call a function in a subprocess with limits: hostile or broken input then ends that process and not this one."""
+"""Call a function in a subprocess with limits of memory and time."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from typing import Any
 from tfexport import errors
 from tfexport.errors import TfexportError
 
-# Not on Windows, where only the time is limited.
+# Windows lacks this module; only the time is limited there.
 resource: Any = importlib.import_module("resource") if importlib.util.find_spec("resource") else None
 _MAX_FILES = 64
 
 
 class ProcessError(Exception):
-    """The process ended without a result; the message is a reason such as "was ended by signal 11"."""
+    """Report that a process ended without a result; the message is the reason."""
 
 
 def call_in_process(
@@ -34,18 +34,18 @@ def call_in_process(
 ) -> Any:
     """Call a function in a new Python process and return its result.
 
-    With a limit of memory the process can also write no file and open few.
+    With a memory limit the process also cannot write files and can open only a few.
 
     Args:
         function: "module:name"; `arguments` and the result are JSON values.
-        arguments: of the function.
+        arguments: positional arguments.
         wall_s: time limit in seconds.
         memory_bytes: limit of the address space; None for no limit.
         cpu_s: limit of CPU time in seconds; None for no limit.
         data: passed as the last argument.
 
     Raises:
-        ProcessError: the process took too much, crashed or failed.
+        ProcessError: the process exceeded a limit, crashed or failed.
         TfexportError: raised by the function.
     """
     request = {"function": function, "arguments": arguments, "memory": memory_bytes, "cpu": cpu_s}
@@ -53,7 +53,7 @@ def call_in_process(
         done = subprocess.run(  # noqa: S603 - our own module, our own interpreter
             [sys.executable, "-P", "-m", __name__, json.dumps({**request, "has_data": data is not None})],
             input=data or b"",
-            # Each thread of OpenBLAS takes memory, which is limited.
+            # Each OpenBLAS thread allocates memory, which is limited.
             env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "RUST_BACKTRACE": "0"},
             capture_output=True,
             timeout=wall_s,
@@ -105,11 +105,10 @@ def _main() -> None:
         found |= {"subject": error.subject, "remedy": error.remedy}
     except MemoryError:
         found = {"failed": _too_much_memory(request["memory"])}
-    print("\n" + json.dumps(found), end="")  # noqa: T201 - to the process that has started this one
+    print("\n" + json.dumps(found), end="")  # noqa: T201 - read by the parent process
 
 
 def _limit(memory_bytes: int | None, cpu_s: int | None) -> None:
-    """Set the limits of this process; it cannot raise them again, unless it is root."""
     if resource is None:
         return
     limits = [] if cpu_s is None else [(resource.RLIMIT_CPU, cpu_s, cpu_s + 1)]
@@ -118,7 +117,7 @@ def _limit(memory_bytes: int | None, cpu_s: int | None) -> None:
         limits += [(resource.RLIMIT_FSIZE, 0, 0), (resource.RLIMIT_CORE, 0, 0)]
         limits.append((resource.RLIMIT_NOFILE, _MAX_FILES, _MAX_FILES))
     for kind, soft, hard in limits:
-        with suppress(ValueError, OSError):  # there is a lower limit, or the system has none of this kind
+        with suppress(ValueError, OSError):  # a lower limit is set, or the system does not support this one
             resource.setrlimit(kind, (soft, hard))
 
 

@@ -1,7 +1,7 @@
-"""Sealed directories: a sealed JSON manifest lists size and sha256 of every other file.
+"""Read and write directories whose manifest lists size and sha256 of every file.
 
-Bundles and engines are sealed directories. This module has what they share: the directory is written next to its target
-and renamed when it is complete, and reading it finds every file that is missing, changed or not listed.
+Bundles and engines are such sealed directories. A sealed directory is written next to its target and renamed when it is
+complete. Reading it finds every file that is missing, changed or not listed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class FileEntry(Config, subject="file"):
 
     @classmethod
     def of(cls, path: Path) -> Self:
-        """Read a file and return its entry; raises OSError."""
+        """Hash a file and return its entry."""
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             return cls(bytes=file.tell(), sha256=digest)
@@ -68,21 +68,15 @@ def file_problems(
     optional: Collection[str] = (),
     without: str | None = None,
 ) -> list[str]:
-    """Compare the files of a directory with its manifest.
+    """List files that are missing, changed, not in the manifest or not plain files.
 
     Args:
         folder: the directory.
-        files: that the manifest lists.
+        files: entries of the manifest.
         manifest: name of the manifest; it and its signature are not listed.
         unread: listed files of which only the size is compared.
-        optional: files that may be there without being listed.
-        without: subdirectory that is not looked at.
-
-    Returns:
-        What is missing, changed, not listed or not a plain file.
-
-    Raises:
-        OSError: the directory cannot be read.
+        optional: files that may exist without being listed.
+        without: subdirectory to skip.
     """
     signature = manifest + SIGNATURE_SUFFIX
     problems = []
@@ -107,11 +101,7 @@ def file_problems(
 
 
 def changed_problems(folder: Path, files: Mapping[str, FileEntry]) -> list[str]:
-    """Name the files whose content is not what their entries state.
-
-    Raises:
-        OSError: one cannot be read.
-    """
+    """List the files whose hash differs from their entry."""
     return [
         f"{name} was changed (its sha256 differs)"
         for name, entry in files.items()
@@ -120,7 +110,7 @@ def changed_problems(folder: Path, files: Mapping[str, FileEntry]) -> list[str]:
 
 
 def foreign_problems(folder: Path, own: Collection[str]) -> list[str]:
-    """Name what is in a directory besides the plain files `own`; raises OSError."""
+    """List everything in a directory except the plain files `own`."""
     return [
         plain_problem(name, status) or f"{name!r} does not belong to it"
         for name, status in sorted(walk(folder))
@@ -129,7 +119,7 @@ def foreign_problems(folder: Path, own: Collection[str]) -> list[str]:
 
 
 def plain_problem(name: str, status: os.stat_result) -> str | None:
-    """Explain why a path with this status is not a plain file of its own, or return None."""
+    """Return why a path with this status is not a plain file, or None if it is."""
     if stat.S_ISLNK(status.st_mode):
         return f"{name!r} is a symbolic link, expected a plain file"
     if not stat.S_ISREG(status.st_mode):
@@ -140,9 +130,9 @@ def plain_problem(name: str, status: os.stat_result) -> str | None:
 
 
 def walk(folder: Path, *, without: str | None = None) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield the relative name and the status of everything in a directory tree that is not a directory.
+    """Yield the relative name and the status of everything except directories.
 
-    Links are not followed; `without` is a subdirectory that is left out.
+    Links are not followed; the subdirectory `without` is skipped.
     """
     waiting = [""]
     while waiting:
@@ -163,20 +153,17 @@ def walk(folder: Path, *, without: str | None = None) -> Iterator[tuple[str, os.
 def written(
     target: Path, what: str, check: Callable[[Path], object], *, remedy: str = "choose another output"
 ) -> Iterator[Path]:
-    """Write a directory that appears as `target` when the block ends, complete or not at all.
+    """Write a directory that appears as `target`, complete or not at all, at the end.
 
     Args:
         target: without symbolic links; missing parents are created.
-        what: is written, for errors.
+        what: name of the target in errors.
         check: raises if the existing target may not be replaced. It is called with the target's path before the block
-            runs, and with the path to which the target was moved just before it is deleted.
+            runs, and again with the path to which the target was moved, just before it is deleted.
         remedy: for errors other than a full disk.
 
     Yields:
         An empty directory next to the target.
-
-    Raises:
-        BundleError: another process writes the target, or it cannot be written.
     """
     with ExitStack() as stack:
         with write_errors(what, remedy=remedy):
@@ -197,8 +184,8 @@ def write_errors(what: str, within: Path | None = None, remedy: str = "choose an
     """Convert OSErrors of writing to BundleError.
 
     Args:
-        what: is written, for the error.
-        within: convert only errors about this directory, about no file by name, or about a full disk.
+        what: name of the target in the error.
+        within: convert only errors about this directory, errors without a file name, and a full disk.
         remedy: for errors other than a full disk.
     """
     try:
@@ -212,6 +199,6 @@ def write_errors(what: str, within: Path | None = None, remedy: str = "choose an
 
 
 def cause(error: OSError) -> str:
-    """Return the reason of an OSError and the file that it concerns."""
+    """Format the reason of an OSError and the file that it concerns."""
     reason = error.strerror or str(error)
     return reason if error.filename is None else f"{reason} ({error.filename})"

@@ -1,4 +1,4 @@
-"""Sealed JSON: objects that carry their own sum, read strictly and written always alike."""
+"""Sealed JSON: objects that contain their own hash, with deterministic bytes."""
 
 from __future__ import annotations
 
@@ -15,16 +15,12 @@ T = TypeVar("T")
 
 
 def render(data: dict[str, Any]) -> bytes:
-    """Write a JSON object so that equal objects give equal bytes."""
+    """Serialize a JSON object; equal objects give equal bytes."""
     return (json.dumps(data, indent=2, sort_keys=True, allow_nan=False) + "\n").encode()
 
 
 def parse(raw: bytes, name: str, remedy: str) -> dict[str, Any]:
-    """Read a JSON object strictly; `name` and `remedy` begin and end errors.
-
-    Raises:
-        BundleError: it is not JSON, see `parse_json`, or not an object.
-    """
+    """Read a JSON object strictly; errors begin with `name` and end with `remedy`."""
     try:
         data = parse_json(raw)
     except ValueError as error:
@@ -35,18 +31,18 @@ def parse(raw: bytes, name: str, remedy: str) -> dict[str, Any]:
 
 
 def seal(data: dict[str, Any]) -> bytes:
-    """Write a JSON object with sorted keys and its own hash as `self_sha256`."""
+    """Serialize a JSON object together with its own hash, `self_sha256`."""
     return render(data | {"self_sha256": _sum(render(data))})
 
 
 def unseal(raw: bytes, read: Callable[[dict[str, Any]], T], *, name: str, format_version: int, remedy: str) -> T:
-    """Read what `seal` wrote.
+    """Read an object that `seal` wrote.
 
     Args:
         raw: content of the file.
-        read: makes the value from the object without its hash; its ConfigError lists what is wrong.
+        read: builds the value from the object without its hash; its ConfigError lists every wrong value.
         name: of the file, for errors.
-        format_version: newest that can be read.
+        format_version: newest supported version.
         remedy: for a damaged file.
 
     Raises:
@@ -72,7 +68,7 @@ def unseal(raw: bytes, read: Callable[[dict[str, Any]], T], *, name: str, format
 
 
 def _without(sealed: bytes, claimed: object) -> bytes:
-    """Remove the line with its hash from a sealed object, which is faster than to render it without."""
+    # Faster than rendering the object again without its hash.
     before, _, behind = sealed.partition(f'\n  "self_sha256": "{claimed}"'.encode())
     return before + behind[1:] if behind.startswith(b",") else before[:-1] + behind
 

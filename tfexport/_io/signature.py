@@ -1,6 +1,7 @@
-"""Signatures: Ed25519 of a manifest's bytes, 64 bytes in a file beside it that openssl makes and checks as well.
+"""Sign manifests with Ed25519 and check the signatures.
 
-The commands that make keys and check signatures are in docs/bundle.md.
+A signature is a file of 64 bytes next to the manifest, which openssl can create and check too.
+The commands that create keys and check signatures are in docs/bundle.md.
 """
 
 from __future__ import annotations
@@ -28,15 +29,14 @@ _MAKE_PUBLIC = "make it with: openssl pkey -in sign.pem -pubout -out sign.pub"
 
 
 class SigningKey:
-    """A private key that signs manifests."""
+    """Sign manifests with a private key."""
 
     def __init__(self, key: Ed25519PrivateKey) -> None:
-        """Take a key; `read` reads one."""
         self._key = key
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> SigningKey:
-        """Read a key from a file in PEM, without a passphrase; raises ConfigError."""
+        """Read a private key without passphrase from a PEM file; raises ConfigError."""
         file = checked_path(path, "sign_key")
         raw = _read_key(file, "sign_key")
         from cryptography.exceptions import UnsupportedAlgorithm
@@ -54,20 +54,19 @@ class SigningKey:
         return cls(key)
 
     def sign(self, data: bytes) -> bytes:
-        """Return the signature of `data`, 64 bytes; it is deterministic."""
+        """Return the signature of `data`, 64 bytes; equal data give equal signatures."""
         return self._key.sign(data)
 
 
 class TrustedKeys:
-    """Public keys of the makers whose bundles and engines are loaded."""
+    """Check signatures with the public keys of trusted makers."""
 
     def __init__(self, keys: Iterable[Ed25519PublicKey]) -> None:
-        """Take keys; `read` reads them."""
         self._keys = tuple(keys)
 
     @classmethod
     def read(cls, paths: object) -> TrustedKeys:
-        """Read keys from a list of files in PEM, each with one or several; raises ConfigError."""
+        """Read public keys from a list of PEM files; raises ConfigError."""
         if not isinstance(paths, list | tuple):
             raise ConfigError(f"trusted_keys is {shortened(paths)}, expected a list of paths")
         keys = [key for path in paths for key in _read_public(checked_path(path, "trusted_keys"))]
@@ -76,10 +75,11 @@ class TrustedKeys:
         return cls(keys)
 
     def problem(self, file: Path, data: bytes) -> str | None:
-        """Explain why the content `data` of `file` is not signed by one of the keys, or return None.
+        """Return why no trusted key has signed `data`, or None if one has.
 
-        Raises:
-            OSError: the signature next to the file cannot be read.
+        Args:
+            file: its path; the signature is next to it.
+            data: its content.
         """
         try:
             signature = _read_signature(file)
@@ -104,7 +104,7 @@ def _read_signature(file: Path) -> bytes | None:
 
 
 def _open_plain(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)  # no link is followed, no pipe is waited for
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)  # do not follow links or wait for pipes
 
 
 def _fits(key: Ed25519PublicKey, signature: bytes, data: bytes) -> bool:
@@ -138,7 +138,6 @@ def _read_public(file: Path) -> list[Ed25519PublicKey]:
 
 
 def _read_key(file: Path, name: str) -> bytes:
-    """Read a file of keys, after checking that they can be used."""
     if importlib.util.find_spec("cryptography") is None:
         raise ConfigError(f"{name}: signatures need cryptography; {install_command('cryptography')}")
     if not file.is_file():

@@ -1,4 +1,4 @@
-"""JSON as tfexport reads it: strictly, and from plain files up to a limit."""
+"""Read JSON strictly, from plain files of limited size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from tfexport.errors import ConfigError, shortened
 
 MAX_CONFIG_BYTES = 1024 * 1024
-# Lists and objects inside one another; below what recursion can take wherever a value is read, compared or written.
+# Nesting of lists and objects; below Python's recursion limit, because values are compared and written recursively.
 MAX_DEPTH = 100
 _MAX_LISTED = 8
 
@@ -22,7 +22,7 @@ def parse_json(raw: bytes) -> Any:
 
     Raises:
         ValueError: it is not JSON, or has something that Python accepts: NaN, Infinity, numbers such as 1e999, more
-            than MAX_DEPTH levels, half of a surrogate pair, or keys given twice.
+            than MAX_DEPTH levels, half of a surrogate pair, or duplicate keys.
     """
     twice: list[str] = []
 
@@ -42,7 +42,7 @@ def parse_json(raw: bytes) -> Any:
         raise ValueError("; ".join(f"key {key[:80]} is given twice, expected once" for key in twice[:_MAX_LISTED]))
     if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH:
         _check_depth(data)
-    if rb"\u" in raw:  # the only way to write one: it is not UTF-8
+    if rb"\u" in raw:  # a lone surrogate can only be written as an escape
         _check_unicode(data)
     return data
 
@@ -74,17 +74,17 @@ def _check_unicode(data: object) -> None:
 
 
 def plain_problem(path: Path) -> str | None:
-    """Explain why `path` is not a file, or return None; a pipe or a device would be read forever."""
-    if path.is_file():
+    """Return why `path` is not a plain file, or None if it is."""
+    if path.is_file():  # reading a pipe or a device might never end
         return None
     return "is not a plain file" if os.path.lexists(path) else "is missing"
 
 
 def read_json(path: Path, name: str) -> Any:
-    """Read a configuration file of at most 1 MiB; `name` is used in errors.
+    """Read a configuration file of at most 1 MiB; errors begin with `name`.
 
     Raises:
-        ConfigError: it is not a plain file, too large, or not JSON, see `parse_json`.
+        ConfigError: it is not a plain file, too large, or not JSON (see `parse_json`).
         OSError: it cannot be read.
     """
     if problem := plain_problem(path):

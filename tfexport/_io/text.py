@@ -1,4 +1,4 @@
-"""Text files with one text a line: read strictly, written completely or not at all."""
+"""Read text files strictly, one text per line, and write them atomically."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tfexport._io.atomic import whole_file
 from tfexport._io.strict_json import parse_json
 from tfexport.errors import InputError, raise_all
 
-# Limits what is read from a device or an endless pipe.
+# Limits reading from a device or an endless pipe.
 MAX_BYTES = 256 * 1024 * 1024
 _BOM = b"\xef\xbb\xbf"
 _SHOWN = 10
@@ -21,12 +21,12 @@ _STREAM = re.compile(r"/dev/(?:std|fd/)(out|err|\d{1,4})")
 
 
 def read_lines(stream: BinaryIO, name: str) -> list[str]:
-    r"""Read one text a line, so that line n of the output answers line n of the input.
+    r"""Read one text per line.
 
-    Lines end with \n or \r\n; a byte order mark is dropped. `name` is the file's, for the error.
+    Lines end with \n or \r\n; a byte order mark is dropped. Errors begin with `name`.
 
     Raises:
-        InputError: there are too many bytes or no lines, or names all lines that are empty or not UTF-8.
+        InputError: there are too many bytes or no lines, or lists all lines that are empty or not UTF-8.
     """
     raw = stream.read(MAX_BYTES + 1)
     if len(raw) > MAX_BYTES:
@@ -54,12 +54,13 @@ def read_lines(stream: BinaryIO, name: str) -> list[str]:
 
 
 def split_pairs(lines: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split lines into sources and targets: two texts with a tab between them, or JSON with "input" and "text".
+    """Split lines into sources and targets.
 
-    A tab in a JSON text is escaped, so a line with a tab is never JSON.
+    A line has two texts with a tab between them, or a JSON object with "input" and "text". A tab in a JSON text is
+    escaped, so a line with a tab is never JSON.
 
     Raises:
-        InputError: names every line that is neither; `indices` has their positions.
+        InputError: lists every invalid line; `indices` has their positions.
     """
     pairs: list[tuple[str, str]] = []
     problems, indices = [], []
@@ -99,12 +100,13 @@ def _name(numbers: Sequence[int]) -> str:
 
 @contextmanager
 def write_whole(path: Path) -> Iterator[list[str]]:
-    """Collect lines and write them to `path` when the block ends, in one step; an existing file is replaced.
+    """Collect lines and write them to `path` in one step when the block ends.
 
-    That `path` is writable is checked on entry. A pipe or a device such as /dev/stdout is written to directly.
+    An existing file is replaced. A pipe or a device such as /dev/stdout is written to directly. Whether `path` is
+    writable is checked on entry.
 
     Yields:
-        A list to append lines to, each without its end.
+        A list to append lines to, each without its line end.
 
     Raises:
         InputError: the file cannot be written; the existing one is unchanged.
@@ -114,11 +116,11 @@ def write_whole(path: Path) -> Iterator[list[str]]:
     with ExitStack() as stack:
         with _wrapped(path):
             if stream := _STREAM.fullmatch(str(path)):
-                # It may lead to a file that others write to as well, so that is continued, not replaced.
+                # Other processes may write to the same file, so append to it.
                 descriptor = {"out": 1, "err": 2}.get(stream[1]) or int(stream[1])
                 out: BinaryIO | None = stack.enter_context(open(descriptor, "wb", closefd=False))
             elif (path := Path(os.path.realpath(path))).exists() and not path.is_file():
-                out = stack.enter_context(path.open("ab"))  # once: the reader of a pipe takes its closing for the end
+                out = stack.enter_context(path.open("ab"))  # opened once: the reader of a pipe stops at its closing
             else:
                 out, draft = None, stack.enter_context(whole_file(path))
         yield lines

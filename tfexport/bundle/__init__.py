@@ -1,1 +1,1 @@
-"""The bundle: one directory that holds a model's graphs, weights and what is known of them."""
+"""Read and write bundles."""

@@ -1,4 +1,4 @@
-"""The bundle: one directory that holds a model's graphs, its weights and a manifest.
+"""A bundle: one directory with a model's graphs, its weights and a manifest.
 
     manifest.json          describes the bundle; lists size and sha256 of every other file
     manifest.json.sig      optional signature of manifest.json
@@ -10,8 +10,8 @@
     parity.json            optional report of the verification
     engines/               optional TensorRT engines, each a sealed directory of its own
 
-Every file is hashed before it is used; only `load` hashes the weights while it builds a session of them. Hashes find
-damage and mix-ups. Only a signature shows who made a bundle.
+Every file is hashed before it is used; only `load` hashes the weights later, while it builds a session. Hashes find
+damage and mix-ups. Only a signature proves who made a bundle.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ class Bundle:
         return os.path.lexists(self.path / SIGNATURE)
 
     def file(self, name: str) -> Path:
-        """Return the path of a file by its name in the manifest; raises BundleError if it has no such file."""
+        """Return the path of a file in the manifest; raises BundleError if not listed."""
         if name not in self.manifest.files:
             raise BundleError(f"bundle {self.path} has no {name}; it has {', '.join(sorted(self.manifest.files))}")
         return self.path / name
 
 
 class Builder:
-    """A bundle being written: put files under `path`, then call `finish`.
+    """Write the files of a bundle under `path`, then call `finish`.
 
     Attributes:
         path: an empty directory next to the target.
@@ -97,7 +97,6 @@ class Builder:
     stale_engines: tuple[str, ...] = ()
 
     def __init__(self, path: Path, key: SigningKey | None = None, *, replaces_signed: bool = False) -> None:
-        """Build in the directory `path`; `key` signs the manifest."""
         self.path, self._key = path, key
         self.is_finished = False
         self.drops_signature = replaces_signed and key is None
@@ -105,8 +104,8 @@ class Builder:
     def finish(self, draft: Draft) -> None:
         """Hash all files, then write and sign the manifest.
 
-        Afterwards `open_bundle(path)` works, for a verification before the bundle gets its name. Call it again after
-        files were added or changed.
+        Afterwards `open_bundle(path)` works, so the bundle can be verified before it is published. Call `finish` again
+        after adding or changing files.
 
         Raises:
             BundleError: lists every file and value that a bundle cannot have.
@@ -134,17 +133,17 @@ class Builder:
 def open_bundle(
     path: str | os.PathLike[str], *, weights: bool = True, trusted_keys: TrustedKeys | None = None
 ) -> Bundle:
-    """Open a bundle after checking its signature, its manifest and every byte of its files.
+    """Open a bundle and check its signature, its manifest and the hashes of its files.
 
-    A bundle that is missing because its replacement was killed is put back.
+    If a writer was killed while replacing the bundle, the previous bundle is restored.
 
     Args:
         path: the directory, or a symbolic link to it.
-        weights: False leaves the bytes of the weight files, but not their sizes, to `check_weights`.
-        trusted_keys: one of them must have signed the manifest; None opens every bundle.
+        weights: False checks only the sizes of the weight files; call `check_weights` for their hashes.
+        trusted_keys: one of them must have signed the manifest; None accepts every bundle.
 
     Raises:
-        ConfigError: `path` cannot be a path.
+        ConfigError: `path` is not a valid path.
         BundleError: the bundle is missing, made by a newer version or not signed by one of the keys; or lists every
             file that is changed, missing, not in the manifest or not a plain file.
     """
@@ -168,11 +167,7 @@ def open_bundle(
 
 
 def check_weights(bundle: Bundle) -> None:
-    """Check every byte of a bundle's weight files.
-
-    Raises:
-        BundleError: lists those that were changed.
-    """
+    """Check the hashes of a bundle's weight files."""
     files = {name: entry for name, entry in bundle.manifest.files.items() if name in WEIGHT_FILES}
     try:
         problems = changed_problems(bundle.path, files)
@@ -182,11 +177,7 @@ def check_weights(bundle: Bundle) -> None:
 
 
 def read_defaults(bundle: Bundle) -> GenerationDefaults:
-    """Read the default decoding options of a bundle, generation.json.
-
-    Raises:
-        BundleError: it cannot be read, or lists every wrong value and every token that the model does not have.
-    """
+    """Read the default decoding options of a bundle (generation.json)."""
     if GENERATION not in bundle.manifest.files:
         return GenerationDefaults()
     try:
@@ -200,7 +191,6 @@ def read_defaults(bundle: Bundle) -> GenerationDefaults:
 
 
 def _read_manifest(root: Path, path: Path) -> bytes:
-    """Return the bytes of the manifest in `root`; `path` is the user's name of it."""
     if not os.path.lexists(root):
         raise BundleError(f"there is no bundle {path}; make one with: tfexport onnx SOURCE --output {path}")
     if not root.is_dir():
@@ -225,21 +215,21 @@ def _unreadable(path: Path, error: OSError) -> BundleError:
 
 @contextmanager
 def create_bundle(output: Path, *, force: bool = False, key: SigningKey | None = None) -> Iterator[Builder]:
-    """Write a bundle that appears as `output` when the block ends, complete or not at all.
+    """Write a bundle that appears as `output`, complete or not at all, at the end.
 
     Args:
         output: directory to create; missing parents are created, a symbolic link is followed.
-        force: replace a bundle, or an empty directory. Its engines are kept. Files that no manifest lists are never
-            deleted.
+        force: replace a bundle or an empty directory. Engines of a replaced bundle are kept. Files that no manifest
+            lists are never deleted.
         key: signs the bundle; None leaves it unsigned.
 
     Yields:
-        The builder; `finish` must be called before the block ends.
+        The builder; call `finish` before the block ends.
 
     Raises:
-        ConfigError: `output` cannot be a path.
-        BundleError: before the block runs: `output` exists, is not writable or is being written; after it: the disk is
-            full, or the files and the manifest do not make a bundle. The former `output` is still there.
+        ConfigError: `output` is not a valid path.
+        BundleError: before the block runs: `output` exists, is not writable or is being written. After it: the disk is
+            full, or the files and the manifest do not form a valid bundle; the former `output` is unchanged.
     """
     output = checked_path(output, "output")
     target = Path(os.path.realpath(output))
@@ -272,7 +262,6 @@ def create_bundle(output: Path, *, force: bool = False, key: SigningKey | None =
 
 
 def _replaceable(folder: Path, output: Path, force: bool) -> Manifest | None:
-    """Return the manifest of a bundle that may be replaced, None for an empty directory; refuse anything else."""
     if not folder.is_dir():
         raise BundleError(f"output {output} is a file, expected a new directory; choose another name")
     if not force:
@@ -288,7 +277,6 @@ def _replaceable(folder: Path, output: Path, force: bool) -> Manifest | None:
 
 
 def _check_own(folder: Path, output: Path, manifest: Manifest) -> None:
-    """Refuse to replace a bundle whose directory holds files that no manifest lists."""
     raise_all(
         BundleError,
         f"output {output} holds more than a bundle",

@@ -1,7 +1,7 @@
-"""The engines of a bundle as the bundle sees them: which files under `engines/` belong to one.
+"""Find the files of a bundle's engines.
 
-What an engine is and whether it can run is up to `tfexport.tensorrt`. A bundle only has to know which files it may copy
-or delete with itself, and that nothing else is stored there.
+`tfexport.tensorrt` decides whether an engine can run. A bundle only has to know which files under `engines/` it may
+copy or delete, and that no other files are stored there.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _ATTEMPTS = 3
 
 @dataclass(frozen=True)
 class EngineFiles:
-    """What the manifest of an engine states about files.
+    """Files that the manifest of an engine lists.
 
     Attributes:
         plans: file of each plan in the engine's folder, by the plan's name.
@@ -51,12 +51,7 @@ class EngineFiles:
 
     @classmethod
     def read(cls, folder: Path) -> EngineFiles:
-        """Read the manifest in an engine's folder.
-
-        Raises:
-            BundleError: it is missing or damaged.
-            OSError: it cannot be read.
-        """
+        """Read the manifest in an engine's folder."""
         if not _is_directory(folder):
             raise BundleError("it is not a directory")
         raw = read_manifest(folder, ENGINE_MANIFEST)
@@ -65,7 +60,7 @@ class EngineFiles:
         )
 
     def names(self, folder: Path) -> set[str]:
-        """Return the names of all files that belong to the engine, whether they exist or not."""
+        """Return the names of all files that an engine may have."""
         kernels = [KERNELS_INDEX, *(f"{plan}{KERNELS_SUFFIX}" for plan in self.plans)]
         machines = [entry.name for entry in _folders(folder / KERNELS)]
         compiled = {f"{KERNELS}/{machine}/{name}" for machine in machines for name in kernels}
@@ -73,25 +68,25 @@ class EngineFiles:
 
 
 def stale_sources(sources: Mapping[str, str], files: Mapping[str, FileEntry]) -> list[str]:
-    """Name the files that an engine was built from and that a bundle does not have, or has with another hash."""
-    # Old engines name the tokenizer; they read token ids, and it may be replaced.
+    """List the source files of an engine that a bundle lacks or has with another hash."""
+    # Old engines list the tokenizer, but do not depend on it.
     names = sorted(set(sources) - {TOKENIZER})
     return [name for name in names if name not in files or files[name].sha256 != sources[name]]
 
 
 def engines_in(root: Path) -> dict[str, EngineFiles]:
-    """Return the engines of a bundle whose manifests can be read, by the name of the folder."""
+    """Return the engines of a bundle that have a readable manifest, by folder name."""
     found = {}
     for folder in _folders(root / ENGINES):
         try:
             found[folder.name] = EngineFiles.read(folder)
         except BundleError:
-            continue  # no manifest names the files in it
+            continue  # `unsealed` reports its files
     return found
 
 
 def own_names(root: Path, files: Collection[str]) -> set[str]:
-    """Return the names of all files that belong to the bundle in `root`, whose manifest lists `files`."""
+    """Return the names of all files of the bundle whose manifest lists `files`."""
     engines = {
         f"{ENGINES}/{name}/{file}"
         for name, engine in engines_in(root).items()
@@ -101,12 +96,9 @@ def own_names(root: Path, files: Collection[str]) -> set[str]:
 
 
 def unsealed(root: Path) -> list[str]:
-    """List everything in `engines/` that no engine's manifest names, or that is not a plain file.
+    """List everything in `engines/` that no engine lists or that is not a plain file.
 
-    Leftovers of writers are skipped: they are never read.
-
-    Raises:
-        BundleError: the folder cannot be read.
+    Temporary files of writers are skipped, because they are never read.
     """
     for _ in range(_ATTEMPTS):
         try:
@@ -119,11 +111,7 @@ def unsealed(root: Path) -> list[str]:
 
 
 def check_engines(root: Path) -> None:
-    """Refuse a bundle with unsealed files in `engines/`.
-
-    Raises:
-        BundleError: lists them, or the folder cannot be read.
-    """
+    """Check that `engines/` has only files that an engine lists."""
     remedy = "remove that, or copy the bundle again from its source"
     raise_all(BundleError, f"bundle {root}", unsealed(root), remedy=remedy)
 
@@ -132,7 +120,7 @@ def _unsealed(root: Path) -> Iterator[str]:
     if not (root / ENGINES).exists():
         return
     found = {f"{ENGINES}/{name}": status for name, status in walk(root / ENGINES)}
-    own = own_names(root, ())  # after the walk, so that an engine which appears meanwhile is known
+    own = own_names(root, ())  # after the walk, to include engines that were added during it
     for name, status in sorted(found.items()):
         if any(map(atomic.is_leftover, name.split("/"))) or not os.path.lexists(root / name):
             continue
@@ -146,12 +134,7 @@ def _unsealed(root: Path) -> Iterator[str]:
 
 
 def recover_engines(root: Path) -> None:
-    """Clear up after killed writers of a bundle's engines and of their kernels.
-
-    Raises:
-        BundleError: an engine, or its kernels, are being written.
-        OSError: they cannot be cleared up.
-    """
+    """Clean up after killed writers of engines and kernels, see `atomic.recover_all`."""
     if _is_directory(root / ENGINES):
         atomic.recover_all(root / ENGINES)
         for folder in _folders(root / ENGINES):
@@ -159,20 +142,20 @@ def recover_engines(root: Path) -> None:
 
 
 def recover_kernels(engine: Path) -> None:
-    """Clear up after killed writers of the kernels of one engine; raises as `recover_engines`."""
+    """Clean up after killed writers of an engine's kernels, like `recover_engines`."""
     if _is_directory(engine) and _is_directory(engine / KERNELS):
         atomic.recover_all(engine / KERNELS)
 
 
 def engine_state(root: Path) -> dict[str, tuple[int, int, int]]:
-    """Return inode, size and time of every file under `engines/`: they change when an engine is added or replaced."""
+    """Return inode, size and time of every file under `engines/`, to detect changes."""
     if not _is_directory(root / ENGINES):
         return {}
     return {name: (status.st_ino, status.st_size, status.st_mtime_ns) for name, status in walk(root / ENGINES)}
 
 
 def copy_engines(root: Path, target: Path) -> None:
-    """Copy the engines of a bundle, and nothing else, into the directory of another."""
+    """Copy the engines of a bundle into the directory of another."""
     import shutil  # reading a bundle does not need its compression modules
 
     for name in own_names(root, ()) - {MANIFEST, SIGNATURE}:
@@ -193,7 +176,7 @@ def _read_engine(data: dict[str, Any]) -> EngineFiles:
     plans = read_as(Mapping[str, Mapping[str, Any]], data.get("plans"), subject=ENGINE_MANIFEST, place="plans")
     sources = read_as(Mapping[str, str], data.get("sources"), subject=ENGINE_MANIFEST, place="sources")
     files = {name: plan.get("file") for name, plan in plans.items()}
-    # Files are copied and kernels are named after the plan, so both must have plain names.
+    # The names become parts of paths.
     problems = [
         f"plans.{name[:80]} has {shortened(given)}, expected a plain name"
         for name, file in files.items()

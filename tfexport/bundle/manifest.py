@@ -1,4 +1,4 @@
-"""The manifest: the description of a bundle, read strictly and written deterministically."""
+"""The manifest of a bundle, read strictly and written deterministically."""
 
 import dataclasses
 import datetime
@@ -36,19 +36,19 @@ _MAX_MODULE_NAME, _MAX_IDENTITY = 400, 200
 
 Kind = Literal["encoder-decoder", "encoder"]
 
-# Letters, digits, "_", "." and "-", not beginning with "." or "-": no "..", no absolute path, no drive, no
-# backslash, and nothing that two file systems could spell differently but for the case.
+# Excludes "..", absolute paths, drives, backslashes and everything that file systems spell differently, except case.
 _PLAIN_PART = "[A-Za-z0-9_][A-Za-z0-9._-]*"
 _PLAIN_PATH = re.compile(f"{_PLAIN_PART}(/{_PLAIN_PART})*")
 _GRAPHS = frozenset({*DECODER.values(), ENCODER, ENCODER_CONTRIB, REORDER, ALIGNMENT})
-# The contrib graphs were called "fused" once.
+# Former names of the contrib graphs.
 _OLD_NAMES = {"encoder_fused": ENCODER_CONTRIB, "decoder_fused": DECODER["contrib"]}
 
 
 class Identity(Config, subject="identity"):
-    """Name, version, license (such as an SPDX identifier) and date (YYYY-MM-DD) that the maker gives to a bundle.
+    """Name, version, license and date that the maker gives to a bundle.
 
-    The date is given, not taken from the clock: the same input gives the same bytes on every day.
+    The license is for example an SPDX identifier; the date is YYYY-MM-DD. The date does not come from the clock, so
+    that equal input gives equal bytes.
     """
 
     name: str | None = None
@@ -96,9 +96,11 @@ class Provenance(Config, subject="provenance"):
 
 
 class ModuleEntry(Config, subject="module"):
-    """The user's own module that a bundle was exported from: its class name, and a hash of its state dict.
+    """The user's own module that a bundle was exported from.
 
-    `weights_sha256` covers names, dtypes, shapes and values of all tensors. The class is never imported.
+    Attributes:
+        name: of its class, which is never imported.
+        weights_sha256: hash of names, dtypes, shapes and values of all tensors of its state dict.
     """
 
     name: str
@@ -225,21 +227,21 @@ class Manifest(Draft, subject=MANIFEST):
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether the model takes texts; it takes only token ids otherwise."""
+        """Whether the model accepts texts in addition to token ids."""
         return TOKENIZER in self.files
 
     @property
     def accuracy(self) -> Accuracy:
-        """The type that limits how exactly the graphs compute."""
+        """The type that limits the numerical accuracy of the graphs."""
         return self.quantization.weights if self.quantization else self.spec.precision
 
     def to_bytes(self) -> bytes:
-        """Write the manifest as JSON with sorted keys and its own hash as `self_sha256`."""
+        """Serialize the manifest as sealed JSON."""
         return seal(self.to_dict())
 
     @classmethod
     def _upgraded(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """Rename graphs that had other names, and drop the greedy loop graph, which nothing runs any more."""
+        # Old bundles had a graph of the greedy loop.
         data = {name: value for name, value in data.items() if name != "loop"}
         if isinstance(graphs := data.get("graphs"), dict):
             data["graphs"] = {_OLD_NAMES.get(name, name): graphs[name] for name in graphs if name != "loop"}
@@ -247,11 +249,7 @@ class Manifest(Draft, subject=MANIFEST):
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> Self:
-        """Read what `to_bytes` wrote.
-
-        Raises:
-            BundleError: it is not JSON, was changed or was made by a newer version; lists every wrong value.
-        """
+        """Read a manifest that `to_bytes` wrote."""
         return unseal(
             raw,
             lambda data: cls.from_dict(data, subject=MANIFEST),
@@ -267,7 +265,7 @@ def kind_of(spec: ModelSpec) -> Kind:
 
 
 def read_sources(value: object, name: str) -> dict[str, FileEntry]:
-    """Read size and hash of the files that weights were imported from, by name; raises ConfigError."""
+    """Read sizes and hashes of a checkpoint's files; raises ConfigError."""
     files: dict[str, FileEntry] = read_as(Mapping[str, FileEntry], value, subject=name, place="files")
     raise_all(ConfigError, name, _name_problems("files", files))
     return files

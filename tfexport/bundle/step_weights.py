@@ -1,4 +1,4 @@
-"""How many bytes of weights one step of the decoder reads."""
+"""Compute how many bytes of weights one decode step reads."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 from tfexport.bundle.bundle import Bundle
 from tfexport.contract import WEIGHTS
 
-# A step looks up one row of the embedding and of the positions; the encoder computes the source's keys and values.
+# A step reads only one row of the embeddings and positions; the encoder computes the source's keys and values.
 _NOT_READ = re.compile(r"dec\.(embed\.|pos$|layers\.\d+\.cross\.[kv]\.)")
 _MAX_HEADER_BYTES = 100_000_000
 
 
 def step_weight_bytes(bundle: Bundle) -> int | None:
-    """Return the bytes of weights that every step of the decoder reads, for any batch size.
+    """Return the bytes of weights that every decode step reads, for any batch size.
 
-    None for a user's own module, whose weights have other names.
+    Returns None for a user's own module, because its weights have other names.
     """
     config = bundle.manifest.config
     if config is None:
@@ -28,15 +28,15 @@ def step_weight_bytes(bundle: Bundle) -> int | None:
         return read + sum(size for name, size in sizes.items() if name.startswith("out."))
     table = "enc.embed.weight" if config.tie_embeddings else "dec.embed.weight"
     tied = {name: size for name, size in sizes.items() if name == table or name.startswith(f"{table}.")}
-    # Quantized for throughput there are two tables: one to look up rows in, and one to multiply with.
+    # If quantized for throughput, there are two tables, and only the one with int8 columns is multiplied.
     multiplied = {name: size for name, size in tied.items() if ".int8_columns." in name} or tied
     return read + sum(multiplied.values()) + sizes.get("out.bias", 0)
 
 
 def _tensor_sizes(path: Path) -> dict[str, int]:
-    """Return the size of each tensor of a safetensors file; empty for a damaged file, which loading refuses.
+    """Return the size of each tensor of a safetensors file; empty if it is damaged.
 
-    A deployment machine has no safetensors library, and only the number of threads depends on these sizes.
+    Parses the header itself, because a deployment machine has no safetensors library.
     """
     try:
         with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Which tokens a tokenizer has, read as JSON, without the library that runs it."""
+"""Read the tokens of a tokenizer.json without the library `tokenizers`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What a tokenizer.json says of its tokens.
+    """The tokens of a tokenizer.json.
 
     Attributes:
-        model: kind of its model, such as BPE; None where it has none.
+        model: kind of its model, such as BPE; None if it has none.
         tokens: by id.
     """
 
@@ -23,7 +23,7 @@ class Vocabulary:
 
 
 def read_vocabulary(path: Path) -> Vocabulary:
-    """Read the tokens of a tokenizer.json; what is none has none, for whether it works is for `load` to say."""
+    """Read the tokens of a tokenizer.json; an invalid file gives an empty vocabulary."""
     try:
         data = json.loads(path.read_bytes())
     except (ValueError, RecursionError):
@@ -32,7 +32,7 @@ def read_vocabulary(path: Path) -> Vocabulary:
     vocab = model.get("vocab")
     if isinstance(vocab, dict):
         pairs = [(number, token) for token, number in vocab.items()]
-    else:  # of Unigram: pieces with their scores
+    else:  # Unigram lists pieces with their scores
         pairs = [(number, piece[0]) for number, piece in enumerate(_list(vocab)) if isinstance(piece, list) and piece]
     pairs += [(one.get("id"), one.get("content")) for one in map(_object, _list(_object(data).get("added_tokens")))]
     kind = model.get("type")

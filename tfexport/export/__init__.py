@@ -1,4 +1,4 @@
-"""From a PyTorch model to ONNX graphs: trace, append selection, share weights, check the contract."""
+"""Export a PyTorch model to ONNX graphs and a bundle."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ __all__ = ["export_bundle", "export_module"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public function on first use (PEP 562): the pipeline imports every stage."""
+    """Import a public function on first use (PEP 562)."""
+    # The pipeline imports every stage.
     if name not in __all__:
         raise AttributeError(f"module 'tfexport.export' has no attribute {name!r}")
     return getattr(importlib.import_module("tfexport.export.pipeline"), name)

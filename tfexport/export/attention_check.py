@@ -1,8 +1,8 @@
-"""Find attention that TensorRT accepts silently and computes wrongly.
+"""Find attention that TensorRT accepts silently but computes incorrectly.
 
-Its parser drops `nonpad_kv_seqlen`, reads `is_causal` as "query i sees keys 0 to i" whatever the cache holds, and looks
-operators up by name only, so that one of another domain passes for ONNX's own. Past and present, which it refuses, are
-reported too, with the remedy.
+TensorRT's parser ignores `nonpad_kv_seqlen`, reads `is_causal` as "query i attends to keys 0 to i" even if the cache is
+not empty, and identifies operators by name only, so it takes an operator of another domain for ONNX's own. Past and
+present, which TensorRT rejects, are reported too, with a remedy.
 """
 
 from __future__ import annotations
@@ -25,13 +25,10 @@ _CAUSAL = ("is_causal", "unidirectional")
 
 
 def attention_problems(model: ir.Model | bytes) -> list[str]:
-    """Return one problem, with the remedy, for each attention node that TensorRT would compute wrongly.
+    """Describe each attention node that TensorRT would compute incorrectly.
 
     Args:
         model: a model, of which only shapes may change, or its bytes; nested graphs and functions are checked too.
-
-    Raises:
-        GraphError: the bytes are not an ONNX model.
     """
     if isinstance(model, bytes):
         try:
@@ -42,7 +39,7 @@ def attention_problems(model: ir.Model | bytes) -> list[str]:
     nodes = [node for body in bodies for node in ir.traversal.RecursiveGraphIterator(body)]
     nodes = [node for node in nodes if "Attention" in node.op_type and node.op_identifier() not in model.functions]
     if any(node.graph is model.graph for node in nodes):
-        # If inference fails, there are no shapes, and attention that depends on them is reported.
+        # Without inferred shapes, attention that depends on them is reported.
         ShapeInferencePass(check_type=False, strict_mode=False)(model)
     found = [(node, " and ".join(_reasons(node, is_top=node.graph is model.graph))) for node in nodes]
     return [
@@ -79,12 +76,11 @@ def _is_given(value: ir.Value | None) -> bool:
 
 
 def _shape(node: ir.Node, place: int) -> list[int | str | None]:
-    """Return the inferred shape of an input; an unknown dimension is None."""
     value = node.inputs[place] if 0 <= place < len(node.inputs) else None
     shape = value.shape if value is not None else None
     return [dim if isinstance(dim, int) else dim.value for dim in shape or ()]
 
 
 def _length(shape: list[int | str | None]) -> int | str | None:
-    """Return the length of [batch, heads, len, width] or [batch, len, width]; None if it is not known."""
+    # The shape is [batch, heads, len, width] or [batch, len, width].
     return shape[-2] if len(shape) in (3, 4) else None

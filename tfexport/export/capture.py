@@ -1,7 +1,7 @@
-"""Capture a module with `torch.export`, in operators that the ONNX exporter translates directly.
+"""Capture a module with `torch.export`, in operators that the exporter translates.
 
-The exporter traces a program again to decompose operators that it does not know, which takes as long as everything
-else together. Transformers have only a few of these operators, which are rewritten here instead.
+To decompose operators that it does not know, the exporter traces the program again, which takes as long as the rest of
+the export. Transformers have only a few of these operators, and this module rewrites them.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 _ATEN = torch.ops.aten
-# Assertions about sizes and types; the contract of the graphs holds for every size.
+# Assertions about sizes and types, which the graphs do not need.
 _NOTES = {_ATEN._assert_scalar.default, _ATEN._assert_tensor_metadata.default}
 
 
 class Lowered(ExportedProgram):
-    """A program that has nothing to decompose."""
+    """A program without operators to decompose."""
 
     def run_decompositions(self, *_: Any, **__: Any) -> ExportedProgram:
         """Return the program itself."""
@@ -30,15 +30,18 @@ class Lowered(ExportedProgram):
 
 
 def capture(module: nn.Module, inputs: Mapping[str, Tensor], dynamic_shapes: Mapping[str, Any]) -> ExportedProgram:
-    """Trace a module in eval mode that takes one argument, `inputs`; raises what `torch.export.export` raises."""
+    """Trace a module in eval mode that takes one argument, `inputs`.
+
+    Raises the errors of `torch.export.export`.
+    """
     given: Any = {"kwargs": {"inputs": inputs}, "dynamic_shapes": {"inputs": dynamic_shapes}}
     try:
         return torch.export.export(module, (), **given, strict=False)
     except Exception as error:  # noqa: BLE001 - a user's code can fail to trace in any way
         try:
-            # Reads the code of the module, so `len` of a tensor is not a constant.
+            # Strict mode analyzes the code of the module, so `len` of a tensor is not a constant.
             return torch.export.export(module, (), **given, strict=True)
-        except Exception:  # noqa: BLE001 - the first is more helpful
+        except Exception:  # noqa: BLE001 - the first error is more helpful
             raise error from error.__cause__
 
 
@@ -46,7 +49,7 @@ def lower(program: ExportedProgram) -> ExportedProgram:
     """Rewrite the operators in place that the exporter does not translate directly.
 
     Returns:
-        The program as `Lowered`, or unchanged if an operator changes its arguments.
+        The program as `Lowered`, or unchanged if an operator mutates its arguments.
     """
     graph = program.graph
     graph.eliminate_dead_code()
@@ -63,7 +66,10 @@ def lower(program: ExportedProgram) -> ExportedProgram:
 
 
 def promotes(program: ExportedProgram) -> bool:
-    """Whether an operator may convert an argument to another type by itself, which operators of ONNX never do."""
+    """Return whether an operator may convert the type of an argument implicitly.
+
+    ONNX operators never do so.
+    """
     return any(_promotes(node) for node in program.graph.nodes if getattr(node.target, "namespace", "") == "aten")
 
 
@@ -75,7 +81,7 @@ def _promotes(node: Node) -> bool:
     types = {value.dtype for value in values if isinstance(value, Tensor)}
     if torch.Tag.pointwise not in getattr(node.target, "tags", ()):
         return bool(types) and result.dtype not in types
-    types -= {torch.bool}  # of conditions
+    types -= {torch.bool}  # conditions are bool
     if result.dtype != torch.bool:
         types.add(result.dtype)
     types |= {torch.int64 for value in values if isinstance(value, int | torch.SymInt)}
@@ -84,7 +90,7 @@ def _promotes(node: Node) -> bool:
 
 
 def _cast(node: Node) -> None:
-    """Leave out a cast to the type that a tensor has, except at an output of the graph."""
+    """Remove a cast that does not change the type, except at an output of the graph."""
     source, dtype = _tensor(node), node.args[1]
     node.target, node.args, node.kwargs = _ATEN._to_copy.default, (source,), {"dtype": dtype}
     if source.meta["val"].dtype == dtype:
@@ -109,7 +115,7 @@ def _unflatten(node: Node) -> None:
 
 
 def _flatten(node: Node) -> None:
-    """Multiply known sizes in the middle; at either end the exporter flattens without sizes."""
+    # Only known sizes in the middle; at either end the exporter flattens without sizes.
     shape, count = _tensor(node).meta["val"].shape, len(node.args)
     start, end = node.args[1] if count > 1 else 0, node.args[2] if count > 2 else -1
     assert isinstance(start, int)
@@ -121,7 +127,6 @@ def _flatten(node: Node) -> None:
 
 
 def _reshape(node: Node, start: int, end: int, sizes: Sequence[Any]) -> None:
-    """Replace the dimensions from `start` to `end` by `sizes`, and write out the others."""
     source = _tensor(node)
     shape = source.meta["val"].shape
     with node.graph.inserting_before(node):

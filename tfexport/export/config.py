@@ -1,4 +1,4 @@
-"""How a model is exported."""
+"""Configuration of the export."""
 
 from collections.abc import Iterator
 from typing import Annotated
@@ -17,14 +17,17 @@ from tfexport.errors import ConfigError
 
 
 class ExportConfig(Config, subject="export"):
-    """How a model becomes graphs.
+    """How a model is exported to graphs.
 
-    `precision` int8 and int4 are those of the weights, for ONNX Runtime on the CPU: activations and caches are fp32,
-    and of `forms` only the fastest is written. `optimize_for` says how they compute; see `Quantization`.
-    contrib is left out of several `forms` if ONNX Runtime's operators cannot do the model; the static form needs opset
-    24 whatever `opset` is. The two lengths limit what the bundle takes, at most what the model can.
-    `alignment` names the cross-attention that gets a graph of its own. With `speculation` the contrib form verifies
-    several tokens in one step.
+    If `precision` is int8 or int4, it is the precision of the weights, for ONNX Runtime on the CPU: activations and
+    caches are fp32, and only the fastest of `forms` is written. `optimize_for` is explained in `Quantization`.
+
+    Variants in `forms` that do not support the model are skipped, such as contrib if ONNX Runtime's operators cannot
+    compute it. The static variant always has opset 24. The two lengths limit the bundle's input and output, at most to
+    the model's limits.
+
+    `alignment` is the cross-attention that gets its own graph. With `speculation`, the contrib variant verifies several
+    tokens in one step.
     """
 
     precision: Annotated[
@@ -76,12 +79,12 @@ class ExportConfig(Config, subject="export"):
 
     @property
     def quantization(self) -> Quantization | None:
-        """How the weights are stored; None where they have the type of the graph."""
+        """How the weights are stored; None if they have the type of the graph."""
         if self.precision == "int8" or self.precision == "int4":
             return Quantization(weights=self.precision, optimize_for=self.optimize_for)
         return None
 
     @property
     def graph_precision(self) -> Precision:
-        """Of activations and caches."""
+        """Precision of activations and caches."""
         return "fp32" if self.precision == "int8" or self.precision == "int4" else self.precision

@@ -1,4 +1,4 @@
-"""Describe the content of an ONNX file, whoever wrote it."""
+"""Describe the content of any ONNX file."""
 
 from __future__ import annotations
 
@@ -14,20 +14,17 @@ from tfexport.export.graph_file import external_weights, load_graph, span, tenso
 
 
 def describe_graph(path: Path) -> dict[str, Any]:
-    """Read inputs, outputs, operators and weight files of a graph; the weights themselves stay on disk.
+    """Read inputs, outputs, operators and names of the weight files of a graph.
 
     Returns:
         JSON values: `opsets` by domain, `ir_version`, the count of `operators`, most frequent first, `weight_files`,
         and `inputs` and `outputs` as objects with `name`, `dtype` and `shape`.
-
-    Raises:
-        GraphError: the file cannot be read or is not an ONNX model.
     """
     model = load_graph(path)
     graph = model.graph
     nodes = ir.traversal.RecursiveGraphIterator(graph)
     operators = Counter(f"{node.domain}.{node.op_type}" if node.domain else node.op_type for node in nodes)
-    # Up to IR version 3 weights count among the inputs.
+    # Up to IR version 3, the inputs include the weights.
     inputs = [value for value in graph.inputs if value.name not in graph.initializers]
     return {
         "ir_version": model.ir_version,
@@ -40,7 +37,7 @@ def describe_graph(path: Path) -> dict[str, Any]:
 
 
 def weight_bytes(graph: bytes) -> int:
-    """Add up the weights inside and outside of a serialized graph; those that share their bytes count once."""
+    """Return the size of all weights of a serialized graph; shared bytes count once."""
     model = ir.from_proto(onnx.load_model_from_string(graph))
     outside = {span(weight) for weight in external_weights(model.graph)}
     tensors = [value.const_value for value in model.graph.initializers.values()]

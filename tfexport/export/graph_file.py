@@ -1,4 +1,4 @@
-"""Graph files: read, write and check them, and read the weights that they refer to.
+"""Read, write and check graph files, and read the weights that they refer to.
 
 Works without PyTorch, so that engines can be built without it.
 """
@@ -24,11 +24,7 @@ _DTYPES = {"float": "float32", "double": "float64"}
 
 
 def load_graph(path: Path) -> ir.Model:
-    """Read a graph; its weights stay in their file.
-
-    Raises:
-        GraphError: the file cannot be read or is not an ONNX model.
-    """
+    """Read a graph without its external weights."""
     try:
         model = ir.load(path)
     except Exception as error:
@@ -41,13 +37,13 @@ def load_graph(path: Path) -> ir.Model:
 
 
 def save_graph(model: ir.Model, path: Path, contract: GraphSpec, *, portable: bool = True) -> None:
-    """Write a graph and check the file: valid ONNX, and the inputs and outputs of the contract.
+    """Write a graph, and check that the file is valid ONNX and fulfills the contract.
 
     Args:
         model: refers to weight files next to `path`.
         path: of the file.
         contract: inputs and outputs that it must have, in order.
-        portable: refuse attention that TensorRT would misread.
+        portable: reject attention that TensorRT would misread.
 
     Raises:
         GraphError: lists every difference.
@@ -71,7 +67,7 @@ def tensor_spec(value: ir.Value) -> TensorSpec:
 
 
 class Span(NamedTuple):
-    """Bytes of a file; graphs that share a weight refer to equal spans, whatever they call it."""
+    """A range of bytes of a file; graphs that share a weight have equal spans."""
 
     location: str
     offset: int
@@ -90,7 +86,7 @@ def span(weight: ir.Value) -> Span:
 
 
 def refer(value: ir.Value, place: Span, directory: Path) -> None:
-    """Let an initializer refer to bytes of a file in `directory`."""
+    """Make an initializer refer to bytes of a file in `directory`."""
     assert value.const_value is not None
     shape, dtype, name = ir.Shape(value.const_value.shape.numpy()), value.const_value.dtype, value.name or ""
     value.const_value = ir.ExternalTensor(*place, dtype, shape=shape, name=name, base_dir=directory)
@@ -118,7 +114,7 @@ def read_weight(weight: ir.Value) -> NDArray[Any]:
 
 
 def check_weights(graphs: Iterable[ir.Graph], subject: str) -> None:
-    """Raise one GraphError that lists every external weight that cannot be read or is not finite."""
+    """Check that external weights can be read and are finite; GraphError lists others."""
     problems = []
     for weight in {span(weight): weight for graph in graphs for weight in external_weights(graph)}.values():
         try:

@@ -12,18 +12,18 @@ from onnxscript import optimizer
 from tfexport.errors import GraphError, raise_all, shortened
 from tfexport.export.graph_file import load_graph
 
-# Fold only computations of shapes; a constant of that size needs no memory to speak of.
+# Fold only computations of shapes; constants up to this size need little memory.
 _FOLDED_ITEMS = 1024
-# Their outputs share the memory of their inputs.
+# Operators whose outputs share the memory of their inputs.
 _VIEWS = ("Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten")
 
 
 def activation_bytes(path: Path, sizes: Mapping[str, int]) -> int:
-    """Return the most bytes in use at once while a graph runs node by node.
+    """Return the peak memory of activations if a graph runs node by node.
 
     Every result is counted from its node to its last reader, together with its views. `Attention` is counted with its
     scores and their softmax in float32, as if no kernel fused it. Weights, inputs and outputs are not counted. A
-    runtime that fuses nodes needs less; one that rounds sizes up or keeps workspaces needs more.
+    runtime that fuses nodes needs less; a runtime that rounds sizes up or allocates workspaces needs more.
 
     Args:
         path: of the graph.
@@ -44,7 +44,7 @@ def activation_bytes(path: Path, sizes: Mapping[str, int]) -> int:
 
 
 def _fix(graph: ir.Graph, sizes: Mapping[str, int], subject: str) -> None:
-    """Replace the dimensions of the inputs by numbers and drop every shape that follows from them.
+    """Replace the dimensions of the inputs by numbers and drop all inferred shapes.
 
     The output of `TopK` depends on the value of an input, so it keeps its declared dimensions.
     """
@@ -92,7 +92,7 @@ def _peak(graph: ir.Graph, subject: str) -> int:
 
 
 def _scratch(node: ir.Node) -> int:
-    """Return the bytes used inside a node: scores [batch, heads, target_len, len] and their softmax."""
+    """Return the bytes of an attention's scores and their softmax; 0 for other nodes."""
     shapes = [value.shape for value in node.inputs[:2] if value is not None and value.shape is not None]
     if node.op_type != "Attention" or len(shapes) < 2 or not all(s.is_static() and len(s) == 4 for s in shapes):
         return 0

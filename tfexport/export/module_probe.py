@@ -17,18 +17,19 @@ from tfexport.nn.eager import EncoderDecoder
 from tfexport.nn.source import CrossCache, PaddedSource
 from tfexport.nn.transformer import Transformer
 
-# Sizes of the trial run, all different.
+# Different sizes, so that swapped dimensions are found.
 _BATCH, _SOURCE_LEN, _PAST_LEN, _TARGET_LEN = 2, 5, 4, 3
 T = TypeVar("T")
 
 
 def traits_of(model: nn.Module, spec: ModelSpec) -> TransformerConfig | ModuleTraits:
-    """Return the configuration of a model, or for a user's own module what it needs from attention.
+    """Return the configuration of a model, or the traits of a user's own module.
 
     A module that is not a `Transformer` is run on a few tokens. It is in eval mode, in the precision of `spec`.
 
     Raises:
-        GraphError: a method fails, with the line of the module's code; or lists every shape that differs from `spec`.
+        GraphError: a method fails (the message has the line of the module's code), or shapes differ from `spec` (lists
+            all of them).
     """
     if isinstance(model, Transformer):
         return model.config
@@ -62,7 +63,10 @@ def traits_of(model: nn.Module, spec: ModelSpec) -> TransformerConfig | ModuleTr
 
 
 class _Watched:
-    """Records the soft cap of every call of `attend`; a layer that computes attention itself makes none."""
+    """Record the soft cap of every call of `attend`.
+
+    A layer that computes attention itself does not call it.
+    """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

@@ -1,4 +1,4 @@
-"""Passes over the graphs: simplify, append the selection of tokens, and prepare graphs for a runtime.
+"""Passes over graphs: simplify, append the token selection, prepare for a runtime.
 
 Every pass changes an `ir.Model` in place.
 """
@@ -34,11 +34,11 @@ from tfexport.export.graph_file import load_graph
 _CAPACITY = "capacity"
 # Operators between `cache_lengths` and the index of the position table.
 _SAME_POSITION = ("Add", "Cast", "Identity", "Reshape", "Unsqueeze")
-# The slice bound that means the end of an axis.
+# As a bound of a slice, this means the end of an axis.
 _END = np.iinfo(np.int64).max
 
-# The rules of onnxscript that apply to transformers, by the operator that each starts from. Trying only these is much
-# faster than trying every rule at every node, and gives the same graphs.
+# Rules of onnxscript that apply to transformers, by the operator that they start from. Trying only these is much faster
+# than trying every rule at every node, and gives the same graphs.
 _RULES: dict[str, Sequence[Any]] = {
     "Mul": rules.mul_by_1_rule.commute(),
     "Add": rules.add_0_rule.commute(),
@@ -62,7 +62,7 @@ _RULES: dict[str, Sequence[Any]] = {
 
 
 class _AtOperator:
-    """A rewrite rule that is tried only at nodes of one operator."""
+    """Try a rewrite rule only at nodes of one operator."""
 
     def __init__(self, rule: Any, operator: str) -> None:
         self._rule, self._operator = rule, operator
@@ -71,24 +71,20 @@ class _AtOperator:
         return getattr(self._rule, name)
 
     def try_rewrite(self, model: ir.Model, graph: Any, node: ir.Node, **options: Any) -> Any:
-        """Apply the rule at a node if it can match there."""
         return self._rule.try_rewrite(model, graph, node, **options) if node.op_type == self._operator else None
 
 
 class _Rewrite(InPlacePass):
-    """Fold constants, then apply the rules."""
-
     _placed: ClassVar[list[Any]] = [_AtOperator(rule, operator) for operator, some in _RULES.items() for rule in some]
     _rules = RewriteRuleSet(_placed)
 
     def call(self, model: ir.Model) -> PassResult:
-        """Change the model in place."""
         folded = fold_constants(model, onnx_shape_inference=True)
         return PassResult(model, modified=bool(self._rules.apply_to_model(model) or folded.modified))
 
 
 def simplify(model: ir.Model) -> None:
-    """Do what `onnxscript.optimizer.optimize` does, with the rules that apply to transformers."""
+    """Optimize like `onnxscript.optimizer.optimize`, but with fewer rules."""
     unused: list[Any] = [standard.RemoveUnusedFunctionsPass(), standard.RemoveUnusedOpsetsPass()]  # type: ignore[no-untyped-call]
     Sequential(
         standard.InlinePass(),
@@ -104,9 +100,9 @@ def simplify(model: ir.Model) -> None:
 
 
 def collapse_reshapes(model: ir.Model) -> None:
-    """Let every Reshape read the input of the Reshape before it.
+    """Make every Reshape read the input of the Reshape before it.
 
-    A shape that contains a 0, which copies a size of its input, keeps its input. All other zeros are sizes.
+    A shape that contains a 0, which copies a size of its input, is not changed. All other zeros are sizes.
     """
     for node in model.graph:
         if node.op_type != "Reshape" or _copies_a_size(node.inputs[1]):
@@ -119,12 +115,12 @@ def collapse_reshapes(model: ir.Model) -> None:
 
 
 def _copies_a_size(shape: ir.Value | None) -> bool:
-    """Whether a shape contains a 0; one that is computed from the sizes of inputs does not."""
+    # A shape that is computed from the sizes of inputs contains no 0.
     return bool(shape and shape.const_value and 0 in shape.const_value.numpy())
 
 
 def join_products(model: ir.Model) -> None:
-    """Replace products of one input whose results are concatenated by one product over concatenated weights.
+    """Replace concatenated products of one input by one product.
 
     Gemm(x, Wᵢ, bᵢ), each viewed as [tokens, heads, width], concatenated along the heads and viewed otherwise, becomes
     Gemm(x, W, b). Its weights are named after the module of the first product: a.q.weight becomes a.weight.
@@ -137,7 +133,6 @@ def join_products(model: ir.Model) -> None:
 
 
 def _viewed_product(value: ir.Value | None) -> ir.Node | None:
-    """Return the Gemm that `value` is a view of."""
     view = value.producer() if value else None
     source = view.inputs[0] if view and view.op_type == "Reshape" else None
     product = source.producer() if source else None
@@ -145,7 +140,7 @@ def _viewed_product(value: ir.Value | None) -> ir.Node | None:
 
 
 def _are_joinable(concat: ir.Node, products: Sequence[ir.Node]) -> bool:
-    """Whether only views read the whole, and the products differ only in their weights."""
+    """Return whether only views read the result, and products differ only in weights."""
     first = products[0]
     return (
         concat.attributes.get_int("axis") == 1
@@ -159,7 +154,7 @@ def _are_joinable(concat: ir.Node, products: Sequence[ir.Node]) -> bool:
 def _join(graph: ir.Graph, concat: ir.Node, products: Sequence[ir.Node]) -> None:
     first = products[0]
     operands = list(zip(*(node.inputs[1:] for node in products), strict=True))
-    # Equal biases of several layers were merged under the name of the first; weights have names of their own.
+    # Named after the weight, because equal biases of several layers were merged under the name of the first.
     module = (operands[0][0].name or "").rsplit(".", 2)[0]
     joint = [first.inputs[0]]
     for values in operands:
@@ -172,11 +167,12 @@ def _join(graph: ir.Graph, concat: ir.Node, products: Sequence[ir.Node]) -> None
 
 
 def append_selection(model: ir.Model) -> None:
-    """Add input `num_candidates` and outputs `candidate_ids`, `candidate_logits` and `log_normalizer`.
+    """Append the selection of the best tokens to a decoder.
 
-    The first output of the decoder is `logits` [rows, vocab]. TopK sorts, and by its definition returns the lower id
-    first if logits are equal (https://onnx.ai/onnx/operators/onnx__TopK.html). ONNX Runtime complies on the CPU; on
-    CUDA it does not for every size, and TensorRT documents no order, so sessions there sort the result.
+    Adds the input `num_candidates` and the outputs `candidate_ids`, `candidate_logits` and `log_normalizer`. The first
+    output of the decoder is `logits` [rows, vocab]. TopK sorts, and by its definition returns the lower id first if
+    logits are equal (https://onnx.ai/onnx/operators/onnx__TopK.html). ONNX Runtime complies on the CPU; on CUDA it does
+    not for every size, and TensorRT documents no order, so sessions on these sort the result.
     """
     graph = model.graph
     logits = graph.outputs[0]
@@ -206,12 +202,12 @@ def append_selection(model: ir.Model) -> None:
 
 
 def keep_logits(model: ir.Model) -> None:
-    """Add input `logits_to_keep`, so that one step can return the logits of several last positions.
+    """Add the input `logits_to_keep`: one step can return several positions' logits.
 
     The first output of the decoder changes from `logits` [rows, vocab] to [rows · logits_to_keep, vocab].
 
     Raises:
-        GraphError: the last of [rows, target_len] positions is not taken in exactly one place.
+        GraphError: the decoder does not select the last of [rows, target_len] positions in exactly one place.
     """
     graph = model.graph
     found = [node for node in _ancestors(graph.outputs[0]) if _takes_last_position(node)]
@@ -239,7 +235,6 @@ def keep_logits(model: ir.Model) -> None:
 
 
 def _ancestors(value: ir.Value) -> list[ir.Node]:
-    """Return every node that a value depends on."""
     found: dict[ir.Node, None] = {}
     waiting = [value]
     while waiting:
@@ -258,11 +253,13 @@ def _takes_last_position(node: ir.Node) -> bool:
 
 
 def separate_lookups(model: ir.Model) -> None:
-    """Give the rows of a table that is also multiplied with a name of their own, for the same bytes of the file.
+    """Add a second initializer for the lookups of a table that is also multiplied.
+
+    Both initializers refer to the same bytes of the file.
 
     ONNX Runtime on the CPU packs the weights of products into its own memory and then frees the weight, unless another
-    operator reads it too. Of a table that is only looked up, memory holds the pages that are read. On a GPU each name
-    would be a copy, so this is only for graphs that run on the CPU.
+    operator reads it too. For a table that is only looked up, memory holds only the pages that are read. On a GPU each
+    initializer would be a copy, so this pass is only for graphs that run on the CPU.
     """
     graph = model.graph
     for name, weight in list(graph.initializers.items()):
@@ -280,17 +277,19 @@ def separate_lookups(model: ir.Model) -> None:
 
 
 def fix_capacity(path: Path, capacity: int) -> bytes:
-    """Replace the dimension `capacity` of `decoder_static.onnx` by a number, which TensorRT needs for in-place caches.
+    """Replace the dimension `capacity` of `decoder_static.onnx` by a number.
+
+    TensorRT needs this for in-place caches.
 
     Args:
         path: of the graph.
         capacity: tokens that every cache buffer holds, at most the rows of the position table, if there is one.
 
     Returns:
-        A serialized ONNX model. Its weights stay where they are; parse it with `path`.
+        A serialized ONNX model. Its weights stay in their file, so parse it with `path`.
 
     Raises:
-        GraphError: not a graph of the static variant, or positions outside the table.
+        GraphError: the graph is not of the static variant, or the capacity exceeds the position table.
     """
     model = load_graph(path)
     values = [*model.graph.inputs, *(value for node in model.graph for value in node.outputs)]
@@ -314,7 +313,7 @@ def _dim(dim: int | ir.SymbolicDim) -> int | str | None:
 
 
 def _position_rows(graph: ir.Graph) -> list[int]:
-    """Return the lengths of the tables that are indexed by `cache_lengths` plus an offset."""
+    """Return the lengths of tables that are indexed by `cache_lengths` plus an offset."""
     positions = {value for value in graph.inputs if value.name == CACHE_LENGTHS}
     rows = []
     for node in graph:

@@ -1,4 +1,4 @@
-"""Export a model as a verified bundle: open the source, write the graphs, verify them, seal the bundle."""
+"""Export a model as a verified bundle."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def export_bundle(
     """Export a model as a bundle.
 
     Args:
-        source: a model directory, "preset:NAME" for seeded random weights, or a module of the user's own: an
-            `OwnModule`, or PACKAGE.MODULE:FACTORY, whose code is imported and run.
+        source: a model directory, "preset:NAME" for seeded random weights, or a user's own module: an `OwnModule`, or
+            PACKAGE.MODULE:FACTORY, whose code is imported and run.
         output: directory to create.
-        config: precision, forms, opset and limits.
+        config: precision, decoder variants, opset and limits.
         identity: name and description of the bundle.
         verify: compare every stage with the eager model before anything appears at `output`.
-        force: replace an existing bundle; it stays complete until the new one is, and its engines are kept.
+        force: replace an existing bundle, which is kept until the new one is complete; its engines are kept too.
         sign_key: private key that signs the bundle; None leaves it unsigned.
         report: receives progress lines.
 
@@ -55,7 +55,7 @@ def export_bundle(
     Raises:
         ConfigError: the source or the key cannot be used, or the model lacks the layer or heads of the alignment.
         CheckpointError: weights or a tokenizer are missing, damaged or do not fit.
-        GraphError: the model does not trace.
+        GraphError: the model cannot be traced.
         BackendError: the precision cannot be verified on this machine.
         ParityError: a stage or a recorded text differs from the model; nothing is written.
         BundleError: the bundle cannot be written.
@@ -100,7 +100,7 @@ def export_bundle(
     return builder.bundle
 
 
-# The name in earlier versions for a module of the user's own.
+# Name in earlier versions for exporting a user's own module.
 export_module = export_bundle
 
 
@@ -111,7 +111,6 @@ def _write(
     alignment: AlignmentHeads | None,
     report: Callable[[str], None],
 ) -> dict[str, GraphEntry]:
-    """Write the graphs and their weights, quantized if the configuration says so."""
     module, spec = source.model.module, source.spec
 
     def write(folder: Path, forms: Sequence[Form]) -> dict[str, GraphEntry]:
@@ -120,7 +119,7 @@ def _write(
 
     if config.quantization is None:
         return write(directory, config.forms)
-    # On the disk of the bundle: the fp32 weights can be larger than /tmp.
+    # In the bundle's directory, because the fp32 weights can be larger than /tmp.
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
         graphs = write(Path(scratch), fastest_form(config.forms, traits_of(module, spec)))
         if ENCODER_CONTRIB in graphs:
@@ -136,7 +135,6 @@ def _verified(
     alignment: AlignmentHeads | None,
     report: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Verify the graphs, write the report and return its summary."""
     report("verifying")
     paths = {name: directory / graph.file for name, graph in graphs.items()}
     weights = config.quantization.weights if config.quantization else None

@@ -1,4 +1,4 @@
-"""The graph that copies rows of a cache on the device: one Gather, for beams that continue another beam."""
+"""The graph that copies rows of a cache on the device, for beam search."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import onnx_ir as ir
 
 from tfexport.contract import CONCAT_OPSETS, REORDER, Precision, TensorSpec, reorder_spec
 
-# The opset of the concat variant, and the IR version that came with it: whatever runs that variant runs this graph.
+# The opset of the concat variant and its IR version, so that every runtime of that variant can run this graph.
 _OPSET, _IR_VERSION = CONCAT_OPSETS[0], 8
 
 
 def reorder_model(precision: Precision) -> ir.Model:
-    """Build the graph of `tfexport.contract.reorder_spec`: reordered[r] = cache[order[r]]."""
+    """Build the graph that computes reordered[r] = cache[order[r]]."""
     contract = reorder_spec(precision)
     cache, order, reordered = map(_value, (*contract.inputs, *contract.outputs))
     axis = [ir.AttrInt64("axis", 0)]
@@ -21,7 +21,7 @@ def reorder_model(precision: Precision) -> ir.Model:
 
 
 def reorder_graph(precision: Precision) -> bytes:
-    """Serialize the graph for a cache of some precision; equal bytes for equal precision."""
+    """Serialize the graph for a cache; equal precisions give equal bytes."""
     raw: bytes = ir.to_proto(reorder_model(precision)).SerializeToString(deterministic=True)
     return raw
 

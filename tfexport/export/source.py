@@ -1,4 +1,4 @@
-"""The source of an export: a model directory, a preset, or a module of the user's own."""
+"""Open a source to export: a model directory, a preset or a user's own module."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A model and the files and facts that go into its bundle.
+    """A model, and the files and metadata of its bundle.
 
     Attributes:
         model: is traced, and is the reference for every stage.
-        spec: of the graphs, in their precision and with their lengths.
+        spec: of the graphs, with their precision and lengths.
         config: of the canonical model; None for a user's own module.
         module: identifies a user's own module in the manifest.
-        tokenizer: compared with the recorded texts; None if there is none.
+        tokenizer: compared with the recorded texts; None if there is no tokenizer.
         files: of the bundle, by name.
         checkpoint: the files that the weights were imported from, by name.
         provenance: how they were imported.
@@ -63,14 +63,7 @@ class Source:
 
 
 def open_source(source: str | OwnModule, config: ExportConfig, report: Report) -> Source:
-    """Open a source by its name, or a user's own module.
-
-    Raises:
-        ConfigError: there is no such preset or factory, or the lengths are longer than the model's.
-        CheckpointError: weights are missing, damaged or do not fit, or a tokenizer cannot be read.
-        BundleError: a tokenizer does not fit the model.
-        ParityError: a tokenizer differs from a recorded text.
-    """
+    """Open a source by its name, or a user's own module."""
     if isinstance(source, OwnModule):
         return _from_module(source, config, report)
     if source.startswith(PRESET):
@@ -92,7 +85,7 @@ def _from_directory(directory: Path, config: ExportConfig) -> Source:
     files = {name: read_plain(path) for name, path in paths.items()}
     tokenizer = None
     if TOKENIZER in files:
-        path = directory / TEXT  # directories of earlier versions have none
+        path = directory / TEXT  # missing in directories of earlier versions
         text = TextConfig.from_dict(read_json(path, TEXT), subject=TEXT) if os.path.lexists(path) else TextConfig()
         named = [(str(path), files[name]) for name, path in paths.items()]
         for name, raw in named:
@@ -108,7 +101,6 @@ def _from_directory(directory: Path, config: ExportConfig) -> Source:
 
 
 def _imported(directory: Path) -> tuple[dict[str, FileEntry], Provenance | None]:
-    """Read from the certificate of an import which files the weights came from, and how."""
     path, layout = directory / CERTIFICATE, directory / LAYOUT
     found = read_json(path, str(path)) if os.path.lexists(path) else None
     if not isinstance(found, dict):
@@ -127,7 +119,6 @@ def _sha256(path: Path) -> str:
 
 
 def _from_module(own: OwnModule, config: ExportConfig, report: Report) -> Source:
-    """Take a user's own module, and run its sample texts through the user's code."""
     model, recorded = own.model, None
     if own.texts is not None:
         report("recording texts")
@@ -149,7 +140,6 @@ def _from_module(own: OwnModule, config: ExportConfig, report: Report) -> Source
 
 
 def _limited(spec: ModelSpec, config: ExportConfig) -> ModelSpec:
-    """Apply the precision and the requested lengths to the specification of a module."""
     limits = {"max_source_length": config.max_source_length, "max_target_length": config.max_target_length}
     lengths: dict[str, Any] = {name: length for name, length in limits.items() if length is not None}
     problems = [

@@ -1,7 +1,7 @@
-"""Trace a model into graphs with `torch.export`: the encoder, and the decoder in each of its variants.
+"""Trace a model into graphs: the encoder, the decoder variants and the alignment.
 
-Works for any module with the methods `encode` and `decode_step` of `tfexport.nn.transformer.Transformer`
-(`hidden_states` for an encoder alone).
+Works for any module with the methods `encode` and `decode_step` of `tfexport.nn.transformer.Transformer`, or
+`hidden_states` for an encoder-only model.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from tfexport.nn.eager import EncoderDecoder, align
 from tfexport.nn.source import PaddedSource
 
 _EXPORTER = "torch.onnx._internal.exporter"
-# A setting of PyTorch 2.13.
+# Exists since PyTorch 2.13.
 _STACK_TRACES = "do_not_emit_stack_traces"
 _log = logging.getLogger(__name__)
 
-# Sizes to trace with: all different and none of them 1, so that no two dimensions are mistaken for one.
+# Different sizes above 1, so that PyTorch does not treat two dimensions as one.
 SAMPLE = {"batch": 2, "rows": 6, "source_len": 5, "target_len": 3, "past_len": 4, "capacity": 7}
 
 
@@ -68,8 +68,6 @@ class _Encoder(nn.Module):
 
 
 class _Decoder(nn.Module):
-    """A decode step with its caches as plain inputs and outputs, by their names in the contract."""
-
     def __init__(self, model: nn.Module, spec: ModelSpec, form: Form) -> None:
         super().__init__()
         self.model, self.layers, self.form = model, spec.layers, FORMS[form]
@@ -105,10 +103,7 @@ def trace_encoder(
 ) -> ir.Model:
     """Trace the encoder of a model in eval mode, in the precision of `spec`.
 
-    `source` makes the object through which source tokens attend to each other, from their mask.
-
-    Raises:
-        GraphError: the model does not trace, or not for every size.
+    `source` creates the self-attention of the source tokens from their mask.
     """
     return _trace(_Encoder(model, spec, source), encoder_graph(spec), opset, "encoder")
 
@@ -116,15 +111,11 @@ def trace_encoder(
 def trace_decoder(model: nn.Module, spec: ModelSpec, form: Form, opset: int, *, speculation: bool = False) -> ir.Model:
     """Trace one step of the decoder, without the selection of tokens.
 
-    Args:
-        model: in eval mode, in the precision of `spec`.
-        spec: of the model.
-        form: the variant.
-        opset: of the ONNX standard; the static variant needs 24.
-        speculation: let a step return the logits of several last positions.
+    The model is in eval mode, in the precision of `spec`. The static variant needs opset 24. With `speculation`, a step
+    can return the logits of several last positions.
 
     Raises:
-        GraphError: the model does not trace, or not for every size; or its last position is not found.
+        GraphError: the model cannot be traced for every size, or the place that selects the last position is not found.
     """
     contract, present = decoder_graph(spec, form), key_value_names("present", spec.layers)
     inputs = tuple(tensor for tensor in contract.inputs if tensor.name != NUM_CANDIDATES)
@@ -138,12 +129,9 @@ def trace_decoder(model: nn.Module, spec: ModelSpec, form: Form, opset: int, *, 
 
 
 def trace_alignment(model: nn.Module, spec: ModelSpec, named: AlignmentHeads, opset: int) -> ir.Model:
-    """Trace cross-attention as alignment, in basic operators and only up to its layer.
+    """Trace cross-attention weights, in basic operators and only up to their layer.
 
     `named` is the layer and heads, as `AlignmentHeads.within` returns them.
-
-    Raises:
-        GraphError: the model does not trace, or not for every size.
     """
     return _trace(_Alignment(model, named), alignment_graph(spec), opset, "alignment")
 
@@ -170,7 +158,7 @@ def _trace(module: nn.Module, contract: GraphSpec, opset: int, subject: str) -> 
 
 
 def _translate(program: ExportedProgram, opset: int) -> ir.Model:
-    """Translate operator by operator, or if that fails after the exporter has decomposed the operators."""
+    # If an operator cannot be translated, let the exporter decompose the original program.
     try:
         model = _to_onnx(lower(program), opset)
     except torch.onnx.OnnxExporterError:
@@ -180,10 +168,10 @@ def _translate(program: ExportedProgram, opset: int) -> ir.Model:
 
 
 def _to_onnx(program: ExportedProgram, opset: int) -> ir.Model:
-    """Do what `torch.onnx.export` does, without repeating its preparations for every graph.
+    """Translate like `torch.onnx.export`, but prepare the exporter only once.
 
-    The table of operators takes a second to build, and the pass that makes types explicit runs every operator again.
-    The public function has no arguments for either.
+    Building the operator table takes a second, and the pass that makes types explicit runs every operator again. The
+    public function has no option to skip either.
     """
     try:
         core, operators = importlib.import_module(_EXPORTER + "._core"), _operators(opset)
@@ -208,7 +196,6 @@ def _operators(opset: int) -> Any:
 
 
 def _root_cause(error: BaseException) -> str:
-    """Return type and first line of the error that the exporter wrapped."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {first_line(error)}"
@@ -224,7 +211,7 @@ def _dynamic(tensor: TensorSpec) -> dict[int, Any]:
 
 
 def _name(model: ir.Model, contract: GraphSpec) -> None:
-    """Give inputs and outputs the names and dimensions of the contract, and drop everything about this machine."""
+    """Apply the names and dimensions of the contract, and remove machine metadata."""
     for values, specs in ((model.graph.inputs, contract.inputs), (model.graph.outputs, contract.outputs)):
         if len(values) != len(specs):
             raise GraphError(
@@ -252,15 +239,15 @@ def _name(model: ir.Model, contract: GraphSpec) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Hide the exporter's own reports, since errors are raised, and switch off what slows it down or ONNX lacks."""
+    """Silence the exporter, and switch off settings that are slow or unsupported."""
     logger, attention, config = logging.getLogger("torch"), torch.backends.mha, torch.fx.config
     level, has_fast_path, is_collecting = logger.level, attention.get_fastpath_enabled(), gc.isenabled()
     traces = getattr(config, _STACK_TRACES, None)
     logger.setLevel(logging.CRITICAL)
-    attention.set_fastpath_enabled(False)  # one operator for a whole layer of torch.nn, which ONNX does not have
-    gc.disable()  # a trace has many objects and little garbage
+    attention.set_fastpath_enabled(False)  # ONNX has no operator for a whole layer of torch.nn
+    gc.disable()  # a trace creates many objects and little garbage
     if traces is not None:
-        setattr(config, _STACK_TRACES, True)  # one for each operator
+        setattr(config, _STACK_TRACES, True)  # recording one for each operator is slow
     nowhere = io.StringIO()
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):

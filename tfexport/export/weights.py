@@ -1,7 +1,7 @@
-"""The weight file that all graphs of a bundle share: safetensors, which ONNX reads as external data.
+"""Write the weight file that all graphs share: safetensors, used as external data.
 
-The file holds every parameter once, under its name in the model, so that the eager model can be rebuilt from it.
-Graphs refer to it by offset.
+The file has every parameter once, under its name in the model, so that the eager model can be rebuilt from it. Graphs
+refer to it by offset.
 """
 
 from __future__ import annotations
@@ -34,18 +34,15 @@ def write_weights(
     *,
     joint: Iterable[tuple[str, ...]] = (),
 ) -> None:
-    """Write the weight file and let the graphs refer to it.
+    """Write the weight file and make the graphs refer to it.
 
     Args:
         path: of the file, in the directory of the graphs.
         parameters: of the model, by name, without tied duplicates.
-        graphs: changed in place: initializers equal to a parameter become references into the file, those equal to its
-            transpose become transposed references; constants stay in the graph.
-        joint: names of parameters to store next to each other, so that an initializer equal to all of them together
-            is a reference too.
-
-    Raises:
-        BundleError: the disk is full.
+        graphs: changed in place. Initializers that are equal to a parameter become references to the file; those equal
+            to its transpose become transposed references. Other constants stay in the graph.
+        joint: names of parameters to store next to each other, so that an initializer that is equal to their
+            concatenation becomes a reference too.
     """
     tensors = {name: parameter.detach().contiguous() for name, parameter in parameters.items()}
     joint = list(joint)
@@ -71,7 +68,7 @@ def write_weights(
 
 
 def _save(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write a safetensors file in the order given; the safetensors library would sort by name."""
+    # The safetensors library would sort the tensors by name.
     header: dict[str, dict[str, Any]] = {}
     end = 0
     for name, tensor in tensors.items():
@@ -91,8 +88,6 @@ def _save(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 class _Digests:
-    """Digests of tensors, computed once for each place in memory: the graphs of a model share its parameters."""
-
     def __init__(self) -> None:
         self._known: dict[object, tuple[ir.TensorProtocol, Digest]] = {}
 
@@ -101,13 +96,13 @@ class _Digests:
         place: object = id(tensor)
         if isinstance(raw, torch.Tensor):
             place = raw.data_ptr(), raw.dtype, raw.shape, raw.stride()
-        if place not in self._known:  # keeps the tensor, so that no other takes its place in memory
+        if place not in self._known:  # keeps the tensor, so that its memory is not reused
             self._known[place] = tensor, _digest(tensor)
         return self._known[place][1]
 
 
 def _unfold_transposes(graph: ir.Graph, names: Mapping[Digest, tuple[str, ...]], digests: _Digests) -> None:
-    """Undo a fold of the exporter, which stores a transposed copy of the weight of a linear map over three axes."""
+    # The exporter stores a transposed copy of the weight of a linear map over three axes.
     for value in list(graph.initializers.values()):
         folded = value.const_value
         if folded is None or len(folded.shape) != 2 or digests(folded) in names:

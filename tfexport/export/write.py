@@ -1,4 +1,4 @@
-"""Write every graph of a model into a directory, with one weight file for all."""
+"""Write all graphs of a model and their shared weight file into a directory."""
 
 from __future__ import annotations
 
@@ -57,24 +57,21 @@ def write_graphs(
     speculation: bool = False,
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, GraphEntry]:
-    """Trace a model, append the selection of tokens, share the weights, write and check the graphs.
+    """Trace a model, and write and check its graphs and their weight file.
 
     Args:
         model: in eval mode; a copy of it is cast to the precision of `spec`.
         spec: of the model.
         directory: receives `NAME.onnx` for each graph and the weight file.
-        forms: variants of the decoder; those that the model does not support are left out. Not used for an encoder
-            alone.
+        forms: variants of the decoder; those that do not support the model are skipped. Not used for an encoder-only
+            model.
         opset: of the encoder and the concat variant.
         alignment: layer and heads, as `AlignmentHeads.within` returns them; None for no alignment graph.
         speculation: let the contrib variant return the logits of several positions.
         report: receives progress lines.
 
-    Returns:
-        The graphs as a manifest lists them.
-
     Raises:
-        GraphError: the model does not trace or supports no requested variant, or a graph violates the contract.
+        GraphError: the model cannot be traced, no requested variant supports it, or a graph violates the contract.
     """
     dtype = getattr(torch, FLOAT[spec.precision])
     shared = {id(parameter): parameter for parameter in model.parameters() if parameter.dtype == dtype}
@@ -105,7 +102,7 @@ def write_graphs(
     write_weights(directory / WEIGHTS, dict(model.named_parameters()), graphs, joint=list(joint_weights(model)))
     if "contrib" in possible:
         separate_lookups(traced[DECODER["contrib"]][0])
-    if set(possible) - {"contrib"}:  # the variants that a GPU runs
+    if set(possible) - {"contrib"}:  # a GPU can run the other variants
         traced[REORDER] = (reorder_model(spec.precision), reorder_spec(spec.precision), CONCAT_OPSETS[0])
         portable.add(REORDER)
     written = {}
@@ -124,22 +121,13 @@ def write_precision(
     *,
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, GraphEntry]:
-    """Rebuild the model of a bundle, cast it and write its graphs.
+    """Rebuild the model of a bundle, cast it and write its graphs and a weight file.
 
-    A wider precision than the bundle's does not restore the digits that its weights have lost.
-
-    Args:
-        bundle: opened and checked.
-        precision: of the new graphs.
-        form: the only variant of the decoder to write; None for an encoder alone.
-        directory: receives the graphs and a weight file.
-        report: receives progress lines.
-
-    Returns:
-        The graphs as a manifest lists them.
+    Casting to a wider precision than the bundle's does not restore the lost digits. `form` is the only variant of the
+    decoder to write; None for an encoder-only model.
 
     Raises:
-        BundleError: the bundle has graphs only.
+        BundleError: the bundle has only graphs.
         CheckpointError: the weights do not fit the model.
         GraphError: lists every weight that is too large for the precision.
     """
@@ -160,7 +148,7 @@ def write_precision(
     spec = replace(manifest.spec, precision=precision)
     opset, forms = manifest.graphs[ENCODER].opset, () if form is None else (form,)
     graphs = write_graphs(model, spec, directory, forms=forms, opset=opset, report=report)
-    graphs.pop(REORDER, None)  # each engine has its own
+    graphs.pop(REORDER, None)  # each engine has its own graph
     return graphs
 
 
@@ -170,9 +158,9 @@ def _possible(
     spec: ModelSpec,
     report: Callable[[str], None],
 ) -> list[Form]:
-    """Leave out the variants that do not support the model and report why; refuse if none is left.
+    """Return the variants that support the model and report the others.
 
-    An encoder alone has no variants, but its graph is traced as with the concat variant.
+    An encoder-only model has no variants; its graph is traced as with the concat variant.
     """
     if not spec.has_decoder:
         if unknown := FORMS["concat"].supports(traits, spec.precision):

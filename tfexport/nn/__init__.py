@@ -1,1 +1,1 @@
-"""The from-scratch transformer that every stage is measured against."""
+"""The canonical transformer in PyTorch, the reference for every stage."""

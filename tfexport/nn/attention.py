@@ -1,4 +1,4 @@
-"""Attention in heads: the projections around a cache that attends."""
+"""Multi-head attention: the projections around a cache that computes attention."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tfexport.nn.switches import QkNorm
 
 
 class MultiHeadAttention(nn.Module):
-    """Attention in heads ("Attention is all you need", §3.2.2), of which several may share keys and values.
+    """Multi-head attention; several query heads may share keys and values.
 
-    Tokens share one axis, [rows · len, d_model], so every projection is one matrix product. The cache given to each
-    call stores keys and values and computes the attention.
+    See "Attention is all you need", §3.2.2. Tokens share one axis, [rows · len, d_model], so every projection is one
+    matrix product. The cache given to each call stores keys and values and computes the attention.
     """
 
     def __init__(
@@ -33,10 +33,11 @@ class MultiHeadAttention(nn.Module):
         qk_norm: QkNorm = "none",
         norms: tuple[LayerNorm, LayerNorm] | None = None,
     ) -> None:
-        """Create the four projections; d_k and d_v are the widths of one head of keys and of values.
+        """Create the four projections; `d_k` and `d_v` are the widths of one head.
 
-        `scale` None means 1/sqrt(d_k), `num_kv_heads` None means `num_heads`, and `softcap` 0 means no cap on the
-        scores. `norms` are those of queries and of keys, of the width of one head or of all, as `qk_norm` says.
+        `scale` None means 1/sqrt(d_k), `num_kv_heads` None means `num_heads`, and `softcap` 0 means no limit of the
+        scores. `norms` are those of queries and keys; `qk_norm` selects whether they apply to each head or to all heads
+        together.
         """
         super().__init__()
         kv_heads = num_kv_heads or num_heads
@@ -57,21 +58,22 @@ class MultiHeadAttention(nn.Module):
         bias: Tensor | None = None,
         rotation: Rotation | None = None,
     ) -> Tensor:
-        """Attend from the tokens of `x` [rows · len, d_model] to themselves and to earlier ones; the shape stays.
+        """Attend from the tokens of `x` to themselves and to earlier tokens.
 
-        `cache` stores the new keys and values. `bias` [rows or 1, heads, len, keys] is added to the scores.
+        `x` is [rows · len, d_model], like the result. `cache` stores the new keys and values. `bias` [rows or 1, heads,
+        len, keys] is added to the scores.
         """
         query, key = self._query(x, rotation), self._key(x, rotation)
         value = _heads(self.v(x), self.num_kv_heads)
         return self.o(cache.attend(layer, query, key, value, bias, scale=self.scale, softcap=self.softcap))  # type: ignore[no-any-return]
 
     def attend_source(self, x: Tensor, cross: Cross, layer: int, rotation: Rotation | None = None) -> Tensor:
-        """Attend from the tokens of `x` [rows · target_len, d_model] to the source; the shape stays."""
+        """Attend from target tokens `x` [rows · target_len, d_model] to the source."""
         context = cross.attend(layer, self._query(x, rotation), scale=self.scale, softcap=self.softcap)
         return self.o(context)  # type: ignore[no-any-return]
 
     def key_value(self, x: Tensor, batch: int, rotation: Rotation | None = None) -> KeyValue:
-        """Project the encoder's output `x` [batch · source_len, d_model] to what `attend_source` needs of it."""
+        """Project encoder output `x` [batch · source_len, d_model] to keys and values."""
         value = _heads(self.v(x), self.num_kv_heads)
         return KeyValue(split_rows(self._key(x, rotation), batch), split_rows(value, batch))
 
@@ -82,7 +84,7 @@ class MultiHeadAttention(nn.Module):
         return self._placed(self.k(x), self.k_norm, self.num_kv_heads, rotation)
 
     def _placed(self, x: Tensor, norm: LayerNorm | None, heads: int, rotation: Rotation | None) -> Tensor:
-        """Normalize queries or keys, all heads together or each, and rotate them to their positions."""
+        """Normalize queries or keys, per head or over all heads, and rotate them."""
         if norm is not None and self.qk_norm == "all":
             x = norm(x)
         x = _heads(x, heads)

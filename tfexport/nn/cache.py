@@ -1,10 +1,8 @@
-"""What a layer attends to: the interfaces, and the two caches of the decoder in PyTorch.
+"""Interfaces of attention, and the two caches of the decoder in PyTorch.
 
-A layer projects and calls `attend`; the object that it calls decides how keys and values are stored. `source` next to
-this file and the decoder variants in `tfexport.export.decoders` implement the interfaces too.
-
-New tokens share one axis as in the model, [rows · target_len, heads, head_dim]; stored keys and values have the heads
-first.
+A layer projects and calls `attend`; the object that it calls decides how keys and values are stored. `source.py` and
+the decoder variants in `tfexport.export.decoders` implement the interfaces too. New tokens share one axis, [rows ·
+target_len, heads, head_dim]; stored keys and values have the heads first.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ class KeyValue:
 
 
 class SelfAttention(Protocol):
-    """Tokens that attend to each other, layer by layer."""
+    """Self-attention of all layers."""
 
     def attend(
         self,
@@ -46,25 +44,25 @@ class SelfAttention(Protocol):
         scale: float,
         softcap: float = 0.0,
     ) -> Tensor:
-        """Keep a layer's new keys and values and attend to all that the new tokens may see.
+        """Store a layer's new keys and values, and attend to all tokens that are visible.
 
         Args:
-            layer: from 0; each layer once, in order.
+            layer: from 0; called once for each layer, in order.
             query: of the new tokens, [rows · len, heads, head_dim].
-            key: [rows · len, kv_heads, head_dim]; as many heads as queries have, or fewer that several of them share.
+            key: [rows · len, kv_heads, head_dim]; kv_heads divides heads.
             value: [rows · len, kv_heads, value_dim].
             bias: added to the scores, [rows or 1, heads, len, keys].
             scale: factor on the scores.
-            softcap: where they level off, see `dot_product_attention`; 0 for nowhere.
+            softcap: limit of the scores, see `dot_product_attention`; 0 for no limit.
 
         Returns:
-            The context of every new token, its heads side by side, [rows · len, heads · value_dim].
+            The context of every new token, with its heads concatenated, [rows · len, heads · value_dim].
         """
         ...
 
 
 class Source(SelfAttention, Protocol):
-    """The tokens of the source, as an encoder sees them: all at once, padding left out.
+    """Self-attention of an encoder: all source tokens at once, without padding.
 
     Attributes:
         mask: bool [batch, source_len], True = token.
@@ -74,30 +72,30 @@ class Source(SelfAttention, Protocol):
 
 
 class Cross(Protocol):
-    """The keys and values of the source, as a decoder's cross-attention sees them."""
+    """Cross-attention of a decoder to the keys and values of the source."""
 
     def attend(self, layer: int, query: Tensor, *, scale: float, softcap: float = 0.0) -> Tensor:
         """Attend from new target tokens to the source.
 
         Args:
             layer: from 0.
-            query: [rows · target_len, heads, head_dim]; rows is a multiple of
-                the sources, and the rows of one source lie side by side.
+            query: [rows · target_len, heads, head_dim]; rows is a multiple of the number of sources, and the rows of
+                one source are adjacent.
             scale: factor on the scores.
-            softcap: where they level off, see `dot_product_attention`; 0 for nowhere.
+            softcap: limit of the scores, see `dot_product_attention`; 0 for no limit.
 
         Returns:
-            The context of every token, its heads side by side, [rows · target_len, heads · value_dim].
+            The context of every token, with its heads concatenated, [rows · target_len, heads · value_dim].
         """
         ...
 
 
 class Cache(SelfAttention, Protocol):
-    """The past of a decoder's self-attention and one pass of new tokens behind it.
+    """Self-attention of a decoder: past tokens and the new tokens of one pass.
 
     Attributes:
         positions: of every new token, int64 [rows or 1, target_len].
-        key_len: how many keys, at positions 0, 1, …, a bias has to cover.
+        key_len: number of keys, at positions 0, 1, …, that a bias has to cover.
     """
 
     positions: Tensor
@@ -105,10 +103,10 @@ class Cache(SelfAttention, Protocol):
 
 
 class ConcatCache:
-    """A cache that grows: the past and the new tokens, concatenated.
+    """A cache that concatenates the past and the new tokens.
 
     Attributes:
-        past: one `KeyValue` a layer of length past_len, which may be 0.
+        past: one `KeyValue` per layer of length past_len, which may be 0.
         present: filled by `attend`, length past_len + target_len.
         positions: past_len, past_len + 1, …, int64 [1, target_len].
         key_len: past_len + target_len.
@@ -119,9 +117,9 @@ class ConcatCache:
         """Begin a pass.
 
         Args:
-            past: of every layer; only read.
+            past: of every layer; not changed.
             target_ids: the new tokens, int64 [rows, target_len].
-            dropout: probability of dropping an attention weight, in training.
+            dropout: probability of dropping an attention weight in training.
         """
         self.past, self._rows, self._dropout = list(past), target_ids.shape[0], dropout
         self.present: list[KeyValue] = []
@@ -141,7 +139,7 @@ class ConcatCache:
         scale: float,
         softcap: float = 0.0,
     ) -> Tensor:
-        """Implement `SelfAttention.attend`."""
+        """Append keys and values and attend; see `SelfAttention`."""
         query, key, value = (split_rows(part, self._rows) for part in (query, key, value))
         kept = self.update(layer, KeyValue(key, value))
         return merge_rows(
@@ -151,7 +149,7 @@ class ConcatCache:
         )
 
     def update(self, layer: int, new: KeyValue) -> KeyValue:
-        """Append new keys and values [rows, kv_heads, target_len, …]; return all, of length key_len."""
+        """Append new keys and values [rows, kv_heads, target_len, …]; return all."""
         past = self.past[layer]
         present = KeyValue(torch.cat((past.key, new.key), 2), torch.cat((past.value, new.value), 2))
         self.present.append(present)
@@ -159,11 +157,13 @@ class ConcatCache:
 
 
 class RowCache:
-    """Buffers of fixed capacity, written in place at each row's own position, as in the static decoder graph.
+    """Buffers of fixed capacity, written in place at each row's own position.
+
+    The static decoder graph works in the same way.
 
     Attributes:
-        buffers: one `KeyValue` a layer, [rows, kv_heads, capacity, …]. Values after a row's tokens get the weight 0
-            and may be anything finite; fill new buffers with 0, because 0 · NaN is NaN.
+        buffers: one `KeyValue` per layer, [rows, kv_heads, capacity, …]. Values after a row's tokens have weight 0 and
+            may be any finite number; fill new buffers with 0, because 0 · NaN is NaN.
         positions: of the new tokens, int64 [rows, target_len].
         key_len: tokens of the longest row after the pass; later values are not read.
         mask: the causal mask of every row, bool [rows, 1, target_len, key_len].
@@ -194,7 +194,7 @@ class RowCache:
         scale: float,
         softcap: float = 0.0,
     ) -> Tensor:
-        """Implement `SelfAttention.attend`."""
+        """Write keys and values into the buffers and attend; see `SelfAttention`."""
         rows = len(self._rows)
         kept = self.update(layer, KeyValue(split_rows(key, rows), split_rows(value, rows)))
         query = split_rows(query, rows)
@@ -203,7 +203,7 @@ class RowCache:
         )
 
     def update(self, layer: int, new: KeyValue) -> KeyValue:
-        """Write new keys and values [rows, kv_heads, target_len, …] into the buffers; return views, key_len long."""
+        """Write new keys and values [rows, kv_heads, target_len, …]; return views of all."""
         buffer = self.buffers[layer]
         for kept, added in ((buffer.key, new.key), (buffer.value, new.value)):
             kept[self._rows, :, self.positions] = added.transpose(1, 2)
@@ -216,5 +216,5 @@ def split_rows(x: Tensor, rows: int) -> Tensor:
 
 
 def merge_rows(x: Tensor) -> Tensor:
-    """Put the heads of `x` [rows, heads, len, width] side by side, [rows · len, heads · width]."""
+    """Convert `x` [rows, heads, len, width] to [rows · len, heads · width]."""
     return x.transpose(1, 2).flatten(2).flatten(0, 1)

@@ -1,4 +1,4 @@
-"""The configuration of a canonical transformer: its sizes and its switches."""
+"""The configuration of a canonical transformer."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -26,8 +26,8 @@ Side = Literal["encoder", "decoder"]
 class StackConfig(Config, subject="stack"):
     """Sizes and norm placement of one side, encoder or decoder.
 
-    `d_k` and `d_v` are the width of one head's keys and values; None means d_model / num_heads. `num_kv_heads` None
-    means `num_heads`; fewer are shared, each by neighboring heads.
+    `d_k` and `d_v` are the widths of one head's keys and values; None means d_model / num_heads. If `num_kv_heads` is
+    less than `num_heads`, adjacent heads share keys and values; None means `num_heads`.
     """
 
     layers: Layers
@@ -49,14 +49,14 @@ class StackConfig(Config, subject="stack"):
 
 
 class TransformerConfig(Config, subject="model"):
-    """The canonical transformer: free sizes and switches.
+    """The canonical transformer: sizes and switches.
 
-    docs/model.md describes the switches; `tfexport.nn.switches` lists their values. `decoder` is None for an encoder
-    without a decoder.
+    docs/model.md describes the switches; `tfexport.nn.switches` lists their values. `decoder` is None for an
+    encoder-only model.
 
-    `attention_scale` None means 1/sqrt(d_k), `rotary_dim` None all of d_k. `tie_embeddings` shares one table between
-    encoder and decoder, `tie_output` uses the decoder's table as the output projection. `max_source_length` and
-    `max_target_length` are the rows of the position tables, and the limits if there are none.
+    `attention_scale` None means 1/sqrt(d_k), and `rotary_dim` None means all of d_k. `tie_embeddings` shares one table
+    between encoder and decoder; `tie_output` uses the decoder's table as the output projection. `max_source_length` and
+    `max_target_length` are the number of rows of the position tables, or only limits if there are no tables.
     """
 
     d_model: Size
@@ -96,7 +96,7 @@ class TransformerConfig(Config, subject="model"):
 
     @classmethod
     def _upgraded(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """Give each side the residual scale that configurations once had for both."""
+        # Earlier configurations had one residual scale for both sides.
         if "residual_scale" not in data:
             return data
         scale = {"residual_scale": data["residual_scale"]}
@@ -155,7 +155,7 @@ class TransformerConfig(Config, subject="model"):
         return problems
 
     def switches(self) -> dict[str, Value]:
-        """Return the value of every switch by its name; of a side's own as `enc.NAME` and `dec.NAME`."""
+        """Return the value of every switch; a side's switches are `enc.NAME`, `dec.NAME`."""
         stacks = [("enc.", self.encoder), ("dec.", self.decoder)]
         return {
             prefix + name: getattr(holder, name)

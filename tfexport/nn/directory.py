@@ -1,4 +1,4 @@
-"""Model directories: config.json, model.safetensors and, where there is text, tokenizer.json."""
+"""Read and write model directories."""
 
 from __future__ import annotations
 
@@ -35,30 +35,31 @@ from tfexport.nn.transformer import Transformer
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 _PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
-# A zip archive, as torch.save writes it today, and a bare pickle of protocol 2 to 5, as it wrote before.
+# A zip archive, which torch.save writes today, and a pickle of protocol 2 to 5, which it wrote before.
 _PICKLE_STARTS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 _PICKLE_REMEDY = (
     "a pickle, which can run any code when opened; convert it to safetensors: "
     "torch.load(weights_only=True), then safetensors.torch.save_file"
 )
 _MAX_LISTED = 8
-# All files of a model directory; one with other files is not replaced.
+# A directory with other files is not replaced.
 _FILES = (CONFIG, MODEL_WEIGHTS, TOKENIZER, TARGET_TOKENIZER, TEXT, GENERATION, CERTIFICATE, LAYOUT)
 
 
 def load_model(path: Path | str) -> Transformer:
-    """Read a model directory, with config.json and model.safetensors; nothing in it is ever unpickled.
+    """Read a model directory, without unpickling anything.
 
-    Weights stored as float16, bfloat16 or float64 become float32. A directory whose replacement was killed is restored.
+    Weights stored as float16, bfloat16 or float64 become float32. If a writer was killed while replacing the directory,
+    the previous one is restored.
 
     Returns:
         The model in eval mode, float32, on the CPU; it owns its memory.
 
     Raises:
-        CheckpointError: a file is missing, damaged or a pickle; the weights do
-            not fit the configuration (all of them listed) or are not finite.
-        ConfigError: config.json has wrong values, all of them listed, or `path` can be no path.
-        BundleError: the directory is just being replaced.
+        CheckpointError: a file is missing, damaged or a pickle; or the weights do not fit the configuration (lists all
+            of them) or are not finite.
+        ConfigError: config.json has wrong values (lists all of them), or `path` is not a valid path.
+        BundleError: another process is replacing the directory.
     """
     directory = checked_path(path, "model")
     try:
@@ -81,15 +82,14 @@ def save_model(
     """Write a model directory, which appears complete or not at all.
 
     Args:
-        model: its parameters are stored in their dtype, tied ones once.
+        model: its parameters are stored in their dtype, tied parameters once.
         path: directory to create, with its parents; a symbolic link is followed.
         tokenizer: a tokenizer.json to copy into it.
         files: other files of a model directory, by name.
-        force: replace an existing model directory; it stays complete until the new one is.
+        force: replace an existing model directory, which is kept until the new one is complete.
 
     Raises:
-        CheckpointError: the directory is not empty, or with `force` is not only a model directory; or it cannot be
-            written.
+        CheckpointError: the directory is not empty, or with `force` has other files too; or it cannot be written.
         BundleError: another process is writing it.
     """
     check_free(path, force=force)
@@ -109,7 +109,7 @@ def save_model(
 
 
 def check_free(path: Path | str, *, force: bool) -> None:
-    """Check that `save_model` may write a directory, before anything is computed for it."""
+    """Check early that `save_model` may write a directory."""
     target = Path(os.path.realpath(path))
     try:
         restore(target)
@@ -119,7 +119,6 @@ def check_free(path: Path | str, *, force: bool) -> None:
 
 
 def _check_free(folder: Path, path: Path | str, force: bool) -> None:
-    """Refuse a folder that is not empty and not a model directory that may be replaced; `path` is the user's name."""
     if not _is_there(folder) or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not force:
@@ -148,11 +147,7 @@ def _is_there(path: Path) -> bool:
 
 
 def check_weights(found: Mapping[str, StoredTensor], config: TransformerConfig, subject: str = MODEL_WEIGHTS) -> None:
-    """Compare stored tensors with a configuration.
-
-    Raises:
-        CheckpointError: lists missing and unexpected tensors, and wrong shapes and dtypes.
-    """
+    """Compare stored tensors with a configuration."""
     with on_meta():
         expected = {name: tuple(p.shape) for name, p in Transformer(config).named_parameters()}
     problems = [f"missing {name} {list(shape)}" for name, shape in expected.items() if name not in found]
@@ -186,12 +181,10 @@ def _check_files(directory: Path) -> None:
 
 
 def load_weights(path: Path, config: TransformerConfig) -> Transformer:
-    """Read a safetensors file with the canonical names into a model, as `load_model` returns it.
+    """Read a safetensors file with the canonical names into a model.
 
-    Raises:
-        CheckpointError: the file is damaged or a pickle; the weights do not fit the configuration (all of them listed)
-            or are not finite.
-        OSError: the file cannot be read.
+    Returns:
+        The model in eval mode, float32, on the CPU.
     """
     try:
         found = read_header(path)
@@ -222,7 +215,7 @@ def _fill(model: Transformer, found: Mapping[str, StoredTensor], file: BinaryIO,
 
 
 def _tensor(stored: StoredTensor, file: BinaryIO, path: Path) -> torch.Tensor:
-    """Read one tensor into memory; if the file were mapped, truncating it would end the process."""
+    # Not memory-mapped, because truncating a mapped file would kill the process.
     raw = bytearray(stored.num_bytes)
     file.seek(stored.offset)
     if file.readinto(raw) != len(raw):  # type: ignore[attr-defined]  # every binary file has it
@@ -235,7 +228,7 @@ def _write(model: Transformer, folder: Path, tokenizer: Path | None) -> None:
     config.write_text(json.dumps(model.config.to_dict(), indent=2) + "\n", encoding="utf-8")
     tensors = {name: parameter.detach().contiguous() for name, parameter in model.named_parameters()}
     save_file(tensors, weights, metadata={"format": "pt"})
-    # safetensors makes files that only their owner can read.
+    # safetensors creates files that only their owner can read.
     weights.chmod(config.stat().st_mode & 0o777)
     if tokenizer is not None:
         shutil.copyfile(tokenizer, folder / TOKENIZER)

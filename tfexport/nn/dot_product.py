@@ -1,8 +1,7 @@
-"""Scaled dot-product attention with boolean keep masks ("Attention is all you need", §3.2.1).
+"""Scaled dot-product attention ("Attention is all you need", §3.2.1) with masks.
 
-Where there are fewer key heads than query heads, those that share one lie side
-by side (arXiv:2305.13245), and it is repeated for them: TensorRT fuses attention
-whose heads are as many on both sides, and none whose queries are gathered by key.
+If there are fewer key heads than query heads, adjacent query heads share a key head (arXiv:2305.13245), which is
+repeated for them. TensorRT fuses attention with repeated keys, but not attention with regrouped queries.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# Finite, so that a row with nothing to attend to is not NaN, and inside the range of float16.
+# Finite, so that a fully masked row is not NaN, and within the range of float16.
 MASK_FILL = -1e4
 
 
@@ -26,16 +25,16 @@ def dot_product_attention(
     softcap: float = 0.0,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Compute softmax(QKᵀ · scale + bias) V with the softmax in float32 or wider.
+    """Compute softmax(QKᵀ · scale + bias) V, with the softmax in float32 or wider.
 
     Args:
         query: [rows, heads, target_len, head_dim].
         key: [rows, kv_heads, len, head_dim]; kv_heads divides heads.
         value: [rows, kv_heads, len, value_dim].
         mask: bool, True = attend, broadcast to [rows, heads, target_len, len].
-        bias: added to the scores, broadcast likewise.
+        bias: added to the scores, broadcast in the same way.
         scale: factor on the scores.
-        softcap: where the scores level off, by softcap · tanh(scores / softcap) before the bias; 0 for nowhere.
+        softcap: limit of the scores: softcap · tanh(scores / softcap), before the bias; 0 for no limit.
         dropout: probability of dropping a weight.
 
     Returns:
@@ -64,7 +63,6 @@ def attention_weights(
 
 
 def _repeated(x: Tensor, heads: int) -> Tensor:
-    """Repeat keys or values [rows, kv_heads, len, width] for every head of the queries."""
     if x.shape[1] == heads:
         return x
     return x.unsqueeze(2).expand(-1, -1, heads // x.shape[1], -1, -1).flatten(1, 2)

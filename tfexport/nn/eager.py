@@ -1,4 +1,4 @@
-"""The model in PyTorch that every later stage is compared with, whoever wrote it, and its alignment."""
+"""The eager reference model that every stage is compared with, and its alignment."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Reference = Callable[..., Tensor]
 
 
 def at_once(module: Any, source_ids: Tensor, source_mask: Tensor, target_ids: Tensor | None = None) -> Tensor:
-    """Compute all positions with a module that is called as `Transformer` is."""
+    """Compute all positions with a module that has the interface of `Transformer`."""
     if target_ids is None:
         return module.hidden_states(source_ids, source_mask)  # type: ignore[no-any-return]
     return module(source_ids, source_mask, target_ids)  # type: ignore[no-any-return]
@@ -27,24 +27,24 @@ def at_once(module: Any, source_ids: Tensor, source_mask: Tensor, target_ids: Te
 
 @dataclass(frozen=True)
 class EagerModel:
-    """A module to export, and how it computes all positions at once.
+    """A module to export, and a function that computes all its positions at once.
 
     Attributes:
-        module: float32, in eval mode; an `EncoderDecoder`, or for an encoder alone with `hidden_states`.
-        reference: called with the module, source_ids int64 [batch, source_len], source_mask bool likewise (True =
-            token) and target_ids int64 [batch, target_len]; returns logits [batch, target_len, vocab]. For an encoder
-            alone without target_ids; returns states [batch, source_len, d_model].
+        module: float32, in eval mode; an `EncoderDecoder`, or an encoder-only module with `hidden_states`.
+        reference: called with the module, source_ids int64 [batch, source_len], source_mask bool [batch, source_len]
+            (True = token) and target_ids int64 [batch, target_len]; returns logits [batch, target_len, vocab]. For an
+            encoder-only module it is called without target_ids and returns states [batch, source_len, d_model].
     """
 
     module: nn.Module
     reference: Reference = at_once
 
     def __call__(self, *inputs: Tensor) -> Tensor:
-        """Compute all positions at once, as `reference` does."""
+        """Compute all positions at once with `reference`."""
         return self.reference(self.module, *inputs)
 
     def double(self) -> EagerModel:
-        """Return a copy that computes in float64, including tensors that are plain attributes."""
+        """Return a float64 copy, including tensors that are plain attributes."""
         wide = copy.deepcopy(self.module).double()
         for module in wide.modules():
             for name, value in list(vars(module).items()):
@@ -57,30 +57,33 @@ class EncoderDecoder(Protocol):
     """An encoder and a decoder with an explicit cache."""
 
     def encode(self, source_ids: Tensor, source: Source) -> list[KeyValue]:
-        """Return each decoder layer's cross-attention keys and values, [batch, kv_heads, source_len, …]."""
+        """Return the cross-attention keys and values of each decoder layer."""
         ...
 
     def decode_step(self, target_ids: Tensor, cross: Cross, cache: Cache) -> Tensor:
-        """Return the last position's logits, float32 [rows, vocab]; every layer attends through `cross` and `cache`."""
+        """Return the logits of the last position, float32 [rows, vocab].
+
+        Every layer attends through `cross` and `cache`.
+        """
         ...
 
 
 class AlignedCross(CrossCache):
-    """Attention to the source that keeps the weights of some heads of one layer.
+    """Cross-attention that records the mean weights of some heads of one layer.
 
     Attributes:
-        alignment: their mean, float32 or wider [batch, target_len, source_len], after the layer has attended.
+        alignment: float32 or wider [batch, target_len, source_len]; set when the layer has attended.
     """
 
     alignment: Tensor
 
     def __init__(self, key_values: Sequence[KeyValue], mask: Tensor, named: AlignmentHeads) -> None:
-        """Take the result of an encoder, the mask of its source, and the layer and heads, counted from 0."""
+        """Create it from an encoder's result and the mask of its source."""
         super().__init__(key_values, mask)
         self._named = named
 
     def attend(self, layer: int, query: Tensor, *, scale: float, softcap: float = 0.0) -> Tensor:
-        """Implement `Cross.attend`."""
+        """Attend to the source, and record the weights; see `Cross`."""
         if layer == self._named.layer:
             key = self.key_values[layer].key
             rows, mask = split_rows(query, key.shape[0]), self.mask[:, None, None, :]
@@ -95,7 +98,7 @@ class AlignedCross(CrossCache):
 def align(
     model: EncoderDecoder, named: AlignmentHeads, source_ids: Tensor, source_mask: Tensor, target_ids: Tensor
 ) -> Tensor:
-    """Read whole targets and return the attention of their tokens to the source.
+    """Return the attention of the tokens of whole targets to the source.
 
     Args:
         model: in eval mode.
@@ -108,7 +111,7 @@ def align(
         float32 [batch, target_len, source_len]; a row sums to 1 and is 0 at padding.
     """
     cross = AlignedCross(model.encode(source_ids, PaddedSource(source_mask)), source_mask, named)
-    # Self-attention has the heads and widths of cross-attention, so an empty slice of it is an empty past.
+    # Self-attention has the same heads and widths as cross-attention, so an empty slice of it is an empty past.
     past = [KeyValue(kept.key[:, :, :0], kept.value[:, :, :0]) for kept in cross.key_values]
     model.decode_step(target_ids, cross, ConcatCache(past, target_ids))
     return cross.alignment.float()

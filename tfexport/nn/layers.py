@@ -1,4 +1,4 @@
-"""The norms and the feed-forward network of a block."""
+"""Norms and feed-forward network of a block."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tfexport.nn.config import TransformerConfig
 
 
 class LayerNorm(nn.Module):
-    """One of three norms over the last axis, statistics in float32 or wider.
+    """One of three norms over the last axis, with statistics in float32 or wider.
 
     layernorm: (x - mean) / sqrt(biased variance + eps).
     std: (x - mean) / (unbiased standard deviation + eps).
@@ -18,7 +18,7 @@ class LayerNorm(nn.Module):
     """
 
     def __init__(self, config: TransformerConfig, width: int | None = None) -> None:
-        """Create gain `weight` and, unless rms or switched off, `bias`, both [width]; None means d_model."""
+        """Create gain `weight` and optional `bias`, both [width]; None means d_model."""
         super().__init__()
         width = width or config.d_model
         self.kind, self.eps = config.norm, config.norm_eps
@@ -27,7 +27,7 @@ class LayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width)) if has_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise `x` [tokens, …, width]."""
+        """Normalize `x` [tokens, …, width]."""
         if self.kind == "layernorm":
             return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -42,10 +42,10 @@ class LayerNorm(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two linear maps around an activation; `glu` multiplies it by a third, linear one."""
+    """Two linear maps around an activation, which "glu" multiplies by a third map."""
 
     def __init__(self, config: TransformerConfig, d_ff: int) -> None:
-        """Create `fc1` [d_ff, d_model], `fc2` [d_model, d_ff] and for glu `gate` [d_ff, d_model]."""
+        """Create `fc1` [d_ff, d_model], `fc2` [d_model, d_ff] and `gate` like `fc1` (glu)."""
         super().__init__()
         bias = config.feed_forward_bias
         self.kind = config.activation

@@ -1,4 +1,4 @@
-"""Modules on the device "meta": names and shapes without memory and values."""
+"""Create modules on the device "meta": names and shapes without memory or values."""
 
 from __future__ import annotations
 
@@ -10,24 +10,22 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-# What modules fill their parameters with when they are made.
+# Functions that initialize parameters.
 _DRAWS = {nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_, Tensor.normal_, Tensor.uniform_}
 
 
 @contextmanager
 def on_meta() -> Iterator[None]:
-    """Make modules on the device "meta", whose initial values nobody draws.
+    """Create modules on the device "meta" without drawing initial values.
 
-    Drawing there changes nothing and takes its time: a normal distribution has
-    PyTorch load its compiler, which alone takes longer than a small import.
+    Drawing has no effect there, but takes time: a normal distribution makes PyTorch load its compiler, which takes
+    longer than a small import.
     """
     with torch.device("meta"), _Undrawn():
         yield
 
 
 class _Undrawn(TorchFunctionMode):
-    """Leaves out what draws random values in place."""
-
     def __torch_function__(
         self,
         func: Callable[..., Any],

@@ -1,7 +1,7 @@
 """Named configurations with seeded random weights, for tests and benchmarks.
 
-The sizes of "Attention is all you need", a modern model of such a size, a tiny model, and five notebooks of
-from-scratch transformers in their repaired form.
+They are the sizes of "Attention is all you need", a modern model of similar size, a tiny model, and five notebooks with
+from-scratch transformers, with their bugs fixed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ def _stack(
 def _both(
     stack: StackConfig, d_model: int, vocab: int, max_length: int, tokens: TokenIds = _TOKENS, **switches: Any
 ) -> TransformerConfig:
-    """Return a model with equal sides and equally large vocabularies."""
     sizes: dict[str, Any] = {
         "d_model": d_model,
         "source_vocab": vocab,
@@ -51,7 +50,7 @@ def _both(
 
 
 def _paper(d_model: int, d_ff: int, num_heads: int, dropout: float) -> TransformerConfig:
-    """Return a row of table 3 (arXiv:1706.03762); §3.2.2 gives projections no bias, §3.4 ties all three tables."""
+    # Table 3 of arXiv:1706.03762; §3.2.2 has projections without bias, and §3.4 ties all three tables.
     return _both(
         _stack(6, num_heads, d_ff, "post"),
         d_model,
@@ -67,7 +66,6 @@ def _paper(d_model: int, d_ff: int, num_heads: int, dropout: float) -> Transform
 
 
 def _modern() -> TransformerConfig:
-    """Return a model with today's usual switches, at about the size of paper-base."""
     stack = replace(_stack(6, 8, 1792, "pre", final_norm=True), num_kv_heads=2)
     return replace(
         _paper(512, 2048, 8, 0.1),
@@ -88,7 +86,7 @@ _CONFIGS = {
     "paper-big": _paper(1024, 4096, 16, 0.3),
     "modern": _modern(),
     "tiny": _both(_stack(2, 4, 256, "post"), 64, 1_000, 128, embedding_scale=8.0),
-    # Its norm adds eps outside the division, which folds into the bias and leaves eps 0.
+    # Its norm adds eps after the division, which is equal to a change of the bias, so norm_eps is 0.
     "notebook-000": _both(
         _stack(5, 8, 2048, "post"), 512, 8_000, 200, norm="std", norm_eps=0.0, embedding_scale=math.sqrt(512)
     ),
@@ -103,7 +101,7 @@ _CONFIGS = {
         norm_eps=1e-6,
         embedding_scale=math.sqrt(512),
     ),
-    # An encoder alone: its output is hidden states.
+    # Encoder-only: its output is hidden states.
     "notebook-002": TransformerConfig(
         d_model=512,
         source_vocab=20_000,
@@ -123,21 +121,17 @@ PRESETS: tuple[str, ...] = tuple(_CONFIGS)
 
 
 def preset(name: str) -> TransformerConfig:
-    """Return a named configuration.
-
-    Raises:
-        ConfigError: the name is unknown; lists all names.
-    """
+    """Return a named configuration."""
     if name not in _CONFIGS:
         raise ConfigError(f"preset {name!r} is unknown, expected one of {', '.join(PRESETS)}")
     return _CONFIGS[name]
 
 
 def build_preset(name: str, seed: int = 0) -> Transformer:
-    """Build a named model with random weights, the same bytes on every call and machine.
+    """Build a named model with random weights that are equal on every machine.
 
-    Embeddings have variance 1 after scaling, logits a standard deviation of about 3, and gains and biases differ from 1
-    and 0, so that leaving one out changes the result. Greedy decoding depends on the source and rarely repeats itself.
+    Embeddings have variance 1 after scaling, and logits a standard deviation of about 3. Gains and biases differ from 1
+    and 0, so that omitting one changes the result. Greedy outputs depend on the source and rarely repeat themselves.
 
     Returns:
         The model in eval mode, float32; torch's own random state does not change.
@@ -147,7 +141,7 @@ def build_preset(name: str, seed: int = 0) -> Transformer:
     """
     config = preset(name)
     model = Transformer.unfilled(config)
-    # Raw bits, because numpy promises their stream for all time, unlike that of its distributions.
+    # Raw bits, because numpy guarantees a stable stream for them, but not for its distributions.
     bits = np.random.PCG64(seed)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
@@ -160,11 +154,11 @@ def build_preset(name: str, seed: int = 0) -> Transformer:
 
 
 def _distribution(name: str, shape: tuple[int, ...], config: TransformerConfig) -> tuple[float, float]:
-    """Return centre and half width of the uniform distribution of one parameter.
+    """Return center and half width of the uniform distribution of one parameter.
 
-    Plain Glorot weights make decoding repeat one token forever: attention and ReLU add the same vector to every
-    position, and a tied output finds the input token again. Hence small attention, sparse and large feed-forward, and
-    after it, if the output is tied, gains of either sign.
+    With plain Glorot weights, decoding only repeats one token: attention and ReLU add the same vector to every
+    position, and a tied output returns the input token. Therefore attention is small, the feed-forward network is
+    sparse and large, and if the output is tied, the gains of the last norm have either sign.
     """
     if name.endswith("fc1.bias"):
         return -1.0, 0.1

@@ -1,4 +1,4 @@
-"""Attention to the source: the encoder's own, and the decoder's to what the encoder found."""
+"""Attention to the source: self-attention of the encoder and cross-attention."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tfexport.nn.dot_product import dot_product_attention
 
 
 class PaddedSource:
-    """Source tokens that attend to each other, and to no padding.
+    """Self-attention of source tokens; padding is masked.
 
     Attributes:
         mask: bool [batch, source_len], True = token.
     """
 
     def __init__(self, mask: Tensor, *, dropout: float = 0.0) -> None:
-        """Take the mask; `dropout` is the probability of dropping an attention weight, in training."""
+        """Set the mask, and the probability of dropping an attention weight in training."""
         self.mask, self._dropout = mask, dropout
 
     def attend(
@@ -32,7 +32,7 @@ class PaddedSource:
         scale: float,
         softcap: float = 0.0,
     ) -> Tensor:
-        """Implement `SelfAttention.attend`."""
+        """Attend to the tokens of the mask; see `SelfAttention`."""
         query, key, value = (split_rows(part, self.mask.shape[0]) for part in (query, key, value))
         mask = self.mask[:, None, None, :]
         return merge_rows(
@@ -49,11 +49,11 @@ class CrossCache:
     """
 
     def __init__(self, key_values: Sequence[KeyValue], mask: Tensor, *, dropout: float = 0.0) -> None:
-        """Take what an encoder returned, and the mask of its source; `dropout` as in `PaddedSource`."""
+        """Create it from an encoder's result and the mask of its source."""
         self.key_values, self.mask, self._dropout = key_values, mask, dropout
 
     def attend(self, layer: int, query: Tensor, *, scale: float, softcap: float = 0.0) -> Tensor:
-        """Implement `Cross.attend`; the beams of a source are its queries, so that no key is repeated."""
+        """Attend to the source, with its beams as query positions; see `Cross`."""
         kept, mask = self.key_values[layer], self.mask[:, None, None, :]
         query = split_rows(query, self.mask.shape[0])
         return merge_rows(

@@ -1,4 +1,4 @@
-"""Read which tensors a safetensors file stores, and where."""
+"""Read names, types and positions of the tensors in a safetensors file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tfexport.errors import CheckpointError
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a file: its dtype as safetensors spells it, such as "F32", and the place of its bytes."""
+    """A tensor in a file; its dtype is spelled as in safetensors, such as "F32"."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -22,12 +22,7 @@ class StoredTensor(NamedTuple):
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a safetensors file by name, in the order of their bytes.
-
-    Raises:
-        CheckpointError: it is not a safetensors file, or is damaged.
-        OSError: it cannot be read.
-    """
+    """Return the tensors of a safetensors file by name, in the order of their bytes."""
     path.open("rb").close()  # the library reports a file without read permission as missing
     found = {}
     try:

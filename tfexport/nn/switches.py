@@ -1,8 +1,7 @@
-"""The switches of the canonical model, each once: its name, its values, where it acts, how an import searches it.
+"""The switches of the canonical model: names, values and search order.
 
-They are what real implementations differ in and what no tensor tells. The
-configuration, the grammar of layouts, the search, the certificate of an import
-and the forms of the graphs ask this table.
+Real implementations differ in these settings, and tensor names and shapes do not reveal them. The configuration, the
+layout grammar, the search, the certificate of an import and the decoder variants read this table.
 """
 
 from __future__ import annotations
@@ -25,16 +24,17 @@ RotaryPairs = Literal["halves", "interleaved"]
 
 @dataclass(frozen=True, kw_only=True)
 class Switch:
-    """One thing in which implementations differ.
+    """A setting in which implementations differ.
 
-    `values` are its words, the commonest first, or the type of any others;
-    numbers may be written as arithmetic in d_model, num_heads and d_k.
-    `acts` says where in the model. `default` is what a layout means that does
-    not say it, None where it has to. With `per_side` encoder and decoder may
-    differ. `search` are the values that an import tries, the commonest first;
-    none where the names and shapes of the tensors tell. `where` names the switch
-    and its values without which this one does nothing. What is `rare` an import
-    tries by itself, when all else is found.
+    Attributes:
+        values: its allowed words, the most common first, or the type of any other value. Numbers may be written as
+            arithmetic in d_model, num_heads and d_k.
+        acts: the part of the model that it affects.
+        default: if a layout does not give it; None if a layout has to.
+        per_side: whether encoder and decoder may differ.
+        search: values that an import tries, the most common first; empty if tensor names and shapes determine it.
+        where: another switch and its values; with other values of that switch, this one has no effect.
+        rare: whether an import tries it only after everything else is found.
     """
 
     values: tuple[str, ...] | type

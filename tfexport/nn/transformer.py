@@ -1,10 +1,11 @@
-"""The canonical encoder-decoder transformer: the reference that every stage is measured against.
+"""The canonical encoder-decoder transformer, the reference for every stage.
 
 State dict names are the canonical ones: `{enc,dec}.embed.weight`, `.pos`,
 `.emb_norm`, `.rel_bias.weight`, `.layers.{i}.{self,cross}.{q,k,v,o}`,
 `.layers.{i}.{self,cross}.{q_norm,k_norm}`, `.layers.{i}.{norm,post_norm}1..3`,
 `.layers.{i}.ffn.{fc1,fc2,gate}`, `.layers.{i}.rel_bias.weight`, `.norm`; `out`.
-Inside, tokens lie in one axis, [rows · len, d_model].
+
+Internally, all tokens share one axis, [rows · len, d_model].
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from tfexport.nn.source import CrossCache, PaddedSource
 
 
 class Block(nn.Module):
-    """One layer: self-attention, in a decoder cross-attention, feed-forward, each with its norm."""
+    """One layer: self-attention, cross-attention in a decoder, feed-forward and norms."""
 
     def __init__(self, config: TransformerConfig, side: Side) -> None:
         """Create the sublayers of one `side`."""
@@ -54,7 +55,7 @@ class Block(nn.Module):
     def residual(
         self, x: Tensor, sublayer: Callable[[Tensor], Tensor], norm: LayerNorm, post_norm: LayerNorm | None
     ) -> Tensor:
-        """Add `sublayer` to `x` [tokens, d_model], with the norm after the sum, before the sublayer or around it."""
+        """Add `sublayer(x)` to `x` [tokens, d_model], with the norms at their places."""
         if self.norm_place == "post":
             return norm(self.residual_scale * x + self.dropout(sublayer(x)))  # type: ignore[no-any-return]
         y = sublayer(norm(x))
@@ -67,12 +68,12 @@ class Stack(nn.Module):
     """One side: embedding, positions, blocks and the optional norms around them."""
 
     def __init__(self, config: TransformerConfig, side: Side, vocab: int, max_length: int) -> None:
-        """Create one `side` with random weights and, where wanted, a table of positions."""
+        """Create one side with random weights and an optional position table."""
         super().__init__()
         stack = _stack(config, side)
         self.embedding_scale = config.embedding_scale
         self.embed = nn.Embedding(vocab, config.d_model)
-        # A parameter, so that it is saved and may be trained; frozen, because the paper's is fixed.
+        # A parameter, so that it is saved and can be trained; frozen, because the paper's table is fixed.
         has_table = config.positions == "table"
         self.pos = nn.Parameter(torch.empty(max_length, config.d_model), requires_grad=False) if has_table else None
         self.emb_norm = LayerNorm(config) if config.embedding_norm else None
@@ -91,15 +92,7 @@ class Stack(nn.Module):
         self.alibi = Alibi(stack.num_heads) if config.relative_bias == "alibi" else None
 
     def embed_tokens(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """Look up tokens and positions.
-
-        Args:
-            ids: int64 [rows, len].
-            positions: int64 [rows or 1, len].
-
-        Returns:
-            [rows · len, d_model].
-        """
+        """Embed tokens [rows, len] at positions [rows or 1, len]: [rows · len, d_model]."""
         x = self.embed(ids) * self.embedding_scale
         if self.pos is not None:
             x = x + F.embedding(positions, self.pos)
@@ -114,7 +107,7 @@ class Stack(nn.Module):
         return cast("Sequence[Block]", self.layers)
 
     def biases(self, positions: Tensor, key_len: int) -> Sequence[Tensor | None]:
-        """Return the bias that each layer adds to its scores, [rows or 1, heads, len, key_len]."""
+        """Return the bias of each layer's scores, [rows or 1, heads, len, key_len]."""
         if self.alibi is not None:
             wide = torch.promote_types(self.embed.weight.dtype, torch.float32)
             return [self.alibi.bias(positions, key_len, wide)] * len(self.layers)
@@ -127,20 +120,20 @@ class Stack(nn.Module):
         return [cast(RelativeBias, block.rel_bias)(bucket) for block in self.blocks]
 
     def rotation(self, positions: Tensor, rows: int) -> Rotation | None:
-        """Return the rotation of the tokens of `rows` rows at `positions`, int64 [rows or 1, len], if there is one."""
+        """Return the rotation of tokens at `positions`, int64 [rows or 1, len], if rotary."""
         dtype = self.embed.weight.dtype
         return None if self.rotary is None else self.rotary.at(positions.expand(rows, -1), dtype)
 
     def finish(self, x: Tensor) -> Tensor:
-        """Apply the final norm, where there is one, to `x` [tokens, d_model]."""
+        """Apply the final norm, if there is one, to `x` [tokens, d_model]."""
         return x if self.norm is None else self.norm(x)
 
 
 class Transformer(nn.Module):
-    """An encoder, a decoder and an output projection, or an encoder alone."""
+    """An encoder, a decoder and an output projection; or only an encoder."""
 
     def __init__(self, config: TransformerConfig) -> None:
-        """Create the model with random weights (Glorot; embeddings with variance 1/d_model)."""
+        """Create the model with random weights."""
         super().__init__()
         self.config = config
         self.attention_dropout = config.dropout
@@ -155,7 +148,7 @@ class Transformer(nn.Module):
 
     @classmethod
     def unfilled(cls, config: TransformerConfig) -> Transformer:
-        """Allocate a model without values; the caller fills every parameter, tied ones once."""
+        """Allocate a model whose parameters the caller must fill, tied parameters once."""
         with on_meta():
             model = cls(config)
         model.to_empty(device="cpu")
@@ -170,7 +163,7 @@ class Transformer(nn.Module):
         Args:
             source_ids: int64 [batch, source_len].
             source_mask: bool [batch, source_len], True = token, False = padding.
-            target_ids: decoder inputs, the start token and then the labels, int64 [batch, target_len].
+            target_ids: decoder inputs: the start token, followed by the labels, int64 [batch, target_len].
 
         Returns:
             Logits, float32 or wider, [batch, target_len, target_vocab].
@@ -182,18 +175,23 @@ class Transformer(nn.Module):
         return self._project(hidden).unflatten(0, target_ids.shape)  # type: ignore[no-any-return, no-untyped-call]
 
     def hidden_states(self, source_ids: Tensor, source_mask: Tensor) -> Tensor:
-        """Encode the source, int64 and bool [batch, source_len] (True = token), to [batch, source_len, d_model].
+        """Encode source tokens to states [batch, source_len, d_model].
 
-        The states of padding are meaningless.
+        `source_ids` int64 and `source_mask` bool (True = token) are [batch, source_len]. The states of padding are
+        meaningless.
         """
         hidden = self._encode(source_ids, PaddedSource(source_mask))
         return hidden.unflatten(0, source_ids.shape)  # type: ignore[no-any-return, no-untyped-call]
 
     def encode(self, source_ids: Tensor, source: Source) -> list[KeyValue]:
-        """Encode the source, int64 [batch, source_len]; `source` holds its mask and computes the attention.
+        """Encode the source and return the cross-attention keys and values.
+
+        Args:
+            source_ids: int64 [batch, source_len].
+            source: has the mask and computes the attention.
 
         Returns:
-            For each decoder layer the cross-attention's keys and values, [batch, kv_heads, source_len, …].
+            For each decoder layer, keys and values [batch, kv_heads, source_len, …].
         """
         x, batch = self._encode(source_ids, source), source.mask.shape[0]
         rotation = self._decoder.rotation(_positions(source_ids), batch) if self.config.rotary_cross else None
@@ -204,7 +202,7 @@ class Transformer(nn.Module):
 
         Args:
             target_ids: int64 [rows, target_len], rows = batch · beams.
-            cross: attends to what `encode` returned.
+            cross: attends to the result of `encode`.
             cache: attends to the past; receives the new keys and values.
 
         Returns:
@@ -214,7 +212,7 @@ class Transformer(nn.Module):
         return self._project(hidden.unflatten(0, target_ids.shape)[:, -1])  # type: ignore[no-untyped-call]
 
     def empty_cache(self, target_ids: Tensor, *, dropout: float = 0.0) -> ConcatCache:
-        """Return a cache without past for the first tokens `target_ids`, int64 [rows, target_len]."""
+        """Return a cache without past for the first tokens, int64 [rows, target_len]."""
         heads, d_k, d_v = self.config.num_kv_heads("decoder"), self.config.d_k("decoder"), self.config.d_v("decoder")
         like = self._decoder.embed.weight
         rows = target_ids.shape[0]
@@ -225,7 +223,7 @@ class Transformer(nn.Module):
         """Limit the lengths and cut the position tables; None keeps a length.
 
         Raises:
-            ConfigError: lists every length that the model does not have.
+            ConfigError: lists every length that the model does not support.
         """
         wanted = {"max_source_length": max_source_length, "max_target_length": max_target_length}
         limits: dict[str, Any] = {name: length for name, length in wanted.items() if length is not None}
@@ -302,7 +300,6 @@ class Transformer(nn.Module):
 
 
 def _positions(ids: Tensor) -> Tensor:
-    """Count the places of `ids` [rows, len] from 0, int64 [1, len]."""
     return torch.arange(ids.shape[1], device=ids.device)[None]
 
 

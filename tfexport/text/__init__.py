@@ -1,1 +1,1 @@
-"""What goes around the ids of a model: tokenizers, special ids, and texts that prove them."""
+"""Convert texts to token ids and back, and check this with recorded texts."""

@@ -1,4 +1,4 @@
-"""Compare a tokenizer with texts that were recorded with the user's own code, and name the cause of differences."""
+"""Compare a tokenizer with recorded texts, and name the cause of differences."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _SHOWN = 60
 
 
 def fitted(load: Callable[[TextConfig], Tokenizer], recorded: TextConfig, given: TextConfig) -> TextConfig:
-    """Return the given ids around a text with the recorded texts; find ids that were not given in the recorded texts.
+    """Complete the ids around a text from the recorded texts, and check the tokenizer.
 
     Args:
         load: returns the tokenizer with ids around it.
         recorded: texts and target prefix of the reference file.
-        given: by the user, without samples.
+        given: by the user, without samples; ids that are not given are taken from `recorded`.
 
     Raises:
         ParityError: names the first text and position that differ, and the usual cause.
@@ -39,11 +39,7 @@ def fitted(load: Callable[[TextConfig], Tokenizer], recorded: TextConfig, given:
 
 
 def check_texts(tokenizer: Tokenizer) -> None:
-    """Compare a tokenizer with its recorded texts.
-
-    Raises:
-        ParityError: names the first text and position that differ, and the usual cause.
-    """
+    """Compare a tokenizer with its recorded texts."""
     samples = tokenizer.text.samples
     for number, sample in enumerate(samples, 1):
         found = _encoded(tokenizer, sample.text)
@@ -64,7 +60,6 @@ def check_texts(tokenizer: Tokenizer) -> None:
 
 
 def _encoded(tokenizer: Tokenizer, text: str) -> Ids | None:
-    """Return the source ids of one text, None if the tokenizer refuses it."""
     try:
         return tuple(tokenizer.encode([text])[0])
     except InputError:
@@ -72,7 +67,7 @@ def _encoded(tokenizer: Tokenizer, text: str) -> Ids | None:
 
 
 def _around(wanted: Ids, found: Ids | None) -> tuple[Ids, Ids] | None:
-    """Return the ids before and after the only occurrence of `found` in `wanted`; None if there is not exactly one."""
+    """Return the ids before and after the only `found` in `wanted`, or None."""
     if not found:
         return None
     places = [i for i in range(len(wanted) - len(found) + 1) if wanted[i : i + len(found)] == found]
@@ -88,7 +83,6 @@ def _difference(wanted: Ids, found: Ids | None) -> str:
 
 
 def _cause(tokenizer: Tokenizer, sample: TextSample, found: Ids | None) -> str:
-    """Return the usual cause of ids that differ like this."""
     wanted = sample.source_ids
     if found is None:
         return _OTHER

@@ -1,10 +1,10 @@
-"""The token ids around a text, and recorded texts that show that a tokenizer is the right one."""
+"""Token ids around a text, and recorded texts that a tokenizer must reproduce."""
 
 from collections.abc import Iterator
 
 from tfexport.config import Config
 
-# Recorded texts are compared, not trained on; these limits keep a manifest far below its own.
+# These limits keep a manifest far below its own limit.
 MAX_SAMPLES, MAX_SAMPLE_CHARACTERS = 1000, 2000
 
 
@@ -59,6 +59,6 @@ class TextConfig(Config, subject="text"):
 
     @property
     def proof(self) -> str:
-        """A phrase that states how many texts were compared."""
+        """A phrase with the number of compared texts."""
         count = len(self.samples)
         return f"{count} recorded text{'s' if count > 1 else ''}" if count else "its texts were never compared"

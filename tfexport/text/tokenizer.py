@@ -1,4 +1,4 @@
-"""The tokenizer: text to token ids and back, as the model saw them in training."""
+"""The tokenizer: convert text to token ids and back, as in training."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ CHARACTERS_PER_TOKEN = 100
 
 
 class Tokenizer:
-    """The vocabularies of source and target, often one, and the ids around a text; may be shared between threads.
+    """The vocabularies of source and target and the ids around a text; thread-safe.
 
-    Texts are encoded one by one: the library's parallel mode warns when the process forks afterwards.
+    Texts are encoded one by one, because the library's parallel mode warns if the process forks afterwards.
 
     Attributes:
         text: ids around a text, and recorded texts.
@@ -33,17 +33,13 @@ class Tokenizer:
     def load(
         cls, path: Path, spec: ModelSpec, *, target: Path | None = None, text: TextConfig | None = None
     ) -> Tokenizer:
-        """Read the tokenizer of a model; see `parse`.
+        """Read the tokenizer of a model from files.
 
         Args:
             path: a tokenizer.json, of the source or of both sides.
             spec: of the model.
             target: the target's own tokenizer.json; None if one serves both sides.
-            text: ids around a text; None for none.
-
-        Raises:
-            BackendError: the package `tokenizers` is not installed.
-            BundleError: a file is missing, or refused by `parse`.
+            text: ids around a text; None for no ids.
         """
         need_library()  # before a missing file is reported
         return cls.parse([(str(file), read_plain(file)) for file in (path, target) if file], spec, text=text)
@@ -53,9 +49,9 @@ class Tokenizer:
         """Read the tokenizer of a model from bytes.
 
         Args:
-            files: name for errors and content of a tokenizer.json for both sides, or for the source and the target.
+            files: (name for errors, content) of one tokenizer.json for both sides, or of the source's and the target's.
             spec: of the model.
-            text: ids around a text; None for none.
+            text: ids around a text; None for no ids.
 
         Raises:
             BackendError: the package `tokenizers` is not installed.
@@ -65,7 +61,7 @@ class Tokenizer:
         text, tokens = text or TextConfig(), spec.tokens
         around = {*text.source_prefix, *text.source_suffix}
         ends = {tokens.pad, tokens.start, tokens.eos}
-        # If the target has its own ids, start and end of a target are ordinary tokens of the source.
+        # If the target has its own vocabulary, its start and end are ordinary tokens of the source.
         source = Vocabulary.parse(raw, name, {tokens.pad, *around} if others else ends | around, tokens.unk)
         target, theirs = name, source
         for target, own in others:
@@ -79,7 +75,7 @@ class Tokenizer:
 
     @property
     def eos(self) -> int:
-        """The id that ends a target."""
+        """The target's end token."""
         return self._spec.tokens.eos
 
     @property
@@ -97,7 +93,7 @@ class Tokenizer:
         """Encode sources, with the ids around them.
 
         Returns:
-            Token ids of each text, 1 … max_source_length of them.
+            1 to max_source_length token ids for each text.
 
         Raises:
             InputError: there is no text, or lists every text that cannot be encoded; `indices` has their positions.
@@ -131,15 +127,15 @@ class Tokenizer:
             raise InputError(f"prefix {error}") from error
 
     def begin_target(self, prefix: str = "") -> list[int]:
-        """Return the ids that a target begins with: the model's target prefix, then `prefix`; see `encode_target`."""
+        """Return the first ids of a target: the target prefix, then the ids of `prefix`."""
         is_empty = type(prefix) is str and not prefix
         return [*self.text.target_prefix, *(() if is_empty else self.encode_target(prefix))]
 
     def begin_targets(self, prefixes: Sequence[str]) -> list[list[int]]:
-        """Return the ids that each target begins with; see `begin_target`.
+        """Return the first ids of each target (see `begin_target`).
 
         Raises:
-            InputError: lists wrong prefixes, equal problems once; `indices` has the positions of all.
+            InputError: lists invalid prefixes, equal problems once; `indices` has the positions of all.
         """
         begun, problems, indices = [], dict[str, str](), []
         for index, prefix in enumerate(prefixes):
@@ -156,10 +152,10 @@ class Tokenizer:
     def encode_pairs(
         self, sources: Sequence[str], targets: Sequence[str], subject: str
     ) -> tuple[list[list[int]], list[list[int]]]:
-        """Encode sources, with the ids around them, and whole targets, without special tokens.
+        """Encode sources with the ids around them, and targets without special tokens.
 
         Raises:
-            InputError: about `subject`, lists every text that cannot be encoded; `indices` has the positions.
+            InputError: lists every text that cannot be encoded; begins with `subject`; `indices` has the positions.
         """
         pairs: tuple[list[list[int]], list[list[int]]] = ([], [])
         encoders: list[Callable[[str], list[int]]] = [self._encode_source, self._encode_target]
@@ -176,31 +172,31 @@ class Tokenizer:
         return pairs
 
     def target_id(self, token: str) -> int:
-        """Return the id of a token of the target, such as a language; raises InputError if there is none."""
+        """Return the id of a target token, such as a language; raises InputError."""
         found = self._target.id_of(token)
         if found is None:
             raise InputError(f"token {token!r} is none of the target's vocabulary; give one of its tokens, or an id")
         return found
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Turn token ids of a target into text, without special tokens and ids that have no token."""
+        """Convert target ids to text, without special tokens and unassigned ids."""
         return self._target.decode(ids)
 
     def decode_with(self, ids: Sequence[int], tokens: Mapping[int, str]) -> str:
-        """Decode ids of a target with other tokens at some positions; see `Vocabulary.decode_with`."""
+        """Convert target ids to text, replacing the tokens at some positions."""
         return self._target.decode_with(ids, tokens)
 
     def copies(self, text: str) -> list[str | None]:
-        """Return what can be copied into a target for each id of a source; None for ids around the text.
+        """Return the text to copy into a target for each source id.
 
-        That is the token as it is spelled, or the part of the text if the token is unknown or if source and target
-        spell tokens differently.
+        This is the token itself if it is known and source and target spell tokens alike, or else the part of the text.
+        For ids around the text it is None.
         """
         pieces = self._source.pieces(text, spelled=self._source.decodes_like(self._target))
         return [*[None] * len(self.text.source_prefix), *pieces, *[None] * len(self.text.source_suffix)]
 
     def tokens(self, source_ids: Sequence[int], target_ids: Sequence[int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the tokens of a source and of a target as their vocabularies spell them."""
+        """Return source and target tokens as the vocabularies spell them."""
         return tuple(map(self._source.token, source_ids)), tuple(map(self._target.token, target_ids))
 
     def _encode_source(self, text: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""One tokenizer.json, made safe for untrusted text; and a trial of untrusted tokenizers in a subprocess."""
+"""Encode text with a tokenizer.json; neither has to be trusted."""
 
 from __future__ import annotations
 
@@ -18,32 +18,25 @@ if TYPE_CHECKING:
     import tokenizers
 
 MAX_BYTES = 256 * 1024 * 1024
-# Splits off the pieces that the model has no id for; no text becomes a token of this name.
+# Pieces from this token on have no id in the model.
 BEYOND = " beyond the model's vocabulary"
 
 
 class Vocabulary:
     """A tokenizer.json of Hugging Face `tokenizers`; may be shared between threads.
 
-    - Text never becomes a special token: "</s>" in a text is read as its characters, or as unknown if the vocabulary
-      holds it whole.
+    - Text never becomes a special token: "</s>" in a text is encoded as its characters, or as unknown if the vocabulary
+      has it as one token.
     - Truncation, padding and dropout of the file are switched off.
     - Pieces with ids from the token `BEYOND` on become the unknown token.
-    - Characters outside the vocabulary become the unknown token. Without one they would be dropped silently, so such a
-      text is refused.
+    - Characters outside the vocabulary become the unknown token. A vocabulary without one would drop them silently, so
+      such a text is rejected.
     """
 
     def __init__(
         self, inner: tokenizers.Tokenizer, model: dict[str, Any], special: Collection[int], unknown: int | None
     ) -> None:
-        """Wrap `inner`; use `parse`.
-
-        Args:
-            inner: the library's tokenizer.
-            model: "model" of its tokenizer.json.
-            special: ids of special tokens, in addition to those of the file.
-            unknown: id of the unknown token if the file names none; None if there is none.
-        """
+        """Wrap `inner`; use `parse`. `model` is the "model" of its tokenizer.json."""
         self._inner = inner
         token = model.get("unk_token")
         own_unknown: int | None = model.get("unk_id") if token is None else inner.token_to_id(token)
@@ -58,11 +51,13 @@ class Vocabulary:
 
     @classmethod
     def parse(cls, raw: bytes, name: str, special: Collection[int], unknown: int | None) -> Vocabulary:
-        """Read the bytes of a tokenizer.json; `name` begins errors, see the constructor for the rest.
+        """Read a tokenizer.json.
 
-        Raises:
-            BackendError: the package `tokenizers` is not installed.
-            BundleError: the file is damaged or too large.
+        Args:
+            raw: content of the file.
+            name: of the file, for errors.
+            special: ids of special tokens, in addition to those of the file.
+            unknown: id of the unknown token if the file names none; None if there is none.
         """
         library = need_library()
 
@@ -91,7 +86,7 @@ class Vocabulary:
 
     @property
     def added_ids(self) -> list[int]:
-        """The ids that the file puts around a text, in order."""
+        """The ids that the file adds around a text, in order."""
         with border(_not_encoded):
             ids: list[int] = self._inner.encode("", add_special_tokens=True).ids
         return ids
@@ -102,16 +97,16 @@ class Vocabulary:
         return self._unknown
 
     def id_of(self, token: str) -> int | None:
-        """Return the id of a token such as a language; None if there is none."""
+        """Return the id of a token, or None if it is unknown."""
         found: int | None = self._inner.token_to_id(token)
         return None if found is None or (self._beyond is not None and found >= self._beyond) else found
 
     def token(self, token_id: int) -> str:
-        """Return a token as the vocabulary spells it; "" for an id without one."""
+        """Return the token of an id; "" for an unassigned id."""
         return self._inner.id_to_token(token_id) or ""
 
     def encode(self, text: str, *, special: bool) -> list[int]:
-        """Encode one text; `special` adds the tokens that the file puts around it.
+        """Encode one text; `special` adds the tokens that the file defines around it.
 
         Raises:
             InputError: the text cannot be encoded; the error has no subject.
@@ -132,12 +127,12 @@ class Vocabulary:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Turn token ids into text, without special tokens and ids that have no token."""
+        """Convert token ids to text, without special tokens and unassigned ids."""
         with border(_not_decoded):
             return self._inner.decode([int(i) for i in ids if i not in self._special], skip_special_tokens=True)
 
     def decode_with(self, ids: Sequence[int], tokens: Mapping[int, str]) -> str:
-        """Decode ids with other tokens, spelled as in this vocabulary, at some positions."""
+        """Decode ids, replacing the tokens at some positions."""
         spelled = [
             tokens.get(place, "" if token in self._unseen else self.token(token)) for place, token in enumerate(ids)
         ]
@@ -147,14 +142,14 @@ class Vocabulary:
         return text
 
     def decodes_like(self, other: Vocabulary) -> bool:
-        """Return whether two vocabularies spell their tokens alike, such as with "▁" before a word."""
+        """Return whether two vocabularies spell tokens alike (such as "▁" before a word)."""
         ours, theirs = (one._inner.decoder and one._inner.decoder.__getstate__() for one in (self, other))
         return bool(ours == theirs)
 
     def pieces(self, text: str, *, spelled: bool) -> list[str | None]:
-        """Return the part of the text for each id of `encode(text, special=True)`; None for ids around the text.
+        """Return the part of the text for each id; None for ids around the text.
 
-        `spelled` returns known tokens as the vocabulary spells them.
+        With `spelled`, known tokens are returned as the vocabulary spells them.
         """
         with border(_not_encoded):
             encoding = self._inner.encode(text, add_special_tokens=True)
@@ -170,16 +165,15 @@ class Vocabulary:
         return token in self._special or (self._beyond is not None and token >= self._beyond)
 
     def _as_text(self, special: int) -> int:
-        """Replace a special token that is spelled out in a text, or a piece without an id."""
         if self._unknown is None:
             raise InputError(f"has {self._inner.id_to_token(special)!r}, which has a special meaning; leave it out")
         return self._unknown
 
     def _lost_characters(self, text: str) -> str:
-        """Name the characters of `text` that byte-pair encoding without an unknown token would drop.
+        """List the characters that byte-pair encoding without an unknown token would drop.
 
-        Follows its lookup of single characters: the prefix goes before every one but a word's first, the suffix after
-        a word's last.
+        Looks up characters as the library does: with the prefix except at the start of a word, and with the suffix at
+        its end.
         """
         if self._bpe is None:
             return ""
@@ -206,7 +200,7 @@ class Vocabulary:
 
 @contextmanager
 def border(refused: Callable[[str], TfexportError]) -> Iterator[None]:
-    """Convert exceptions and Rust panics of `tokenizers` to the error that `refused` makes from their message."""
+    """Convert exceptions and Rust panics of `tokenizers` with `refused`."""
     try:
         yield
     except TfexportError:
@@ -220,7 +214,7 @@ def border(refused: Callable[[str], TfexportError]) -> Iterator[None]:
 
 
 def _is_panic(error: BaseException | None) -> bool:
-    # A BaseException of a class that cannot be imported.
+    # The class of panics cannot be imported.
     return type(error).__module__ == "pyo3_runtime"
 
 
@@ -242,11 +236,7 @@ def _not_decoded(reason: str) -> InputError:
 
 
 def read_plain(path: Path) -> bytes:
-    """Read a tokenizer.json.
-
-    Raises:
-        BundleError: it is not a plain file, too large or cannot be read.
-    """
+    """Read a tokenizer.json."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
@@ -263,7 +253,7 @@ def read_plain(path: Path) -> bytes:
 TRIAL_MEMORY, TRIAL_MEMORY_PER_BYTE = 2 * 1024**3, 8
 TRIAL_CPU_S, _TRIAL_WALL_S = 30, 600
 _REMEDY = "give the tokenizer that the model was trained with"
-# Texts that normalizers and regexes stumble over; each is shorter than the limit of every model.
+# Texts that often break normalizers and regexes; each is below every model's limit.
 ODD_TEXTS = (
     "",
     " ",
@@ -285,11 +275,13 @@ _passed: set[bytes] = set()
 
 
 def try_tokenizer(raw: bytes, name: str) -> None:
-    """Read a tokenizer.json in a subprocess and encode and decode odd texts, before it is read in this process.
+    """Try an untrusted tokenizer.json in a subprocess before this process reads it.
+
+    Encodes and decodes unusual texts.
 
     Raises:
-        BundleError: it is damaged or panics, or needs more than 30 s of CPU time, or more memory than 2 GiB and eight
-            times its size. Systems that cannot limit these give it ten minutes.
+        BundleError: it is damaged or panics, or needs more than 30 s of CPU time or more memory than 2 GiB plus eight
+            times its size. On systems that cannot limit these, it has ten minutes.
     """
     digest = hashlib.sha256(raw).digest()
     if digest in _passed:

@@ -1,4 +1,4 @@
-"""Check that every stage agrees with the eager model, in numbers and in whole decodes."""
+"""Check that every stage agrees with the eager model."""
 
 from tfexport.verify.ladder import Stages, VerifyConfig, verify_bundle, verify_stages
 from tfexport.verify.report import Decodes, Divergence, Numbers, Report

@@ -1,4 +1,4 @@
-"""Compare whole decodes of a stage with those of the eager model, and recorded texts with the user's own code."""
+"""Compare whole decodes of a stage with the eager model and with recorded texts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def decode_best(session: Session, sources: Sources, num_beams: int, batch_size: 
 
 
 def parting(left: Sequence[int], right: Sequence[int]) -> int:
-    """Return the position of the first token that differs; one text may be the beginning of the other."""
+    """Return the position of the first different token; one text may be a prefix."""
     return next(i for i, (a, b) in enumerate(zip_longest(left, right)) if a != b)
 
 
@@ -57,14 +57,14 @@ def compare_decodes(
     """Count equal, tied and different decodes.
 
     Args:
-        stage: named in the result.
-        method: named in the result.
-        eager: the reference; a difference is a tie if perturbed logits let it decode to the same tokens.
+        stage: for the result.
+        method: for the result.
+        eager: the reference; a difference is a tie if it produces the same tokens with perturbed logits.
         sources: that were decoded.
-        expected: by the reference.
-        got: by the stage.
+        expected: decodes of the reference.
+        got: decodes of the stage.
         num_beams: of both searches.
-        noise: worst error of a logit that was measured for the stage.
+        noise: largest measured error of the stage's logits.
         must_be_exact: whether a difference fails.
         divergence: for the result.
     """
@@ -82,7 +82,7 @@ def compare_decodes(
 
 
 def batch_invariance(stage: str, session: Session, sources: Sources, noise: float, eager: Session) -> Decodes:
-    """Decode sources alone and in padded batches; the tokens must be equal."""
+    """Compare decodes of single sources with those of padded batches."""
     alone = decode_best(session, sources, 1, 1)
     # Batches are sorted by length, and equal lengths need no padding: a large batch has all lengths.
     together = decode_best(session, sources, 1, 64)
@@ -94,7 +94,10 @@ def batch_invariance(stage: str, session: Session, sources: Sources, noise: floa
 def measure_divergence(
     reference: Session, sources: Sources, expected: Sequence[Hypothesis], got: Sequence[Hypothesis]
 ) -> Divergence:
-    """Compute medians over the sequences that differ, with the reference's two best logits where they part."""
+    """Compute medians over the sequences that differ.
+
+    The margin is the difference of the reference's two best logits at the first different token.
+    """
     parted = [
         (source, left.token_ids, parting(left.token_ids, right.token_ids))
         for source, left, right in zip(sources, expected, got, strict=True)
@@ -109,11 +112,11 @@ def measure_divergence(
 
 
 def recorded_texts(stage: str, session: Session, tokenizer: Tokenizer, eager: Session, noise: float) -> Decodes:
-    """Decode the recorded texts with a stage, and count those equal to what the user's own code made of them.
+    """Decode the recorded texts and compare them with the user's own code.
 
     If a text has no recorded target ids, only its source ids are compared. A different token is a tie if the eager
-    model finds it as likely as the recorded one, within the error of the stage's logits: the original may have computed
-    in float64.
+    model's log-probabilities of both tokens are equal within the error of the stage's logits, because the original may
+    have computed in float64.
     """
     samples = tokenizer.text.samples
     ties, problems = 0, []
@@ -136,7 +139,7 @@ def _may_decode_to(perturbed: Session, source: Sequence[int], tokens: Tokens, nu
 
 
 def _margin(eager: Session, source: Sequence[int], left: Tokens, right: Tokens, *, is_greedy: bool) -> float:
-    """Return by how much the eager model prefers `left`: in logits where they part, or in score for beams."""
+    """Return how much the eager model prefers `left`, in log-probabilities."""
     scores, step = [], parting(left, right)
     for tokens in (left, right):
         log_probs = _log_probs(eager, source, tokens)
@@ -156,7 +159,7 @@ def _difference(left: Tokens, right: Tokens, end: str) -> str:
 
 
 def _margins(reference: Session, parted: Sequence[tuple[Sequence[int], Sequence[int], int]]) -> list[float]:
-    """Follow each text to the given position, and return the distance of the two best logits there."""
+    """Return the difference of the two best logits of each text at the given position."""
     tokens = reference.spec.tokens
     batch = reference.batch()
     batch.add(*pad_right([source for source, *_ in parted], tokens.pad), [[tokens.start]] * len(parted))
@@ -171,7 +174,7 @@ def _margins(reference: Session, parted: Sequence[tuple[Sequence[int], Sequence[
 
 
 def _decoded(session: Session, tokenizer: Tokenizer, sample: TextSample) -> Tokens | str:
-    """Decode one text to its recorded length; describe the problem if its ids differ from those recorded."""
+    """Decode one text to its recorded length, or return how its source ids differ."""
     try:
         (source,) = tokenizer.encode([sample.text])
     except InputError as error:
@@ -195,7 +198,7 @@ def _is_tie(eager: Session, sample: TextSample, ids: Tokens, noise: float) -> bo
 
 
 class _PerturbedSession:
-    """A session whose logits are each off by up to `noise`, differently in every row."""
+    """Add random errors of up to `noise` to the logits, different in every row."""
 
     backend = "perturbed"
 

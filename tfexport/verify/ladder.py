@@ -1,6 +1,7 @@
-"""Compare every stage with the eager model: full, cached, then each graph or engine; first logits, then decodes.
+"""Compare every stage with the eager model: first logits, then whole decodes.
 
-The float64 run measures the rounding error of float32; tolerances are relative to it.
+The stages are the eager model with a cache, and each graph or engine. The float64 run measures the rounding error of
+float32; tolerances are relative to it.
 """
 
 from __future__ import annotations
@@ -45,14 +46,17 @@ Reporter = Callable[[str], None]
 
 
 class VerifyConfig(Config, subject="verify"):
-    """The size of a verification: sequences to decode for each variant and method; at most 64 are compared."""
+    """The size of a verification: decodes for each variant and method.
+
+    At most 64 of them are also compared in numbers.
+    """
 
     samples: Annotated[int, Ge(1), Le(1_000_000), Help("Random sequences to decode for each form and method.")] = 100
     seed: Annotated[Count, Help("Of the random sequences.")] = 0
 
     @classmethod
     def quick(cls) -> Self:
-        """Return the size of the verification in every export."""
+        """Return the size of the verification that every export runs."""
         return cls(samples=16)
 
 
@@ -64,7 +68,7 @@ class Stages:
         model: the eager reference.
         graphs: of a bundle, which may be unfinished.
         reference: describes the eager model in the report.
-        tokenizer: with the recorded texts; None if there is none.
+        tokenizer: has the recorded texts; None if there is no tokenizer.
     """
 
     model: EagerModel
@@ -91,17 +95,18 @@ def verify_bundle(
         against: model directory of the reference, or PACKAGE.MODULE:FACTORY of a user's own module, whose code is
             imported and run; None uses the bundle's own weights, which for fp16 and bf16 are rounded.
         config: the size of the verification.
-        backend: "ort" compares every variant of the graphs that the device runs, "trt" an engine; None for the first,
-            which exports are verified on.
+        backend: "ort" compares every decoder variant that the device runs, "trt" an engine; None uses the backend that
+            exports are verified on.
         device: that runs the graphs.
         engine: name of the engine; None for the only usable one.
-        trusted_keys: files of public keys, one of which must have signed bundle and engine; None accepts any signer.
+        trusted_keys: files of public keys, one of which must have signed bundle and engine; None accepts every bundle.
         report: receives progress lines.
 
     Raises:
         BackendError: the backend, device or engine cannot be used here, or failed.
-        EngineError: there is no such engine, or it may not be used here.
-        BundleError: the bundle is damaged, has no variant for the device, or no eager model and `against` is None.
+        EngineError: there is no such engine, or it cannot be used here.
+        BundleError: the bundle is damaged or has no variant for the device; or it has no eager model and `against` is
+            None.
         ConfigError: `against` is another model, the backend cannot be compared, or a key is invalid.
     """
     compared = comparable(backend)
@@ -115,17 +120,13 @@ def verify_bundle(
 
 
 def verify_stages(stages: Stages, config: VerifyConfig, *, report: Reporter = lambda line: None) -> Report:
-    """Compare every stage with the eager model, first in numbers, then in whole decodes.
-
-    Raises:
-        BackendError: a graph does not load or run here.
-    """
+    """Compare every stage with the eager model, in numbers and in whole decodes."""
     with _closing(comparable().rungs(stages.graphs, LoadOptions())) as sessions:
         return _compare(stages, sessions, config, report)
 
 
 def comparable(name: str | None = None) -> Backend:
-    """Return a backend to compare, by default the one that exports are verified on; raise ConfigError for eager."""
+    """Return a backend to compare, by default the one that exports are verified on."""
     found = registry.comparable()
     if name is None or registry.get(name) in found:
         return registry.get(name) if name else found[0]
@@ -135,7 +136,7 @@ def comparable(name: str | None = None) -> Backend:
 
 @contextmanager
 def _closing(opening: Iterator[Named]) -> Iterator[list[Named]]:
-    """Open sessions; close those that were opened, also if the next cannot be."""
+    """Open sessions and close them at the end, even if opening the next one fails."""
     sessions: list[Named] = []
     try:
         sessions.extend(opening)
@@ -191,7 +192,7 @@ def _hidden_states(model: EagerModel, named: Named, batches: Sequence[Batch], re
 
 
 class _Numbers:
-    """Comparisons in numbers over the same batches, with the eager model's outputs computed once."""
+    """Compare numbers over the same batches; the eager outputs are computed once."""
 
     def __init__(self, model: EagerModel, eager: EagerSession, batches: Sequence[Batch], report: Reporter) -> None:
         self._eager, self._batches, self._report = eager, batches, report
@@ -208,14 +209,12 @@ class _Numbers:
             self.rounding.append(compare("eager float64", [wide], [self._expected[0]], 1e-3))
 
     def logits(self, stage: str, session: Session) -> Numbers:
-        """Compare all positions, read step by step."""
         self._report(f"comparing logits: {stage}")
         pairs = zip(self._batches, self._expected, strict=True)
         got = [step_logits(session, batch, logits) for batch, logits in pairs]
         return compare(stage, self._expected, got, self._tolerance(session))
 
     def speculation(self, sessions: Sequence[Named]) -> Iterator[Numbers]:
-        """Compare several tokens read in one step, for sessions that can."""
         for stage, session in sessions:
             running = session.batch()
             if isinstance(running, Verifies) and running.can_verify:
@@ -225,9 +224,9 @@ class _Numbers:
                 yield dataclasses.replace(found, quantity="speculation")
 
     def alignment(self, sessions: Sequence[Named]) -> Iterator[Numbers]:
-        """Compare the alignment once, because all variants share its graph.
+        """Compare the alignment of one session, because all variants share its graph.
 
-        The last entry of each row is its sum over the tokens of the source, so that weight on padding is noticed.
+        The last entry of each row is the sum over source tokens, so that weight on padding is detected.
         """
         for stage, session in sessions:
             if isinstance(session, Aligns) and session.has_alignment:
@@ -258,7 +257,7 @@ def _alignment(session: Aligns, batch: Batch) -> Floats:
 def _decodes(
     eager: EagerSession, stages: Sequence[tuple[Named, float]], sources: Sequence[Sequence[int]], report: Reporter
 ) -> list[Decodes]:
-    """Decode with every stage, whose worst error of a logit is known, by every method; then alone and in batches."""
+    """Decode with every stage and method; then compare single sources with batches."""
     found = []
     for method, num_beams in METHODS.items():
         report(f"decoding {len(sources)} sequences, {method}: eager")

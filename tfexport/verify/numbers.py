@@ -1,4 +1,4 @@
-"""Random batches, and the comparison of a stage's numbers with the eager model's, position by position."""
+"""Compare numbers of a stage with the eager model's on random batches."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Batch:
 
 
 def random_sources(spec: ModelSpec, count: int, rng: np.random.Generator) -> list[list[int]]:
-    """Draw sources of every length up to 48 or the model's limit, without pad and end tokens."""
+    """Draw sources of up to 48 tokens or the model's limit, without special tokens."""
     longest = min(LONGEST_SOURCE, spec.max_source_length)
     allowed = np.setdiff1d(np.arange(spec.source_vocab), [spec.tokens.pad, spec.tokens.eos, spec.tokens.start])
     return [rng.choice(allowed, rng.integers(1, longest + 1)).tolist() for _ in range(count)]
@@ -44,8 +44,8 @@ def random_sources(spec: ModelSpec, count: int, rng: np.random.Generator) -> lis
 def random_batches(spec: ModelSpec, count: int, rng: np.random.Generator, most_rows: int | None = None) -> list[Batch]:
     """Draw `count` sequences in batches of 1 to 8, at most `most_rows`.
 
-    The first batch is as large and long as possible with a short prefix, so that even a few sequences test padding and
-    every place of the cache.
+    The first batch has the largest size and length and a short prefix, so that even a few sequences test padding and
+    every position of the cache.
     """
     batches: list[Batch] = []
     longest = min(LONGEST_TARGET, spec.max_target_length) if spec.has_decoder else 1
@@ -62,10 +62,10 @@ def random_batches(spec: ModelSpec, count: int, rng: np.random.Generator, most_r
 
 
 def step_logits(session: Session, batch: Batch, expected: Floats) -> Floats:
-    """Feed the target to a session: a prefix when the sources are added, then token by token.
+    """Feed the target to a session: a prefix with the sources, then token by token.
 
-    If the session returns fewer candidates than the vocabulary has tokens, the others are at most its last candidate.
-    They count as `expected`, or as the last candidate if that is less.
+    If the session returns fewer candidates than the vocabulary has tokens, the other logits are at most its last
+    candidate's. They count as `expected`, or as the last candidate's if that is less.
 
     Returns:
         Logits from the last position of the prefix on, float32 [batch, target_len - prefill + 1, vocab].
@@ -82,12 +82,12 @@ def step_logits(session: Session, batch: Batch, expected: Floats) -> Floats:
 
 
 def verified_logits(session: Session, batch: Batch) -> Floats:
-    """Feed the target of each row alone to a session whose batches verify several tokens in one step.
+    """Feed each row's target to a session that verifies several tokens in one step.
 
-    Before each piece, wrong tokens are read and taken back, which must have no effect.
+    Before each piece, wrong tokens are verified and rewound, which must have no effect.
 
     Returns:
-        Logits as `step_logits` returns them.
+        Logits in the format of `step_logits`.
     """
     first, rows = batch.prefill - 1, len(batch.source_ids)
     found = np.empty((rows, batch.target_ids.shape[1] - first, session.spec.vocab), np.float32)
@@ -106,12 +106,12 @@ def verified_logits(session: Session, batch: Batch) -> Floats:
 
 
 def compare(stage: str, expected: Sequence[Floats], got: Sequence[Floats], tolerance: float) -> Numbers:
-    """Find the worst difference between arrays of equal shapes, one for each batch; NaN counts as the worst.
+    """Find the largest difference between arrays; NaN counts as the largest.
 
-    `tolerance` is the largest difference allowed, as a share of the largest value.
+    Both sequences have one array per batch. `tolerance` is the largest allowed share of the largest value.
     """
     worst, place = -1.0, "nowhere"
-    scale = max(float(np.abs(array).max()) for array in expected) or 1.0  # a model may return 0 everywhere
+    scale = max(float(np.abs(array).max()) for array in expected) or 1.0  # a model may return only zeros
     for number, (left, right) in enumerate(zip(expected, got, strict=True)):
         difference = np.abs(left - right)
         index = np.unravel_index(int(np.argmax(difference)), difference.shape)  # argmax stops at the first NaN

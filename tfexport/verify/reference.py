@@ -19,13 +19,10 @@ _LENGTHS = ("max_source_length", "max_target_length")
 def reference_of(bundle: Bundle, against: str | None) -> EagerModel:
     """Return the model to compare a bundle with.
 
-    `against` is a model directory, or PACKAGE.MODULE:FACTORY, whose code is imported and run. None uses the weights of
-    the bundle itself, and never code that it names.
-
-    Raises:
-        BundleError: the bundle has no eager model and `against` is None or a model directory.
-        ConfigError: `against` is another model.
-        CheckpointError: the model directory is damaged.
+    Args:
+        bundle: opened and checked.
+        against: a model directory, or PACKAGE.MODULE:FACTORY, whose code is imported and run. None uses the weights of
+            the bundle itself; no code that the bundle names is run.
     """
     if against is None:
         return EagerModel(_own_weights(bundle))
@@ -52,7 +49,7 @@ def _own_module(bundle: Bundle, own: OwnModule, against: str) -> EagerModel:
     problems = [
         f"{name} is {ours[name]}, the bundle has {value}"
         for name, value in expected.items()
-        if (ours[name] < value if name in _LENGTHS else ours[name] != value)  # a bundle may take less than its module
+        if (ours[name] < value if name in _LENGTHS else ours[name] != value)  # its limits may be lower
     ]
     if not problems and manifest.module is not None:
         found, made_from = own.entry().weights_sha256, manifest.module.weights_sha256
@@ -71,7 +68,7 @@ def _directory(bundle: Bundle, against: Path) -> EagerModel:
         )
     ours, expected = model.config.to_dict(), theirs.to_dict()
     differing = [key for key in expected if key not in _LENGTHS and ours[key] != expected[key]]
-    if theirs.positions == "table":  # a bundle may take less than its model, not more
+    if theirs.positions == "table":  # a bundle may have lower limits than its model, not higher ones
         differing += [key for key in _LENGTHS if (ours[key] or 0) < (expected[key] or 0)]
     raise_all(
         ConfigError,

@@ -1,4 +1,4 @@
-"""The result of a verification: values, JSON, and lines for a terminal."""
+"""The result of a verification: values, JSON, and lines for the terminal."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any
 
 from tfexport.contract import Accuracy
 
-# Largest error of a logit, as a share of the largest logit, unless float32 itself loses a tenth of that.
+# Largest allowed error of a logit, as a share of the largest logit, or ten times the rounding error of float32.
 # float32 rounds to 6e-8 and accumulates to about 1e-6 over a deep model; float16 and bfloat16 keep 11 and 8 bits.
-# Narrow weights were measured on models/dates and preset:paper-base: fp8 1e-1, int4 3e-1 at most, int8 2e-2, and 5e-2
-# where the activations are rounded to 8 bits too.
+# Largest errors measured on models/dates and preset:paper-base: fp8 1e-1, int4 3e-1, int8 2e-2, and 5e-2 if the
+# activations are rounded to 8 bits too.
 TOLERANCE: dict[Accuracy, float] = {"fp32": 2e-5, "fp16": 2e-2, "bf16": 1e-1, "int8": 1e-1, "fp8": 2e-1, "int4": 5e-1}
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """One check: the numbers of a stage compared with those of the eager model.
+    """One check that compares numbers of a stage with the eager model's.
 
     Attributes:
         stage: such as "eager cached" or "ort static".
-        error: worst |difference| as a share of the largest |value|; NaN if the stage returned NaN.
-        worst: worst |difference|.
+        error: largest |difference| as a share of the largest |value|; NaN if the stage returned NaN.
+        worst: largest |difference|.
         tolerance: limit of `error`.
-        place: of the worst difference.
+        place: of the largest difference.
         quantity: "logits", "speculation" or "alignment".
     """
 
@@ -39,11 +39,11 @@ class Numbers:
 
     @property
     def passed(self) -> bool:
-        """Whether the error is within the tolerance; NaN is not."""
+        """Whether the error is within the tolerance; NaN never is."""
         return self.error <= self.tolerance
 
     def problem(self) -> str | None:
-        """Describe what failed; None if nothing did."""
+        """Describe the failure, or return None if the check passed."""
         if self.passed:
             return None
         who = self.stage if self.quantity == "logits" else f"{self.quantity} of {self.stage}"
@@ -56,12 +56,12 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Divergence:
-    """How decodes of a stage that need not be exact diverge from the reference's.
+    """Differences from the reference's decodes, for stages that need not be exact.
 
     Attributes:
         equal: share of the sequences that are equal token for token.
         position: of the first different token, from 0; median over the other sequences, None if all are equal.
-        margin: of the reference's best logit over its second there; median, None if all are equal.
+        margin: difference of the reference's two best logits at that token; median, None if all are equal.
     """
 
     equal: float
@@ -71,16 +71,16 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Decodes:
-    """One check: whole decodes of a stage compared with those of the eager model.
+    """One check that compares whole decodes of a stage with the eager model's.
 
     Attributes:
         stage: such as "ort static".
-        method: "greedy", "beam 4", "batch invariance" (the same stage, alone and in padded batches), or "recorded
-            texts" (text to text, compared with the user's own code).
-        sequences: decoded.
-        exact: equal token for token.
-        ties: not equal, but the eager model produces them too when its logits are perturbed by twice the stage's
-            measured error: rounding decides.
+        method: "greedy", "beam 4", "batch invariance" (single sources and padded batches of the same stage), or
+            "recorded texts" (text to text, compared with the user's own code).
+        sequences: number of decodes.
+        exact: number of decodes that are equal token for token.
+        ties: number of other decodes that the eager model also produces if its logits are perturbed by twice the
+            stage's measured error: rounding decides.
         first: describes the first difference, preferably one that is not a tie.
         must_be_exact: whether other differences fail; otherwise they are only reported.
         divergence: None if sequences must be exact, and for batch invariance.
@@ -97,11 +97,11 @@ class Decodes:
 
     @property
     def passed(self) -> bool:
-        """Whether every sequence is equal or a tie, or only reported."""
+        """Whether every sequence is equal or a tie, or differences are only reported."""
         return not self.must_be_exact or self.exact + self.ties == self.sequences
 
     def problem(self) -> str | None:
-        """Describe what failed; None if nothing did."""
+        """Describe the failure, or return None if the check passed."""
         if self.passed:
             return None
         different = self.sequences - self.exact - self.ties
@@ -110,15 +110,7 @@ class Decodes:
 
 @dataclass(frozen=True)
 class Report:
-    """All checks of a verification.
-
-    Attributes:
-        reference: describes the eager model.
-        samples: random sequences for each check.
-        seed: of the random sequences.
-        numbers: checks that compare numbers.
-        decodes: checks that compare decodes.
-    """
+    """All checks of a verification."""
 
     reference: str
     samples: int
@@ -137,7 +129,7 @@ class Report:
         return all(rung.passed for rung in self.rungs)
 
     def problems(self) -> list[str]:
-        """Describe what failed, one entry for each check."""
+        """Describe each failed check."""
         return [problem for rung in self.rungs if (problem := rung.problem())]
 
     def to_dict(self) -> dict[str, Any]:
@@ -151,7 +143,7 @@ class Report:
         return {**report, "passed": self.passed}
 
     def summary(self) -> dict[str, Any]:
-        """Return the summary for the manifest."""
+        """Return the summary that the manifest contains."""
         return {
             "passed": self.passed,
             "reference": self.reference,

@@ -1,4 +1,4 @@
-"""The variants of the decoder graph: how each stores its cache and attends."""
+"""The variants of the decoder graph, which differ in their cache and attention."""
 
 from tfexport.contract import Form
 from tfexport.export.decoders.contrib import CONTRIB

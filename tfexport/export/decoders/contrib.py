@@ -1,7 +1,7 @@
 """The contrib variant: attention in ONNX Runtime's own operators, for its CPU.
 
-An attention is one operator, and query, key and value are one product. The attention writes the cache of the static
-variant in place, and reads only the filled part of it. The operators are documented in
+One operator computes the whole attention, and one matrix product computes query, key and value. The operator writes the
+cache of the static variant in place and reads only the filled part of it. The operators are documented in
 https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md.
 """
 
@@ -21,13 +21,13 @@ from tfexport.nn.config import TransformerConfig
 from tfexport.nn.dot_product import MASK_FILL
 
 _DOMAIN = "com.microsoft"
-# Divides the width of a head in `GroupQueryAttention`.
+# `GroupQueryAttention` needs head widths that are multiples of this.
 _HEAD_DIM_STEP = 8
 _SUPPORTED = {**SUPPORTED, "attention_softcap": (0.0,)}
 
 
 def supports(traits: TransformerConfig | ModuleTraits, precision: Precision) -> list[str]:
-    """Return what of a model the operators cannot compute; the other variants can."""
+    """List the properties of a model that the operators cannot compute."""
     if isinstance(traits, ModuleTraits):
         has_decoder, width, value_width = traits.has_decoder, traits.head_dim, traits.value_dim
         others = ["a layer attends in its own way, not through cache.attend"] if traits.by_hand else []
@@ -47,7 +47,10 @@ def supports(traits: TransformerConfig | ModuleTraits, precision: Precision) -> 
 
 
 def joint_weights(model: nn.Module) -> Iterator[tuple[str, ...]]:
-    """Name the parameters that the contrib variant reads as one; they have to be stored next to each other."""
+    """Return the parameters that the contrib variant reads as one matrix.
+
+    They have to be stored next to each other.
+    """
     for name, module in model.named_modules():
         if isinstance(module, MultiHeadAttention) and name.endswith(".self"):
             for kind, _ in module.q.named_parameters():
@@ -55,12 +58,12 @@ def joint_weights(model: nn.Module) -> Iterator[tuple[str, ...]]:
 
 
 class ContribCache:
-    """The buffers of the static variant, which the attention itself writes.
+    """The buffers of the static variant, written by the attention operator.
 
-    `GroupQueryAttention` has no PyTorch equivalent: this cache works only in a trace. It is always causal.
+    `GroupQueryAttention` has no PyTorch equivalent, so this cache works only in a trace. It is always causal.
 
     Attributes:
-        past: one `KeyValue` a layer, [rows, kv_heads, capacity, head_dim].
+        past: one `KeyValue` per layer, [rows, kv_heads, capacity, head_dim].
         present: filled by `attend`, of the same shapes.
         positions: int64 [rows, target_len].
         key_len: the capacity.
@@ -74,13 +77,13 @@ class ContribCache:
         last_position: Tensor,
         total_length: Tensor,
     ) -> None:
-        """Start a step.
+        """Begin a step.
 
         Args:
             past: of each layer.
             target_ids: the new tokens, int64 [rows, target_len].
             positions: of the new tokens, int64 [rows, target_len].
-            last_position: the last of them, int32 [rows].
+            last_position: of the new tokens, int32 [rows].
             total_length: tokens in the cache after the step, int32 [1].
         """
         self.past, self.positions = past, positions
@@ -99,9 +102,9 @@ class ContribCache:
         scale: float,
         softcap: float = 0.0,
     ) -> Tensor:
-        """Implement `tfexport.nn.cache.SelfAttention.attend`."""
+        """Append keys and values and attend; see `SelfAttention`."""
         past = self.past[layer]
-        # Concatenated, as the operator expects them and as `join_products` computes them in one product.
+        # The operator expects them concatenated, and `join_products` computes them in one product.
         packed = _by_rows(torch.cat((query, key, value), 1), self.positions)
         width = query.shape[1] * value.shape[2]
         context, present_key, present_value = torch.onnx.ops.symbolic_multi_out(
@@ -116,39 +119,42 @@ class ContribCache:
         return context.flatten(0, 1)
 
     def _bias(self, bias: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Cut a bias [rows or 1, heads, len, capacity] to the keys in the cache, as the operator expects."""
+        """Cut a bias [rows or 1, heads, len, capacity] to the keys in the cache."""
         if bias is None:
             return ()
         bounds = (torch.tensor([0], dtype=torch.int32), self._total_length, torch.tensor([3], dtype=torch.int32))
         shorter = torch.onnx.ops.symbolic("Slice", (bias, *bounds), dtype=bias.dtype, shape=bias.shape, version=18)
-        return (None, None, None, shorter)  # after the rotary tables, which are already applied
+        return (None, None, None, shorter)  # after the rotary tables: the rotation is already applied
 
 
 class ContribCross:
-    """Keys and values of the source: the beams of a source are query positions, so that no key is repeated."""
+    """Cross-attention with the beams of a source as query positions.
+
+    Therefore no key is repeated.
+    """
 
     def __init__(self, key_values: Sequence[KeyValue], mask: Tensor) -> None:
-        """Take each layer's [batch, kv_heads, source_len, …] and the mask, bool [batch, source_len]."""
+        """Create it from each layer's keys and values and a bool mask [batch, source_len]."""
         self.key_values, self.mask = key_values, mask
 
     def attend(self, layer: int, query: Tensor, *, scale: float, softcap: float = 0.0) -> Tensor:
-        """Implement `tfexport.nn.cache.Cross.attend`."""
+        """Attend to the source; see `Cross`."""
         kept = self.key_values[layer]
         heads, width = kept.key.shape[1], kept.value.shape[3]
         shared = query.shape[1] // heads
         if shared == 1:
             return _attention(query, kept.key, kept.value, self.mask, heads * width, scale, scales_query=True)
-        # The operator has no shared keys: heads that share one become more query positions of it.
+        # The operator does not support shared keys, so query heads that share a key become query positions.
         queries = query.unflatten(1, (heads, shared)).transpose(1, 2).flatten(0, 1)  # type: ignore[no-untyped-call]
         context = _attention(queries, kept.key, kept.value, self.mask, heads * width, scale, scales_query=True)
         return context.unflatten(1, (heads, width)).unflatten(0, (-1, shared)).transpose(1, 2).flatten(1)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class ContribSource:
-    """Source tokens that attend to each other; the operator splits the heads."""
+    """Self-attention of source tokens; the operator splits the heads."""
 
     def __init__(self, mask: Tensor) -> None:
-        """Take the mask, bool [batch, source_len]."""
+        """Set the mask, bool [batch, source_len]."""
         self.mask = mask
 
     def attend(
@@ -162,9 +168,9 @@ class ContribSource:
         scale: float,
         softcap: float = 0.0,
     ) -> Tensor:
-        """Implement `tfexport.nn.cache.SelfAttention.attend`."""
+        """Attend to the tokens of the mask; see `SelfAttention`."""
         width, shared = query.shape[1] * value.shape[2], query.shape[1] // key.shape[1]
-        # The operator has no shared keys, and here they are read once.
+        # The operator does not support shared keys; repeating them is cheap, because the encoder runs once.
         key, value = (part if shared == 1 else part.repeat_interleave(shared, 1) for part in (key, value))
         return _attention(query, _by_rows(key, self.mask), _by_rows(value, self.mask), self.mask, width, scale, bias)
 
@@ -180,10 +186,10 @@ def _attention(
     *,
     scales_query: bool = False,
 ) -> Tensor:
-    """Attend from `query` [batch · len, heads, head_dim] to the tokens of `mask` [batch, source_len].
+    """Attend from `query` [batch · len, heads, head_dim] to the tokens of `mask`.
 
-    With `scales_query` the operator does not scale: for queries of one token, as in a step, it then uses a kernel that
-    is up to twice as fast.
+    `scales_query` scales the queries before the operator, which then uses a kernel that is up to twice as fast for
+    queries of one token, as in a decode step.
     """
     packed = _by_rows(query, mask)
     if scales_query and scale != 1:
@@ -200,9 +206,9 @@ def _attention(
 
 
 def _by_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """View `x` [rows · len, heads, width] as [rows, len, heads · width], with the first axis of `rows`.
+    """View `x` [rows · len, heads, width] as [rows, len, heads · width].
 
-    PyTorch would compute `len` with half a dozen operators; ONNX accepts -1.
+    `rows` has the first axis of the result. PyTorch would compute `len` with about six operators; ONNX accepts -1.
     """
     operator, long = torch.onnx.ops.symbolic, torch.int64
     width = x.shape[1] * x.shape[2]

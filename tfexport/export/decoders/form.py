@@ -1,4 +1,4 @@
-"""What a variant of the decoder graph consists of, what it supports, and the concat variant."""
+"""The interface of decoder variants, and the concat variant."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tfexport.nn.config import StackConfig, TransformerConfig
 from tfexport.nn.source import CrossCache, PaddedSource
 from tfexport.nn.switches import SWITCHES
 
-# The fields of a configuration that a variant supports, and the values of each; None means every value.
+# Fields of a configuration that a variant supports, with the supported values; None means every value.
 Supported = Mapping[str, Collection[object] | None]
 
-# Supported by every variant; one that supports fewer values of a field overrides it. New switches of attention and new
-# values of theirs are refused until they are listed here.
+# Supported by every variant; a variant that supports fewer values of a field overrides it. New switches of attention
+# and their new values are rejected until they are listed here.
 SUPPORTED: Supported = {
-    # Switches outside of attention do not concern the decoder's variant.
+    # Switches outside of attention do not depend on the variant.
     **{
         name: switch.values if isinstance(switch.values, tuple) else None
         for name, switch in SWITCHES.items()
@@ -42,12 +42,12 @@ SUPPORTED: Supported = {
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleTraits:
-    """What a user's own module needs from attention, as far as a variant may not support it.
+    """Properties of a user's own module that a variant may not support.
 
     Attributes:
-        has_decoder: False for an encoder alone.
-        by_hand: a decoder layer computes attention itself from what the cache keeps.
-        softcap: scores are capped somewhere.
+        has_decoder: False for an encoder-only module.
+        by_hand: whether a decoder layer computes attention itself from the cache's keys and values.
+        softcap: whether scores are capped anywhere.
         head_dim: width of one head's keys.
         value_dim: width of one head's values.
     """
@@ -63,31 +63,31 @@ class TracedCache(Cache, Protocol):
     """A cache whose buffers are inputs and outputs of a graph.
 
     Attributes:
-        present: one `KeyValue` a layer, complete after every layer has attended.
+        present: one `KeyValue` per layer, complete after every layer has attended.
     """
 
     present: list[KeyValue]
 
 
 def supports_config(traits: TransformerConfig | ModuleTraits, precision: Precision) -> list[str]:
-    """Return what every variant lacks; a user's own module is traced as it is written."""
+    """List what no variant supports; a user's own module is always supported."""
     return [] if isinstance(traits, ModuleTraits) else unsupported(traits, SUPPORTED)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderForm:
-    """A variant of the decoder: how it stores its cache and attends.
+    """A variant of the decoder: its cache and its attention.
 
     Attributes:
-        supports: returns what of a model the variant does not support, given its configuration, or the traits of a
-            user's own module, and the precision.
-        cache: of the decoder's self-attention, from the past of every layer, the new tokens and, by their names in the
-            contract, the other inputs of the variant.
-        cross: of its attention to the source, from the result of the encoder and the mask.
-        source: of the encoder's self-attention, from the mask.
-        encoder: name of the encoder graph that belongs to the variant.
-        opset: the one it needs; None if the export may choose.
-        portable: whether other runtimes than ONNX Runtime read it.
+        supports: lists what the variant does not support, given the precision and a configuration, or the traits of a
+            user's own module.
+        cache: creates the self-attention of the decoder from the past of every layer, the new tokens and the other
+            inputs of the variant, by their names in the contract.
+        cross: creates the cross-attention from the result of the encoder and the mask.
+        source: creates the self-attention of the encoder from the mask.
+        encoder: name of the encoder graph that the variant needs.
+        opset: that it needs; None if the export may choose.
+        portable: whether runtimes other than ONNX Runtime can run it.
         passes: over the traced decoder.
     """
 
@@ -101,12 +101,12 @@ class DecoderForm:
     passes: tuple[Callable[[ir.Model], None], ...] = ()
 
 
-# What eager PyTorch computes, traced as it is. Every runtime that reads ONNX can run it.
+# The eager computation, traced without changes. Every ONNX runtime can run it.
 CONCAT = DecoderForm(cache=ConcatCache)
 
 
 def unsupported(config: TransformerConfig, supported: Supported) -> list[str]:
-    """Name the fields of a configuration, with their values, that are not listed as supported."""
+    """List the fields of a configuration whose values are not supported."""
     problems = []
     for path, value in _fields(config):
         values = supported.get(path.rpartition(".")[2], ())

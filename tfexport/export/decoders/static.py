@@ -1,4 +1,4 @@
-"""The static variant: buffers of fixed capacity, and one ONNX `Attention` for each attention of the decoder."""
+"""The static variant: fixed-size buffers, and one ONNX `Attention` per attention."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tfexport.nn.dot_product import MASK_FILL, dot_product_attention
 class StaticCache:
     """Buffers of fixed capacity, written in place at each row's own position.
 
-    `TensorScatter` (ONNX opset 24) has no PyTorch equivalent: this cache works only in a trace.
-    `tfexport.nn.cache.RowCache` does the same in PyTorch.
+    `TensorScatter` (ONNX opset 24) has no PyTorch equivalent, so this cache works only in a trace.
+    `tfexport.nn.cache.RowCache` is the same in PyTorch.
 
     Attributes:
-        past: one `KeyValue` a layer, [rows, kv_heads, capacity, …].
+        past: one `KeyValue` per layer, [rows, kv_heads, capacity, …].
         present: filled by `attend`, of the same shapes.
         positions: int64 [rows, target_len].
         key_len: the capacity.
@@ -29,7 +29,10 @@ class StaticCache:
     """
 
     def __init__(self, past: Sequence[KeyValue], target_ids: Tensor, cache_lengths: Tensor) -> None:
-        """Start a step of `target_ids` [rows, target_len] over buffers filled up to `cache_lengths` int64 [rows]."""
+        """Begin a step of `target_ids` [rows, target_len].
+
+        `cache_lengths`, int64 [rows], is the number of tokens in each row's buffers.
+        """
         self.past, self._cache_lengths, self._rows = past, cache_lengths, target_ids.shape[0]
         self.present: list[KeyValue] = []
         self.key_len = past[0].key.shape[2]
@@ -47,13 +50,13 @@ class StaticCache:
         scale: float,
         softcap: float = 0.0,
     ) -> Tensor:
-        """Implement `tfexport.nn.cache.SelfAttention.attend`."""
+        """Write keys and values into the buffers and attend; see `SelfAttention`."""
         query, key, value = (split_rows(part, self._rows) for part in (query, key, value))
         kept = self.update(layer, KeyValue(key, value))
         return _attention(query, kept, self.mask, bias, scale, softcap)
 
     def update(self, layer: int, new: KeyValue) -> KeyValue:
-        """Write new keys and values [rows, kv_heads, target_len, …] into the buffers of `layer` and return them."""
+        """Write new keys and values [rows, kv_heads, target_len, …]; return the buffers."""
         past = self.past[layer]
         self.present.append(KeyValue(self._scatter(past.key, new.key), self._scatter(past.value, new.value)))
         return self.present[-1]
@@ -70,14 +73,14 @@ class StaticCache:
 
 
 class StaticCross:
-    """Keys and values of the source, read by one `Attention`."""
+    """Cross-attention in one `Attention` per layer."""
 
     def __init__(self, key_values: Sequence[KeyValue], mask: Tensor) -> None:
-        """Take each layer's [batch, kv_heads, source_len, …] and the mask, bool [batch, source_len]."""
+        """Create it from each layer's keys and values and a bool mask [batch, source_len]."""
         self.key_values, self.mask = key_values, mask
 
     def attend(self, layer: int, query: Tensor, *, scale: float, softcap: float = 0.0) -> Tensor:
-        """Implement `tfexport.nn.cache.Cross.attend`."""
+        """Attend to the source; see `Cross`."""
         kept = self.key_values[layer]
         query, mask = split_rows(query, self.mask.shape[0]), self.mask[:, None, None, :]
         return _attention(query, kept, mask, None, scale, softcap)
@@ -86,9 +89,9 @@ class StaticCross:
 def _attention(
     query: Tensor, kept: KeyValue, mask: Tensor, bias: Tensor | None, scale: float, softcap: float
 ) -> Tensor:
-    """Do what `dot_product_attention` does in one operator, which becomes ONNX `Attention`.
+    """Compute `dot_product_attention` in one operator, which becomes ONNX `Attention`.
 
-    The mask is expanded to every query, because some runtimes refuse or misread a broadcast one. It is added to the
+    The mask is expanded to every query, because some runtimes reject or misread a broadcast mask. It is added to the
     scores, because TensorRT-RTX fails on a bool mask if 8 does not divide head_dim. A soft cap is written in basic
     operators, because runtimes disagree whether the operator's `softcap` comes before or after the mask.
     """

@@ -1,1 +1,1 @@
-"""Matrices in 8 and 4 bits: for ONNX Runtime's integer operators, and as Q/DQ for TensorRT."""
+"""Quantize matrices to 8 and 4 bits, for ONNX Runtime and for TensorRT."""

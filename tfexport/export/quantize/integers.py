@@ -1,9 +1,9 @@
-"""Let graphs compute in integers: linear maps and embeddings as ONNX Runtime's CPU operators for 8 and 4 bits.
+"""Quantize linear maps and embeddings for ONNX Runtime's integer CPU operators.
 
-MatMulNBits reads weights in blocks and is the fastest for the few rows of a decode step. MatMulIntegerToFloat is
-faster if there are many rows, as in an encoder. Both round the activations of every row separately, so a text does not
-depend on the others of its batch.
-https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md describes the operators.
+MatMulNBits reads weights in blocks and is the fastest operator for the few rows of a decode step. MatMulIntegerToFloat
+is faster for many rows, as in an encoder. Both round the activations of every row separately, so a text does not depend
+on the others of its batch. The operators are documented in
+https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md.
 """
 
 from __future__ import annotations
@@ -37,25 +37,24 @@ from tfexport.export.quantize.linear import LEAST_WEIGHTS, LinearMap, linear_map
 from tfexport.export.quantize.rounding import round_blocks, round_matrix
 from tfexport.nn.config import TransformerConfig
 
-# How a weight is stored: unchanged, in blocks of 8 or 4 bits, or in 8 bits with a scale for each output.
+# How a weight is stored: unchanged, in blocks of 8 or 4 bits, or in 8 bits with one scale per output.
 _Kind = Literal["plain", "int8_blocks", "int4_blocks", "int8_columns"]
 
 _DOMAIN = "com.microsoft"
-# Activations are rounded to 8 bits; otherwise they are multiplied in float32, at a fraction of the speed.
+# Round activations to 8 bits; multiplying them in float32 is much slower.
 _ACCURACY_LEVEL = 4
-# Inputs that share a scale, by bits: larger blocks are no faster, smaller ones are more exact and take more space.
+# Inputs that share a scale, by bits: larger blocks are not faster; smaller blocks are more exact but larger in total.
 _BLOCK = {8: 128, 4: 32}
-# The smallest block that the operators accept.
+# Smallest block that the operators accept.
 _LEAST_BLOCK = 16
-# The integers that the largest magnitude of a row and 0 become: on both sides of 128, or from 0 up if no value is
-# negative.
+# The integers that represent the largest magnitude of a row and 0, for rows with and without negative values.
 _SIGNED, _UNSIGNED = (127, 128), (255, 0)
-# The magnitude of a row of zeros, such as padding may be.
+# The magnitude of a row of zeros, such as padding.
 _LEAST_MAGNITUDE = 1e-30
 
 
 def fastest_form(forms: Sequence[Form], traits: TransformerConfig | ModuleTraits) -> tuple[Form, ...]:
-    """Choose the only variant worth quantizing: ONNX Runtime needs no other than its fastest."""
+    """Return the fastest variant that supports a model; only this one is quantized."""
     fastest: tuple[Form, ...] = ("contrib", "static", "concat")
     able = [form for form in fastest if form in forms and not FORMS[form].supports(traits, "fp32")]
     return tuple(able[:1] or forms)
@@ -71,18 +70,15 @@ def write_integer_graphs(
 ) -> dict[str, GraphEntry]:
     """Write graphs whose linear maps and embeddings have 8 or 4 bits.
 
-    The output projection and the embeddings always have 8 bits, which models/dates needs. Norms, biases, position
-    tables, matrices below 4096 weights and scaled Gemms do not change, and neither do inputs and outputs.
+    The output projection and the embeddings always have 8 bits, because models/dates needs them. Norms, biases,
+    position tables, matrices below 4096 weights and scaled Gemms do not change, and neither do inputs and outputs.
 
     Args:
         source: directory of the fp32 graphs and of their weight file.
-        graphs: to read, by name; all share the weight file. `reorder` is for GPUs and is left out.
-        directory: another one; receives the graphs under their file names and `weights.safetensors`.
+        graphs: to read, by name; all share the weight file. `reorder` is for GPUs and is skipped.
+        directory: another directory; receives the graphs under their file names and `weights.safetensors`.
         quantization: how weights are stored.
         report: receives progress lines.
-
-    Returns:
-        The graphs as a manifest lists them.
 
     Raises:
         GraphError: a graph has no large linear map; lists every weight outside `source` or not finite.
@@ -106,10 +102,12 @@ def write_integer_graphs(
 
 
 class _Store:
-    """The tensors of the new weight file: a weight is stored once in each kind, however many graphs read it.
+    """The tensors of the new weight file; each weight is stored once per kind.
 
-    `names` are those of the old file. `parts` are initializers that become references when the file is written, each
-    with the name of its tensor.
+    Attributes:
+        names: of the tensors of the old file.
+        tensors: of the new file, by name.
+        parts: initializers that become references when the file is written, each with the name of its tensor.
     """
 
     def __init__(self, names: Mapping[Span, str]) -> None:
@@ -119,10 +117,13 @@ class _Store:
         self._made: dict[tuple[Span, _Kind, int], list[str]] = {}
 
     def put(self, weight: ir.Value, kind: _Kind, outputs: int = 0) -> list[str]:
-        """Store a weight and name its tensors: the weight, or values, scales and for blocks zero points."""
+        """Store a weight and return the names of its tensors.
+
+        These are the weight itself, or values, scales and, for blocks, zero points.
+        """
         key = (span(weight), kind, outputs)
         if key not in self._made:
-            # Joint parameters have no name in the file; graphs name them within a module `model`.
+            # Joint parameters have no name in the file; their names in graphs begin with the module `model`.
             name = self.names.get(span(weight), (weight.name or "").removeprefix("model."))
             tensors = _round(name, read_weight(weight), kind, outputs)
             assert not tensors.keys() & self.tensors.keys()
@@ -131,7 +132,6 @@ class _Store:
         return self._made[key]
 
     def save(self, path: Path) -> None:
-        """Write the file and let the initializers refer to it."""
         try:
             save_file(dict(self.tensors), path)
         except SafetensorError as error:  # the library wraps every OSError
@@ -145,7 +145,7 @@ class _Store:
 
 
 class _IntegerGraph:
-    """The rewriting of one graph; an activation that several products read is rounded once."""
+    """Rewrite one graph; an activation that several products read is rounded once."""
 
     def __init__(
         self, graph: ir.Graph, store: _Store, quantization: Quantization, many_rows: frozenset[Span] | set[Span]
@@ -156,7 +156,6 @@ class _IntegerGraph:
         self._rounded: dict[ir.Value, tuple[ir.Value, ir.Value]] = {}
 
     def rewrite(self) -> None:
-        """Replace linear maps and embeddings, and every reference to the old weight file."""
         graph, old = self._graph, external_weights(self._graph)
         maps = [found for found in linear_maps(graph) if found.is_plain]
         if not maps:
@@ -206,7 +205,7 @@ class _IntegerGraph:
         return "int8_columns" if is_wide else "int8_blocks"
 
     def _row_product(self, tape: ir.tape.Tape, node: ir.Node, tensors: list[ir.Value], target: str) -> ir.Value:
-        """Multiply activations [..., inputs] with int8 [inputs, outputs] and float32 scales [outputs]."""
+        """Multiply [..., inputs] with int8 [inputs, outputs] and float32 scales [outputs]."""
         rows = node.inputs[0]
         assert rows is not None
         relu = rows.producer()
@@ -221,7 +220,7 @@ class _IntegerGraph:
             def step(operator: str, read: list[ir.Value | None], made: str) -> ir.Value:
                 return tape.op(operator, read, name="", output=ir.Value(name=f"{rows.name}_{made}"))
 
-            # Rounding from 0 up cuts off negative values, so a ReLU before it is not needed.
+            # Unsigned rounding clips negative values, so a ReLU before it is not needed.
             source = rows if is_signed or relu is None else relu.inputs[0]
             magnitudes = step("Abs", [source], "magnitudes") if is_signed else source
             magnitude = step("Max", [step("ReduceMax", [magnitudes, axis], "largest"), least], "magnitude")
@@ -235,7 +234,7 @@ class _IntegerGraph:
         return tape.op("Mul", [product, magnitude], name="", output=ir.Value(name=target))
 
     def _lookup(self, node: ir.Node) -> tuple[ir.tape.Tape, ir.Value]:
-        """Write an embedding; a table that is also the output projection is stored once."""
+        # Quantized in the same way as the output projection, so that a tied table is stored once.
         tape, (weight, ids) = ir.tape.Tape(), node.inputs
         assert weight is not None
         assert weight.shape is not None
@@ -258,7 +257,6 @@ class _IntegerGraph:
         return tape, tape.op("Slice", [gathered, *bounds], name="")
 
     def _part(self, tensor: str, name: str = "", shape: tuple[int, ...] = ()) -> ir.Value:
-        """Return the initializer of a tensor of the new file; its own name and shape unless others are given."""
         name = name or tensor
         if name not in self._parts:
             array = self._store.tensors[tensor].reshape(shape or self._store.tensors[tensor].shape)
@@ -276,16 +274,15 @@ def _initializer(name: str, array: NDArray[Any]) -> ir.Value:
 
 
 def _block(inputs: int, bits: int) -> int:
-    """Choose how many inputs share a scale: a size that divides them, or a small one for a short last block."""
+    # A size that divides the inputs, or else a small one, which wastes less space in the last block.
     sizes = [_BLOCK[bits] >> shift for shift in range(8) if _BLOCK[bits] >> shift >= _LEAST_BLOCK]
     return next((size for size in sizes if inputs % size == 0), _BLOCK[4])
 
 
 def _round(name: str, array: NDArray[Any], kind: _Kind, outputs: int) -> dict[str, NDArray[Any]]:
-    """Return the tensors of a weight under their names in the file."""
     if kind == "plain":
         return {name: array}
-    # safetensors writes an array as it is in memory, so transposing needs a copy.
+    # safetensors writes an array in its memory order, so transposing needs a copy.
     matrix = array if outputs == 0 else array.T.copy()
     if kind == "int8_columns":
         rounded = round_matrix(matrix, "int8", 0)

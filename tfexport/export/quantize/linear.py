@@ -1,4 +1,4 @@
-"""Find the linear maps of a graph and the matrices that nothing else reads."""
+"""Find the linear maps of a graph and the matrices that only they read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import onnx_ir as ir
 from tfexport.contract import LOGITS
 from tfexport.export.graph_file import Span, external_weights, span
 
-# A smaller matrix saves nothing worth a kernel.
+# Smaller matrices are not worth a kernel.
 LEAST_WEIGHTS = 4096
 
 
@@ -20,9 +20,9 @@ class LinearMap:
     """A MatMul or Gemm with a matrix from the weight file.
 
     Attributes:
-        node: multiplies.
+        node: the MatMul or Gemm.
         weight: the initializer, [outputs, inputs] or [inputs, outputs].
-        outputs: axis of the outputs in it, 0 or 1.
+        outputs: axis of the outputs in `weight`, 0 or 1.
         bias: added to the product, if any.
         is_projection: whether it computes the logits.
     """
@@ -35,7 +35,7 @@ class LinearMap:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it only multiplies and adds a vector; a Gemm can also scale both, or transpose its input."""
+        """Whether the node only multiplies and adds a vector (no scaling or transposing)."""
         get = self.node.attributes
         is_scaled = get.get_float("alpha", 1.0) != 1 or get.get_float("beta", 1.0) != 1
         is_vector = self.bias is None or (self.bias.const_value is not None and len(self.bias.const_value.shape) == 1)
@@ -43,7 +43,7 @@ class LinearMap:
 
 
 def linear_maps(graph: ir.Graph) -> Iterator[LinearMap]:
-    """Find the linear maps with at least 4096 weights, in the order of the graph."""
+    """Yield the linear maps with at least 4096 weights, in the order of the graph."""
     projection = _projection(graph)
     for node in graph:
         operand = node.inputs[1] if node.op_type in ("MatMul", "Gemm") else None
@@ -57,9 +57,12 @@ def linear_maps(graph: ir.Graph) -> Iterator[LinearMap]:
 
 
 def only_linear(graphs: Iterable[ir.Graph]) -> dict[Span, int]:
-    """Find the matrices that only linear maps read, in all graphs together, and the axis of their outputs.
+    """Find the matrices that only linear maps read, in all graphs.
 
-    The output projection does not count: it decides between close logits, and is often the embedding too.
+    The output projection is excluded, because it decides between close logits and is often also the embedding.
+
+    Returns:
+        The axis of the outputs of each matrix.
     """
     axes: dict[Span, set[int | None]] = defaultdict(set)
     for graph in graphs:
@@ -75,7 +78,7 @@ def only_linear(graphs: Iterable[ir.Graph]) -> dict[Span, int]:
 
 
 def lookups(graph: ir.Graph) -> Iterator[ir.Node]:
-    """Find the embeddings: each Gather that takes rows of a large matrix by token id."""
+    """Yield the embeddings: each Gather of rows of a large matrix by token id."""
     for node in graph:
         is_gather = node.op_type == "Gather" and not node.attributes.get_int("axis", 0)
         if is_gather and node.inputs[0] and is_large_matrix(node.inputs[0]) and node.inputs[1] in graph.inputs:
@@ -83,13 +86,13 @@ def lookups(graph: ir.Graph) -> Iterator[ir.Node]:
 
 
 def is_large_matrix(value: ir.Value) -> bool:
-    """Whether a value is a matrix of the weight file with at least 4096 weights."""
+    """Return whether a value is a matrix in the weight file with 4096 weights or more."""
     tensor = value.const_value
     return isinstance(tensor, ir.ExternalTensor) and len(tensor.shape) == 2 and tensor.size >= LEAST_WEIGHTS
 
 
 def is_transpose(node: ir.Node) -> bool:
-    """Whether a node transposes a matrix, as `tfexport.export.weights` writes some linear maps."""
+    """Return whether a node transposes a matrix."""
     return node.op_type == "Transpose" and node.attributes.get_ints("perm", ()) == (1, 0)
 
 
@@ -102,7 +105,6 @@ def _readers(weight: ir.Value) -> Iterator[ir.Node]:
 
 
 def _projection(graph: ir.Graph) -> ir.Node | None:
-    """Return the linear map that computes the logits."""
     values = {value.name: value for node in graph for value in node.outputs}
     maker = values[LOGITS].producer() if LOGITS in values else None
     while maker is not None and maker.op_type in ("Cast", "Mul"):

@@ -1,4 +1,4 @@
-"""Store the matrices of linear maps in 8 or 4 bits for TensorRT, each behind an explicit DequantizeLinear.
+"""Quantize the matrices of linear maps for TensorRT, with DequantizeLinear nodes.
 
 Embeddings, norms, biases, position tables and the output projection do not change.
 """
@@ -28,7 +28,7 @@ from tfexport.export.graph_file import (
 from tfexport.export.quantize.linear import LEAST_WEIGHTS, only_linear
 from tfexport.export.quantize.rounding import BLOCK, round_matrix
 
-# The first opsets whose DequantizeLinear has float16 scales and float8, and blocks of 4 bits.
+# First opsets whose DequantizeLinear supports float16 scales and float8, and 4-bit blocks.
 _OPSET: dict[WeightType, int] = {"int8": 19, "fp8": 19, "int4": 21}
 _IR_VERSION = 10  # the version of opset 21
 _ALIGNMENT = 64
@@ -54,17 +54,14 @@ def quantize_graphs(
     Args:
         source: directory of the graphs and of their weight files.
         graphs: to read, by name; all that share weights.
-        directory: another one; receives the graphs under their file names and `weights.bin`.
+        directory: another directory; receives the graphs under their file names and `weights.bin`.
         weights: the narrow type.
         report: receives progress lines.
-
-    Returns:
-        The graphs as a manifest lists them.
 
     Raises:
         GraphError: a graph is not valid ONNX or has no large linear map; lists every weight outside `source` or not
             finite.
-        OSError: a weight file cannot be read, or the new one not written.
+        OSError: a weight file cannot be read, or the new one cannot be written.
     """
     models = {name: _load(source / entry.file, _OPSET[weights]) for name, entry in graphs.items()}
     bodies = [model.graph for model in models.values()]
@@ -95,7 +92,7 @@ def _load(path: Path, opset: int) -> ir.Model:
 def _move(
     graphs: Iterable[ir.Graph], file: BinaryIO, weights: WeightType, report: Callable[[str], None]
 ) -> dict[Span, _Weight]:
-    """Write every weight once, narrow if only linear maps use it."""
+    """Write every weight once, in the narrow type if only linear maps read it."""
     chosen = only_linear(graphs)
     if not chosen:
         raise GraphError(f"{weights}: no linear map has {LEAST_WEIGHTS} weights; build without --weights")
@@ -127,7 +124,6 @@ def _write(file: BinaryIO, array: NDArray[Any]) -> tuple[ir.TensorProtocol, Span
 
 
 def _refer(graph: ir.Graph, moved: Mapping[Span, _Weight], directory: Path) -> None:
-    """Let a graph refer to the new file."""
     tape = ir.tape.Tape()
     for value in external_weights(graph):
         (parts, attributes), name = moved[span(value)], value.name or ""

@@ -1,7 +1,7 @@
-"""Round a matrix to fewer bits, with a scale for each output or for each block of inputs.
+"""Round a matrix to fewer bits, with scales for outputs or blocks of inputs.
 
-`round_matrix` is symmetric and signed, for DequantizeLinear and for products in 8 bits. `round_blocks` has a zero point
-for each block, for ONNX Runtime's operators that take one: at equal speed the error of 4 bits is a sixth lower.
+`round_matrix` is symmetric and signed, for DequantizeLinear and for 8-bit products. `round_blocks` has a zero point for
+each block, for those operators of ONNX Runtime that support it: at equal speed the error of 4 bits is a sixth lower.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from onnx_ir import DataType
 
 from tfexport.contract import WeightType
 
-# Inputs that share a scale in int4: the smaller of the two sizes that TensorRT is known to take.
+# Inputs that share a scale in int4: the smaller of the two sizes that TensorRT is known to support.
 BLOCK = 64
 
 _TYPE = {"int8": DataType.INT8, "int4": DataType.INT4, "fp8": DataType.FLOAT8E4M3FN}
-# The largest value; -8 and -128 are not used, so that a weight and its negative round alike.
+# The largest value; -8 and -128 are not used, so that rounding is symmetric.
 _LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
-# Below its normal numbers float16 has fewer digits. From here up a scale is exact to 1/256; zeros need a scale too.
+# Smallest scale. Subnormal numbers of float16 have fewer digits; from this value on, a scale is exact to 1/256.
 _LEAST_SCALE = {"float16": 2.0**-17, "float32": 2.0**-126, "bfloat16": 2.0**-126}
 
 
 @dataclass(frozen=True)
 class Rounded:
-    """The inputs and attributes of a DequantizeLinear that restores the matrix.
+    """Inputs and attributes of a DequantizeLinear that restores the matrix.
 
     Attributes:
         values: of the narrow type, [rows, columns] like the matrix.
-        scales: of the matrix's type: [outputs], or in blocks the shape of the matrix with inputs / block.
-        axis: of the outputs, or in blocks of the inputs.
-        block: inputs that share a scale; 0 if all do.
+        scales: of the matrix's type: [outputs]; with blocks, the shape of the matrix with inputs / block.
+        axis: of the outputs; with blocks, of the inputs.
+        block: number of inputs that share a scale; 0 if all do.
     """
 
     values: NDArray[Any]
@@ -43,7 +43,7 @@ class Rounded:
 
 
 def round_matrix(matrix: NDArray[Any], weights: WeightType, outputs: int) -> Rounded:
-    """Round to nearest, with the largest weight of each group as the largest value.
+    """Round to nearest; the largest weight of each group becomes the largest value.
 
     Args:
         matrix: float32, float16 or bfloat16 [rows, columns], finite.
@@ -58,7 +58,7 @@ def round_matrix(matrix: NDArray[Any], weights: WeightType, outputs: int) -> Rou
     groups = matrix.astype(np.float64)
     groups = groups.reshape(*matrix.shape[:inputs], length // block, block, *matrix.shape[inputs + 1 :])
     largest = np.abs(groups).max(inputs + 1, keepdims=True) / _LARGEST[weights]
-    # Divide by the scale as it is stored.
+    # Divide by the stored scale, which is rounded.
     scales = np.maximum(largest, _LEAST_SCALE[matrix.dtype.name]).astype(matrix.dtype)
     values = np.clip(groups / scales.astype(np.float64), -_LARGEST[weights], _LARGEST[weights])
     rounded = values if weights == "fp8" else np.rint(values)  # the cast to fp8 rounds
@@ -70,13 +70,13 @@ def round_matrix(matrix: NDArray[Any], weights: WeightType, outputs: int) -> Rou
 
 @dataclass(frozen=True)
 class Blocks:
-    """The weights of ONNX Runtime's MatMulNBits and GatherBlockQuantized: weight = (value - zero point) · scale.
+    """Weights of MatMulNBits and GatherBlockQuantized: (value - zero point) · scale.
 
     Attributes:
         values: uint8 [outputs, blocks, block · bits / 8]; the first of two values is in the low half of a byte.
         scales: float32 [outputs, blocks].
         zero_points: uint8 [outputs, blocks · bits / 8, rounded up], packed in the same way.
-        block: inputs that share a scale; zeros fill the last.
+        block: number of inputs that share a scale; the last block is padded with zeros.
     """
 
     values: NDArray[np.uint8]
@@ -86,20 +86,20 @@ class Blocks:
 
 
 def round_blocks(matrix: NDArray[np.float32], bits: int, block: int) -> Blocks:
-    """Round to nearest, with the smallest and the largest weight of each block, and 0, at the ends of the scale.
+    """Round to nearest; the range of each block is its smallest to largest weight.
 
-    0 stays 0. https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md describes the layout.
+    The range includes 0, and 0 stays 0. The layout is documented in https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md.
 
     Args:
         matrix: float32 [outputs, inputs], finite.
         bits: 8 or 4.
-        block: inputs that share a scale, a power of 2 from 16.
+        block: number of inputs that share a scale, a power of 2 from 16.
     """
     largest = 2**bits - 1
     padded = np.pad(matrix, ((0, 0), (0, -matrix.shape[1] % block)))
     groups = padded.reshape(matrix.shape[0], -1, block)
     low, high = np.minimum(groups.min(2), 0), np.maximum(groups.max(2), 0)
-    # Divided before they are added: the sum of two finite numbers may not be.
+    # Divided before they are added, because the sum of two finite numbers may be infinite.
     scales = np.maximum(high / largest - low / largest, _LEAST_SCALE["float32"]).astype(np.float32)
     zero_points = np.rint(-low / scales).clip(0, largest)
     values = np.rint(groups / scales[..., None] + zero_points[..., None]).clip(0, largest)
@@ -107,7 +107,7 @@ def round_blocks(matrix: NDArray[np.float32], bits: int, block: int) -> Blocks:
 
 
 def _pack(values: NDArray[np.float32], bits: int) -> NDArray[np.uint8]:
-    """Put values side by side into bytes along the last axis, the first lowest."""
+    """Pack values into bytes along the last axis, the first value into the low bits."""
     narrow: NDArray[np.uint8] = values.astype(np.uint8)
     if bits == 4:
         even = np.pad(narrow, [(0, 0)] * (narrow.ndim - 1) + [(0, narrow.shape[-1] % 2)])
