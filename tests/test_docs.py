@@ -19,7 +19,6 @@ from click.testing import CliRunner
 from tests.conftest import DATES, ROOT
 from tfexport.cli import main
 from tfexport.generation import DecodeConfig
-from tfexport.verify.report import TOLERANCE
 
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 OTHERS = [
@@ -182,11 +181,6 @@ def test_the_options_of_serving_have_the_defaults_that_are_shown() -> None:
             else:
                 continue  # none, or one that depends on the machine
             assert shown[option.opts[0]] == spelled, option.opts[0]
-
-
-def test_the_tolerances_are_those_of_the_code() -> None:
-    rows = table(ROOT / "docs" / "verification.md", "precision")
-    assert {row[0].strip("`"): float(row[1]) for row in rows} == TOLERANCE
 
 
 POINTS = table(ROOT / "docs" / "security.md", "point")

@@ -12,15 +12,11 @@ from typing import Annotated, Literal, Self
 
 from tfexport.config import MAX_HEADS, MAX_LAYERS, Config, Ge, Heads, Le, Size, SizeOrZero, TokenId
 from tfexport.errors import ConfigError, raise_all, shortened
+from tfexport.precision import FLOAT, DType, Precision, QuantizedWeights
 
-Precision = Literal["fp32", "fp16", "bf16"]
 Form = Literal["concat", "static", "contrib"]
 Device = Literal["cpu", "cuda"]
-WeightType = Literal["int8", "int4", "fp8"]
-QuantizedWeights = Literal["int8", "int4"]
 OptimizeFor = Literal["latency", "throughput"]
-# The type that limits the accuracy of a stage: its narrow weights, or else the type of its graph.
-Accuracy = Precision | WeightType
 
 CONCAT_OPSETS = (18, 19, 20)
 STATIC_OPSET = 24
@@ -58,9 +54,7 @@ REORDERED = "reordered"
 # First axis of the outputs of a decoder with speculation; the positions of one row are adjacent.
 KEPT = f"rows * {LOGITS_TO_KEEP}"
 
-DType = Literal["int64", "int32", "bool", "float32", "float16", "bfloat16"]
 Dim = str | int
-FLOAT: dict[Precision, DType] = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
 class TokenIds(Config, subject="tokens"):

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tfexport.contract import Accuracy, ModelSpec, TokenIds
+from tfexport.contract import ModelSpec, TokenIds
+from tfexport.precision import Accuracy
 from tfexport.runtime.checked import CheckedBatch
 from tfexport.runtime.session import Candidates, Floats, Ids, Limits, Mask, Prompts, close_up
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfexport.contract import Precision
 from tfexport.export.reorder import reorder_graph
+from tfexport.precision import Precision
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "bf16")
 

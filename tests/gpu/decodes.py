@@ -12,9 +12,10 @@ import numpy as np
 
 from tfexport.bench.loops import TimedSession, clock
 from tfexport.bundle.bundle import open_bundle
-from tfexport.contract import FLOAT, ModelSpec
+from tfexport.contract import ModelSpec
 from tfexport.decode.offline import decode
 from tfexport.generation import DecodeConfig
+from tfexport.precision import FLOAT
 from tfexport.runtime.registry import LoadOptions, open_session
 from tfexport.tensorrt.session.resources import ITEM_BYTES
 

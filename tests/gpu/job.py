@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from tfexport.bundle.manifest import ENGINES
-from tfexport.contract import Form, Precision
+from tfexport.contract import Form
 from tfexport.errors import TfexportError
 from tfexport.export.config import ExportConfig
+from tfexport.precision import Precision
 from tfexport.tensorrt.config import EngineConfig, Target
 
 DATES = Path(__file__).resolve().parents[2] / "models" / "dates"

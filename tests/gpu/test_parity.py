@@ -13,9 +13,10 @@ from tests.gpu.decodes import random_sources
 from tests.gpu.job import Job, spell
 from tfexport.bundle.bundle import open_bundle
 from tfexport.bundle.manifest import ENGINES
-from tfexport.contract import SOURCE_IDS, SOURCE_MASK, Form, ModelSpec, Precision
+from tfexport.contract import SOURCE_IDS, SOURCE_MASK, Form, ModelSpec
 from tfexport.errors import EngineError
 from tfexport.model.load import load
+from tfexport.precision import Precision
 from tfexport.tensorrt.config import EngineConfig, Target
 from tfexport.verify import Report, VerifyConfig, verify_bundle
 

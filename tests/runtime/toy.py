@@ -9,7 +9,8 @@ import numpy as np
 import onnxruntime as ort
 
 from tfexport.bundle.bundle import Bundle
-from tfexport.contract import Accuracy, ModelSpec, key_value_names
+from tfexport.contract import ModelSpec, key_value_names
+from tfexport.precision import Accuracy
 from tfexport.runtime.checked import CheckedBatch, CheckedSession
 from tfexport.runtime.registry import Backend, Graphs, LoadOptions, Requirement
 from tfexport.runtime.session import Candidates, Floats, Ids, Limits, Mask, Prompts, close_up

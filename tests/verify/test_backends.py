@@ -25,13 +25,13 @@ from tfexport.export.quantize.qdq import quantize_graphs
 from tfexport.nn.config import TransformerConfig
 from tfexport.nn.directory import save_model
 from tfexport.nn.transformer import Transformer
+from tfexport.precision import FORMATS
 from tfexport.runtime.eager import EagerBatch, EagerSession, load_eager_model
 from tfexport.runtime.registry import LoadOptions, get, registered
 from tfexport.runtime.session import Batch, Candidates, Floats, Limit, Session
 from tfexport.tensorrt.session import session as backend
 from tfexport.verify import VerifyConfig, verify_bundle
 from tfexport.verify.numbers import compare, random_batches, step_logits
-from tfexport.verify.report import TOLERANCE
 
 Once = Callable[[str, Callable[[Path], object]], Path]
 FEW = VerifyConfig(samples=8)
@@ -122,8 +122,8 @@ def test_narrow_weights_are_judged_by_their_own_tolerance(
     report = verify_bundle(dates_bundle, config=FEW, backend="trt")
     assert report.passed
     numbers = report.numbers[-1]
-    assert (numbers.stage, numbers.tolerance) == ("trt int8", TOLERANCE["int8"])
-    assert numbers.error > TOLERANCE["fp32"], "the weights are narrow indeed"
+    assert (numbers.stage, numbers.tolerance) == ("trt int8", FORMATS["int8"].tolerance)
+    assert numbers.error > FORMATS["fp32"].tolerance, "the weights are narrow indeed"
     assert not any(rung.must_be_exact for rung in report.decodes if rung.stage != "eager")
 
 

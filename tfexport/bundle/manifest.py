@@ -17,7 +17,6 @@ from tfexport.contract import (
     ENCODER,
     ENCODER_CONTRIB,
     REORDER,
-    Accuracy,
     AlignmentHeads,
     GraphEntry,
     ModelSpec,
@@ -28,6 +27,7 @@ from tfexport.contract import (
 )
 from tfexport.errors import ConfigError, raise_all, shortened
 from tfexport.nn.config import TransformerConfig, model_spec
+from tfexport.precision import Accuracy
 from tfexport.text.config import TextConfig
 
 ENGINES = "engines"

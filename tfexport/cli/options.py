@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 
 from tfexport.config import Config, options_of, settings
-from tfexport.contract import Form
+from tfexport.contract import Device, Form
 from tfexport.errors import InputError
 from tfexport.generation import DecodeConfig
 from tfexport.runtime.registry import AUTO, names
@@ -84,7 +84,7 @@ INPUT = click.Path(exists=True, dir_okay=False, readable=True, allow_dash=True, 
 engine_option = click.option(
     "--engine", help="TensorRT engine of the bundle; by default the only one that runs on this machine."
 )
-device_option = click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="Where graphs run.")
+device_option = click.option("--device", type=click.Choice(get_args(Device)), default="cpu", help="Where graphs run.")
 trusted_keys_option = click.option(
     "--trusted-keys",
     type=PATH,

@@ -4,16 +4,9 @@ from collections.abc import Iterator
 from typing import Annotated
 
 from tfexport.config import Config, Count, Ge, Help, Le, Size
-from tfexport.contract import (
-    CONCAT_OPSETS,
-    AlignmentHeads,
-    Form,
-    OptimizeFor,
-    Precision,
-    Quantization,
-    QuantizedWeights,
-)
+from tfexport.contract import CONCAT_OPSETS, AlignmentHeads, Form, OptimizeFor, Quantization
 from tfexport.errors import ConfigError
+from tfexport.precision import Precision, QuantizedWeights
 
 
 class ExportConfig(Config, subject="export"):

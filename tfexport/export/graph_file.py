@@ -15,10 +15,11 @@ import onnx
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from tfexport.contract import DType, GraphSpec, TensorSpec, contract_problems
+from tfexport.contract import GraphSpec, TensorSpec, contract_problems
 from tfexport.errors import GraphError, first_line, raise_all, shortened
 from tfexport.export.attention_check import attention_problems
 from tfexport.nn.stored import read_header
+from tfexport.precision import DType
 
 _DTYPES = {"float": "float32", "double": "float64"}
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from tfexport.contract import FLOAT, ModelSpec
+from tfexport.contract import ModelSpec
 from tfexport.errors import GraphError, raise_all, raised_by
 from tfexport.export.decoders import ModuleTraits
 from tfexport.nn.cache import ConcatCache, KeyValue
@@ -16,6 +16,7 @@ from tfexport.nn.config import TransformerConfig
 from tfexport.nn.eager import EncoderDecoder
 from tfexport.nn.source import CrossCache, PaddedSource
 from tfexport.nn.transformer import Transformer
+from tfexport.precision import FLOAT
 
 # Different sizes, so that swapped dimensions are found.
 _BATCH, _SOURCE_LEN, _PAST_LEN, _TARGET_LEN = 2, 5, 4, 3

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from tfexport.contract import CONCAT_OPSETS, REORDER, Precision, TensorSpec, reorder_spec
+from tfexport.contract import CONCAT_OPSETS, REORDER, TensorSpec, reorder_spec
+from tfexport.precision import Precision
 
 # The opset of the concat variant and its IR version, so that every runtime of that variant can run this graph.
 _OPSET, _IR_VERSION = CONCAT_OPSETS[0], 8

@@ -17,7 +17,6 @@ from tfexport.contract import (
     CONCAT_OPSETS,
     DECODER,
     ENCODER,
-    FLOAT,
     REORDER,
     WEIGHTS,
     AlignmentHeads,
@@ -25,7 +24,6 @@ from tfexport.contract import (
     GraphEntry,
     GraphSpec,
     ModelSpec,
-    Precision,
     alignment_graph,
     decoder_graph,
     encoder_graph,
@@ -42,6 +40,7 @@ from tfexport.export.trace import trace_alignment, trace_decoder, trace_encoder
 from tfexport.export.weights import write_weights
 from tfexport.nn.config import TransformerConfig
 from tfexport.nn.directory import load_weights
+from tfexport.precision import FLOAT, Precision
 
 _REMEDY = "list what is new in tfexport/export/decoders"
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from tfexport.config import MAX_SIZE, Config, Ge, Heads, Layers, Lt, Size
-from tfexport.contract import ModelSpec, Precision, TokenIds
+from tfexport.contract import ModelSpec, TokenIds
 from tfexport.errors import ConfigError, shortened
 from tfexport.nn.switches import (
     SWITCHES,
@@ -19,6 +19,7 @@ from tfexport.nn.switches import (
     RotaryPairs,
     Value,
 )
+from tfexport.precision import Precision
 
 Side = Literal["encoder", "decoder"]
 

@@ -11,8 +11,9 @@ from abc import ABC, abstractmethod
 
 import numpy as np
 
-from tfexport.contract import Accuracy, ModelSpec
+from tfexport.contract import ModelSpec
 from tfexport.errors import BackendError, InputError
+from tfexport.precision import Accuracy
 from tfexport.runtime.session import LONGER, NO_ALIGNMENT, Batch, Candidates, Floats, Ids, Limits, Mask, Prompts
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tfexport.bundle.bundle import Bundle
-from tfexport.contract import WEIGHTS, Accuracy, AlignmentHeads, ModelSpec
+from tfexport.contract import WEIGHTS, AlignmentHeads, ModelSpec
 from tfexport.errors import BackendError, BundleError
 from tfexport.nn.cache import KeyValue, RowCache
 from tfexport.nn.config import model_spec
@@ -20,6 +20,7 @@ from tfexport.nn.directory import load_weights
 from tfexport.nn.eager import EagerModel, align
 from tfexport.nn.source import CrossCache, PaddedSource
 from tfexport.nn.transformer import Transformer
+from tfexport.precision import Accuracy
 from tfexport.runtime.checked import CheckedAligner, CheckedScoring
 from tfexport.runtime.registry import Graphs, LoadOptions
 from tfexport.runtime.session import (

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol, cast, get_args
 
 from tfexport._arguments import is_one_of, is_whole, word_problems
 from tfexport._io.extras import install_command
-from tfexport.contract import AlignmentHeads, Device, Form, ModelSpec, WeightType
+from tfexport.contract import AlignmentHeads, Device, Form, ModelSpec
 from tfexport.errors import BackendError, ConfigError, raise_all, shortened
+from tfexport.precision import WeightType
 from tfexport.runtime.cpu import MAX_THREADS
 
 if TYPE_CHECKING:

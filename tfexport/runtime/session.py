@@ -13,7 +13,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from tfexport.contract import Accuracy, ModelSpec
+from tfexport.contract import ModelSpec
+from tfexport.precision import Accuracy
 
 Ids = NDArray[np.int64]
 Mask = NDArray[np.bool_]

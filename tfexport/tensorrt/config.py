@@ -6,7 +6,8 @@ from itertools import pairwise
 from typing import Annotated, Literal
 
 from tfexport.config import Config, Ge, Help, Le, Match, Size, SizeOrZero
-from tfexport.contract import DECODER, Form, Precision, WeightType
+from tfexport.contract import DECODER, Form
+from tfexport.precision import Precision, WeightType
 
 Target = Literal["tensorrt", "tensorrt-rtx"]
 HardwareCompatibility = Literal["none", "ampere_plus", "same_compute_capability"]

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tfexport._io.extras import install_command
-from tfexport.contract import DType
 from tfexport.errors import BackendError, EngineError, first_line
+from tfexport.precision import DType
 from tfexport.tensorrt.config import Target
 from tfexport.tensorrt.cuda import find_gpus, need_gpu
 

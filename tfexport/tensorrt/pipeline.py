@@ -19,9 +19,10 @@ from tfexport._io.signature import SigningKey, TrustedKeys
 from tfexport.bundle.bundle import open_bundle
 from tfexport.bundle.contents import ENGINE_FORMAT_VERSION
 from tfexport.bundle.manifest import ENGINES
-from tfexport.contract import ENCODER, FLOAT, REORDER, ModelSpec
+from tfexport.contract import ENCODER, REORDER, ModelSpec
 from tfexport.export.describe import weight_bytes
 from tfexport.export.memory import activation_bytes
+from tfexport.precision import FLOAT
 from tfexport.tensorrt.build.builder import build_engine, builder_flags
 from tfexport.tensorrt.build.network import Graph, check_contract, parse_graph
 from tfexport.tensorrt.build.resolve import ResolvedBuild, prepare_graphs, resolve

@@ -24,6 +24,7 @@ from tfexport.contract import Device
 from tfexport.errors import ConfigError
 from tfexport.model.load import load_tokenizer
 from tfexport.nn.eager import EagerModel
+from tfexport.precision import FORMATS
 from tfexport.runtime import registry
 from tfexport.runtime.eager import EagerSession, full_outputs
 from tfexport.runtime.registry import Backend, Graphs, LoadOptions
@@ -39,7 +40,7 @@ from tfexport.verify.decodes import (
 )
 from tfexport.verify.numbers import Batch, compare, random_batches, random_sources, step_logits, verified_logits
 from tfexport.verify.reference import reference_of
-from tfexport.verify.report import TOLERANCE, Decodes, Numbers, Report
+from tfexport.verify.report import Decodes, Numbers, Report
 
 Named = tuple[str, Session]
 Reporter = Callable[[str], None]
@@ -188,7 +189,7 @@ def _hidden_states(model: EagerModel, named: Named, batches: Sequence[Batch], re
 
     expected = [valid(full_outputs(model, b.source_ids, b.source_mask), b) for b in batches]
     got = [valid(session.hidden_states(b.source_ids, b.source_mask), b) for b in batches]
-    return compare(stage, expected, got, TOLERANCE[session.accuracy])
+    return compare(stage, expected, got, FORMATS[session.accuracy].tolerance)
 
 
 class _Numbers:
@@ -241,7 +242,7 @@ class _Numbers:
                 return
 
     def _tolerance(self, session: Session) -> float:
-        return max(TOLERANCE[session.accuracy], *(10 * number.error for number in self.rounding), 0.0)
+        return max(FORMATS[session.accuracy].tolerance, *(10 * number.error for number in self.rounding), 0.0)
 
 
 def _all_positions(model: EagerModel, batch: Batch) -> Floats:

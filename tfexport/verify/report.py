@@ -8,14 +8,6 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any
 
-from tfexport.contract import Accuracy
-
-# Largest allowed error of a logit, as a share of the largest logit, or ten times the rounding error of float32.
-# float32 rounds to 6e-8 and accumulates to about 1e-6 over a deep model; float16 and bfloat16 keep 11 and 8 bits.
-# Largest errors measured on models/dates and preset:paper-base: fp8 1e-1, int4 3e-1, int8 2e-2, and 5e-2 if the
-# activations are rounded to 8 bits too.
-TOLERANCE: dict[Accuracy, float] = {"fp32": 2e-5, "fp16": 2e-2, "bf16": 1e-1, "int8": 1e-1, "fp8": 2e-1, "int4": 5e-1}
-
 
 @dataclass(frozen=True)
 class Numbers:

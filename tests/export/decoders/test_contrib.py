@@ -14,13 +14,14 @@ from tests import tiny
 from tests.export.test_export import ENCODER_ALONE
 from tests.export.test_protocol import SPEC as PROTOCOL_SPEC
 from tests.export.test_protocol import made
-from tfexport.contract import ModelSpec, Precision
+from tfexport.contract import ModelSpec
 from tfexport.errors import GraphError
 from tfexport.export import write
 from tfexport.export.decoders.contrib import CONTRIB, joint_weights
 from tfexport.export.module_probe import traits_of
 from tfexport.export.write import write_graphs
 from tfexport.nn.config import model_spec
+from tfexport.precision import Precision
 
 WIDTH = "keys and values are not equally wide, or 8 does not divide that"
 CAPPED = tiny.config(attention_softcap=2.0)

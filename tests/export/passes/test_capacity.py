@@ -15,11 +15,12 @@ import torch
 
 from tests import tiny
 from tests.tensorrt.engine_graphs import kernels
-from tfexport.contract import FLOAT, Precision, key_value_names
+from tfexport.contract import key_value_names
 from tfexport.errors import GraphError
 from tfexport.export.passes import fix_capacity
 from tfexport.export.write import write_graphs
 from tfexport.nn.config import model_spec
+from tfexport.precision import FLOAT, Precision
 from tfexport.tensorrt.build.builder import build_engine, resolve_options
 from tfexport.tensorrt.build.network import Graph, parse_graph
 from tfexport.tensorrt.build.profiles import make_profiles

@@ -18,12 +18,13 @@ from torch import nn
 
 from tests.conftest import DATES
 from tfexport.bundle.bundle import Bundle, open_bundle
-from tfexport.contract import QUANTIZED_WEIGHTS, REORDER, Form, GraphEntry, GraphSpec, ModelSpec, TensorSpec, WeightType
+from tfexport.contract import QUANTIZED_WEIGHTS, REORDER, Form, GraphEntry, GraphSpec, ModelSpec, TensorSpec
 from tfexport.errors import GraphError
 from tfexport.export.passes import fix_capacity
 from tfexport.export.quantize.qdq import quantize_graphs
 from tfexport.model.model import Model
 from tfexport.nn.directory import load_weights
+from tfexport.precision import WeightType
 from tfexport.runtime.eager import EagerSession
 from tfexport.runtime.ort.backend import OrtSession
 from tfexport.runtime.ort.device import OrtDevice

@@ -20,11 +20,12 @@ from tests import tiny
 from tests.conftest import ROOT
 from tests.runtime.exported import LONG, Once, ort_session, sources
 from tfexport.cli import main
-from tfexport.contract import FLOAT, Device, Form, Precision
+from tfexport.contract import Device, Form
 from tfexport.errors import BackendError
 from tfexport.export.reorder import reorder_graph
 from tfexport.model.load import load
 from tfexport.nn.config import model_spec
+from tfexport.precision import FLOAT, Precision
 from tfexport.runtime.ort.cache import FIRST_CAPACITY, _DeviceBuffers, _HostBuffers
 from tfexport.runtime.ort.device import ELEMENT_TYPE, ITEM_BYTES, OrtDevice, RowGather
 from tfexport.runtime.ort.providers import (

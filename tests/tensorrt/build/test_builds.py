@@ -18,7 +18,7 @@ import pytest
 from tests.conftest import DATES
 from tests.tensorrt.engine_graphs import kernels
 from tfexport.bundle.bundle import Bundle, open_bundle
-from tfexport.contract import DECODER, ENCODER, REORDER, Form, Precision
+from tfexport.contract import DECODER, ENCODER, REORDER, Form
 from tfexport.export import export_bundle
 from tfexport.export.config import ExportConfig
 from tfexport.export.passes import fix_capacity
@@ -27,6 +27,7 @@ from tfexport.nn.config import TransformerConfig
 from tfexport.nn.directory import save_model
 from tfexport.nn.presets import PRESETS, preset
 from tfexport.nn.transformer import Transformer
+from tfexport.precision import Precision
 from tfexport.tensorrt.build.builder import SerializedEngine, build_engine, resolve_options
 from tfexport.tensorrt.build.network import Graph, parse_graph
 from tfexport.tensorrt.build.profiles import make_profiles

@@ -12,13 +12,14 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from tfexport.contract import ENCODER_CONTRIB, Precision
+from tfexport.contract import ENCODER_CONTRIB
 from tfexport.export.decoders.form import SUPPORTED, DecoderForm, ModuleTraits, unsupported
 from tfexport.export.passes import join_products
 from tfexport.nn.attention import MultiHeadAttention
 from tfexport.nn.cache import KeyValue
 from tfexport.nn.config import TransformerConfig
 from tfexport.nn.dot_product import MASK_FILL
+from tfexport.precision import Precision
 
 _DOMAIN = "com.microsoft"
 # `GroupQueryAttention` needs head widths that are multiples of this.

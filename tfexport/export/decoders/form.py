@@ -10,11 +10,12 @@ from typing import Protocol
 import onnx_ir as ir
 from torch import Tensor
 
-from tfexport.contract import ENCODER, Precision
+from tfexport.contract import ENCODER
 from tfexport.nn.cache import Cache, ConcatCache, Cross, KeyValue, Source
 from tfexport.nn.config import StackConfig, TransformerConfig
 from tfexport.nn.source import CrossCache, PaddedSource
 from tfexport.nn.switches import SWITCHES
+from tfexport.precision import Precision
 
 # Fields of a configuration that a variant supports, with the supported values; None means every value.
 Supported = Mapping[str, Collection[object] | None]

@@ -13,7 +13,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 from onnxscript.version_converter import convert_version
 
-from tfexport.contract import QUANTIZED_WEIGHTS, GraphEntry, WeightType
+from tfexport.contract import QUANTIZED_WEIGHTS, GraphEntry
 from tfexport.errors import GraphError, first_line
 from tfexport.export.graph_file import (
     Span,
@@ -27,9 +27,8 @@ from tfexport.export.graph_file import (
 )
 from tfexport.export.quantize.linear import LEAST_WEIGHTS, only_linear
 from tfexport.export.quantize.rounding import BLOCK, round_matrix
+from tfexport.precision import FORMATS, WeightType
 
-# First opsets whose DequantizeLinear supports float16 scales and float8, and 4-bit blocks.
-_OPSET: dict[WeightType, int] = {"int8": 19, "fp8": 19, "int4": 21}
 _IR_VERSION = 10  # the version of opset 21
 _ALIGNMENT = 64
 
@@ -63,7 +62,7 @@ def quantize_graphs(
             finite.
         OSError: a weight file cannot be read, or the new one cannot be written.
     """
-    models = {name: _load(source / entry.file, _OPSET[weights]) for name, entry in graphs.items()}
+    models = {name: _load(source / entry.file, FORMATS[weights].qdq_opset) for name, entry in graphs.items()}
     bodies = [model.graph for model in models.values()]
     with (directory / QUANTIZED_WEIGHTS).open("xb") as file:
         moved = _move(bodies, file, weights, report)

@@ -13,14 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx_ir import DataType
 
-from tfexport.contract import WeightType
+from tfexport.precision import FORMATS, WeightType
 
 # Inputs that share a scale in int4: the smaller of the two sizes that TensorRT is known to support.
 BLOCK = 64
 
-_TYPE = {"int8": DataType.INT8, "int4": DataType.INT4, "fp8": DataType.FLOAT8E4M3FN}
-# The largest value; -8 and -128 are not used, so that rounding is symmetric.
-_LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
 # Smallest scale. Subnormal numbers of float16 have fewer digits; from this value on, a scale is exact to 1/256.
 _LEAST_SCALE = {"float16": 2.0**-17, "float32": 2.0**-126, "bfloat16": 2.0**-126}
 
@@ -57,12 +54,12 @@ def round_matrix(matrix: NDArray[Any], weights: WeightType, outputs: int) -> Rou
     block = BLOCK if weights == "int4" else length
     groups = matrix.astype(np.float64)
     groups = groups.reshape(*matrix.shape[:inputs], length // block, block, *matrix.shape[inputs + 1 :])
-    largest = np.abs(groups).max(inputs + 1, keepdims=True) / _LARGEST[weights]
+    largest = np.abs(groups).max(inputs + 1, keepdims=True) / FORMATS[weights].largest
     # Divide by the stored scale, which is rounded.
     scales = np.maximum(largest, _LEAST_SCALE[matrix.dtype.name]).astype(matrix.dtype)
-    values = np.clip(groups / scales.astype(np.float64), -_LARGEST[weights], _LARGEST[weights])
+    values = np.clip(groups / scales.astype(np.float64), -FORMATS[weights].largest, FORMATS[weights].largest)
     rounded = values if weights == "fp8" else np.rint(values)  # the cast to fp8 rounds
-    narrow = rounded.astype(_TYPE[weights].numpy()).reshape(matrix.shape)
+    narrow = rounded.astype(DataType[FORMATS[weights].onnx_type].numpy()).reshape(matrix.shape)
     if weights == "int4":
         return Rounded(narrow, scales.squeeze(inputs + 1), inputs, BLOCK)
     return Rounded(narrow, scales.reshape(-1), outputs, 0)

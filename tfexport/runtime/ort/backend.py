@@ -25,17 +25,16 @@ from tfexport.contract import (
     DECODER,
     ENCODER,
     ENCODER_CONTRIB,
-    FLOAT,
     HIDDEN_STATES,
     REORDER,
     SOURCE_IDS,
     SOURCE_MASK,
     TARGET_IDS,
-    Accuracy,
     Device,
     Form,
 )
 from tfexport.errors import BackendError, BundleError
+from tfexport.precision import FLOAT, Accuracy
 from tfexport.runtime.checked import CheckedAligner, CheckedBatch
 from tfexport.runtime.cpu import Threads, choose_threads
 from tfexport.runtime.ort.concat import ConcatBatch

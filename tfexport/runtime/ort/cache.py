@@ -15,7 +15,8 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from tfexport.contract import FLOAT, ModelSpec
+from tfexport.contract import ModelSpec
+from tfexport.precision import FLOAT
 from tfexport.runtime.ort.device import ELEMENT_TYPE, ITEM_BYTES, RowGather
 from tfexport.runtime.session import Ids
 

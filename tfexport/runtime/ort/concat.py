@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 import onnxruntime as ort
 
-from tfexport.contract import FLOAT, SOURCE_MASK
+from tfexport.contract import SOURCE_MASK
 from tfexport.errors import InputError
+from tfexport.precision import FLOAT
 from tfexport.runtime.checked import CheckedScoring
 from tfexport.runtime.ort.cache import cache_widths
 from tfexport.runtime.ort.device import OrtGraphs, Step, host_value

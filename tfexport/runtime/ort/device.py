@@ -27,17 +27,16 @@ from tfexport.contract import (
     SOURCE_MASK,
     TARGET_IDS,
     Device,
-    DType,
     GraphSpec,
     ModelSpec,
     TensorSpec,
-    WeightType,
     contract_problems,
     graph_contract,
     has_speculation,
     key_value_names,
 )
 from tfexport.errors import BackendError, BundleError, first_line, raise_all
+from tfexport.precision import DType, WeightType
 from tfexport.runtime.ort.int8_products import int8_session_options
 from tfexport.runtime.ort.providers import PROVIDERS
 from tfexport.runtime.session import Candidates, Ids, Mask, given_candidates, in_order_of_id

@@ -15,8 +15,9 @@ from pathlib import Path
 import onnxruntime as ort
 
 from tfexport._io.extras import extra_command, replacing_command
-from tfexport.contract import Device, Form, Precision
+from tfexport.contract import Device, Form
 from tfexport.errors import BackendError
+from tfexport.precision import Precision
 
 # Folders on Python's path with CUDA libraries: of NVIDIA's wheels, which PyTorch also uses, and of PyTorch's own.
 LIBRARY_FOLDERS = ("nvidia/*/lib", "torch/lib")

@@ -10,7 +10,8 @@ from functools import cached_property
 
 import numpy as np
 
-from tfexport.contract import CACHE, FLOAT, ORDER, REORDER, REORDERED, Form, decoder_graph, key_value_names
+from tfexport.contract import CACHE, ORDER, REORDER, REORDERED, Form, decoder_graph, key_value_names
+from tfexport.precision import FLOAT
 from tfexport.runtime.session import Ids
 from tfexport.tensorrt.session.engine import MAX_GRAPHS, Context, CudaGraphRunner, LruCache
 from tfexport.tensorrt.session.resources import ITEM_BYTES, DeviceResources, bytes_of, shape_of

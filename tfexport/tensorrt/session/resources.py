@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from tfexport.contract import DType, Form, ModelSpec, TensorSpec
+from tfexport.contract import Form, ModelSpec, TensorSpec
 from tfexport.errors import BackendError
+from tfexport.precision import DType
 from tfexport.tensorrt.config import STEP, EngineLimits, Shape
 from tfexport.tensorrt.cuda import Cuda
 from tfexport.tensorrt.session.engine import CaptureSwitch, Context, Engine, Use

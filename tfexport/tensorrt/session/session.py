@@ -10,16 +10,15 @@ from tfexport.bundle.bundle import Bundle
 from tfexport.contract import (
     ENCODER,
     REORDER,
-    Accuracy,
     Form,
     ModelSpec,
-    WeightType,
     decoder_graph,
     encoder_graph,
     key_value_names,
     reorder_spec,
 )
 from tfexport.errors import BackendError
+from tfexport.precision import Accuracy, WeightType
 from tfexport.runtime.checked import CheckedSession
 from tfexport.runtime.registry import Graphs, LoadOptions
 from tfexport.runtime.session import LONGER, Floats, Ids, Limit, Limits, Mask, Session

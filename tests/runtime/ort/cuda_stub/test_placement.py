@@ -15,9 +15,10 @@ import pytest
 
 from tests.conftest import DATES
 from tests.runtime.ort.cuda_stub.conftest import StubGpu
-from tfexport.contract import Form, Precision
+from tfexport.contract import Form
 from tfexport.export import export_bundle
 from tfexport.export.config import ExportConfig
+from tfexport.precision import Precision
 
 FORMS: tuple[Form, ...] = ("static", "concat")
 Once = Callable[[str, Callable[[Path], object]], Path]
