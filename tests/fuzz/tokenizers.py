@@ -18,6 +18,7 @@ from tfexport.errors import InputError
 from tfexport.importing.vocabulary import tokenizer_json
 from tfexport.nn.config import model_spec
 from tfexport.text.tokenizer import Tokenizer
+from tfexport.text.vocabulary import try_tokenizer
 
 TEXTS = ["the quick brown fox", "3 May 1999", "naïve café 🙂 ٣ مارس", "a" * 300, "e" + "\u0301" * 40]
 
@@ -53,7 +54,8 @@ def _train(path: Path) -> list[str]:
 
 
 def _used(path: Path, size: int) -> list[Any]:
-    """Encode and decode; what a text is refused for is a matter of that text."""
+    """Try it in a subprocess, as imports and exports do, then encode and decode; a text may be refused by itself."""
+    try_tokenizer(path.read_bytes(), path.name)
     tokenizer = Tokenizer.load(path, replace(_SPEC, source_vocab=size, vocab=size, max_source_length=4000))
     found: list[Any] = []
     for text in TEXTS:
